@@ -359,7 +359,7 @@ def test_a_state_that_one_rank_lacks_is_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_what_lies_beside_the_model_is_had_as_a_tree(tmp_path: Path, stage: int) -> None:
-    """By its names, as there are no containers of it; and the model in those that it was saved in."""
+    """By its names, as there are no containers of it; and the model in those that were saved."""
     model = torch.nn.Linear(3, 2)
     path = Zero(stage, 2, [dict(model.state_dict())]).write(tmp_path / "run")
     with torchlift.open(path) as ckpt:

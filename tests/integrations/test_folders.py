@@ -1,4 +1,4 @@
-"""Folders that trainers write: their weights and their optimizer's state, without a name of a file."""
+"""Folders that trainers write: weights and the optimizer's state, without a name of a file."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_folder_of_accelerate_with_two_models_names_both_states(tmp_path: Path
     train(models[0], optimizers[0])
     accelerator.save_state(str(tmp_path / "state"))
     before = copy.deepcopy(optimizers[0].state_dict())
-    with pytest.raises(FormatError, match="several optimizers.*found optimizer.bin, optimizer_1"):
+    with pytest.raises(FormatError, match=r"several optimizers.*optimizer\.bin, optimizer_1"):
         torchlift.load_optimizer(models[0], optimizers[0], tmp_path / "state")
     assert same(optimizers[0].state_dict(), before)
     torchlift.load_optimizer(models[0], optimizers[0], tmp_path / "state" / "optimizer.bin")

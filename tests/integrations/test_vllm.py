@@ -78,7 +78,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 CHECKS = {
-    "the entry point": "It is found, and imports nothing before vLLM calls it, as often as it likes.",
+    "the entry point": "It is found, and imports nothing before vLLM calls it, however often.",
     "dcp": "A DCP directory beside the configuration, saved as a training has it.",
     "training": "A training state in one file, of which root names the model.",
     "zero": "DeepSpeed's shards, whose optimizer is no weight.",
@@ -92,7 +92,7 @@ CHECKS = {
     "unknown": "What a model says of a name that it does not know says where that is from.",
     "unsafe": "A tensor that would take code to rebuild is refused, and not left out.",
     "options": "An option that does not exist is refused with the ones that do.",
-    "nothing there": "A folder without weights is an error of torchlift, before anything is loaded.",
+    "nothing there": "A folder without weights is an error before anything is loaded.",
     "older": "A vLLM without the function that registers goes on as before.",
 }
 

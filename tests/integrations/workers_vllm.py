@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import traceback
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 OUT = Path(sys.argv[1])
 
@@ -201,14 +204,9 @@ def missing() -> None:
 
     path = folder("missing")
     torch.save({"model.q": weights()["model.q"], "model.k": weights()["model.k"]}, path / "x.pt")
-    try:
+    with pytest.raises(MismatchError, match=r"x\.pt.*It has model: root and rename") as caught:
         loader().load_weights(model(), config(path))
-    except MismatchError as error:
-        assert error.missing_keys == ["norm"]
-        assert "x.pt" in str(error)
-        assert "It has model: root and rename" in str(error)
-    else:
-        raise AssertionError("a parameter is missing")
+    assert caught.value.missing_keys == ["norm"]
     loader().load_weights(model(), config(path, "fp8"))
 
 
@@ -217,13 +215,10 @@ def unknown() -> None:
 
     path = folder("unknown")
     torch.save({"state_dict": weights(), "optimizer": weights()}, path / "x.pt")
-    try:
+    with pytest.raises(KeyError) as caught:
         loader().load_weights(model(), config(path))
-    except KeyError as error:
-        (told,) = error.__notes__
-        assert "x.pt, root=None: state_dict, optimizer" in told
-    else:
-        raise AssertionError("no weight is called state_dict")
+    (told,) = caught.value.__notes__
+    assert "x.pt, root=None: state_dict, optimizer" in told
 
 
 def unsafe() -> None:
@@ -239,35 +234,25 @@ def unsafe() -> None:
     path = folder("unsafe")
     odd = weights()["model.norm"].as_subclass(Odd)
     torch.save({**weights(), "model.norm": odd}, path / "x.pt")
-    try:
+    with pytest.raises(UnsafeError) as caught:
         loader().load_weights(model(), config(path, "fp8"))
-    except UnsafeError as error:
-        assert error.entry == "model.norm"
-    else:
-        raise AssertionError("a class of somebody's own")
+    assert caught.value.entry == "model.norm"
     check_loaded(path, allow_classes=[Odd])
 
 
 def options() -> None:
     for name, way in [("roots", "Did you mean 'root'?"), ("xyz", "It takes path, root, rename")]:
-        try:
+        with pytest.raises(ValueError, match=re.escape(way)):
             loader(**{name: 1})
-        except ValueError as error:
-            assert way in str(error)
-        else:
-            raise AssertionError(name)
 
 
 def nothing_there() -> None:
     from torchlift.errors import FormatError
 
     path = folder("nothing")
-    try:
+    with pytest.raises(FormatError) as caught:
         loader().download_model(config(path))
-    except FormatError as error:
-        assert error.file == str(path)
-    else:
-        raise AssertionError("there are no weights")
+    assert caught.value.file == str(path)
 
 
 def older() -> None:
