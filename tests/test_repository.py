@@ -115,7 +115,7 @@ def test_no_public_name_loads_a_framework() -> None:
         "import sys, torchlift, torchlift.integrations\n"
         "for name in torchlift.__all__:\n"
         "    getattr(torchlift, name)\n"
-        "frameworks = {'accelerate', 'lightning_fabric', 'torchtitan', 'transformers'}\n"
+        "frameworks = {'accelerate', 'lightning_fabric', 'torchtitan', 'transformers', 'vllm'}\n"
         "sys.exit(str(frameworks & set(sys.modules)) if frameworks & set(sys.modules) else 0)\n"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

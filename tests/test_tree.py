@@ -3,6 +3,7 @@
 import copy
 import re
 from collections import Counter, OrderedDict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -165,13 +166,40 @@ def test_training_goes_on_from_any_form(tmp_path, kind, form, where):
     assert all(map(torch.equal, model.parameters(), other.parameters()))
 
 
+@pytest.mark.parametrize("where", ["memory", "file", "dcp"])
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")  # it is not, for dcp.save
+@pytest.mark.parametrize("form", FORMS)
+def test_the_only_state_that_is_there_needs_no_root(tmp_path, form, where):
+    """However deep it lies, beside whatever else; what would run code there is not asked for."""
+    model, optimizer = trained()
+    saved = {"epoch": 3, "trainer": {"a": forms(model, optimizer)[form][0], "b": [1, 2]}}
+    if form == "one of a list":  # the other one is empty
+        saved["trainer"]["a"]["optimizer_states"][1] = {"state": {}}
+    given_ = saved
+    if where == "file":
+        given_ = tmp_path / "x.pt"
+        torch.save({**saved, "when": timedelta(3)}, given_)
+    elif where == "dcp":
+        given_ = tmp_path / "dcp"
+        dcp.save(saved, checkpoint_id=given_, no_dist=True)
+    other = torch.optim.Adam(model.parameters())
+    report = torchlift.load_optimizer(model, other, given_)
+    assert len(report.loaded) == 4
+    assert same(other.state_dict(), optimizer.state_dict())
+
+
 def test_where_the_state_lies_is_pointed_out(tmp_path):
-    """A root that is missing, or one too high, gets the one to pass; nothing has changed."""
+    """A root that is missing, or one too high, gets the ones to pass; nothing has changed."""
     model, optimizer = trained()
     before = copy.deepcopy(optimizer.state_dict())
-    torch.save({"model": {}, "optim": optimizer.state_dict()}, tmp_path / "x.pt")
+    both = {"model": {}, "train": {"optim": before}, "optimizer_states": [before, before]}
+    torch.save(both, tmp_path / "x.pt")
+    ways = r"'train\.optim' or root='optimizer_states\.0' or root='optimizer_states\.1'"
+    for given_ in (both, tmp_path / "x.pt"):
+        with pytest.raises(torchlift.FormatError, match=f"states of several.*root={ways}"):
+            torchlift.load_optimizer(model, optimizer, given_)
     with pytest.raises(torchlift.FormatError, match=r"no optimizer state.*root='optim'"):
-        torchlift.load_optimizer(model, optimizer, tmp_path / "x.pt")
+        torchlift.load_optimizer(model, optimizer, tmp_path / "x.pt", root="train")
     with pytest.raises(torchlift.FormatError, match="no such container"):
         torchlift.load_optimizer(model, optimizer, tmp_path / "x.pt", root="optimizer")
     with pytest.raises(torchlift.FormatError, match="no optimizer state"):

@@ -355,3 +355,17 @@ def test_a_state_that_one_rank_lacks_is_left_out(tmp_path: Path) -> None:
         assert "optimizer.state.embedding.weight.exp_avg" not in ckpt
         assert "optimizer.state.embedding.weight.exp_avg_sq" in ckpt
         assert "optimizer.state.norm.weight.exp_avg" in ckpt
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_lies_beside_the_model_is_had_as_a_tree(tmp_path: Path, stage: int) -> None:
+    """By its names, as there are no containers of it; and the model in those that were saved."""
+    model = torch.nn.Linear(3, 2)
+    path = Zero(stage, 2, [dict(model.state_dict())]).write(tmp_path / "run")
+    with torchlift.open(path) as ckpt:
+        state = ckpt.tree("optimizer")
+        assert list(ckpt.tree()) == ["weight", "bias"]
+    assert state["param_groups.weight.lr"] == 0.1
+    assert torch.equal(state["state.weight.exp_avg"], model.weight * -0.5)
+    with torchlift.open(path, root="optimizer") as ckpt:
+        assert list(ckpt.tree()) == list(state)

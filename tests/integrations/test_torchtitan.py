@@ -12,7 +12,7 @@ pytest.importorskip("torchtitan", reason="torchtitan is installed for Python 3.1
 
 @pytest.mark.distributed
 def test_a_manager_saves_and_resumes_bit_by_bit(tmp_path: Path) -> None:
-    """In each mode of saving, with FSDP2; what is kept, and what torchtitan saved by itself."""
+    """In each mode of saving, with FSDP2; what is kept, and what torchtitan or others saved."""
     found = run_workers(Path(__file__).with_name("workers_torchtitan.py"), 2, tmp_path)
-    assert len(found) == 5
+    assert len(found) == 6
     assert not any(found.values()), found

@@ -20,7 +20,11 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components import checkpoint as titan
 
 import torchlift
-from torchlift.distributed import get_optimizer_state_dict, set_optimizer_state_dict
+from torchlift.distributed import (
+    CheckpointReader,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torchlift.integrations.torchtitan import CheckpointManager
 
 warnings.simplefilter("ignore")
@@ -56,7 +60,14 @@ class Loader:
 class Run:
     """A model of two ranks, what steps it, and its manager."""
 
-    def __init__(self, folder: str, kind: Any = CheckpointManager, seed: int = 0, **options: Any):
+    def __init__(
+        self,
+        folder: str,
+        kind: Any = CheckpointManager,
+        seed: int = 0,
+        adapter: Any = None,
+        **options: Any,
+    ):
         torch.manual_seed(seed)
         self.model = nn.Sequential(nn.Linear(5, 7), nn.Dropout(), nn.Linear(7, 3))
         fully_shard(self.model, mesh=cpu_mesh())
@@ -68,7 +79,7 @@ class Run:
         )
         self.manager = config.build(
             dataloader=self.loader, model_parts=[self.model], optimizers=self.optimizers,
-            lr_schedulers=self.scheduler, states={}, sd_adapter=None, base_folder=str(OUT),
+            lr_schedulers=self.scheduler, states={}, sd_adapter=adapter, base_folder=str(OUT),
         )  # fmt: skip
 
     def train(self, steps: Any, *, saves: bool = True) -> None:
@@ -132,6 +143,39 @@ def what_torchtitan_saved_resumes() -> None:
     assert all(map(torch.equal, again.values(), ours.values()))
 
 
+class Adapter:
+    """As torchtitan's: names of another project, in whatever format `torchlift.open` reads."""
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {f"model.layers.{name}": value for name, value in state_dict.items()}
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {k.removeprefix("model.layers."): v for k, v in hf_state_dict.items()}
+
+    def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
+        return CheckpointReader(path)
+
+
+def an_adapter_reads_any_format() -> None:
+    """By torchtitan's own manager and by ours, of weights that its own reader does not read."""
+    torch.manual_seed(11)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Dropout(), nn.Linear(7, 3))
+    if dist.get_rank() == 0:
+        (OUT / "hub").mkdir()
+        named = {f"model.layers.{name}": value for name, value in model.state_dict().items()}
+        torch.save(named, OUT / "hub" / "pytorch_model.bin")
+    dist.barrier()
+    for number, kind in enumerate((titan.CheckpointManager, CheckpointManager)):
+        run = Run(
+            f"fresh-{number}", kind, seed=3, adapter=Adapter(),
+            initial_load_path=str(OUT / "hub"), initial_load_in_hf=True,
+        )  # fmt: skip
+        assert run.manager.load()
+        for name, value in run.model.state_dict().items():
+            assert torch.equal(value.full_tensor(), model.state_dict()[name]), name
+        run.manager.close()
+
+
 def a_disabled_manager_does_nothing() -> None:
     """As torchtitan's."""
     manager = CheckpointManager.Config(enable=False).build(
@@ -151,6 +195,7 @@ if __name__ == "__main__":
             "saves_in_a_thread": partial(goes_on, "async"),
             "keeps": the_last_ones_are_kept,
             "shares": what_torchtitan_saved_resumes,
+            "adapter": an_adapter_reads_any_format,
             "disabled": a_disabled_manager_does_nothing,
         }
     )

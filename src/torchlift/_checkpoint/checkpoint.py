@@ -312,7 +312,8 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 
     def _tree(self, root: str | None, view: Callable[[TensorEntry], object]) -> Any:
         """Return the same with what `view` makes of the entry of each tensor."""
-        if self._index.tree is not None:
+        beside = root is not None and root.partition(".")[0] in self._index.aside
+        if self._index.tree is not None and not beside:  # whose containers are the model's
             refusal = partial(self._refusal, loading=False)
             return Tree(self._index, view, refusal).rebuild(root)
         index = self._index if root is None else select(self._index, root)

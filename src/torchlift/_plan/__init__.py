@@ -16,6 +16,7 @@ from torchlift._plan.planner import match as match
 from torchlift._plan.planner import plan as plan
 from torchlift._plan.planner import plan_only as plan_only
 from torchlift._plan.report import LoadReport as LoadReport
+from torchlift._plan.report import Mismatch as Mismatch
 from torchlift._plan.report import listed as listed
 from torchlift._plan.report import summarise as summarise
 from torchlift._plan.rules import AnyMode as AnyMode

@@ -7,6 +7,7 @@ from torchlift._sources.opening import StateSource as StateSource
 from torchlift._sources.opening import checkpoint as checkpoint
 from torchlift._sources.opening import container as container
 from torchlift._sources.opening import extra_state as extra_state
+from torchlift._sources.opening import flat_state as flat_state
 from torchlift._sources.opening import index_of as index_of
 from torchlift._sources.opening import is_state as is_state
 from torchlift._sources.opening import opened as opened

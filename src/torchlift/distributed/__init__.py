@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torchlift.distributed.generators import Generators as Generators
     from torchlift.distributed.optimizer_load import OptimizerReport as OptimizerReport
     from torchlift.distributed.options import StateDictOptions as StateDictOptions
+    from torchlift.distributed.planner import LenientPlanner as LenientPlanner
     from torchlift.distributed.ranks import on_ranks as on_ranks
     from torchlift.distributed.reader import CheckpointReader as CheckpointReader
     from torchlift.distributed.save import save_consolidated as save_consolidated
@@ -50,6 +51,7 @@ __getattr__, __dir__, __all__ = lazy(
         "generators": "Generators",
         "optimizer_load": "OptimizerReport",
         "options": "StateDictMismatch StateDictOptions",
+        "planner": "LenientPlanner",
         "ranks": "on_ranks",
         "reader": "CheckpointReader",
         "save": "save_consolidated",

@@ -8,6 +8,7 @@ travels between ranks.
 
 from __future__ import annotations
 
+import os
 import pickle
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -55,10 +56,18 @@ from torchlift._sources import (
     checkpoint,
     container,
     copy_values,
+    flat_state,
     is_state,
 )
 from torchlift._store import Url
-from torchlift._system import Interruptible, collection_paused, leaves, map_leaves, uninterrupted
+from torchlift._system import (
+    Interruptible,
+    clipped_list,
+    collection_paused,
+    leaves,
+    map_leaves,
+    uninterrupted,
+)
 from torchlift.distributed.broadcast import BroadcastSource, sendable
 from torchlift.distributed.gather import (
     Sequence,
@@ -95,8 +104,8 @@ from torchlift.distributed.options import (
     require_module,
     several,
 )
-from torchlift.errors import CheckpointError, FormatError
-from torchlift.formats import TensorEntry, errors_name, items_of
+from torchlift.errors import Argument, CheckpointError, FormatError, Hint
+from torchlift.formats import TensorEntry, errors_name, items_of, optimizer_in
 
 
 class LoadedKeys(IncompatibleKeys):
@@ -411,7 +420,9 @@ def load_optimizer(
         ckpt: a checkpoint, a path, a file object, or a training state in memory. Its optimizer
             state may be an optimizer's own ``state_dict()``, one under canonical names, flat, or a
             list with one of these, as Lightning keeps it.
-        root: the container that holds it, such as ``"optimizer"`` or ``"optimizer_states.0"``.
+        root: the container that holds it, such as ``"optimizer"`` or ``"optimizer_states.0"``. None
+            is the only one that does; and in a folder of transformers' Trainer or of accelerate
+            the optimizer's own file or folder.
         include: patterns of canonical names of parameters, also where the file has numbers for
             them; ``*`` stands for any text, dots included. One that fits nothing is an error.
         exclude: patterns of those to leave out: their state, and the hyperparameters of groups of
@@ -428,7 +439,7 @@ def load_optimizer(
         What was loaded, missing, unexpected and left out.
 
     Raises:
-        FormatError: `root` names nothing, or there is no optimizer state.
+        FormatError: `root` names nothing, or there is no optimizer state, or there are several.
         StateDictMismatch: it does not fit, or a pattern fits nothing; nothing has changed then.
 
     Example:
@@ -447,8 +458,13 @@ def load_optimizer(
     chosen = collective, process_group, include, exclude, allow_missing
     with ExitStack() as stack:
         if is_state(ckpt):
+            if root is None:
+                flat = flat_state(ckpt, None)
+                root = _root_in((*flat.tensors, *flat.objects, *flat.blocked), IN_MEMORY)
             path, saved = IN_MEMORY, container(ckpt, root)
         else:
+            if root is None and isinstance(ckpt, (str, os.PathLike)):
+                ckpt, storage_options = optimizer_in(ckpt, storage_options), None
             opened = stack.enter_context(
                 checkpoint(
                     ckpt,
@@ -458,11 +474,36 @@ def load_optimizer(
                     storage_options=storage_options,
                 )
             )
-            path, saved = opened.path, opened._tree(root, partial(slices_of, opened))
+            path, keys = opened.path, (*opened.entries, *opened.objects, *opened.blocked_keys)
+            root = _root_in(keys, path) if root is None else root
+            saved = opened._tree(root, partial(slices_of, opened))
         with errors_name(path):
             saved = _optimizer_state(saved)
             call = Part.OPTIMIZERS, model, optimizer, None, saved, options
             return load_states(LoadCall(*call, *chosen)).optimizer
+
+
+def _root_in(keys: Iterable[str], path: str) -> str | None:
+    """Return the only container that has an optimizer's groups; None: it is all, or has none.
+
+    Args:
+        keys: of all values.
+        path: of the checkpoint.
+
+    Raises:
+        FormatError: several have.
+    """
+    ends = ((key, f".{key}.".find(".param_groups.")) for key in keys)
+    roots = list(dict.fromkeys(key[: max(0, at - 1)] for key, at in ends if at >= 0))
+    if len(roots) < 2 or "" in roots:
+        return None if "" in roots else next(iter(roots), None)
+    ways = [f for root in roots[:5] for f in (" or ", Argument("root", repr(root), (root,)))]
+    raise FormatError(
+        "the states of several optimizers",
+        file=path,
+        found=clipped_list(roots),
+        hint=Hint("Pass ", *ways[1:], "."),
+    )
 
 
 def slices_of(ckpt: Checkpoint, entry: TensorEntry) -> torch.Tensor | FileTensor:

@@ -27,6 +27,7 @@ from torchlift.formats.dcp import containers as containers
 from torchlift.formats.dcp import dcp_items as dcp_items
 from torchlift.formats.dcp import metadata_files as metadata_files
 from torchlift.formats.dcp import resolved as resolved
+from torchlift.formats.detect import optimizer_in as optimizer_in
 from torchlift.formats.detect import read_index as read_index
 from torchlift.formats.flattening import MISSING as MISSING
 from torchlift.formats.flattening import ROOT_OBJECT as ROOT_OBJECT

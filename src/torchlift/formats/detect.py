@@ -79,7 +79,14 @@ _DAMAGE = (
 _SHARD = re.compile(r"(.+)-(\d{2,9})-of-(\d{2,9})((?:\.\w+)+)", re.ASCII)
 _INDEX = ".index.json"
 #: Of several indexes or files, as Hugging Face repositories have them, these are the model.
-_PREFERRED = ("model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin")
+_PREFERRED = (
+    "model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin",
+    "pytorch_model_fsdp.bin",
+)  # fmt: skip
+#: The folder of a sharded model, as accelerate and transformers' Trainer call it.
+_SHARDED = re.compile(r"pytorch_model_fsdp_\d+", re.ASCII)
+#: What those two call the state of an optimizer: a file, or a folder.
+_OPTIMIZER = re.compile(r"optimizer(?:_\d+)?(?:\.pt|\.bin)?", re.ASCII)
 #: Models, their variant, if any, in the name of a file or of an index.
 _MODEL = re.compile(
     r"(?:model|diffusion_pytorch_model|pytorch_model)(?:-\d+-of-\d+)?(?:\.(\w+?))?(?:-\d+-of-\d+)?"
@@ -277,9 +284,10 @@ def _read_directory(path: str) -> Index:
 
     In this order: the metadata of a distributed checkpoint (DCP); an ``*.index.json`` and its
     shards; safetensors files; DeepSpeed's ZeRO; the folder that a note of the last checkpoint
-    names; torch files; GGUF and flax's. Within each, a single file is taken, or a complete set
-    ``x-00001-of-0000N``, or the one that is named as the model of a Hugging Face repository. A
-    variant (``model.fp16.safetensors``) counts only where there is nothing else.
+    names; the one that accelerate keeps a sharded model in; torch files; GGUF and flax's. Within
+    each, a single file is taken, or a complete set ``x-00001-of-0000N``, or the one that is named
+    as the model of a Hugging Face repository. A variant (``model.fp16.safetensors``) counts only
+    where there is nothing else.
 
     Raises:
         FormatError: nothing, or more than one thing, that could be meant.
@@ -406,6 +414,48 @@ def _read_last(content: Content) -> Index:
     return replace(_read_directory(folder), path=path)
 
 
+def _read_shards(content: Content) -> Index:
+    """Read a sharded model, beside which a trainer has the folder of its optimizer."""
+    name = _preferred(content.path, list(filter(_SHARDED.fullmatch, content.names)), ())
+    return replace(_read_directory(locate(content.path, name)), path=content.path)
+
+
+def optimizer_in(
+    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+) -> str:
+    """Return the place of an optimizer's state: in a trainer's folder that of its own file.
+
+    transformers calls it ``optimizer.pt``, accelerate ``optimizer.bin``, and where the model is
+    sharded it is a folder, ``optimizer_0``.
+
+    Args:
+        path: of that folder, or of any checkpoint, whose place it is itself.
+        storage_options: of a URL, as for `torchlift.open`.
+
+    Raises:
+        FormatError: more than one thing that could be meant.
+        UnsafeError: a link leads out of the folder.
+    """
+    place = place_of(path, storage_options) if os.fspath(path) else ""
+    if not place or not is_folder(place):
+        return place
+    content = Content(place, _read_file, names=sorted(names_in(place)))
+    found = list(filter(_OPTIMIZER.fullmatch, content.names))
+    if not found:
+        return place
+    if len(found) > 1:
+        raise _several("a directory with the states of several optimizers", found, place)
+    if any(reader.fits(content) for reader in _STATES):
+        raise FormatError(
+            "a checkpoint of a training, and an optimizer's state beside it",
+            file=place,
+            found=found[0],
+            hint=f"Give the path of {found[0]}; or name what is meant in the checkpoint, such as "
+            "root='optimizer'.",
+        )
+    return locate(place, found[0])
+
+
 def _torch_files(content: Content) -> list[str]:
     names = [name for name in content.names if name.endswith(_PICKLED)]
     return [name for name in names if _starts_as_torch(inside(content.path, name))]
@@ -418,15 +468,21 @@ def _starts_as_torch(path: str) -> bool:
     return is_zip(head) or is_legacy(head) or is_tar(head)
 
 
-_DIRECTORIES: tuple[Reader, ...] = (
+#: Directories whose checkpoints may hold the state of an optimizer, too.
+_STATES: tuple[Reader, ...] = (
     Reader(
         lambda content: metadata_files(content.names),
         lambda content: read_dcp(content.path, metadata_files(content.names)),
     ),
-    Reader(_indexes, _read_index_in),
-    _files(_ending(".safetensors")),
     zero.READER,
     Reader(_notes, _read_last),
+)
+_DIRECTORIES: tuple[Reader, ...] = (
+    _STATES[0],
+    Reader(_indexes, _read_index_in),
+    _files(_ending(".safetensors")),
+    *_STATES[1:],
+    Reader(lambda content: any(map(_SHARDED.fullmatch, content.names)), _read_shards),
     _files(_torch_files),
     _files(_ending(".gguf", ".msgpack")),
 )

@@ -1,0 +1,173 @@
+"""Let ``torch.distributed.checkpoint.load`` load what is there, and list the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    create_default_local_load_plan,
+)
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.planner import LoadPlan
+
+from torchlift._plan import Match, Mismatch, Options, Patterns, check_names, listed, suggestion
+from torchlift._system import Facts, Summary, clipped_list, count_of, leaves
+from torchlift.errors import Hint, MismatchError
+
+
+class LenientPlanner(Summary, DefaultLoadPlanner):
+    """Load what a checkpoint has for a state dict, and list the rest, in one error or in none.
+
+    For ``torch.distributed.checkpoint.load``, with torch's own readers and with `CheckpointReader`.
+    What does not fit is compared over all ranks before anything is read: one error names all of it,
+    and every rank raises it, or goes on with the same lists. torch's planner ends at the first
+    missing key or other shape (pytorch/pytorch#148252); with ``allow_partial_load=True`` it skips
+    what is missing without a word, even where no name fits at all, and what is missing and was on
+    meta becomes whatever its memory held.
+
+    A key is the dotted path of a value in the state dict, as torch saves it.
+
+    Args:
+        strict: raise where a key is missing or unexpected and no pattern allows it. Else only where
+            nothing fits, and for shapes.
+        allow_missing: patterns of keys of the state dict that the checkpoint may lack: their values
+            stay. ``*`` stands for any text, dots included.
+        allow_unexpected: patterns of keys that only the checkpoint has. A state dict is often a
+            part of what was saved, so all are allowed; ``()`` allows none.
+        ignore_mismatched: leave a tensor of another shape than the saved one as it is.
+        flatten_state_dict: as torch's.
+        flatten_sharded_tensors: as torch's.
+
+    Attributes:
+        loaded: keys that got a value, on any rank; this and the following after the load.
+        missing_keys: keys of the state dict of a rank that the checkpoint lacks.
+        unexpected_keys: keys of the checkpoint that no rank has.
+        mismatched: key -> expected and found shape of what was left as it is.
+
+    Raises:
+        MismatchError: something is missing, unexpected or of another shape, and not allowed to be;
+            or missing, and on meta. ``load`` raises it, on every rank, as torch's
+            ``CheckpointException``. Nothing is loaded then.
+
+    Example:
+        >>> import os, tempfile, torch, torch.distributed.checkpoint as dcp, warnings
+        >>> from torchlift.distributed import CheckpointReader, LenientPlanner
+        >>> path = os.path.join(tempfile.mkdtemp(), "model.pt")
+        >>> torch.save({"body": torch.ones(2), "old_head": torch.ones(3)}, path)
+        >>> state = {"body": torch.zeros(2), "new_head": torch.zeros(4)}
+        >>> planner = LenientPlanner(allow_missing=["new_head"])
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("ignore")  # torch says that there is no process group
+        ...     dcp.load(state, storage_reader=CheckpointReader(path), planner=planner)
+        >>> state["body"], planner.missing_keys, planner.unexpected_keys
+        (tensor([1., 1.]), ['new_head'], ['old_head'])
+    """
+
+    def __init__(
+        self,
+        *,
+        strict: bool = True,
+        allow_missing: Patterns = (),
+        allow_unexpected: Patterns = ("*",),
+        ignore_mismatched: bool = False,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+    ) -> None:
+        super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load=True)
+        self._options = Options(
+            strict=strict,
+            allow_missing=allow_missing,
+            allow_unexpected=allow_unexpected,
+            ignore_mismatched=ignore_mismatched,
+        )
+        self.loaded: list[str] = []
+        self.missing_keys: list[str] = []
+        self.unexpected_keys: list[str] = []
+        self.mismatched: Mapping[str, Mismatch] = {}
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Take the state dict; torch gives what is on meta memory of any content here."""
+        tensors = {path: leaf for path, leaf in leaves(state_dict).items() if torch.is_tensor(leaf)}
+        self._on_meta = {path for path, tensor in tensors.items() if tensor.is_meta}
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+
+    def create_local_plan(self) -> LoadPlan:
+        """Return what this rank reads, with what does not fit beside it."""
+        assert self.metadata is not None
+        metadata, saved = self.metadata, self.metadata.state_dict_metadata
+        # Of names alone: torch finds out which names a checkpoint from before 2.4 has, and would
+        # end at the first shape that differs.
+        names = dict.fromkeys(saved, BytesStorageMetadata())
+        self.metadata = replace(metadata, state_dict_metadata=names)  # type: ignore[arg-type]
+        super().create_local_plan()
+        self.metadata = metadata
+        found, takes = Match(), dict[str, Any]()
+        for key, value in self.state_dict.items():
+            shape, own = getattr(saved.get(key), "size", None), getattr(value, "size", None)
+            if key not in saved:
+                found.missing.append(key)
+            elif shape is not None and callable(own) and shape != own():
+                found.mismatched[key] = Mismatch(key, tuple(own()), tuple(shape))
+            else:
+                takes[key] = value
+        found.unexpected = [key for key in saved if key not in self.state_dict]
+        on_meta = [k for k in found.missing if tuple(self.mappings.get(k, (k,))) in self._on_meta]
+        plan = create_default_local_load_plan(takes, metadata)
+        return replace(plan, planner_data=(found, list(takes), on_meta))
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Compare what does not fit over all ranks, and give each the same lists."""
+        assert self.metadata is not None
+        founds, takes, metas = zip(*(plan.planner_data for plan in global_plan), strict=True)
+        everywhere = set.intersection(*(set(found.unexpected) for found in founds))
+        both = Match(
+            missing=list(dict.fromkeys(key for found in founds for key in found.missing)),
+            # The stages of a pipeline share a checkpoint: unexpected is what none of them has.
+            unexpected=[key for key in founds[0].unexpected if key in everywhere],
+            mismatched={key: item for found in founds for key, item in found.mismatched.items()},
+            fits=any(takes),
+        )
+        options = self._options
+        if found := suggestion(both.missing, both.unexpected):
+            both.hint = Hint(found, " torchlift.load takes that.")
+        elif not both.fits:
+            both.hint = f"The checkpoint has {clipped_list(both.unexpected)}."
+        if not both.fits:  # whatever may be missing: all names are others
+            options = replace(options, allow_missing=())
+        path = str(getattr(self.metadata.storage_meta, "checkpoint_id", None) or "the checkpoint")
+        check_names(both, path, options)
+        for key in (key for keys in metas for key in keys):
+            raise MismatchError(
+                "it is on meta, and the checkpoint lacks it: it has no value that could stay",
+                file=path,
+                entry=key,
+                missing_keys=both.missing,
+                hint="Give it one before the load, as torchlift.materialize(model) does.",
+            )
+        told = both, list(dict.fromkeys(key for keys in takes for key in keys))
+        return [
+            replace(plan, planner_data=told) for plan in super().create_global_plan(global_plan)
+        ]
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        """Keep the lists, of which all ranks have the same."""
+        found, self.loaded = new_plan.planner_data
+        self.missing_keys, self.unexpected_keys = found.missing, found.unexpected
+        self.mismatched = found.mismatched
+        return super().finish_plan(new_plan)
+
+    def _summary(self) -> tuple[str, Facts]:
+        return f"loaded {count_of(len(self.loaded), 'value')}", [
+            *listed("missing", self.missing_keys),
+            *listed("unexpected", self.unexpected_keys),
+            *listed("mismatched", [str(item) for item in self.mismatched.values()]),
+        ]

@@ -1,0 +1,261 @@
+"""Folders that trainers write: weights and the optimizer's state, without a name of a file."""
+
+from __future__ import annotations
+
+import copy
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from accelerate import Accelerator
+from torch import nn
+from transformers import Trainer, TrainingArguments
+from zero_files import Zero
+
+import torchlift
+from torchlift.errors import FormatError, UnsafeError
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Regression(nn.Module):
+    """With a parameter of each of the two groups that a Trainer makes: with and without decay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 1))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, Any]:
+        found = self.net(x)[:, 0]
+        return {"loss": (found - (found + 1 if labels is None else labels)).square().mean()}
+
+
+def batch(seed: int) -> torch.Tensor:
+    return torch.randn(8, 3, generator=torch.Generator().manual_seed(seed))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> list[float]:
+    losses = []
+    for step in range(steps):
+        loss = model(batch(step), batch(step).sum(1))["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def check(folder: Path, theirs: Any, optimizer_of: Any, root: str | None = None) -> None:
+    """Compare with what the framework itself resumed: state, losses and weights, to the bit."""
+    model, optimizer = theirs
+    ours = copy.deepcopy(model)
+    for param in ours.parameters():
+        nn.init.zeros_(param)
+    other = optimizer_of(ours)
+    torchlift.load(ours, folder, root=root, source="read")
+    report = torchlift.load_optimizer(ours, other, folder)
+    assert len(report.loaded) == len(list(ours.parameters()))
+    assert same(other.state_dict()["state"], optimizer.state_dict()["state"])
+    assert train(ours, other) == train(model, optimizer)
+    assert all(map(torch.equal, ours.parameters(), model.parameters()))
+
+
+def trainer(folder: Path, **options: Any) -> Trainer:
+    arguments = TrainingArguments(
+        str(folder), use_cpu=True, report_to=[], disable_tqdm=True, max_steps=3, save_steps=3,
+        logging_strategy="no", learning_rate=0.05, weight_decay=0.1, lr_scheduler_type="constant",
+        **options,
+    )  # fmt: skip
+    rows = [{"x": x, "labels": x.sum()} for x in batch(7)]
+    return Trainer(Regression(), arguments, train_dataset=rows)
+
+
+def test_a_trainers_folder_gives_both(tmp_path: Path) -> None:
+    """The weights and optimizer.pt, as the Trainer itself resumes from them."""
+    torch.manual_seed(0)
+    trainer(tmp_path / "a").train()
+    folder = tmp_path / "a" / "checkpoint-3"
+    assert {"model.safetensors", "optimizer.pt", "training_args.bin"} <= {
+        path.name for path in folder.iterdir()
+    }
+    again = trainer(tmp_path / "b")
+    again.train(resume_from_checkpoint=str(folder))  # which has nothing left to do
+    theirs = again.model, again.optimizer.optimizer
+
+    def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+        made = trainer(tmp_path / "c")
+        made.model = model
+        return made.create_optimizer()
+
+    check(folder, theirs, optimizer_of)
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_a_folder_of_accelerate_gives_both(tmp_path: Path, safe: bool) -> None:
+    """The weights, as safetensors or as pytorch_model.bin, and optimizer.bin."""
+    torch.manual_seed(0)
+
+    def program() -> Any:
+        accelerator = Accelerator(cpu=True)
+        model = Regression()
+        return accelerator, accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 0.05))
+
+    accelerator, (model, optimizer) = program()
+    train(model, optimizer)
+    accelerator.save_state(str(tmp_path / "state"), safe_serialization=safe)
+    again, (model, optimizer) = program()
+    again.load_state(str(tmp_path / "state"))
+    check(
+        tmp_path / "state",
+        (model, optimizer.optimizer),
+        lambda model: torch.optim.AdamW(model.parameters()),
+    )
+
+
+def test_a_folder_of_accelerate_with_two_models_names_both_states(tmp_path: Path) -> None:
+    """Each is loaded by the path of its own."""
+    accelerator = Accelerator(cpu=True)
+    models = [Regression(), nn.Linear(2, 2)]
+    optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
+    accelerator.prepare(*models, *optimizers)
+    train(models[0], optimizers[0])
+    accelerator.save_state(str(tmp_path / "state"))
+    before = copy.deepcopy(optimizers[0].state_dict())
+    with pytest.raises(FormatError, match=r"several optimizers.*optimizer\.bin, optimizer_1"):
+        torchlift.load_optimizer(models[0], optimizers[0], tmp_path / "state")
+    assert same(optimizers[0].state_dict(), before)
+    torchlift.load_optimizer(models[0], optimizers[0], tmp_path / "state" / "optimizer.bin")
+
+
+def test_a_sharded_folder_of_accelerate_gives_both(tmp_path: Path) -> None:
+    """As its functions for FSDP call and fill them: folders, with one container in each."""
+    from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
+
+    torch.manual_seed(0)
+    model = Regression()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.05)
+    train(model, optimizer)
+    named = torchlift.distributed.get_optimizer_state_dict(model, optimizer)
+    weights, states = (tmp_path / f"{name}_0" for name in (FSDP_MODEL_NAME, OPTIMIZER_NAME))
+    dcp.save({"model": model.state_dict()}, checkpoint_id=weights, no_dist=True)
+    dcp.save({"optimizer": named}, checkpoint_id=states, no_dist=True)
+    torch.save({"last_epoch": 3}, tmp_path / "scheduler.pt")
+    torch.save({"args": 1}, tmp_path / "training_args.bin")
+    assert torchlift.open(tmp_path).path == str(tmp_path)
+    theirs = copy.deepcopy(model), None
+    other = torch.optim.AdamW(theirs[0].parameters())
+    other.load_state_dict(optimizer.state_dict())
+    check(
+        tmp_path,
+        (theirs[0], other),
+        lambda model: torch.optim.AdamW(model.parameters()),
+        root="model",
+    )
+    dcp.save({"model": {}}, checkpoint_id=tmp_path / f"{FSDP_MODEL_NAME}_1", no_dist=True)
+    with pytest.raises(FormatError, match=f"several.*{FSDP_MODEL_NAME}_0, {FSDP_MODEL_NAME}_1"):
+        torchlift.open(tmp_path)
+
+
+def test_whole_weights_of_a_wrapped_model_are_found(tmp_path: Path) -> None:
+    """accelerate's pytorch_model_fsdp.bin, beside other files of torch."""
+    torch.save({"weight": torch.ones(2)}, tmp_path / "pytorch_model_fsdp.bin")
+    torch.save({"state": {}, "param_groups": []}, tmp_path / "optimizer.bin")
+    torch.save({"last_epoch": 3}, tmp_path / "scheduler.bin")
+    assert list(torchlift.open(tmp_path)) == ["weight"]
+
+
+def test_a_folder_of_deepspeed_gives_both(tmp_path: Path) -> None:
+    """By its note of the last checkpoint; root= has never to be passed."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    zero = Zero(2, 2, [dict(model.state_dict())])
+    zero.write(tmp_path / "run")
+    optimizer = torch.optim.Adam(model.parameters())
+    report = torchlift.load_optimizer(model, optimizer, tmp_path / "run", strict=False)
+    assert report.loaded == ["weight", "bias"]
+    for name, param in model.named_parameters():
+        assert torch.equal(optimizer.state[param]["exp_avg"], zero.state("exp_avg", name))
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    return optimizer.state_dict()
+
+
+def refused(folder: Path, kind: type[Exception] = FormatError) -> str:
+    """Return what an optimizer is told that is not changed by it."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    with pytest.raises(kind) as caught:
+        torchlift.load_optimizer(model, optimizer, folder)
+    assert not optimizer.state
+    return str(caught.value)
+
+
+def test_folders_that_leave_open_what_is_meant_are_refused(tmp_path: Path) -> None:
+    """Two files, an empty folder, foreign classes, and a checkpoint that has a state, too."""
+    state = state_of(nn.Linear(2, 2))
+    (tmp_path / "empty").mkdir()
+    assert "an empty directory" in refused(tmp_path / "empty")
+    assert "no such file" in refused(tmp_path / "nowhere")
+    folder = tmp_path / "two"
+    folder.mkdir()
+    for name in ("optimizer.pt", "optimizer.bin"):
+        torch.save(state, folder / name)
+    told = refused(folder)
+    assert "optimizer.bin, optimizer.pt" in told
+    assert f"{folder / 'optimizer.bin'}" in told
+    folder = tmp_path / "foreign"
+    folder.mkdir()
+    torch.save({**state, "scale": Fraction(1, 2)}, folder / "optimizer.pt")
+    assert "fractions.Fraction" in refused(folder, UnsafeError)
+    folder = tmp_path / "both"
+    dcp.save({"optim": state}, checkpoint_id=folder, no_dist=True)
+    torch.save(state, folder / "optimizer.pt")
+    assert "an optimizer's state beside it; found optimizer.pt" in refused(folder)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    torchlift.load_optimizer(model, optimizer, folder, root="optim")
+    assert same(optimizer.state_dict()["state"], state["state"])
+
+
+def test_a_link_out_of_the_folder_is_refused(tmp_path: Path) -> None:
+    """As one to weights is."""
+    torch.save(state_of(nn.Linear(2, 2)), tmp_path / "elsewhere.pt")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "optimizer.pt").symlink_to(tmp_path / "elsewhere.pt")
+    assert "a link that leaves the directory" in refused(tmp_path / "folder", UnsafeError)
+
+
+def test_a_folder_of_a_store_is_one(tmp_path: Path) -> None:
+    """The same names, behind a URL."""
+    fsspec = pytest.importorskip("fsspec")
+    model = nn.Linear(2, 2)
+    state = state_of(model)
+    files = fsspec.filesystem("memory")
+    with files.open("/trained/optimizer.pt", "wb") as file:
+        torch.save(state, file)
+    with files.open("/trained/pytorch_model.bin", "wb") as file:
+        torch.save(model.state_dict(), file)
+    with files.open("/trained/scheduler.pt", "wb") as file:
+        torch.save({"last_epoch": 1}, file)
+    optimizer = torch.optim.Adam(model.parameters())
+    torchlift.load_optimizer(model, optimizer, "memory://trained")
+    assert same(optimizer.state_dict()["state"], state["state"])
+    assert list(torchlift.open("memory://trained")) == ["weight", "bias"]
+    files.rm("/trained", recursive=True)
