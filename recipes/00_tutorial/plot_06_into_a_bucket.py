@@ -145,6 +145,7 @@ for _ in range(12):
 torchlift.save(
     {"model": model, "optimizer": optimizer, "step": 12}, place / "job.pt"
 )
+names = "account", "parcel", "money"
 
 # %%
 # From a training to a file for others
@@ -243,7 +244,6 @@ difference = (before - after).abs().max()
 print(
     f"scores differ by ~{difference:.4f}, and are as large as ~{before.abs().max():.2f}"
 )
-names = "account", "parcel", "money"
 for text, topic in zip(texts[::3], after[::3].argmax(1).tolist(), strict=True):
     print(f"{text:<31} {names[topic]}")
 assert torch.equal(after.argmax(1), topics)
