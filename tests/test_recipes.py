@@ -18,7 +18,8 @@ import notebooks
 import pytest
 from sphinx_gallery.py_source_parser import Block, split_code_and_text_blocks
 
-SCRIPTS = notebooks.scripts()
+#: The pages of the tutorial have a form of their own: tests/test_tutorial.py.
+SCRIPTS = [script for script in notebooks.scripts() if script.parent.name != "00_tutorial"]
 HEADING = re.compile(r"^(.+)\n([-=~])\2{2,}$", re.MULTILINE)
 STYLE = re.compile(
     r"import matplotlib\.pyplot as plt\n+plt\.style\.use\(\"torchlift\.measure\.figures\"\)\n"
@@ -47,6 +48,9 @@ exec(next_cell())
 """
 
 each_recipe = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+each_page = pytest.mark.parametrize(
+    "script", notebooks.scripts(), ids=lambda script: f"{script.parent.name}/{script.stem}"
+)
 
 
 def blocks_of(script: Path) -> list[Block]:
@@ -194,13 +198,13 @@ def test_code_in_a_string_is_found(text: str, verdict: bool) -> None:
     assert is_code(text) is verdict
 
 
-@each_recipe
+@each_page
 def test_no_code_is_in_a_string(script: Path) -> None:
     """A reader can copy it, an editor can colour it, and a linter checks it."""
     assert [text for text in strings_of(tree_of(script)) if is_code(text)] == []
 
 
-@each_recipe
+@each_page
 def test_no_code_is_made_from_text(script: Path) -> None:
     """Neither evaluated nor taken from a source file: a function is passed as what it is."""
     nodes = list(ast.walk(tree_of(script)))

@@ -31,6 +31,8 @@ KINDS = {
     "recipe": "auto_recipes/06_writing/plot_01_power_cut.html",
     "api": "api/generated/torchlift.load.html",
     "guide": "guide/migration.html",
+    "tutorial": "auto_recipes/00_tutorial/plot_02_into_a_model.html",
+    "stepper": "guide/how_loading_works.html",
 }
 WIDTHS = 390, 1280, 1440
 #: Where axe looks: every width and both themes, without looking twice at what it has seen.
@@ -58,7 +60,7 @@ NEAREST = (
     "guide/troubleshooting.html",
     "guide/cheatsheet.html",
     "guide/frameworks.html",
-    "auto_recipes/00_tutorial/plot_01_the_file.html",
+    "auto_recipes/00_tutorial/plot_01_look_into_the_file.html",
     "auto_recipes/01_loading/plot_09_resume.html",
     "auto_recipes/03_devices/plot_05_larger_than_memory.html",
 )
@@ -401,3 +403,72 @@ def test_folded_code_opens_from_the_keyboard(browser: Browser, address: str) -> 
     browser.call("Input.dispatchKeyEvent", type="keyDown", **key)
     browser.call("Input.dispatchKeyEvent", type="keyUp", **key)
     browser.wait_for("document.querySelector('details.tl-fold').open")
+
+
+def press(browser: Browser, key: str, number: int) -> None:
+    """Press a key that writes nothing."""
+    pressed = {"key": key, "code": key, "windowsVirtualKeyCode": number}
+    browser.call("Input.dispatchKeyEvent", type="rawKeyDown", **pressed)
+    browser.call("Input.dispatchKeyEvent", type="keyUp", **pressed)
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["one process", "two ranks"])
+def test_a_picture_is_told_step_by_step(place: int, browser: Browser, address: str) -> None:
+    """By its buttons and by the arrow keys: text, picture and bars go along, and the page stays."""
+    browser.show(1280, "light")
+    browser.open(address + KINDS["stepper"])
+    figure = f"document.querySelectorAll('[data-stepper]')[{place}]"
+    told = f"{figure}.querySelector('.tl-step-told').textContent"
+    later = f"{figure}.querySelectorAll('.tl-later').length"
+    widths = f"""[...{figure}.querySelectorAll('.tl-bar')].map(
+      bar => Number(bar.style.getPropertyValue('--tl-share')))"""
+    back, forward = (f"{figure}.querySelectorAll('button')[{number}]" for number in (0, 1))
+    assert browser.run(f"{figure}.querySelector('[aria-live=polite]').textContent === {told}")
+    assert (browser.run(told)[:11], browser.run(later)) == ("Step 1 of 5", 4)
+    browser.run(f"{forward}.focus(); {forward}.click()")
+    assert (browser.run(told)[:11], browser.run(later)) == ("Step 2 of 5", 3)
+    assert set(browser.run(widths)) == {0}
+    for _ in range(2):
+        press(browser, "ArrowRight", 39)
+    assert (browser.run(told)[:11], browser.run(later)) == ("Step 4 of 5", 1)
+    assert min(browser.run(widths)) > 0.2
+    assert max(browser.run(widths)) == 1
+    for _ in range(3):
+        press(browser, "ArrowRight", 39)
+    assert (browser.run(told)[:11], browser.run(later)) == ("Step 5 of 5", 0)
+    assert browser.run(f"{forward}.getAttribute('aria-disabled')") == "true"
+    assert browser.run(f"document.activeElement === {forward}")
+    press(browser, "ArrowLeft", 37)
+    browser.run(f"{back}.click()")
+    assert browser.run(told)[:11] == "Step 3 of 5"
+    assert browser.run("location.pathname").endswith(KINDS["stepper"])
+    assert not browser.errors
+
+
+def test_a_picture_is_whole_without_scripts(browser: Browser, address: str) -> None:
+    """No buttons that do nothing, and no step that cannot be seen."""
+    browser.call("Emulation.setScriptExecutionDisabled", value=True)
+    try:
+        browser.open(address + KINDS["stepper"])
+    finally:
+        browser.call("Emulation.setScriptExecutionDisabled", value=False)
+    assert browser.run("document.querySelectorAll('svg.tl-flow').length") == 2
+    assert browser.run("document.querySelectorAll('.tl-later').length") == 0
+    shown = (
+        "[...document.querySelectorAll('.tl-step-panel, .tl-steps')].filter(n => n.offsetParent)"
+    )
+    assert browser.run(f"{shown}.length") == 0
+    pictures = "[...document.querySelectorAll('svg.tl-flow')].every(n => n.clientWidth > 200)"
+    assert browser.run(pictures)
+
+
+def test_a_solution_is_folded_with_what_it_prints() -> None:
+    """An exercise is not solved by its own page; the page links to all six."""
+    for path in SITE.glob("auto_recipes/00_tutorial/plot_*.html"):
+        text = path.read_text(encoding="utf-8")
+        solutions = re.findall(r"<summary>Solution of exercise \d.*?</details>", text, re.DOTALL)
+        assert len(solutions) == 2, path.name
+        assert all("sphx-glr-script-out" in s for s in solutions if "print" in s), path.name
+        line = re.search(r'<p class="tl-path">.*?</p>', text, re.DOTALL)
+        assert line, path.name
+        assert line[0].count("<a ") == 5, path.name

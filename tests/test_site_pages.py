@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import colorsys
 import inspect
+import re
 import xml.etree.ElementTree
 from pathlib import Path
+from typing import Any
 
 import figures_twice
 import matplotlib.pyplot as plt
@@ -13,6 +15,7 @@ import numpy
 import pytest
 import recipe_cards
 import site_address
+import torch
 import valid_html
 from docutils import nodes
 from matplotlib.colors import to_hex, to_rgb
@@ -100,6 +103,59 @@ def test_a_card_says_question_level_minutes_and_tags(recipe: str) -> None:
 def test_cards_are_of_recipes_that_exist() -> None:
     """No entry outlives its recipe."""
     assert set(recipe_cards.facts()) <= set(RECIPES)
+
+
+# ---- pictures that are told step by step
+
+
+class Net(torch.nn.Module):
+    """The model of the page *How loading works*."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.Linear(1024, 1024)
+        self.head = torch.nn.Linear(1024, 512)
+        self.register_buffer("table", torch.arange(1024.0), persistent=False)
+
+
+def owned_and_mapped(path: str, is_sharded: bool) -> tuple[int, int, int]:
+    """Load it with ``head`` in bfloat16: bytes mapped, owned at the peak, owned in the end."""
+    model = torchlift.skeleton(Net)
+    if is_sharded:
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model)
+    rule = torchlift.remap.by_pattern({"^head": "bfloat16"})
+    how: dict[str, Any] = {"dtype": rule, "allow_unexpected": ["old"]}
+    peak = torchlift.plan(model, path, **how).peak_bytes
+    report = torchlift.load(model, path, **how)
+    sizes = {
+        name: (tensor.to_local() if is_sharded else tensor).nbytes
+        for name, tensor in model.named_parameters()
+    }
+    mapped = sum(size for name, size in sizes.items() if report.source[name] == "mmap")
+    return mapped, peak, sum(sizes.values()) - mapped + model.table.nbytes
+
+
+def steps_of(picture: str) -> list[tuple[int, ...]]:
+    """The bytes that each step of a picture shows."""
+    text = ROOT.joinpath("docs", "_includes", f"{picture}_steps.html").read_text(encoding="utf-8")
+    return [tuple(map(int, found.split())) for found in re.findall(r'data-memory="(.*?)"', text)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_picture_s_bars_are_what_the_library_does(ranks: int, tmp_path: Path) -> None:
+    """Mapped and owned bytes of each process while it fetches, and when it has committed."""
+    path = str(tmp_path / "model.pt")
+    torch.save({**Net().state_dict(), "old": torch.zeros(512, 1024)}, path)
+    if ranks == 1:
+        found = [owned_and_mapped(path, False)]
+    else:
+        found = torchlift.distributed.on_ranks(ranks, owned_and_mapped, path, True)
+    nothing = (0, 0) * ranks
+    fetch = tuple(size for mapped, peak, _ in found for size in (mapped, peak))
+    commit = tuple(size for mapped, _, owned in found for size in (mapped, owned))
+    assert steps_of("flow" if ranks == 1 else "mesh") == [nothing] * 3 + [fetch, commit]
 
 
 # ---- addresses

@@ -55,6 +55,9 @@ IMPLIED = {"in_child(": "cloudpickle", "on_ranks(": "cloudpickle"}
 #: Of a cell that draws, or that begins with this line, the code is one click away, as on the page.
 FOLD = "# fold: "
 FOLDED = {"jupyter": {"source_hidden": True}}
+#: Of one that begins with this line, what it prints is, too: an exercise is not solved by its page.
+SOLUTION = FOLD + "Solution"
+SOLVED = {"jupyter": {"source_hidden": True, "outputs_hidden": True}}
 
 #: Only what a reader's own Jupyter needs to choose a kernel: patch versions of the machine that
 #: executed the notebook would change with every regeneration.
@@ -125,6 +128,8 @@ def needed_by(text: str) -> list[str]:
 def metadata_of(cell: nbformat.NotebookNode) -> nbformat.NotebookNode:
     """What a cell's own record says: whether its code is folded, and nothing else."""
     code = cell.source if cell.cell_type == "code" else ""
+    if code.startswith(SOLUTION):
+        return nbformat.from_dict(copy.deepcopy(SOLVED))
     folded = "plt.show()" in code or code.startswith(FOLD)
     return nbformat.from_dict(copy.deepcopy(FOLDED) if folded else {})
 

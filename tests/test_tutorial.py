@@ -1,0 +1,128 @@
+"""The form of the tutorial: one path of six pages, with exercises whose solutions are folded."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+from pathlib import Path
+
+import notebooks
+import pytest
+from sphinx_gallery.py_source_parser import Block, split_code_and_text_blocks
+
+PAGES = [script for script in notebooks.scripts() if script.parent.name == "00_tutorial"]
+HEADING = re.compile(r"^(.+)\n-{3,}$", re.MULTILINE)
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+
+def blocks_of(page: Path) -> list[Block]:
+    return list(split_code_and_text_blocks(page)[1])
+
+
+def title_of(page: Path) -> str:
+    return (ast.get_docstring(ast.parse(page.read_text(encoding="utf-8"))) or "").split("\n")[0]
+
+
+def prose_of(page: Path) -> str:
+    """All text but the docstring, its lines joined where a paragraph goes on."""
+    texts = [block.content for block in blocks_of(page)[1:] if block.type == "text"]
+    return "\n\n".join(texts)
+
+
+def is_folded(block: Block) -> bool:
+    code = block.content.strip()
+    return block.type == "code" and (code.startswith(notebooks.FOLD) or "plt.show()" in code)
+
+
+def test_the_pages_are_six_and_numbered_in_their_order() -> None:
+    """In the gallery, in the sidebar and on the cards alike."""
+    assert [page.stem[:7] for page in PAGES] == [f"plot_{n:02d}" for n in range(1, 7)]
+    assert [title_of(page)[:3] for page in PAGES] == [f"{n}. " for n in range(1, 7)]
+
+
+@each_page
+def test_a_page_says_where_on_the_path_it_is(page: Path) -> None:
+    """All six titles in order, its own in bold; the others are links on the site."""
+    path = " ".join(blocks_of(page)[0].content.partition("The path: ")[2].split()).rstrip(".")
+    titles = [f"**{title_of(p)}**" if p == page else f"*{title_of(p)}*" for p in PAGES]
+    assert path.split(" → ") == titles
+
+
+@each_page
+def test_sections_are_steps_what_was_learned_exercises_and_what_comes_next(page: Path) -> None:
+    """Four to six steps; three points to keep; the last page leads into the recipes."""
+    text = prose_of(page)
+    headings = HEADING.findall(text)
+    last = "Where to go from here" if page == PAGES[-1] else "Next"
+    assert headings[-3:] == ["What you learned", "Exercises", last]
+    assert 4 <= len(headings[:-3]) <= 6
+    learned = text[text.index("What you learned\n") : text.index("Exercises\n-")]
+    assert len(re.findall("^- ", learned, re.MULTILINE)) == 3
+
+
+@each_page
+def test_two_exercises_have_a_solution_that_is_folded_and_checks_itself(page: Path) -> None:
+    """The notebook folds what it prints, too."""
+    asked = []
+    for text, code in itertools.pairwise(blocks_of(page)):
+        if code.type == "code" and code.content.strip().startswith(notebooks.SOLUTION):
+            asked.append(re.findall(r"^\*\*(\d)\.\*\* ", text.content, re.MULTILINE)[-1])
+            assert code.content.strip().startswith(f"# fold: Solution of exercise {asked[-1]}\n")
+            nodes = [type(node) for node in ast.walk(ast.parse(code.content))]
+            assert ast.Assert in nodes
+            assert ast.Call in nodes
+    assert asked == ["1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("page", "after"), list(itertools.pairwise(PAGES)), ids=lambda page: page.stem
+)
+def test_a_page_ends_with_a_link_to_the_next(page: Path, after: Path) -> None:
+    """By its title, of which the site makes a link."""
+    assert blocks_of(page)[-1].content.rstrip().endswith(f"*{title_of(after)}*.")
+
+
+def test_the_last_page_leads_to_recipes_that_exist() -> None:
+    """By titles that are theirs."""
+    named = re.findall(r"^- \*(.+)\*$", blocks_of(PAGES[-1])[-1].content, re.MULTILINE)
+    assert len(named) >= 3
+    assert set(named) <= {title_of(script) for script in notebooks.scripts()}
+
+
+@each_page
+def test_a_page_is_short_without_what_is_folded(page: Path) -> None:
+    """What the pages before have made, solutions and drawings are a click away."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    folded = sum(len(b.content.strip().splitlines()) for b in blocks_of(page) if is_folded(b))
+    assert len(lines) - folded <= 200
+
+
+@each_page
+def test_a_page_draws_one_figure_with_a_caption(page: Path) -> None:
+    """A paragraph in italics without other markup: the text for who cannot see it."""
+    (after,) = (
+        following
+        for block, following in itertools.pairwise(blocks_of(page))
+        if block.type == "code" and "plt.show()" in block.content
+    )
+    assert re.fullmatch(r"\*[^*`]+\*", after.content.strip().split("\n\n")[0])
+
+
+def definitions(page: Path) -> dict[str, str]:
+    """The classes of a page, and the functions outside of them, as their code."""
+    tree = ast.parse(page.read_text(encoding="utf-8"))
+    defined = ast.ClassDef, ast.FunctionDef
+    return {node.name: ast.unparse(node) for node in tree.body if isinstance(node, defined)}
+
+
+def test_the_model_is_the_same_on_every_page() -> None:
+    """Each page makes it anew, so that its notebook runs by itself."""
+    model = {name: set() for name in ("Layer", "out_of", "add", "MiniLM", "Sorter", "begin")}
+    for page in PAGES:
+        found = definitions(page)
+        for name, codes in model.items():
+            codes |= {found[name]} if name in found else set()
+    assert {name: len(codes) for name, codes in model.items()} == dict.fromkeys(model, 1)
+    assert all("MiniLM" in definitions(page) for page in PAGES[1:])
