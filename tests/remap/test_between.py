@@ -130,6 +130,18 @@ def test_a_file_without_a_head_has_its_embeddings_as_one(tmp_path, kind):
         assert (made.lm_head.weight is made.model.embed_tokens.weight) == tied
 
 
+def test_a_head_is_not_tied_to_embeddings_that_differ(tmp_path):
+    """What is one tensor in the model and two in the file is refused; equal ones are one."""
+    model = small_model("LlamaForCausalLM", tie_word_embeddings=True)
+    path = write_gguf(model, tmp_path / "m.gguf", head=True)
+    assert same_bits(loaded(model, path).lm_head.weight, model.lm_head.weight)
+    model.lm_head.weight = nn.Parameter(torch.ones(96, 64))
+    path = write_gguf(model, tmp_path / "m.gguf", head=True)
+    model.tie_weights()
+    with pytest.raises(MismatchError, match="ties two keys that have different values"):
+        loaded(model, path)
+
+
 def test_heads_with_biases_are_ordered_as_their_rows(tmp_path):
     """Of LLaMA with biases, as InternLM has them."""
     model = small_model("LlamaForCausalLM", attention_bias=True, mlp_bias=True)
