@@ -12,23 +12,23 @@ With a planner: `torchlift.distributed.LenientPlanner` loads what fits, and list
 # In short
 # --------
 
+import tempfile
+
 import torch
 import torch.distributed.checkpoint as dcp
 
 from torchlift.distributed import LenientPlanner, on_ranks
 
 
-def load():
-    dcp.save(
-        {"body": torch.ones(3), "old_head": torch.ones(2)}, checkpoint_id="run"
-    )
+def load(path):
+    dcp.save({"body": torch.ones(3), "old_head": torch.ones(2)}, checkpoint_id=path)
     state = {"body": torch.zeros(3), "new_head": torch.zeros(4)}
     planner = LenientPlanner(allow_missing=["new_head"])
-    dcp.load(state, checkpoint_id="run", planner=planner)
+    dcp.load(state, checkpoint_id=path, planner=planner)
     return planner
 
 
-print(on_ranks(1, load)[0])
+print(on_ranks(1, load, tempfile.mkdtemp())[0])
 
 # %%
 # ``dcp.load`` takes the planner on any number of ranks, with torch's own readers and with
@@ -41,7 +41,6 @@ print(on_ranks(1, load)[0])
 # A model of six layers was saved. Since then two layers were added, the head has other classes, and
 # a layer has another name:
 
-import tempfile
 from pathlib import Path
 
 path = Path(tempfile.mkdtemp()) / "step-100"
