@@ -163,9 +163,9 @@ panels[0].invert_yaxis()
 plt.show()
 
 # %%
-# *Four ways to read a file with eight weights and three calls in its pickle. The old torch.load
-# runs all three; today's torch.load runs none and gives you nothing. torchlift inspect runs none
-# and lists what is inside; torchlift.open gives you the weights, too, and runs none.*
+# *Four ways to read a file that holds eight weights and three calls. The old torch.load runs all
+# three; the torch.load of today runs none, and gives you nothing. torchlift inspect runs none and
+# lists what is inside; torchlift.open gives you the weights as well, and runs none.*
 #
 # Remember
 # --------
