@@ -189,8 +189,8 @@ plt.show()
 # tensor at a time, by hand over a mapped file or by torchlift's rule, it takes little more than the
 # result, and the norms stay as they are.*
 #
-# By hand it is a loop over a dictionary, as good in memory. The rule is one line, and takes care of
-# missing names, of ties and of models that are live.
+# By hand it is a loop over a dictionary, as good in memory and in time. The rule is one line, and
+# takes care of missing names, of ties and of models that are live.
 #
 # Remember
 # --------
