@@ -192,7 +192,7 @@ for axes, (label, sizes) in zip(panels, drawn.items(), strict=True):
         [way.replace(", ", ",\n") for way in runs], sizes, color=("C0", "C3", "C1")
     )
     for y, size in enumerate(sizes):
-        axes.text(size, y, f" {size:.0f}", va="center")
+        axes.text(size + 0.03 * max(sizes), y, f"{size:.0f}", va="center")
     axes.set(xlabel=label, xlim=(0, 1.25 * max(sizes)))
     axes.tick_params(axis="y", length=0)
 panels[0].axvline(72, color="black", linewidth=1, linestyle=":", zorder=0)

@@ -103,6 +103,7 @@ QUESTIONS = {
 before = {name: (ask(live), ask(new)) for name, ask in QUESTIONS.items()}
 torch.utils.swap_tensors(live, new)
 after = {name: (ask(live), ask(new)) for name, ask in QUESTIONS.items()}
+assert all(after[name] == before[name] for name in ("identity", "in the optimizer"))
 
 table = {name: (*before[name], *after[name]) for name in QUESTIONS}
 Table({"": ("live, before", "new, before", "live, after", "new, after")} | table)
@@ -120,7 +121,6 @@ Table({"": ("live, before", "new, before", "live, after", "new, after")} | table
 # would set ``.data``, assign or copy. `torchlift.swap.preserving_references` turns it on for a
 # block, and puts it back as it was:
 
-assert all(after[name] == before[name] for name in ("identity", "in the optimizer"))
 model = torch.nn.Linear(1024, 1024)
 weight = model.weight
 with torchlift.swap.preserving_references():
@@ -181,11 +181,8 @@ assert min(runs["by_torch"][0][20:]) > 10
 # %%
 
 for name, (largest, kept) in runs.items():
-    print(
-        f"{name:<13} gradient {'kept' if kept else 'gone'}, then clipped at 1 in",
-        end="",
-    )
-    print(f" {largest[20:].count(1)} of 20 steps")
+    print(f"{name:<13} gradient {'kept' if kept else 'gone'},", end=" ")
+    print(f"then clipped in {largest[20:].count(1)} of 20 steps")
 
 # %%
 

@@ -179,15 +179,15 @@ for way, load in WAYS.items():
         load = partial(load, source="mmap")  # as torch's: they map the file
     use = torchlift.measure.in_child(load_large, load, large).memory
     left[way] = max(0, use.marks[0].anonymous - use.baseline.anonymous) / 2**20
+assert (
+    min(left["torch copy"], left["torch assign"]) > 57 > 5 * left["torchlift swap"]
+)
 
 # %%
 
 kept = {way: list(things.values()).count(True) for way, things in found.items()}
 for way in WAYS:
     print(f"{way:<17} {kept[way]} of 8, anonymous after: {left[way]:.1f} MiB")
-assert (
-    min(left["torch copy"], left["torch assign"]) > 57 > 5 * left["torchlift swap"]
-)
 
 # %%
 
@@ -200,7 +200,7 @@ colors = ["C1" if "lift" in way else "C0" for way in WAYS]
 colors[list(kept.values()).index(best)] = "C3"
 for axes, sizes, label in (
     (panels[0], kept, "kept, of 8"),
-    (panels[1], left, "memory owned after (MiB)"),
+    (panels[1], left, "memory owned (MiB)"),
 ):
     axes.barh(list(WAYS), list(sizes.values()), color=colors)
     for y, size in enumerate(sizes.values()):

@@ -189,7 +189,8 @@ plt.show()
 # %%
 # *A model of eight parameters is converted by swapping, while something refers to the fifth. torch
 # changes four and raises, or changes all, and a detached tensor or a loss goes on with the old
-# values. Checked first, nothing changes; what is in nobody's way, a tie or an optimizer, is none.*
+# values. Checked first, nothing changes; with a tie or an optimizer, which are in nobody's way, all
+# do.*
 #
 # Remember
 # --------
