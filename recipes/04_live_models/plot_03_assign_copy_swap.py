@@ -149,9 +149,13 @@ assert all(found["torchlift auto"].values())
 Table(table)
 
 # %%
-# *Refuses* is an error before anything has changed. Assign makes new objects, so all that hangs on
-# an object is lost; torch's unties as well. Torch's swap loses gradient and hooks. And a load of
-# torch that fails loads what fits, and raises at the end: the model is neither old nor new.
+# *What each way keeps of a live model, or can do: "refuses" is an error before anything has
+# changed. "fills meta" is to fill a model without storage; "all or nothing", that a load which
+# fails changes nothing.*
+#
+# Assign makes new objects, so all that hangs on an object is lost; torch's unties as well. Torch's
+# swap loses gradient and hooks. And a load of torch that fails loads what fits, and raises at the
+# end: the model is neither old nor new.
 #
 # Proof
 # -----
