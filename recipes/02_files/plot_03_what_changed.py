@@ -108,8 +108,9 @@ left.set_ylabel("row, both layers")
 plt.show()
 
 # %%
-# *Each mark is a value that differs. A training step of the second layer changes its two rows at
-# the bottom; a flipped bit changes one value, which only a checksum or a comparison finds.*
+# *Each mark is a value that differs between two files of this model. A training step of the second
+# layer changes its two rows, at the bottom. A bit that flips in a damaged copy changes one value,
+# and loading the file says nothing.*
 #
 # Remember
 # --------

@@ -19,27 +19,43 @@ import torch
 
 import torchlift
 
-
-def save_as_if_on_a_gpu(path):
-    torch.serialization.register_package(0, lambda _: "cuda:3", lambda *_: None)
-    torch.save(torch.nn.Linear(1024, 1024).state_dict(), path)
-
-
-path = tempfile.mkdtemp() + "/from_gpu.pt"
-torchlift.measure.in_child(save_as_if_on_a_gpu, path)  # a process of its own
-print(torchlift.open(path))
+path = tempfile.mkdtemp() + "/sent.pt"
+there = "cuda" if torch.cuda.is_available() else "cpu"  # what this machine has
+torch.save(torch.nn.Linear(1024, 1024, device=there).state_dict(), path)
 model = torch.nn.Linear(1024, 1024)
-print(torchlift.load(model, path), "on", model.weight.device)
+torchlift.load(model, path)  # saved anywhere, loaded here
+for key, entry in torchlift.open(path).entries.items():
+    here = model.get_parameter(key).device
+    print(f"{key}: saved on {entry.location}, loaded on {here}")
 
 # %%
-# No GPU was needed to write this file either: `torch.serialization.register_package` puts a
-# function first that says where a tensor is, and this one always says ``cuda:3``. The summary lists
-# that as the *location* of each tensor, and the weights load on the CPU.
+# The line that loads is the same for a file from any machine. To see it work for one from a GPU
+# where there is none, you need such a file.
 #
 # Why torch.load wants a GPU
 # --------------------------
 #
-# ``torch.load`` reads each tensor into host memory, as it must, and then puts it where it was:
+# The next cell makes such files on this machine: `torch.serialization.register_package` puts a
+# function first that says where a tensor is. ``torch.load`` reads each tensor into host memory, as
+# it must, and then puts it where it was:
+
+
+# fold: Files that say cuda:3 and the like, written without a GPU
+def save_as_if_on(files, state):
+    tags = []
+    torch.serialization.register_package(0, lambda _: tags[-1], lambda *_: None)
+    for tag, path in files.items():
+        tags.append(tag)
+        torch.save(state, path)
+
+
+twin, TAGS = path, ("cpu", "cuda:0", "cuda:3", "mps", "xpu:0", "hpu", "npu:3")
+files = {tag: f"{tempfile.mkdtemp()}/sent.pt" for tag in TAGS}
+torch.save(model.state_dict(), twin)
+torchlift.measure.in_child(save_as_if_on, files, torch.load(twin))
+path = files["cuda:3"]
+
+# %%
 
 try:
     torch.load(path)
@@ -52,25 +68,16 @@ except RuntimeError as error:
 # The note is one word
 # --------------------
 #
-# Make the same file once more, without the function in front. A ``.pt`` file is a zip archive;
-# ``pickletools`` lists the words of the pickle in there and executes none.
+# A ``.pt`` file is a zip archive with a pickle in it, and a pickle is a list of words. Compare
+# those of this file with those of its twin, which was saved on the CPU:
 
 import pickletools
-import zipfile
-from functools import partial
+from zipfile import ZipFile
 
-
-def words(path):
-    with zipfile.ZipFile(path) as archive:
-        (name,) = (n for n in archive.namelist() if n.endswith("/data.pkl"))
-        return [word for _, word, _ in pickletools.genops(archive.read(name))]
-
-
-twin = path.replace("from_gpu", "from_cpu")
-torch.save(model.state_dict(), twin)
-pairs = list(zip(words(path), words(twin), strict=True))
-print("words that differ:", [(a, b) for a, b in pairs if a != b])
-assert torchlift.diff(path, twin).equal
+pickles = [ZipFile(file).read("sent/data.pkl") for file in (path, twin)]
+words = [[word for _, word, _ in pickletools.genops(pickle)] for pickle in pickles]
+differ = [(one, other) for one, other in zip(*words, strict=True) if one != other]
+print("words that differ:", differ)
 
 # %%
 # It stands beside the first storage, and the next one refers back to it. The numbers are the same.
@@ -82,15 +89,6 @@ assert torchlift.diff(path, twin).equal
 # ``map_location`` overrules the tags. A string puts all tensors in one place. A dict has to name
 # every tag in full: ``"cuda"`` is not short for ``"cuda:3"``. And where a function returns None,
 # the tag is obeyed after all.
-
-
-def stay(storage, tag):
-    return storage
-
-
-def forget(storage, tag):
-    """The same, without the return."""
-
 
 try:
     torch.load(path, map_location={"cuda": "cpu"})
@@ -113,20 +111,22 @@ print(rule, "->", {item.device for item in report.loaded.values()})
 # Intel's, and two accelerators whose packages are not installed here. Each is loaded in each way,
 # and the values are compared.
 
-
-TAGS = "cpu", "cuda:0", "cuda:3", "mps", "xpu:0", "hpu", "npu:3"
-files = {tag: f"{tempfile.mkdtemp()}/tagged.pt" for tag in TAGS}
-
-
-def save_with_tags(state):
-    tags = []
-    torch.serialization.register_package(0, lambda _: tags[-1], lambda *_: None)
-    for tag, path in files.items():
-        tags.append(tag)
-        torch.save(state, path)
+# fold: Load each file in each way, compare, and show it as a table
+from functools import partial
 
 
-torchlift.measure.in_child(save_with_tags, model.state_dict())
+class Table(dict):
+    """Rows by name: HTML on a page, text in a terminal."""
+
+    def __repr__(self):
+        return "\n".join(f"{key:<27}{'  '.join(row)}" for key, row in self.items())
+
+    def _repr_html_(self):
+        html = ""
+        for key, row in self.items():
+            cells = "".join(f"<td>{cell}</td>" for cell in row)
+            html += f"<tr><th>{key}</th>{cells}</tr>"
+        return f"<div style='overflow-x: auto'><table>{html}</table></div>"
 
 
 def by_torchlift(path):
@@ -135,50 +135,47 @@ def by_torchlift(path):
     return loaded.state_dict()
 
 
-ways = {"torch.load(file)": torch.load, "torchlift.load": by_torchlift}
-for form in {"cuda": "cpu"}, {"cuda:3": "cpu"}, forget, stay, "cpu":
-    label = "map_location=" + getattr(form, "__name__", repr(form))
-    ways[label] = partial(torch.load, map_location=form)
+def loads(load, path):
+    try:
+        return torchlift.diff(load(path), twin).equal
+    except Exception:
+        return False
 
-loads = {}
-for way, load in ways.items():
-    loads[way] = []
-    for path in files.values():
-        try:
-            loads[way].append(torchlift.diff(load(path), twin).equal)
-        except Exception:
-            loads[way].append(False)
-    print(f"{way:<31} {sum(loads[way])} of {len(TAGS)}")
 
-assert len([way for way in ways if all(loads[way])]) == 3
-assert all(loads["torchlift.load"])
+ways = {"a function without return": lambda storage, tag: None}
+ways |= {str(form): form for form in ({"cuda": "cpu"}, {"cuda:3": "cpu"}, "cpu")}
+ways["a function"] = lambda storage, tag: storage
+ways = {way: partial(torch.load, map_location=form) for way, form in ways.items()}
+ways = {"torch.load": torch.load} | ways | {"torchlift.load": by_torchlift}
+found = {way: [loads(ways[way], files[tag]) for tag in TAGS] for way in ways}
+assert [sum(row) for row in found.values()] == [1, 1, 1, 2, 7, 7, 7]
+table = {way: ["yes" if ok else "no" for ok in row] for way, row in found.items()}
+
+# %%
+
+Table({"": TAGS} | table)
 
 # %%
 
 import matplotlib.pyplot as plt
 
 plt.style.use("torchlift.measure.figures")
-figure, axes = plt.subplots(figsize=(5.6, 4.2))
-rows = sorted(loads, key=lambda way: (sum(loads[way]), way))
-for y, way in enumerate(rows):
-    color = "C1" if "torchlift" in way else "C3" if all(loads[way]) else "C0"
-    for x, good in enumerate(loads[way]):
-        axes.barh(y, 0.9 * good, left=x - 0.45, color=color)
-        ink = "white" if good else "black"
-        axes.text(x, y, "yes" if good else "no", c=ink, ha="center", va="center")
-axes.set_yticks(
-    range(len(rows)), [way.replace("map_location=", "") for way in rows]
-)
-axes.set_xticks(range(len(TAGS)), TAGS, rotation=40)
-axes.set_xlabel("Does a file with this tag load?")
-axes.tick_params(length=0)
-axes.spines[:].set_visible(False)
+figure, axes = plt.subplots(figsize=(5.6, 3.2))
+colors = ["C3" if all(row) else "C0" for row in found.values()]
+colors[-1] = "C1"
+axes.barh(list(found), [sum(row) for row in found.values()], color=colors)
+for y, row in enumerate(found.values()):
+    axes.text(sum(row), y, f" {sum(row)}", va="center")
+axes.set(xlim=(0, len(TAGS) + 0.7), xlabel="files that load, of 7")
+axes.tick_params(axis="y", length=0)
+axes.invert_yaxis()
 plt.show()
 
 # %%
-# *Seven files with the same numbers on a machine without accelerators; the row labels that do not
-# end in load are values of map_location. Most work for some files. Those with yes everywhere ignore
-# the tags: torchlift.load, and in plain torch two of the values.*
+# *Seven files with the same numbers, each with a note that names another device, loaded on a
+# machine that has a CPU alone. Plain torch.load fails for six. Between the first bar and the last
+# are values of its map_location: three fail for most of the files, two for none. torchlift.load
+# needs none.*
 #
 # Remember
 # --------

@@ -37,7 +37,8 @@ print({item.device for item in report.loaded.values()})
 # ----------------------------
 #
 # The word that ``torch.load`` has for this is ``map_location``. A string sends everything to one
-# device, which may be too small for it. A function is told where a tensor was, and not what it is:
+# device, which may be too small for it. A dict goes by the old place, each tag in full. A function
+# is told where a tensor was, and not what it is:
 
 seen = []
 torch.load(path, map_location=lambda *what: seen.append(what) or what[0])
@@ -49,10 +50,11 @@ print([(type(storage).__name__, tag) for storage, tag in seen[:2]])
 # A file from eight GPUs
 # ----------------------
 #
-# Here is a model with sixteen layers, two on each GPU. A process that ends afterwards writes the
-# tags, as in the recipe before.
+# Here is a model with sixteen layers, two on each GPU.
 
+# fold: Write the file with its tags, from a process of its own
 import re
+from collections import Counter
 from itertools import groupby
 
 from torch import nn
@@ -79,22 +81,22 @@ def save_from_eight(state, path):
 
 
 trained = build()
-torchlift.measure.in_child(save_from_eight, trained.state_dict(), path)
-entries = dict(torchlift.open(path).entries)
+_ = torchlift.measure.in_child(save_from_eight, trained.state_dict(), path)
+
+# %%
+# Ask a rule about each tensor of the file. No device has to be there:
 
 
 def ask(rule):
-    """Print the bytes for each device; return the device of every tensor."""
-    where, used = {}, {}
-    for name, entry in entries.items():
-        where[name] = device = str(rule(entry))
-        used[device] = used.get(device, 0) + entry.nbytes
-    print(
-        *[f"{device} {nbytes / 2**20:.0f} MiB" for device, nbytes in used.items()]
-    )
+    where = {name: str(rule(entry)) for name, entry in entries.items()}
+    used = Counter()
+    for name, device in where.items():
+        used[device] += entries[name].nbytes
+    print(*[f"{device} {size / 2**20:.0f} MiB" for device, size in used.items()])
     return where
 
 
+entries = dict(torchlift.open(path).entries)
 on_eight = ask(lambda entry: entry.location)
 
 # %%
@@ -154,32 +156,30 @@ import matplotlib.pyplot as plt
 
 plt.style.use("torchlift.measure.figures")
 figure, axes = plt.subplots(figsize=(5.6, 4.6))
-for x, where in enumerate((on_eight, on_two, on_one, on_laptop)):
-    top = 0.0
+map_location = dict.fromkeys(entries, "cuda:0")
+layouts = on_eight, map_location, on_one, on_two, on_laptop
+for x, where in enumerate(layouts):
+    top, color = 0.0, ("C0", "C3", "C1", "C1", "C1")[x]
     for device, run in groupby(where, where.get):
         height = sum(entries[name].nbytes for name in run) / 2**20
-        color = "C0" if where is on_eight else "C2" if device == "cpu" else "C1"
-        axes.bar(x, height, 0.86, top, color=color, edgecolor="white", linewidth=2)
+        axes.bar(x, height, 0.9, top, color=color, edgecolor="white", linewidth=2)
         axes.text(
             x, top + height / 2, device, color="white", ha="center", va="center"
         )
         top += height
-labels = (
-    "in the file",
-    "two GPUs,\nby_location",
-    "one GPU,\nby_key",
-    "a laptop,\nno rule",
-)
-axes.set_xticks(range(4), labels)
-axes.set(ylim=(top, 0), ylabel="embedding, layers, head (MiB)")
+labels = "file from\n8 GPUs", "torch,\n1 GPU", "by name,\n1 GPU"
+labels += "by place,\n2 GPUs", "no rule,\nno GPU"
+axes.set_xticks(range(5), labels, size=10.5)
+axes.set(ylim=(top, 0), ylabel="from the embedding to the head (MiB)")
 axes.tick_params(axis="x", length=0)
 axes.spines["bottom"].set_visible(False)
 plt.show()
 
 # %%
-# *The same tensors on four machines, the embedding at the top, the head at the bottom, as high as
-# they have bytes. Left, the eight GPUs that saved them, then the devices of three other machines:
-# by location neighbours stay neighbours, by key you choose.*
+# *Where the same tensors go, from the embedding at the top to the head at the bottom. Gray, the
+# eight GPUs that saved them. With a device as map_location torch puts all on one GPU, whether it
+# fits or not. torchlift's rules, orange: by name you choose what stays on the host, by the old
+# place neighbours stay neighbours, and without a rule all is on the CPU.*
 #
 # Remember
 # --------

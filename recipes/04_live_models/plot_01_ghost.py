@@ -41,8 +41,7 @@ print("assign=True:    ghosts:", len(params - set(model.parameters())))
 # values. The second has ``assign=True``, which somebody recommended because it saves memory. The
 # third gives one layer a new weight: a new head, an adapter, a pruned layer.
 
-from functools import partial
-
+# fold: A small model, what it learns, and the loop that trains it
 from torch import nn
 
 torch.set_num_threads(1)  # tiny tensors: more threads would only wait
@@ -73,15 +72,18 @@ def train(model, steps, optimizer):
     return history
 
 
+model = build()
+train(model, 150, adam(model))
+torch.save(model.state_dict(), path)
+
+# %%
+
+
 def load(model, how):
     model.load_state_dict(torch.load(path), assign=how == "assigned")
     if how == "one replaced":
         model[2].weight = nn.Parameter(model[2].weight.detach().clone())
 
-
-model = build()
-train(model, 150, adam(model))
-torch.save(model.state_dict(), path)
 
 history, runs = {}, {}
 for how in "copied", "assigned", "one replaced":
@@ -124,6 +126,7 @@ for how, steps in history.items():
 # `torchlift.swap.preserving_references` exchanges the content of parameters instead.
 
 
+# fold: Count the ghosts after a line has run
 def count(line, device="cpu"):
     with torch.device(device):
         model = build()
@@ -131,6 +134,10 @@ def count(line, device="cpu"):
     line(model)
     return ghosts(optimizer, model)
 
+
+# %%
+
+from functools import partial
 
 to_empty = partial(nn.Module.to_empty, device="cpu")
 print("to_empty, from meta:", count(to_empty, "meta"))
@@ -163,7 +170,7 @@ import matplotlib.pyplot as plt
 plt.style.use("torchlift.measure.figures")
 figure, (above, below) = plt.subplots(2, 1, figsize=(5.6, 5.0), sharex=True)
 curves = [("assign=True", history["assigned"], "C0-")]
-curves += [("one weight replaced", history["one replaced"], "C0:")]
+curves += [("one new weight", history["one replaced"], "C0:")]
 curves += [("torchlift.load", loaded, "C1-"), ("copied (torch)", expected, "C3-.")]
 for label, steps, look in curves:
     losses, norms = zip(*steps, strict=True)
@@ -178,10 +185,11 @@ figure.legend(
 plt.show()
 
 # %%
-# *Above the loss, below the norm of the model's gradient, on a logarithmic scale. With assign the
-# loss does not move and the gradient grows. With one weight replaced, dotted, it falls slowly, and
-# the gradient grows, too. After torchlift.load it falls as it should, on the line of the run that
-# copied, dash-dot.*
+# *The same training after four ways to load: above the loss, below the norm of the model's
+# gradient, on a logarithmic scale. With assign=True the loss does not move, and the gradient grows.
+# With one weight that is new to the optimizer, dotted, the loss falls slowly, and the gradient
+# grows, too. After torchlift.load it falls as it should, on the line of torch's own copy,
+# dash-dot.*
 #
 # Remember
 # --------

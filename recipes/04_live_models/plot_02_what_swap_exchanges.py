@@ -23,11 +23,10 @@ path = tempfile.mkdtemp() + "/model.pt"
 model = torch.nn.Linear(1024, 1024)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 torch.save(model.state_dict(), path)
-print(torchlift.load(model, path, mode="swap", dtype=torch.bfloat16))
+torchlift.load(model, path, mode="swap", dtype=torch.bfloat16)
 weight = optimizer.param_groups[0]["params"][0]
-print(
-    "in the optimizer:", weight.dtype, "- the model's own:", weight is model.weight
-)
+same = "the model's own" if weight is model.weight else "another one"
+print(f"the weight in the optimizer: {weight.dtype}, {same}")
 
 # %%
 # The parameter that the optimizer has is bfloat16 now, and it is the same object.
@@ -54,6 +53,7 @@ for assign in False, True:
 #
 # Take two tensors that differ in everything, and ask both the same questions, before and after:
 
+# fold: Two tensors that differ in everything, and the questions
 from torch import nn
 
 
@@ -65,45 +65,76 @@ class New(nn.Parameter):
     """The class of what comes."""
 
 
+class Table(dict):
+    """Rows by name: HTML on a page, text in a terminal."""
+
+    def __repr__(self):
+        row = "{:<17}{:<14}{:<14}{:<14}{:<14}".format
+        return "\n".join(row(key, *cells).rstrip() for key, cells in self.items())
+
+    def _repr_html_(self):
+        html = ""
+        for key, row in self.items():
+            cells = "".join(f"<td>{cell}</td>" for cell in row)
+            html += f"<tr><th>{key}</th>{cells}</tr>"
+        return f"<div style='overflow-x: auto'><table>{html}</table></div>"
+
+
 live, new = Old(torch.zeros(2, 3)), New(torch.ones(4, dtype=torch.bfloat16))
 live.note, new.note, live.grad = "live", "new", torch.ones(2, 3)
 optimizer = torch.optim.SGD([live], lr=0.1)
-names, places = (
-    {id(live): "A", id(new): "B"},
-    {live.data_ptr(): "1", new.data_ptr(): "2"},
-)
+names = {id(live): "A", id(new): "B"}
+places = {live.data_ptr(): "1", new.data_ptr(): "2"}
+has = {True: "yes", False: "no"}
 QUESTIONS = {
     "identity": lambda t: names[id(t)],
-    "in the optimizer": lambda t: (
-        "yes" if t is optimizer.param_groups[0]["params"][0] else "no"
-    ),
+    "in the optimizer": lambda t: has[t is optimizer.param_groups[0]["params"][0]],
     "class": lambda t: type(t).__name__,
     "attribute": lambda t: t.note,
     "memory": lambda t: places[t.data_ptr()],
-    "value": lambda t: t.detach().flatten()[0].item(),
+    "value": lambda t: str(t.detach().flatten()[0].item()),
     "dtype": lambda t: str(t.dtype)[6:],
     "shape": lambda t: str(list(t.shape)),
-    "gradient": lambda t: "no" if t.grad is None else "yes",
+    "gradient": lambda t: has[t.grad is not None],
 }
+
+# %%
+
 before = {name: (ask(live), ask(new)) for name, ask in QUESTIONS.items()}
 torch.utils.swap_tensors(live, new)
 after = {name: (ask(live), ask(new)) for name, ask in QUESTIONS.items()}
+assert all(after[name] == before[name] for name in ("identity", "in the optimizer"))
 
-stayed = [name for name in QUESTIONS if after[name] == before[name]]
-went = [name for name in QUESTIONS if after[name] == before[name][::-1]]
-print("stayed:", ", ".join(stayed))
-print("went:  ", ", ".join(went))
-assert len(stayed) + len(went) == len(QUESTIONS)
+table = {name: (*before[name], *after[name]) for name in QUESTIONS}
+Table({"": ("live, before", "new, before", "live, after", "new, after")} | table)
 
 # %%
-# Nothing is copied: the address goes over, not the bytes. That is why dtype and shape may differ.
+# What others know of the object stays: who it is, and that the optimizer has it. All that the
+# object is goes over. Nothing is copied: the address goes, not the bytes. That is why dtype and
+# shape may differ.
 #
+# set_swap_module_params_on_conversion
+# ------------------------------------
+#
+# ``torch.__future__.set_swap_module_params_on_conversion(True)`` is torch's switch for a whole
+# module. While it is on, ``module.to``, ``module.half`` and ``load_state_dict`` swap, where they
+# would set ``.data``, assign or copy. `torchlift.swap.preserving_references` turns it on for a
+# block, and puts it back as it was:
+
+model = torch.nn.Linear(1024, 1024)
+weight = model.weight
+with torchlift.swap.preserving_references():
+    model.load_state_dict(half, assign=True)
+same = "the same object" if weight is model.weight else "another object"
+print(f"assign=True: {model.weight.dtype}, {same}")
+
+# %%
 # Proof
 # -----
 #
-# The gradient is in the second line, and so are hooks, which cannot be asked. A hook that clips or
-# logs gradients is not called from then on, and nobody tells you. Load twice, with torch's function
-# and with torchlift, into a model that has a gradient and a hook:
+# The gradient goes, and so do hooks, which cannot be asked. A hook that clips gradients is not
+# called from then on, and nobody tells you. Train with one that clips at 1, and go back to a file
+# after twenty steps, in three ways:
 
 
 def by_torch(model):
@@ -111,54 +142,74 @@ def by_torch(model):
         torch.utils.swap_tensors(getattr(model, name), nn.Parameter(value))
 
 
+def by_copy(model):
+    model.load_state_dict(torch.load(path))
+
+
 def by_torchlift(model):
     torchlift.load(model, path, mode="swap")
 
 
-for load in by_torch, by_torchlift:
-    model, calls = nn.Linear(1024, 1024), []
-    weight = model.weight
-    weight.register_hook(calls.append)
-    model(torch.ones(1024)).sum().backward()
-    load(model)
-    gradient = "kept" if weight.grad is not None else "gone"
-    model(torch.ones(1024)).sum().backward()
-    print(
-        f"{load.__name__:<13} gradient {gradient}, hook called {len(calls)} of 2 times"
-    )
-    assert model.weight is weight
-    assert (gradient, len(calls)) == (("gone", 1), ("kept", 2))[
-        load is by_torchlift
-    ]
+# %%
+
+# fold: Train with a hook that clips, and load after twenty steps
+torch.manual_seed(0)
+points, levels = torch.randn(64, 1024), 5 * torch.randn(64, 1024)
+
+
+def train(load):
+    """Return the largest entry of each gradient, and whether one survived the load."""
+    model, largest = nn.Linear(1024, 1024), []
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    for step in range(40):
+        if step == 20:
+            load(model)
+            kept = model.weight.grad is not None
+        optimizer.zero_grad()
+        (model(points) - levels).square().sum().backward()
+        optimizer.step()
+        largest.append(model.weight.grad.abs().max().item())
+    return largest, kept
+
+
+runs = {load.__name__: train(load) for load in (by_torch, by_copy, by_torchlift)}
+assert runs["by_copy"][0] == runs["by_torchlift"][0] == 40 * [1.0]
+assert min(runs["by_torch"][0][20:]) > 10
+
+# %%
+
+for name, (largest, kept) in runs.items():
+    print(f"{name:<13} gradient {'kept' if kept else 'gone'},", end=" ")
+    print(f"then clipped in {largest[20:].count(1)} of 20 steps")
 
 # %%
 
 import matplotlib.pyplot as plt
 
 plt.style.use("torchlift.measure.figures")
-figure, panels = plt.subplots(1, 2, figsize=(5.6, 4.0), sharey=True)
-for axes, (title, answers) in zip(
-    panels, {"before": before, "after": after}.items(), strict=True
-):
-    for y, name in enumerate(QUESTIONS):
-        for x, answer in enumerate(answers[name]):
-            color = "C0" if answer == before[name][0] else "C1"
-            axes.barh(y, 0.94, 0.86, left=x - 0.47, color=color)
-            axes.text(
-                x, y, answer, color="white", ha="center", va="center", size=11
-            )
-    axes.axhline(len(stayed) - 0.5, color="black", linewidth=1, linestyle=":")
-    axes.set(title=title, ylim=(len(QUESTIONS) - 0.5, -0.5), xticks=(0, 1))
-    axes.set_xticklabels(["live", "new"])
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
-panels[0].set_yticks(range(len(QUESTIONS)), QUESTIONS)
+figure, axes = plt.subplots()
+looks = {
+    "by_torch": ("C0-", 2.5),
+    "by_torchlift": ("C1-", 4),
+    "by_copy": ("C3-.", 1.5),
+}
+labels = "torch, swapped", "torchlift, swapped", "torch, copied"
+for (name, (look, width)), label in zip(looks.items(), labels, strict=True):
+    axes.plot(runs[name][0], look, lw=width, label=label)
+axes.axvline(20, color="black", linewidth=1, linestyle=":", zorder=0)
+axes.set(yscale="log", xlim=(0, 39), ylim=(0.5, None), xlabel="step")
+axes.set_ylabel("largest entry of the gradient")
+figure.legend(
+    loc="outside upper center", ncols=3, columnspacing=1, handlelength=1.5
+)
 plt.show()
 
 # %%
-# *The live weight and the new tensor, left before the swap and right after it. Above the dotted
-# line is what others know of the object, and it stays in its column. All that the object is lies
-# below, and changes places, down to the class and the gradient.*
+# *A training whose hook clips each gradient at 1, on a logarithmic scale. At the dotted line a file
+# is loaded. After a swap by torch the hook is gone, and gradients are as large as they come. After
+# torchlift's swap the hook goes on clipping, as it does after a copy, which keeps the old dtype.*
 #
 # Remember
 # --------

@@ -3,8 +3,8 @@ Couldn't swap Linear.weight, Cannot swap t1: who refers to my tensor?
 =====================================================================
 
 You convert or load a model with torch's swapping, and it raises: *Cannot swap t1 because it has
-weakref associated with it*, or *Expected use_count of t1 to be 1*. Who is it? And what does the
-model look like after the error?
+weakref associated with it*, or *Expected use_count of t1 to be 1*. Who is it: an EMA, a view, a
+graph? And what does the model look like after the error?
 
 `torchlift.swap.preflight` names what is in the way of each tensor, before anything changes.
 """
@@ -33,30 +33,26 @@ print("in the way now:", torchlift.swap.preflight(model))
 # --------------
 #
 # An exchange is right if everybody who has the *object* is to see the new content. Somebody may
-# have something else: the memory, a weak reference, or a graph that was recorded with the old
-# values.
+# have something else: a weak reference, as some EMAs keep them for the weights that they average,
+# the memory, or a graph that was recorded with the old values.
 
 import weakref
-from functools import partial
 
 from torch import nn
 
-from torchlift import swap
-
-
-class Owner:
-    """Somebody who keeps something."""
-
-    def __init__(self, what):
-        self.kept = what
-
-
 REFERENCES = {
-    "a weak reference": lambda model: weakref.ref(model.weight),
+    "an EMA's weak reference": lambda model: weakref.ref(model.weight),
     "a view": lambda model: model.weight[:1],
     "a detached tensor": lambda model: model.weight.detach(),
     "a loss": lambda model: model(torch.ones(1, 3)).sum(),
 }
+
+# %%
+
+# fold: Keep each of them, exchange the weight, and take down what comes of it
+from functools import partial
+
+from torchlift import swap
 
 
 def attempt(action):
@@ -68,21 +64,24 @@ def attempt(action):
     return "no error"
 
 
-found = {}
+texts, blockers, kept = {}, {}, {}
 for name, refer in REFERENCES.items():
     model = nn.Linear(3, 2)
-    owner = Owner(refer(model))
-    blocker, *_ = swap.preflight(model)
+    kept[name] = [refer(model)]  # in a list: no variable of this cell keeps it
+    blockers[name], *_ = swap.preflight(model)
     new = nn.Parameter(torch.ones(2, 3))
-    text = attempt(partial(torch.utils.swap_tensors, model.weight, new))
-    found[name] = text, blocker
+    texts[name] = attempt(partial(torch.utils.swap_tensors, model.weight, new))
+
+# %%
+
+for name, text in texts.items():
     print(f"{name}: {text}")
 
 # %%
 # Two of four are refused, and for the view you get a number and not a name. The other two pass. The
 # detached tensor shows the old weights from now on, and the loss fails later, far away:
 
-print(attempt(owner.kept.backward))
+print(attempt(kept["a loss"][0].backward))
 
 # %%
 # Who is in the way
@@ -92,90 +91,106 @@ print(attempt(owner.kept.backward))
 # that cannot be exchanged: its name, the reason, and the tensors that are in the way, by their
 # shape and the function that made them.
 
-for name, (_, blocker) in found.items():
+for name, blocker in blockers.items():
     print(f"{name}: {blocker}")
 
 # %%
+# Let go of it, exchange, and make it anew: an EMA made afterwards, or one that keeps the parameters
+# themselves, follows. One that keeps weak references has to be made anew after each exchange.
+#
 # All of them, or half of them
 # ----------------------------
 #
-# Torch exchanges one parameter after the other. Let the third of four refuse, and convert the
-# model; `torchlift.swap.preserving_references` sets torch's own flag for this, while the block
-# lasts:
-
-
-def two_layers():
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    return model, Owner(weakref.ref(model[1].weight))
+# Torch exchanges one parameter after the other. Let something refer to the third weight of four,
+# and convert the model. `torchlift.swap.preserving_references` sets torch's own switch for this,
+# ``set_swap_module_params_on_conversion``, while the block lasts; with ``check=model`` it begins
+# with a preflight:
 
 
 def convert(model, check):
     with swap.preserving_references(check=check):
-        model.half()
+        model.double()
 
-
-halves = {}
-for label in "torch", "checked":
-    model, owner = two_layers()
-    text = attempt(partial(convert, model, model if label == "checked" else None))
-    halves[label] = {str(parameter.dtype)[6:] for parameter in model.parameters()}
-    print(f"{label}: {text}")
-    print("  after:", *sorted(halves[label]))
 
 # %%
-# Torch leaves a model of two dtypes. With ``check=model`` the block starts with a preflight;
-# `torchlift.load` always does, or takes another way for a tensor that something refers to.
+
+
+# fold: Convert while each of them is there, and count what has changed
+def changed(refer, checked):
+    """How many of eight parameters have changed, and what came of it."""
+    model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(4)])
+    kept = [refer(model[2])]
+    text = attempt(partial(convert, model, model if checked else None))
+    dtypes = [parameter.dtype for parameter in model.parameters()]
+    return dtypes.count(torch.float64), text, kept
+
+
+REFERENCES["a tie, an optimizer"] = lambda layer: (
+    nn.ParameterList([layer.weight]),
+    torch.optim.Adam(layer.parameters()),
+)
+by_torch = {name: changed(refer, False) for name, refer in REFERENCES.items()}
+looked = {name: changed(refer, True) for name, refer in REFERENCES.items()}
+assert [count for count, *_ in by_torch.values()] == [4, 4, 8, 8, 8]
+assert [count for count, *_ in looked.values()] == [0, 0, 0, 0, 8]
+
+# %%
+
+for name in REFERENCES:
+    print(f"{name:<24} torch changes {by_torch[name][0]} of 8", end=", ")
+    print(f"checked {looked[name][0]}")
+print(looked["a view"][1])
+
+# %%
+# Torch leaves a model of two dtypes, or one that somebody sees the old values of. Checked, nothing
+# has changed. `torchlift.load` always looks first, or takes another way for a tensor that something
+# refers to.
 #
 # Proof
 # -----
 #
-# What torch refuses is a part of what `torchlift.swap.preflight` reports, and what is harmless is
-# in neither: a tie, an optimizer with its state, a graph that went backward and is gone.
+# What is harmless is not reported: a tie, an optimizer with its state, a graph that went backward
+# and is gone.
 
 embed, head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
 head.weight = embed.weight
 model = nn.Sequential(embed, nn.LSTM(4, 4), head)
-everything = list(model.parameters())
-optimizer = torch.optim.Adam(everything)
+optimizer = torch.optim.Adam(list(model.parameters()))
 head(model[1](embed(torch.arange(5)))[0]).sum().backward()
 optimizer.step()
+print("in the way:", swap.preflight(model))
 assert swap.preflight(model) == []
-found["a tie, an optimizer"] = "no error", None
-
-rows = {
-    name: (text != "no error", blocker is not None)
-    for name, (text, blocker) in found.items()
-}
-for name, (by_torch, by_preflight) in rows.items():
-    print(f"{name:<20} torch {'refuses' if by_torch else '-':<9}", end="")
-    print("preflight reports" if by_preflight else "-")
-assert [sum(column) for column in zip(*rows.values(), strict=True)] == [2, 4]
-assert (halves["torch"], halves["checked"]) == ({"float16", "float32"}, {"float32"})
 
 # %%
 
 import matplotlib.pyplot as plt
 
 plt.style.use("torchlift.measure.figures")
-figure, axes = plt.subplots(figsize=(5.6, 3.0))
-for y, answers in enumerate(rows.values()):
-    for x, answer in enumerate(answers):
-        axes.barh(y, 0.94 * answer, 0.86, left=x - 0.47, color=("C0", "C1")[x])
-        ink = "white" if answer else "black"
-        late = "passes" if any(answers) else "fine"
-        text = ("refuses", "reports")[x] if answer else late
-        axes.text(x, y, text, color=ink, ha="center", va="center")
-axes.set_yticks(range(len(rows)), rows)
-axes.set_xticks(range(2), ["swap_tensors", "preflight"])
-axes.set(xlim=(-0.5, 1.5), ylim=(len(rows) - 0.5, -0.5))
-axes.tick_params(length=0)
-axes.spines[:].set_visible(False)
+figure, axes = plt.subplots(figsize=(5.6, 3.6))
+for shift, found, label in (
+    (-0.2, by_torch, "torch"),
+    (0.2, looked, "torchlift, checked"),
+):
+    sizes, color = (
+        [count for count, *_ in found.values()],
+        "C0" if shift < 0 else "C1",
+    )
+    rows = [row + shift for row in range(len(sizes))]
+    axes.barh(rows, sizes, 0.38, color=color, label=label)
+    for row, size in zip(rows, sizes, strict=True):
+        axes.text(size, row, f" {size}", va="center")
+axes.set_yticks(range(len(by_torch)), by_torch)
+axes.set(xlabel="parameters that have changed, of 8", xlim=(0, 9))
+axes.tick_params(axis="y", length=0)
+axes.invert_yaxis()
+figure.legend(loc="outside upper center", ncols=2)
 plt.show()
 
 # %%
-# *Five things that may refer to a weight. torch's swap_tensors, left, refuses two of the four that
-# lead to wrong values or a late error; preflight, right, reports all four. Ties and optimizers are
-# in nobody's way.*
+# *A model of eight parameters is converted by swapping, while something refers to the fifth. torch
+# changes four and raises, or changes all, and a detached tensor or a loss goes on with the old
+# values. Checked first, nothing changes; with a tie or an optimizer, which are in nobody's way, all
+# do.*
 #
 # Remember
 # --------
