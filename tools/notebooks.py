@@ -97,9 +97,13 @@ def first_cell(text: str) -> str:
 
 def metadata_of(cell: nbformat.NotebookNode) -> nbformat.NotebookNode:
     """What a cell's own record says: whether its code is folded, and nothing else."""
-    code = cell.source if cell.cell_type == "code" else ""
-    folded = "plt.show()" in code or code.startswith(FOLD)
+    folded = cell.cell_type == "code" and is_folded(cell.source)
     return nbformat.from_dict(copy.deepcopy(FOLDED) if folded else {})
+
+
+def is_folded(code: str) -> bool:
+    """Whether a reader opens this code to see it: what draws, and what only measures."""
+    return "plt.show()" in code or code.lstrip().startswith(FOLD)
 
 
 def execute(notebook: nbformat.NotebookNode, folder: Path) -> nbformat.NotebookNode:
