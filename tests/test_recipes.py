@@ -21,7 +21,7 @@ from sphinx_gallery.py_source_parser import Block, split_code_and_text_blocks
 # A tutorial is read from its beginning to its end: it has a form of its own.
 SCRIPTS = [script for script in notebooks.scripts() if script.parent.name != "00_tutorial"]
 HEADING = re.compile(r"^(.+)\n([-=~])\2{2,}$", re.MULTILINE)
-SUMMARY = re.compile(r"# fold: ([A-Z]\S*( [^ ]+){2,13})(?<![.:])")
+SUMMARY = re.compile(r"# fold: ([A-Z]\S*( [^ ]+){2,14})(?<![.:])")
 TEMPORARY = re.compile(r"/tmp|/(tmp|torchlift-)[a-z0-9_]{8}\b")
 STYLE = re.compile(
     r"import matplotlib\.pyplot as plt\n+plt\.style\.use\(\"torchlift\.measure\.figures\"\)\n"
@@ -148,7 +148,7 @@ def test_sections_come_in_order(script: Path) -> None:
 def test_a_recipe_is_short(script: Path) -> None:
     """What is not folded is some five screens; what does not fit is a second recipe."""
     folded = sum(len(code.splitlines()) for code in code_of(script) if notebooks.is_folded(code))
-    assert len(script.read_text(encoding="utf-8").splitlines()) - folded <= 170
+    assert len(script.read_text(encoding="utf-8").splitlines()) - folded <= 155
 
 
 @each_recipe
@@ -298,18 +298,9 @@ def test_the_figure_has_a_caption(script: Path) -> None:
 
 
 @each_recipe
-def test_a_table_of_a_recipe_has_a_caption_and_a_plain_form(script: Path) -> None:
-    """The site shows it below the answer, too; nbval compares its text."""
-    tables = 0
-    for block, following in itertools.pairwise(blocks_of(script)):
-        if block.type == "code" and "_repr_html_" in block.content:
-            caption = following.content.strip().split("\n\n")[0]
-            assert following.type == "text"
-            assert re.fullmatch(r"\*[^*`]+\*", caption), caption
-            tables += 1
-    shown = [
-        o.data for _, outs in outputs_of(script) for o in outs if "text/html" in o.get("data", {})
-    ]
-    plain = [data["text/plain"] for data in shown if "<table" in data["text/html"]]
-    assert len(plain) >= tables
-    assert not [text for text in plain if " object at 0x" in text]
+def test_a_table_has_a_plain_form_that_is_compared(script: Path) -> None:
+    """What a recipe shows as HTML has words in a terminal, too: an address says nothing."""
+    shown = [output.get("data", {}) for _, outputs in outputs_of(script) for output in outputs]
+    plain = [data["text/plain"] for data in shown if "<table" in data.get("text/html", "")]
+    assert [text for text in plain if " object at 0x" in text] == []
+    assert ("_repr_html_" not in script.read_text(encoding="utf-8")) or plain
