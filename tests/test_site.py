@@ -29,6 +29,7 @@ KINDS = {
     "landing": "index.html",
     "gallery": "auto_recipes/index.html",
     "recipe": "auto_recipes/06_writing/plot_01_power_cut.html",
+    "table": "auto_recipes/01_loading/plot_03_by_hand.html",
     "api": "api/generated/torchlift.load.html",
     "guide": "guide/migration.html",
     "tutorial": "auto_recipes/00_tutorial/plot_02_into_a_model.html",
@@ -289,6 +290,32 @@ def test_page_is_accessible_and_fits_at_every_width_and_theme(
     assert not browser.errors
 
 
+FIRST_PICTURE = """
+document.querySelector("article :is(figure, .output_html table)").getBoundingClientRect().top
+  + scrollY
+"""
+
+
+def test_recipes_show_a_figure_or_a_table_early_and_fit_at_every_width(
+    browser: Browser, address: str
+) -> None:
+    """A page is looked at before it is read: the picture is on the second screen of a laptop."""
+    recipes = sorted(SITE.glob("auto_recipes/*/plot_*.html"))
+    assert len(recipes) > 40
+    found: dict[str, Any] = {}
+    for width in WIDTHS:
+        browser.show(width, "light")
+        for path in recipes:
+            browser.open(address + name(path))
+            if browser.run("document.documentElement.scrollWidth > innerWidth"):
+                found[f"{name(path)} is wider than {width}"] = browser.run(WIDE)
+            if width == 1440 and path.parent.name != "00_tutorial":
+                top = browser.run(FIRST_PICTURE)
+                if top > 1600:
+                    found[f"{name(path)}: its first picture begins at"] = top
+    assert not found, json.dumps(found, indent=1)
+
+
 def test_search_finds_a_page(browser: Browser, address: str) -> None:
     """From the button, by a word, to a list of pages."""
     browser.show(1280, "light")
@@ -387,7 +414,7 @@ def test_copy_gives_the_code_and_outputs_have_no_button(browser: Browser, addres
     browser.show(1280, "light")
     browser.open(address + KINDS["recipe"])
     assert browser.run("document.querySelectorAll('.sphx-glr-script-out .copybtn').length") == 0
-    assert browser.run("document.querySelectorAll('details.tl-fold .copybtn').length") == 1
+    assert browser.run("document.querySelectorAll('details.tl-fold .copybtn').length") >= 1
     browser.run("document.querySelector('.copybtn').click()")
     browser.wait_for("document.querySelector('.copybtn.success')")
     copied = browser.run("navigator.clipboard.readText()")

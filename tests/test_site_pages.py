@@ -14,10 +14,12 @@ import matplotlib.pyplot as plt
 import numpy
 import pytest
 import recipe_cards
+import recipe_pages
 import site_address
 import torch
 import valid_html
 from docutils import nodes
+from docutils.core import publish_doctree
 from matplotlib.colors import to_hex, to_rgb
 
 import torchlift
@@ -83,6 +85,71 @@ def test_a_dark_figure_has_no_light_ground_and_no_dark_letter() -> None:
     dark = [shade for shade in plain if to_hex(shade) != figures_twice.NIGHT]
     assert min(colorsys.rgb_to_hls(*shade)[1] for shade in dark) > 0.12
     assert not (plain == 1).all(axis=1).any()
+
+
+# ---- pages
+
+PAGE = """
+In short
+--------
+
+::
+
+    the_answer()
+
+.. container:: sphx-glr-script-out
+
+    answered
+
+It is explained.
+
+Proof
+-----
+
+::
+
+    a_table_of_what_was_measured()
+
+.. raw:: html
+
+    <div class="output_subarea output_html rendered_html output_result">
+    <table><tr><td>measured</td></tr></table>
+    </div>
+    <br />
+
+*What the table says.* More.
+
+.. container:: tl-figure
+
+    .. image:: figure.png
+
+*What the figure shows.*
+
+.. raw:: html
+
+    <div class="output_subarea output_html"><table><tr><td>as it is</td></tr></table></div>
+
+Remembered.
+"""
+
+
+def test_what_is_to_be_looked_at_stands_below_the_answer_with_its_caption() -> None:
+    """The figure, then the table; a table without a caption stays where it was printed."""
+    document = publish_doctree(PAGE, settings_overrides={"doctitle_xform": False})
+    recipe_pages.show_below_answer(document, "a recipe")
+    text = document.astext()
+    order = [
+        *("the_answer", "answered", '<figure class="tl-framed">', "What the figure shows."),
+        *("<table><tr><td>measured", "What the table says. More.", "</figcaption>"),
+        *("It is explained", "Proof", "a_table_of", "<table><tr><td>as it is", "Remembered"),
+    ]
+    places = [text.index(words) for words in order[:6]]
+    places += [text.index(words, places[-1]) for words in order[6:]]
+    assert places == sorted(places)
+    assert text.count("<figure ") == text.count("</figure>") == 2
+    assert text.count("<table>") == 2, "each once"
+    (image,) = document.findall(nodes.image)
+    assert image["alt"] == "What the figure shows."
 
 
 # ---- cards

@@ -130,8 +130,13 @@ def metadata_of(cell: nbformat.NotebookNode) -> nbformat.NotebookNode:
     code = cell.source if cell.cell_type == "code" else ""
     if code.startswith(SOLUTION):
         return nbformat.from_dict(copy.deepcopy(SOLVED))
-    folded = "plt.show()" in code or code.startswith(FOLD)
+    folded = is_folded(code)
     return nbformat.from_dict(copy.deepcopy(FOLDED) if folded else {})
+
+
+def is_folded(code: str) -> bool:
+    """Whether a reader opens this code to see it: what draws, and what only measures."""
+    return "plt.show()" in code or code.lstrip().startswith(FOLD)
 
 
 def execute(notebook: nbformat.NotebookNode, folder: Path) -> nbformat.NotebookNode:

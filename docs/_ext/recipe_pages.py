@@ -1,8 +1,8 @@
 """What the site adds to the page of a recipe, and the recipe itself does without.
 
 The code that only draws is folded, and a cell that begins with ``# fold: what it does``. The figure
-stands below what the first cell printed, with its caption, which is also its text alternative.
-Titles of other recipes are links. One row below the
+stands below what the first cell printed, with its caption, which is also its text alternative; so
+does a table of HTML that a caption follows. Titles of other recipes are links. One row below the
 title leads to the notebook and the script, and one line at the end says what the numbers on the
 page were measured with.
 """
@@ -61,10 +61,7 @@ class RecipePage(SphinxTransform):
         for output in self.document.findall(is_output):
             if max(map(len, output.astext().splitlines()), default=0) > FITS:
                 output["classes"].append("tl-wrap")
-        figures = list(self.document.findall(is_figure))
-        for figure in figures:
-            put_output_above(figure)
-            set_caption(figure, self.document, self.env.docname)
+        show_below_answer(self.document, self.env.docname)
         words = keywords_of(self.env.docname.removeprefix("auto_recipes/"))
         single = dict.fromkeys(word for text in words for word in text.split())  # as it is indexed
         self.document.insert(0, nodes.meta(name="keywords", content=", ".join(single)))
@@ -114,6 +111,16 @@ def is_figure(node: nodes.Node) -> bool:
 
 def is_output(node: nodes.Node) -> bool:
     return isinstance(node, nodes.Element) and "sphx-glr-script-out" in node.get("classes", ())
+
+
+def is_table(node: nodes.Node) -> bool:
+    """Whether it is the HTML that the last value of a cell has of itself, with a table in it."""
+    text = node.astext() if isinstance(node, nodes.raw) else ""
+    return "output_html" in text and "<table" in text
+
+
+def is_captioned_table(node: nodes.Node) -> bool:
+    return is_table(node) and any(map(begins_in_italics, following(node)[:1]))
 
 
 def is_sphinx_gallery_s(node: nodes.Node) -> bool:
@@ -168,35 +175,54 @@ def put_output_above(figure: nodes.container) -> None:
     figure.parent.insert(at, output)
 
 
-def set_caption(figure: nodes.container, document: nodes.document, docname: str) -> None:
-    """Take the italic paragraph that follows as caption, and put both below the first answer."""
-    rest = following(figure)
+def show_below_answer(document: nodes.document, docname: str) -> None:
+    """Put figures, and tables that a caption follows, below what the first cell printed."""
+    answer = next(filter(is_answer, document.findall(nodes.section)), None)
+    end = end_of_answer(answer) if answer else 0
+    for shown in list(document.findall(is_figure)) + list(document.findall(is_captioned_table)):
+        if is_figure(shown):
+            put_output_above(shown)
+        frame = framed(shown, docname)
+        parent, at = (answer, end) if answer else (shown.parent, shown.parent.index(shown))
+        shown.parent.remove(shown)
+        parent[at:at] = frame
+        end += len(frame)
+
+
+def end_of_answer(answer: nodes.section) -> int:
+    """Where in its section the output of the first cell ends."""
+    at = 1 + answer.first_child_matching_class(nodes.literal_block)
+    while at < len(answer) and (is_output(answer[at]) or is_table(answer[at])):
+        at += 1
+    return at
+
+
+def framed(shown: nodes.Element, docname: str) -> list[nodes.Node]:
+    """Return a figure or a table in a frame, with the italic paragraph that follows as caption."""
+    rest = following(shown)
     if not rest or not begins_in_italics(rest[0]):
         _logger.warning("no caption, a paragraph in *...*, follows the figure", location=docname)
-        return
+        return [shown.deepcopy()]
     paragraph = rest[0]
-    figure.parent.remove(paragraph)
+    paragraph.parent.remove(paragraph)
     text = " ".join(paragraph.astext().split())
-    for image in figure.findall(nodes.image):
+    for image in shown.findall(nodes.image):
         image["alt"] = text
     caption = nodes.inline("", "", classes=["tl-caption-text"])
     for child in paragraph.children:
         caption += child.children if isinstance(child, nodes.emphasis) else child
-    frame = [
+    if is_table(shown):
+        table = "<table" + shown.astext().partition("<table")[2].partition("</table>")[0]
+        content: nodes.Node = nodes.raw("", f"<div>{table}</table></div>", format="html")
+    else:
+        content = shown.deepcopy()
+    return [
         nodes.raw("", '<figure class="tl-framed">', format="html"),
-        figure.deepcopy(),
+        content,
         nodes.raw("", "<figcaption>", format="html"),
         caption,
         nodes.raw("", "</figcaption></figure>", format="html"),
     ]
-    parent, at = figure.parent, figure.parent.index(figure)
-    parent.remove(figure)
-    for section in filter(is_answer, document.findall(nodes.section)):
-        parent, shown = section, [node for node in section.children if is_output(node)]
-        code = section.first_child_matching_class(nodes.literal_block)
-        at = 1 + (section.index(shown[0]) if shown else code)
-        break
-    parent[at:at] = frame
 
 
 def is_answer(section: nodes.section) -> bool:

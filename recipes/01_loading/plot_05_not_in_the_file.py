@@ -29,11 +29,12 @@ class Rotary(torch.nn.Linear):
 
 path = tempfile.mkdtemp() + "/rotary.pt"
 torch.save(Rotary().state_dict(), path)
-print(torchlift.load(torchlift.skeleton(Rotary), path))
+report = torchlift.load(torchlift.skeleton(Rotary), path)
+print("from the file:", *report.loaded, "- computed again:", *report.replayed)
 
 # %%
-# ``inv_freq`` is not in the file. The report lists it as *replayed*: computed again, by the calls
-# that the constructor made for it.
+# ``inv_freq`` is not in the file. It was *replayed*: computed again, by the calls that the
+# constructor made for it.
 #
 # NotImplementedError: Cannot copy out of meta tensor
 # ---------------------------------------------------
@@ -41,6 +42,7 @@ print(torchlift.load(torchlift.skeleton(Rotary), path))
 # Here is a model with two such buffers: a rotary table turns each pair of numbers by an angle that
 # grows with the position, and a mask hides the tokens that come later.
 
+# fold: The model: attention with a rotary table and a mask
 from torch import nn
 
 WIDTH, TOKENS = 128, 16
@@ -156,23 +158,27 @@ for axes, start in zip(panels, (0, 2560), strict=True):
     positions = torch.arange(start, start + 20.1, 0.1, dtype=torch.float64)
     for model, look, label in (
         (cast, "C0-", "model.to(bfloat16)"),
-        (half, "C1-", "skeleton"),
-        (saved, "C3-.", "constructor"),
+        (half, "C1-", "torchlift, in bfloat16"),
+        (saved, "C3-.", "as constructed"),
     ):
         cosine = (positions * model.inv_freq[pair].double()).cos()
         axes.plot(positions, cosine, look, label=label)
     axes.set(xlim=(start, start + 20), xticks=[start, start + 10])
 panels[0].set_ylabel("cosine of the angle")
-figure.supxlabel("position (tokens)", fontsize=12)
+figure.supxlabel("position in the text (tokens)", fontsize=12)
 figure.legend(
-    *axes.get_legend_handles_labels(), loc="outside upper center", ncols=2
+    *axes.get_legend_handles_labels(),
+    loc="outside upper center",
+    ncols=3,
+    fontsize=10,
 )
 plt.show()
 
 # %%
-# *How far one pair of numbers is turned along the text: left at its start, right 2,560 tokens
-# later. The skeleton, loaded in bfloat16, runs on top of the constructor everywhere. After a cast
-# of the whole model the pair goes up where it should go down.*
+# *A rotary table is such a buffer: it turns pairs of numbers by an angle that grows with the
+# position. Here is one pair, left at the start of a text, right 2,560 tokens later. Loaded in
+# bfloat16 by torchlift, it runs on top of the model as constructed. After a cast of the whole model
+# it goes up where it should go down.*
 #
 # Users of transformers met uninitialised rotary tables in
 # `issue 34234 <https://github.com/huggingface/transformers/issues/34234>`_ and again in

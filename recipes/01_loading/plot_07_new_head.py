@@ -39,6 +39,7 @@ print("made now:", list(report.replayed))
 # The old network tells eight directions of stripes apart. Every name in its file starts with
 # ``module.``, which PyTorch's wrapper for several devices puts there.
 
+# fold: A network, images of stripes, and training
 from collections import OrderedDict
 
 torch.set_num_threads(1)  # tiny tensors: more threads would only wait
@@ -143,6 +144,7 @@ assert torchlift.diff(model.head.state_dict(), expected.state_dict()).equal
 # The new task has more noise and only six images of each kind. Train the loaded model, one whose
 # body you picked by hand, and one from scratch.
 
+# fold: How the three are trained
 torch.manual_seed(2)
 kinds, answers = torch.arange(6).repeat(6), torch.arange(6).repeat(50)
 images = stripes(kinds / 6 + 0.03, wave=8, noise=1.8)
@@ -180,9 +182,10 @@ figure.legend(loc="outside lower center", ncols=3)
 plt.show()
 
 # %%
-# *Above, what the network gets to see of the six classes. Below, the loss on test images. With the
-# body of the old task a few steps are enough, however it was loaded; from scratch, six noisy images
-# of each class are not.*
+# *Top, an image of each of the six new classes: noisy stripes in six directions. Bottom, the loss
+# on test images while a network learns them. With a body that was trained on another task a few
+# steps are enough, whether torchlift loaded it or somebody picked its weights by hand; from
+# scratch, six images of each class are not.*
 #
 # Remember
 # --------

@@ -28,10 +28,11 @@ folder = tempfile.mkdtemp()
 transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
 model = torchlift.skeleton(transformers.Qwen3MoeForCausalLM, config)
 report = torchlift.load(model, folder, rename=torchlift.remap.transformers(model))
-print(len(report.merged), "tensors of", sum(map(len, report.merged.values())))
+print("merged:", len(sum(report.merged.values(), ())), "->", len(report.merged))
 
 # %%
-# Four tensors of the model are put together of 48 in the file.
+# 48 tensors of the file became four of the model. ``rename`` is all that differs from any other
+# load.
 #
 # Missing gate_up_proj, unexpected experts
 # ----------------------------------------
@@ -73,9 +74,8 @@ assert torchlift.diff(model.state_dict(), reference).equal
 
 experts = "*.experts.{expert}."
 gate_up = [experts + "gate_proj.weight", experts + "up_proj.weight"]
-down = experts + "down_proj.weight"
 fuse = remap.merge(gate_up, "*.experts.gate_up_proj", stack=0, cat=1)
-fuse |= remap.merge(down, "*.experts.down_proj", stack=0)
+fuse |= remap.merge(experts + "down_proj.weight", "*.experts.down_proj", stack=0)
 
 report = torchlift.load(bare, file, rename=fuse)
 assert torchlift.diff(bare.state_dict(), reference).equal
@@ -123,6 +123,7 @@ print("and back:", divide.reversed())
 # A model with 96 MiB in its experts, in a new process each: the library's own way, and its table as
 # a rename. Both own the merged experts afterwards.
 
+# fold: How both are measured
 kind = transformers.Qwen3MoeForCausalLM
 wide = {**sizes, **moe, "hidden_size": 512, "moe_intermediate_size": 1024}
 kind(transformers.Qwen3MoeConfig(**wide)).save_pretrained(folder + "/large")
@@ -175,9 +176,9 @@ axes.spines[:].set_visible(False)
 plt.show()
 
 # %%
-# *The experts of one layer. Left, in the order of the file: down, gate and up of each expert, up
-# hatched. Right, in the order of the two tensors of the model. A band leads from a tensor's place
-# in the file straight to its place in memory.*
+# *A layer of eight experts, each with three matrices: gate, up (hatched) and down. The file has 24
+# tensors, expert after expert; the model has two. A band leads from a tensor's place in the file to
+# its place in memory: each is read once, straight to where it belongs.*
 #
 # Remember
 # --------

@@ -38,6 +38,7 @@ print("go on after step", torchlift.open(path).objects["step"])
 # out its entries one by one. Forget one, and nothing complains. Here a small network learns a wavy
 # surface from random batches, so the state of the random numbers belongs to the file, too.
 
+# fold: The network, its batches, and training
 from pathlib import Path
 
 from torch import nn
@@ -64,6 +65,8 @@ def train(net, optimizer, steps):
         losses.append(loss.item())
     return losses
 
+
+# %%
 
 torch.manual_seed(0)
 net, optimizer = build()
@@ -104,6 +107,7 @@ except torchlift.FormatError as error:
 # PyTorch Lightning keeps the weights under ``state_dict``, below the name of the attribute that has
 # the network, and a list of optimizer states. Lightning itself is not needed to read it.
 
+# fold: A file as Lightning writes it
 with torchlift.open(folder / "job.pt") as ckpt:
     job = ckpt.tree()  # as it was saved; ``net`` and its optimizer have trained on
 names = {f"net.{key}": value for key, value in job["model"].items()}
@@ -118,6 +122,8 @@ lightning = {
 }
 torch.save(lightning, folder / "last.ckpt")
 
+# %%
+
 with torchlift.open(folder / "last.ckpt") as ckpt:
     torchlift.load(resumed, ckpt, root="state_dict.net")
     torchlift.load_optimizer(resumed, optimizer, ckpt, root="optimizer_states")
@@ -127,6 +133,16 @@ with torchlift.open(folder / "last.ckpt") as ckpt:
 # %%
 # Of several optimizers you choose with ``root="optimizer_states.1"``. Counters are in ``objects``;
 # containers come back from ``tree`` as they were saved, ready for a ``load_state_dict``.
+#
+# GradScaler, EMA, and the position of the data loader
+# ----------------------------------------------------
+#
+# What else goes on, if you have it, is in the same file. The scale of mixed precision in float16:
+# save ``scaler.state_dict()``, and give it back with
+# ``scaler.load_state_dict(ckpt.tree("scaler"))``. An average of the weights, an ``AveragedModel``,
+# is a module: `torchlift.load` it with ``root="ema"``. The place in the data: a
+# ``StatefulDataLoader`` of torchdata has a state dict, a plain ``DataLoader`` has none, so count
+# its batches and skip as many.
 #
 # Proof
 # -----
@@ -146,6 +162,9 @@ def go_on(path, weights, moments, counter):
     return step, train(net, optimizer, 400 - step), net.state_dict()
 
 
+# %%
+
+# fold: How they are started and compared
 layouts = {
     "job.pt": ("model", "optimizer", "step"),
     "last.ckpt": ("state_dict.net", "optimizer_states", "global_step"),
@@ -167,7 +186,7 @@ figure, axes = plt.subplots()
 after = range(300, 400)
 axes.plot(straight, "C3-", linewidth=5, label="never stopped")
 axes.plot(after, jumping, "C0-", label="weights alone")
-axes.plot(after, resumed_losses, "C1-", linewidth=2, label="with the optimizer")
+axes.plot(after, resumed_losses, "C1-", linewidth=2, label="and the optimizer")
 axes.axvline(300, color="C0", linewidth=1, linestyle=":")
 axes.set(xlim=(250, 400), yscale="log", xlabel="step", ylabel="loss (mean square)")
 axes.set_ylim(min(straight) / 2, 2 * max(jumping))
@@ -175,14 +194,15 @@ figure.legend(loc="outside upper center", ncols=3, fontsize=11)
 plt.show()
 
 # %%
-# *The loss around the stop at step 300. The run that takes the optimizer along lies on the one that
-# never stopped. With the weights alone the loss jumps, and the run needs many steps to come back.*
+# *The loss of a training that stops at step 300 and goes on. With the weights and the optimizer's
+# state it lies on the run that never stopped, to the last bit. With the weights alone the loss
+# jumps, and the run needs many steps to come back.*
 #
 # Remember
 # --------
 #
-# - Three things go on: the weights, the optimizer's state, and the counters. The state of random
-#   numbers is a fourth.
+# - Three things go on: the weights, the optimizer's state, and the counters. Random numbers, a
+#   ``GradScaler``, an EMA and the place in the data are more.
 # - A run that forgets the optimizer's state raises no error. Its loss jumps.
 # - ``root`` says where each of them is in the file, whoever wrote it.
 #

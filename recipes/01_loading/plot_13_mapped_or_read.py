@@ -37,16 +37,9 @@ for source in "mmap", "read":
 # timed, with the page faults that it takes: a mapped page that you touch for the first time stops
 # the processor, until the kernel has put it into your address space.
 
-import os
-import resource
-import time
-
 from torch import nn
 
 from torchlift import load, skeleton
-from torchlift.measure import in_child
-
-MIB = 2**20
 
 
 def build():
@@ -57,16 +50,36 @@ def use_all(model):
     return sum(p.detach().sum().item() for p in model.parameters())
 
 
+def load_and_use(path, source, cold):
+    model = skeleton(build)
+    if cold:
+        forget(path)
+    _, *loading = timed(load, model, path, source=source)
+    value, *first = timed(use_all, model)
+    again, *second = timed(use_all, model)
+    assert value == again
+    return value, loading, first, second
+
+
+# %%
+
+# fold: How time and page faults are counted, and a file made cold
+import os
+import resource
+import time
+
+from torchlift.measure import in_child
+
+MIB = 2**20
+
+
 def timed(function, *arguments, **options):
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     start = time.perf_counter()
     value = function(*arguments, **options)
     seconds = time.perf_counter() - start
-    return (
-        value,
-        seconds,
-        resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults,
-    )
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
+    return value, seconds, faults
 
 
 def forget(path):
@@ -78,26 +91,13 @@ def forget(path):
         os.close(descriptor)
 
 
-def load_and_use(path, source, cold):
-    model = skeleton(build)
-    if cold:
-        forget(path)
-    _, loaded, _ = timed(load, model, path, source=source)
-    first, *cost = timed(use_all, model)
-    second, *less = timed(use_all, model)
-    assert first == second
-    return first, (loaded, cost[0], less[0]), (cost[1], less[1])
-
+# %%
 
 path = tempfile.mkdtemp() + "/model.pt"
 torch.save(build().state_dict(), path)
-size = torchlift.open(path).nbytes
-
-_, _, (first, second) = in_child(load_and_use, path, "mmap", False).value
-print(f"mapped: first use ~{first:,} page faults, second use ~{second:,}")
-assert first > second
-_, _, (first, second) = in_child(load_and_use, path, "read", False).value
-print(f"read:   first use ~{first:,} page faults, second use ~{second:,}")
+for source in "mmap", "read":
+    _, _, first, second = in_child(load_and_use, path, source, False).value
+    print(f"{source}: first use ~{first[1]:,} page faults, second ~{second[1]:,}")
 
 # %%
 # That is less than one fault for each page of 4 KiB: of a file that is in the page cache, the
@@ -112,20 +112,21 @@ print(f"read:   first use ~{first:,} page faults, second use ~{second:,}")
 # need little; look at *anonymous* where memory is short, or several processes load one file. What
 # is read past the page cache goes through up to 48 MiB more, whatever the size of the file.
 
+# fold: How the four are measured
+size = torchlift.open(path).nbytes
 table, sums = {}, set()
 for cold in False, True:
-    for source in "mmap", "read":
+    for source, way in ("mmap", "mapped"), ("read", "read"):
         child = in_child(load_and_use, path, source, cold)
-        total, seconds, _ = child.value
-        sums.add(total)
-        name = f"{'mapped' if source == 'mmap' else source}, {'cold' if cold else 'warm'}"
-        table[name] = seconds
+        value, *phases = child.value
+        sums.add(value)
+        name = f"{way}, {'cold' if cold else 'warm'}"
+        seconds = table[name] = [took for took, _ in phases]
         owned = child.memory.added_anonymous
-        row = "".join(
-            f"  {what} {took:.4f} s"
-            for what, took in zip(("load", "first", "second"), seconds, strict=True)
+        print(
+            f"{name:<12}  load {seconds[0]:.4f} s  first {seconds[1]:.4f} s  "
+            f"second {seconds[2]:.4f} s  anonymous: {owned / MIB:3.0f} MiB"
         )
-        print(f"{name:<12}{row}  anonymous: {owned / MIB:3.0f} MiB")
         copy = 0 if source == "mmap" else size
         assert 0.9 * copy < owned < copy + 64 * MIB
 assert len(sums) == 1, "all of them have loaded the same weights"
@@ -136,30 +137,24 @@ import matplotlib.pyplot as plt
 
 plt.style.use("torchlift.measure.figures")
 figure, axes = plt.subplots(figsize=(5.6, 3))
-looks = ("load", 1.0), ("first use", 0.65), ("second use", 0.3)
+looks = {"load": 1.0, "first use": 0.65, "second use": 0.3}
 for name, seconds in table.items():
     color, left = ("C1" if name.startswith("mapped") else "C2"), 0.0
-    for took, (_, alpha) in zip(seconds, looks, strict=True):
-        axes.barh(
-            name, took, left=left, color=color, alpha=alpha, edgecolor="white"
-        )
+    for took, alpha in zip(seconds, looks.values(), strict=True):
+        axes.barh(name, took, left=left, color=color, alpha=alpha, ec="white")
         left += took
 axes.invert_yaxis()
 axes.tick_params(axis="y", length=0)
 axes.set(xlabel="time (s)")
-shades = [
-    plt.Rectangle((0, 0), 1, 1, color="C0", alpha=alpha) for _, alpha in looks
-]
-figure.legend(
-    shades, [label for label, _ in looks], loc="outside upper right", ncols=3
-)
+boxes = [plt.Rectangle((0, 0), 1, 1, color="C0", alpha=a) for a in looks.values()]
+figure.legend(boxes, list(looks), loc="outside upper right", ncols=3)
 plt.show()
 
 # %%
-# *Seconds to load a model of 64 MiB, to use all of it once, and once more, mapped and read, from a
-# warm and from a cold page cache. Warm and mapped, nothing is copied, and it is used where it is.
-# Cold and mapped, the load is short and the first use waits for the disk; cold and read, the load
-# waits and the first use does not.*
+# *Seconds to load a model of 64 MiB, to use all of it once, and once more, mapped and read. Warm is
+# a file that is in memory already, because it was read lately: mapped, nothing of it is copied.
+# Cold is a file that has to come from the disk: mapped, the load is short and the first use waits;
+# read, the load waits and the first use does not.*
 #
 # Whether the two waits are equally long, the disk decides: a map asks for the file page by page, a
 # read for much of it at once, on several threads.
