@@ -24,8 +24,8 @@ keeper = torchlift.Keeper(tempfile.mkdtemp())
 keeper.save(5, model=model, optimizer=torch.optim.Adam(model.parameters()))
 model[1] = torch.nn.Linear(8, 3)
 optimizer = torch.optim.Adam(model.parameters())
-print(keeper.resume(model=model, optimizer=optimizer, exclude=["model.1.*"]))
-print("parameters with moments:", len(optimizer.state))
+step = keeper.resume(model=model, optimizer=optimizer, exclude=["model.1.*"])
+print("after step", step, "with moments:", len(optimizer.state), "parameters")
 
 # %%
 # The names are those of the checkpoint: ``model.1.weight`` of a tensor of the model, ``optimizer``
