@@ -29,7 +29,7 @@ def save():
 
 
 def load(shard):
-    return torchlift.load(shard(model), folder).bytes_read
+    return f"{torchlift.load(shard(model), folder).bytes_read} bytes"
 
 
 torchlift.distributed.on_ranks(4, save)
