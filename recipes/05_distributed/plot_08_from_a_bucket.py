@@ -166,7 +166,7 @@ plt.style.use("torchlift.measure.figures")
 figure, panels = plt.subplots(1, 2, figsize=(5.6, 2.4), sharey=True)
 drawn = (
     (times, "the server sends\n(sizes of the file)"),
-    (peaks, "a rank needs, memory\nand disk (MiB)"),
+    (peaks, "memory and disk\nof a rank (MiB)"),
 )
 for axes, (numbers, label) in zip(panels, drawn, strict=True):
     colors = ["C0", "C3", "C1", "C1"]
