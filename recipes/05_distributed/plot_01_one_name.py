@@ -22,55 +22,55 @@ from torchlift.distributed import get_model_state_dict
 
 path, plain = tempfile.mkdtemp() + "/model.pt", torch.nn.Linear(8, 4)
 model = torch.compile(plain, backend="eager")
-torch.save(model.state_dict(), path)  # an old file: _orig_mod.weight
-print(torchlift.load(plain, path, rename=torchlift.remap.strip("_orig_mod.")))
-
-torch.save(get_model_state_dict(model), path)  # from now on: weight
-print(torchlift.load(plain, path))
+torch.save(get_model_state_dict(model), path)  # from now on
+torchlift.load(plain, path)
+print("new file:", *torchlift.open(path))
+torch.save(model.state_dict(), path)  # an old file, with the wrapper's word
+torchlift.load(plain, path, rename=torchlift.remap.strip("_orig_mod."))
+print("old file:", *torchlift.open(path))
 
 # %%
 # Two words in front of a key
 # ---------------------------
 #
-# A wrapper is a module that has your module inside, and the names of the modules on the way make up
-# the key. `torch.compile` and DDP put a word of their own in front, or into the middle where you
-# wrapped a part. Without torchlift that is an error:
+# A wrapper is a module that has yours inside, and the names of the modules on the way make up the
+# key. `torch.compile` and DDP put a word in front, or into the middle where you wrapped a part:
 
-torch.save(model.state_dict(), path)
 try:
     plain.load_state_dict(torch.load(path))
 except RuntimeError as error:
     print(f"{type(error).__name__}: {error}")
 
 # %%
-# FSDP2 and tensor parallel change no names. They change the values: each parameter becomes a
-# DTensor, of which a process holds a slice. Here is one model in seven wrappings:
+# FSDP2 and tensor parallel change the values: a parameter becomes a DTensor, of which a process
+# holds a slice.
+#
+# What loads into what
+# --------------------
+#
+# One model in seven wrappings, on two ranks: each saves, and each loads, in three ways. With
+# ``full_state_dict`` a state dict has whole tensors, and each rank takes its slices when it is set.
 
+# fold: The model and its seven wrappings
 from collections import OrderedDict
+from functools import partial, reduce
 
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-
-def build():
-    up, down = nn.Linear(8, 32), nn.Linear(32, 8)
-    body = nn.Sequential(OrderedDict(up=up, relu=nn.ReLU(), down=down))
-    return nn.Sequential(OrderedDict(body=body, head=nn.Linear(8, 4)))
+compiled = partial(torch.compile, backend="eager")
 
 
-def compiled(model):
-    return torch.compile(model, backend="eager")
+def build(steps):
+    body = nn.Sequential(OrderedDict(up=nn.Linear(8, 32), down=nn.Linear(32, 8)))
+    model = nn.Sequential(OrderedDict(body=body, head=nn.Linear(8, 4)))
+    return reduce(lambda model, step: step(model), steps, model)
 
 
 def compile_body(model):
     model.body = compiled(model.body)
     return model
-
-
-def shard(model):
-    fully_shard(model.body)
-    return fully_shard(model)
 
 
 WAYS = {
@@ -79,118 +79,121 @@ WAYS = {
     "compiled body": [compile_body],
     "DDP": [DistributedDataParallel],
     "DDP, compiled inside": [compiled, DistributedDataParallel],
-    "FSDP2": [shard],
-    "FSDP2, compiled body": [compile_body, shard],
+    "FSDP2": [fully_shard],
+    "FSDP2, compiled body": [compile_body, fully_shard],
 }
 
 # %%
-# What loads into what
-# --------------------
-#
-# Each of the seven saves, and each of the seven loads: 49 pairs, once by raw keys and once by
-# canonical names. With ``full_state_dict`` a state dict has whole tensors, and each rank takes its
-# slices when it is set. `torchlift.distributed.on_ranks` calls a function on two processes.
+from torch.distributed.checkpoint import state_dict as torch_s
 
-from functools import reduce
+from torchlift import distributed as torchlift_s
 
-from torchlift.distributed import StateDictOptions, on_ranks, set_model_state_dict
-
-whole = StateDictOptions(full_state_dict=True)
+whole = torchlift_s.StateDictOptions(full_state_dict=True)
 
 
-def wrap(steps):
-    return reduce(lambda model, step: step(model), steps, build())
+def by_keys(model, saved):
+    model.load_state_dict(saved.state_dict())
 
 
-def first(state):
-    return next(iter(state))
+def by_names(functions, model, saved):
+    state = functions.get_model_state_dict(saved, options=whole)
+    functions.set_model_state_dict(model, state, options=whole)
 
 
-def raw(model, saved):
+# %%
+
+# fold: How the 49 pairs are tried
+LOADS = {
+    "raw keys": by_keys,
+    "torch's names": partial(by_names, torch_s),
+    "torchlift's names": partial(by_names, torchlift_s),
+}
+
+
+def loads(load, model, saved):
     try:
-        model.load_state_dict(saved.state_dict())
+        load(model, saved)
     except (RuntimeError, ValueError):
         return False
-    return True
-
-
-def canonical(model, saved):
-    state = get_model_state_dict(saved, options=whole)
-    set_model_state_dict(model, state, options=whole)
-    now = get_model_state_dict(model, options=whole)
-    return all(torch.equal(now[name], value) for name, value in state.items())
+    now, then = (get_model_state_dict(m, options=whole) for m in (model, saved))
+    return all(torch.equal(now[name], value) for name, value in then.items())
 
 
 def compare():
     torch.manual_seed(0)
-    saved = {way: wrap(steps) for way, steps in WAYS.items()}
-    loaded = [wrap(steps) for steps in WAYS.values()]
-    return {
-        "keys": {way: first(model.state_dict()) for way, model in saved.items()},
-        "names": {first(get_model_state_dict(model)) for model in saved.values()},
-        "raw": [[raw(m, s) for m in loaded] for s in saved.values()],
-        "canonical": [[canonical(m, s) for m in loaded] for s in saved.values()],
-    }
+    saved, found = {way: build(steps) for way, steps in WAYS.items()}, {}
+    for way, load in LOADS.items():
+        into = [build(steps) for steps in WAYS.values()]
+        found[way] = [[loads(load, m, one) for m in into] for one in saved.values()]
+    keys = {way: next(iter(model.state_dict())) for way, model in saved.items()}
+    names = {next(iter(get_model_state_dict(model))) for model in saved.values()}
+    return keys, names, found
 
 
-found, other = on_ranks(2, compare)
-for way, key in found["keys"].items():
-    print(f"{way:<24}{key}")
-print("\ncanonical, in all: ", *found["names"])
-print("pairs that load by raw keys:       ", sum(map(sum, found["raw"])))
-print("pairs that load by canonical names:", sum(map(sum, found["canonical"])))
-assert found["names"] == {"body.up.weight"}
-assert sum(map(sum, found["canonical"])) == 49, "each of them bit for bit"
-assert other == found, "the other rank agrees"
+(keys, names, found), other = torchlift_s.on_ranks(2, compare)
+for wrapping, key in keys.items():
+    print(f"{wrapping:<24}{key}")
+pairs = {way: sum(map(sum, each)) for way, each in found.items()}
+for way, count in pairs.items():
+    print(f"{way:<18}{count:>2} of 49 pairs load")
+assert names == {"body.up.weight"}
+assert list(pairs.values()) == [7, 49, 49]
+assert found["raw keys"] == [[a == b for a in range(7)] for b in range(7)]
+assert other == (keys, names, found), "the other rank agrees"
 
 # %%
 import matplotlib.pyplot as plt
 
 plt.style.use("torchlift.measure.figures")
-figure, axes = plt.subplots(figsize=(5.6, 4.2))
-cells = [(b, a) for a in range(7) for b in range(7)]
-for kind, color, size in (("canonical", "C1", 150), ("raw", "C0", 50)):
-    points = [(b, a) for b, a in cells if found[kind][a][b]]
-    axes.scatter(
-        *zip(*points, strict=True), size, color, label=f"{kind} names load"
-    )
-axes.set_yticks(range(7), [f"{way}  {n}" for n, way in enumerate(WAYS, 1)])
-axes.set_xticks(range(7), range(1, 8))
-axes.set(ylim=(6.6, -0.6), ylabel="saved from", xlabel="loaded into, by number")
-figure.legend(loc="outside lower center", ncols=2)
+figure, axes = plt.subplots(figsize=(5.6, 2))
+bars = axes.barh(list(pairs), list(pairs.values()), color=["C0", "C3", "C1"])
+axes.bar_label(bars, padding=4)
+axes.invert_yaxis()
+axes.set(xlabel="pairs of wrappings that load (of 49)", xticks=[0, 7, 21, 35, 49])
 plt.show()
 
 # %%
-# *Which wrapping loads what another one saved. By raw keys you stay on the diagonal: only the same
-# wrapping loads it. By canonical names all 49 pairs load.*
+# *One model in seven wrappings (plain, compiled, DDP, FSDP2 and mixtures of them): how many of the
+# 49 pairs load what the other one saved. By raw keys only the same wrapping does; by the names of
+# your own modules all do, and torch finds these names, too.*
 #
 # A layer that is really called module
 # ------------------------------------
 #
-# Do not cut words out of keys by ``replace``: a key does not say which of its words is a wrapper's.
-# The canonical name comes from the modules, and leaves out a word only where a wrapper stands.
+# ``replace`` cuts that out, too. The canonical name leaves out a word only where a wrapper stands.
 
 model = nn.Sequential(OrderedDict(module=nn.Linear(2, 1), head=nn.Linear(1, 1)))
 print("replace:  ", [key.replace("module.", "") for key in model.state_dict()])
 print("canonical:", list(get_model_state_dict(compiled(model))))
 
 # %%
+# Only what trains, or only one module
+# ------------------------------------
+#
+# With LoRA most weights are frozen: ``ignore_frozen_params`` leaves them out, and a load with it
+# does not miss them. For one module call it on that module; ``submodules=`` is deprecated in torch.
+
+model.module.requires_grad_(False)
+lora = torchlift_s.StateDictOptions(ignore_frozen_params=True)
+state = get_model_state_dict(model, options=lora)
+torchlift_s.set_model_state_dict(model, state, options=lora)  # misses nothing
+print("only what trains:", list(state))
+print("only one module: ", list(get_model_state_dict(model.module)))
+
+# %%
 # Remember
 # --------
 #
-# - A wrapper adds its word to the keys, in front or in the middle. FSDP2 and tensor parallel leave
-#   the keys alone and change the values.
+# - A wrapper adds its word to the keys; FSDP2 and tensor parallel change the values alone.
 # - The canonical name is the path through your own modules, the same in every wrapping.
 # - Text does not say which word of a key is a wrapper's. Modules do.
 #
 # Use this when
 # -------------
 #
-# - **You have a file with a wrapper's keys:** `torchlift.remap.strip` as ``rename=`` of
-#   `torchlift.load`.
+# - **A file has a wrapper's keys:** `torchlift.remap.strip`, as ``rename=`` of `torchlift.load`.
 # - **You save from a wrapped model:** `torchlift.distributed.get_model_state_dict`; for one file
 #   that everybody can read with ``full_state_dict`` and ``cpu_offload``.
-# - **You load into one:** `torchlift.distributed.set_model_state_dict`. Or `torchlift.load` first,
-#   and wrap afterwards.
-# - **Somebody else's code calls** ``model.state_dict()``: patch the model once with
+# - **You load into one:** `torchlift.distributed.set_model_state_dict`.
+# - **Somebody else's code calls** ``model.state_dict()``: patch it once with
 #   `torchlift.distributed.patch_model_state_dict`.

@@ -41,6 +41,7 @@ print(*torchlift.distributed.on_ranks(2, resume, path), sep="\n")
 # A small network learns a wavy surface. After 100 steps of 200 you save the weights and Adam's
 # moments, as plain PyTorch has them. This run goes on, to compare with.
 
+# fold: The network and its training
 from torch import nn
 
 
@@ -70,6 +71,8 @@ def train(model, optimizer, steps, rank=0, ranks=1):
 
 
 torch.set_num_threads(1)  # as the ranks have
+
+# %%
 model = build()
 optimizer = adam(model)
 straight = train(model, optimizer, 100)
@@ -81,63 +84,70 @@ straight += train(model, optimizer, 100)
 # Two ranks go on, one process ends it
 # ------------------------------------
 #
-# First on each rank what you would do without torchlift: the optimizer's own ``load_state_dict``.
-# Then from the file, once with all of the data on each rank, and once with half of it. The ranks
-# save their shards by DCP.
+# First what you would do without torchlift: the optimizer's own ``load_state_dict`` on each rank.
 
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import fully_shard
 
-from torchlift.distributed import StateDictOptions, get_state_dict, on_ranks
+from torchlift.distributed import on_ranks
 
 
-def go_on(path, steps, rank=0, ranks=1, wrap=lambda model: model, moments=True):
-    model = wrap(build())
-    optimizer = adam(model)
-    torchlift.load(model, path, root="model")
-    if moments:
-        torchlift.load_optimizer(model, optimizer, path, root="optimizer")
-    return model, optimizer, train(model, optimizer, steps, rank, ranks)
-
-
-def on_two(path, later):
+def without_names(path):
     model = fully_shard(build())
     optimizer = adam(model)
     optimizer.load_state_dict(torch.load(path)["optimizer"])
     try:
         train(model, optimizer, 1)
     except RuntimeError as error:
-        refused = f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error}"
 
+
+print(on_ranks(2, without_names, path)[0])
+
+# %%
+# The moments of whole parameters stand beside slices of them. From the file it is one way for all:
+
+
+def go_on(path, steps, rank=0, ranks=1, wrap=lambda model: model):
+    model = wrap(build())
+    optimizer = adam(model)
+    torchlift.load(model, path, root="model")
+    torchlift.load_optimizer(model, optimizer, path, root="optimizer")
+    return model, optimizer, train(model, optimizer, steps, rank, ranks)
+
+
+# %%
+# Proof
+# -----
+#
+# How far is each run from the one that never stopped? Two ranks go on, once with all of the data on
+# each and once with half of it, and save their shards by DCP. The last 50 steps are one process
+# again, from the folder that the two have left.
+
+# fold: How the runs are compared
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from torchlift.distributed import StateDictOptions, get_state_dict
+
+
+def on_two(path, later):
     _, _, half = go_on(path, 50, dist.get_rank(), 2, fully_shard)
     model, optimizer, same = go_on(path, 50, wrap=fully_shard)
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
     weights, moments = get_state_dict(model, optimizer, options=flat)
     dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=later)
-    return refused, same, half
+    return same, half
 
 
 later = tempfile.mkdtemp()
-ranks = on_ranks(2, on_two, path, later)
-print(ranks[0][0])  # without torchlift
-
-# %%
-# The moments of whole parameters stand beside slices of them, and the first step cannot use both.
-#
-# Proof
-# -----
-#
-# How far is each run from the one that never stopped? The last 50 steps are one process again, with
-# no process group, from the folder that the two ranks have left.
-
+(same, half_0), (other, half_1) = on_ranks(2, on_two, path, later)
 last, _, end = go_on(later, 50)
-(_, same, half_0), (_, other, half_1) = ranks
 assert same == other == straight[100:150], "two ranks, bit for bit"
 assert end == straight[150:], "and one process after them"
 assert torchlift.diff(last.state_dict(), model.state_dict()).equal
 
-_, _, forgetful = go_on(path, 100, moments=False)
+forgetful = build()
+torchlift.load(forgetful, path, root="model")
 half = [(a + b) / 2 for a, b in zip(half_0, half_1, strict=True)]
 
 
@@ -148,16 +158,12 @@ def off(losses):
 runs = {
     "two ranks, then one process": off(same + end),
     "half of the data on each rank": off(half),
-    "weights alone": off(forgetful),
+    "weights alone": off(train(forgetful, adam(forgetful), 100)),
 }
 for name, found in runs.items():
     print(f"{name:<30}off by at most ~{max(found):.7f}")
 assert 0 < max(runs["half of the data on each rank"]) < 1e-5
 assert max(runs["weights alone"]) > 0.01
-
-# %%
-# What is loaded is equal on any number of ranks; whether the run is depends on its sums. With half
-# of the data each, the gradient is the mean of two means, rounded in other places.
 
 # %%
 import matplotlib.pyplot as plt
@@ -176,21 +182,19 @@ plt.show()
 # %%
 # *How far the loss of each resumed run is from that of the run that never stopped. The run that
 # goes from one process to two ranks and back, at the dotted line, stays at zero. Half of the data
-# on each rank differs by rounding. With the weights alone the run is another one.*
+# on each rank differs by rounding: its gradient is the mean of two means. With the weights alone,
+# without the optimizer's state, the run is another one.*
 #
 # Remember
 # --------
 #
-# - A run is its weights, the optimizer's moments and counters, the learning rate, and which data
-#   comes next. Lose one, and you have another run.
-# - What is loaded is equal to the last bit on any number of ranks. The run is, too, if every rank
-#   computes the same sums.
+# - A run is its weights, the optimizer's moments and counters, and which data comes next.
+# - What is loaded is equal on any number of ranks; the run is, if all compute the same sums.
 # - Names of parameters survive another number of ranks; shapes of shards do not.
 #
 # Use this when
 # -------------
 #
 # - **You load from a path:** `torchlift.load` and `torchlift.load_optimizer`, on every rank.
-# - **You save on many ranks:** `torchlift.Keeper` does it while you train. Or DCP, with
-#   ``flatten_optimizer_state_dict``, from `torchlift.distributed.get_state_dict`.
+# - **You save on many ranks:** `torchlift.Keeper`; or DCP, as here.
 # - **Both state dicts are in memory:** `torchlift.distributed.set_state_dict`, both or neither.

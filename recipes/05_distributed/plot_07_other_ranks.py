@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torchlift
 
 
-def run(folder, start, rules):
+def run(folder, start, rules=None):
     place = {"next": start + dist.get_rank()}
     state = {"loader": Loader(state_dict=place.copy, load_state_dict=place.update)}
     with torchlift.Keeper(folder) as keeper:
@@ -30,7 +30,7 @@ def run(folder, start, rules):
 
 
 folder, on_ranks = mkdtemp(), torchlift.distributed.on_ranks
-print(on_ranks(2, run, folder, 10, {}), on_ranks(2, run, folder, 0, {}))
+print(on_ranks(2, run, folder, 10), on_ranks(2, run, folder, 0))
 
 # %%
 # Two ranks have read ten samples; the first goes on at sample 10, the other at 11. They save, and
@@ -39,35 +39,39 @@ print(on_ranks(2, run, folder, 10, {}), on_ranks(2, run, folder, 0, {}))
 # One loader is lost
 # ------------------
 #
-# ``dcp.save`` stores one object for each name. Give it the loaders of two ranks:
+# ``dcp.save`` stores one object for each name. Give it the loaders of two ranks, and one is lost
+# without a word. With the rank in the name, as torchtitan has it, both are kept, for two ranks
+# only.
 
 import torch.distributed.checkpoint as dcp
 
 
-def by_dcp(folder):
-    for start in 10, 0:
-        place = {"next": start + dist.get_rank()}
-        state = {
-            "loader": Loader(state_dict=place.copy, load_state_dict=place.update)
-        }
-        (dcp.save if start else dcp.load)(state, checkpoint_id=folder)
+def by_dcp(folder, start, name):
+    place = {"next": start + dist.get_rank()}
+    loader = Loader(state_dict=place.copy, load_state_dict=place.update)
+    state = {name.format(dist.get_rank()): loader}
+    (dcp.save if start else dcp.load)(state, checkpoint_id=folder)
     return place["next"]
 
 
-dcp_places = on_ranks(2, by_dcp, mkdtemp())
-print(dcp_places)
-assert dcp_places == [10, 10]
+dcp_places = {}
+for name in "loader", "loader.{}":
+    place = mkdtemp()
+    on_ranks(2, by_dcp, place, 10, name)
+    dcp_places[name] = on_ranks(2, by_dcp, place, 0, name)
+    print(f"{name:<10} resumed: {dcp_places[name]}")
+try:
+    on_ranks(3, by_dcp, place, 0, "loader.{}")
+except RuntimeError as error:
+    print("on three ranks:", str(error).splitlines()[-1])
 
 # %%
-# Nothing complains: sample 10 is read twice, and 11 by nobody. A name with the rank in it, as
-# torchtitan's loader uses, keeps both apart, for the same number of ranks only.
-#
 # A keeper keeps both. On three ranks it does not guess, and each rank is told:
 
 
 def refused(folder):
     try:
-        run(folder, 0, {})
+        run(folder, 0)
     except torchlift.CheckpointError as error:
         return f"{error.reason}. {error.hint}"
 
@@ -96,6 +100,7 @@ assert three_places == [10, 11, 12]
 # How often is each of 24 samples read, by the two ranks before and by those that go on?
 
 
+# fold: How the reads are counted
 def times_read(places, samples=24):
     read = [1] * 10 + [0] * (samples - 10)  # by the two ranks before
     for place in places:
@@ -105,12 +110,13 @@ def times_read(places, samples=24):
 
 
 ways = {
-    "DCP, 2 ranks": times_read(dcp_places),
-    "Keeper, 2 ranks": times_read(on_ranks(2, run, folder, 0, {})),
+    "DCP, 2 ranks": times_read(dcp_places["loader"]),
+    "DCP, rank in name": times_read(dcp_places["loader.{}"]),
+    "Keeper, 2 ranks": times_read(on_ranks(2, run, folder, 0)),
     "Keeper, 3 ranks": times_read(three_places),
 }
 for way, read in ways.items():
-    print(f"{way:<16} never: {read.count(0)}, twice: {read.count(2)}")
+    print(f"{way:<18}never: {read.count(0)}, twice: {read.count(2)}")
 assert {*ways["Keeper, 2 ranks"]} == {*ways["Keeper, 3 ranks"]} == {1}
 
 # %%
@@ -118,18 +124,24 @@ assert {*ways["Keeper, 2 ranks"]} == {*ways["Keeper, 3 ranks"]} == {1}
 import matplotlib.pyplot as plt
 
 plt.style.use("torchlift.measure.figures")
-figure, axes = plt.subplots()
-for at, (way, read) in enumerate(ways.items()):
-    x = [sample + 0.3 * (at - 1) for sample in range(24)]
-    axes.bar(x, read, 0.3, color=("C0", "C1", "C3")[at], label=way)
-axes.set(xlabel="sample", ylabel="times that it is read", yticks=[0, 1, 2])
-figure.legend(loc="outside upper center", ncols=3, columnspacing=1, handlelength=1)
+figure, axes = plt.subplots(figsize=(5.6, 2.6))
+for (way, read), color in zip(ways.items(), ("C0", "C3", "C1", "C1"), strict=True):
+    once, twice, never = (read.count(times) for times in (1, 2, 0))
+    axes.barh(way, once, color=color)
+    axes.barh(way, twice, left=once, color="white", ec=color, hatch="//")
+    axes.barh(way, never, left=once + twice, color="white", ec=color, ls=":")
+axes.set_title(
+    "filled: read once, hatched: twice, empty: never", fontsize=11, loc="right"
+)
+axes.set(xlabel="samples (of 24)", xlim=(0, 24.2), xticks=range(0, 25, 6))
+axes.invert_yaxis()
 plt.show()
 
 # %%
-# *How often each of 24 samples is read when a run of two ranks goes on after ten of them. With one
-# loader for both, every second sample is read twice and the others never. With a loader of each
-# rank, on two ranks and on three, all are read once.*
+# *Two ranks stop after ten of 24 samples, and others go on: how often each sample is read in all.
+# Where torch's DCP has one state for the data loaders of both ranks, seven samples are read twice
+# and seven never. With a state of each rank (the rank in its name, or by a Keeper) all are read
+# once; a Keeper does that on another number of ranks, too.*
 #
 # What else ranks have of their own: generators of random numbers go back to as many ranks, and a
 # rank without any keeps those that it has. What is equal on all ranks, such as a schedule, is

@@ -19,14 +19,14 @@ from torch.distributed.fsdp import fully_shard
 
 import torchlift
 
+url = "memory://bucket/model.pt"  # it stands for s3://, gs://
+
 
 def load_my_shards():
-    with fsspec.open(
-        "memory://bucket/model.pt", "wb"
-    ) as file:  # it stands for s3://, gs://
+    with fsspec.open(url, "wb") as file:
         torch.save(torch.nn.Linear(1024, 1024).state_dict(), file)
     model = fully_shard(torchlift.skeleton(torch.nn.Linear, 1024, 1024))
-    return torchlift.load(model, "memory://bucket/model.pt").bytes_read
+    return torchlift.load(model, url).bytes_read
 
 
 print(torchlift.distributed.on_ranks(2, load_my_shards))
@@ -41,10 +41,12 @@ print(torchlift.distributed.on_ranks(2, load_my_shards))
 #
 # A server of this machine counts what it sends to two ranks, of a model of 64 MiB:
 
+# fold: A model of 64 MiB, and a server that counts
 import tempfile
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.request import urlretrieve
 
 
 def build():
@@ -83,90 +85,108 @@ threading.Thread(target=server.serve_forever, daemon=True).start()
 url = f"http://127.0.0.1:{server.server_port}/model.safetensors"
 
 
-def every_rank_downloads(url):
-    import urllib.request
-
-    from safetensors.torch import load_file
-    from torch.distributed.checkpoint.state_dict import (
-        StateDictOptions,
-        set_model_state_dict,
-    )
-
-    with torch.device("meta"):
-        model = build()
-    for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
-    copy, _ = urllib.request.urlretrieve(url)
-    state = load_file(copy)
-    model.to_empty(device="cpu")
-    set_model_state_dict(
-        model, state, options=StateDictOptions(full_state_dict=True)
-    )
-    return float(sum(p.to_local().sum() for p in model.parameters()))
+# %%
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    set_model_state_dict,
+)
 
 
-def torchlift_shards(url):
-    model = torchlift.skeleton(build)
-    for layer in model:
-        fully_shard(layer)
-    torchlift.load(fully_shard(model), url)
-    return float(sum(p.to_local().sum() for p in model.parameters()))
+def every_rank_downloads(model, url):
+    copy, _ = urlretrieve(url)
+    whole = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(model, load_file(copy), options=whole)
+    return copy
 
 
-def torchlift_replicas(url):
-    model = torchlift.skeleton(build)
+def rank_0_broadcasts(model, url):
+    copy = urlretrieve(url)[0] if dist.get_rank() == 0 else None
+    once = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, load_file(copy) if copy else {}, options=once)
+    return copy
+
+
+def torchlift_shards(model, url):
+    torchlift.load(model, url)
+
+
+def torchlift_replicas(model, url):
     torchlift.load(model, url, collective=True)
-    return float(sum(p.detach().sum() for p in model.parameters()))
 
 
 # %%
 # Proof
 # -----
 #
-# The last way is a model that is whole on each rank, as ``DistributedDataParallel`` has it. A plain
-# model may be loaded by one rank alone, so all of them say that they load together:
-# ``collective=True``.
+# The last way has a whole model on each rank, as ``DistributedDataParallel`` has it. With
+# ``collective=True`` all ranks say that they load it together.
 
-whole, times, sums = (bucket / "model.safetensors").stat().st_size, {}, {}
-for way in every_rank_downloads, torchlift_shards, torchlift_replicas:
+# fold: How bytes and memory are measured
+import os
+
+from torchlift.measure import memory
+
+
+def once(way, url, file):
+    model, right = torchlift.skeleton(build), torchlift.skeleton(build)
+    for module in [] if way is torchlift_replicas else [*model, model]:
+        fully_shard(module)
+    dist.barrier()
+    with memory() as use:
+        copy = way(model, url)
+    torchlift.load(right, file)
+    whole = StateDictOptions(full_state_dict=True)
+    state = torchlift.distributed.get_model_state_dict(model, options=whole)
+    assert torchlift.diff(state, right.state_dict()).equal
+    return (use.added_anonymous + (os.path.getsize(copy) if copy else 0)) / 2**20
+
+
+file = bucket / "model.safetensors"
+times, peaks = {}, {}
+TORCH = every_rank_downloads, rank_0_broadcasts
+for way in *TORCH, torchlift_shards, torchlift_replicas:
     sent.clear()
-    sums[way.__name__] = torchlift.distributed.on_ranks(2, way, url)
-    times[way.__name__] = sum(sent) / whole
-    print(f"{way.__name__:<22}{times[way.__name__]:.2f} times the file")
-assert sums["every_rank_downloads"] == sums["torchlift_shards"]
-assert times["every_rank_downloads"] == 2
-assert max(times["torchlift_shards"], times["torchlift_replicas"]) < 1.02
+    name = way.__name__.replace("_", " ")
+    peaks[name] = max(torchlift.distributed.on_ranks(2, once, way, url, file))
+    times[name] = sum(sent) / file.stat().st_size
+    print(f"{name:<21}{times[name]:.2f} files sent, ~{peaks[name]:.0f} MiB a rank")
+server.shutdown()
+server.server_close()
+assert times["every rank downloads"] == 2
+assert max(times["torchlift shards"], times["torchlift replicas"]) < 1.02
+assert peaks["torchlift shards"] < 0.7 * peaks["rank 0 broadcasts"]
 
 # %%
 
 import matplotlib.pyplot as plt
 
 plt.style.use("torchlift.measure.figures")
-figure, axes = plt.subplots(figsize=(5.6, 2.4))
-labels = [
-    "every rank downloads,\nsharded",
-    "torchlift, sharded",
-    "torchlift, replicated",
-]
-axes.barh(labels, list(times.values()), color=["C0", "C1", "C2"])
-axes.axvline(1, color="black", linestyle=":", linewidth=1.2)
+figure, panels = plt.subplots(1, 2, figsize=(5.6, 2.4), sharey=True)
+drawn = (
+    (times, "the server sends\n(sizes of the file)"),
+    (peaks, "memory and disk\nof a rank (MiB)"),
+)
+for axes, (numbers, label) in zip(panels, drawn, strict=True):
+    colors = ["C0", "C3", "C1", "C1"]
+    bars = axes.barh(list(numbers), list(numbers.values()), color=colors)
+    axes.bar_label(bars, fmt="%.0f", padding=3, fontsize=11)
+    axes.set(xlabel=label, xlim=(0, 1.25 * max(numbers.values())))
 axes.invert_yaxis()
-axes.set(xlabel="what the server sent, in sizes of the file")
 plt.show()
-server.shutdown()
-server.server_close()
 
 # %%
-# *What the server sent to two ranks, in sizes of the file. Where each rank downloads, the file goes
-# out once for each of them. torchlift takes it once in all: a rank its own shards, and what all
-# ranks need one of them for its neighbours.*
+# *Two ranks load a file of 64 MiB from a server. Left, what it sends: the file for each rank that
+# downloads it; once in all where rank 0 does and broadcasts, and with torchlift. Right, the most
+# that one rank needs: downloads lie on its disk, beside its shards of 32 MiB; with torchlift
+# nothing does. Replicas are whole models of 64 MiB.*
 #
 # Remember
 # --------
 #
-# - Bytes from the store are those of the file, whatever the number of ranks, where a rank's part of
-#   a tensor is more than 1 MiB from its part of the next: what is nearer comes in one request.
+# - The store sends the bytes of the file once, whatever the number of ranks; parts that are within
+#   1 MiB of each other come in one request, with what is between them.
 # - No rank ever has the whole file, in memory or on its disk.
 # - A DCP folder, shards with an index or one torch file: any of them, on any mesh.
 #

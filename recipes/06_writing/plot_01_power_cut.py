@@ -62,13 +62,24 @@ except Exception as error:
 # of one step. Twenty times for each way, the one with another name and no flush among them:
 
 import os
-import random
-import signal
 
 
 def save_and_rename(state, path):
     torch.save(state, path + ".new")
     os.replace(path + ".new", path)
+
+
+WAYS = {
+    "torch.save": torch.save,
+    "renamed by hand": save_and_rename,
+    "torchlift.save": torchlift.save,
+}
+
+# %%
+
+# fold: How the kills are survived, or not
+import random
+import signal
 
 
 def survive_kills(save, path, kills=20):
@@ -95,16 +106,14 @@ def survive_kills(save, path, kills=20):
 
 
 rows = {}
-for name, save in {
-    "torch.save": torch.save,
-    "and rename": save_and_rename,
-    "torchlift.save": torchlift.save,
-}.items():
+for name, save in WAYS.items():
     path = tempfile.mkdtemp() + "/training.pt"
     rows[name] = torchlift.measure.in_child(survive_kills, save, path).value
     print(f"damaged by {name:<15} ~{rows[name]['damaged']} of 20")
 
-assert rows["torchlift.save"] == rows["and rename"] == {"whole": 20, "damaged": 0}
+assert (
+    rows["torchlift.save"] == rows["renamed by hand"] == {"whole": 20, "damaged": 0}
+)
 assert rows["torch.save"]["damaged"] > 0
 
 # %%
@@ -128,15 +137,17 @@ for name, color in zip(rows, ("C0", "C3", "C1"), strict=True):
     whole, damaged = rows[name].values()
     axes.barh(name, whole, color=color)
     axes.barh(name, damaged, left=whole, color="white", edgecolor=color, hatch="//")
-axes.set(xticks=range(0, 21, 5), xlim=(0, 20.2), xlabel="found after 20 kills")
+axes.set(
+    xticks=range(0, 21, 5), xlim=(0, 20.2), xlabel="files found after 20 kills"
+)
 axes.set_title("filled: whole, hatched: damaged", fontsize=12)
 axes.invert_yaxis()
 plt.show()
 
 # %%
-# *After twenty kills in the middle of saving: every file that torchlift was writing can be read,
-# and is all of one step; of those that torch.save was writing under their own name, some cannot;
-# renaming survives a kill, too.*
+# *A process saves to one file name again and again, and is killed twenty times in the middle of it.
+# Of the files that torch.save was writing under their own name many are damaged. With another name
+# first, by hand or by torchlift, each can be read and is all of one step.*
 #
 # Remember
 # --------

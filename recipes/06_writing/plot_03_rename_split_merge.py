@@ -41,8 +41,7 @@ print(torchlift.diff(ours, back))
 # concatenated along the wrong dimension of the right size, or numbers sorted as text. Here is a
 # small mixture of experts, twelve to a layer, as one project saves it, and that last mistake:
 
-from torchlift import remap
-
+# fold: A small mixture of experts
 torch.manual_seed(0)
 state = {}
 for layer in range(2):
@@ -54,6 +53,8 @@ for layer in range(2):
             key = f"{name}.experts.{expert}.{part}.weight"
             state[key] = torch.randn(shape)
 torchlift.save(state, ours)
+
+# %%
 members = sorted(key for key in state if "layers.0.experts" in key and "w2" in key)
 print("stacked by hand:", *(key.split(".")[4] for key in members))
 
@@ -64,6 +65,8 @@ print("stacked by hand:", *(key.split(".")[4] for key in members))
 # The other project has one tensor for all gate and up projections of a layer, one for all down
 # projections, q, k and v apart, and another name for the norm. The rule says just that, joined by
 # ``|``; ``{expert}`` stands for a number, and numbers are numbers:
+
+from torchlift import remap
 
 gate_up = ["*.experts.{expert}.w1.weight", "*.experts.{expert}.w3.weight"]
 down = "*.experts.{expert}.w2.weight"
@@ -100,6 +103,7 @@ except torchlift.MismatchError as error:
 #
 # Against torch's own operations, and then back, with the reversed rule:
 
+# fold: Each tensor compared
 with torchlift.open(theirs) as ckpt:
     for layer in range(2):
         name = f"model.layers.{layer}"
@@ -111,6 +115,7 @@ with torchlift.open(theirs) as ckpt:
         q, k, v = state[f"{name}.attention.qkv.weight"].chunk(3)
         assert torch.equal(ckpt[f"{name}.self_attn.k_proj.weight"], k)
 
+# %%
 torchlift.convert(theirs, folder + "/back.pt", rename=rule.reversed())
 print(torchlift.diff(ours, folder + "/back.pt"))
 assert torchlift.diff(ours, folder + "/back.pt").equal
@@ -121,10 +126,10 @@ import matplotlib.pyplot as plt
 
 plt.style.use("torchlift.measure.figures")
 figure, axes = plt.subplots()
-kinds = {"experts": (60, "C1"), "att": (30, "C3"), "norm": (10, "C0")}
+kinds = {"experts": 60, "att": 30, "norm": 10}
 top = 0
-for kind, (height, color) in kinds.items():
-    for x, path in enumerate((ours, theirs)):
+for kind, height in kinds.items():
+    for x, (path, color) in enumerate(((ours, "C0"), (theirs, "C1"))):
         keys = [key for key in torchlift.open(path).entries if kind in key]
         keys = [key.split("layers.0.")[1] for key in keys if "layers.0." in key]
         each = height / len(keys)
@@ -143,7 +148,8 @@ for kind, (height, color) in kinds.items():
                 "va": "center",
             }
             axes.text(x + 0.25, y, label, bbox={"color": color, "pad": 1}, **look)
-    axes.fill_between((0.5, 1), top, top + height, color=color, alpha=0.2, lw=0)
+    look = {"facecolor": ("C1", 0.2), "edgecolor": "white", "linewidth": 3}
+    axes.fill_between((0.5, 1), top, top + height, **look)
     top += height
 axes.set_xticks([0.25, 1.25], ["one project:\n38 tensors", "another:\n6 tensors"])
 axes.set(xlim=(0, 1.5), ylim=(top, 0), yticks=[])
@@ -152,9 +158,9 @@ axes.spines[:].set_visible(False)
 plt.show()
 
 # %%
-# *One layer in both layouts, each block a tensor: 36 weights of 12 experts become two tensors, one
-# matrix of q, k and v becomes three. The bytes are the same, only their names and how they are
-# divided are not. Heights are not to scale.*
+# *One layer of a model in the layouts of two projects, each block a tensor: 36 weights of 12
+# experts become two tensors, one matrix of q, k and v becomes three, and the norm gets another
+# name. Nothing else changes: the values are the same. Heights are not to scale.*
 #
 # Remember
 # --------

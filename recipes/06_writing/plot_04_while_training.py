@@ -31,8 +31,10 @@ print("kept:", keeper.steps())
 
 # %%
 # With a folder that stays, such as ``"run"``, start the same program again and it goes on after
-# step 5: ``resume`` loads the model, the optimizer, whatever else is in ``state`` and the random
-# number generators, and returns the step.
+# step 5: ``resume`` loads the model, the optimizer, the random number generators and whatever else
+# is in ``state``, and returns the step. Anything with ``state_dict`` and ``load_state_dict`` can
+# be: a schedule, a ``GradScaler``, an EMA (``AveragedModel``), a data loader that knows its
+# position.
 #
 # The newest file is the one that was being written
 # -------------------------------------------------
@@ -60,6 +62,7 @@ except RuntimeError as error:
 # schedule. Is the run that goes on the run that never stopped?
 
 
+# fold: The model and its training
 def build():
     torch.manual_seed(0)
     model = torch.nn.Sequential(
@@ -78,6 +81,7 @@ def train(run, steps):
         run["schedule"].step()
 
 
+# %%
 run, folder = build(), tempfile.mkdtemp()
 train(run, 50)
 with torchlift.Keeper(folder) as keeper:
@@ -99,6 +103,7 @@ print("resumed after 50 steps, equal after 100, bit for bit")
 # twice as much, and save at every fourth step, seven times: never, flushed to the disk, by DCP, and
 # by a keeper.
 
+# fold: How long steps and saves take
 import time
 from statistics import median
 
@@ -167,9 +172,10 @@ figure.legend(loc="outside upper center", ncols=2)
 plt.show()
 
 # %%
-# *Seconds of a training step: medians of seven rounds of four steps, thin bars from the quickest to
-# the slowest. A step that saves by torch.save waits for the disk; by async_save or by a keeper it
-# waits for a copy in memory only, and the steps after it share the processor with the writing.*
+# *Seconds that a training step takes, where every fourth step saves: medians of seven rounds, thin
+# bars from the quickest to the slowest. A step that saves by torch.save, flushed, waits for the
+# disk; by torch's async_save or by a Keeper it waits for a copy in memory only, and the steps after
+# it share the processor with the writing.*
 #
 # The snapshot is a second copy of the state on the host, which every save uses again; from an
 # accelerator it is pinned. ``keeper.report`` says how long a save blocked and how long it took. A

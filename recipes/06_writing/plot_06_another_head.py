@@ -24,7 +24,8 @@ keeper = torchlift.Keeper(tempfile.mkdtemp())
 keeper.save(5, model=model, optimizer=torch.optim.Adam(model.parameters()))
 model[1] = torch.nn.Linear(8, 3)
 optimizer = torch.optim.Adam(model.parameters())
-print(keeper.resume(model=model, optimizer=optimizer, exclude=["model.1.*"]))
+step = keeper.resume(model=model, optimizer=optimizer, exclude=["model.1.*"])
+print("after step", step, "with moments:", len(optimizer.state), "parameters")
 
 # %%
 # The names are those of the checkpoint: ``model.1.weight`` of a tensor of the model, ``optimizer``
@@ -75,12 +76,7 @@ renamed = torch.nn.Sequential()
 renamed.add_module("body", torch.nn.Linear(4, 8))
 moments = torch.optim.Adam(renamed.parameters())
 keeper.resume(model=renamed, optimizer=moments, rename=names, exclude=["model.1.*"])
-print(
-    len(moments.state),
-    "parameters of",
-    list(renamed.state_dict()),
-    "have their moments",
-)
+print(len(moments.state), "parameters with moments:", *renamed.state_dict())
 assert torch.equal(renamed.body.weight, model[0].weight)
 keeper.close()
 
@@ -93,6 +89,7 @@ keeper.close()
 # in a new process each. How far is each loss from that of the run that never stopped?
 
 
+# fold: The network, its training, and how far the losses are
 class Network(torch.nn.Module):
     def __init__(self, branch=False):
         super().__init__()
@@ -135,7 +132,7 @@ def distances(way, folder):
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         state = (
             {"model": model, "optimizer": optimizer}
-            if way == "moments"
+            if way == "weights and moments"
             else {"model": model}
         )
         keeper.resume(state, allow_missing=["model.branch.*"])
@@ -144,12 +141,12 @@ def distances(way, folder):
 
 
 found = {}
-for way in ("moments", "weights alone"):
+for way in ("weights and moments", "weights alone"):
     with tempfile.TemporaryDirectory() as folder:
         found[way] = torchlift.measure.in_child(distances, way, folder).value
     kept, far = found[way]
-    print(f"{way:<14} {kept} parameters with moments, at most ~{max(far):.3f} away")
-assert max(found["moments"][1]) == 0
+    print(f"{way:<19} {kept} parameters with moments, at most ~{max(far):.3f} away")
+assert max(found["weights and moments"][1]) == 0
 assert max(found["weights alone"][1]) > 0.001
 
 # %%
@@ -165,8 +162,9 @@ figure.legend(loc="outside upper center", ncols=2)
 plt.show()
 
 # %%
-# *How far the loss is from the one of the run that never stopped. With the moments the two are one
-# run, to the bit; with the weights alone Adam begins anew, and goes another way.*
+# *A run goes on with a part that is new, and has no effect yet: how far its loss is from that of
+# the run that never stopped. With the optimizer's moments of all other weights the two are one run,
+# to the bit. With the weights alone Adam begins anew, and goes another way.*
 #
 # Remember
 # --------
