@@ -247,13 +247,14 @@ axes.plot(range(1, 13), straight, "C0-", linewidth=6, label="never stopped")
 axes.plot(range(done + 1, 13), resumed, "C1-", label="resumed")
 axes.plot(range(done + 1, 13), without, "C2--", label="weights alone")
 axes.axvline(done + 0.5, color="C0", linestyle=":", linewidth=1.5)
-axes.set(xlabel="step", ylabel="loss", xlim=(1, 12))
+axes.set(xlabel="step", ylabel="loss", xlim=(5, 12))
+axes.set_ylim(0.98 * min(straight), 1.02 * max(straight[4:]))
 figure.legend(loc="outside upper center", ncols=3)
 plt.show()
 
 # %%
-# *The loss of each step. The resumed run lies on the one that was never stopped. With the weights
-# alone, without the optimizer's numbers and the random state, it is another run.*
+# *The loss of the last eight steps. The resumed run lies on the one that was never stopped. With
+# the weights alone, without the optimizer's numbers and the random state, it is another run.*
 #
 # What you learned
 # ----------------
