@@ -63,9 +63,10 @@ assert torchlift.diff(again.state_dict(), model.state_dict()).equal
 # ``vision_model.``, those of the class do not:
 
 small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+text = {"vocab_size": 512, "bos_token_id": 0, "eos_token_id": 1}
 clip = hf.CLIPConfig(
     vision_config={**small, "num_attention_heads": 4, "image_size": 32},
-    text_config={**small, "num_attention_heads": 4, "vocab_size": 512},
+    text_config={**small, "num_attention_heads": 4, **text},
 )
 whole = hf.CLIPModel(clip)
 torchlift.save(whole.state_dict(), f"{folder}/clip.safetensors")
@@ -174,15 +175,15 @@ plt.show()
 
 # %%
 # *The most memory that a process owns while it loads a Llama and computes one answer; the dotted
-# line is the size of its weights. Over a mapped checkpoint from_pretrained owns what the computation
-# takes, whatever the format is.*
+# line is the size of its weights. Over a mapped checkpoint from_pretrained owns what the
+# computation takes, whatever the format is.*
 #
 # Remember
 # --------
 #
 # - ``from_pretrained(None, config=config, state_dict=torchlift.open(path))``: any format, mapped.
 # - ``root`` says where in the file the model is; ``dtype`` and the rest are those of transformers.
-# - With `torchlift.remap.transformers` a class that is a part of a model takes its part of the file.
+# - With `torchlift.remap.transformers` a class that is a part of a model takes its part of it.
 #
 # Use this when
 # -------------
