@@ -14,7 +14,6 @@ No: ``from_pretrained`` takes a state dict, and `torchlift.open` is one, mapped 
 
 import tempfile
 
-import torch
 import transformers as hf
 
 import torchlift
@@ -22,12 +21,11 @@ import torchlift
 config = hf.LlamaConfig(hidden_size=64, intermediate_size=128, vocab_size=512)
 folder = tempfile.mkdtemp()
 job = {"model": hf.LlamaForCausalLM(config).state_dict(), "step": 7}
-torch.save(job, f"{folder}/job.pt")
+torchlift.save(job, f"{folder}/job.pt")
+
 hf.logging.disable_progress_bar()
-with torchlift.open(f"{folder}/job.pt", root="model") as ckpt:
-    model = hf.LlamaForCausalLM.from_pretrained(
-        None, config=config, state_dict=ckpt
-    )
+ckpt = torchlift.open(f"{folder}/job.pt", root="model")
+model = hf.LlamaForCausalLM.from_pretrained(None, config=config, state_dict=ckpt)
 print(type(model).__name__, model.dtype, f"{model.num_parameters():,}")
 
 # %%
@@ -105,6 +103,8 @@ assert torchlift.diff(tower.state_dict(), expected).equal
 
 # fold: How it is measured
 import time
+
+import torch
 
 large = hf.LlamaConfig(
     hidden_size=512, intermediate_size=1536, num_hidden_layers=6, vocab_size=8000,

@@ -20,27 +20,23 @@ from torchlift.integrations.transformers import KeeperCallback
 
 model = hf.BertForSequenceClassification(hf.BertConfig(hidden_size=48))
 rows = [{"input_ids": [n] * 8, "labels": n % 2} for n in range(64)]
-quiet = {"disable_tqdm": True, "use_cpu": True, "report_to": []}
-arguments = hf.TrainingArguments(
-    tempfile.mkdtemp(), max_steps=4, save_steps=2, **quiet
-)
+run = {"max_steps": 4, "save_steps": 2, "disable_tqdm": True, "use_cpu": True}
+arguments = hf.TrainingArguments(tempfile.mkdtemp(), **run)
 callback = KeeperCallback(tempfile.mkdtemp(), keep=2)
 trainer = hf.Trainer(model, arguments, train_dataset=rows, callbacks=[callback])
 trainer.remove_callback(hf.PrinterCallback)
-print(
-    "steps:",
-    trainer.train(resume_from_checkpoint=callback.resume(trainer)).global_step,
-)
+trainer.train(resume_from_checkpoint=callback.resume(trainer))
+print("steps:", trainer.state.global_step)
 
 # %%
-# With a folder that stays, the same program goes on after the last checkpoint. ``save_strategy`` and
-# ``save_steps`` say when, ``keep=``, ``every=`` and ``best=`` of the callback what stays.
+# With a folder that stays, the same program goes on after the last checkpoint. ``save_strategy``
+# and ``save_steps`` say when, ``keep=``, ``every=`` and ``best=`` of the callback what stays.
 #
 # A checkpoint that is not whole
 # ------------------------------
 #
-# The Trainer chooses its last checkpoint by the number in its name. Here the last one is what a kill
-# has left:
+# The Trainer chooses its last checkpoint by the number in its name. Here the last one is what a
+# kill has left:
 
 from pathlib import Path
 
@@ -64,8 +60,8 @@ print(kept.steps(), torchlift.verify(kept.latest()).ok)
 # -----
 #
 # A network of 16 MB with a dropout, its moments of twice as much, saved at every second step, in a
-# new process for each way: how long does a step wait that saves? Then each goes on from step 8, with
-# other random numbers, and every loss must be that of the run that never stopped.
+# new process for each way: how long does a step wait that saves? Then each goes on from step 8,
+# with other random numbers, and every loss must be that of the run that never stopped.
 
 # fold: How it is measured
 import shutil
@@ -91,9 +87,8 @@ class Net(torch.nn.Module):
 
 
 def train(way, folder, again):
-    arguments = hf.TrainingArguments(
-        f"{folder}/out", max_steps=16, save_steps=2, per_device_train_batch_size=8, **quiet
-    )  # fmt: skip
+    run = {"max_steps": 16, "save_steps": 2, "disable_tqdm": True, "use_cpu": True}
+    arguments = hf.TrainingArguments(f"{folder}/out", **run)
     data = torch.linspace(-1, 1, 64 * 16).view(64, 16).sin()
     rows = [{"x": row, "labels": row.sum()} for row in data]
     callback = KeeperCallback(f"{folder}/kept", keep=None)
@@ -149,11 +144,11 @@ axes.set(xlim=(0, 1.25 * max(times)), xlabel="seconds of a training step, median
 plt.show()
 
 # %%
-# *Seconds of a training step, median: without a save, and with one. The Trainer's own checkpoint is
-# written before the next step begins; the callback copies in memory and writes beside the training.*
+# *Seconds of a training step, median: without a save, and with one. The Trainer's own checkpoint
+# is written before the next step begins; the callback copies in memory and writes meanwhile.*
 #
-# Both go on to the bit here. Frozen parameters, as of a LoRA, need no place in a checkpoint: see
-# ``ignore_frozen_params`` and ``submodules`` on the page *Inside your framework*.
+# Both go on to the bit here. The snapshot is a second copy of the state in memory. What is frozen
+# needs no place in a checkpoint: see ``ignore_frozen_params`` on the page *Inside your framework*.
 #
 # Remember
 # --------
