@@ -98,7 +98,7 @@ assert torchlift.diff(
 # Merge into a file
 # -----------------
 #
-# For a server that knows no adapters, in the memory of one weight:
+# For a server that knows no adapters, in the memory of some weights:
 
 merge = merge_lora(adapter, base)
 torchlift.convert(base, f"{folder}/merged.safetensors", transform=merge)
@@ -183,7 +183,7 @@ plt.show()
 
 # %%
 # *The most memory that a process owns while it merges an adapter; the dotted line is the size of
-# the weights. A model that is merged owns what was changed; a file is merged one weight at a time.*
+# the weights. A model that is merged owns what was changed; a file takes that of some weights.*
 #
 # Remember
 # --------
