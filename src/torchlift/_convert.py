@@ -59,7 +59,7 @@ from torchlift._sources import (
     tensors_in,
 )
 from torchlift._store import FileStamp, exists, is_url, place_of
-from torchlift._system import collection_paused, map_leaves, printable
+from torchlift._system import collection_paused, map_leaves, printable, trim
 from torchlift.errors import Argument, CheckpointError, Hint, PlacementError
 from torchlift.formats import (
     Index,
@@ -79,6 +79,8 @@ _AN_OBJECT = "it is no tensor"
 _TEXTS = ("safetensors", "sharded", "gguf")
 #: What metadata says of the files, and not of what is in them.
 _BYTES_ONLY = ("format", "total_size")
+#: Bytes of results between two releases of freed memory.
+_BETWEEN = 16 * 2**20
 _ASIDE = "it holds no model; convert it by itself with root="
 
 
@@ -299,6 +301,7 @@ class _Results:
         self._ckpt, self._memory, self._transform, self._becomes = ckpt, memory, transform, becomes
         self._head, self._format, self._stack = target.head, target.format, stack
         self._file: IO[bytes] | None = None
+        self._passed = 0  # bytes of results since freed memory was last released
 
     def of(self, key: str, entry: TensorEntry) -> torch.Tensor | None:
         """Return what is saved under a name; None: what the file has.
@@ -343,6 +346,10 @@ class _Results:
         self._file.seek(start)
         self._file.write(memory_of(tensor))
         self._file.flush()
+        self._passed += tensor.nbytes
+        if self._passed > _BETWEEN:
+            trim()  # what a transform took and freed
+            self._passed = 0
         mapped = mmap.mmap(self._file.fileno(), tensor.nbytes, offset=start)
         values = torch.frombuffer(mapped, dtype=torch.uint8)
         return values.view(tensor.dtype).view(tensor.shape)

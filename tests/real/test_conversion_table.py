@@ -227,10 +227,47 @@ def test_a_head_takes_the_file_of_its_base_model_and_the_other_way_round(tmp_pat
     torchlift.load(model, tmp_path / "base", rename=rename, allow_missing=["lm_head.*"])
     base = torchlift.skeleton(hf.MixtralModel, config)
     rename = remap.transformers(base)
-    torchlift.load(base, tmp_path / "whole", rename=rename, allow_unexpected=["lm_head.*"])
+    torchlift.load(base, tmp_path / "whole", rename=rename)
     for name, value in whole.model.state_dict().items():
         assert same_bits(model.model.state_dict()[name], value), name
         assert same_bits(base.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("tower", ["vision", "text"])
+def test_a_tower_takes_its_part_of_a_whole_clip(tower: str, tmp_path: Path) -> None:
+    """As from_pretrained; what the file lacks of it, and what is too much in it, are errors."""
+    config = small_config(hf.CLIPConfig)
+    cls: Any = {"vision": hf.CLIPVisionModel, "text": hf.CLIPTextModel}[tower]
+    part = getattr(config, f"{tower}_config")
+    saved(hf.CLIPModel, config, tmp_path)
+    report = assert_like_from_pretrained(cls, part, tmp_path)
+    assert report.renamed
+    assert all(key.startswith(f"{tower}_model.") for key in report.renamed)
+    model = torchlift.skeleton(cls, part)
+    state = load_file(tmp_path / "model.safetensors")
+    more = {**state, f"{tower}_model.more": torch.ones(1)}
+    with pytest.raises(MismatchError, match=r"unexpected \(1\): more"):
+        torchlift.load(model, more, rename=remap.transformers(model))
+    lost = next(key for key in state if key.startswith(f"{tower}_model."))
+    with pytest.raises(MismatchError, match=r"missing \(1\)"):
+        torchlift.load(
+            model, {k: v for k, v in state.items() if k != lost}, rename=remap.transformers(model)
+        )
+
+
+def test_what_a_class_declares_to_lack_is_dropped(tmp_path: Path) -> None:
+    """``_keys_to_ignore_on_load_unexpected``; what it does not declare is an error."""
+    cls, config, _ = FAMILIES["gpt-neox"]
+    model = saved(cls, config, tmp_path)
+    at = "gpt_neox.layers.0.attention"
+    old = {**model.state_dict(), f"{at}.bias": torch.ones(1), f"{at}.masked_bias": torch.ones(1)}
+    found = torchlift.skeleton(cls, config)
+    torchlift.load(found, old, rename=remap.transformers(found))
+    assert torchlift.diff(found.state_dict(), model.state_dict()).equal
+    with pytest.raises(MismatchError, match=r"attention\.scale"):
+        torchlift.load(
+            found, {**old, f"{at}.scale": torch.ones(1)}, rename=remap.transformers(found)
+        )
 
 
 def test_a_file_in_the_layout_of_the_model_is_left_as_it_is(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,6 +18,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
 )
 
 import torchlift
@@ -88,3 +91,48 @@ def test_a_new_head_over_an_old_body(tmp_path: Path) -> None:
     assert set(report.replayed) >= set(heads)
     same(model, expected, but=heads)
     assert model.classifier.weight.dtype == expected.classifier.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("name", ["job.pt", "folder", "model.safetensors", "URL"])
+def test_from_pretrained_takes_an_open_checkpoint(kind: Any, name: str, tmp_path: Path) -> None:
+    """A torch file, a DCP folder, safetensors and a URL are the model that was saved, mapped."""
+    torch.manual_seed(1)
+    expected = kind(MODELS[kind])
+    state = {"model": expected.state_dict(), "step": 7}
+    if name == "URL":
+        with fsspec.open(f"memory://{tmp_path.name}/job.pt", "wb") as file:
+            torch.save(state, file)
+        path, root = f"memory://{tmp_path.name}/job.pt", "model"
+    elif name == "job.pt":
+        torch.save(state, tmp_path / name)
+        path, root = str(tmp_path / name), "model"
+    elif name == "folder":
+        torchlift.save(state, tmp_path / name, format="dcp")
+        path, root = str(tmp_path / name), "model"
+    else:
+        torchlift.save(expected.state_dict(), tmp_path / name)
+        path, root = str(tmp_path / name), None
+    with torchlift.open(path, root=root) as ckpt:
+        model = kind.from_pretrained(None, config=MODELS[kind], state_dict=ckpt)
+        one = next(iter(ckpt))
+        if name != "URL":
+            first = ckpt[one].untyped_storage().data_ptr()
+            assert any(p.untyped_storage().data_ptr() == first for p in model.parameters())
+    same(model, expected)
+
+
+def test_from_pretrained_converts_what_is_mapped(tmp_path: Path) -> None:
+    """Experts one by one in a folder of DCP become transformers' one tensor of them."""
+    config = MixtralConfig(
+        hidden_size=16, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, num_local_experts=2, vocab_size=50,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    expected = MixtralForCausalLM(config)
+    expected.save_pretrained(tmp_path / "hf")
+    torchlift.convert(tmp_path / "hf", tmp_path / "dcp", format="dcp")
+    with torchlift.open(tmp_path / "dcp") as ckpt:
+        assert any("experts.1.w2" in key for key in ckpt)
+        model = MixtralForCausalLM.from_pretrained(None, config=config, state_dict=ckpt)
+    same(model, expected)

@@ -493,6 +493,19 @@ def test_a_conversion_takes_the_memory_of_some_blocks(tmp_path: Path) -> None:
         assert child.memory.added_anonymous < 64 << 20, (src, dst, options)
 
 
+_ADDED = "torchlift.convert(args[0], args[1], transform=lambda name, tensor: tensor + 1)"
+
+
+def test_a_transform_takes_the_memory_of_some_tensors(tmp_path: Path) -> None:
+    """Not of all that it has made: what is freed goes back, tensor after tensor."""
+    state = {str(number): torch.ones(1 << 20) for number in range(40)}
+    torchlift.save(state, tmp_path / "x.safetensors")
+    arguments = str(tmp_path / "x.safetensors"), str(tmp_path / "y.safetensors")
+    child = in_forked(_ADDED, *arguments, setup=_SETUP)
+    assert child.memory.added_anonymous < 64 << 20
+    assert float(load_file(arguments[1])["39"][0]) == 2
+
+
 def test_the_command_says_what_it_would_write_and_writes_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -68,6 +68,7 @@ class _Table(Rewriting, Renaming):
         architecture: the class of the model.
         config: its configuration, which says how many heads and the like there are.
         prefix: what the model calls its base model.
+        ignored: patterns of names that its class lacks, and says so.
         shapes: name in the model -> shape.
         rules: those of the table.
         reversible: those of them that it also applies when it saves, reversed.
@@ -77,6 +78,7 @@ class _Table(Rewriting, Renaming):
     architecture: str
     config: Any
     prefix: str
+    ignored: tuple[str, ...]
     shapes: dict[str, tuple[int, ...]]
     rules: Sequence[Any]
     reversible: Sequence[Any]
@@ -107,8 +109,12 @@ class _Table(Rewriting, Renaming):
         owner = {source: rule for rule in converters for source in rule.source_patterns}
         found: dict[str, _Group | Made] = {}
         # In this order the table counts the members of a list, and decides groups of names.
-        for key in sorted(items, key=lambda key: dot_natural_key(_LONG.sub("9" * 9, key))):
-            name, pattern = self._name(key, renamings, converters)
+        keys = sorted(items, key=lambda key: dot_natural_key(_LONG.sub("9" * 9, key)))
+        names = {key: self._name(key, renamings, converters) for key in keys}
+        others = () if self.saves else self._of_others({k: name for k, (name, _) in names.items()})
+        for key, (name, pattern) in names.items():
+            if key in others:
+                continue
             if pattern is None:
                 add(found, name, items[key], path)
                 continue
@@ -126,6 +132,26 @@ class _Table(Rewriting, Renaming):
                 target = apply_renamings(target, renamings) if self.saves else target
                 add(made, target, tensor, path)
         return made
+
+    def _of_others(self, names: Mapping[str, str]) -> set[str]:
+        """Return the keys that the model lacks because it is a part of the one in the file.
+
+        Those that its class names so, and where all that it has is below one prefix of the file
+        (the vision tower of a CLIP, the body of a classifier), what is not below that.
+        """
+        found = {key: name for key, name in names.items() if name in self.shapes}
+        prefixes = {key.removesuffix(name) for key, name in found.items() if key.endswith(name)}
+        prefix = prefixes.pop() if len(prefixes) == 1 else ""
+        is_part = prefix.endswith(".") and all(key.startswith(prefix) for key in found)
+        return {
+            key
+            for key, name in names.items()
+            if name not in self.shapes
+            and (
+                (is_part and not key.startswith(prefix))
+                or any(re.search(pattern, name) for pattern in self.ignored)
+            )
+        }
 
     def get_parameter(self, name: str) -> torch.Tensor:
         """Return one of the model's, without values: operations ask for its shape."""
@@ -319,7 +345,8 @@ def transformers(model_or_config: Any) -> Renaming:
     ``from_pretrained`` converts them. This is its own table
     (``transformers.conversion_mapping``), also for older names (``gamma`` and ``beta`` of BERT),
     for what the model lacks or has as a prefix, and for what was registered there. A file that has
-    the model's own names is left as it is.
+    the model's own names is left as it is. A model that is a part of the one in the file, as
+    ``CLIPVisionModel`` is of a CLIP, takes its part: the rest is dropped.
 
     Args:
         model_or_config: a model of transformers, live or a skeleton; or its configuration, which
@@ -353,6 +380,8 @@ def transformers(model_or_config: Any) -> Renaming:
         architecture=type(model).__name__,
         config=model.config,
         prefix=model.base_model_prefix,
+        # A set, in no order, which a model has with what its submodules say.
+        ignored=tuple(sorted(model._keys_to_ignore_on_load_unexpected or ())),
         shapes={
             name: tuple(value.shape)
             for name, value in model.state_dict().items()

@@ -1,0 +1,165 @@
+"""
+transformers Trainer: save in the background, resume to the bit
+===============================================================
+
+At each ``save_steps`` the Trainer stops until its folder of files is written, and a kill in the
+middle of that leaves a folder that it will resume from. Can it save in the background, and whole?
+
+Yes: one callback saves in its place, through a `torchlift.Keeper`.
+"""
+
+# %%
+# In short
+# --------
+
+import tempfile
+
+import transformers as hf
+
+from torchlift.integrations.transformers import KeeperCallback
+
+model = hf.BertForSequenceClassification(hf.BertConfig(hidden_size=48))
+rows = [{"input_ids": [n] * 8, "labels": n % 2} for n in range(64)]
+run = {"max_steps": 4, "save_steps": 2, "disable_tqdm": True, "use_cpu": True}
+arguments = hf.TrainingArguments(tempfile.mkdtemp(), **run)
+callback = KeeperCallback(tempfile.mkdtemp(), keep=2)
+trainer = hf.Trainer(model, arguments, train_dataset=rows, callbacks=[callback])
+trainer.remove_callback(hf.PrinterCallback)
+trainer.train(resume_from_checkpoint=callback.resume(trainer))
+print("steps:", trainer.state.global_step)
+
+# %%
+# With a folder that stays, the same program goes on after the last checkpoint. ``save_strategy``
+# and ``save_steps`` say when, ``keep=``, ``every=`` and ``best=`` of the callback what stays.
+#
+# A checkpoint that is not whole
+# ------------------------------
+#
+# The Trainer chooses its last checkpoint by the number in its name. Here the last one is what a
+# kill has left:
+
+from pathlib import Path
+
+from transformers.trainer_utils import get_last_checkpoint
+
+import torchlift
+
+folder = Path(arguments.output_dir)
+(folder / "checkpoint-6").mkdir()
+(folder / "checkpoint-6" / "model.safetensors").write_bytes(b"\0" * 100)
+print(Path(get_last_checkpoint(str(folder))).name)
+
+# %%
+# A keeper's files get their names when they are complete, and have checksums that are compared:
+
+kept = torchlift.Keeper(callback.directory)
+print(kept.steps(), torchlift.verify(kept.latest()).ok)
+
+# %%
+# Proof
+# -----
+#
+# A network of 16 MB with a dropout, its moments of twice as much, saved at every second step, in a
+# new process for each way: how long does a step wait that saves? Then each goes on from step 8,
+# with other random numbers, and every loss must be that of the run that never stopped.
+
+# fold: How it is measured
+import shutil
+import time
+from statistics import median
+
+import torch
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        first, second = torch.nn.Linear(16, 2000), torch.nn.Linear(2000, 2000)
+        last = torch.nn.Linear(2000, 1)
+        self.net = torch.nn.Sequential(first, torch.nn.Dropout(), second, last)
+        self.losses, self.starts = [], []
+
+    def forward(self, x, labels):
+        loss = (self.net(x)[:, 0] - labels).square().mean()
+        self.losses.append(loss.item())
+        self.starts.append(time.perf_counter())
+        return {"loss": loss}
+
+
+def train(way, folder, again):
+    run = {"max_steps": 16, "save_steps": 2, "disable_tqdm": True, "use_cpu": True}
+    arguments = hf.TrainingArguments(f"{folder}/out", **run)
+    data = torch.linspace(-1, 1, 64 * 16).view(64, 16).sin()
+    rows = [{"x": row, "labels": row.sum()} for row in data]
+    callback = KeeperCallback(f"{folder}/kept", keep=None)
+    callbacks = [callback] if way == "torchlift" else []
+    torch.manual_seed(5 if again else 0)
+    trainer = hf.Trainer(Net(), arguments, train_dataset=rows, callbacks=callbacks)
+    trainer.remove_callback(hf.PrinterCallback)
+    last = f"{folder}/out/checkpoint-8" if again else None
+    if way == "torchlift":
+        last = callback.resume(trainer)
+    trainer.train(resume_from_checkpoint=last)
+    return trainer.model
+
+
+def go_on(way, folder):
+    torch.set_num_threads(1)
+    first = train(way, folder, False)
+    steps = [b - a for a, b in zip(first.starts, first.starts[1:], strict=False)]
+    for path in Path(f"{folder}/kept").glob("step-*"):
+        if int(path.name[5:14]) > 8:
+            path.unlink() if path.is_file() else shutil.rmtree(path)
+    again = train(way, folder, True)
+    # From the first step on each second one saves; the first save makes room: it does not count.
+    return steps[3::2], steps[4::2], again.losses == first.losses[8:]
+
+
+found = {}
+for way in ("Trainer", "torchlift"):
+    with tempfile.TemporaryDirectory() as place:
+        child = torchlift.measure.in_child(go_on, way, place)
+    saving, others, is_equal = child.value
+    found[way] = (others, saving)
+    peak = child.memory.added_anonymous / 2**20
+    print(
+        f"{way:<9} a step {median(others):.3f} s, one that saves {median(saving):.3f} s"
+    )
+    print(f"{'':<9} anonymous peak: {peak:.0f} MiB")
+    assert is_equal, "to the bit"
+assert median(found["torchlift"][1]) < median(found["Trainer"][1])
+
+# %%
+
+import matplotlib.pyplot as plt
+
+plt.style.use("torchlift.measure.figures")
+figure, axes = plt.subplots(figsize=(5.6, 2.8))
+names = [f"{way},\n{kind}" for way in found for kind in ("no save", "saves")]
+times = [median(each) for pair in found.values() for each in pair]
+bars = axes.barh(names, times, color=["C3", "C0", "C3", "C1"])
+axes.bar_label(bars, [f"{each:.2f} s" for each in times], padding=4)
+axes.invert_yaxis()
+axes.set(xlim=(0, 1.25 * max(times)), xlabel="seconds of a training step, median")
+plt.show()
+
+# %%
+# *Seconds of a training step, median: without a save, and with one. The Trainer's own checkpoint
+# is written before the next step begins; the callback copies in memory and writes meanwhile.*
+#
+# Both go on to the bit here. The snapshot is a second copy of the state in memory. What is frozen
+# needs no place in a checkpoint: see ``ignore_frozen_params`` on the page *Inside your framework*.
+#
+# Remember
+# --------
+#
+# - ``trainer.train(resume_from_checkpoint=callback.resume(trainer))``, first run and next.
+# - ``save_steps`` says when; ``keep=``, ``every=`` and ``best="eval_loss"`` what stays.
+# - Model, optimizer, schedule, ``GradScaler``, callbacks and each rank's random numbers go on.
+#
+# Use this when
+# -------------
+#
+# - **The Trainer owns the loop:** ``KeeperCallback``.
+# - **The loop is yours:** *Save while training goes on, and resume after a kill*.
+# - **You need the weights of a kept checkpoint:** `torchlift.load` with ``root="model"``.
