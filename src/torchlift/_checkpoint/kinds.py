@@ -207,7 +207,9 @@ def compute(
     places = [step // values * size for step in strides]
     blocks = raw.as_strided([*shape, size], [*places, 1], raw.storage_offset())
     target = target.permute(order)
-    target = target.unflatten(-1, (-1, values)) if along is not None else target.unsqueeze(-1)
+    target = (
+        target.view(*target.shape[:-1], -1, values) if along is not None else target.unsqueeze(-1)
+    )
     for into, some in _some_at_a_time(target, blocks):
         made = _values_of_blocks(entry, some.contiguous(), path).view(into.shape)
         into.copy_(calculated(entry, made))

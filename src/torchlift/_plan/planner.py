@@ -690,8 +690,9 @@ def _blocks_for(one: SourceTensor, tensor: torch.Tensor) -> SourceTensor:
     if tensor.dtype != torch.uint8 or not isinstance(one, FileTensor) or not one.entry.encoding:
         return one
     raw = as_blocks(one.entry)
-    fits = raw is not None and raw.shape == tuple(tensor.shape)
-    return replace(one, entry=raw) if fits else one
+    if raw is None or raw.shape != tuple(tensor.shape):
+        return one
+    return replace(one, entry=raw)
 
 
 def _fits(tensor: torch.Tensor, shape: tuple[int, ...]) -> bool:

@@ -281,7 +281,7 @@ class TensorEntry(NamedTuple):
 
     @property
     def can_be_sliced(self) -> bool:
-        """Return whether its slices are bytes of it: of plain numbers any, of blocks whole ones."""
+        """Return whether a slice of it is bytes of it, as of plain numbers and of whole blocks."""
         return self.is_plain or (self.kind is None and self.encoding[0] in _BLOCKS)
 
     @property
