@@ -112,7 +112,8 @@ def digest(
     if isinstance(obj, (Checkpoint, str, bytes, os.PathLike)) or hasattr(obj, "read"):
         if process_group is not None:
             raise ValueError("process_group= is for what ranks hold: each reads a file by itself")
-        with checkpoint(obj, root, whole=True, storage_options=storage_options) as ckpt:
+        given: Any = obj
+        with checkpoint(given, root, whole=True, storage_options=storage_options) as ckpt:
             total = sum(_of_files(ckpt))
     else:
         total = _of_memory(obj, root, process_group)
@@ -205,7 +206,7 @@ def _of_memory(obj: Any, root: str | None, process_group: Any) -> int:
     for of_meshes, _ in told.values():
         for names, first in of_meshes:
             meshes[names] = min(first, meshes.get(names, first))
-    shards = (
+    shards: Iterator[int] = (
         value
         for of_meshes, _ in told.values()
         for (names, first), value in of_meshes.items()
