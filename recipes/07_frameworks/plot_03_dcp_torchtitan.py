@@ -148,8 +148,8 @@ plt.show()
 # *Seconds that two ranks take for 64 MB, in pairs: torch's own reader or writer above, torchlift's
 # below. All flush to the disk what they write.*
 #
-# torchtitan takes `torchlift.integrations.torchtitan` in its configuration; the line is on the page
-# *Inside your framework*.
+# torchtitan takes ``torchlift.integrations.torchtitan`` in its configuration; the line is on the
+# page *Inside your framework*.
 #
 # Remember
 # --------

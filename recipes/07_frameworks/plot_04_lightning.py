@@ -38,6 +38,7 @@ print(fabric.load(path, state), torchlift.open(path).objects)
 # This network has a dropout, its loader has a place, and its learning rate follows a schedule. The
 # checkpoint of step 10 lies in the middle of an epoch.
 
+# fold: A loader with a place, a network with a dropout, a trainer
 import logging
 import warnings
 
