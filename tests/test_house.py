@@ -12,7 +12,7 @@ def test_the_top_is_seen_at_a_glance() -> None:
     """No more names than the drawing of the house has."""
     names = {path.stem for path in house.PACKAGE.glob("*.py")}
     names |= {path.parent.name for path in house.PACKAGE.glob("*/__init__.py")}
-    assert len(names) <= 23
+    assert len(names) <= 24
 
 
 def test_every_room_of_several_files_has_a_door_that_a_contract_holds() -> None:

@@ -86,6 +86,7 @@ print(torchlift.digest(folder + "/training.pt", root="model") == before)
 # On a mesh each rank adds up what it holds, and one small message gives all of them the number.
 # The other way gathers the model on every rank, and hashes it there. Two ranks, a model of 64 MiB:
 
+# fold: How the memory of each rank is measured
 from torchlift.distributed import get_model_state_dict, on_ranks
 
 

@@ -103,6 +103,7 @@ print(told.splitlines()[0].replace(str(path), "step-100"))
 # On two ranks, of which only one has another shape, both get the same lists; or the same error.
 
 
+# fold: What two ranks are asked, and tell
 def on_two(path):
     state = grown()
     if torch.distributed.get_rank() == 0:
