@@ -92,13 +92,11 @@ print(
 )
 
 # %%
-# So bring the optimizer along. Leave ``root`` out, and you are told which one it was:
+# So bring the optimizer along. Which part of a file is an optimizer's state its groups tell, so the
+# only one needs no ``root``:
 
 resumed, optimizer = build()
-try:
-    torchlift.load_optimizer(resumed, optimizer, folder / "job.pt")
-except torchlift.FormatError as error:
-    print(error.hint)
+print(torchlift.load_optimizer(resumed, optimizer, folder / "job.pt"))
 
 # %%
 # Resume a Lightning checkpoint

@@ -19,6 +19,7 @@ import torch
 
 import torchlift
 
+torch.manual_seed(0)
 model = torch.nn.Linear(64, 64)
 folder = tempfile.mkdtemp()
 for name in ("model.pt", "model.safetensors"):

@@ -151,8 +151,6 @@ for way in ("no saves", "torch.save", "async_save", "Keeper"):
         least, *_, most = sorted(waits[way])
         print(f"{way:<11} {median(waits[way]):.3f} s, {least:.3f} s, {most:.3f} s")
 
-assert median(waits["torch.save"]) > 2 * median(waits["Keeper"])
-
 # %%
 
 import matplotlib.pyplot as plt
