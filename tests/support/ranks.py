@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -23,7 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 Checks = dict[str, Callable[[], None]]
 SAVE, LOAD = "save", "load"
-#: When a rank that waits for another gives up: sooner than the test, so that it can say where.
+#: When a rank that waits for another gives up: sooner than the test, so that it can say where; a
+#: little before, each prints where it stands.
 HANGS = timedelta(seconds=300)
 
 
@@ -143,12 +145,14 @@ def _be_rank(rank: int, port: int, checks: Checks) -> NoReturn:
         path = Path(sys.argv[1]) / f"{rank}.json"
         for name, check in checks.items():
             path.with_suffix(".running").write_text(name, encoding="utf-8")
+            faulthandler.dump_traceback_later(0.9 * HANGS.total_seconds())
             torch.manual_seed(0)
             try:
                 check()
                 results[name] = ""
             except Exception:
                 results[name] = traceback.format_exc()
+        faulthandler.cancel_dump_traceback_later()
         path.write_text(json.dumps(results), encoding="utf-8")
         dist.barrier()
     except BaseException:
