@@ -24,7 +24,7 @@ from matplotlib.text import Annotation, Text
 from PIL import Image
 
 DPI = 200
-CARD_WIDTH = 400
+CARD_WIDTH = 360
 NIGHT, INK = "#14181e", "#e4e9ee"  # the theme's dark page, and letters on it
 #: The cycle of figures.mplstyle. The one that is darkest on white is brightest on the dark page, so
 #: that the same two stay furthest apart.
