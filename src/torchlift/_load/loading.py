@@ -480,12 +480,12 @@ def _require_finite(fetched: Fetched, path: str) -> None:
 
 def _not_finite(values: torch.Tensor, dtype: torch.dtype | None) -> tuple[int, int]:
     """Return how many values of a block are NaN, and how many infinite, in a dtype."""
+    # First, as integers become infinite, too, and so do complex numbers.
+    values = values.to(dtype or values.dtype)
     if values.is_complex():
-        values, dtype = torch.view_as_real(values.resolve_conj()), None
+        values = torch.view_as_real(values.resolve_conj())
     if not values.is_floating_point() or values.dtype == torch.float4_e2m1fn_x2:
         return 0, 0
-    if dtype is not None and dtype.is_floating_point:
-        values = values.to(dtype)
     if values.itemsize == 1:  # of which torch knows no smallest one
         values = values.float()
     # In one pass, without memory: a NaN is the smallest and the largest.
