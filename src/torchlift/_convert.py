@@ -143,7 +143,8 @@ def convert(
         progress: show a bar of bytes on stderr.
         checksum: whether to record checksums.
         verify: compare the checksums that the source has of what is converted, before a new file
-            appears: a damaged file would become one whose checksums are right.
+            appears: a damaged file would become one whose checksums are right. Of a local file
+            without any, it is the one that a hub records of it, as in `torchlift.load`.
         dry_run: write nothing, and report what would be written.
         storage_options: of URLs, `src` and `dst`, as in `torchlift.open`.
 
