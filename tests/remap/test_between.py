@@ -428,6 +428,95 @@ def test_blocks_that_would_be_cut_are_refused(tmp_path):
         loaded(model, path)
 
 
+SMALL = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 24,
+}  # fmt: skip
+T5 = {
+    "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 24,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        (hf.Gemma2ForCausalLM, hf.Gemma2Config(**SMALL, head_dim=8)),
+        (hf.T5ForConditionalGeneration, hf.T5Config(**T5)),
+        (hf.T5ForConditionalGeneration, hf.T5Config(**T5, tie_word_embeddings=False)),
+        (hf.T5EncoderModel, hf.T5Config(**T5)),
+        (hf.UMT5ForConditionalGeneration, hf.UMT5Config(**T5)),
+    ],
+)
+def test_tied_names_become_the_one_that_the_file_has(tmp_path, kind, config):
+    """Whichever of them is there: none is left over, and none is lost."""
+    torch.manual_seed(0)
+    model = kind(config)
+    back = remap.from_to("transformers->gguf", model)
+    state = model.state_dict()
+    embeddings = model.get_input_embeddings().weight
+    names = [n for n, p in model.named_parameters(remove_duplicate=False) if p is embeddings]
+    assert len(names) > 1
+    assert {back(name) for name in names} <= {"token_embd.weight", "output.weight"}
+    for kept in (names, names[:1], names[1:2]):
+        some = {key: v for key, v in state.items() if key not in names or key in kept}
+        torchlift.save(some, tmp_path / "here.safetensors")
+        torchlift.convert(
+            tmp_path / "here.safetensors", tmp_path / "m.safetensors", rename=back, overwrite=True
+        )
+        with torchlift.open(tmp_path / "m.safetensors") as ckpt:
+            assert not {*ckpt} & {*state}
+            assert same_bits(ckpt["token_embd.weight"], embeddings.detach())
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "name"),
+    [
+        (
+            hf.StableLmForCausalLM,
+            hf.StableLmConfig(**SMALL, qk_layernorm=True),
+            "model.layers.0.self_attn.k_layernorm.norms.0.weight",
+        ),
+        (
+            hf.Qwen2MoeForCausalLM,
+            hf.Qwen2MoeConfig(
+                **SMALL, moe_intermediate_size=8, num_experts=4, mlp_only_layers=[0],
+                shared_expert_intermediate_size=8,
+            ),
+            "model.layers.0.mlp.down_proj.weight",
+        ),
+        (hf.LlamaForSequenceClassification, hf.LlamaConfig(**SMALL), "score.weight"),
+    ],
+)  # fmt: skip
+def test_what_the_file_has_no_name_for_is_refused(tmp_path, kind, config, name):
+    """By name, before anything is written: under its own nobody would find it."""
+    model = kind(config)
+    torchlift.save(model, tmp_path / "here.safetensors")
+    back = remap.from_to("transformers->gguf", model)
+    words = {"rename": back, "overwrite": True}
+    with pytest.raises(MismatchError, match="no rule says what gguf calls '") as caught:
+        torchlift.convert(tmp_path / "here.safetensors", tmp_path / "m.safetensors", **words)
+    assert name in caught.value.unexpected_keys
+    assert not (tmp_path / "m.safetensors").exists()
+    words["exclude"] = caught.value.unexpected_keys
+    torchlift.convert(tmp_path / "here.safetensors", tmp_path / "m.safetensors", **words)
+
+
+def test_buffers_that_older_transformers_saved_are_dropped(tmp_path):
+    """A mask, and frequencies: neither program has them in a file today."""
+    llama, gpt2 = small_model("LlamaForCausalLM"), small_model("GPT2LMHeadModel")
+    for model, name in (
+        (llama, "model.layers.0.self_attn.rotary_emb.inv_freq"),
+        (gpt2, "transformer.h.0.attn.bias"),
+    ):
+        back = remap.from_to("transformers->gguf", model)
+        torch.save({**model.state_dict(), name: torch.ones(2)}, tmp_path / "old.bin")
+        target = tmp_path / "m.safetensors"
+        torchlift.convert(tmp_path / "old.bin", target, rename=back, overwrite=True)
+        with torchlift.open(target) as ckpt:
+            assert {*ckpt} == {back(key) for key in model.state_dict()}
+        assert back(name) is None
+
+
 @pytest.mark.parametrize(
     ("kind", "config", "message"),
     [
