@@ -326,6 +326,32 @@ def test_whisper_computes_what_it_computed(tmp_path):
     assert all(same_bits(state[key], value) for key, value in theirs.state_dict().items())
 
 
+@pytest.mark.parametrize("key", ["n_audio_head", "n_text_head"])
+def test_a_whisper_with_other_heads_is_refused(tmp_path, key):
+    """No shape tells of them, and what was saved beside the tensors does."""
+    theirs = Whisper(size=32, heads=4, mels=8, length=32, words=128)
+    path, config = tmp_path / "tiny.pt", hf.WhisperConfig(**_WHISPER)
+    dims = {"n_audio_head": 4, "n_text_head": 4, key: 2}
+    torch.save({"dims": dims, "model_state_dict": theirs.state_dict()}, path)
+    ours = torchlift.skeleton(hf.WhisperForConditionalGeneration, config)
+    rule = remap.from_to("whisper->transformers", config)
+    words = {"root": "model_state_dict", "rename": rule}
+    message = rf"'dims\.{key}': the file is of another model.*expected 4 for .*; found 2"
+    with torchlift.open(path, root="model_state_dict") as opened:
+        for source in (path, [path], opened):
+            with pytest.raises(MismatchError, match=message):
+                torchlift.load(
+                    ours, source, **(words if source is not opened else {"rename": rule})
+                )
+    for source in (path, [path, {"model_state_dict": {"more": torch.ones(1)}}]):
+        with pytest.raises(MismatchError, match=message):
+            torchlift.convert(source, tmp_path / "m.safetensors", **words)
+    assert not (tmp_path / "m.safetensors").exists()
+    rule = remap.strip("model_state_dict") | rule
+    with pytest.raises(MismatchError, match=message):
+        torchlift.load(ours, path, rename=rule)
+
+
 def test_a_head_of_its_own_is_no_whisper():
     """What would be lost on the way back is an error before."""
     config = hf.WhisperConfig(**_WHISPER, tie_word_embeddings=False)

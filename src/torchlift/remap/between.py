@@ -250,7 +250,7 @@ class _Between(Rewriting, Renaming):
             there is a line.
         shared: key of the head, key of the embedding that is the head, too, in a file without one,
             and name of the head.
-        facts: (key of the metadata, its value) of a file that belongs to this model.
+        facts: (key of the metadata or of a leaf, its text) of a file that belongs to this model.
         saves: whether this is the way back.
     """
 
@@ -280,10 +280,10 @@ class _Between(Rewriting, Renaming):
                 return line.there[0] if self.saves else line.here
         return None if re.fullmatch(self.computed, key) else key
 
-    def check(self, metadata: Mapping[str, str], path: str) -> None:
+    def check(self, said: Mapping[str, object], path: str) -> None:
         """Refuse a file that says that it is of another model; see `Rewriting`."""
         for key, expected in () if self.saves else self.facts:
-            found = metadata.get(key, expected)
+            found = str(said.get(key, expected))
             # Of a list, which has a number for each layer, the metadata has the length alone.
             if found != expected and not found.endswith(" values"):
                 raise MismatchError(
@@ -551,6 +551,10 @@ def _whisper(model: nn.Module) -> Renaming:
         architecture=type(model).__name__,
         lines=tuple(lines),
         computed=r"(decoder\.mask|alignment_heads|proj_out\.weight)",
+        facts=(
+            ("dims.n_audio_head", str(config.encoder_attention_heads)),
+            ("dims.n_text_head", str(config.decoder_attention_heads)),
+        ),
     )
 
 
@@ -572,7 +576,8 @@ def from_to(kind: str, model_or_config: Any) -> Renaming:
             ``.pt`` of openai-whisper, with ``root="model_state_dict"``) or
             ``"transformers->whisper"``.
         model_or_config: a model of transformers, live or a skeleton; or its configuration, which
-            must name its class (``architectures``). It is that of the file: sizes, heads.
+            must name its class (``architectures``). It is that of the file: sizes, heads. A file
+            that says that it has other heads (in its metadata; ``dims`` of Whisper) is refused.
 
     Returns:
         A rename, which composes, and whose ``reversed()`` is the rule for the way back. What the
