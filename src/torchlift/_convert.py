@@ -143,7 +143,8 @@ def convert(
         progress: show a bar of bytes on stderr.
         checksum: whether to record checksums.
         verify: compare the checksums that the source has of what is converted, before a new file
-            appears: a damaged file would become one whose checksums are right.
+            appears: a damaged file would become one whose checksums are right. Of a local file
+            without any, it is the one that a hub records of it, as in `torchlift.load`.
         dry_run: write nothing, and report what would be written.
         storage_options: of URLs, `src` and `dst`, as in `torchlift.open`.
 
@@ -213,7 +214,7 @@ def convert(
             require_kept(index.path, (before, ()), (read, ()), "the format leaves out", what)
         if isinstance(options.rename, Rewriting):
             for one in checkpoints:
-                options.rename.check(one.metadata, one.path)
+                options.rename.check(one._index.said, one.path)
         if options.rename is not None:
             # Containers are taken apart: their values are to be what they were in them.
             index = replace(index, objects={**index.objects, **objects_as_saved(index)})

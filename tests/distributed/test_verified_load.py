@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hub_files import damage, hub_cache, hub_files
 from torch import nn
 
 import torchlift
@@ -74,6 +75,46 @@ def test_each_rank_verifies_its_part_and_all_end_the_same_way(
     assert wrong in one[2] == two[2], (one, two)
     assert wrong in one[3], one
     assert wrong in two[3], two
+
+
+class Two(nn.Module):
+    """A model of the tensors of two shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.zeros(NBYTES // 4)) for _ in range(2))
+
+
+def on_a_rank_of_a_hub(path: str) -> list[Any]:
+    """Return what is read of two shards of a hub's cache; then of damaged ones."""
+    before = bytes_read()
+    words: dict[str, Any] = {"source": "mmap", "verify": True, "collective": True}
+    report = torchlift.load(torchlift.skeleton(Two), path, **words)
+    found: list[Any] = [bytes_read() - before, report.unchecked_nbytes]
+    dist.barrier()
+    if dist.get_rank() == 0:
+        damage(Path(path) / "model-00002-of-00002.safetensors")
+    dist.barrier()
+    with pytest.raises(torchlift.IntegrityError) as caught:
+        torchlift.load(torchlift.skeleton(Two), path, **words)
+    return [*found, caught.value.reason]
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="bytes read are from /proc")
+def test_each_rank_hashes_some_of_the_files_of_a_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One shard each, of two; what is wrong in the other's stops a rank, too."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "support")
+    snapshot = hub_cache(tmp_path, hub_files(tmp_path, NBYTES // 4))
+    quiet = {"PYTHONWARNINGS": "ignore"}
+    one, two = on_ranks(2, on_a_rank_of_a_hub, str(snapshot), environment=quiet)
+    for count, unchecked, reason in (one, two):
+        assert 0.9 * NBYTES < count < 1.2 * NBYTES
+        assert unchecked == 0
+        assert "the checksum of the whole file" in reason
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="bytes read are from /proc")

@@ -16,6 +16,7 @@ import pytest
 import torch
 from checkpoint_files import deflated, tensor, write_zip
 from damaged_files import flip
+from hub_files import hub_cache, hub_files
 from range_server import Answer, Asked, serving
 from safetensors.torch import save_file
 from small_models import saved
@@ -211,30 +212,6 @@ def test_what_was_read_is_added_up_with_the_rest(tmp_path: Path) -> None:
     assert not compared(index, known, [sums_of(index, known, seen=seen)]).ok
 
 
-def hub_cache(folder: Path, files: dict[str, bytes]) -> Path:
-    """Lay files out as the cache of Hugging Face's libraries has them; return the snapshot."""
-    snapshot, blobs = folder / "models--org--name/snapshots/abc", folder / "models--org--name/blobs"
-    snapshot.mkdir(parents=True)
-    blobs.mkdir()
-    for name, content in files.items():
-        sha = hashlib.sha256(content).hexdigest()
-        if name.endswith(".json"):
-            sha = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-        (blobs / sha).write_bytes(content)
-        (snapshot / name).symlink_to(f"../../blobs/{sha}")
-    return snapshot
-
-
-def hub_files(tmp_path: Path) -> dict[str, bytes]:
-    """Two shards without checksums of their own, and their index."""
-    contents = {}
-    for number, key in enumerate("ab", 1):
-        save_file({key: torch.arange(3e5) + number}, tmp_path / "shard")
-        contents[f"model-0000{number}-of-00002.safetensors"] = (tmp_path / "shard").read_bytes()
-    index = {"metadata": {}, "weight_map": dict(zip("ab", contents, strict=True))}
-    return {**contents, "model.safetensors.index.json": json.dumps(index).encode()}
-
-
 def test_files_of_a_hub_cache_are_compared_with_what_the_hub_records(tmp_path: Path) -> None:
     """The name of a blob is the SHA-256 of a large file, and of a small one what git calls it."""
     files = hub_files(tmp_path)
@@ -332,3 +309,7 @@ def test_a_file_of_the_hub_is_compared_with_what_the_hub_says(
         (failure,) = torchlift.verify(url, storage_options=options).failed
         assert (failure.name, failure.right) == (url, f"sha256 {recorded}")
         assert torchlift.verify(server.url("stored")).files == {}  # whose ETag is nobody's promise
+        model = torch.nn.ParameterDict({"a": torch.zeros(300_000)})
+        words = {"storage_options": options, "verify": True}
+        loaded = torchlift.load(model, url, **words)  # which does not download it twice
+        assert loaded.unchecked_nbytes == 1_200_000

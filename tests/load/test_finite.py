@@ -92,6 +92,35 @@ def test_a_number_that_a_cast_makes_infinite_is_refused(tmp_path: Path, where: s
     )
 
 
+@pytest.mark.parametrize("mode", ["copy", "assign"])
+@pytest.mark.parametrize(
+    ("values", "dtype", "bad"),
+    [
+        (torch.tensor([10**6, 1]), torch.float16, (0, 1)),
+        (torch.tensor([10**6, 1], dtype=torch.int32), torch.float8_e5m2, (0, 1)),
+        (torch.tensor([1e300 + 0j, -1e300j], dtype=torch.complex128), torch.complex64, (0, 2)),
+        (torch.tensor([1e300, 1.0], dtype=torch.float64), torch.complex64, (0, 1)),
+        (torch.tensor([10**6, 1]), torch.int32, None),
+        (torch.tensor([NAN, INF]), torch.bool, None),
+    ],
+)
+def test_what_counts_is_what_a_cast_makes_of_any_dtype(
+    tmp_path: Path, mode: str, values: torch.Tensor, dtype: torch.dtype, bad: tuple[int, int] | None
+) -> None:
+    """Integers and complex numbers become infinite, too; of a file and of memory, in any mode."""
+    torchlift.save({"w": values}, tmp_path / "m.pt")
+    for state in ({"w": values}, tmp_path / "m.pt"):
+        model = nn.Module()
+        model.register_buffer("w", torch.zeros(2, dtype=dtype))
+        if bad is None:
+            torchlift.load(model, state, mode=mode, check="finite")
+            continue
+        with pytest.raises(IntegrityError) as caught:
+            torchlift.load(model, state, mode=mode, check="finite")
+        assert caught.value.not_finite == {"w": bad}
+        assert not model.w.any()
+
+
 def test_the_result_of_a_transform_is_looked_at(tmp_path: Path) -> None:
     """A transform may mend what the file has, or break it."""
     path = tmp_path / "m.pt"

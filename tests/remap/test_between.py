@@ -326,6 +326,32 @@ def test_whisper_computes_what_it_computed(tmp_path):
     assert all(same_bits(state[key], value) for key, value in theirs.state_dict().items())
 
 
+@pytest.mark.parametrize("key", ["n_audio_head", "n_text_head"])
+def test_a_whisper_with_other_heads_is_refused(tmp_path, key):
+    """No shape tells of them, and what was saved beside the tensors does."""
+    theirs = Whisper(size=32, heads=4, mels=8, length=32, words=128)
+    path, config = tmp_path / "tiny.pt", hf.WhisperConfig(**_WHISPER)
+    dims = {"n_audio_head": 4, "n_text_head": 4, key: 2}
+    torch.save({"dims": dims, "model_state_dict": theirs.state_dict()}, path)
+    ours = torchlift.skeleton(hf.WhisperForConditionalGeneration, config)
+    rule = remap.from_to("whisper->transformers", config)
+    words = {"root": "model_state_dict", "rename": rule}
+    message = rf"'dims\.{key}': the file is of another model.*expected 4 for .*; found 2"
+    with torchlift.open(path, root="model_state_dict") as opened:
+        for source in (path, [path], opened):
+            with pytest.raises(MismatchError, match=message):
+                torchlift.load(
+                    ours, source, **(words if source is not opened else {"rename": rule})
+                )
+    for source in (path, [path, {"model_state_dict": {"more": torch.ones(1)}}]):
+        with pytest.raises(MismatchError, match=message):
+            torchlift.convert(source, tmp_path / "m.safetensors", **words)
+    assert not (tmp_path / "m.safetensors").exists()
+    rule = remap.strip("model_state_dict") | rule
+    with pytest.raises(MismatchError, match=message):
+        torchlift.load(ours, path, rename=rule)
+
+
 def test_a_head_of_its_own_is_no_whisper():
     """What would be lost on the way back is an error before."""
     config = hf.WhisperConfig(**_WHISPER, tie_word_embeddings=False)
@@ -426,6 +452,95 @@ def test_blocks_that_would_be_cut_are_refused(tmp_path):
     path = write_gguf(model, tmp_path / "m.gguf", kind="Q8_0")
     with pytest.raises(FormatError, match=r"ssm_out.*would be cut"):
         loaded(model, path)
+
+
+SMALL = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 24,
+}  # fmt: skip
+T5 = {
+    "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 24,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        (hf.Gemma2ForCausalLM, hf.Gemma2Config(**SMALL, head_dim=8)),
+        (hf.T5ForConditionalGeneration, hf.T5Config(**T5)),
+        (hf.T5ForConditionalGeneration, hf.T5Config(**T5, tie_word_embeddings=False)),
+        (hf.T5EncoderModel, hf.T5Config(**T5)),
+        (hf.UMT5ForConditionalGeneration, hf.UMT5Config(**T5)),
+    ],
+)
+def test_tied_names_become_the_one_that_the_file_has(tmp_path, kind, config):
+    """Whichever of them is there: none is left over, and none is lost."""
+    torch.manual_seed(0)
+    model = kind(config)
+    back = remap.from_to("transformers->gguf", model)
+    state = model.state_dict()
+    embeddings = model.get_input_embeddings().weight
+    names = [n for n, p in model.named_parameters(remove_duplicate=False) if p is embeddings]
+    assert len(names) > 1
+    assert {back(name) for name in names} <= {"token_embd.weight", "output.weight"}
+    for kept in (names, names[:1], names[1:2]):
+        some = {key: v for key, v in state.items() if key not in names or key in kept}
+        torchlift.save(some, tmp_path / "here.safetensors")
+        torchlift.convert(
+            tmp_path / "here.safetensors", tmp_path / "m.safetensors", rename=back, overwrite=True
+        )
+        with torchlift.open(tmp_path / "m.safetensors") as ckpt:
+            assert not {*ckpt} & {*state}
+            assert same_bits(ckpt["token_embd.weight"], embeddings.detach())
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "name"),
+    [
+        (
+            hf.StableLmForCausalLM,
+            hf.StableLmConfig(**SMALL, qk_layernorm=True),
+            "model.layers.0.self_attn.k_layernorm.norms.0.weight",
+        ),
+        (
+            hf.Qwen2MoeForCausalLM,
+            hf.Qwen2MoeConfig(
+                **SMALL, moe_intermediate_size=8, num_experts=4, mlp_only_layers=[0],
+                shared_expert_intermediate_size=8,
+            ),
+            "model.layers.0.mlp.down_proj.weight",
+        ),
+        (hf.LlamaForSequenceClassification, hf.LlamaConfig(**SMALL), "score.weight"),
+    ],
+)  # fmt: skip
+def test_what_the_file_has_no_name_for_is_refused(tmp_path, kind, config, name):
+    """By name, before anything is written: under its own nobody would find it."""
+    model = kind(config)
+    torchlift.save(model, tmp_path / "here.safetensors")
+    back = remap.from_to("transformers->gguf", model)
+    words = {"rename": back, "overwrite": True}
+    with pytest.raises(MismatchError, match="no rule says what gguf calls '") as caught:
+        torchlift.convert(tmp_path / "here.safetensors", tmp_path / "m.safetensors", **words)
+    assert name in caught.value.unexpected_keys
+    assert not (tmp_path / "m.safetensors").exists()
+    words["exclude"] = caught.value.unexpected_keys
+    torchlift.convert(tmp_path / "here.safetensors", tmp_path / "m.safetensors", **words)
+
+
+def test_buffers_that_older_transformers_saved_are_dropped(tmp_path):
+    """A mask, and frequencies: neither program has them in a file today."""
+    llama, gpt2 = small_model("LlamaForCausalLM"), small_model("GPT2LMHeadModel")
+    for model, name in (
+        (llama, "model.layers.0.self_attn.rotary_emb.inv_freq"),
+        (gpt2, "transformer.h.0.attn.bias"),
+    ):
+        back = remap.from_to("transformers->gguf", model)
+        torch.save({**model.state_dict(), name: torch.ones(2)}, tmp_path / "old.bin")
+        target = tmp_path / "m.safetensors"
+        torchlift.convert(tmp_path / "old.bin", target, rename=back, overwrite=True)
+        with torchlift.open(target) as ckpt:
+            assert {*ckpt} == {back(key) for key in model.state_dict()}
+        assert back(name) is None
 
 
 @pytest.mark.parametrize(

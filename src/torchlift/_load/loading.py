@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 import warnings
+from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
@@ -55,6 +56,7 @@ from torchlift._plan import (
 )
 from torchlift._skeleton import forget
 from torchlift._sources import Copy, Given, JoinedTensor, Origin, apart, sources
+from torchlift._store import Url
 from torchlift._system import (
     Interruptible,
     clipped_list,
@@ -66,10 +68,21 @@ from torchlift._system import (
 )
 from torchlift._transfer import Folder
 from torchlift.errors import IntegrityError, MismatchError, answers_keywords
-from torchlift.formats import Checksums, RangeSums, VerifyReport, checksums, compared, sums_of
+from torchlift.formats import (
+    Checksums,
+    RangeSums,
+    VerifyReport,
+    checksums,
+    compared,
+    hashes_of,
+    hub_checksums,
+    sums_of,
+)
 
 #: Values that are looked at at a time, and how many tensors an error lists.
 _VALUES, _SHOWN = 1 << 20, 20
+#: File -> the algorithm and the checksum of all of it that a hub records.
+_Recorded = Mapping[str, tuple[str, str]]
 
 
 @answers_keywords
@@ -150,8 +163,10 @@ def load(
             parameter it gets a DTensor of that layout, of which only the local shard was read, and
             returns one: so that what it computes means the same on any mesh.
         verify: recompute the checksums that the file has, before anything changes or a transform
-            sees a value; ranks that load together read a part of it each. The report says for how
-            many bytes it has none.
+            sees a value; ranks that load together read a part of it each. A local file that has
+            none, in the cache of Hugging Face's libraries, is read once more for the one that the
+            Hub records of it (see `torchlift.verify`); one behind ``hf://`` is not downloaded
+            twice. The report says for how many bytes there is none.
         check: ``"finite"``: refuse a NaN or an infinity in what is loaded, as it is after a
             transform and a cast, in which a number may become too large; before anything changes.
             All values are read for it, some of them in memory at a time. None: none is looked at.
@@ -480,12 +495,12 @@ def _require_finite(fetched: Fetched, path: str) -> None:
 
 def _not_finite(values: torch.Tensor, dtype: torch.dtype | None) -> tuple[int, int]:
     """Return how many values of a block are NaN, and how many infinite, in a dtype."""
+    # First, as integers become infinite, too, and so do complex numbers.
+    values = values.to(dtype or values.dtype)
     if values.is_complex():
-        values, dtype = torch.view_as_real(values.resolve_conj()), None
+        values = torch.view_as_real(values.resolve_conj())
     if not values.is_floating_point() or values.dtype == torch.float4_e2m1fn_x2:
         return 0, 0
-    if dtype is not None and dtype.is_floating_point:
-        values = values.to(dtype)
     if values.itemsize == 1:  # of which torch knows no smallest one
         values = values.float()
     # In one pass, without memory: a NaN is the smallest and the largest.
@@ -502,7 +517,7 @@ def require_intact(
     *,
     only: Collection[str] | None = None,
 ) -> int:
-    """Return for how many bytes the files record no checksum; those that they have are right.
+    """Return for how many bytes there is no checksum; all that there are of the rest are right.
 
     Args:
         ckpts: the checkpoints.
@@ -525,10 +540,8 @@ def _intact(
 ) -> tuple[int, dict[int, About | None]]:
     """Return the same, and what all ranks tell of themselves in the one exchange."""
 
-    def list_all() -> tuple[list[Checksums], tuple[str, About | None]]:
-        found = [checksums(ckpt._index) for ckpt in ckpts]
-        if only is not None:
-            found = [({k: v for k, v in s.items() if k in only}, more) for s, more in found]
+    def list_all() -> tuple[list[tuple[Checksums, _Recorded]], tuple[str, About | None]]:
+        found = [_recorded(ckpt, only) for ckpt in ckpts]
         digest = hashlib.sha256(repr(found).encode()).hexdigest() if ckpts else ""
         return found, (digest, about)
 
@@ -540,17 +553,40 @@ def _intact(
     peers = [who for who, digest in told.items() if digest == told[rank()]]
     part = peers.index(rank()), len(peers)
 
-    def add_up() -> tuple[None, list[list[int | None]]]:
-        pairs, sums = zip(ckpts, known, strict=True), seen or RangeSums(Folder())
-        return None, [sums_of(ckpt._index, each, part=part, seen=sums) for ckpt, each in pairs]
+    def add_up() -> tuple[None, list[tuple[list[int | None], dict[str, int]]]]:
+        sums, found = seen or RangeSums(Folder()), []
+        for ckpt, (of_parts, of_files) in zip(ckpts, known, strict=True):
+            values = sums_of(ckpt._index, of_parts, part=part, seen=sums)
+            found.append((values, hashes_of(ckpt._index, of_files, part=part)))
+        return None, found
 
     sums, unchecked = ranks.run(add_up)[1], 0
-    for number, (ckpt, each) in enumerate(zip(ckpts, known, strict=True)):
-        report = compared(ckpt._index, each, [sums[who][number] for who in peers])
+    for number, (ckpt, (of_parts, of_files)) in enumerate(zip(ckpts, known, strict=True)):
+        values, hashes = zip(*(sums[who][number] for who in peers), strict=True)
+        report = compared(ckpt._index, of_parts, values, of_files, dict(ChainMap(*hashes)))
         if not report.ok:
             raise _damaged(ckpt, report)
         unchecked += report.unchecked_nbytes
     return unchecked, abouts
+
+
+def _recorded(ckpt: Checkpoint, only: Collection[str] | None) -> tuple[Checksums, _Recorded]:
+    """Return the checksums that a checkpoint has, and those that a hub has of whole files.
+
+    The latter where something has no other, as such a file is read once more for it; and of none
+    behind a URL, which would be downloaded twice.
+    """
+    index = ckpt._index
+    storages, records = checksums(index)
+    names = index.storages if only is None else only
+    files = {index.storages[name].file for name in names if name not in storages} | {*index.guides}
+    counted = {name: storage for name, storage in storages.items() if name in names}
+    by_hub = {
+        file: each
+        for file, each in hub_checksums(index).items()
+        if file in files and not isinstance(file, Url)
+    }
+    return (counted, records), by_hub
 
 
 def _damaged(ckpt: Checkpoint, report: VerifyReport) -> IntegrityError:
@@ -558,10 +594,12 @@ def _damaged(ckpt: Checkpoint, report: VerifyReport) -> IntegrityError:
     storage = ckpt._index.storages.get(first.name)
     where = storage.file if storage is not None else ckpt.path
     stamp = ckpt._index.files.get(where)
+    of_file = first.name in report.files
+    wrong = f"checksums are wrong in {len(report.failed)} of {total} records"
     return IntegrityError(
-        f"checksums are wrong in {len(report.failed)} of {total} records",
-        file=(stamp and stamp.shown) or where,
-        entry=first.name,
+        "the checksum of the whole file, as the hub records it, is wrong" if of_file else wrong,
+        file=first.name if of_file else (stamp and stamp.shown) or where,
+        entry=None if of_file else first.name,
         expected=first.right,
         found=first.what,
         hint="The file is damaged: fetch it again, or restore it from a copy.",

@@ -95,7 +95,7 @@ class LoadReport(Summary):
         bytes_read: bytes copied out of the files; what stays mapped counts nothing.
         requests: ranges of URLs that were asked for, once those were open. A plan counts those of
             a rank that shares them with no other.
-        unchecked_nbytes: bytes of the files that ``verify=True`` found no checksum for.
+        unchecked_nbytes: bytes for which ``verify=True`` found no checksum, in a file or of a hub.
     """
 
     path: str

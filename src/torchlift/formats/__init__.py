@@ -118,6 +118,7 @@ if TYPE_CHECKING:
     from torchlift.formats.integrity import VerifyReport as VerifyReport
     from torchlift.formats.integrity import checksums as checksums
     from torchlift.formats.integrity import compared as compared
+    from torchlift.formats.integrity import hashes_of as hashes_of
     from torchlift.formats.integrity import hub_checksums as hub_checksums
     from torchlift.formats.integrity import sums_of as sums_of
     from torchlift.formats.integrity import verify as verify
@@ -135,8 +136,8 @@ else:
         __name__,
         {
             "crc": "PartialCrc register_of whole_crc",
-            "integrity": "Checksums RangeSums VerifyReport checksums compared hub_checksums "
-            "sums_of verify verify_index",
+            "integrity": "Checksums RangeSums VerifyReport checksums compared hashes_of "
+            "hub_checksums sums_of verify verify_index",
             "summary": "SORTS counted sorted_by to_html to_json to_table to_text",
         },
     )[0]

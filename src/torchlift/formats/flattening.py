@@ -419,6 +419,7 @@ def under(index: Index, root: str) -> Index | None:
         index,
         entries=entries,
         objects=objects,
+        beside=index.beside or index.objects,
         blocked_keys=blocked_keys,
         blocked_tensors=_inside(index.blocked_tensors, root),
         every=every,

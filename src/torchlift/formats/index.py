@@ -452,6 +452,7 @@ class Index:
             format has names only.
         confirm: file behind a URL -> first byte of a payload in it -> the header that must be
             before it, for whoever reads the payload.
+        beside: the `objects` of the whole, where this is what is under a root.
     """
 
     path: str
@@ -471,6 +472,7 @@ class Index:
     tree: tuple[object] | None = field(default=None, repr=False)
     guides: Mapping[str, Stamp] = field(default_factory=dict)
     confirm: Mapping[str, Mapping[int, Header]] = field(default_factory=dict, repr=False)
+    beside: Mapping[str, object] = field(default_factory=dict, repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -480,6 +482,11 @@ class Index:
     def storage_of(self, entry: TensorEntry) -> Storage | None:
         """Return the storage that an entry names; a box of one, with the name "", names none."""
         return self.storages.get(entry.storage) if entry.storage else None
+
+    @property
+    def said(self) -> dict[str, object]:
+        """Return what there is besides tensors: leaves, those beside the root, and metadata."""
+        return {**self.objects, **self.beside, **self.metadata}
 
     @property
     def names_code(self) -> bool:

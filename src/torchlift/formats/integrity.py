@@ -9,9 +9,10 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torchlift._store import Opened, Stamp, Url, hub_checksum, relative, shared_folder
@@ -224,32 +225,9 @@ def verify_index(
         FormatError: one of its archives is not the one that was indexed.
         IntegrityError: a file cannot be read, or changes meanwhile.
     """
-    known = known or checksums(index)
-    found = compared(index, known, [sums_of(index, known, advance)])
-    recorded = hub_checksums(index)
-    if not recorded:
-        return found
-    wrong = [
-        Failure(str(path), int(digest, 16), value, algorithm)
-        for (path, (algorithm, digest)), value in zip(
-            recorded.items(), _hashed(index, recorded, advance), strict=True
-        )
-        if value != int(digest, 16)
-    ]
-    whole = [name for name in found.unchecked if index.storages[name].file in recorded]
-    left = {n: index.storages[n].nbytes for n in found.unchecked if n not in {*whole}}
-    more = sum(stamp.size for path, stamp in _stamps(index).items() if path in recorded)
-    # Bytes that have two checksums count once.
-    twice = sum(s.nbytes for some in known for s in some.values() if s.file in recorded)
-    return replace(
-        found,
-        checked=(*found.checked, *whole),
-        unchecked=tuple(left),
-        failed=(*found.failed, *wrong),
-        nbytes=found.nbytes + more - twice,
-        unchecked_nbytes=sum(left.values()),
-        files={str(path): " ".join(each) for path, each in recorded.items()},
-    )
+    known, recorded = known or checksums(index), hub_checksums(index)
+    sums = sums_of(index, known, advance)
+    return compared(index, known, [sums], recorded, hashes_of(index, recorded, advance))
 
 
 def hub_checksums(index: Index) -> dict[str, tuple[str, str]]:
@@ -262,44 +240,56 @@ def _stamps(index: Index) -> dict[str, Stamp]:
     return {**index.guides, **index.files}
 
 
-def _hashed(
+def hashes_of(
     index: Index,
     recorded: Mapping[str, tuple[str, str]],
-    advance: Callable[[int], object] | None,
-) -> list[int]:
-    """Return the checksum of each of these files; one after the other takes all of a core."""
-    stamps, found = _stamps(index), list[int]()
-    pool, ahead = ThreadPoolExecutor(os.cpu_count() or 1), ThreadPoolExecutor(_AT_ONCE)
+    advance: Callable[[int], object] | None = None,
+    part: tuple[int, int] = (0, 1),
+) -> dict[str, int]:
+    """Return the hash of each of some files, of which one after the other takes all of a core.
 
-    def value(path: str) -> int:
-        size = stamps[path].size
-        if recorded[path][0] == "sha256":
-            total = hashlib.sha256()
-        else:
-            # Which protects from nobody: it is what git calls a file.
-            total = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
-        with _opened(index, path) as file:
-            step, at_once = (_BLOCK, 1) if file.is_local else (_RANGE, _AT_ONCE)
-            for start in range(0, size, step * at_once):
-                places = range(start, min(start + step * at_once, size), step)
-                read = partial(file.read, nbytes=step)
-                for block in map(read, places) if file.is_local else ahead.map(read, places):
-                    total.update(block)
-        return int(total.hexdigest(), 16)
-
-    with pool, ahead:
+    Args:
+        index: of the checkpoint.
+        recorded: its `hub_checksums`, or some of them.
+        advance: called with a number of bytes as they are checked, from the calling thread.
+        part: the number of this reader, and how many there are.
+    """
+    files, found = [*recorded][part[0] :: part[1]], dict[str, int]()
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         try:
-            for path, made in zip(recorded, pool.map(value, recorded), strict=True):
-                found.append(made)
+            values = pool.map(partial(_hash, index, recorded), files)
+            for path, value in zip(files, values, strict=True):
+                found[path] = value
                 if advance is not None:
-                    advance(stamps[path].size)
+                    advance(_stamps(index)[path].size)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-            for file in recorded:  # else an interrupt waits for a host that is silent
+            for file in files:  # else an interrupt waits for a host that is silent
                 if isinstance(file, Url):
                     file.store.cancel()
             raise
     return found
+
+
+def _hash(index: Index, recorded: Mapping[str, tuple[str, str]], path: str) -> int:
+    """Return the hash of all of a file."""
+    size = _stamps(index)[path].size
+    if recorded[path][0] == "sha256":
+        total = hashlib.sha256()
+    else:
+        # Which protects from nobody: it is what git calls a file.
+        total = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+    with _opened(index, path) as file:
+        if file.is_local:
+            for start in range(0, size, _BLOCK):
+                total.update(file.read(start, _BLOCK))
+            return int(total.hexdigest(), 16)
+        with ThreadPoolExecutor(_AT_ONCE) as ahead:
+            for start in range(0, size, _RANGE * _AT_ONCE):
+                places = range(start, min(start + _RANGE * _AT_ONCE, size), _RANGE)
+                for block in ahead.map(partial(file.read, nbytes=_RANGE), places):
+                    total.update(block)
+    return int(total.hexdigest(), 16)
 
 
 def sums_of(
@@ -342,8 +332,18 @@ def compared(
     index: Index,
     known: Checksums,
     readers: Iterable[Sequence[int | None]],
+    recorded: Mapping[str, tuple[str, str]] = MappingProxyType({}),
+    hashes: Mapping[str, int] = MappingProxyType({}),
 ) -> VerifyReport:
-    """Compare the `sums_of` all readers with what a checkpoint records."""
+    """Compare what all readers have with what a checkpoint records, and a hub.
+
+    Args:
+        index: of the checkpoint.
+        known: its `checksums`.
+        readers: the `sums_of` each.
+        recorded: its `hub_checksums`, or some of them.
+        hashes: the `hashes_of` these.
+    """
     storages, records = known
     # Not by name: an array of numpy's may be called as another one's record is.
     names, with_sum = [*storages, *records], [*storages.values(), *records.values()]
@@ -352,15 +352,25 @@ def compared(
         for name, storage, values in zip(names, with_sum, zip(*readers, strict=True), strict=True)
         if storage.crc32 != (found := _whole(storage.nbytes, values))
     ]
-    unchecked = {name: s.nbytes for name, s in index.storages.items() if name not in storages}
+    failed += [
+        Failure(path, right, hashes[path], algorithm)
+        for path, (algorithm, digest) in recorded.items()
+        if hashes[path] != (right := int(digest, 16))
+    ]
+    bare = {name: s for name, s in index.storages.items() if name not in storages}
+    whole = [name for name, s in bare.items() if s.file in recorded]
+    unchecked = {name: s.nbytes for name, s in bare.items() if s.file not in recorded}
+    # Bytes that have two checksums count once.
+    alone = sum(storage.nbytes for storage in with_sum if storage.file not in recorded)
     return VerifyReport(
         index.path,
-        tuple(storages),
+        (*storages, *whole),
         tuple(unchecked),
         tuple(failed),
-        sum(storage.nbytes for storage in with_sum),
+        alone + sum(_stamps(index)[path].size for path in recorded),
         sum(unchecked.values()),
         tuple(records),
+        {str(path): " ".join(each) for path, each in recorded.items()},
     )
 
 

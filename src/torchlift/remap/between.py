@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
 from torchlift._plan import Made, Rewriting
+from torchlift._system import clipped_list
 from torchlift.errors import MismatchError
 from torchlift.formats import squeezed, unsqueezed
 from torchlift.remap.conversion_table import model_of
@@ -179,7 +180,7 @@ class _Computed(_Step):
 _TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
-def computed(item: Made, *names: str) -> Made:
+def computed(item: Made, name: str) -> Made:
     """Return a tensor of which something is computed: see `TensorEntry.encoding`."""
     entry = item.entry
     encoding = entry.encoding
@@ -189,7 +190,7 @@ def computed(item: Made, *names: str) -> Made:
             raise Unfit(f"{item.keys[0]!r} is stored as {how}, of which nothing can be computed")
         encoding = (_TYPES[entry.dtype],)
     made = entry._replace(
-        dtype="float32", nbytes=4 * entry.numel, storage="", encoding=(*encoding, *names)
+        dtype="float32", nbytes=4 * entry.numel, storage="", encoding=(*encoding, name)
     )
     return Made(made, item.keys)
 
@@ -245,8 +246,11 @@ class _Between(Rewriting, Renaming):
         lines: what there is.
         computed: pattern of keys in the file, or of names in the model, that have no counterpart:
             the other program computes them, or ties them.
-        shared: (key, name) of an embedding that the head is, too, in a file that has no head.
-        facts: (key of the metadata, its value) of a file that belongs to this model.
+        tied: name in the model that the file has no key for -> one that it is tied to, for which
+            there is a line.
+        shared: key of the head, key of the embedding that is the head, too, in a file without one,
+            and name of the head.
+        facts: (key of the metadata or of a leaf, its text) of a file that belongs to this model.
         saves: whether this is the way back.
     """
 
@@ -254,6 +258,7 @@ class _Between(Rewriting, Renaming):
     architecture: str
     lines: tuple[_Line, ...]
     computed: str
+    tied: Mapping[str, str] = field(default_factory=dict, hash=False)
     shared: tuple[str, str, str] | None = None
     facts: tuple[tuple[str, str], ...] = ()
     saves: bool = False
@@ -268,15 +273,17 @@ class _Between(Rewriting, Renaming):
 
     def __call__(self, key: str) -> str | None:
         """Return the name of the first tensor that values of `key` go to."""
+        if self.saves:
+            key = self.tied.get(key, key)
         for line in self.lines:
             if key == line.here if self.saves else key in line.there:
                 return line.there[0] if self.saves else line.here
         return None if re.fullmatch(self.computed, key) else key
 
-    def check(self, metadata: Mapping[str, str], path: str) -> None:
+    def check(self, said: Mapping[str, object], path: str) -> None:
         """Refuse a file that says that it is of another model; see `Rewriting`."""
         for key, expected in () if self.saves else self.facts:
-            found = metadata.get(key, expected)
+            found = str(said.get(key, expected))
             # Of a list, which has a number for each layer, the metadata has the length alone.
             if found != expected and not found.endswith(" values"):
                 raise MismatchError(
@@ -296,8 +303,22 @@ class _Between(Rewriting, Renaming):
                 lines.setdefault(key, []).append(line)
         made: dict[str, Made] = {}
         done: set[str] = set()
+        if self.saves:
+            # Of a name and those tied to it a file may have any, or several.
+            tied = self.tied
+            items = {
+                tied.get(key, key): v for key, v in items.items() if tied.get(key) not in items
+            }
+        others = {key for key in items if key not in lines and not re.fullmatch(self.computed, key)}
+        if self.saves and others:
+            names = [key for key in items if key in others]
+            raise MismatchError(
+                f"no rule says what {self.program} calls {clipped_list(map(repr, names))}",
+                hint="Leave out what its files are not to have: exclude=[...].",
+                unexpected_keys=names,
+            )
         for key, item in items.items():
-            if key not in lines and not re.fullmatch(self.computed, key):
+            if key in others:
                 add(made, key, item, path)
             for line in lines.get(key, ()):
                 if line.here in done:
@@ -399,6 +420,11 @@ _GGUF: dict[str, tuple[str, _Steps]] = {
     "umt5": ("t5", ()),
 }
 _OUTPUT, _EMBEDDING = "output.weight", "token_embd.weight"
+#: What each side computes itself: factors in a file, and buffers that older transformers saved.
+_COMPUTED = (
+    r"(.*\.)?rope_(freqs|factors_long|factors_short)\.weight"
+    r"|(.*\.)?(rotary_emb\.inv_freq|attn\.(masked_)?bias)"
+)
 
 
 def _gguf(model: nn.Module) -> Renaming:
@@ -431,8 +457,15 @@ def _gguf(model: nn.Module) -> Renaming:
             fused = keys[0].replace("_gate_", "_gate_up_")
             lines[fused, name] = _Line((fused,), name, taken)
     names = {line.there[0]: line.here for line in lines.values()}
+    known = {line.here: None for line in lines.values()}
+    first = {parameters.get(name): name for name in reversed(known)}
+    tied = {
+        name: first[one] for name, one in parameters.items() if one in first and name not in known
+    }
     head, embedding = names.get(_OUTPUT), names.get(_EMBEDDING)
-    is_tied = head is None or parameters[head] == parameters.get(str(embedding))
+    shared = None
+    if head is not None and parameters[head] != parameters.get(str(embedding)):
+        shared = _OUTPUT, _EMBEDDING, head
     facts = {"general.architecture": architecture}
     for key, name in (
         ("head_count", "num_attention_heads"),
@@ -440,15 +473,17 @@ def _gguf(model: nn.Module) -> Renaming:
     ):
         if isinstance(value := getattr(config, name, None), int):
             facts[f"{architecture}.attention.{key}"] = str(value)
+    without = _COMPUTED
+    if architecture.startswith("qwen35"):
+        # Behind the layers are those that predict further tokens, which transformers has not.
+        without += rf"|blk\.{count}\..*"
     return _Between(
         program="gguf",
         architecture=type(model).__name__,
         lines=tuple(lines.values()),
-        # Behind the layers are those that predict further tokens, which transformers has not.
-        computed=rf"(.*\.)?rope_(freqs|factors_long|factors_short)\.weight|blk\.{count}\..*"
-        if architecture.startswith("qwen35")
-        else r"(.*\.)?rope_(freqs|factors_long|factors_short)\.weight",
-        shared=None if is_tied else (_OUTPUT, _EMBEDDING, str(head)),
+        computed=without,
+        tied=tied,
+        shared=shared,
         facts=tuple(facts.items()),
     )
 
@@ -516,6 +551,10 @@ def _whisper(model: nn.Module) -> Renaming:
         architecture=type(model).__name__,
         lines=tuple(lines),
         computed=r"(decoder\.mask|alignment_heads|proj_out\.weight)",
+        facts=(
+            ("dims.n_audio_head", str(config.encoder_attention_heads)),
+            ("dims.n_text_head", str(config.decoder_attention_heads)),
+        ),
     )
 
 
@@ -537,12 +576,14 @@ def from_to(kind: str, model_or_config: Any) -> Renaming:
             ``.pt`` of openai-whisper, with ``root="model_state_dict"``) or
             ``"transformers->whisper"``.
         model_or_config: a model of transformers, live or a skeleton; or its configuration, which
-            must name its class (``architectures``). It is that of the file: sizes, heads.
+            must name its class (``architectures``). It is that of the file: sizes, heads. A file
+            that says that it has other heads (in its metadata; ``dims`` of Whisper) is refused.
 
     Returns:
         A rename, which composes, and whose ``reversed()`` is the rule for the way back. What the
         library computes itself (``rope_freqs.weight``) is dropped; a file without a head
-        (``output.weight``) has its embedding as one.
+        (``output.weight``) has its embedding as one. From transformers, tied names for which the
+        other program has one become that one; what it has no name for is a `MismatchError`.
 
     Raises:
         ValueError: there is no such kind; no rule is known to be right for this architecture; or

@@ -1,0 +1,99 @@
+"""`load` and `convert` verify files of a hub's cache by what the hub records, as `verify` does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hub_files import damage, hub_cache, hub_files
+from safetensors.torch import save_file
+from torch import nn
+
+import torchlift
+from torchlift.errors import IntegrityError
+
+NUMEL = 5000
+
+
+class Two(nn.Module):
+    """A model of the tensors of two shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.zeros(NUMEL)) for _ in range(2))
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path) -> Path:
+    """Two shards and their index, in a cache."""
+    return hub_cache(tmp_path, hub_files(tmp_path, NUMEL))
+
+
+WRONG = "the checksum of the whole file, as the hub records it, is wrong; expected sha256 "
+WAYS = [{}, {"source": "mmap"}, {"mode": "assign"}, {"transform": lambda _, t: t}]
+
+
+@pytest.mark.parametrize("meta", [True, False])
+@pytest.mark.parametrize("words", WAYS, ids=str)
+def test_a_load_compares_what_the_hub_records(
+    snapshot: Path, words: dict[str, Any], meta: bool
+) -> None:
+    """All bytes count as checked; a damaged file is named, and nothing changes."""
+    model = torchlift.skeleton(Two) if meta else Two()
+    report = torchlift.load(Two(), snapshot, verify=True, **words)
+    assert report.unchecked_nbytes == 0
+    path = snapshot / "model-00002-of-00002.safetensors"
+    damage(path)
+    assert not torchlift.verify(snapshot).ok
+    with pytest.raises(IntegrityError) as caught:
+        torchlift.load(model, snapshot, verify=True, **words)
+    assert (caught.value.file, caught.value.entry) == (str(path), None)
+    assert WRONG in str(caught.value)
+    assert all(p.is_meta if meta else not p.any() for p in model.parameters())
+    torchlift.load(model, snapshot)
+
+
+def test_the_index_of_shards_is_compared_too(snapshot: Path) -> None:
+    """It says where which tensor is; of it the hub has what git calls it."""
+    path = snapshot / "model.safetensors.index.json"
+    path.write_bytes(path.read_bytes() + b" ")
+    with pytest.raises(IntegrityError, match="is wrong; expected git-sha1 ") as caught:
+        torchlift.load(Two(), snapshot, verify=True)
+    assert caught.value.file == str(path)
+
+
+@pytest.mark.parametrize("words", [{}, {"dtype": "bfloat16"}, {"transform": lambda _, t: t}])
+def test_a_conversion_compares_what_the_hub_records(
+    tmp_path: Path, snapshot: Path, words: dict[str, Any]
+) -> None:
+    """Before a new file appears; a shard of which nothing is taken may be what it is."""
+    target = tmp_path / "new.safetensors"
+    torchlift.convert(snapshot, target, **words)
+    damage(snapshot / "model-00001-of-00002.safetensors")
+    several: list[Any] = [snapshot, {"c": torch.ones(2)}]
+    for given in (snapshot, several):
+        with pytest.raises(IntegrityError, match=WRONG):
+            torchlift.convert(given, tmp_path / "other.safetensors", **words)
+    assert not (tmp_path / "other.safetensors").exists()
+    if "transform" not in words:
+        torchlift.convert(snapshot, tmp_path / "other.safetensors", include=["b"], **words)
+    torchlift.convert(snapshot, target, verify=False, overwrite=True, **words)
+
+
+def test_a_file_with_checksums_of_its_own_is_read_once(tmp_path: Path) -> None:
+    """Those that it has say which tensor is wrong, and cost no second reading."""
+    torch.save(Two().state_dict(), tmp_path / "made")
+    path = hub_cache(tmp_path, {"model.bin": (tmp_path / "made").read_bytes()}) / "model.bin"
+    assert torchlift.load(Two(), path, verify=True).unchecked_nbytes == 0
+    damage(path, path.read_bytes().index(b"ZZZZ"))  # between records, where no value is
+    assert not torchlift.verify(path).ok
+    torchlift.load(Two(), path, verify=True)
+
+
+def test_what_no_hub_records_is_unchecked(tmp_path: Path) -> None:
+    """A file that is no link into a cache is nobody's record."""
+    save_file(Two().state_dict(), tmp_path / "m.safetensors")
+    report = torchlift.load(Two(), tmp_path / "m.safetensors", verify=True)
+    assert report.unchecked_nbytes == 8 * NUMEL
