@@ -155,6 +155,23 @@ def test_keys_of_checkpoints_from_before_torch_2_4_are_known(
     assert planner.loaded == ["groups", "model.body"]
 
 
+@pytest.mark.parametrize(("own", "shown"), [(torch.tensor(0), "model"), (3, "checkpoint")])
+def test_a_tensor_is_no_object(own: Any, shown: str, tmp_path: Path) -> None:
+    """Nor the other way round: torch puts the one in the other's place, or ends in an assertion."""
+    kept = 7 if shown == "model" else torch.tensor(7)
+    dcp.save({"body": torch.ones(2), "step": kept}, checkpoint_id=tmp_path, no_dist=True)
+    state = {"body": torch.zeros(2), "step": own}
+    error = refusal(state, CheckpointReader(tmp_path), LenientPlanner())
+    assert error.mismatched == {"step": ((), ())}
+    assert f"step: only the {shown} has a tensor" in str(error)
+    assert not state["body"].any()
+    planner = LenientPlanner(ignore_mismatched=True)
+    dcp.load(state, storage_reader=CheckpointReader(tmp_path), planner=planner)
+    assert planner.loaded == ["body"]
+    assert list(planner.mismatched) == ["step"]
+    assert state["step"] is own
+
+
 names = st.sets(st.sampled_from("abcdef"), min_size=1)
 
 
@@ -190,7 +207,7 @@ def test_every_key_is_in_exactly_one_list(
 def test_every_rank_ends_the_same_way(tmp_path: Path) -> None:
     """With what another rank lacks in its lists, and its error."""
     found = run_workers(Path(__file__).with_name("workers_planner.py"), 2, tmp_path)
-    assert len(found) == 5
+    assert len(found) == 7
     assert not any(found.values()), found
 
 

@@ -102,6 +102,74 @@ def what_is_missing_and_on_meta_is_refused() -> None:
     assert error.entry == "more.0"
     assert "materialize" in str(error)
     assert not state["body"].any()
+    state = {"model": {"body": torch.zeros(4)}}
+    dcp.save({"model": {"body": torch.ones(4), 0: torch.ones(2)}}, checkpoint_id=OUT / "shape")
+    if not dist.get_rank():
+        state["model"][0] = torch.empty(3, device="meta")
+    planner = LenientPlanner(ignore_mismatched=True)
+    error = refusals(state, CheckpointReader(OUT / "shape"), planner)[0]
+    assert isinstance(error, MismatchError)
+    assert error.entry == "model.0"
+    assert error.mismatched == {"model.0": ((3,), (2,))}
+
+
+def a_refused_load_leaves_the_state_dict_as_it_is() -> None:
+    """On every rank, whichever it was that something did not fit on."""
+    path = OUT / "refused"
+    dcp.save({"model": {"a": torch.ones(4), "b": [torch.ones(2)]}}, checkpoint_id=path)
+    blank = [torch.empty(4, device="meta"), torch.empty(2, device="meta")]
+    inside: dict[str, Any] = {"a": blank[0], "b": [blank[1]]}
+    state: dict[str, Any] = {"model": inside}
+    if dist.get_rank():
+        inside["new"] = 1
+    inner = inside["b"]
+    planner = LenientPlanner()
+    assert isinstance(refusals(state, CheckpointReader(path), planner)[0], MismatchError)
+    assert state["model"] is inside
+    assert inside["a"] is blank[0]
+    assert inside["b"] is inner
+    assert inner[0] is blank[1]
+    planner = LenientPlanner(strict=False)
+    dcp.load(state, storage_reader=CheckpointReader(path), planner=planner)
+    assert inside["a"].tolist() == [1, 1, 1, 1]
+    assert inner[0].tolist() == [1, 1]
+    with torch.device("meta"):
+        sharded = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    fully_shard(sharded, mesh=cpu_mesh())
+    wanted = {"model": dict(sharded.state_dict())}
+    kept = dict(wanted["model"])
+    source = saved("source")
+    planner = LenientPlanner(allow_unexpected=())
+    wanted["more"] = {"x": 1}
+    refusals(wanted, CheckpointReader(source), planner)
+    assert all(wanted["model"][name] is kept[name] for name in kept)
+    del wanted["more"]
+    dcp.load(wanted, storage_reader=CheckpointReader(source), planner=planner)
+    for name, value in model(0).state_dict().items():
+        assert torch.equal(wanted["model"][name].full_tensor(), value.full_tensor()), name
+
+
+def what_is_on_meta_is_loaded_into_the_given_containers() -> None:
+    """Of any kind, with keys of any kind, and objects beside it."""
+    there: dict[str, Any] = {"a": {"x": torch.arange(2.0), 0: torch.ones(2)}, "c": 5}
+    dcp.save({**there, "b": [torch.ones(3)]}, checkpoint_id=OUT / "nested")
+    inner = {"x": torch.empty(2, device="meta"), 0: torch.empty(2, device="meta")}
+    behind = [torch.empty(3, device="meta")]
+    state: dict[str, Any] = {"a": inner, "b": behind, "c": 0}
+    dcp.load(state, storage_reader=CheckpointReader(OUT / "nested"), planner=LenientPlanner())
+    assert state["a"] is inner
+    assert state["b"] is behind
+    found = [each.tolist() for each in (inner["x"], inner[0], behind[0])]
+    assert found == [[0, 1], [1, 1], [1, 1, 1]]
+    assert state["c"] == 5
+    flat = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
+    planner = dcp.DefaultSavePlanner(**flat)
+    dcp.save({"a": torch.ones(2), "c": 5}, checkpoint_id=OUT / "flat", planner=planner)
+    state = {"a": torch.empty(2, device="meta"), "c": 0}
+    reader = CheckpointReader(OUT / "flat")
+    dcp.load(state, storage_reader=reader, planner=LenientPlanner(**flat))
+    assert state["a"].tolist() == [1, 1]
+    assert state["c"] == 5
 
 
 def a_file_that_is_none_is_an_error_on_both() -> None:
@@ -119,6 +187,8 @@ if __name__ == "__main__":
             "one rank": a_mismatch_on_one_rank_is_an_error_on_both,
             "stages": stages_share_a_checkpoint,
             "meta": what_is_missing_and_on_meta_is_refused,
+            "containers": what_is_on_meta_is_loaded_into_the_given_containers,
+            "refused": a_refused_load_leaves_the_state_dict_as_it_is,
             "junk": a_file_that_is_none_is_an_error_on_both,
         }
     )

@@ -61,14 +61,23 @@ class KeyReport:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A key whose shape in the checkpoint is not its shape in the model."""
+    """A key whose shape in the checkpoint is not its shape in the model.
+
+    Attributes:
+        key: its name.
+        expected: its shape in the model; ``()`` of what is no tensor there.
+        found: its shape in the checkpoint; ``()`` of what is no tensor there.
+        note: which of the two is no tensor, if one is.
+    """
 
     key: str
     expected: tuple[int, ...]
     found: tuple[int, ...]
+    note: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.key}: model {list(self.expected)}, checkpoint {list(self.found)}"
+        shapes = f"{self.key}: model {list(self.expected)}, checkpoint {list(self.found)}"
+        return f"{self.key}: {self.note}" if self.note else shapes
 
 
 @dataclass(frozen=True, repr=False)

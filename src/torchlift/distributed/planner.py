@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import reduce
+from itertools import chain
+from operator import getitem
 from typing import Any
 
 import torch
@@ -15,7 +18,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from torchlift._plan import Match, Mismatch, Options, Patterns, check_names, listed, suggestion
-from torchlift._system import Facts, Summary, clipped_list, count_of, leaves
+from torchlift._system import Facts, Summary, clipped_list, count_of, leaves, map_leaves
 from torchlift.errors import Hint, MismatchError
 
 
@@ -38,7 +41,8 @@ class LenientPlanner(Summary, DefaultLoadPlanner):
             stay. ``*`` stands for any text, dots included.
         allow_unexpected: patterns of keys that only the checkpoint has. A state dict is often a
             part of what was saved, so all are allowed; ``()`` allows none.
-        ignore_mismatched: leave a tensor of another shape than the saved one as it is.
+        ignore_mismatched: leave a tensor of another shape than the saved one as it is, and a value
+            where only one of the two is a tensor.
         flatten_state_dict: as torch's.
         flatten_sharded_tensors: as torch's.
 
@@ -50,8 +54,8 @@ class LenientPlanner(Summary, DefaultLoadPlanner):
 
     Raises:
         MismatchError: something is missing, unexpected or of another shape, and not allowed to be;
-            or missing, and on meta. ``load`` raises it, on every rank, as torch's
-            ``CheckpointException``. Nothing is loaded then.
+            or one of these, and on meta. ``load`` raises it, on every rank, as torch's
+            ``CheckpointException``. Nothing is loaded then, and nothing of the state dict changed.
 
     Example:
         >>> import os, tempfile, torch, torch.distributed.checkpoint as dcp, warnings
@@ -95,10 +99,17 @@ class LenientPlanner(Summary, DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Take the state dict; torch gives what is on meta memory of any content here."""
-        tensors = {path: leaf for path, leaf in leaves(state_dict).items() if torch.is_tensor(leaf)}
-        self._on_meta = {path for path, tensor in tensors.items() if tensor.is_meta}
-        super().set_up_planner(state_dict, metadata, is_coordinator)
+        """Take the state dict, which stays as it is until all ranks know that it can be loaded."""
+        self._given = state_dict
+        # Where torch finds what is on meta, it puts memory of any content.
+        copy = map_leaves(state_dict, lambda leaf, _: leaf)
+        super().set_up_planner(copy, metadata, is_coordinator)
+        before, after = leaves(state_dict), leaves(copy)
+        self._made = {
+            path: after[path]
+            for path, leaf in before.items()
+            if torch.is_tensor(leaf) and leaf.is_meta
+        }
 
     def create_local_plan(self) -> LoadPlan:
         """Return what this rank reads, with what does not fit beside it."""
@@ -112,15 +123,20 @@ class LenientPlanner(Summary, DefaultLoadPlanner):
         self.metadata = metadata
         found, takes = Match(), dict[str, Any]()
         for key, value in self.state_dict.items():
-            shape, own = getattr(saved.get(key), "size", None), getattr(value, "size", None)
+            shape, size = getattr(saved.get(key), "size", None), getattr(value, "size", None)
+            own = size() if callable(size) else None
             if key not in saved:
                 found.missing.append(key)
-            elif shape is not None and callable(own) and shape != own():
-                found.mismatched[key] = Mismatch(key, tuple(own()), tuple(shape))
+            elif shape != own:
+                who = "checkpoint" if own is None else "model" if shape is None else None
+                note = f"only the {who} has a tensor" if who else None
+                found.mismatched[key] = Mismatch(key, tuple(own or ()), tuple(shape or ()), note)
             else:
                 takes[key] = value
         found.unexpected = [key for key in saved if key not in self.state_dict]
-        on_meta = [k for k in found.missing if tuple(self.mappings.get(k, (k,))) in self._on_meta]
+        unfit = (*found.missing, *found.mismatched)
+        made = set(map(id, self._made.values()))
+        on_meta = [key for key in unfit if id(self.state_dict[key]) in made]
         plan = create_default_local_load_plan(takes, metadata)
         return replace(plan, planner_data=(found, list(takes), on_meta))
 
@@ -145,12 +161,13 @@ class LenientPlanner(Summary, DefaultLoadPlanner):
             options = replace(options, allow_missing=())
         path = str(getattr(self.metadata.storage_meta, "checkpoint_id", None) or "the checkpoint")
         check_names(both, path, options)
-        for key in (key for keys in metas for key in keys):
+        if (key := next(chain(*metas), None)) is not None:
             raise MismatchError(
-                "it is on meta, and the checkpoint lacks it: it has no value that could stay",
+                "it is on meta, and the checkpoint has nothing that fits: no value could stay",
                 file=path,
                 entry=key,
                 missing_keys=both.missing,
+                mismatched={k: (item.expected, item.found) for k, item in both.mismatched.items()},
                 hint="Give it one before the load, as torchlift.materialize(model) does.",
             )
         told = both, list(dict.fromkeys(key for keys in takes for key in keys))
@@ -159,7 +176,14 @@ class LenientPlanner(Summary, DefaultLoadPlanner):
         ]
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Keep the lists, of which all ranks have the same."""
+        """Keep the lists, of which all ranks have the same, and load into what was given."""
+        for (*way, last), tensor in self._made.items():
+            container: Any = reduce(getitem, way, self._given)
+            if not isinstance(container, tuple):  # to torch, an object: it is loaded as a whole
+                container[last] = tensor
+        if self.state_dict is self.original_state_dict:
+            self.state_dict = self._given
+        self.original_state_dict = self._given
         found, self.loaded = new_plan.planner_data
         self.missing_keys, self.unexpected_keys = found.missing, found.unexpected
         self.mismatched = found.mismatched
