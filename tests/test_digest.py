@@ -242,6 +242,17 @@ def test_zeros_nothing_and_no_tensor_differ() -> None:
     assert torchlift.digest({"a": 1, "b": "text"}) == torchlift.digest({})
 
 
+def test_a_default_device_changes_nothing(tmp_path: Path) -> None:
+    """Under ``torch.device("meta")``, as in the code that builds a skeleton."""
+    state = Net().state_dict()
+    torchlift.save(state, tmp_path / "m.safetensors")
+    expected = torchlift.digest(state)
+    with serving(tmp_path) as server, torch.device("meta"):
+        assert torchlift.digest(state) == expected
+        assert torchlift.digest(tmp_path / "m.safetensors") == expected
+        assert torchlift.digest(server.url("m.safetensors")) == expected
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_large_tensors_are_summed_up_in_blocks(threads: int, tmp_path: Path) -> None:
     """Whatever the blocks and threads, and where a block ends: 40 MB that no block divides."""

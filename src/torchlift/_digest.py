@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, BinaryIO
 
 import torch
@@ -26,12 +26,11 @@ from torchlift._model import (
     tensors_of,
     uses_fsdp1,
 )
-from torchlift._save import Workspace, entry_blocks, few_of_url, take_apart
+from torchlift._save import Value, Workspace, few_of, take_apart
 from torchlift._sources import IN_MEMORY, checkpoint, container
 from torchlift._system import collection_paused, leaves
-from torchlift._transfer import BUDGET
 from torchlift.errors import PlacementError, answers_keywords
-from torchlift.formats import TensorEntry, errors_name, row_major
+from torchlift.formats import errors_name, row_major
 
 #: Words that share a multiplier: as many keys as stay in the processor's cache.
 _ROW = 1 << 12
@@ -42,7 +41,6 @@ _CHUNK = 7 * _ROW
 _MOST_ALONE = 4 << 20
 #: Bytes of a tensor that are looked at at a time.
 _BLOCK = 16 << 20
-_SMALL = 2 << 20  # bytes of a tensor of a URL that is read together with its neighbours
 _MASK = (1 << 64) - 1
 
 #: What one rank tells: for the tensors of each mesh, (what their names are, its first rank) ->
@@ -118,7 +116,8 @@ def digest(
     else:
         total = _of_memory(obj, root, process_group)
     # One to one: a change of the highest bits alone would show in the first digits only.
-    return f"{int(_mixed(torch.tensor(_signed(total & _MASK)))) & _MASK:016x}"
+    mixed = _mixed(torch.tensor(_signed(total & _MASK), device="cpu"))
+    return f"{int(mixed) & _MASK:016x}"
 
 
 def _of_files(ckpt: Checkpoint) -> Iterator[int]:
@@ -129,42 +128,19 @@ def _of_files(ckpt: Checkpoint) -> Iterator[int]:
     """
     for key in ckpt.blocked_tensors:
         raise ckpt._refusal(key)
-    views, work = ckpt._mapped(), Workspace()
-    for few, entry in _with_few(ckpt):
-        if entry.kind is not None:
+    views, work, values = ckpt._mapped(), Workspace(), list[Value]()
+    dtype = partial(dtype_of, path=ckpt.path)
+    for entry in ckpt.entries.values():
+        if entry.kind is None:
+            values.append(Value.of_entry(entry.key, entry, views, dtype))
+        else:
             yield sum(_of_tensor(entry.key, views.view(entry), ckpt.path))
-            continue
-        dtype = dtype_of(entry, ckpt.path)
-        data = few if few is not None else views.few(entry)
+    for value, few in zip(values, few_of(values), strict=True):
         # A copy: torch warns of memory that it could not write to.
-        read = [memoryview(bytearray(data))] if data else []
-        found = read if data is not None else entry_blocks(entry, dtype, work, views)
+        read = [memoryview(bytearray(few))] if few else []
+        found = value.blocks(work) if few is None else read
         arrived = (torch.frombuffer(each, dtype=torch.uint8) for each in found)
-        yield _weighted(_Name(entry.key, dtype, entry.shape), _in_order(arrived))
-
-
-def _with_few(ckpt: Checkpoint) -> Iterator[tuple[bytes | None, TensorEntry]]:
-    """Yield entries, of small ones behind URLs with what they hold: read together."""
-    views, entries = ckpt._mapped(), [*ckpt.entries.values()]
-    if not views.is_away:
-        yield from ((None, entry) for entry in entries)
-        return
-    batch, nbytes = list[TensorEntry](), 0
-
-    def read() -> Iterator[tuple[bytes | None, TensorEntry]]:
-        dtypes = [dtype_of(entry, ckpt.path) for entry in batch]
-        yield from zip(few_of_url(batch, dtypes, views), batch, strict=True)
-
-    for entry in entries:
-        if entry.nbytes > _SMALL or entry.kind is not None:
-            yield None, entry
-            continue
-        if nbytes + entry.nbytes > BUDGET // 2:
-            yield from read()
-            batch, nbytes = [], 0
-        batch.append(entry)
-        nbytes += entry.nbytes
-    yield from read()
+        yield _weighted(_Name(value.key, value.dtype, value.shape), _in_order(arrived))
 
 
 def _of_memory(obj: Any, root: str | None, process_group: Any) -> int:
@@ -268,8 +244,7 @@ def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def _bytes_of(block: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a block, flat."""
-    block = block.resolve_conj().resolve_neg().contiguous()
-    return block.view(-1).view(torch.uint8) if block.dim() else block.view(1).view(torch.uint8)
+    return block.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 def _in_order(arrived: Iterator[torch.Tensor], at: int = 0) -> int:
