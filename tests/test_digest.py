@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -231,15 +232,75 @@ def test_the_number_is_the_sum_that_it_is_said_to_be(tensor: torch.Tensor) -> No
     assert torchlift.digest({"a": tensor}) == f"{mixed((factor | 1) * total + term):016x}"
 
 
-def test_zeros_nothing_and_no_tensor_differ() -> None:
+def test_zeros_and_tensors_of_nothing_differ() -> None:
     """Zeros add nothing to a sum, and yet they are not nothing."""
     states: list[dict[str, Any]] = [
-        {}, {"a": torch.zeros(2)}, {"a": torch.zeros(3)}, {"a": torch.zeros(0)},
+        {"a": torch.zeros(2)}, {"a": torch.zeros(3)}, {"a": torch.zeros(0)},
         {"a": torch.zeros(())}, {"a": torch.zeros(2, dtype=torch.int32)}, {"a": -torch.zeros(2)},
         {"b": torch.zeros(2)}, {"a": torch.zeros(0, 3)}, {"a": torch.zeros(3, 0)},
     ]  # fmt: skip
     assert len({torchlift.digest(state) for state in states}) == len(states)
-    assert torchlift.digest({"a": 1, "b": "text"}) == torchlift.digest({})
+    more = {"n": 1, "t": "text", "l": [np.ones(2)], "names": np.array(["x"])}
+    assert torchlift.digest({**states[0], **more}) == torchlift.digest(states[0])
+
+
+def test_what_has_no_tensor_has_no_number(tmp_path: Path) -> None:
+    """It would be the same one for all of them."""
+    torch.save({"step": 3}, tmp_path / "m.pt")
+    nothing = [{}, {"a": 1, "b": "text"}, nn.ReLU(), {"n": np.array(["x"])}, tmp_path / "m.pt"]
+    for each in nothing:
+        with pytest.raises(FormatError, match=r"no tensor in it.*Pass what has the weights"):
+            torchlift.digest(each)
+    with pytest.raises(FormatError, match="no tensor in it"):
+        torchlift.digest({"model": Net(), "args": {"lr": 0.1}}, root="args")
+
+
+def test_what_has_no_names_is_refused() -> None:
+    """Iterators, which would be empty afterwards, several paths, and what is no container."""
+    model = Net()
+    iterators = model.parameters(), model.named_parameters()
+    for each in (*iterators, ["a.pt", Path("b.pt")], [], 42, None, np.ones(3)):
+        message = rf"expected a model.*not {type(each).__name__}: .*dict\(model.named_parameters"
+        with pytest.raises(TypeError, match=message):
+            torchlift.digest(each)
+    assert all(list(each) for each in iterators)
+
+
+def test_an_array_of_numpy_counts_as_in_a_file(tmp_path: Path) -> None:
+    """In .npz, in .pt, as a tensor: whatever its byte order and strides, and read-only or not."""
+    frozen = np.arange(4, dtype=np.int16)
+    frozen.flags.writeable = False
+    arrays: dict[str, Any] = {
+        "plain": np.ones(3), "back": np.arange(6.0)[::-1], "big": np.arange(3, dtype=">f4"),
+        "columns": np.asfortranarray(np.arange(6.0).reshape(2, 3)), "number": np.array(3.0),
+        "frozen": frozen, "none": np.zeros((0, 2), dtype=bool),
+    }  # fmt: skip
+    expected = torchlift.digest({k: torch.from_numpy(a.astype(a.dtype.newbyteorder("="), "C"))
+                                 for k, a in arrays.items()})  # fmt: skip
+    np.savez(tmp_path / "m.npz", **arrays)
+    torch.save(arrays, tmp_path / "m.pt")
+    assert torchlift.digest(arrays) == expected == torchlift.digest(tmp_path / "m.npz")
+    assert torchlift.digest(tmp_path / "m.pt") == expected
+    with np.load(tmp_path / "m.npz") as found:
+        assert torchlift.digest(dict(found)) == expected
+    assert torchlift.digest({**arrays, "plain": np.zeros(3)}) != expected
+    if np.dtype(np.longdouble).itemsize > 8:
+        with pytest.raises(PlacementError, match=r"'a\.w': torch has no dtype.*astype"):
+            torchlift.digest({"a": {"w": np.ones(2, dtype=np.longdouble)}})
+        np.savez(tmp_path / "long.npz", w=np.ones(2, dtype=np.longdouble), b=np.ones(2))
+        with pytest.raises(UnsafeError, match=r"'w': .*numpy\.dtype"):
+            torchlift.digest(tmp_path / "long.npz")
+
+
+def test_a_default_device_changes_nothing(tmp_path: Path) -> None:
+    """Under ``torch.device("meta")``, as in the code that builds a skeleton."""
+    state = Net().state_dict()
+    torchlift.save(state, tmp_path / "m.safetensors")
+    expected = torchlift.digest(state)
+    with serving(tmp_path) as server, torch.device("meta"):
+        assert torchlift.digest(state) == expected
+        assert torchlift.digest(tmp_path / "m.safetensors") == expected
+        assert torchlift.digest(server.url("m.safetensors")) == expected
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -275,6 +336,19 @@ def test_tensors_of_other_kinds_count_by_what_they_are_made_of(tmp_path: Path) -
     assert torchlift.digest({**kinds, "coo": dense.to_sparse()}) != found
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse")
+def test_the_shape_and_the_layout_of_a_tensor_of_others_count() -> None:
+    """Its dense tensors may be the same, or none."""
+    coo = torch.eye(3).to_sparse()
+    larger = torch.sparse_coo_tensor(coo.indices(), coo.values(), (4, 4), check_invariants=True)
+    nested = torch.nested.nested_tensor([])
+    states: list[dict[str, Any]] = [
+        {"a": coo}, {"a": larger}, {"a": torch.eye(3).to_sparse_csr()},
+        {"a": torch.eye(3).to_sparse_csc()}, {"a": nested}, {"a": nested, "b": nested},
+    ]  # fmt: skip
+    assert len({torchlift.digest(state) for state in states}) == len(states)
+
+
 def test_what_has_no_values_is_refused_by_name(tmp_path: Path) -> None:
     """On meta, lazy, or only to be had by running code: no number is better than a wrong one."""
     with pytest.raises(PlacementError, match=r"'0\.weight': a tensor without values.*on meta"):
@@ -283,6 +357,10 @@ def test_what_has_no_values_is_refused_by_name(tmp_path: Path) -> None:
         torchlift.digest(nn.LazyLinear(2))
     torch.save({"w": torch.ones(2), "net": nn.Linear(2, 2)}, tmp_path / "m.pt")
     with pytest.raises(UnsafeError, match="net"):
+        torchlift.digest(tmp_path / "m.pt")
+    packed = torch.arange(8, dtype=torch.uint8).view(torch.bits8)
+    torch.save({"w": torch.ones(2), "packed": packed}, tmp_path / "m.pt")
+    with pytest.raises(UnsafeError, match=r"'packed': .*torch\.bits8"):
         torchlift.digest(tmp_path / "m.pt")
     with pytest.raises(FileNotFoundError):
         torchlift.digest(tmp_path / "nothing.pt")
@@ -304,10 +382,10 @@ def test_a_file_behind_a_url_has_the_number_of_its_copy(tmp_path: Path) -> None:
 
 
 MEASURE = """
-import sys, torchlift
+import sys, torch, torchlift
 from torchlift import measure
 
-torchlift.digest({})
+torchlift.digest({"a": torch.ones(1)})
 with measure.memory() as used:
     found = torchlift.digest(sys.argv[1])
 with measure.memory() as mapped, torchlift.open(sys.argv[1]) as ckpt:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, BinaryIO
 
 import torch
@@ -18,20 +19,20 @@ from torchlift._model import (
     Spans,
     blocks,
     everything,
-    first_rank,
     is_dtensor,
     is_lazy,
     local_tensor,
+    rank,
+    ranks_of,
     spans_of,
     tensors_of,
     uses_fsdp1,
 )
-from torchlift._save import Workspace, entry_blocks, few_of_url, take_apart
+from torchlift._save import Value, Workspace, few_of, is_array, take_apart
 from torchlift._sources import IN_MEMORY, checkpoint, container
 from torchlift._system import collection_paused, leaves
-from torchlift._transfer import BUDGET
-from torchlift.errors import PlacementError, answers_keywords
-from torchlift.formats import TensorEntry, errors_name, row_major
+from torchlift.errors import FormatError, PlacementError, answers_keywords
+from torchlift.formats import ROOT_OBJECT, Leaf, errors_name, row_major
 
 #: Words that share a multiplier: as many keys as stay in the processor's cache.
 _ROW = 1 << 12
@@ -42,12 +43,11 @@ _CHUNK = 7 * _ROW
 _MOST_ALONE = 4 << 20
 #: Bytes of a tensor that are looked at at a time.
 _BLOCK = 16 << 20
-_SMALL = 2 << 20  # bytes of a tensor of a URL that is read together with its neighbours
 _MASK = (1 << 64) - 1
 
-#: What one rank tells: for the tensors of each mesh, (what their names are, its first rank) ->
-#: its sum; and name -> sum of what is no DTensor.
-_Told = tuple[dict[tuple[bytes, int], int], dict[str, int]]
+#: What one rank tells: hash of a name -> the first rank that has this tensor, and what this one
+#: adds. What is on a mesh of all of them has no name, and is one sum.
+_Told = dict[bytes, tuple[int, int]]
 
 
 @answers_keywords
@@ -64,12 +64,14 @@ def digest(
     get the same number as one process with the whole model, and as any file of it, whatever its
     format. In front of a name there is no trace of DDP, FSDP or ``torch.compile``. The order of
     names, devices, strides, and what is no tensor (step counts, hyperparameters, non-persistent
-    buffers) do not count; the sign of a zero and the bits of a NaN do.
+    buffers) do not count; the sign of a zero and the bits of a NaN do. An array of numbers of numpy
+    that has a name of its own counts as the tensor that a .npz file has of it; the list that
+    `torchlift.save` makes of one does not.
 
     Each name counts, a tied one, too: two tied tensors and two equal ones are the same weights, as
     for `torchlift.diff`. Where a library has left one of two tied names out of a file, load it, and
     take the digest of the model. A tensor that is made of others (sparse, nested, quantised, of a
-    subclass) counts by the dense ones that it stands for.
+    subclass) counts by its layout, and by the dense ones that it stands for.
 
     It is Carter and Wegman's multilinear hash: each four bytes, as a number, times a pseudo-random
     number that belongs to their place and name. By chance, weights that differ have one digest once
@@ -91,9 +93,12 @@ def digest(
         The number, as 16 hexadecimal digits; ``int(found, 16)`` is the number itself.
 
     Raises:
-        PlacementError: a tensor has no values, such as one on meta, or only partial sums.
+        PlacementError: a tensor has no values, such as one on meta, or only partial sums; torch has
+            no dtype for an array.
         UnsafeError: some tensors of the file could only be had by running code.
-        FormatError, IntegrityError: the file is damaged, or changes meanwhile.
+        FormatError: there is no tensor in it; the file is damaged.
+        IntegrityError: the file changes meanwhile.
+        TypeError: it has no names: an iterator of parameters, a list of paths, a number.
 
     Example:
         >>> import torch, torchlift, tempfile, os
@@ -114,11 +119,15 @@ def digest(
             raise ValueError("process_group= is for what ranks hold: each reads a file by itself")
         given: Any = obj
         with checkpoint(given, root, whole=True, storage_options=storage_options) as ckpt:
-            total = sum(_of_files(ckpt))
+            found = [*_of_files(ckpt)]
+            if not found:
+                raise _empty(ckpt.path)
+            total = sum(found)
     else:
         total = _of_memory(obj, root, process_group)
     # One to one: a change of the highest bits alone would show in the first digits only.
-    return f"{int(_mixed(torch.tensor(_signed(total & _MASK)))) & _MASK:016x}"
+    mixed = _mixed(torch.tensor(_signed(total & _MASK), device="cpu"))
+    return f"{int(mixed) & _MASK:016x}"
 
 
 def _of_files(ckpt: Checkpoint) -> Iterator[int]:
@@ -129,42 +138,21 @@ def _of_files(ckpt: Checkpoint) -> Iterator[int]:
     """
     for key in ckpt.blocked_tensors:
         raise ckpt._refusal(key)
-    views, work = ckpt._mapped(), Workspace()
-    for few, entry in _with_few(ckpt):
-        if entry.kind is not None:
+    views, work, values = ckpt._mapped(), Workspace(), list[Value]()
+    dtype = partial(dtype_of, path=ckpt.path)
+    for key, array in _arrays(ckpt.objects, ckpt.path).items():
+        yield sum(_of_tensor(key, array, ckpt.path))
+    for entry in ckpt.entries.values():
+        if entry.kind is None:
+            values.append(Value.of_entry(entry.key, entry, views, dtype))
+        else:
             yield sum(_of_tensor(entry.key, views.view(entry), ckpt.path))
-            continue
-        dtype = dtype_of(entry, ckpt.path)
-        data = few if few is not None else views.few(entry)
+    for value, few in zip(values, few_of(values), strict=True):
         # A copy: torch warns of memory that it could not write to.
-        read = [memoryview(bytearray(data))] if data else []
-        found = read if data is not None else entry_blocks(entry, dtype, work, views)
+        read = [memoryview(bytearray(few))] if few else []
+        found = value.blocks(work) if few is None else read
         arrived = (torch.frombuffer(each, dtype=torch.uint8) for each in found)
-        yield _weighted(_Name(entry.key, dtype, entry.shape), _in_order(arrived))
-
-
-def _with_few(ckpt: Checkpoint) -> Iterator[tuple[bytes | None, TensorEntry]]:
-    """Yield entries, of small ones behind URLs with what they hold: read together."""
-    views, entries = ckpt._mapped(), [*ckpt.entries.values()]
-    if not views.is_away:
-        yield from ((None, entry) for entry in entries)
-        return
-    batch, nbytes = list[TensorEntry](), 0
-
-    def read() -> Iterator[tuple[bytes | None, TensorEntry]]:
-        dtypes = [dtype_of(entry, ckpt.path) for entry in batch]
-        yield from zip(few_of_url(batch, dtypes, views), batch, strict=True)
-
-    for entry in entries:
-        if entry.nbytes > _SMALL or entry.kind is not None:
-            yield None, entry
-            continue
-        if nbytes + entry.nbytes > BUDGET // 2:
-            yield from read()
-            batch, nbytes = [], 0
-        batch.append(entry)
-        nbytes += entry.nbytes
-    yield from read()
+        yield _weighted(_Name(value.key, value.dtype, value.shape), _in_order(arrived))
 
 
 def _of_memory(obj: Any, root: str | None, process_group: Any) -> int:
@@ -178,41 +166,77 @@ def _of_memory(obj: Any, root: str | None, process_group: Any) -> int:
     # FSDP1's state dict is a collective, in which some ranks may get nothing.
     modules = [*obj.modules()] if uses_fsdp1(obj) else []
     ranks = RankGroup.of_model(inside, modules, process_group=process_group)
+    members = {who for group in ranks.groups for who in ranks_of(group)}
 
     def add_up() -> tuple[None, _Told]:
+        told: _Told = {}
         with errors_name(IN_MEMORY), collection_paused():
-            tensors = take_apart(container(obj, root), plain=False).tensors
-            of_meshes: dict[int, dict[str, int]] = {}
-            plain: dict[str, int] = {}
-            for key, tensor in tensors.items():
-                first = first_rank(tensor)
-                to = plain if first is None else of_meshes.setdefault(first, {})
-                to[key] = sum(_of_tensor(key, tensor, IN_MEMORY))
-        named = {first: repr(sorted(found)).encode() for first, found in of_meshes.items()}
-        return None, (
-            {
-                (hashlib.blake2b(named[first]).digest(), first): sum(found.values()) & _MASK
-                for first, found in of_meshes.items()
-            },
-            plain,
-        )
+            taken = take_apart(container(obj, root), plain=False, lists=False)
+            if root is None and isinstance(taken.template, Leaf) and ROOT_OBJECT in taken.objects:
+                raise TypeError(
+                    "expected a model, a state dict, or one path or Checkpoint, not "
+                    f"{type(obj).__name__}: a digest is of tensors with names, such as "
+                    "dict(model.named_parameters()) has them"
+                )
+            for key, tensor in {**taken.tensors, **_arrays(taken.objects, IN_MEMORY)}.items():
+                mesh = tensor.device_mesh.mesh.flatten().tolist() if is_dtensor(tensor) else []
+                who = set(mesh or [rank()])
+                # What is on a mesh of all ranks, none of them has elsewhere.
+                hashed = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+                name, first = (b"", 0) if members <= who else (hashed, min(who))
+                before = told[name][1] if name in told else 0
+                told[name] = first, sum(_of_tensor(key, tensor, IN_MEMORY), before) & _MASK
+        return None, told
 
-    _, told = ranks.run(add_up)
-    # Of replicas the first rank's: of plain tensors, and of meshes that have the same names.
-    plain: dict[str, int] = {}
-    meshes: dict[bytes, int] = {}
-    for who in sorted(told, reverse=True):
-        plain |= told[who][1]
-    for of_meshes, _ in told.values():
-        for names, first in of_meshes:
-            meshes[names] = min(first, meshes.get(names, first))
-    shards: Iterator[int] = (
+    def judge(told: Mapping[int, _Told]) -> None:
+        if not any(told.values()):
+            raise _empty(IN_MEMORY, f"a {type(obj).__name__}")
+
+    _, told = ranks.run(add_up, judge)
+    firsts: dict[bytes, int] = {}
+    for each in told.values():
+        for name, (first, _) in each.items():
+            firsts[name] = min(first, firsts.get(name, first))
+    return sum(
         value
-        for of_meshes, _ in told.values()
-        for (names, first), value in of_meshes.items()
-        if meshes[names] == first
+        for each in told.values()
+        for name, (first, value) in each.items()
+        if first == firsts[name]
     )
-    return sum(shards) + sum(plain.values())
+
+
+def _empty(path: str, found: str | None = None) -> FormatError:
+    return FormatError(
+        "there is no tensor in it, and so no digest",
+        file=path,
+        found=found,
+        hint="Pass what has the weights: a model, its state dict, or a file of it.",
+    )
+
+
+def _arrays(objects: Mapping[str, Any], path: str) -> dict[str, torch.Tensor]:
+    """Return the arrays of numpy among objects, those of texts left out, as tensors.
+
+    Raises:
+        PlacementError: torch has no such dtype.
+    """
+    numpy, found = sys.modules.get("numpy"), dict[str, torch.Tensor]()
+    for key, value in objects.items():
+        if numpy is None or not is_array(value) or value.dtype.kind in "SU":
+            continue
+        # As torch takes them: not read-only, of another byte order, or with negative strides.
+        array = numpy.require(value, value.dtype.newbyteorder("="), "CW")
+        try:
+            found[key] = torch.from_numpy(array)
+        except TypeError as error:
+            raise PlacementError(
+                "torch has no dtype for the numbers of an array",
+                file=path,
+                entry=key,
+                found=str(value.dtype),
+                hint='Convert it first: array.astype("float64").',
+            ) from error
+    return found
 
 
 def _of_tensor(key: str, tensor: torch.Tensor, path: str) -> Iterator[int]:
@@ -238,6 +262,10 @@ def _of_tensor(key: str, tensor: torch.Tensor, path: str) -> Iterator[int]:
         return
     dense = dense_of(tensor)
     alone = len(dense) == 1 and dense[0] is tensor
+    if not alone:
+        # There may be none, and they are those of another layout or shape, too.
+        shape = () if tensor.is_nested else tuple(tensor.shape)
+        yield _Name(key, f"{tensor.dtype} {tensor.layout}", shape).term
     for number, each in enumerate(dense):
         name = _Name(key if alone else f"{key}\0{number}", each.dtype, tuple(each.shape))
         yield _weighted(name, _in_order(_blocks(each)))
@@ -249,7 +277,7 @@ class _Name:
     The term tells a tensor of zeros, or of nothing, from none.
     """
 
-    def __init__(self, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    def __init__(self, key: str, dtype: torch.dtype | str, shape: tuple[int, ...]) -> None:
         text = repr((key, str(dtype), shape)).encode()
         two = hashlib.blake2b(text, digest_size=16).digest()
         self.factor = int.from_bytes(two[:8], "little") | 1
@@ -268,8 +296,7 @@ def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def _bytes_of(block: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a block, flat."""
-    block = block.resolve_conj().resolve_neg().contiguous()
-    return block.view(-1).view(torch.uint8) if block.dim() else block.view(1).view(torch.uint8)
+    return block.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 def _in_order(arrived: Iterator[torch.Tensor], at: int = 0) -> int:

@@ -10,7 +10,11 @@ from ranks import on_ranks, run_workers
 CHECKS = [
     "every_layout_has_the_number_of_the_whole",
     "every_wrapper_has_the_number_of_the_model",
+    "meshes_inside_of_others_have_the_number_of_the_whole",
+    "a_mesh_of_all_sends_one_small_message",
     "stages_are_added_up",
+    "stages_that_are_sharded_are_added_up",
+    "ranks_without_tensors_add_nothing",
     "what_one_rank_cannot_add_ends_all",
     "values_that_are_not_finite_end_all",
 ]

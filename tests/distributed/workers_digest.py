@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import cpu_mesh, main
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
 import torchlift
-from torchlift.errors import CheckpointError
+from torchlift.errors import CheckpointError, FormatError
 
 FOLDER = Path(sys.argv[1])
 DTYPES = (torch.float32, torch.bfloat16, torch.int8, torch.float64, torch.complex64)
@@ -105,6 +107,60 @@ def every_wrapper_has_the_number_of_the_model() -> None:
     assert torchlift.digest(held, root="model") == expected
 
 
+def named_mesh() -> DeviceMesh:
+    """Half of the ranks, at most two, shard what the others have as well."""
+    half = dist.get_world_size() // 2
+    return cpu_mesh(2, half, names=("dp", "tp"))
+
+
+def meshes_inside_of_others_have_the_number_of_the_whole() -> None:
+    """Each tensor on a mesh of its own: all dimensions of one mesh, the first, or the second."""
+    mesh = named_mesh()
+    values = {"dense": torch.randn(8, 4), "experts": torch.randn(4, 3), "p": torch.randn(3)}
+    both, dp, tp = mesh, mesh["dp"], mesh["tp"]
+    across = [Shard(0), Shard(1)]
+    cases: list[tuple[DeviceMesh, list[Any], DeviceMesh, list[Any]]] = [
+        (both, across, tp, [Shard(0)]),
+        (both, across, dp, [Shard(0)]),
+        (both, [Replicate(), Shard(1)], dp, [Replicate()]),
+        (dp, [Shard(0)], tp, [Shard(0)]),
+        (tp, [Shard(0)], dp, [Shard(1)]),
+        (tp, [Shard(0)], tp, [Shard(1)]),
+    ]
+    for one, placements, other, others in cases:
+        held = {
+            "dense": distribute_tensor(values["dense"], one, placements),
+            "experts": distribute_tensor(values["experts"], other, others),
+            "p": values["p"],
+        }
+        expected = torchlift.digest(values)
+        assert torchlift.digest(held) == expected, (placements, others)
+        assert torchlift.digest(held, process_group=dist.group.WORLD) == expected, placements
+        with torch.device("meta"):
+            assert torchlift.digest(held) == expected, placements
+
+
+def a_mesh_of_all_sends_one_small_message() -> None:
+    """However many names there are: its length, and then itself."""
+    names = {f"layers.{n}.weight": torch.full((4,), float(n)) for n in range(200)}
+    mesh = named_mesh()
+    sent: list[int] = []
+    real = dist.all_gather
+
+    def recorded(rows: list[torch.Tensor], here: torch.Tensor, **given: Any) -> Any:
+        sent.append(here.nbytes)
+        return real(rows, here, **given)
+
+    for placements in ([Replicate(), Shard(0)], [Shard(0), Shard(0)]):
+        held = {key: distribute_tensor(value, mesh, placements) for key, value in names.items()}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "all_gather", recorded)
+            assert torchlift.digest(held) == torchlift.digest(names)
+        assert len(sent) == 2, sent
+        assert max(sent) < 100, sent
+        sent.clear()
+
+
 def stages_are_added_up() -> None:
     """Ranks with names of their own have the number of all; of one name the first rank's counts."""
     whole = state()
@@ -113,6 +169,41 @@ def stages_are_added_up() -> None:
     shared = {"norm": torch.full((3,), float(who))}
     found = torchlift.digest({**own, **shared}, process_group=dist.group.WORLD)
     assert found == torchlift.digest({**whole, "norm": torch.zeros(3)})
+
+
+def stages_that_are_sharded_are_added_up() -> None:
+    """Pipeline stages on meshes of their own, with the embedding and a norm on both."""
+    mesh = named_mesh()
+    stage, tp = mesh.get_local_rank("dp"), mesh["tp"]
+    names = {"embed": (6, 4), "first": (4, 5), "last": (7, 4), "norm": (4,), "more": (2, 2)}
+    values = {key: torch.randn(shape) for key, shape in names.items()}
+    own = {"embed", "norm", *({"last", "more"} if stage else {"first"})}
+    held: dict[str, torch.Tensor] = {
+        key: distribute_tensor(value, tp, [Shard(0)]) for key, value in values.items() if key in own
+    }
+    held["norm"] = values["norm"]
+    expected, group = torchlift.digest(values), dist.group.WORLD
+    assert torchlift.digest(held, process_group=group) == expected
+    if stage:  # of a name that several have, the first one's value counts
+        held["embed"], held["norm"] = held["embed"] + 1, held["norm"] + 1
+    assert torchlift.digest(held, process_group=group) == expected
+    if not stage:
+        held["embed"] = held["embed"] + 1
+    assert torchlift.digest(held, process_group=group) != expected
+
+
+def ranks_without_tensors_add_nothing() -> None:
+    """Where some have any; where none has, or one gives what has no names, all raise."""
+    who, group = dist.get_rank(), dist.group.WORLD
+    some = {"w": torch.ones(3)} if who == 1 else {}
+    found = torchlift.digest(some, process_group=group)
+    assert found == torchlift.digest({"w": torch.ones(3)})
+    with pytest.raises(FormatError, match="no tensor in it"):
+        torchlift.digest({"step": who}, process_group=group)
+    wrong: Any = iter(()) if who == 1 else {"w": torch.ones(3)}
+    kind, text = (TypeError, "^expected") if who == 1 else (CheckpointError, "rank 1: TypeError")
+    with pytest.raises(kind, match=text):
+        torchlift.digest(wrong, process_group=group)
 
 
 def what_one_rank_cannot_add_ends_all() -> None:
@@ -155,7 +246,11 @@ if __name__ == "__main__":
             for check in (
                 every_layout_has_the_number_of_the_whole,
                 every_wrapper_has_the_number_of_the_model,
+                meshes_inside_of_others_have_the_number_of_the_whole,
+                a_mesh_of_all_sends_one_small_message,
                 stages_are_added_up,
+                stages_that_are_sharded_are_added_up,
+                ranks_without_tensors_add_nothing,
                 what_one_rank_cannot_add_ends_all,
                 values_that_are_not_finite_end_all,
             )

@@ -356,6 +356,21 @@ def test_the_tensors_in_what_is_blocked_are_counted(path):
     assert dict(torchlift.open(path, root="c").blocked_tensors) == {}
 
 
+def test_a_tensor_of_a_dtype_that_no_entry_has_is_counted_as_blocked(path):
+    """Named by the tensor, or by its storage."""
+    bits = torch.arange(8, dtype=torch.uint8).view(torch.bits8)
+    scales, zeros = torch.ones(4), torch.zeros(4)
+    packed = torch.quantize_per_channel(torch.ones(4, 4), scales, zeros, 0, torch.quint4x2)
+    torch.save({"w": torch.ones(2), "bits": bits, "packed": packed}, path)
+    ckpt = torchlift.open(path)
+    assert list(ckpt) == ["w"]
+    names = {"bits": "torch.bits8", "packed": "torch.QUInt4x2Storage"}
+    assert dict(ckpt.blocked_keys) == names
+    assert dict(ckpt.blocked_tensors) == {"bits": 1, "packed": 1}
+    with pytest.raises(UnsafeError, match=r"'bits': .*found 1 tensor in it"):
+        torchlift.digest(path)
+
+
 class Foreign:
     """A class that only the program has that saved the file."""
 

@@ -205,6 +205,7 @@ def test_what_only_code_could_rebuild_is_listed(path):
     assert dict(ckpt.blocked_keys) == {
         "object": "torch.ScriptObject", "sparse": "torch._utils._rebuild_sparse_tensor",
     }  # fmt: skip
+    assert dict(ckpt.blocked_tensors) == {"sparse": 1}
 
 
 def test_a_weight_that_was_not_saved_is_refused(path):

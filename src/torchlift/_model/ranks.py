@@ -290,7 +290,7 @@ def _exchanged(known: dict[int, Any], group: Any) -> dict[int, Any]:
         return torch.stack(rows).cpu()
 
     data = torch.frombuffer(bytearray(pickle.dumps(known)), dtype=torch.uint8)
-    lengths = gathered(torch.tensor([len(data)]))[:, 0].tolist()
+    lengths = gathered(torch.tensor([len(data)], device="cpu"))[:, 0].tolist()
     rows = gathered(nn.functional.pad(data, (0, max(lengths) - len(data))))
     found = [pickle.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, lengths, strict=True)]
     return {who: told for each in found for who, told in each.items()}

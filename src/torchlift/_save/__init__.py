@@ -1,8 +1,6 @@
 """Save what one process or all of a mesh hold: checked, flushed, all or nothing."""
 
 from torchlift._save.blocks import Workspace as Workspace
-from torchlift._save.blocks import entry_blocks as entry_blocks
-from torchlift._save.blocks import few_of_url as few_of_url
 from torchlift._save.blocks import memory_of as memory_of
 from torchlift._save.files import DCP_FILES as DCP_FILES
 from torchlift._save.files import Begun as Begun
@@ -13,6 +11,7 @@ from torchlift._save.files import Section as Section
 from torchlift._save.files import Sums as Sums
 from torchlift._save.files import behind as behind
 from torchlift._save.files import dcp_layout as dcp_layout
+from torchlift._save.files import few_of as few_of
 from torchlift._save.files import make_folders as make_folders
 from torchlift._save.files import on_their_way as on_their_way
 from torchlift._save.files import require_one_writer as require_one_writer

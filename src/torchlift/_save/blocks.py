@@ -107,7 +107,7 @@ def few_of_url(
         room = None
         if entry.is_plain and is_readable(entry):
             stored = dtype_of(entry, views.index.path)
-            room = torch.empty(entry.shape, dtype=stored)
+            room = torch.empty(entry.shape, dtype=stored, device="cpu")
             requests += requests_for(entry, room, stored)
         rooms.append(room)
     read(requests, views.files)

@@ -844,7 +844,7 @@ def _written(
     """Write one tensor after the other, note its sums, and yield the CRC-32 of what there is."""
     work = Workspace(_BLOCK)
     base, layout, values = section
-    for (stored, start), value, few in zip(layout.payloads, values, _few(values), strict=True):
+    for (stored, start), value, few in zip(layout.payloads, values, few_of(values), strict=True):
         summed, whole = layout.checked or value.crc32 is not None, 0
         if few is not None:
             to.add(base + start, few)
@@ -866,7 +866,7 @@ def _written(
         yield found
 
 
-def _few(values: Sequence[Value]) -> Iterator[bytes | bytearray | None]:
+def few_of(values: Sequence[Value]) -> Iterator[bytes | bytearray | None]:
     """Yield the bytes of tensors of which there are few, those of a URL read some at a time."""
     at = 0
     while at < len(values):

@@ -296,7 +296,7 @@ class Taken:
     subclasses: dict[str, str] = field(default_factory=dict)
 
 
-def take_apart(saved: object, *, plain: bool = True) -> Taken:
+def take_apart(saved: object, *, plain: bool = True, lists: bool = True) -> Taken:
     """Take containers apart; nothing of them is changed.
 
     What has a ``state_dict`` stands for that. Lists without tensors are one value, as in a
@@ -305,19 +305,21 @@ def take_apart(saved: object, *, plain: bool = True) -> Taken:
     Args:
         saved: what is to be saved.
         plain: whether what is no tensor must be plain data; False where it is not saved.
+        lists: whether arrays of numpy become lists, as they are saved.
 
     Raises:
         PlacementError: a name that no file can hold, two values of one dotted name, containers that
             contain themselves.
     """
-    return _Walk(plain).run(saved)
+    return _Walk(plain, lists).run(saved)
 
 
 class _Walk:
     """The walk through containers; objects are asked for their states on the way."""
 
-    def __init__(self, plain: bool) -> None:
+    def __init__(self, plain: bool, lists: bool) -> None:
         self.taken = Taken(plain)
+        self._lists = lists
         self._rule = Containers((torch.Tensor, TensorEntry))
         # By identity, each with what has it: while that lives, nothing else has it.
         self._states: dict[int, tuple[object, Any]] = {}  # what was looked into -> what is saved
@@ -415,7 +417,7 @@ class _Walk:
             return self._states[id(value)][1]
         given, value = value, _state_of(value)
         if is_array(value):
-            return self._listed(value, key)
+            return self._listed(value, key) if self._lists else value
         found = value
         if _is_kind(value):
             found = (dict if isinstance(value, Mapping) else tuple)(value)

@@ -76,6 +76,7 @@ def _index(source: Source, records: Mapping[str, Record]) -> Index:
     entries: dict[str, TensorEntry] = {}
     storages: dict[str, Storage] = {}
     blocked: dict[str, str] = {}
+    inside: dict[str, int] = {}
     heads = (record._replace(nbytes=min(record.nbytes, _HEAD)) for record in records.values())
     expect_records(source, heads)
     for key, record in records.items():
@@ -83,6 +84,8 @@ def _index(source: Source, records: Mapping[str, Record]) -> Index:
         dtype = _DTYPES.get(code[1:]) if code[:1] in "<>|=" else None
         if dtype is None:
             blocked[key] = f"numpy.dtype({code})"
+            if code[1:2] in ("f", "c"):  # more bits than torch has
+                inside[key] = 1
             continue
         nbytes = math.prod(shape) * ITEMSIZE[dtype]
         if nbytes != record.size - start:
@@ -120,6 +123,7 @@ def _index(source: Source, records: Mapping[str, Record]) -> Index:
         files,
         blocked=tuple(dict.fromkeys(blocked.values())),
         blocked_keys=blocked,
+        blocked_tensors=inside,
     )
 
 

@@ -141,6 +141,7 @@ def _listed(
             raise FormatError("the list of tensors has no config")
     entries: dict[str, TensorEntry] = {}
     blocked: dict[str, str] = {}
+    inside: dict[str, int] = {}
     nested: list[Index] = []
     opened: set[str] = set()
     dtypes: dict[str, str] = {}
@@ -162,7 +163,7 @@ def _listed(
                 opened.add(path)
                 nested.append(_nested(source, stored, key))
             elif _field(tensor, "layout", int) != _STRIDED:
-                blocked[key] = "torch._utils._rebuild_sparse_tensor"
+                blocked[key], inside[key] = "torch._utils._rebuild_sparse_tensor", 1
             else:
                 ref = _tensor(meta, tensor, path, stored)
                 if dtypes.setdefault(path, ref.dtype) != ref.dtype:
@@ -181,6 +182,7 @@ def _listed(
         confirm={source.path: source.foreseen} if source.foreseen else {},
         blocked=tuple(dict.fromkeys(blocked.values())),
         blocked_keys=blocked,
+        blocked_tensors=inside,
     )
     return _joined(source, [mine, *nested], {})
 

@@ -333,7 +333,8 @@ class TorchWorld:
                 found=f"a {type(identity).__name__}",
             )
         if isinstance(storage_type, Blocked):
-            return Blocked(storage_type.name, called=True)
+            numbers = TensorRef(StorageRef(None, key, location, 0), "uint8", 0, (0,), (1,))
+            return Blocked(storage_type.name, True, numbers)
         name = storage_type.name if isinstance(storage_type, Global) else ""
         if name not in STORAGES:
             raise FormatError("a persistent id names no storage type", entry=key, found=name)
@@ -465,11 +466,11 @@ def _graded(requires_grad: object, dtype: str) -> object:
 
 def _tensor_v3(world: TorchWorld, *arguments: Any) -> TensorRef | Blocked:
     dtype = arguments[6] if len(arguments) > 6 else None
-    if isinstance(dtype, Blocked):
-        return Blocked(dtype.name, called=True)
-    name = _strided(_checked(dtype, Global).name.removeprefix("torch."))
     # Whether it can have gradients is a question of its own dtype, not of its storage's.
-    made = _tensor(world, *(*arguments[:4], False, arguments[5], *arguments[7:]))
+    made = _tensor(world, *(*arguments[:4], False, *arguments[5:6], *arguments[7:]))
+    if isinstance(dtype, Blocked):
+        return Blocked(dtype.name, True, made)
+    name = _strided(_checked(dtype, Global).name.removeprefix("torch."))
     if isinstance(made, TensorRef):
         made.dtype, made.requires_grad = name, _graded(arguments[4], name)
     return made
