@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from typing import Any, BinaryIO
@@ -157,12 +157,7 @@ def _of_files(ckpt: Checkpoint) -> Iterator[int]:
 
 def _of_memory(obj: Any, root: str | None, process_group: Any) -> int:
     """Return the sum over what this process holds, or all ranks that share its tensors."""
-    inside = [
-        tensor
-        for leaf in leaves(obj).values()
-        for tensor in (tensors_of(leaf) if isinstance(leaf, nn.Module) else (leaf,))
-        if isinstance(tensor, torch.Tensor)
-    ]
+    inside = [tensor for leaf in leaves(obj).values() for tensor in _inside(leaf)]
     # FSDP1's state dict is a collective, in which some ranks may get nothing.
     modules = [*obj.modules()] if uses_fsdp1(obj) else []
     ranks = RankGroup.of_model(inside, modules, process_group=process_group)
@@ -203,6 +198,15 @@ def _of_memory(obj: Any, root: str | None, process_group: Any) -> int:
         for name, (first, value) in each.items()
         if first == firsts[name]
     )
+
+
+def _inside(leaf: object) -> Iterable[torch.Tensor]:
+    """Return the tensors by whose meshes the ranks of a part of a state are known."""
+    if isinstance(leaf, nn.Module):
+        return tensors_of(leaf)
+    if isinstance(leaf, torch.optim.Optimizer):
+        return (parameter for group in leaf.param_groups for parameter in group["params"])
+    return [leaf] if isinstance(leaf, torch.Tensor) else []
 
 
 def _empty(path: str, found: str | None = None) -> FormatError:

@@ -105,6 +105,14 @@ def every_wrapper_has_the_number_of_the_model() -> None:
     held = {"model": models["fsdp2"], "step": torch.tensor(3)}
     assert torchlift.digest(held) == torchlift.digest({"model": bare(), "step": torch.tensor(3)})
     assert torchlift.digest(held, root="model") == expected
+    found = []
+    for model in (bare(), models["layers"]):
+        optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        found += [torchlift.digest(optimizer), torchlift.digest(optimizer.state_dict())]
+    assert len(set(found)) == 1, found
 
 
 def named_mesh() -> DeviceMesh:
