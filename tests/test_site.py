@@ -48,7 +48,7 @@ FOUND = {
     "EMA": "auto_recipes/",
     "cheatsheet": "guide/cheatsheet",
     "quantization": "plot_04_quantise_while_loading",
-    "optimizer stopped learning": "plot_01_ghost",
+    "optimizer not learning": "plot_01_ghost",
     "timm": "guide/frameworks",
     "diffusers": "guide/frameworks",
     "vLLM": "guide/frameworks",

@@ -65,6 +65,8 @@ class RecipePage(SphinxTransform):
         words = keywords_of(self.env.docname.removeprefix("auto_recipes/"))
         single = dict.fromkeys(word for text in words for word in text.split())  # as it is indexed
         self.document.insert(0, nodes.meta(name="keywords", content=", ".join(single)))
+        phrases = [("single", text, "", "main", None) for text in words if " " in text]
+        self.document.insert(0, addnodes.index(entries=phrases))  # found first, by their own words
         for paragraph in self.document.findall(nodes.paragraph):
             if paragraph.astext().startswith(PATH):
                 paragraph["classes"].append("tl-path")
