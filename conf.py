@@ -54,6 +54,7 @@ nitpick_ignore_regex = [
     ("py:class", r"collections\.abc\.Mapping\[str"),
     # What torch's own functions return has no page there either.
     ("py:class", r"torch\.nn\.modules\.module\._IncompatibleKeys"),
+    ("py:class", r"torch\.distributed\.checkpoint\.planner\.LoadPlan"),
     # matplotlib is installed where a chart is asked for.
     ("py:class", r"Figure"),
     # The types of arguments that are passed on.

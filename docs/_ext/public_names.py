@@ -72,6 +72,8 @@ def resolve(
         return None
     domain = env.domains.python_domain
     parts = target.removeprefix("torchlift.").split(".")
+    if target.startswith("torch."):  # which has a LoadPlan, too
+        return None
     for start in range(len(parts)):
         tail = parts[start:]
         if not tail[0][:1].isupper():

@@ -6,7 +6,8 @@ The run stopped at step 300. One file holds the model, the optimizer and the ste
 as if nothing had happened, without three copies in memory and a dictionary that you take apart?
 
 `torchlift.load` takes the weights, `torchlift.load_optimizer` the optimizer's state, and the step
-is in ``objects``: each takes its entries from the file, and leaves the rest.
+is in ``objects``: each takes its entries from the file, and leaves the rest. `torchlift.Keeper` does
+all of it for you (*Save while training goes on, and resume after a kill*); this is the way by hand.
 """
 
 # %%
@@ -135,12 +136,13 @@ with torchlift.open(folder / "last.ckpt") as ckpt:
 # GradScaler, EMA, and the position of the data loader
 # ----------------------------------------------------
 #
-# What else goes on, if you have it, is in the same file. The scale of mixed precision in float16:
-# save ``scaler.state_dict()``, and give it back with
-# ``scaler.load_state_dict(ckpt.tree("scaler"))``. An average of the weights, an ``AveragedModel``,
-# is a module: `torchlift.load` it with ``root="ema"``. The place in the data: a
-# ``StatefulDataLoader`` of torchdata has a state dict, a plain ``DataLoader`` has none, so count
-# its batches and skip as many.
+# What else goes on, if you have it, is in the same file. A schedule, and the scale of mixed
+# precision in float16: save ``scheduler.state_dict()`` and ``scaler.state_dict()``, and give them
+# back with ``scaler.load_state_dict(ckpt.tree("scaler"))``. An average of the weights, an
+# ``AveragedModel``, is a module: `torchlift.load` it with ``root="ema"``. The place in the data: a
+# ``StatefulDataLoader`` of torchdata has a state dict. A plain ``DataLoader`` has none: count its
+# batches and skip as many, and if it shuffles, give it a generator of its own for each epoch,
+# ``generator=torch.Generator().manual_seed(epoch)``, or the order is another one.
 #
 # Proof
 # -----

@@ -6,6 +6,7 @@ The model has changed since it was saved, and ``dcp.load`` ends at the first key
 How do you load what is there, and learn what is not?
 
 With a planner: `torchlift.distributed.LenientPlanner` loads what fits, and lists everything else.
+What may be missing you say by patterns, or with ``strict=False``.
 """
 
 # %%

@@ -128,8 +128,8 @@ class Keeper:
 
     A save takes a snapshot in memory, which is all that training waits for, and writes it in a
     thread of its own. One save is on its way at a time. What goes wrong there is raised by the next
-    call of `save`, `wait` or `close`; a program that makes none is warned at its end. A tensor that
-    is a view takes the memory that it looks into, in the snapshot.
+    call of `Keeper.save`, `wait` or `close`; a program that makes none is warned at its end. A
+    tensor that is a view takes the memory that it looks into, in the snapshot.
 
     In a process group all ranks make their keeper, and call its methods, in the same order; those
     that look (`steps`, `latest`, `best`) need no other rank. Of what the ranks have under one name:
@@ -154,8 +154,9 @@ class Keeper:
         every: keep those too whose step is a multiple of it.
         best: keep the one too whose metric of that name is the best.
         best_is: whether the lowest or the highest metric is.
-        background: False writes before `save` returns.
-        busy: what `save` does while the last one is on its way: ``"wait"`` for it, or ``"skip"``.
+        background: False writes before `Keeper.save` returns.
+        busy: what `Keeper.save` does while the last one is on its way: ``"wait"`` for it, or
+            ``"skip"``.
         timeout: seconds that ranks wait for each other, in which the slowest has to be written;
             None: as long as the process group does.
         storage_options: of a URL, as in `torchlift.open`.
@@ -306,7 +307,7 @@ class Keeper:
         """Take a snapshot on all ranks, and return what writes it; None: the last one is not done.
 
         Raises:
-            CheckpointError: see `save`.
+            CheckpointError: see `Keeper.save`.
         """
 
         def check() -> tuple[
@@ -629,7 +630,7 @@ class Keeper:
         step the first time.
 
         Args:
-            state: name -> object, as for `save`. Plain data and tensors stay what they are, with a
+            state: name -> object, as for `Keeper.save`. Plain data and tensors stay what they are, with a
                 warning where something else was saved: that is in
                 ``torchlift.open(keeper.latest()).tree()``.
             step: of another checkpoint than the last one.

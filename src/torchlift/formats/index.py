@@ -485,7 +485,7 @@ class Index:
 
     @property
     def said(self) -> dict[str, object]:
-        """Return what there is besides tensors: leaves, those beside the root, and metadata."""
+        """Return leaves, those beside the root, and the metadata: all that is no tensor."""
         return {**self.objects, **self.beside, **self.metadata}
 
     @property

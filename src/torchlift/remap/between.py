@@ -562,7 +562,12 @@ _PROGRAMS: dict[str, Callable[[nn.Module], Renaming]] = {"gguf": _gguf, "whisper
 
 
 def from_to(kind: str, model_or_config: Any) -> Renaming:
-    """Return the rule that makes of another program's tensors those of transformers, or back.
+    """Return the rename between llama.cpp's or openai-whisper's tensors and those of transformers.
+
+    Of GGUF it knows these kinds of models: ``bloom``, ``falcon``, ``gemma2``, ``gemma3_text``,
+    ``gpt2``, ``lfm2``, ``llama``, ``mamba``, ``minimax_m2``, ``mistral``, ``nemotron``,
+    ``phi3``, ``qwen2``, ``qwen2_moe``, ``qwen3``, ``qwen3_5_moe_text``, ``qwen3_5_text``,
+    ``qwen3_moe``, ``stablelm``, ``starcoder2``, ``t5``, ``umt5``.
 
     Names alone are not enough. llama.cpp has the rows of q and k of LLaMA in another order, adds
     one to the norms of Gemma, puts experts and q, k and v together or apart: by rules of names
