@@ -589,3 +589,8 @@ def test_on_a_mesh(tmp_path):
     assert found == {
         "shards_have_the_rows_of_transformers": "", "shards_of_blocks_are_computed_apart": "",
     }  # fmt: skip
+
+
+def test_the_docstring_lists_what_it_knows() -> None:
+    known = remap.between._GGUF
+    assert [kind for kind in known if f"``{kind}``" not in str(remap.from_to.__doc__)] == []

@@ -485,7 +485,7 @@ class Index:
 
     @property
     def said(self) -> dict[str, object]:
-        """Return leaves, those beside the root, and the metadata: all that is no tensor."""
+        """Return all that is no tensor, what is beside the root and the metadata included."""
         return {**self.objects, **self.beside, **self.metadata}
 
     @property
