@@ -549,6 +549,49 @@ def test_an_optimizer_of_another_kind_is_not_resumed(tmp_path: Path) -> None:
     assert run["optimizer"].param_groups[0]["lr"] == 0.5
 
 
+def test_an_optimizer_of_a_model_that_was_rebuilt_is_told_from_a_temperature(
+    tmp_path: Path,
+) -> None:
+    """Of another model, all or a part: before the model is loaded. What is new has a way out."""
+
+    def made(*more: torch.Tensor) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(4, 1)
+        return model, torch.optim.AdamW([*model.parameters(), *more])
+
+    model, optimizer = made()
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    keeper = torchlift.Keeper(tmp_path, background=False)
+    keeper.save(1, model=model, optimizer=optimizer)
+    other, _ = made()
+    before = other.weight.clone()
+    for params in ([*made()[0].parameters()], [other.weight, made()[0].bias]):
+        wrong = torch.optim.AdamW(params)
+        with pytest.raises(
+            CheckpointError,
+            match=r"\.pt: the optimizer holds a parameter that the "
+            "model does not have.* Make the optimizer from the parameters of this",
+        ):
+            keeper.resume(model=other, optimizer=wrong)  # fmt: skip
+        assert torch.equal(other.weight, before)
+        assert not wrong.state
+    with pytest.raises(CheckpointError, match="that the model does not have"):  # of a file, too
+        torchlift.load_optimizer(other, wrong, torchlift.open(keeper.latest()).tree("optimizer"))
+    other, new = made(torch.zeros(1, requires_grad=True))
+    with pytest.raises(CheckpointError) as caught:
+        keeper.resume(model=other, optimizer=new)
+    assert str(caught.value).endswith("Pass exclude=['optimizer']: it begins anew.")
+    assert keeper.resume(model=other, optimizer=new, exclude=["optimizer"]) == 1
+    keeper.save(2, model=other, optimizer=new)
+    again, temperature = made(torch.zeros(1, requires_grad=True))
+    assert keeper.resume(model=again, optimizer=temperature) == 2
+    alone = torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+    keeper.save(3, model=again, a=temperature, b=alone)
+    bigger = torch.optim.AdamW([torch.zeros(1, requires_grad=True) for _ in "ab"])
+    with pytest.raises(CheckpointError, match=r"Pass exclude=\['b'\]: it begins anew"):
+        keeper.resume(model=again, a=temperature, b=bigger)
+
+
 def test_a_save_may_be_skipped_while_another_is_on_its_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

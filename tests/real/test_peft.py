@@ -261,6 +261,50 @@ def test_a_change_that_would_find_no_weight_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match="would change nothing"):
         torchlift.convert(tmp_path / "job.pt", tmp_path / "out.pt", transform=merge)
     torchlift.convert(tmp_path / "job.pt", tmp_path / "out.pt", root="model", transform=merge)
+    with torchlift.open(tmp_path / "job.pt", root="model") as inside:
+        again = merge_lora(tmp_path / "adapter" / "adapter_model.safetensors", inside)
+    torchlift.convert(tmp_path / "job.pt", tmp_path / "2.pt", root="model", transform=again)
+    assert torchlift.diff(tmp_path / "2.pt", tmp_path / "out.pt").equal
+
+
+def test_what_is_no_folder_of_an_adapter_is_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PEFT would take it for a name on the hub."""
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("asks the hub"))
+    base = nn.Sequential(nn.Linear(2, 3))
+    torch.save(base.state_dict(), tmp_path / "base.pt")
+    for wrong in (tmp_path, tmp_path / "nothing", tmp_path / "base.pt", "org/adapter"):
+        with pytest.raises(torchlift.FormatError, match=r"a folder of.*adapter_config") as caught:
+            merge_lora(wrong, base)
+        assert isinstance(caught.value, FileNotFoundError)
+
+
+LORA = [
+    (lambda: nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)), {"target_modules": ["0"], **more})
+    for more in ({"bias": "all"}, {"bias": "lora_only"}, {"modules_to_save": ["1"]})
+] + [
+    (lambda: LlamaForCausalLM(CONFIG), {"target_modules": targets})
+    for targets in (["embed_tokens", "q_proj"], ["lm_head"])
+]
+
+
+@pytest.mark.parametrize(("make", "options"), LORA)
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+def test_what_an_adapter_has_of_its_base_takes_the_place_of_that(
+    make: Any, options: Any, tmp_path: Path
+) -> None:
+    """Biases and embeddings beside the base, as PEFT loads them; the base alone has its own."""
+    base = make()
+    changed(make(), tmp_path / "adapter", **options)
+    expected = PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "adapter").state_dict()
+    model = get_peft_model(make(), LoraConfig(r=2, **options))
+    names = peft_names(model)
+    torchlift.load(model, [base.state_dict(), tmp_path / "adapter"], rename=names)
+    assert torchlift.diff(model.state_dict(), expected).equal
+    torchlift.load(model, base.state_dict(), rename=names, allow_missing=["*"])
+    for key, value in base.state_dict().items():
+        assert torch.equal(model.state_dict()[names(key)], value), key
 
 
 def test_one_new_value_for_two_tied_names_is_refused(tmp_path: Path) -> None:

@@ -207,6 +207,28 @@ def test_a_checkpoint_is_fitted_as_the_model_is(tmp_path: Path, root) -> None:
         assert remap.fit(path, budgets) == remap.fit(model, budgets)
 
 
+def test_a_file_whose_weights_are_in_a_container_is_fitted_below_it(tmp_path: Path) -> None:
+    """With ``root=``, as for the load; a map that was made without it says so."""
+    path = tmp_path / "job.pt"
+    torch.save({"net": Model().state_dict(), "epoch": 1}, path)
+    budgets = {"cpu": "21KiB", "disk": None}
+    found = remap.fit(path, budgets, root="net")
+    assert found == remap.fit(torchlift.skeleton(Model), budgets)
+    with torchlift.open(path) as ckpt:
+        assert remap.fit(ckpt, budgets, root="net") == found
+    report = torchlift.load(torchlift.skeleton(Model), path, root="net", device=found)
+    assert len(report.loaded) == 14
+    with pytest.raises(PlacementError, match=r"'net\.embed': .*: remap\.fit\(\.\.\., root='net'\)"):
+        torchlift.load(Model(), path, root="net", device=remap.fit(path, budgets))
+    with pytest.raises(PlacementError, match="At the top there are"):
+        torchlift.load(Model(), path, root="net", device=remap.by_key({"net.x": "cpu"}))
+    with pytest.raises(torchlift.FormatError, match="nets"):
+        remap.fit(path, budgets, root="nets")
+    for name in ("root", "rename"):
+        with pytest.raises(ValueError, match=f"{name}= is for a checkpoint"):
+            remap.fit(Model(), budgets, **{name: "net"})  # type: ignore[arg-type]
+
+
 def test_numbered_lists_in_a_file_are_taken_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     """Alphabetical order, which safetensors files have, puts layer 10 before layer 2."""
     names = sorted(f"layers.{i}.w" for i in range(12))

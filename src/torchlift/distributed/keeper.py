@@ -11,7 +11,6 @@ import copy
 import io
 import operator
 import os
-import re
 import socket
 import warnings
 import weakref
@@ -35,6 +34,8 @@ from torchlift._checkpoint import Checkpoint, array_of, diff
 from torchlift._checkpoint import open as open_checkpoint
 from torchlift._load import require_intact
 from torchlift._model import (
+    ModuleTree,
+    Names,
     RankGroup,
     has_group,
     is_dtensor,
@@ -61,6 +62,7 @@ from torchlift._transfer import file_system
 from torchlift.distributed.choice import GENERATORS, Choice, choose
 from torchlift.distributed.folder import KeptFolder, Policy, policies_of
 from torchlift.distributed.generators import Generators
+from torchlift.distributed.optimizer_state import PLACE, name_by_place, require_known
 from torchlift.distributed.options import (
     LoadCall,
     Part,
@@ -77,7 +79,7 @@ from torchlift.distributed.state_dict import (
     slices_of,
 )
 from torchlift.errors import CheckpointError, FormatError, IntegrityError, PlacementError
-from torchlift.formats import Array
+from torchlift.formats import Array, errors_name
 
 #: Of a dict in place of an array of numpy: its dtype and shape.
 _ARRAY = "numpy.ndarray"
@@ -728,15 +730,15 @@ class Keeper:
                 for each in models:  # of all of them, before one is loaded
                     model, given = each.without(choice.stays), dict[str, Any]()
                     gone, excused = set[str](), set[str]()
-                    for name in model.modules:
-                        misfits = {rank: found[name] for rank, (found, _) in told_by.items()}
-                        saved = choice.states[name]
-                        given[name] = _shared(name, saved, misfits, self._rank, rules)
-                        gone |= model.keys_in_holder(name, choice.gone[name])
-                        excused |= model.keys_in_holder(name, misfits[self._rank].excused)
+                    for one in model.modules:
+                        name, saved = f"{one}.", choice.states[one]
+                        misfits = {rank: found[one] for rank, (found, _) in told_by.items()}
+                        given[one] = _shared(one, saved, misfits, self._rank, rules)
+                        gone |= model.keys_in_holder(one, choice.gone[one])
+                        excused |= model.keys_in_holder(one, misfits[self._rank].excused)
                     fitting.append((model, given, gone, excused))
                 for model, given, gone, excused in fitting:
-                    *_, name = "", *model.modules
+                    name = "".join(f"{n}." for n in model.modules if len(model.modules) == 1)
                     moments = model.merged(choice.states)
                     load_states(
                         LoadCall(
@@ -755,8 +757,12 @@ class Keeper:
                 error.file = error.file or path
                 keys = [*error.mismatched], error.missing_keys, error.unexpected_keys
                 ways = zip(("exclude", "allow_missing", "allow_unexpected"), keys, strict=True)
-                texts = [f"{way}=[{f'{name}.{of[0]}'!r}, ...]" for way, of in ways if of]
-                if texts:  # not strict=False: of resume all has to fit but by name
+                texts = [f"{way}=[{f'{name}{of[0]}'!r}, ...]" for way, of in ways if of]
+                loose = next(filter(PLACE.match, [*error.mismatched, *error.missing_keys]), None)
+                if loose is not None and model.optimizers:  # no pattern of a model's names fits it
+                    at = int(loose.partition(".")[0]) if len(model.optimizers) > 1 else 0
+                    error.hint = f"Pass exclude={[[*model.optimizers][at]]}: it begins anew."
+                elif texts:  # not strict=False: of resume all has to fit but by name
                     error.hint = f"Pass {', '.join(texts)} or rename=."
                 raise
 
@@ -851,6 +857,12 @@ class Keeper:
                 "rank out of the list of theirs.",
             )
         _require(saved, [name for name in named if name not in choice.stays], path)
+        for model in models:
+            for name, optimizer in model.without(choice.stays).optimizers.items():
+                known = Names(ModuleTree(model.holder(model.owners[name])))
+                with errors_name(path):
+                    name_by_place(known, [optimizer])
+                    require_known(known, [optimizer], _parameters_of(choice.states[name]))
         rng = None if GENERATORS in choice.stays else _with_values(own.get(GENERATORS))
         try:
             if rng is not None:
@@ -1024,10 +1036,6 @@ def _is_stateful(obj: object) -> bool:
     return all(callable(getattr(obj, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
-#: What a parameter is called that is in no model: by its place in its optimizer.
-_PLACE = re.compile(r"param_groups\.\d+\.params\.\d+")
-
-
 class _Model(NamedTuple):
     """Modules whose parameters some optimizers have together, and these.
 
@@ -1091,7 +1099,7 @@ class _Model(NamedTuple):
             place = f"{number}." if len(self.optimizers) > 1 else ""
 
             def renamed(key: str, prefix: str = prefix, place: str = place) -> str:
-                return (place if _PLACE.fullmatch(key) else prefix) + key
+                return (place if PLACE.fullmatch(key) else prefix) + key
 
             # DCP leaves an empty dict out.
             state |= {renamed(key): each for key, each in saved[name].get("state", {}).items()}

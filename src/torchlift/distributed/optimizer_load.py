@@ -30,7 +30,14 @@ from torchlift._model import (
 from torchlift._plan import allowed, listed
 from torchlift._sources import Copy, FileTensor, Sent, whole_copy
 from torchlift._system import Facts, Summary, clipped_list, leaves, map_leaves
-from torchlift.distributed.optimizer_state import Saved, first_name, initial_state, once
+from torchlift.distributed.optimizer_state import (
+    PLACE,
+    Saved,
+    first_name,
+    initial_state,
+    once,
+    require_known,
+)
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions, check_value, misfit
 
 #: A saved tensor: here, in several places of files, or with rank 0.
@@ -108,7 +115,8 @@ def plan_optimizers(
 
     Raises:
         StateDictMismatch: a shape does not fit; with ``strict`` also where a trainable parameter
-            has no saved state, or the parameters of one group come from groups that differ.
+            has no saved state or is of another model, or the parameters of one group come from
+            groups that differ.
     """
     plans = [_plan(names, each, saved, options) for each in optimizers]
     for plan in plans:
@@ -127,6 +135,8 @@ def plan_optimizers(
     }
     missing = [name for name in missing if name not in excused]
     if options.strict and missing:
+        if any(map(PLACE.fullmatch, missing)):
+            require_known(names, optimizers, {*saved.state, *saved.hyper})
         raise misfit("optimizer", problems, missing_keys=missing)
     return plans
 

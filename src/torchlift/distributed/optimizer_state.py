@@ -18,6 +18,8 @@ from torchlift.formats import left_out
 T = TypeVar("T")
 
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
+#: What a parameter is called that is in no model: by its place in its optimizer, one of several.
+PLACE = re.compile(rf"(\d+\.)?{_GROUPS}\.\d+\.{_PARAMS}\.\d+")
 
 
 def read_optimizers(
@@ -111,12 +113,39 @@ def first_name(param: torch.Tensor, names: Names) -> str:
     """
     found = names.fqns(param)
     if not found:
-        raise StateDictMismatch(
-            "the optimizer holds a parameter that the model does not have",
-            found=f"{type(param).__name__} of shape {list(param.shape)}",
-            hint="Make the optimizer from the parameters of this model, after wrapping it.",
-        )
+        raise _of_another(param)
     return found[0]
+
+
+def require_known(
+    names: Names, optimizers: Iterable[torch.optim.Optimizer], saved: Collection[str]
+) -> None:
+    """Refuse a parameter of another model: one that was rebuilt after its optimizer was made.
+
+    By itself it looks like one that is in no model. But of that the place was saved, and nothing is
+    left over that was saved by a name of the model.
+
+    Args:
+        names: of the model, and by place of what only the optimizers hold.
+        optimizers: all that are loaded.
+        saved: names of the parameters that the state dict has.
+
+    Raises:
+        StateDictMismatch: there is one.
+    """
+    held = {name: param for each in optimizers for param in _params(each)
+            for name in names.fqns(param)}  # fmt: skip
+    strange = next((held[n] for n in held if PLACE.fullmatch(n) and n not in saved), None)
+    if strange is not None and any(n not in held and not PLACE.fullmatch(n) for n in saved):
+        raise _of_another(strange)
+
+
+def _of_another(param: torch.Tensor) -> StateDictMismatch:
+    return StateDictMismatch(
+        "the optimizer holds a parameter that the model does not have",
+        found=f"{type(param).__name__} of shape {list(param.shape)}",
+        hint="Make the optimizer from the parameters of this model, after wrapping it.",
+    )
 
 
 @torch.no_grad()

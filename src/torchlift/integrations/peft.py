@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,9 @@ from transformers.pytorch_utils import Conv1D
 
 import torchlift
 from torchlift._model import ModuleTree
-from torchlift.errors import MismatchError, PlacementError
+from torchlift._plan import Made, Rewriting, renamed
+from torchlift._sources import checkpoint
+from torchlift.errors import MismatchError, NotFound, PlacementError
 
 #: What PEFT's wrappers put into the names of a base: of all of it, and of a layer.
 _WRAPPER, _LAYER = "base_model.model.", re.compile(r"\.(base_layer|original_module)(?=\.)")
@@ -32,6 +33,7 @@ _PLAIN = {
 }
 #: Ways to begin that leave the base as it is; the others take something off its weights.
 _BEGUN = (True, False, "eva", "gaussian", "orthogonal")
+_CONFIG = "adapter_config.json"
 _BY_PEFT = "Merge by PEFT's merge_and_unload, and save the state dict of the result."
 
 
@@ -40,7 +42,7 @@ def peft_names(model: nn.Module, adapter_name: str = "default") -> Callable[[str
 
     For ``torchlift.load(model, [base, adapter], rename=peft_names(model))``, and for the adapter
     alone with ``allow_missing=["*"]``. Of any method of PEFT, whose own function says which names
-    are the adapter's.
+    are the adapter's. What the adapter has of the base (biases, embeddings) takes the base's place.
 
     Args:
         model: what ``get_peft_model`` returns, live or a skeleton.
@@ -54,13 +56,32 @@ def peft_names(model: nn.Module, adapter_name: str = "default") -> Callable[[str
     own: dict[str, str] = get_peft_model_state_dict(
         model, whole, adapter_name, save_embedding_layers=False
     )
-    base = {_plain(name): name for name in whole.keys() - own.values()}
-    return partial(_named, base | own)
+    # Biases that are trained are the adapter's, under the names that the base's have in the model.
+    apart = {name for key, name in own.items() if key != name}
+    return _Names({_plain(name): name for name in whole.keys() - apart} | own)
 
 
-def _named(names: Mapping[str, str], key: str) -> str:
-    """Return the name in the model; a dict alone would be refused where one of its keys is not."""
-    return names.get(key, key)
+@dataclass(frozen=True, repr=False)
+class _Names(Rewriting):
+    """A rename; a dict alone would be refused where one of its keys is not.
+
+    Attributes:
+        names: key of a base or an adapter -> name in the model.
+    """
+
+    names: Mapping[str, str]
+
+    def __repr__(self) -> str:
+        return "peft_names(...)"
+
+    def __call__(self, key: str) -> str:
+        return self.names.get(key, key)
+
+    def rewrite(self, items: Mapping[str, Made], path: str) -> dict[str, Made]:
+        """Return name in the model -> tensor: of two, the adapter's; see `Rewriting`."""
+        saved = {self(key) for key in items if key.startswith(_WRAPPER)}
+        kept = [key for key in items if key.startswith(_WRAPPER) or self(key) not in saved]
+        return {name: items[key] for key, name in renamed(kept, self, path).items()}
 
 
 def _plain(name: str) -> str:
@@ -166,22 +187,33 @@ def merge_lora(adapter: str | os.PathLike[str], into: Any) -> _Merge:
     For a base of both kinds give the model.
 
     Args:
-        adapter: the folder, with ``adapter_config.json``.
-        into: the model, live or a skeleton, or what `torchlift.open` reads: it says which names
-            and shapes the weights have where they are added.
+        adapter: the folder, with ``adapter_config.json``, or the file of the weights in it.
+        into: the model, live or a skeleton, or what `torchlift.open` reads or returns
+            (``torchlift.open(base, root="model")``): it says which names and shapes the weights
+            have where they are added.
 
     Returns:
         For ``transform=`` of `torchlift.load` and `torchlift.convert`. It ends in a `MismatchError`
         where names there have another beginning than in `into`.
 
     Raises:
+        FormatError: it is no such folder of this machine, and a `FileNotFoundError`, too.
         MismatchError: the adapter has a weight for which `into` has none of that name and shape.
         PlacementError: it is no plain LoRA (DoRA, PiSSA, changed parameters of experts, groups of a
             convolution, one new value for two tied names): only PEFT knows how to merge that. Or
             `into` is a checkpoint that does not show which way round a square weight is.
     """
-    config = PeftConfig.from_pretrained(os.fspath(adapter))
     plain, path = LoraConfig(), os.fspath(adapter)
+    folder = os.path.dirname(os.path.abspath(path)) if os.path.isfile(path) else path
+    if not os.path.isfile(os.path.join(folder, _CONFIG)):
+        # PEFT would ask the hub, as often as that does not answer.
+        raise NotFound(
+            f"no adapter: it has no {_CONFIG}",
+            file=folder,
+            expected=f"a folder of this machine with {_CONFIG} and the adapter's weights",
+            hint="Give what PEFT's save_pretrained has written; of the hub, a copy.",
+        )
+    config = PeftConfig.from_pretrained(folder)
     odd = [
         f"{name}={value!r}"
         for name, value in sorted(vars(config).items())
@@ -315,7 +347,7 @@ def _weights(into: Any) -> list[_Weight]:
             for group in ModuleTree(into).groups
         ]
     tied = dict[object, list[str]]()
-    with torchlift.open(into) as ckpt:
+    with checkpoint(into, None, whole=True) as ckpt:
         for key, entry in ckpt.entries.items():
             same = entry.storage, entry.chunks, entry.shape, entry.stride
             tied.setdefault(same if entry.chunks else key, []).append(key)

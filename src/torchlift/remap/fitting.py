@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from torchlift._checkpoint import Checkpoint
-from torchlift._checkpoint import open as open_checkpoint
 from torchlift._model import (
     Device,
     checked_device,
@@ -29,9 +28,9 @@ from torchlift._model import (
     walk,
 )
 from torchlift._plan import DtypeRule, Rename, entry_like, rewritten, stored_dtype, target_dtype
+from torchlift._sources import checkpoint
 from torchlift._system import Facts, Summary, count_of, human, parse_size
 from torchlift.errors import Argument, Hint, PlacementError, did_you_mean
-from torchlift.formats import of_model
 from torchlift.remap.maps import (
     ByKey,
     ancestors,
@@ -126,6 +125,7 @@ def fit(
     budgets: Mapping[Device, str | int | None] | Mapping[str, str | int | None],
     no_split: Iterable[str | type[nn.Module]] = (),
     *,
+    root: str | None = None,
     dtype: DtypeRule = None,
     rename: Rename | None = None,
     largest_layer: bool = True,
@@ -146,8 +146,9 @@ def fit(
             `by_key` map, which says it all: what it puts where is counted.
         no_split: what must stay on one device: module classes or their names, or dotted paths in
             which ``*`` stands for part of a name (``"model.layers.*"``).
+        root: as for `torchlift.load`; for a checkpoint, so that the map has the model's names.
         dtype: as for `torchlift.load`; sizes are those after casting. None: as they are.
-        rename: as for `torchlift.load`; for a checkpoint, so that the map has the model's names.
+        rename: as for `torchlift.load`; for a checkpoint, as `root`.
         largest_layer: when something is kept on the host or on disk beside an accelerator, leave
             room on the first accelerator for the largest of these layers, which runs there.
 
@@ -159,7 +160,8 @@ def fit(
 
     Raises:
         PlacementError: it does not fit, with numbers per device; or `no_split` names nothing.
-        ValueError: a budget is no size.
+        FormatError: `root` names nothing.
+        ValueError: a budget is no size; or `root` or `rename` is given for a module.
 
     Example:
         >>> import torch, torchlift
@@ -169,7 +171,7 @@ def fit(
         >>> device_map["encoder"], device_map.used["cuda:0"] < 100 * 2**20
         ('cuda:0', True)
     """
-    inventory = take(model_or_ckpt, dtype, rename)
+    inventory = take(model_or_ckpt, root, dtype, rename)
     if isinstance(budgets, ByKey):
         budgets.check(inventory.names, present=False)
         given = {name: spelled_device(budgets.at(name) or "cpu") for name in inventory.names}
@@ -311,22 +313,25 @@ class Inventory:
 
 
 def take(
-    source: nn.Module | Checkpoint | str | os.PathLike[str], dtype: DtypeRule, rename: Rename | None
+    source: nn.Module | Checkpoint | str | os.PathLike[str],
+    root: str | None,
+    dtype: DtypeRule,
+    rename: Rename | None,
 ) -> Inventory:
     """Take the inventory of a module, live or on meta, or of a checkpoint or its path.
 
     Args:
         source: what to look at.
+        root: as for `torchlift.load`; for a checkpoint only.
         dtype: as for `torchlift.load`; None counts tensors as they are.
         rename: as for `torchlift.load`; for a checkpoint only.
     """
     if isinstance(source, nn.Module):
-        if rename is not None:
-            raise ValueError("rename= is for a checkpoint: a model's names are what they are")
+        for name, value in {"root": root, "rename": rename}.items():
+            if value is not None:
+                raise ValueError(f"{name}= is for a checkpoint: a model's names are what they are")
         return _of_model(source, dtype)
-    if isinstance(source, Checkpoint):
-        return _of_checkpoint(source, dtype, rename)
-    with open_checkpoint(source) as ckpt:
+    with checkpoint(source, root) as ckpt:
         return _of_checkpoint(ckpt, dtype, rename)
 
 
@@ -368,7 +373,7 @@ def _extent(tensor: torch.Tensor) -> tuple[object, int, int]:
 
 
 def _of_checkpoint(ckpt: Checkpoint, dtype: DtypeRule, rename: Rename | None) -> Inventory:
-    entries = of_model(ckpt._index).entries
+    entries = ckpt._index.entries
     made = rewritten(entries, rename, ckpt.path)
     same: dict[object, list[str]] = {}
     for name, (entry, _) in made.items():

@@ -67,12 +67,21 @@ class ByKey(_Map[V]):
                     "is mapped, but no tensor has that name or is below it",
                     entry=prefix,
                     expected="a dotted prefix of a name",
-                    hint=did_you_mean(prefix, known) or at_the_top,
+                    hint=_root_left_out(self, known) or did_you_mean(prefix, known) or at_the_top,
                 )
         super().check(names, present=present)
 
     def __repr__(self) -> str:
         return f"by_key({dict.__repr__(self)})"
+
+
+def _root_left_out(mapped: Iterable[str], known: Collection[str]) -> str:
+    """Return the way out where all that is mapped is known, but for one beginning; or no text."""
+    first, *others = sorted(mapped) or [""]
+    for root in ancestors(first)[1:-1]:
+        if all(p.startswith(f"{root}.") and p[len(root) + 1 :] in known for p in (first, *others)):
+            return f"The map's names begin with that of a container: remap.fit(..., root={root!r})."
+    return ""
 
 
 class ByLocation(_Map[Device]):
