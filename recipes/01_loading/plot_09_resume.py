@@ -6,8 +6,8 @@ The run stopped at step 300. One file holds the model, the optimizer and the ste
 as if nothing had happened, without three copies in memory and a dictionary that you take apart?
 
 `torchlift.load` takes the weights, `torchlift.load_optimizer` the optimizer's state, and the step
-is in ``objects``: each takes its entries from the file, and leaves the rest. `torchlift.Keeper` does
-all of it for you (*Save while training goes on, and resume after a kill*); this is the way by hand.
+is in ``objects``: each takes its entries from the file, and leaves the rest. This is the way by
+hand; `torchlift.Keeper` does all of it (*Save while training goes on, and resume after a kill*).
 """
 
 # %%

@@ -632,8 +632,8 @@ class Keeper:
         step the first time.
 
         Args:
-            state: name -> object, as for `Keeper.save`. Plain data and tensors stay what they are, with a
-                warning where something else was saved: that is in
+            state: name -> object, as for `Keeper.save`. Plain data and tensors stay what they are,
+                with a warning where something else was saved: that is in
                 ``torchlift.open(keeper.latest()).tree()``.
             step: of another checkpoint than the last one.
             verify: read all of the checkpoint once first, each rank its part, to compare its
