@@ -62,7 +62,14 @@ from torchlift._sources import FileTensor, Given, MemoryTensor, Origin, SourceTe
 from torchlift._store import Url
 from torchlift._system import Facts, clipped_list, count_of, human, uninterrupted
 from torchlift._transfer import BUDGET, STAGING, STAGING_AWAY, count_ranges
-from torchlift.errors import Argument, Hint, MismatchError, PlacementError, answers_keywords
+from torchlift.errors import (
+    Argument,
+    CheckpointError,
+    Hint,
+    MismatchError,
+    PlacementError,
+    answers_keywords,
+)
 from torchlift.formats import Records, TensorEntry, as_blocks
 
 _DTYPE_LATER = "dtype= is not applied to what is left on meta: give it to the load that fills that"
@@ -278,9 +285,11 @@ def make_plan(
     excused = ignored if not options.strict else allowed(ignored, options.allow_unexpected)
     known = [name for g in tree.groups for name in g.names] if ignored else []
     model_names = {*known, *map(canonical, known)}
-    for key, name in blocked.items():
-        if name in model_names or name not in excused:
-            raise origin.refusal(key)
+    if refused := [k for k, name in blocked.items() if name in model_names or name not in excused]:
+        there = dict.fromkeys([*names.values(), *made, *objects.values(), *ignored])
+        here = [name for name in dict.fromkeys(map(canonical, known)) if name not in there]
+        rest = [name for name in there if name not in model_names]
+        raise _refusal(origin, refused, suggestion(here, rest, origin.root))
     # Of a DTensor, only what this rank has of it.
     like = {slot.fqn: group.tensor for group in tree.groups for slot in group.slots}
     needed = {key: like[name] for key, name in names.items() if name in like}
@@ -561,6 +570,18 @@ def _new_bytes(step: Step) -> int:
     if step.base is not None:
         shape = step.base.entry.shape if step.base.first else (0,)
     return math.prod(shape) * step.dtype.itemsize
+
+
+def _refusal(origin: Origin, keys: Sequence[str], found: Hint | None) -> CheckpointError:
+    """Return the error for all values that cannot be had; first the root without them, if any."""
+    error = origin.refusal(keys[0], several=len(keys) > 1)
+    if len(keys) > 1:
+        error.lists.append(f"blocked ({len(keys)}): {clipped_list(keys)}")
+    for root in found.fragments if found else ():
+        if isinstance(root, Argument) and root.name == "root":
+            fits = Hint("The model's names are in a container: pass ", root, " for that alone. ")
+            error.hint = Hint(fits, error.hint or "")
+    return error
 
 
 def _hint(matched: Match, model: nn.Module, options: Options, root: str | None) -> str | None:
