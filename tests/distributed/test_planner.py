@@ -121,6 +121,11 @@ def test_a_load_in_which_nothing_fits_is_an_error(reader: Any) -> None:
     error = refusal(state, reader, LenientPlanner(strict=False, allow_missing=["*"]))
     assert error.reason == "nothing in the checkpoint fits the model"
     assert error.hint == "The checkpoint has model.body, model.head, model.norm.0, step."
+    state = {"model": {"body": torch.zeros(9), "head": torch.zeros(9)}}
+    error = refusal(state, reader, LenientPlanner(strict=False, ignore_mismatched=True))
+    assert error.reason == "nothing in the checkpoint fits the model"
+    assert error.mismatched.keys() == {"model.body", "model.head"}
+    assert "another configuration" in error.hint
     flat = {"body": torch.zeros(4), "head": torch.zeros(3, 2)}
     error = refusal(flat, reader, LenientPlanner(strict=False))
     assert error.hint == (

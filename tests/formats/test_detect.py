@@ -11,6 +11,7 @@ import zipfile
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from checkpoint_files import pickled, write_safetensors
 from damaged_files import refused
 
@@ -116,6 +117,21 @@ def test_a_directory_of_another_program_says_what_it_is(tmp_path, name, match):
     (tmp_path / name).write_bytes(b"x")
     with pytest.raises(FormatError, match=match):
         read_index(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("items", [1, 2])
+def test_a_part_of_a_distributed_checkpoint_names_the_folder(tmp_path, items):
+    """Its torch files in a row would pass for the last of them: one tensor, and no error."""
+    state = {f"w{number}": torch.ones(4) for number in range(items)}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    assert read_index(tmp_path).entries.keys() == state.keys()
+    for name in ("__0_0.distcp", ".metadata"):
+        with pytest.raises(FormatError) as caught:
+            read_index(tmp_path / name)
+        assert caught.value.reason == "a part of a distributed checkpoint (DCP)"
+        assert caught.value.hint == f"Open the folder, {str(tmp_path)!r}."
+        assert caught.value.file == str(tmp_path / name)
 
 
 def test_a_truncated_download_says_how_many_bytes_are_missing(tmp_path):

@@ -259,6 +259,22 @@ def test_what_only_unpickling_could_rebuild_can_be_left_out_by_its_name(tmp_path
         torchlift.load(model, tmp_path / "x.pt", strict=False)
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_all_that_only_unpickling_could_rebuild_is_in_one_error(tmp_path, inside):
+    """One at a time, the way out that leaves out all of it came last."""
+    odd = {"args": SimpleNamespace(lr=0.1), "cfg": re.compile("a"), "best": 0.9}
+    torch.save({"model": state(1), **odd} if inside else {**state(1), **odd}, tmp_path / "x.pt")
+    with pytest.raises(torchlift.UnsafeError, match="'args'") as caught:
+        torchlift.load(build(), tmp_path / "x.pt")
+    assert caught.value.lists == ["blocked (2): args, cfg"]
+    hint = caught.value.hint
+    assert "Load without them: allow_unexpected=[...] with their names" in hint
+    first = "The model's names are in a container: pass root='model' for that alone. "
+    assert hint.startswith(first) == inside
+    ways = {"root": "model"} if inside else {"allow_unexpected": ["args", "cfg", "best"]}
+    assert not torchlift.load(build(), tmp_path / "x.pt", **ways).missing_keys
+
+
 def test_a_counter_that_batch_norm_makes_up_is_no_sign_that_anything_fits():
     """Nothing of the checkpoint is in the model."""
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))

@@ -432,6 +432,24 @@ def test_another_shape_is_an_error_unless_it_is_ignored(tmp_path, kind, strict):
     assert report.replayed == ([] if kind == "live" else ["a"])
 
 
+@pytest.mark.parametrize("ignore", [True, False])
+def test_a_model_of_other_sizes_is_no_load_of_nothing(tmp_path, kind, ignore):
+    """To skip each shape that differs would leave the whole model as it was made, and no error."""
+    state = {name: torch.ones(9) for name in Mixed().state_dict()}
+    path, model = saved(state, tmp_path), build(kind, Mixed)
+    before = state_of(model)
+    with pytest.raises(MismatchError) as caught:
+        torchlift.load(model, path, strict=False, ignore_mismatched=ignore)
+    error = caught.value
+    assert error.reason == "nothing in the checkpoint fits the model"
+    assert "build the model with the sizes of the one that was saved" in error.hint
+    assert error.mismatched.keys() == state.keys()
+    assert f"mismatched ({len(state)}): " in str(error)
+    assert state_of(model) == before
+    report = torchlift.load(model, path, ignore_mismatched=True, allow_missing=["*"])
+    assert not report.loaded
+
+
 def test_an_empty_checkpoint_fits_an_empty_model(tmp_path):
     """Nothing into nothing is no error."""
     report = torchlift.load(nn.ReLU(), saved({}, tmp_path))

@@ -578,7 +578,7 @@ def _fail_on_rank(url: str, width: int) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("width", "what"), [(2000, "nothing is there"), (10, "on rank 1: the che")]
+    ("width", "what"), [(2000, "nothing is there"), (10, "on rank 1: nothing in the che")]
 )
 def test_ranks_that_fetch_together_fail_together(
     width: int, what: str, tmp_path: Path, server: RangeServer
@@ -593,8 +593,7 @@ def test_ranks_that_fetch_together_fail_together(
     server.fault = failing if width == 2000 else None
     found = on_ranks(2, _fail_on_rank, server.url("m.safetensors"), width, timeout=60)
     assert all(same for _, same in found)
-    assert what in found[0][0]
-    assert all("does not fit" in text or "nothing is there" in text for text, _ in found), found
+    assert all(what in text for text, _ in found), found
 
 
 def _load_of_three(url: str) -> float:

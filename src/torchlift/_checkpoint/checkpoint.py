@@ -319,12 +319,13 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         index = self._index if root is None else select(self._index, root)
         return {**{key: view(e) for key, e in index.entries.items()}, **index.objects}
 
-    def _refusal(self, key: str, *, loading: bool = True) -> CheckpointError:
+    def _refusal(self, key: str, *, loading: bool = True, several: bool = False) -> CheckpointError:
         """Return the error that says why `key` cannot be had; the empty one is the whole file.
 
         Args:
             key: of what is blocked.
             loading: whether it may be that a model is loaded, which can leave it out.
+            several: whether it is one of several that the load would have to leave out.
         """
         key = key or ROOT_OBJECT
         if self._index.blocked_keys.get(key) == AMBIGUOUS:
@@ -341,9 +342,10 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         else:
             hint = Hint("There is nothing else in it. ")
             if self.entries or self._index.objects:
-                left_out = Argument("allow_unexpected", "[...] with its name")
+                them, names = ("them", "their names") if several else ("it", "its name")
+                left_out = Argument("allow_unexpected", f"[...] with {names}")
                 root = Argument("root")
-                without = Hint("Load without it: ", left_out)
+                without = Hint(f"Load without {them}: ", left_out)
                 without = without if loading else Hint("Take the tensors by their keys")
                 hint = Hint(without, ", or ", root, " for a part of the file. ")
             hint = Hint(

@@ -62,10 +62,23 @@ from torchlift._sources import FileTensor, Given, MemoryTensor, Origin, SourceTe
 from torchlift._store import Url
 from torchlift._system import Facts, clipped_list, count_of, human, uninterrupted
 from torchlift._transfer import BUDGET, STAGING, STAGING_AWAY, count_ranges
-from torchlift.errors import Argument, Hint, MismatchError, PlacementError, answers_keywords
+from torchlift.errors import (
+    Argument,
+    CheckpointError,
+    Hint,
+    MismatchError,
+    PlacementError,
+    answers_keywords,
+)
 from torchlift.formats import Records, TensorEntry, as_blocks
 
 _DTYPE_LATER = "dtype= is not applied to what is left on meta: give it to the load that fills that"
+
+#: To skip these would leave (nearly) the whole model as it was made.
+_OTHER_SIZES = (
+    "These are the shapes of another configuration: build the model with the sizes of the one that "
+    "was saved, or load the checkpoint of a model of these sizes."
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -272,9 +285,11 @@ def make_plan(
     excused = ignored if not options.strict else allowed(ignored, options.allow_unexpected)
     known = [name for g in tree.groups for name in g.names] if ignored else []
     model_names = {*known, *map(canonical, known)}
-    for key, name in blocked.items():
-        if name in model_names or name not in excused:
-            raise origin.refusal(key)
+    if refused := [k for k, name in blocked.items() if name in model_names or name not in excused]:
+        there = dict.fromkeys([*names.values(), *made, *objects.values(), *ignored])
+        here = [name for name in dict.fromkeys(map(canonical, known)) if name not in there]
+        rest = [name for name in there if name not in model_names]
+        raise _refusal(origin, refused, suggestion(here, rest, origin.root))
     # Of a DTensor, only what this rank has of it.
     like = {slot.fqn: group.tensor for group in tree.groups for slot in group.slots}
     needed = {key: like[name] for key, name in names.items() if name in like}
@@ -298,7 +313,8 @@ def make_plan(
     matched.unexpected += [*outcome.unexpected, *ignored]
     # What a module's own code makes up (BatchNorm its counter) is no sign that anything fits.
     known_keys = {one.key for one in candidates.values()} if modules else origin.candidates
-    matched.fits = any(one.key in known_keys for pair in matched.pairs for one in pair[2])
+    anything = any(one.key in known_keys for pair in matched.pairs for one in pair[2])
+    matched.fits = len(matched.pairs) if anything else 0
     if naming is not None:
         matched.rename(canonical)
     matched.hint = _hint(matched, tree.modules[0], options, origin.root)
@@ -556,6 +572,18 @@ def _new_bytes(step: Step) -> int:
     return math.prod(shape) * step.dtype.itemsize
 
 
+def _refusal(origin: Origin, keys: Sequence[str], found: Hint | None) -> CheckpointError:
+    """Return the error for all values that cannot be had; first the root without them, if any."""
+    error = origin.refusal(keys[0], several=len(keys) > 1)
+    if len(keys) > 1:
+        error.lists.append(f"blocked ({len(keys)}): {clipped_list(keys)}")
+    for root in found.fragments if found else ():
+        if isinstance(root, Argument) and root.name == "root":
+            fits = Hint("The model's names are in a container: pass ", root, " for that alone. ")
+            error.hint = Hint(fits, error.hint or "")
+    return error
+
+
 def _hint(matched: Match, model: nn.Module, options: Options, root: str | None) -> str | None:
     """Return what would bring names together that do not fit, or None."""
     missing, unexpected = matched.missing, matched.unexpected
@@ -574,10 +602,12 @@ def check_names(matched: Match, path: str, options: Options) -> None:
         MismatchError: names that are missing or unexpected, under ``strict=True``, and shapes.
     """
     missing, unexpected = _not_allowed(matched, options)
-    wrong = {} if options.ignore_mismatched else matched.mismatched
-    # What the caller left out fits nothing either: else a load of nothing would be none's error.
-    lacking = bool(missing) or not matched.left_out.isdisjoint(matched.missing)
+    # What the caller left out fits nothing either, nor does what has another shape, which is to be
+    # ignored: else a load of nothing would be none's error.
+    misshapen = matched.mismatched.keys() - allowed(matched.mismatched, options.allow_missing)
+    lacking = bool(missing or misshapen) or not matched.left_out.isdisjoint(matched.missing)
     nothing = lacking and not (matched.fits or matched.open)
+    wrong = matched.mismatched if nothing or not options.ignore_mismatched else {}
     odd = set(matched.unexpected).intersection(missing)
     if not (wrong or nothing or odd or (options.strict and (missing or unexpected))):
         return
@@ -590,8 +620,8 @@ def check_names(matched: Match, path: str, options: Options) -> None:
     if missing:
         lists.append(f"missing ({len(missing)}): {clipped_list(missing)}")
         ways.append(Argument("allow_missing", "[...] with the names that may be"))
-    if nothing and not (missing or odd):
-        names = [name for name in matched.missing if name in matched.left_out]
+    names = [name for name in matched.missing if name in matched.left_out]
+    if nothing and names and not (missing or odd):
         lists.append(f"left out ({len(names)}): {clipped_list(names)}")
         ways.append(Argument("include", "[...] with keys that the model has"))
     if unexpected:
@@ -602,10 +632,15 @@ def check_names(matched: Match, path: str, options: Options) -> None:
         alike = look_alikes(missing, unexpected)
     if wrong:
         lists.append(f"mismatched ({len(wrong)}): {clipped_list(map(str, wrong.values()), '; ')}")
+    if wrong and not options.ignore_mismatched:
         skipping = Argument("ignore_mismatched", "True")
         ways.append(Hint(skipping, " to skip what has another shape"))
     hint = matched.hint
-    if hint is None:
+    shapes = sum(item.note is None for item in wrong.values())
+    misnamed = len(names) + min(len(missing), len(unexpected))
+    if hint is None and shapes > 3 * matched.fits + misnamed:
+        hint = _OTHER_SIZES
+    elif hint is None and ways:
         start = f"{alike}: if it is the same, pass " if alike else "Pass "
         hint = Hint(start, ways[0], *(f for way in ways[1:] for f in (" and ", way)), ".")
     fits = "nothing in the checkpoint fits" if nothing else "the checkpoint does not fit"

@@ -49,7 +49,7 @@ class Match:
         pairs: (group, name under which the source has it, the candidates of all its names).
         unmatched: groups of the model that get nothing.
         missing, unexpected, dropped, mismatched: as in `LoadReport`.
-        fits: whether anything of the source is in a pair.
+        fits: how many pairs there are; 0 where none of them has anything of the source.
         open: whether code of the model, which sees the result, may still excuse names.
         left_out: names of the model whose keys the caller left out: they may be missing.
         hint: what would make more names fit, else None.
@@ -61,7 +61,7 @@ class Match:
     unexpected: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     mismatched: dict[str, Mismatch] = field(default_factory=dict)
-    fits: bool = True
+    fits: int = 0
     open: bool = False
     hint: str | None = None
     left_out: set[str] = field(default_factory=set)

@@ -327,8 +327,8 @@ class Origin:
         """Execute the copies."""
         copy_values(apart(copies))
 
-    def refusal(self, key: str) -> CheckpointError:
-        """Return the error that says why `key` cannot be had."""
+    def refusal(self, key: str, *, several: bool = False) -> CheckpointError:
+        """Return the error that says why `key` cannot be had, perhaps as one of several."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -367,8 +367,8 @@ class FileSource(Origin):
         found = map(self.candidates.get, keys)
         self.views.ahead(one.entry for one in found if isinstance(one, FileTensor))
 
-    def refusal(self, key: str) -> CheckpointError:
-        return self._ckpt._refusal(key)
+    def refusal(self, key: str, *, several: bool = False) -> CheckpointError:
+        return self._ckpt._refusal(key, several=several)
 
     def close(self) -> None:
         self.views.close()
@@ -431,7 +431,7 @@ class StateSource(Origin):
         made.blocked, made.templates = flat.blocked, flat.templates
         return made
 
-    def refusal(self, key: str) -> CheckpointError:
+    def refusal(self, key: str, *, several: bool = False) -> CheckpointError:
         what = "two values have this key once containers are joined by dots"
         hint = "Rename one of them, or pass the container that is meant."
         return FormatError(what, file=self.path, entry=key, hint=hint)

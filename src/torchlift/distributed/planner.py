@@ -150,12 +150,12 @@ class LenientPlanner(Summary, DefaultLoadPlanner):
             # The stages of a pipeline share a checkpoint: unexpected is what none of them has.
             unexpected=[key for key in founds[0].unexpected if key in everywhere],
             mismatched={key: item for found in founds for key, item in found.mismatched.items()},
-            fits=any(takes),
+            fits=len(set(chain(*takes))),
         )
         options = self._options
         if found := suggestion(both.missing, both.unexpected):
             both.hint = Hint(found, " torchlift.load takes that.")
-        elif not both.fits:
+        elif not (both.fits or both.mismatched):
             both.hint = f"The checkpoint has {clipped_list(both.unexpected)}."
         if not both.fits:  # whatever may be missing: all names are others
             options = replace(options, allow_missing=())

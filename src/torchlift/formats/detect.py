@@ -13,7 +13,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torchlift._store import head_of, inside, is_folder, is_url, names_in, place_of
+from torchlift._store import (
+    head_of,
+    inside,
+    is_folder,
+    is_url,
+    name_of,
+    names_in,
+    parent,
+    place_of,
+)
 from torchlift._system import collection_paused, printable
 from torchlift.errors import CheckpointError, FormatError, NotAllowed, NotFound, UnsafeError
 from torchlift.formats import flax_msgpack, gguf, npz, pt2, torch_legacy, torchscript, zero
@@ -70,6 +79,9 @@ _CALLED = re.compile(
     rb"\x8c.([\w.]{1,200})\x94\x8c.(\w{1,100})\x94\x93|c([\w.]{1,200})\n(\w{1,100})\n", re.DOTALL
 )
 
+#: What it is in the metadata of a distributed checkpoint.
+_OF_DCP = "torch.distributed.checkpoint.metadata.Metadata"
+
 #: What a damaged file can make a reader raise, besides what it says itself.
 _DAMAGE = (
     ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError,
@@ -111,7 +123,8 @@ def read_index(
     the header: about a millisecond for a file of a few hundred tensors.
 
     Args:
-        path: a file or a directory, or its URL. Its name does not matter, only its content.
+        path: a file or a directory, or its URL. Its name does not matter, only its content; but
+            ``*.distcp`` is a part of a checkpoint, of which a reader of torch files finds one item.
         alone: whether it stands in no folder of its own, so that it is no index of other files.
         storage_options: of a URL, as for `torchlift.open`.
 
@@ -177,6 +190,8 @@ def _elsewhere(name: str) -> str:
 def _read_file(path: str, budget: Budget | None = None) -> Index:
     """Read a file of any format; a shard, which has a budget, is no index of further shards."""
     with errors_name(path), Source(path, budget) as source:
+        if name_of(path).endswith(DCP_SUFFIX):  # torch files in a row: it would pass for the last
+            raise _part_of_dcp(path)
         content = Content(path, _read_file, source=source)
         files = _ARCHIVES if is_zip(content.head) else _FILES if budget else (*_FILES, _INDEXES)
         for reader in files:
@@ -242,17 +257,33 @@ def _refuse(content: Content) -> Index:
         if error := _foreign_in(content.records):
             raise error
         return _torch_zip(content)  # which says what is missing
+    if _called(content.head) == _OF_DCP:
+        raise _part_of_dcp(content.path)
     raise _foreign(content.head, content.source.size)
+
+
+def _part_of_dcp(path: str) -> FormatError:
+    folder = printable(parent(path), 300)
+    return FormatError(
+        "a part of a distributed checkpoint (DCP)",
+        expected="its folder",
+        hint=f"Open the folder, {folder!r}.",
+    )
+
+
+def _called(head: bytes) -> str | None:
+    """Return the first name that the pickle calls for which a file starts with, if any."""
+    called = _CALLED.search(head) if head[:1] == b"\x80" else None
+    return b".".join(filter(None, called.groups())).decode("ascii", "replace") if called else None
 
 
 def _foreign(head: bytes, size: int) -> CheckpointError:
     """Make the error for a file by its first bytes."""
     for magic, what, hint in _FOREIGN:
         if re.match(magic, head, re.DOTALL):
-            called = _CALLED.search(head) if head[:1] == b"\x80" else None
-            name = called and b".".join(filter(None, called.groups())).decode("ascii", "replace")
+            name = _called(head)
             kind = UnsafeError if name else FormatError
-            return kind(what, expected=_EXPECTED, found=name or None, hint=hint)
+            return kind(what, expected=_EXPECTED, found=name, hint=hint)
     what, found = "not a checkpoint that torchlift reads", None
     hint = "Check that the right file was fetched, completely."
     if not size:
