@@ -36,7 +36,7 @@ WAYS = [{}, {"source": "mmap"}, {"mode": "assign"}, {"transform": lambda _, t: t
 
 
 @pytest.mark.parametrize("meta", [True, False])
-@pytest.mark.parametrize("words", WAYS, ids=str)
+@pytest.mark.parametrize("words", WAYS, ids=", ".join)
 def test_a_load_compares_what_the_hub_records(
     snapshot: Path, words: dict[str, Any], meta: bool
 ) -> None:
