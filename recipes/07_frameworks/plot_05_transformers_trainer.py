@@ -59,8 +59,8 @@ print(kept.steps(), torchlift.verify(kept.latest()).ok)
 # Proof
 # -----
 #
-# A network of 16 MB with a dropout, its moments of twice as much, saved at every second step, in a
-# new process for each way: how long does a step wait that saves? Then each goes on from step 8,
+# A network of 16 MB with a dropout, its moments of twice as much, saved at every tenth step, in a
+# new process for each way: how long does a step wait that saves? Then each goes on from step 30,
 # with other random numbers, and every loss must be that of the run that never stopped.
 
 # fold: How it is measured
@@ -87,7 +87,7 @@ class Net(torch.nn.Module):
 
 
 def train(way, folder, again):
-    run = {"max_steps": 16, "save_steps": 2, "disable_tqdm": True, "use_cpu": True}
+    run = {"max_steps": 60, "save_steps": 10, "disable_tqdm": True, "use_cpu": True}
     arguments = hf.TrainingArguments(f"{folder}/out", **run)
     data = torch.linspace(-1, 1, 64 * 16).view(64, 16).sin()
     rows = [{"x": row, "labels": row.sum()} for row in data]
@@ -96,7 +96,7 @@ def train(way, folder, again):
     torch.manual_seed(5 if again else 0)
     trainer = hf.Trainer(Net(), arguments, train_dataset=rows, callbacks=callbacks)
     trainer.remove_callback(hf.PrinterCallback)
-    last = f"{folder}/out/checkpoint-8" if again else None
+    last = f"{folder}/out/checkpoint-30" if again else None
     if way == "torchlift":
         last = callback.resume(trainer)
     trainer.train(resume_from_checkpoint=last)
@@ -108,11 +108,12 @@ def go_on(way, folder):
     first = train(way, folder, False)
     steps = [b - a for a, b in zip(first.starts, first.starts[1:], strict=False)]
     for path in Path(f"{folder}/kept").glob("step-*"):
-        if int(path.name[5:14]) > 8:
+        if int(path.name[5:14]) > 30:
             path.unlink() if path.is_file() else shutil.rmtree(path)
     again = train(way, folder, True)
-    # From the first step on each second one saves; the first save makes room: it does not count.
-    return steps[3::2], steps[4::2], again.losses == first.losses[8:]
+    saving = steps[19::10]  # the first save makes room: it does not count
+    others = [each for at, each in enumerate(steps[10:], 11) if at % 10]
+    return saving, others, again.losses == first.losses[30:]
 
 
 found = {}
