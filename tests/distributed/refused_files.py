@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -16,6 +17,8 @@ from wrapped_models import WRAPPERS, fsdp, net
 
 import torchlift
 import torchlift.distributed as ours
+from torchlift._model import RankGroup
+from torchlift.errors import CheckpointError
 
 
 def files() -> Path:
@@ -54,6 +57,23 @@ def a_file_that_one_rank_cannot_read() -> None:
                 assert f"on rank {last()}: " in str(caught.value), str(caught.value)
         with unchanged(DistributedDataParallel(net()).module) as caught:
             torchlift.load(net(), mine, collective=True)
+
+
+@check
+def an_error_that_is_raised_again_before_anything_is_exchanged() -> None:
+    """The others hear of it again; so they do of one that has the place of one that is gone."""
+    again = ValueError("no")
+
+    def go_on() -> None:
+        with RankGroup.of_all().together() as agree:
+            if is_last():
+                raise again
+            agree(False)
+
+    for _ in range(2):
+        with pytest.raises((ValueError, CheckpointError), match="no"):
+            go_on()
+        dist.barrier()
 
 
 @check

@@ -245,6 +245,8 @@ class RankGroup:
             False
         """
         expected = bool(self.groups)
+        # What an earlier block has raised may be raised again, or have left its place to another.
+        _LAST.heard = None, []
 
         def agree(again: bool) -> bool:
             nonlocal expected
