@@ -214,7 +214,7 @@ def convert(
             require_kept(index.path, (before, ()), (read, ()), "the format leaves out", what)
         if isinstance(options.rename, Rewriting):
             for one in checkpoints:
-                options.rename.check(one._index.said, one.path)
+                options.rename.check(one._index.plain, one.path)
         if options.rename is not None:
             # Containers are taken apart: their values are to be what they were in them.
             index = replace(index, objects={**index.objects, **objects_as_saved(index)})

@@ -40,7 +40,7 @@ class Rewriting:
         """Return the name of the first tensor that values of `key` go to."""
         raise NotImplementedError
 
-    def check(self, said: Mapping[str, object], path: str) -> None:
+    def check(self, plain: Mapping[str, object], path: str) -> None:
         """Refuse a checkpoint that says, besides its tensors, that it is none for this rule.
 
         Raises:
@@ -121,7 +121,7 @@ def assembled(origin: Origin, rename: Rewriting) -> tuple[dict[str, str], dict[s
         MismatchError: see `rewritten`.
     """
     for ckpt in origin.checkpoints:
-        rename.check(ckpt._index.said, ckpt.path)
+        rename.check(ckpt._index.plain, ckpt.path)
     candidates = {k: v for k, v in origin.candidates.items() if k not in origin.blocked}
     entries = {key: described(one) for key, one in candidates.items()}
     names: dict[str, str] = {}

@@ -133,10 +133,10 @@ def require_known(
     Raises:
         StateDictMismatch: there is one.
     """
-    held = {name: param for each in optimizers for param in _params(each)
+    own = {name: param for each in optimizers for param in _params(each)
             for name in names.fqns(param)}  # fmt: skip
-    strange = next((held[n] for n in held if PLACE.fullmatch(n) and n not in saved), None)
-    if strange is not None and any(n not in held and not PLACE.fullmatch(n) for n in saved):
+    strange = next((own[n] for n in own if PLACE.fullmatch(n) and n not in saved), None)
+    if strange is not None and any(n not in own and not PLACE.fullmatch(n) for n in saved):
         raise _of_another(strange)
 
 

@@ -484,7 +484,7 @@ class Index:
         return self.storages.get(entry.storage) if entry.storage else None
 
     @property
-    def said(self) -> dict[str, object]:
+    def plain(self) -> dict[str, object]:
         """Return all that is no tensor, what is beside the root and the metadata included."""
         return {**self.objects, **self.beside, **self.metadata}
 

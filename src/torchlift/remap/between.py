@@ -280,10 +280,10 @@ class _Between(Rewriting, Renaming):
                 return line.there[0] if self.saves else line.here
         return None if re.fullmatch(self.computed, key) else key
 
-    def check(self, said: Mapping[str, object], path: str) -> None:
+    def check(self, plain: Mapping[str, object], path: str) -> None:
         """Refuse a file that says that it is of another model; see `Rewriting`."""
         for key, expected in () if self.saves else self.facts:
-            found = str(said.get(key, expected))
+            found = str(plain.get(key, expected))
             # Of a list, which has a number for each layer, the metadata has the length alone.
             if found != expected and not found.endswith(" values"):
                 raise MismatchError(

@@ -62,10 +62,10 @@ class _Chain(Renaming):
 class _RewritingChain(_Chain, Rewriting):
     """Renames of which some merge or split: each sees all tensors that the one before it made."""
 
-    def check(self, said: Mapping[str, object], path: str) -> None:
+    def check(self, plain: Mapping[str, object], path: str) -> None:
         for step in self.steps:
             if isinstance(step, Rewriting):
-                step.check(said, path)
+                step.check(plain, path)
 
     def rewrite(self, items: Mapping[str, Made], path: str) -> dict[str, Made]:
         made = dict(items)
