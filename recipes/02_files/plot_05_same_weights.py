@@ -128,7 +128,7 @@ assert [rank["torchlift.digest"][0] for rank in ranks] == [
 peaks = {name: max(rank[name][1] for rank in ranks) / 2**20 for name in ways}
 assert peaks["torchlift.digest"] < 24 < 48 < peaks["gather, then hash"]
 for name, peak in peaks.items():
-    print(f"{name:<18} memory of a rank: +{peak:.1f} MiB")
+    print(f"{name:<18} memory of a rank: ~{peak:.0f} MiB")
 
 # %%
 
