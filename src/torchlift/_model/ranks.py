@@ -198,7 +198,7 @@ class RankGroup:
 
     def _has_heard(self, error: BaseException | None) -> bool:
         """Say whether all have met an error, or one that it was made of, in an exchange."""
-        heard, groups = getattr(_LAST, "heard", (None, []))
+        heard, groups = _LAST.heard
         while error is not None and groups == [*map(id, self.groups)]:
             if id(error) == heard:
                 return True

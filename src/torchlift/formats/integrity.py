@@ -255,13 +255,16 @@ def hashes_of(
         part: the number of this reader, and how many there are.
     """
     files, found = [*recorded][part[0] :: part[1]], dict[str, int]()
+    stamps = _stamps(index)
+    sizes = [stamps[path].size for path in files]
+    algorithms = [recorded[path][0] for path in files]
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         try:
-            values = pool.map(partial(_hash, index, recorded), files)
-            for path, value in zip(files, values, strict=True):
+            values = pool.map(partial(_hash, index), files, sizes, algorithms)
+            for path, size, value in zip(files, sizes, values, strict=True):
                 found[path] = value
                 if advance is not None:
-                    advance(_stamps(index)[path].size)
+                    advance(size)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             for file in files:  # else an interrupt waits for a host that is silent
@@ -271,10 +274,9 @@ def hashes_of(
     return found
 
 
-def _hash(index: Index, recorded: Mapping[str, tuple[str, str]], path: str) -> int:
+def _hash(index: Index, path: str, size: int, algorithm: str) -> int:
     """Return the hash of all of a file."""
-    size = _stamps(index)[path].size
-    if recorded[path][0] == "sha256":
+    if algorithm == "sha256":
         total = hashlib.sha256()
     else:
         # Which protects from nobody: it is what git calls a file.
@@ -362,12 +364,13 @@ def compared(
     unchecked = {name: s.nbytes for name, s in bare.items() if s.file not in recorded}
     # Bytes that have two checksums count once.
     alone = sum(storage.nbytes for storage in with_sum if storage.file not in recorded)
+    stamps = _stamps(index)
     return VerifyReport(
         index.path,
         (*storages, *whole),
         tuple(unchecked),
         tuple(failed),
-        alone + sum(_stamps(index)[path].size for path in recorded),
+        alone + sum(stamps[path].size for path in recorded),
         sum(unchecked.values()),
         tuple(records),
         {str(path): " ".join(each) for path, each in recorded.items()},
