@@ -290,6 +290,59 @@ def test_page_is_accessible_and_fits_at_every_width_and_theme(
     assert not browser.errors
 
 
+#: What a page hides on purpose: what is folded, what a card of the gallery has no room for, the
+#: steps that buttons tell, and the heading that search engines read on the first page.
+HIDDEN = ", ".join(
+    [
+        "details:not([open]) > :not(summary)",
+        ".sphx-glr-thumbcontainer :is(.tl-card-question, .tl-tag)",
+        ".sphx-glr-tag-list, .sphx-glr-tag-label",
+        ".tl-steps, .tl-step-panel, [hidden], noscript, script, style, svg",
+    ]
+)
+#: Words that somebody sees of an article, words that it has, the height of its title, its overflow.
+SEEN = f"""{{
+  const article = document.querySelector("article, .bd-search-container");
+  const copy = article.cloneNode(true);
+  for (const node of copy.querySelectorAll({json.dumps(HIDDEN)})) node.remove();
+  const words = text => (text.match(/[\\w.]+/g) || []).length;
+  const title = article.querySelector("h1, .tl-claim");
+  const found = [];
+  for (const theme of ["light", "dark"]) {{
+    document.documentElement.dataset.theme = theme;
+    const ink = getComputedStyle(title).color, page = getComputedStyle(document.body);
+    found.push([
+      theme, words(article.innerText), words(copy.textContent),
+      ink === page.backgroundColor ? 0 : title.getBoundingClientRect().height,
+      document.documentElement.scrollWidth - innerWidth,
+    ]);
+  }}
+  found;
+}}"""
+
+
+def test_every_page_shows_its_title_and_its_words(browser: Browser, address: str) -> None:
+    """A rule of the style sheet can blank a page that nobody opened, and the HTML is still valid.
+
+    Nine tenths of the words of each article are seen, but what is hidden on purpose, and nothing is
+    wider than the window: on a screen and on a phone, light and dark.
+    """
+    wrong = []
+    for path in pages():
+        browser.open(address + name(path))
+        for width in 1400, 420:
+            browser.resize(width)
+            for theme, seen, there, height, over in browser.run(SEEN):
+                where = f"{name(path)} at {width}, {theme}"
+                if not height:
+                    wrong.append(f"{where}: its title is not seen")
+                if seen < 0.9 * there:
+                    wrong.append(f"{where}: {seen} of {there} words are seen")
+                if over > 0:
+                    wrong.append(f"{where}: {over} pixels wider than the window")
+    assert not wrong, "\n".join(wrong)
+
+
 FIRST_PICTURE = """
 document.querySelector("article :is(figure, .output_html table)").getBoundingClientRect().top
   + scrollY

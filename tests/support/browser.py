@@ -85,10 +85,14 @@ class Browser:
         while "Page.loadEventFired" not in self.events:
             self.receive()
 
-    def show(self, width: int, theme: str) -> None:
-        """Give the window another width, and the system another colour scheme."""
+    def resize(self, width: int) -> None:
+        """Give the window another width."""
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)
+
+    def show(self, width: int, theme: str) -> None:
+        """Give the window another width, and the system another colour scheme."""
+        self.resize(width)
         features = {"prefers-color-scheme": theme, "prefers-reduced-motion": "reduce"}
         pairs = [{"name": name, "value": value} for name, value in features.items()]
         self.call("Emulation.setEmulatedMedia", features=pairs)
