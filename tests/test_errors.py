@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import torchlift
-from torchlift._system import printable
+from torchlift._system.text import printable
 from torchlift.errors import (
     CheckpointError,
     FormatError,

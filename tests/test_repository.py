@@ -121,6 +121,21 @@ def test_no_public_name_loads_a_framework() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_a_name_imports_no_more_than_it_needs() -> None:
+    """Beside torch itself. What DCP calls has DCP's classes as bases, which takes a second."""
+    bases = ("CheckpointReader", "CheckpointWriter", "LenientPlanner")
+    code = (
+        "import sys, torch, torchlift\n"
+        "for room in (torchlift, torchlift.distributed):\n"
+        f"    for name in set(dir(room)) - {set(bases)}:\n"
+        "        getattr(room, name)\n"
+        "costly = {'sympy', 'torch._dynamo', 'torch.distributed.checkpoint', 'numpy.testing'}\n"
+        "sys.exit(str(costly & set(sys.modules)) if costly & set(sys.modules) else 0)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
 def test_unknown_name_is_an_attribute_error() -> None:
     """A lazy package fails like any other, so that ``hasattr`` and ``from`` work."""
     assert not hasattr(torchlift, "no_such_name")

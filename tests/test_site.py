@@ -297,7 +297,8 @@ HIDDEN = ", ".join(
         "details:not([open]) > :not(summary)",
         ".sphx-glr-thumbcontainer :is(.tl-card-question, .tl-tag)",
         ".sphx-glr-tag-list, .sphx-glr-tag-label",
-        ".tl-steps, .tl-step-panel, [hidden], noscript, script, style, svg",
+        ".tl-steps, .tl-step-panel, .search-button__kbd-shortcut",
+        "[hidden], noscript, script, style, svg",
     ]
 )
 #: Words that somebody sees of an article, words that it has, the height of its title, its overflow.

@@ -33,7 +33,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import torchlift
-from torchlift._system import parse_size
+from torchlift._system.text import parse_size
 from torchlift.distributed import on_ranks
 
 TABLE = Path(__file__).resolve().parent.parent / "docs" / "_includes" / "saves.rst"

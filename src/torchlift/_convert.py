@@ -59,7 +59,9 @@ from torchlift._sources import (
     tensors_in,
 )
 from torchlift._store import FileStamp, exists, is_url, place_of
-from torchlift._system import collection_paused, map_leaves, printable, trim
+from torchlift._system.containers import map_leaves
+from torchlift._system.memory import collection_paused, trim
+from torchlift._system.text import printable
 from torchlift.errors import Argument, CheckpointError, Hint, PlacementError
 from torchlift.formats import (
     Index,

@@ -30,7 +30,8 @@ from torchlift._model import (
 )
 from torchlift._save import Value, Workspace, few_of, is_array, take_apart
 from torchlift._sources import IN_MEMORY, checkpoint, container
-from torchlift._system import collection_paused, leaves
+from torchlift._system.containers import leaves
+from torchlift._system.memory import collection_paused
 from torchlift.errors import FormatError, PlacementError, answers_keywords
 from torchlift.formats import ROOT_OBJECT, Leaf, errors_name, row_major
 

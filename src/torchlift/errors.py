@@ -18,7 +18,7 @@ from functools import wraps
 from itertools import chain
 from typing import Any, ParamSpec, TypeVar
 
-from torchlift._system import printable
+from torchlift._system.text import printable
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

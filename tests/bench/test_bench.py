@@ -14,12 +14,12 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from in_code import in_forked
+from in_code import in_code
 from safetensors.torch import load_file
 
 import torchlift
 from torchlift import FormatError, bench
-from torchlift._system import parse_size
+from torchlift._system.text import parse_size
 from torchlift.bench import WAYS, Comparison, Result, Way, loading, machine
 from torchlift.bench.growth import GROWTHS, grow
 from torchlift.bench.ways import Task
@@ -102,7 +102,7 @@ def test_the_numbers_depend_on_the_seed_and_differ_between_tensors(tmp_path) -> 
 @pytest.mark.parametrize("format", FORMATS)
 def test_generating_takes_no_memory_of_its_own(tmp_path, format) -> None:
     """256 MiB are written with less than 8 MiB of anonymous memory."""
-    child = in_forked(
+    child = in_code(
         "bench.make_checkpoint(args[0], nbytes=256 << 20, format=args[1])",
         str(tmp_path / "big"),
         format,

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from torchlift import cli
 from torchlift import open as open_index
-from torchlift._system import printable
+from torchlift._system.text import printable
 from torchlift.cli.output import print_json
 
 

@@ -17,7 +17,7 @@ import torchlift
 FILES = (
     "distributed/keeper.py", "distributed/folder.py", "distributed/state_dict.py",
     "_model/ranks.py", "_model/commit.py", "_model/slots.py",
-    "torchlift/_system.py", "contextlib.py",
+    "_system/interrupts.py", "contextlib.py",
 )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from in_code import in_forked
+from in_code import in_code
 from save_states import same_bits
 from torch import nn
 
@@ -73,7 +73,7 @@ for name, view in views.items():
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="owned memory is from /proc")
 def test_a_save_copies_a_block_at_a_time_whatever_the_strides(tmp_path: Path) -> None:
     """192 MiB are saved within 40, where a copy of the whole would be 192."""
-    found = in_forked(_MEASURED, str(tmp_path / "x.pt"), setup=_SETUP).value
+    found = in_code(_MEASURED, str(tmp_path / "x.pt"), setup=_SETUP).value
     assert len(found) == 4
     assert max(found.values()) < 40 * (1 << 20), found
 

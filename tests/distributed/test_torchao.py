@@ -16,7 +16,7 @@ from torch import nn
 import torchlift
 import torchlift.distributed as ours
 from torchlift._model.handlers import clone_of
-from torchlift._system import map_leaves
+from torchlift._system.containers import map_leaves
 from torchlift.distributed import StateDictOptions
 
 pytest.importorskip("torchao")

@@ -12,7 +12,7 @@ from checkpoint_files import tensor, write_safetensors, write_zip
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchlift._system import human
+from torchlift._system.text import human
 from torchlift.formats import read_index
 from torchlift.formats.index import Index, TensorEntry
 from torchlift.formats.summary import (

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from in_code import in_forked
+from in_code import in_code
 from torch import nn
 from zero_files import Zero
 
@@ -177,7 +177,7 @@ def test_a_load_takes_the_memory_of_one_copy(tmp_path: Path) -> None:
     values = {f"w{at}": torch.full((1021, 2049), float(at)) for at in range(8)}
     path = Zero(3, 3, [values]).write(tmp_path / "run")
     setup = "import torch, torchlift, torchlift._load\nfrom torchlift import measure"
-    for added, total in in_forked(_LOADED, str(path), setup=setup).value:
+    for added, total in in_code(_LOADED, str(path), setup=setup).value:
         assert total == 7 * 1021 * 2049
         assert added < sum(value.nbytes for value in values.values()) + (24 << 20)
 

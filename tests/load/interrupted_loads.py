@@ -20,7 +20,7 @@ FILES = (
     "_load/loading.py", "_plan/planner.py", "_model/hooks.py", "_load/fetch.py",
     "_sources/opening.py", "_sources/tensors.py",
     "_model/commit.py", "_model/watch.py", "_model/slots.py", "_model/ranks.py",
-    "_transfer/reading.py", "torchlift/_system.py", "contextlib.py",
+    "_transfer/reading.py", "_system/interrupts.py", "contextlib.py",
 )  # fmt: skip
 
 

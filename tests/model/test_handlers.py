@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from in_code import in_forked
+from in_code import in_code
 from int8_weights import Int8, load_int8, quantise_linear, registered
 from small_models import Two, on_meta, saved, state_of
 from torch import nn
@@ -118,7 +118,7 @@ model = quantise_linear(torchlift.skeleton(build))
 torch.ones(2048, 2048).abs().amax(1)
 """
     for source in ("mmap", "read"):
-        child = in_forked(code, str(path), source, setup=setup)
+        child = in_code(code, str(path), source, setup=setup)
         assert child.value == 16
         assert child.memory.added_anonymous / 2**20 < 64 + 16 + 64
 

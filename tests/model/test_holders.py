@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from in_code import in_forked
+from in_code import in_code
 from ranks import run_workers
 from small_models import saved
 from torch import nn
@@ -163,7 +163,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 """
     code = "torchlift.load(model, args[0], mode=args[1], dtype=torch.bfloat16, source='read')"
     finish = "result = [str(p.dtype) for p in optimizer.param_groups[0]['params'][:1]]"
-    child = in_forked(code, str(path), mode, setup=setup, finish=finish)
+    child = in_code(code, str(path), mode, setup=setup, finish=finish)
     assert child.value == ["torch.bfloat16"]
     assert child.memory.added_anonymous / 2**20 < 256 + 16 + 64
 

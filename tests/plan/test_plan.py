@@ -15,7 +15,7 @@ from torch import nn
 
 import torchlift
 from torchlift._plan import LoadReport
-from torchlift._system import human
+from torchlift._system.text import human
 from torchlift.errors import MismatchError, PlacementError
 
 

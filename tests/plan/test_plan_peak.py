@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from in_code import in_forked
+from in_code import in_code
 from torch import nn
 
 import torchlift
@@ -83,7 +83,7 @@ def test_the_planned_peak_is_the_measured_one_within_a_tenth(
     """10 % and 16 MiB, in either direction; and the bytes to read are those that were read."""
     live, options, least = CASES[case]
     arguments = (*map(str, files), live, options)
-    child = in_forked(_LOAD, *arguments, setup=_SETUP, finish=_FINISH)
+    child = in_code(_LOAD, *arguments, setup=_SETUP, finish=_FINISH)
     planned, to_read, read = child.value
     measured = child.memory.added_anonymous
     assert abs(planned - measured) <= 0.1 * measured + 16 * MIB, (planned / MIB, measured / MIB)
@@ -94,7 +94,7 @@ def test_the_planned_peak_is_the_measured_one_within_a_tenth(
 def test_planning_reads_no_weights_and_makes_none(files: tuple[Path, Path]) -> None:
     """What a plan itself takes is the index and the names."""
     setup = _SETUP.replace("plan = ", "")
-    child = in_forked(
+    child = in_code(
         "plan = torchlift.plan(model, args[0])", *map(str, files), False, "dict()", setup=setup
     )
     assert child.memory.added_anonymous < 4 * MIB

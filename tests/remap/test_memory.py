@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from in_code import in_forked
+from in_code import in_code
 
 MIB = 1 << 20
 SIZE = 192 * MIB
@@ -72,14 +72,14 @@ OWNED = {
 def path(tmp_path_factory) -> Path:
     """Twelve matrices of 16 MiB, saved by a wrapper."""
     path = tmp_path_factory.mktemp("memory") / "model.pt"
-    in_forked(MAKE, str(path))
+    in_code(MAKE, str(path))
     return path
 
 
 @pytest.mark.parametrize("case", OWNED)
 def test_a_remapped_load_takes_its_result_and_the_fixed_budget(path, case) -> None:
     """As much as a plain load of the same result, and what the plan estimated."""
-    child = in_forked(CODE, str(path), case, setup=SETUP)
+    child = in_code(CODE, str(path), case, setup=SETUP)
     planned, itemsizes = child.value
     added = child.memory.added_anonymous
     assert added <= OWNED[case] * MIB + BUDGET

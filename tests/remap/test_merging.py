@@ -17,7 +17,7 @@ import torch
 from checkpoint_files import deflated, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from in_code import in_forked
+from in_code import in_code
 from ranks import run_workers
 from safetensors.torch import save_file
 from torch import nn
@@ -417,7 +417,7 @@ result = planned
 """
     for dtype, size in ((None, 128), ("bfloat16", 64)):
         path = str(tmp_path / "model.safetensors")
-        child = in_forked(code, path, dtype, setup=SETUP)
+        child = in_code(code, path, dtype, setup=SETUP)
         added = child.memory.added_anonymous
         assert 0.9 * size * mib <= added <= (size + 64) * mib
         assert size * mib <= child.value <= (size + 64) * mib

@@ -15,7 +15,7 @@ import torchlift
 
 FILES = (
     "_transfer/write.py", "_save/files.py", "_save/mesh.py", "_save/saving.py", "_model/ranks.py",
-    "torchlift/_system.py", "contextlib.py",
+    "_system/interrupts.py", "contextlib.py",
 )  # fmt: skip
 WAYS = {
     "torch-zip": ("x.pt", {}),

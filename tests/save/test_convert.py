@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from forked import run
-from in_code import in_forked
+from in_code import in_code
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from save_states import same_bits
@@ -489,7 +489,7 @@ def test_a_conversion_takes_the_memory_of_some_blocks(tmp_path: Path) -> None:
         ("x.pth", "y", {"format": "dcp"}),
     ]:
         arguments = str(tmp_path / src), str(tmp_path / dst), options
-        child = in_forked(_CONVERT, *arguments, setup=_SETUP)
+        child = in_code(_CONVERT, *arguments, setup=_SETUP)
         assert child.memory.added_anonymous < 64 << 20, (src, dst, options)
 
 
@@ -501,7 +501,7 @@ def test_a_transform_takes_the_memory_of_some_tensors(tmp_path: Path) -> None:
     state = {str(number): torch.ones(1 << 20) for number in range(40)}
     torchlift.save(state, tmp_path / "x.safetensors")
     arguments = str(tmp_path / "x.safetensors"), str(tmp_path / "y.safetensors")
-    child = in_forked(_ADDED, *arguments, setup=_SETUP)
+    child = in_code(_ADDED, *arguments, setup=_SETUP)
     assert child.memory.added_anonymous < 64 << 20
     assert float(load_file(arguments[1])["39"][0]) == 2
 

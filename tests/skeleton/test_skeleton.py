@@ -16,7 +16,7 @@ import pytest
 import torch
 from checkpoint_files import same_bits
 from constructions import FACTORIES
-from in_code import in_code, in_forked
+from in_code import in_code
 from interrupting import Step
 from same_model import all_tensors, assert_same_tensors, scrambled
 from torch import nn
@@ -572,9 +572,9 @@ model = torchlift.skeleton(Model)
 """
     part = 48  # beyond what malloc keeps for reuse when it is freed
     code = "torchlift.materialize(model, names=args or None)"
-    everything = in_forked(code, setup=setup).memory.added_anonymous / MIB
+    everything = in_code(code, setup=setup).memory.added_anonymous / MIB
     assert 4 * part <= everything < 4 * part + 1.5 * part
-    alone = in_forked(code, "small", setup=setup).memory.added_anonymous / MIB
+    alone = in_code(code, "small", setup=setup).memory.added_anonymous / MIB
     assert alone < 2
 
 

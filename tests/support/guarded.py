@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from torchlift._system import printable
+from torchlift._system.text import printable
 from torchlift.errors import CheckpointError
 from torchlift.formats import Index, read_index
 from torchlift.formats.integrity import verify_index

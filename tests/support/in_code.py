@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import pickle
-import sys
 import time
 from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
-
-from forked import run
 
 from torchlift import measure
 
@@ -33,18 +27,6 @@ def in_code(
     return replace(child, value=value, seconds=seconds, memory=memory)
 
 
-def in_forked(code: str, *args: object, setup: str = "", finish: str = "") -> measure.ChildResult:
-    """Do the same in a forked process: where what is measured is no import."""
-    with TemporaryDirectory() as folder:
-        path = Path(folder, "work")
-        path.write_bytes(pickle.dumps((code, args, setup, finish)))
-        done = run(Path(__file__), path)
-        assert done.returncode == 0, done.stderr
-        value, seconds, use = pickle.loads(path.read_bytes())
-    memory = measure.MemoryUse.from_dict(use)
-    return measure.ChildResult(value, seconds, memory, done.stdout, done.stderr)
-
-
 def _run(code: str, args: tuple[object, ...], setup: str, finish: str) -> tuple[Any, float, Any]:
     names: dict[str, Any] = {"__name__": "__torchlift_child__", "args": args}
     exec(setup, names)
@@ -55,8 +37,3 @@ def _run(code: str, args: tuple[object, ...], setup: str, finish: str) -> tuple[
     use = names["use"].to_dict()
     exec(finish, names)
     return names.get("result"), seconds, use
-
-
-if __name__ == "__main__":
-    work = Path(sys.argv[1])
-    work.write_bytes(pickle.dumps(_run(*pickle.loads(work.read_bytes()))))

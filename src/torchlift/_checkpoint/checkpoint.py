@@ -32,7 +32,8 @@ from torchlift._checkpoint.stats import TensorStats, stats_of
 from torchlift._checkpoint.tree import Tree
 from torchlift._model import versioned
 from torchlift._store import Stamp, Url, UrlStamp, place_of
-from torchlift._system import clipped_list, collection_paused, printable
+from torchlift._system.memory import collection_paused
+from torchlift._system.text import clipped_list, printable
 from torchlift._transfer import Files, read_ahead, values_at
 from torchlift.errors import (
     Argument,

@@ -20,7 +20,8 @@ import torch
 from torchlift._checkpoint.checkpoint import Checkpoint, blocks_of, open
 from torchlift._checkpoint.kinds import dense_of
 from torchlift._model import is_dtensor, is_lazy
-from torchlift._system import Facts, Summary, collection_paused, count_of, human, printable
+from torchlift._system.memory import collection_paused
+from torchlift._system.text import Facts, Summary, count_of, human, printable
 from torchlift._transfer import BUDGET
 from torchlift.errors import PlacementError
 from torchlift.formats import Containers, errors_name, flatten_state, items_of, name_text, row_major

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from torchlift._model import make_wrapper, without_subclasses
-from torchlift._system import clipped_list
+from torchlift._system.text import clipped_list
 from torchlift.errors import CheckpointError, FormatError, PlacementError, UnsafeError
 from torchlift.formats import (
     CONSTANTS,

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from torchlift._checkpoint.kinds import DROPPED, Values
-from torchlift._system import leaves as leaves_of
-from torchlift._system import map_leaves
+from torchlift._system.containers import leaves as leaves_of
+from torchlift._system.containers import map_leaves
 from torchlift.errors import CheckpointError, FormatError, PlacementError, UnsafeError
 from torchlift.formats import (
     MISSING,

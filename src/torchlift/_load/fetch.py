@@ -47,7 +47,7 @@ from torchlift._sources import (
     Values,
     is_in_place,
 )
-from torchlift._system import trim
+from torchlift._system.memory import trim
 from torchlift._transfer import BUDGET, Request, Seen, allocate, read, requests_for
 from torchlift.errors import MismatchError, PlacementError, note
 from torchlift.formats import TensorEntry

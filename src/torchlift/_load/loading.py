@@ -57,15 +57,9 @@ from torchlift._plan import (
 from torchlift._skeleton import forget
 from torchlift._sources import Copy, Given, JoinedTensor, Origin, apart, sources
 from torchlift._store import Url
-from torchlift._system import (
-    Interruptible,
-    clipped_list,
-    collection_paused,
-    count_of,
-    printable,
-    progress_bar,
-    uninterrupted,
-)
+from torchlift._system.interrupts import Interruptible, uninterrupted
+from torchlift._system.memory import collection_paused
+from torchlift._system.text import clipped_list, count_of, printable, progress_bar
 from torchlift._transfer import Folder
 from torchlift.errors import IntegrityError, MismatchError, answers_keywords
 from torchlift.formats import (

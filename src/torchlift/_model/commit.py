@@ -29,7 +29,8 @@ from torchlift._model.torch_private import (
     swap_content,
 )
 from torchlift._model.watch import Watch, version_of
-from torchlift._system import clipped_list, leaves
+from torchlift._system.containers import leaves
+from torchlift._system.text import clipped_list
 from torchlift.errors import PlacementError, note
 
 

@@ -33,7 +33,7 @@ from torchlift._model.torch_private import (
     memory_of,
 )
 from torchlift._model.watch import Watch, version_of
-from torchlift._system import leaves, map_leaves
+from torchlift._system.containers import leaves, map_leaves
 from torchlift.errors import MismatchError, PlacementError
 
 _EXTRA = "_extra_state"

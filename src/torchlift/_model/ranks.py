@@ -24,7 +24,7 @@ from torch import nn
 from torchlift._model.dtensor import is_dtensor
 from torchlift._model.names import is_fsdp1, wrapped_by
 from torchlift._model.torch_private import set_timeout, timeout_of
-from torchlift._system import uninterrupted
+from torchlift._system.interrupts import uninterrupted
 from torchlift.errors import CheckpointError
 
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from torchlift._model.dtensor import local_tensor
 from torchlift._model.handlers import clone_of, has_memory, inner_tensors, is_wrapper
 from torchlift._model.slots import is_lazy
 from torchlift._model.torch_private import memory_of, set_version, storage_key
-from torchlift._system import leaves
+from torchlift._system.containers import leaves
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 #: What is written through these, and what these write, leaves no trace on the tensor.

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torchlift._plan.rules import named, renamed
 from torchlift._plan.steps import Rename
 from torchlift._sources import Origin, SourceTensor, described, extra_state, tensor_of
-from torchlift._system import clipped_list
+from torchlift._system.text import clipped_list
 from torchlift.errors import MismatchError
 from torchlift.formats import TensorEntry, errors_name
 

@@ -60,7 +60,8 @@ from torchlift._plan.steps import Match, Rename, Step, Transform, Work
 from torchlift._plan.suggest import look_alikes, suggestion
 from torchlift._sources import FileTensor, Given, MemoryTensor, Origin, SourceTensor, sources
 from torchlift._store import Url
-from torchlift._system import Facts, clipped_list, count_of, human, uninterrupted
+from torchlift._system.interrupts import uninterrupted
+from torchlift._system.text import Facts, clipped_list, count_of, human
 from torchlift._transfer import BUDGET, STAGING, STAGING_AWAY, count_ranges
 from torchlift.errors import (
     Argument,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from torchlift._system import Facts, Summary, clipped_list, count_of, human, printable
+from torchlift._system.text import Facts, Summary, clipped_list, count_of, human, printable
 
 Mode = Literal["assign", "copy", "swap"]
 Source = Literal["mmap", "read", "memory"]

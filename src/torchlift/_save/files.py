@@ -34,7 +34,7 @@ from torchlift._store import (
     remove,
     upload,
 )
-from torchlift._system import deliver_interrupt, uninterrupted
+from torchlift._system.interrupts import deliver_interrupt, uninterrupted
 from torchlift._transfer import (
     AtomicFile,
     AtomicSet,

@@ -53,7 +53,7 @@ from torchlift._save.files import (
 from torchlift._save.pickling import Rebuilt
 from torchlift._save.values import Taken, Value, apart, stored_as, untied
 from torchlift._store import is_url, parent
-from torchlift._system import deliver_interrupt
+from torchlift._system.interrupts import deliver_interrupt
 from torchlift.errors import CheckpointError, PlacementError
 from torchlift.formats import Chunk, Leaf, Stored, TensorEntry, narrowed, row_major, runs
 

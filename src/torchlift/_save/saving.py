@@ -48,18 +48,17 @@ from torchlift._store import (
     place_of,
     require_writable,
 )
-from torchlift._system import (
+from torchlift._system.interrupts import deliver_interrupt, uninterrupted
+from torchlift._system.memory import collection_paused
+from torchlift._system.text import (
     Facts,
     Summary,
     clipped_list,
-    collection_paused,
     count_of,
-    deliver_interrupt,
     human,
     parse_size,
     printable,
     progress_bar,
-    uninterrupted,
 )
 from torchlift.errors import (
     Argument,

@@ -33,7 +33,7 @@ from torchlift._save.blocks import (
 )
 from torchlift._save.pickling import MAX_DEPTH, Rebuilt, Shared, is_array, require_plain
 from torchlift._store import is_url
-from torchlift._system import clipped_list, printable
+from torchlift._system.text import clipped_list, printable
 from torchlift.errors import PlacementError
 from torchlift.formats import (
     ITEMSIZE,

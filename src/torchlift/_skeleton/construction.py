@@ -30,7 +30,9 @@ from torchlift._model import (
 from torchlift._skeleton.recorder import Recorder, seeds_noted
 from torchlift._skeleton.recording import META, Construction, Ref
 from torchlift._skeleton.replay import replay
-from torchlift._system import clipped_list, collection_paused, uninterrupted
+from torchlift._system.interrupts import uninterrupted
+from torchlift._system.memory import collection_paused
+from torchlift._system.text import clipped_list
 from torchlift.errors import PlacementError, did_you_mean
 
 P = ParamSpec("P")

@@ -47,7 +47,7 @@ from torchlift._skeleton.recording import (
     tensors_in,
 )
 from torchlift._skeleton.replay import Run, calls_behind, undisturbed
-from torchlift._system import map_leaves
+from torchlift._system.containers import map_leaves
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]

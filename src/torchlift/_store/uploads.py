@@ -15,7 +15,7 @@ from torchlift._store.objects import object_store
 from torchlift._store.others import Others
 from torchlift._store.places import names_in, stamp_now
 from torchlift._store.url import Failed, Url
-from torchlift._system import Interruptible
+from torchlift._system.interrupts import Interruptible
 from torchlift.errors import CheckpointError, NotFound, PlacementError
 
 #: Bytes of a part, unless an object had more than `_MOST` of them then: S3 takes 10,000 at most. To

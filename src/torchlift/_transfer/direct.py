@@ -26,7 +26,7 @@ from typing import Literal
 import torch
 from typing_extensions import Self
 
-from torchlift._system import c_function
+from torchlift._system.memory import c_function
 from torchlift._transfer.files import is_network
 from torchlift._transfer.pages import HugePages, allocate
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from torchlift._system import c_function
+from torchlift._system.memory import c_function
 from torchlift._transfer.userfault import Filler, open_filler, whole_pages
 
 _HUGE_PAGE = 2 << 20

@@ -23,7 +23,8 @@ from threading import Thread
 from time import sleep
 from typing import NamedTuple
 
-from torchlift._system import c_function, deliver_interrupt, uninterrupted
+from torchlift._system.interrupts import deliver_interrupt, uninterrupted
+from torchlift._system.memory import c_function
 from torchlift.errors import CheckpointError
 from torchlift.formats import PartialCrc
 

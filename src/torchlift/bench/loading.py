@@ -16,7 +16,7 @@ from torch import nn
 from torchlift._checkpoint import open as open_checkpoint
 from torchlift._load import load
 from torchlift._skeleton import skeleton
-from torchlift._system import leaves
+from torchlift._system.containers import leaves
 from torchlift.formats import TensorEntry
 
 if TYPE_CHECKING:

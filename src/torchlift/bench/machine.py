@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import cycle, product
 from typing import Any
 
-from torchlift._system import c_function
+from torchlift._system.memory import c_function
 
 _READ = 8 << 20  # bytes per read into warm buffers
 _AREA = 256 << 20  # bytes per buffer of the copying limit: far above any cache

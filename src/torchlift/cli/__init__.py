@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torchlift
-from torchlift._system import printable
+from torchlift._system.text import printable
 from torchlift.cli.output import spelled
 from torchlift.errors import CheckpointError, UnsafeError
 

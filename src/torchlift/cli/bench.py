@@ -9,7 +9,7 @@ import tempfile
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
-from torchlift._system import parse_size, printable
+from torchlift._system.text import parse_size, printable
 from torchlift.bench import WAYS, Comparison, Result, compare, figure_of
 from torchlift.cli import UsageError
 from torchlift.cli.output import report

@@ -9,7 +9,8 @@ from dataclasses import asdict
 from typing import Any
 
 import torchlift
-from torchlift._system import collection_paused, printable, progress_bar
+from torchlift._system.memory import collection_paused
+from torchlift._system.text import printable, progress_bar
 from torchlift.cli import add_model, check_model
 from torchlift.cli.output import print_json
 from torchlift.errors import FormatError

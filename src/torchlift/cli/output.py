@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Container
 from typing import Any
 
-from torchlift._system import printable
+from torchlift._system.text import printable
 from torchlift.errors import Argument, Hint
 
 #: Argument of a function -> the option that means the same.

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torchlift
-from torchlift._system import human
+from torchlift._system.text import human
 from torchlift.cli import UsageError, add_model, check_model, json_object
 from torchlift.cli.output import report, spelled
 from torchlift.cli.rules import add_dtype, add_names, check_names, dtype_of, rename_of

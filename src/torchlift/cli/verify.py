@@ -6,7 +6,7 @@ import argparse
 import sys
 from dataclasses import asdict
 
-from torchlift._system import progress_bar
+from torchlift._system.text import progress_bar
 from torchlift.cli.output import report
 from torchlift.formats import checksums, hub_checksums, read_index, resolved, verify_index
 

@@ -35,7 +35,7 @@ from torchlift._store import (
     unfinished,
     upload,
 )
-from torchlift._system import clipped_list
+from torchlift._system.text import clipped_list
 from torchlift._transfer import AtomicFile, is_there, make_durable, remove_debris
 from torchlift.errors import CheckpointError
 from torchlift.formats import DCP_METADATA

@@ -27,7 +27,7 @@ from torchlift._model import (
     versioned,
     versions_of,
 )
-from torchlift._system import leaves
+from torchlift._system.containers import leaves
 from torchlift.distributed.gather import Sequence, digests, require_alike
 from torchlift.distributed.optimizer_load import OptimizerReport, present
 from torchlift.distributed.optimizer_state import first_name, initial_state

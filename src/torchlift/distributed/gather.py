@@ -39,7 +39,7 @@ from torchlift._model import (
     spread_of,
     wrap,
 )
-from torchlift._system import leaves, map_leaves
+from torchlift._system.containers import leaves, map_leaves
 from torchlift.distributed.broadcast import BUDGET, carrier, wire
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions
 

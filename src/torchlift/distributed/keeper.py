@@ -57,7 +57,9 @@ from torchlift._save import (
 )
 from torchlift._sources import FileTensor
 from torchlift._store import inside, is_url, name_of, place_of, require_writable
-from torchlift._system import Interruptible, clipped_list, leaves, map_leaves, uninterrupted
+from torchlift._system.containers import leaves, map_leaves
+from torchlift._system.interrupts import Interruptible, uninterrupted
+from torchlift._system.text import clipped_list
 from torchlift._transfer import file_system
 from torchlift.distributed.choice import GENERATORS, Choice, choose
 from torchlift.distributed.folder import KeptFolder, Policy, policies_of

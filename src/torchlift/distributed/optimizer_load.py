@@ -29,7 +29,8 @@ from torchlift._model import (
 )
 from torchlift._plan import allowed, listed
 from torchlift._sources import Copy, FileTensor, Sent, whole_copy
-from torchlift._system import Facts, Summary, clipped_list, leaves, map_leaves
+from torchlift._system.containers import leaves, map_leaves
+from torchlift._system.text import Facts, Summary, clipped_list
 from torchlift.distributed.optimizer_state import (
     PLACE,
     Saved,

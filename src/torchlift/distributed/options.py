@@ -12,7 +12,7 @@ from torch import nn
 
 from torchlift._model import is_dtensor, layout_of, local_tensor, oddity
 from torchlift._plan import look_alikes
-from torchlift._system import clipped_list
+from torchlift._system.text import clipped_list
 from torchlift.errors import StateDictMismatch as StateDictMismatch
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]

@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from torchlift._plan import Match, Mismatch, Options, Patterns, check_names, listed, suggestion
-from torchlift._system import Facts, Summary, clipped_list, count_of, leaves, map_leaves
+from torchlift._system.containers import leaves, map_leaves
+from torchlift._system.text import Facts, Summary, clipped_list, count_of
 from torchlift.errors import Hint, MismatchError
 
 

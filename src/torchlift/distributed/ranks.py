@@ -1,35 +1,29 @@
 """Run a function on several processes of this machine, from where no other process can import it.
 
-A function that is defined in a cell of a notebook is such a function: it travels by value, with all
-that it refers to. This module is also what runs on every rank:
+A function from a notebook cell is such a function: it is sent by value, with everything that it
+refers to.
 
-    python -m torchlift.distributed.ranks FOLDER SECONDS
-
-All meet in a folder. The caller leaves the file ``call`` there; each rank leaves what it printed,
-and its value in ``RANK.value`` or its traceback in ``RANK.error``. Then it waits to be ended, since
-another rank may still talk to it, and would fail for no reason of its own.
+The caller and the ranks share a folder. The caller leaves the file ``call`` there. Each rank leaves
+what it printed, and its value in ``RANK.value`` or its traceback in ``RANK.error``. Then the rank
+waits to be ended: another rank may still talk to it.
 """
 
 from __future__ import annotations
 
-import inspect
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import tempfile
-import threading
 import time
-import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
 from typing_extensions import TypeVarTuple, Unpack  # typing has them from Python 3.11 on
 
-from torchlift._system import packed
+from torchlift._system.zygote import Child, format_error, packed, start
 
 T = TypeVar("T")
 # Not a ParamSpec, which leaves no room for options beside the arguments.
@@ -47,36 +41,38 @@ def on_ranks(
     *args: Unpack[Ts],
     timeout: float = 120.0,
     environment: Mapping[str, str] | None = None,
+    fork: bool = True,
 ) -> list[T]:
     """Run ``function(*args)`` on processes of this machine that form a process group.
 
-    Made for notebooks and examples: the function may be defined in a cell, in a script, or inside
-    of another function. It is sent with all that it refers to there; modules, and what they define,
-    are imported on each rank. The group is ``gloo``, on the CPU, and each process has one thread.
+    Made for notebooks and examples: the function may be defined in a cell, in a script or inside
+    another function. It is sent with everything that it refers to there, by cloudpickle
+    (``pip install "torchlift[recipes]"``). Modules are imported on each rank. The group is
+    ``gloo``, on the CPU, and each process has one thread.
 
-    What the ranks print is printed here when all are done, one rank after the other. Their stderr,
-    with the warnings, is shown only if a rank dies. The functions are sent with cloudpickle:
-    ``pip install "torchlift[recipes]"``.
+    When all ranks are done, their output is printed here, one rank after the other. Their stderr,
+    with the warnings, is shown only if a rank dies.
 
     Args:
-        count: how many processes.
-        function: called on each of them, when the group is there.
-        *args: its arguments, the same on each rank.
-        timeout: seconds for all of it, the start of the processes included. No process is left
-            behind.
-        environment: variables for the processes, beside those of this one.
+        count: Number of processes.
+        function: Called on each rank, in the process group.
+        *args: Its arguments, the same on each rank.
+        timeout: Seconds for everything, the start included. No process is left behind.
+        environment: Environment variables to add.
+        fork: Whether ranks may be forked from a process that has imported torch. Pass False to
+            start new interpreters, as `torchlift.measure.in_child` does.
 
     Returns:
         What each rank returned, in the order of ranks.
 
     Raises:
-        ValueError: `count` is not a whole number from 1 on, or `timeout` is not above 0.
-        TypeError: the function or an argument cannot be sent to another process, or a variable is
-            no text.
-        ModuleNotFoundError: it takes cloudpickle, which is not installed.
-        RuntimeError: a rank raised, or died. The message has its number and its traceback; the
+        ValueError: If `count` is below 1 or not an integer, or `timeout` is not above 0.
+        TypeError: If the function or an argument cannot be sent to another process, or a variable
+            is not text.
+        ModuleNotFoundError: If cloudpickle is not installed.
+        RuntimeError: If a rank raised or died. The message has its number and its traceback. The
             other ranks are ended.
-        TimeoutError: not all ranks were done in time.
+        TimeoutError: If a rank was not done in time.
 
     Example:
         >>> import torch.distributed as dist
@@ -92,7 +88,7 @@ def on_ranks(
         folder = Path(place)
         folder.joinpath("call").write_bytes(call)
         try:
-            codes = _run(folder, timeout, count, environment or {})
+            codes = _run(folder, timeout, count, environment or {}, fork)
         finally:
             for rank in range(count):
                 print(_text(folder / f"{rank}.stdout"), end="")
@@ -128,24 +124,14 @@ def _check(
 
 
 def _run(
-    folder: Path, timeout: float, count: int, environment: Mapping[str, str]
+    folder: Path, timeout: float, count: int, environment: Mapping[str, str], fork: bool
 ) -> dict[int, int]:
-    """Run all ranks and end them; return the exit codes of those that died without a result.
-
-    Each inherits a pipe as stdin, into which nothing is ever written. It is closed when this
-    process is gone, in whatever way: a rank that reads from it then knows that it should leave.
-    """
+    """Run all ranks and end them; return the exit codes of those that died without a result."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # on a free port
     variables = {
-        **os.environ,
         "OMP_NUM_THREADS": "1",
-        # Modules that a script has beside it, or a test runner added, are found on the ranks too.
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        # In the order in which a rank and its child processes print, whatever the locale can write.
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONIOENCODING": "utf-8:backslashreplace",
         **environment,
         # What torchrun tells its ranks.
         "MASTER_ADDR": "localhost",
@@ -153,39 +139,32 @@ def _run(
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # else rank 0 would listen on that port
         "WORLD_SIZE": str(count),
     }
-    command = [sys.executable, "-m", "torchlift.distributed.ranks", str(folder), str(timeout)]
-    ranks: list[subprocess.Popen[bytes]] = []
-    try:
+    with ExitStack() as stack:
+        ranks = []
         for rank in range(count):
             with (
                 open(folder / f"{rank}.stdout", "wb") as stdout,
                 open(folder / f"{rank}.stderr", "wb") as stderr,
             ):
-                ranks.append(
-                    subprocess.Popen(
-                        command,
-                        env={**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                        stdin=subprocess.PIPE,
-                        stdout=stdout,
-                        stderr=stderr,
-                        # An interrupt of a terminal is for the caller, which then ends the rest.
-                        start_new_session=True,
-                    )
+                child = start(
+                    f"{__name__}:_serve",
+                    str(folder),
+                    timeout,
+                    environment={**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdout=stdout.fileno(),
+                    stderr=stderr.fileno(),
+                    fork=fork,
                 )
+            ranks.append(stack.enter_context(child))
         return _wait(folder, timeout, ranks)
-    finally:
-        for process in ranks:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # what it has started is ended with it
-            process.communicate()
 
 
-def _wait(folder: Path, timeout: float, ranks: Sequence[subprocess.Popen[bytes]]) -> dict[int, int]:
+def _wait(folder: Path, timeout: float, ranks: Sequence[Child]) -> dict[int, int]:
     """Return when all ranks have left a result, one has died, or the time is up."""
     end, in_grace = time.monotonic() + timeout, False
     while True:
         results = _results(folder)
-        codes = {rank: process.poll() for rank, process in enumerate(ranks) if rank not in results}
+        codes = {rank: child.wait(0) for rank, child in enumerate(ranks) if rank not in results}
         died = {rank: code for rank, code in codes.items() if code is not None}
         if died or not codes or time.monotonic() >= end:
             return died
@@ -219,24 +198,18 @@ def _death(exit_code: int) -> str:
 # ---- a rank
 
 
-def _serve(folder: Path, timeout: float) -> None:
+def _serve(folder: str, timeout: float) -> None:
     """Call the function on this rank, leave its result, and wait to be ended."""
-    lifeline = threading.Thread(target=_leave_with_the_caller, args=[os.dup(0)], daemon=True)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the function is to see nothing of the pipe
-    lifeline.start()
     try:
-        suffix, result = ".value", _call(folder, timedelta(seconds=timeout))
+        suffix, result = ".value", _call(Path(folder), timedelta(seconds=timeout))
     except BaseException as failure:
-        suffix, result = ".error", _traceback(failure).encode(errors="backslashreplace")
-    part = folder / f"{os.environ['RANK']}.part"
+        text = format_error(failure, __file__)
+        suffix, result = ".error", text.encode(errors="backslashreplace")
+    part = Path(folder, f"{os.environ['RANK']}.part")
     part.write_bytes(result)
     part.replace(part.with_suffix(suffix))
-    lifeline.join()
-
-
-def _leave_with_the_caller(pipe: int) -> None:
-    os.read(pipe, 1)
-    os._exit(1)
+    while True:
+        signal.pause()
 
 
 def _call(folder: Path, timeout: timedelta) -> bytes:
@@ -247,15 +220,3 @@ def _call(folder: Path, timeout: timedelta) -> bytes:
     dist.init_process_group("gloo", timeout=timeout)
     function, args = pickle.loads(folder.joinpath("call").read_bytes())
     return packed(function(*args), "what the function returned")
-
-
-def _traceback(error: BaseException) -> str:
-    """Return the traceback without the frames of this file, and of what it sends results with."""
-    frames, ours = error.__traceback__, (__file__, inspect.getfile(packed))
-    while frames and frames.tb_frame.f_code.co_filename in ours:
-        frames = frames.tb_next
-    return "".join(traceback.format_exception(type(error), error, frames))
-
-
-if __name__ == "__main__":
-    _serve(Path(sys.argv[1]), float(sys.argv[2]))

@@ -52,7 +52,7 @@ from torchlift._plan import (
     target_dtype,
 )
 from torchlift._sources import checkpoint
-from torchlift._system import Facts, Summary, count_of, human
+from torchlift._system.text import Facts, Summary, count_of, human
 from torchlift.formats import Chunk, TensorEntry, narrowed, row_major, run_count, steps_in_file
 
 if TYPE_CHECKING:

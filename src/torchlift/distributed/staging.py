@@ -10,15 +10,17 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from torchlift._model import is_closed, is_dtensor, local_tensor, memory_of, wrap
-from torchlift._system import leaves, map_leaves
+from torchlift._system.containers import leaves, map_leaves
 from torchlift.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.staging import DefaultStager
 
 
 class Staging:
@@ -125,6 +127,9 @@ class Staging:
         self, tensors: Sequence[torch.Tensor], rest: Mapping[str, Any]
     ) -> tuple[dict[int, torch.Tensor], Any]:
         """Return copies, in the memory of the last ones where they fit, by what they are of."""
+        # A second of imports, which a program that only resumes does without.
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
         is_new = self._stager is None or is_closed(self._stager)
         if self._stager is None or is_new:
             pinned = torch.cuda.is_available()

@@ -60,14 +60,10 @@ from torchlift._sources import (
     is_state,
 )
 from torchlift._store import Url
-from torchlift._system import (
-    Interruptible,
-    clipped_list,
-    collection_paused,
-    leaves,
-    map_leaves,
-    uninterrupted,
-)
+from torchlift._system.containers import leaves, map_leaves
+from torchlift._system.interrupts import Interruptible, uninterrupted
+from torchlift._system.memory import collection_paused
+from torchlift._system.text import clipped_list
 from torchlift.distributed.broadcast import BroadcastSource, sendable
 from torchlift.distributed.gather import (
     Sequence,

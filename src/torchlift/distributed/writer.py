@@ -45,7 +45,7 @@ from torchlift._save import (
     write_files,
 )
 from torchlift._store import is_url, place_of
-from torchlift._system import uninterrupted
+from torchlift._system.interrupts import uninterrupted
 from torchlift.errors import PlacementError
 from torchlift.formats import (
     DCP_SUFFIX,

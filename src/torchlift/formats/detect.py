@@ -23,7 +23,8 @@ from torchlift._store import (
     parent,
     place_of,
 )
-from torchlift._system import collection_paused, printable
+from torchlift._system.memory import collection_paused
+from torchlift._system.text import printable
 from torchlift.errors import CheckpointError, FormatError, NotAllowed, NotFound, UnsafeError
 from torchlift.formats import flax_msgpack, gguf, npz, pt2, torch_legacy, torchscript, zero
 from torchlift.formats.dcp import DCP_METADATA, DCP_SUFFIX, metadata_files, read_dcp

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Generic, TypeGuard, TypeVar
 
-from torchlift._system import clipped_list, count_of
+from torchlift._system.text import clipped_list, count_of
 from torchlift.errors import Argument, CheckpointError, FormatError, Hint, UnsafeError, did_you_mean
 from torchlift.formats.index import (
     AMBIGUOUS,

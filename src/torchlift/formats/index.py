@@ -27,7 +27,7 @@ from itertools import chain
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from torchlift._store import Stamp
-from torchlift._system import clipped_list, printable
+from torchlift._system.text import clipped_list, printable
 from torchlift.errors import (
     Argument,
     FormatError,

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torchlift._store import Opened, Stamp, Url, hub_checksum, relative, shared_folder
-from torchlift._system import Facts, Summary, count_of, human, printable
+from torchlift._system.text import Facts, Summary, count_of, human, printable
 from torchlift.errors import CheckpointError, FormatError, IntegrityError
 from torchlift.formats.crc import PartialCrc, register_of, whole_crc
 from torchlift.formats.dcp import resolved

@@ -15,7 +15,7 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchlift._store import FileStamp, UrlStamp, parent, relative
-from torchlift._system import printable
+from torchlift._system.text import printable
 from torchlift.errors import CheckpointError, FormatError
 from torchlift.formats.boxes import check_boxes, steps_in_file
 from torchlift.formats.index import (

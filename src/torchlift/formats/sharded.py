@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from torchlift._store import Url, exists, in_parallel, inside, is_url, open_place, parent
-from torchlift._system import count_of, printable
+from torchlift._system.text import count_of, printable
 from torchlift.errors import FormatError, UnsafeError
 from torchlift.formats.index import Index, TensorEntry, join
 from torchlift.formats.source import Source, parse_json

@@ -18,8 +18,8 @@ from reprlib import repr as short_repr
 from typing import Any
 
 from torchlift._store import FileStamp
-from torchlift._system import human, printable
-from torchlift._system import to_html as page
+from torchlift._system.text import human, printable
+from torchlift._system.text import to_html as page
 from torchlift.formats.index import Index, TensorEntry
 
 _COLUMNS = ("key", "tensors", "size", "dtype", "shape", "location", "note")

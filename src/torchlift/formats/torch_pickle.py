@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from torchlift._system import clipped_list
+from torchlift._system.text import clipped_list
 from torchlift.errors import FormatError
 from torchlift.formats.index import ITEMSIZE, QUANTIZED, SUBCLASS, Array
 from torchlift.formats.unpickle import (

@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
-from torchlift._system import printable
+from torchlift._system.text import printable
 from torchlift.errors import FormatError, UnsafeError
 from torchlift.formats.flattening import flatten
 from torchlift.formats.index import (

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from torchlift._system import clipped_list
+from torchlift._system.text import clipped_list
 from torchlift.errors import MismatchError, did_you_mean, note
 
 if TYPE_CHECKING:

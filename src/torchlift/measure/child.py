@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
+import re
 import sys
 import tempfile
 import time
@@ -17,17 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchlift._system import packed
+from torchlift._system.memory import c_function, trim
+from torchlift._system.zygote import format_error, packed, start
 from torchlift.measure.meter import MemoryUse, memory
-
-# sys.path travels along: a script's or a notebook's own folder is on it only by accident of how
-# the parent was started. Safe paths (-P) are not an option on Python 3.10.
-_BOOTSTRAP = """\
-import pickle, sys
-sys.path[:], *request = pickle.load(sys.stdin.buffer)
-from torchlift.measure.child import _serve
-_serve(*request)
-"""
 
 
 class ChildError(RuntimeError):
@@ -71,29 +63,36 @@ def in_child(
     timeout: float = 600.0,
     interval: float = 0.001,
     env: Mapping[str, str] | None = None,
+    fork: bool = True,
 ) -> ChildResult:
-    """Run a function in a new Python process and measure it there, from outside.
+    """Run a function in a new process and measure its time and memory from outside.
 
-    The function may be defined in a cell of a notebook, in a script, or inside of another function:
-    it is sent with all that it refers to, by cloudpickle (``pip install "torchlift[recipes]"``); a
-    function of a module that can be imported does without. Modules that it refers to are imported
-    before the measurement begins. To measure a part of it, use `memory` inside.
+    The function may be defined in a notebook cell, in a script or inside another function. It is
+    sent with everything that it refers to, by cloudpickle (``pip install "torchlift[recipes]"``). A
+    function that can be imported needs no cloudpickle.
+
+    The measurement begins when the libraries are imported and their pages are mapped. File-backed
+    memory therefore counts the files that the function maps. To measure a part of the function, use
+    `memory` inside.
 
     Args:
-        function: called with the arguments.
-        *args: anything that can be sent.
-        timeout: seconds until the child is killed.
-        interval: pause between memory samples, in seconds.
-        env: environment variables to add.
+        function: Called with the arguments.
+        *args: Anything that pickle can send.
+        timeout: Seconds until the child is killed.
+        interval: Seconds between two memory samples.
+        env: Environment variables to add.
+        fork: Whether the child may be forked from a process that has imported torch, which takes
+            20 ms. Pass False to start a new interpreter: to time an import. A new interpreter also
+            starts if forking is not possible: outside of Linux, or if torch finds an accelerator.
 
     Returns:
         The value, the seconds and the memory.
 
     Raises:
-        ChildError: the child ended with an error (its message has the traceback), was killed by a
-            signal, or ran out of time.
-        TypeError: the function, an argument, or what the child returns cannot be sent.
-        ModuleNotFoundError: it takes cloudpickle to send the function, which is not installed.
+        ChildError: If the child raised (the message has its traceback), was killed by a signal, or
+            ran out of time.
+        TypeError: If the function, an argument or the result cannot be sent.
+        ModuleNotFoundError: If the function needs cloudpickle, which is not installed.
 
     Example:
         >>> import time
@@ -108,45 +107,67 @@ def in_child(
     """
     name = getattr(function, "__qualname__", repr(function))
     call = packed((function, args), f"{name}, what it refers to, or an argument", "in_child")
-    with tempfile.TemporaryDirectory(prefix="torchlift-") as folder:
-        answer = Path(folder, "answer")
-        child = _run(pickle.dumps((sys.path, call, interval, answer)), timeout, env or {})
-        value, seconds, use = pickle.loads(answer.read_bytes())
-    return ChildResult(pickle.loads(value), seconds, MemoryUse.from_dict(use), *child)
+    with tempfile.TemporaryDirectory(prefix="torchlift-", ignore_cleanup_errors=True) as place:
+        folder = Path(place)
+        printed = folder / "stdout", folder / "stderr"
+        with open(printed[0], "wb") as stdout, open(printed[1], "wb") as stderr:
+            child = start(
+                f"{__name__}:_measure",
+                call,
+                interval,
+                str(folder / "answer"),
+                environment=env,
+                stdout=stdout.fileno(),
+                stderr=stderr.fileno(),
+                fork=fork,
+            )
+            with child:
+                status = child.wait(timeout)
+        texts = [path.read_text(encoding="utf-8", errors="replace") for path in printed]
+        if status is None:
+            how = f"was still running after {timeout:g} s"
+        elif status < 0:
+            how = f"was killed by signal {-status}"
+        else:
+            how = f"exited with status {status}"
+        if status != 0:
+            raise ChildError(f"the child process {how}", status, *texts)
+        value, seconds, use = pickle.loads(folder.joinpath("answer").read_bytes())
+    return ChildResult(pickle.loads(value), seconds, MemoryUse.from_dict(use), *texts)
 
 
-def _run(request: bytes, timeout: float, env: Mapping[str, str]) -> tuple[str, str]:
-    """Run a child to its end and return what it printed, or raise `ChildError`.
-
-    An interrupted call leaves none running.
-    """
-    status: int | None
-    try:
-        child = subprocess.run(
-            [sys.executable, "-c", _BOOTSTRAP],
-            input=request,
-            capture_output=True,
-            timeout=timeout,
-            env={**os.environ, **env},
-            check=False,
-        )
-        status, printed = child.returncode, (child.stdout, child.stderr)
-        how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
-    except subprocess.TimeoutExpired as error:
-        status, printed = None, (error.stdout or b"", error.stderr or b"")
-        how = f"was still running after {timeout:g} s"
-    stdout, stderr = (text.decode("utf-8", "replace") for text in printed)
-    if status != 0:
-        raise ChildError(f"the child process {how}", status, stdout, stderr)
-    return stdout, stderr
-
-
-def _serve(call: bytes, interval: float, answer: Path) -> None:
+def _measure(call: bytes, interval: float, answer: str) -> None:
     """Call the function in the child and write the answer."""
-    function, args = pickle.loads(call)
-    with memory(interval=interval, sampler="process") as use:
-        start = time.perf_counter()
-        value = function(*args)
-        seconds = time.perf_counter() - start
-    sent = packed(value, "what the function returned", "in_child")
-    answer.write_bytes(pickle.dumps((sent, seconds, use.to_dict())))
+    try:
+        function, args = pickle.loads(call)
+        _map_libraries()
+        trim()  # else what the imports have freed hides what the function takes
+        with memory(interval=interval, sampler="process") as use:
+            start = time.perf_counter()
+            value = function(*args)
+            seconds = time.perf_counter() - start
+        sent = packed(value, "what the function returned", "in_child")
+    except Exception as error:
+        print(format_error(error, __file__), end="", file=sys.stderr)
+        sys.exit(1)
+    Path(answer).write_bytes(pickle.dumps((sent, seconds, use.to_dict())))
+
+
+_MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) r\S+ \S+ \S+ [1-9]\d* +/.*\.so\b")
+_POPULATE_READ = 22  # of madvise, since Linux 5.14; before, it fails and nothing is mapped
+
+
+def _map_libraries() -> None:
+    """Map all pages of the libraries, which would count as the function's when it touches them.
+
+    A forked process has none of its parent's, and a new interpreter those of its imports.
+    """
+    if not os.path.exists("/proc/self/maps"):
+        return
+    from ctypes import c_size_t, c_void_p
+
+    populate = c_function("madvise")
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+        if found := _MAPPING.match(line):
+            first, last = int(found[1], 16), int(found[2], 16)
+            populate(c_void_p(first), c_size_t(last - first), _POPULATE_READ)

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from torchlift._plan import Made, Rewriting
-from torchlift._system import clipped_list
+from torchlift._system.text import clipped_list
 from torchlift.errors import MismatchError
 from torchlift.formats import squeezed, unsqueezed
 from torchlift.remap.conversion_table import model_of

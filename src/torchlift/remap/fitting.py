@@ -29,7 +29,7 @@ from torchlift._model import (
 )
 from torchlift._plan import DtypeRule, Rename, entry_like, rewritten, stored_dtype, target_dtype
 from torchlift._sources import checkpoint
-from torchlift._system import Facts, Summary, count_of, human, parse_size
+from torchlift._system.text import Facts, Summary, count_of, human, parse_size
 from torchlift.errors import Argument, Hint, PlacementError, did_you_mean
 from torchlift.remap.maps import (
     ByKey,

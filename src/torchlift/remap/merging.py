@@ -19,7 +19,7 @@ from itertools import accumulate, islice, pairwise
 from typing import Any
 
 from torchlift._plan import Made, Rewriting, same_name
-from torchlift._system import clipped_list
+from torchlift._system.text import clipped_list
 from torchlift.errors import MismatchError, PlacementError
 from torchlift.formats import at_indices, joined, permuted, squeezed, unsqueezed
 from torchlift.remap.names import Renaming

@@ -1,105 +1,11 @@
-"""What every room needs: the collector, signals, freed memory, sizes and names for people.
-
-Standard library only.
-"""
+"""Sizes, names and results as people read them."""
 
 from __future__ import annotations
 
-import gc
 import re
-import signal
-import threading
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache, partial
-from types import FrameType
-from typing import Any
-
-
-@contextmanager
-def collection_paused() -> Iterator[None]:
-    """Pause the collector inside the block; nothing is lost, it only runs later.
-
-    A hundred thousand records make it walk everything a dozen times for nothing, and importing
-    torch leaves a full collection due: 50 ms that would fall on the first load, which takes 4.
-
-    Example:
-        >>> import gc
-        >>> with collection_paused():
-        ...     gc.isenabled()
-        False
-    """
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
-
-
-#: Calls that deliver the SIGINTs that are held back. Only the main thread gets any.
-_interrupts: list[Callable[[], object]] = []
-
-
-class _Hold:
-    """A handler of signals that leaves them to another one, for later; of a second, at once."""
-
-    def __init__(self, handler: Callable[[int, FrameType | None], object]) -> None:
-        self.handler = handler
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        deliver_interrupt()
-        _interrupts.append(partial(self.handler, number, frame))
-
-
-@contextmanager
-def uninterrupted() -> Iterator[Callable[[], None]]:
-    """Deliver a SIGINT at the end of the block, or where the block calls what it is given.
-
-    A second one is delivered at once. Of blocks inside of each other the outermost one counts. Only
-    the main thread receives signals, so in other threads the block is as it is.
-    """
-    handler = signal.getsignal(signal.SIGINT)
-    if isinstance(handler, _Hold) or not callable(handler) or not _is_main_thread():
-        yield deliver_interrupt
-        return
-    signal.signal(signal.SIGINT, _Hold(handler))
-    try:
-        yield deliver_interrupt
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        deliver_interrupt()
-
-
-class Interruptible:
-    """Delivers a SIGINT at once inside its block, which is inside one of `uninterrupted`."""
-
-    # No generator: one that an interrupt has left would hold back others when it is collected.
-    def __enter__(self) -> None:
-        self._hold = signal.getsignal(signal.SIGINT) if _is_main_thread() else None
-        if isinstance(self._hold, _Hold):
-            deliver_interrupt()
-            signal.signal(signal.SIGINT, self._hold.handler)
-
-    def __exit__(self, *_: object) -> None:
-        if isinstance(self._hold, _Hold):
-            signal.signal(signal.SIGINT, self._hold)
-
-
-def deliver_interrupt() -> None:
-    """Deliver the SIGINT that `uninterrupted` holds back, if there is one.
-
-    What waits for others calls it: a lock may be theirs for as long as they like.
-    """
-    if _interrupts and _is_main_thread():
-        _interrupts.pop()()
-
-
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
-
 
 _UNITS = {
     "": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
@@ -117,7 +23,7 @@ def parse_size(size: str | int) -> int:
         ValueError: not such a text, or negative.
 
     Example:
-        >>> from torchlift._system import parse_size
+        >>> from torchlift._system.text import parse_size
         >>> parse_size("2GiB"), parse_size("1.5 kB"), parse_size(4096)
         (2147483648, 1500, 4096)
     """
@@ -149,28 +55,6 @@ def progress_bar(shown: bool, total: int, what: str) -> Iterator[Callable[[int],
     finally:
         with suppress(OSError, ValueError):
             bar.close()
-
-
-def trim() -> None:
-    """Release what the process has freed and still owns.
-
-    glibc keeps a freed block of up to 32 MiB for the next request, but torch asks for aligned
-    memory, for which a hole of the same size is too small: sixteen temporaries of 16 MiB, one after
-    the other, took 257 MiB, and 17 MiB with this between them. Elsewhere it does nothing.
-    """
-    c_function("malloc_trim")(0)
-
-
-@cache
-def c_function(name: str) -> Callable[..., object]:
-    """Return a function of the C library, or one that does nothing where it has none."""
-    import ctypes  # 2 ms, which reading an index does without
-
-    try:
-        found: Callable[..., object] = getattr(ctypes.CDLL(None), name)
-    except (AttributeError, OSError, TypeError):  # another C library, or another system
-        return lambda *_: None
-    return found
 
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -296,65 +180,3 @@ class Summary:
         headline, facts = self._summary()
         labelled = any(label for label, _ in facts)
         return to_html(headline, ((), [fact if labelled else fact[1:] for fact in facts]))
-
-
-def map_leaves(
-    tree: Any, change: Callable[[Any, tuple[Any, ...]], Any], path: tuple[Any, ...] = ()
-) -> Any:
-    """Copy nested containers with every leaf replaced by ``change(leaf, path)``.
-
-    Example:
-        >>> map_leaves({"a": [1, (2,)]}, lambda leaf, path: (leaf, *path))
-        {'a': [(1, 'a', 0), ((2, 'a', 1, 0),)]}
-    """
-    if isinstance(tree, dict):
-        return {key: map_leaves(value, change, (*path, key)) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        items = [map_leaves(value, change, (*path, i)) for i, value in enumerate(tree)]
-        if isinstance(tree, list):
-            return items
-        return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
-    return change(tree, path)
-
-
-def leaves(tree: Any) -> dict[tuple[Any, ...], Any]:
-    """Return what nested containers hold, by its path.
-
-    Example:
-        >>> leaves({"a": [1, (2,)]})
-        {('a', 0): 1, ('a', 1, 0): 2}
-    """
-    found: dict[tuple[Any, ...], Any] = {}
-    map_leaves(tree, lambda leaf, path: found.setdefault(path, leaf))
-    return found
-
-
-def packed(content: object, what: str, caller: str = "on_ranks") -> bytes:
-    """Return what another process unpickles, functions and all that they refer to by value.
-
-    Raises:
-        TypeError: some of it cannot be sent.
-        ModuleNotFoundError: it takes cloudpickle, which is not installed.
-    """
-    import pickle
-
-    try:
-        from cloudpickle import dumps
-    except ModuleNotFoundError:  # what can be imported by name travels by name
-        dumps = pickle.dumps
-    reason: Exception = AttributeError("it is in a script or a notebook")
-    try:
-        found: bytes = dumps(content)
-        if dumps is not pickle.dumps or b"__main__" not in found:
-            return found
-    except Exception as error:
-        reason = error
-    if dumps is pickle.dumps:
-        raise ModuleNotFoundError(
-            f"{caller} sends functions to other processes with cloudpickle, and cloudpickle is not "
-            'installed: pip install "torchlift[recipes]"',
-            name="cloudpickle",
-        ) from reason
-    raise TypeError(
-        f"{what} cannot be sent to another process: {type(reason).__name__}: {reason}"
-    ) from None

@@ -1,0 +1,461 @@
+"""Start child processes at once: a zygote that has imported torch forks them.
+
+A new interpreter needs 1.4 to 4.7 s of a core to import torch, and most children work for less. The
+zygote is a process that has imported torch, DTensor and DCP. It has no threads and no accelerator
+in use, and forks a child in 10 ms.
+
+A caller starts one zygote, when it first needs it. Both talk over a socket. The zygote ends when
+its end of the socket closes, which happens whenever the caller ends, and takes all children along.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib import import_module, invalidate_caches
+from types import ModuleType
+from typing import Any, NamedTuple, NoReturn
+
+from torchlift._system.interrupts import uninterrupted
+from torchlift._system.memory import c_function, trim
+
+#: What a zygote imports, besides all public names of torchlift.
+_PRELOADED = (
+    "torch",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.device_mesh",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+)
+#: Variables that take effect only when an interpreter or a library starts.
+_READ_AT_START = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "TORCH_")
+#: What each child has, unless the caller says otherwise: what it and its own children print appears
+#: in order, whatever the locale can write.
+_DEFAULTS = {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8:backslashreplace"}
+_READY, _REFUSED = b"ready", b"refused"
+_FORK, _REAP = b"f", b"r"
+_LONGEST = 64  # bytes of a message; a request lies in a file
+
+
+class Request(NamedTuple):
+    """What a child does.
+
+    Attributes:
+        target: ``"module:function"``, which is imported in the child.
+        arguments: what the function is called with; plain pickle must be able to send them.
+        environment: all variables of the child.
+        path: its ``sys.path``.
+        folder: its working directory.
+    """
+
+    target: str
+    arguments: tuple[Any, ...]
+    environment: dict[str, str]
+    path: list[str]
+    folder: str
+
+
+class Child:
+    """A process that was started here. A block of it leaves no process behind."""
+
+    pid: int
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Return the exit status, negative for a signal; None if the child still runs.
+
+        Args:
+            timeout: seconds to wait for the end; None waits without limit.
+        """
+        raise NotImplementedError
+
+    def kill(self) -> None:
+        """End the child and all that it has started, if it still runs."""
+        if self.wait(0) is None:
+            with suppress(ProcessLookupError):
+                kill_group = getattr(os, "killpg", os.kill)  # Windows has no groups
+                kill_group(self.pid, getattr(signal, "SIGKILL", signal.SIGTERM))
+            self.wait()
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+def start(
+    target: str,
+    *arguments: object,
+    environment: Mapping[str, str] | None = None,
+    stdin: int | None = None,
+    stdout: int,
+    stderr: int,
+    fork: bool = True,
+) -> Child:
+    """Start a process that calls a function.
+
+    Args:
+        target: ``"module:function"``; the child imports it.
+        *arguments: sent by plain pickle.
+        environment: variables besides those of this process.
+        stdin: a file descriptor; None is an empty file. A new interpreter has an empty one always.
+        stdout: a file descriptor.
+        stderr: a file descriptor.
+        fork: whether the zygote may fork it. A new interpreter starts anyway if there is no zygote
+            (outside of Linux, or with an accelerator, which a forked process cannot use), or if a
+            variable differs that only a new interpreter reads.
+    """
+    variables = {**os.environ, **_DEFAULTS, **(environment or {})}
+    request = Request(target, arguments, variables, list(sys.path), os.getcwd())
+    for _ in range(2):  # somebody may have killed the first zygote
+        zygote = _find_zygote() if fork else None
+        if zygote is None or zygote.variables != _read_at_start(variables):
+            break
+        with suppress(OSError):
+            return _Forked(zygote, request, stdin, stdout, stderr)
+        _forget_zygote()
+    return _NewInterpreter(request, stdout, stderr)
+
+
+def packed(content: object, what: str, caller: str = "on_ranks") -> bytes:
+    """Return what another process unpickles, functions and all that they refer to by value.
+
+    Raises:
+        TypeError: some of it cannot be sent.
+        ModuleNotFoundError: it takes cloudpickle, which is not installed.
+    """
+    try:
+        from cloudpickle import dumps
+    except ModuleNotFoundError:  # what can be imported by name travels by name
+        dumps = pickle.dumps
+    reason: Exception = AttributeError("it is in a script or a notebook")
+    try:
+        found: bytes = dumps(content)
+        if dumps is not pickle.dumps or b"__main__" not in found:
+            return found
+    except Exception as error:
+        reason = error
+    if dumps is pickle.dumps:
+        raise ModuleNotFoundError(
+            f"{caller} sends functions to other processes with cloudpickle, and cloudpickle is not "
+            'installed: pip install "torchlift[recipes]"',
+            name="cloudpickle",
+        ) from reason
+    raise TypeError(
+        f"{what} cannot be sent to another process: {type(reason).__name__}: {reason}"
+    ) from None
+
+
+def format_error(error: BaseException, *files: str) -> str:
+    """Return a traceback without its first frames, as long as they are of this file or of these."""
+    frames, ours = error.__traceback__, (__file__, *files)
+    while frames and frames.tb_frame.f_code.co_filename in ours:
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames))
+
+
+# ---- the caller
+
+
+class _Zygote:
+    """The caller's end: it requests forks, and the exit statuses of what was forked."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        variables = {**os.environ, **_DEFAULTS}
+        self.variables = _read_at_start(variables)
+        # NumPy's BLAS starts its threads when it is imported, and a fork needs a process without.
+        variables |= {"OPENBLAS_NUM_THREADS": "1"}
+        with theirs:
+            self._process = subprocess.Popen(
+                _command("serve", theirs.fileno()),
+                env=variables,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the caller, which then ends the children
+            )
+        try:
+            self.is_ready = self._socket.recv(_LONGEST) == _READY
+        except BaseException:
+            self.close()
+            raise
+
+    def fork(self, descriptors: list[int]) -> int:
+        """Return the process id of a new child, which gets these four descriptors."""
+        with self._lock, uninterrupted():
+            socket.send_fds(self._socket, [_FORK], descriptors)
+            return self._receive()
+
+    def reap(self, pid: int) -> int:
+        """Return the exit status of a child that has ended."""
+        with self._lock, uninterrupted():
+            self._socket.send(_REAP + str(pid).encode())
+            return self._receive()
+
+    def _receive(self) -> int:
+        answer = self._socket.recv(_LONGEST)
+        if not answer:
+            raise BrokenPipeError("the process that forks others has ended")
+        return int(answer)
+
+    def close(self) -> None:
+        """End the zygote, and with it all that it has forked."""
+        self._socket.close()
+        self._process.wait()
+
+    def leave(self) -> None:
+        """Close this end in a fork of the caller: the zygote belongs to the caller alone."""
+        self._socket.close()
+        self._process.returncode = 0  # it is no child of this process, so nobody waits for it
+
+
+class _Forked(Child):
+    """A child of the zygote."""
+
+    def __init__(
+        self, zygote: _Zygote, request: Request, stdin: int | None, stdout: int, stderr: int
+    ) -> None:
+        self._zygote = zygote
+        self._status: int | None = None
+        with tempfile.TemporaryFile() as file, open(os.devnull, "rb") as empty:
+            pickle.dump(request, file)
+            file.flush()
+            given = empty.fileno() if stdin is None else stdin
+            self.pid = 0
+            try:
+                with uninterrupted():
+                    self.pid = zygote.fork([given, stdout, stderr, file.fileno()])
+                    # Its number belongs to it until the zygote has reaped it.
+                    self._ended = os.pidfd_open(self.pid)
+            except KeyboardInterrupt:  # nobody gets to know of the child
+                if self.pid:
+                    self.kill()
+                raise
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        if self._status is None:
+            poll = select.poll()  # select() takes no descriptor above 1023
+            poll.register(self._ended, select.POLLIN)
+            if poll.poll(None if timeout is None else 1000 * timeout):
+                try:
+                    self._status = self._zygote.reap(self.pid)
+                except OSError:  # the zygote was killed, and its children with it
+                    self._status = -signal.SIGKILL
+                os.close(self._ended)
+        return self._status
+
+
+class _NewInterpreter(Child):
+    """A child that imports everything anew.
+
+    Its request arrives through a pipe, which stays open: when it closes, the caller is gone.
+    """
+
+    def __init__(self, request: Request, stdout: int, stderr: int) -> None:
+        self._process = subprocess.Popen(
+            _command("serve_one"),
+            env=request.environment,
+            stdin=subprocess.PIPE,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+        )
+        self.pid = self._process.pid
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it has died already, and its status tells how
+            pickle.dump(request, self._process.stdin)
+            self._process.stdin.flush()
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            status = self._process.wait(timeout)
+            assert self._process.stdin is not None
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()
+            return status
+        return None
+
+
+_zygote: _Zygote | None = None
+_making = threading.Lock()
+
+
+def _find_zygote() -> _Zygote | None:
+    """Return the zygote of this process, started now if there is none; None if it cannot fork."""
+    global _zygote
+    if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
+        return None
+    with _making:
+        if _zygote is None:
+            _zygote = _Zygote()
+            atexit.register(_forget_zygote)
+        return _zygote if _zygote.is_ready else None
+
+
+def _forget_zygote() -> None:
+    global _zygote
+    if _zygote is not None:
+        zygote, _zygote = _zygote, None
+        zygote.close()
+
+
+def _leave_zygote() -> None:
+    global _zygote, _making
+    _making = threading.Lock()
+    if _zygote is not None:
+        zygote, _zygote = _zygote, None
+        zygote.leave()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_zygote)
+
+
+def _read_at_start(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables whose change a process that runs already does not see.
+
+    ``PYTHONPATH`` is not among them: a child has the ``sys.path`` of its caller.
+    """
+    return {
+        name: value
+        for name, value in variables.items()
+        if name.startswith(_READ_AT_START) and name != "PYTHONPATH"
+    }
+
+
+def _command(function: str, *arguments: int) -> list[str]:
+    """Return a command that calls a function of this file, found as the caller found it."""
+    code = (
+        f"import sys; sys.path[:] = {sys.path!r}; sys.argv = ['-c']; "
+        f"from {__name__} import {function}; {function}({', '.join(map(str, arguments))})"
+    )
+    return [sys.executable, "-c", code]
+
+
+# ---- the zygote
+
+
+def serve(descriptor: int) -> None:
+    """Fork a child for each request, until the socket closes."""
+    requests = socket.socket(fileno=descriptor)
+    _preload()
+    import torch
+
+    if torch.accelerator.is_available():  # asking already makes it unusable after a fork
+        requests.send(_REFUSED)
+        return
+    zygote, running = os.getpid(), set[int]()
+    requests.send(_READY)
+    while True:
+        message, descriptors, *_ = socket.recv_fds(requests, _LONGEST, 4)
+        if not message:  # the caller is gone
+            for pid in running:
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+            return
+        if message.startswith(_REAP):
+            pid = int(message[1:])
+            requests.send(str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
+            running.discard(pid)
+            continue
+        pid = os.fork()
+        if not pid:
+            requests.close()
+            c_function("prctl")(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: with the zygote, if killed
+            if os.getppid() != zygote:
+                os._exit(1)
+            break
+        with suppress(PermissionError):  # it has made a session of its own already
+            os.setpgid(pid, pid)
+        running.add(pid)
+        requests.send(str(pid).encode())
+        for each in descriptors:
+            os.close(each)
+    _be_child(descriptors)
+
+
+def _preload() -> None:
+    """Import what most children need, and put it where no collection looks at it again."""
+    for name in _PRELOADED:
+        import_module(name)
+    package = import_module(__name__.partition(".")[0])
+    for name in dir(package):
+        getattr(package, name)
+    for name in dir(package.distributed):
+        getattr(package.distributed, name)
+    gc.collect()
+    gc.freeze()
+    trim()
+
+
+def _be_child(descriptors: list[int]) -> None:
+    """Be the process that was requested, after the fork."""
+    *standard, file = descriptors
+    for number, given in enumerate(standard):
+        os.dup2(given, number)
+        os.close(given)
+    with open(file, "rb") as opened:
+        opened.seek(0)
+        request = pickle.load(opened)
+    os.environ.clear()
+    os.environ.update(request.environment)
+    tempfile.tempdir = None
+    sys.modules["__main__"] = ModuleType("__main__")
+    import numpy
+    import torch
+
+    # As in a new process, no two of which draw the same numbers. Python's own does it by itself.
+    numpy.random.seed()
+    torch.default_generator.seed()
+    threads = request.environment.get("OMP_NUM_THREADS", "")
+    if threads.isdecimal() and int(threads):  # torch read this variable in the zygote
+        torch.set_num_threads(min(int(threads), len(os.sched_getaffinity(0))))
+    _call(request)
+
+
+# ---- a new interpreter
+
+
+def serve_one() -> None:
+    """Do what the request on stdin says, and leave when the caller does."""
+    pipe = os.dup(0)
+    request = pickle.load(sys.stdin.buffer)
+    with open(os.devnull, "rb") as empty:  # the function is to see nothing of the pipe
+        os.dup2(empty.fileno(), 0)
+    threading.Thread(target=_leave_with_the_caller, args=[pipe], daemon=True).start()
+    _call(request)
+
+
+def _leave_with_the_caller(pipe: int) -> NoReturn:
+    os.read(pipe, 1)
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(1)
+
+
+def _call(request: Request) -> None:
+    """Call the function; an error ends the process with its traceback on stderr, and status 1."""
+    os.chdir(request.folder)
+    sys.path[:] = request.path
+    invalidate_caches()
+    module, _, name = request.target.partition(":")
+    try:
+        getattr(import_module(module), name)(*request.arguments)
+    except Exception as error:
+        print(format_error(error), end="", file=sys.stderr)
+        sys.exit(1)

@@ -1,0 +1,288 @@
+"""Processes that the zygote forks: what they inherit, what they measure, and how they end."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from torchlift import load, skeleton
+from torchlift.measure import ChildError, in_child
+
+MIB = 1 << 20
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="nothing forks elsewhere")
+
+
+# ---- what a child has
+
+
+def test_a_child_is_forked_and_the_next_one_from_the_same_process() -> None:
+    """Otherwise every test here would pass without a zygote."""
+    parents = {in_child(os.getppid).value for _ in range(2)}
+    assert len(parents) == 1
+    assert os.getpid() not in parents
+    assert in_child(os.getppid, fork=False).value == os.getpid()
+
+
+def test_a_child_has_the_folder_the_variables_and_the_path_of_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not those of the time when the zygote started."""
+    in_child(os.getpid)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCHLIFT_SOMETHING", "of the caller")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+
+    def look() -> tuple[str, str | None, str | None, str]:
+        names = ("TORCHLIFT_SOMETHING", "ANOTHER")
+        return (os.getcwd(), *map(os.environ.get, names), sys.path[0])
+
+    found = in_child(look, env={"ANOTHER": "of the call"}).value
+    assert found == (str(tmp_path), "of the caller", "of the call", str(tmp_path))
+
+
+@pytest.mark.parametrize("fork", [True, False])
+def test_a_child_has_as_many_threads_as_the_variable_says(fork: bool) -> None:
+    """torch reads OMP_NUM_THREADS when it is imported, which a forked process has behind it."""
+    for count in 1, 2:
+        child = in_child(torch.get_num_threads, env={"OMP_NUM_THREADS": str(count)}, fork=fork)
+        assert child.value == min(count, len(os.sched_getaffinity(0)))
+
+
+def test_a_variable_that_only_a_new_interpreter_reads_starts_one() -> None:
+    """A forked process would ignore it without a word."""
+    child = in_child(lambda: sys.flags.dev_mode, env={"PYTHONDEVMODE": "1"})
+    assert child.value is True
+
+
+def test_a_child_has_no_descriptor_of_the_zygote() -> None:
+    """Its own are the three standard ones and that of the listing."""
+
+    def kinds() -> list[str]:
+        found = []
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                found.append(os.readlink(f"/proc/self/fd/{name}"))
+            except FileNotFoundError:  # the listing's own
+                continue
+        return found
+
+    assert not [kind for kind in in_child(kinds).value if kind.startswith("socket:")]
+
+
+def test_children_draw_different_random_numbers() -> None:
+    """As new processes do."""
+
+    def draw() -> list[float]:
+        return [random.random(), float(numpy.random.rand()), torch.rand(1).item()]
+
+    pairs = zip(in_child(draw).value, in_child(draw).value, strict=True)
+    assert all(one != other for one, other in pairs)
+
+
+def test_a_request_may_be_large() -> None:
+    """It lies in a file: a message of a socket has a limit."""
+    sent = numpy.arange(4 << 20)
+    assert in_child(numpy.sum, sent).value == sent.sum()
+
+
+def test_what_a_child_prints_comes_in_order_with_what_its_own_children_print() -> None:
+    """Nothing waits in a buffer."""
+
+    def work() -> None:
+        print("one", end=" ")
+        os.system("echo two")
+        print("\N{SNOWMAN}")
+
+    assert in_child(work).stdout == "one two\n\N{SNOWMAN}\n"
+
+
+# ---- what it measures
+
+
+def load_and_work(folder: str) -> float:
+    """Map a file, own some memory, load a model both ways, and compute."""
+    with open(Path(folder, "mapped"), "rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    total = sum(mapped[at] for at in range(0, len(mapped), 4096))
+    block = bytearray(96 * MIB)
+    path = Path(folder, "model.pt")
+    read = skeleton(nn.Linear, 2048, 4096)
+    load(read, path, source="read")
+    seen = skeleton(nn.Linear, 2048, 4096)
+    load(seen, path, source="mmap")
+    return total + len(block) + float(read.weight.sum() + seen.weight.sum())
+
+
+def test_a_forked_process_measures_what_a_new_one_measures(tmp_path: Path) -> None:
+    """Anonymous and file-backed bytes, within 2 MiB or 2 %: libraries count for neither."""
+    tmp_path.joinpath("mapped").write_bytes(bytes(64 * MIB))
+    torch.save(nn.Linear(2048, 4096).state_dict(), tmp_path / "model.pt")
+    forked, new = (
+        in_child(load_and_work, str(tmp_path), fork=fork).memory for fork in (True, False)
+    )
+    for kind in "added_anonymous", "added_file_backed":
+        one, other = getattr(forked, kind), getattr(new, kind)
+        assert one == pytest.approx(other, rel=0.02, abs=2 * MIB), kind
+    assert forked.added_anonymous / MIB == pytest.approx(96 + 32, abs=4)
+    assert forked.added_file_backed / MIB == pytest.approx(64 + 32, abs=4)
+
+
+# ---- how it ends
+
+
+@pytest.mark.parametrize("fork", [True, False])
+def test_a_child_that_fails_is_one_error_with_its_last_output(fork: bool) -> None:
+    """Whether it raises, leaves, is killed or hangs."""
+
+    def end(how: str) -> None:
+        print("the last words")
+        if how == "raise":
+            raise LookupError("nothing here")
+        if how == "leave":
+            sys.exit(3)
+        if how == "die":
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(100)
+
+    for how, text, code in [
+        ("raise", "LookupError: nothing here", 1),
+        ("leave", "exited with status 3", 3),
+        ("die", "killed by signal 15", -15),
+        ("hang", "still running after", None),
+    ]:
+        with pytest.raises(ChildError, match=text) as caught:
+            in_child(end, how, fork=fork, timeout=60 if how != "hang" else 1 if fork else 20)
+        assert caught.value.returncode == code
+        assert caught.value.stdout == "the last words\n"
+        assert "_system/zygote.py" not in str(caught.value)
+
+
+def test_a_child_that_is_over_ran_its_exit_functions_and_its_threads_to_the_end(
+    tmp_path: Path,
+) -> None:
+    """It ends as an interpreter does."""
+
+    def work() -> None:
+        import atexit
+
+        atexit.register(tmp_path.joinpath("at exit").touch)
+        threading.Timer(0.2, tmp_path.joinpath("in a thread").touch).start()
+
+    in_child(work)
+    assert {path.name for path in tmp_path.iterdir()} == {"at exit", "in a thread"}
+
+
+def test_when_the_zygote_is_killed_its_child_is_one_error_and_the_next_call_works() -> None:
+    """The system kills what has most memory, and gives no reason."""
+    before = in_child(os.getppid).value
+
+    def kill_it() -> None:
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(100)
+
+    with pytest.raises(ChildError, match="killed by signal 9"):
+        in_child(kill_it)
+    after = in_child(os.getppid).value
+    assert after not in (before, os.getpid())
+
+
+INTERRUPTED = """
+import os, pathlib, sys, time
+from torchlift.measure import in_child
+
+def hang(path):
+    os.system(f"sleep 100 & echo $! > {path}/shell")
+    pathlib.Path(path, "child").write_text(str(os.getpid()))
+    time.sleep(100)
+
+try:
+    in_child(hang, sys.argv[1], fork=sys.argv[2] == "True")
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+@pytest.mark.parametrize("fork", [True, False])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_child_outlives_its_caller(tmp_path: Path, fork: bool, number: int) -> None:
+    """Nor does what the child has started: after Ctrl-C, and after a kill that nobody hears."""
+    command = [sys.executable, "-c", INTERRUPTED, str(tmp_path), str(fork)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as caller:
+        end = time.monotonic() + 60
+        while not tmp_path.joinpath("child").exists() or not tmp_path.joinpath("child").read_text():
+            assert time.monotonic() < end
+            assert caller.poll() is None
+            time.sleep(0.02)
+        numbers = [tmp_path.joinpath(name).read_text().strip() for name in ("child", "shell")]
+        assert all(Path("/proc", each).exists() for each in numbers)
+        caller.send_signal(number)
+        printed, _ = caller.communicate()
+    assert printed == ("interrupted\n" if number == signal.SIGINT else "")
+    while [each for each in numbers if _runs(each)]:
+        assert time.monotonic() < end, numbers
+        time.sleep(0.02)
+
+
+def _runs(number: str) -> bool:
+    """Whether a process is there and no zombie, which nobody in a container may wait for."""
+    try:
+        return ") Z" not in Path("/proc", number, "stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+# ---- who starts it
+
+
+def test_threads_start_children_beside_each_other() -> None:
+    """Each gets the result of its own."""
+    found: dict[int, int] = {}
+
+    def call(number: int) -> None:
+        found[number] = in_child(abs, -number).value
+
+    threads = [threading.Thread(target=call, args=[number]) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {number: number for number in range(6)}
+
+
+def test_a_fork_of_the_caller_and_a_child_have_a_zygote_of_their_own() -> None:
+    """Two processes that read one socket would take each other's answers."""
+    ours = in_child(os.getppid).value
+
+    def inside() -> tuple[int, int]:
+        return os.getpid(), in_child(os.getppid).value
+
+    number, theirs = in_child(inside).value
+    assert len({ours, number, theirs, os.getpid()}) == 4
+    script = (
+        "import os, sys\nfrom torchlift.measure import in_child\n"
+        "ours = in_child(os.getppid).value\n"
+        "if not os.fork():\n"
+        "    sys.exit(in_child(os.getppid).value == ours)\n"
+        "assert os.wait()[1] == 0\n"
+        "assert in_child(os.getppid).value == ours\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_without_pidfd_a_new_interpreter_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a kernel from before 5.3, and outside of Linux."""
+    monkeypatch.delattr(os, "pidfd_open")
+    assert in_child(os.getppid).value == os.getpid()
