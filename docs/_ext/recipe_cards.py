@@ -13,6 +13,7 @@ import functools
 import json
 import math
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from html import escape
@@ -20,7 +21,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import sphinx_gallery.backreferences
-import tomllib
 from docutils import nodes
 from figures_twice import card_path
 from sphinx import addnodes

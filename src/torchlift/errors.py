@@ -329,9 +329,7 @@ def answers_keywords(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 def note(error: BaseException, text: str) -> None:
     """Add a line to what a traceback shows of an error that a caller's own code raised."""
-    # `add_note` of Python 3.11, which 3.10 lacks.
-    known: Any = error
-    known.__notes__ = [*getattr(error, "__notes__", ()), printable(text, _LONGEST)]
+    error.add_note(printable(text, _LONGEST))
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ class _Text(str):
     pass
 
 
-class _Choice(str, Enum):
+class _Choice(StrEnum):
     A = "a"
 
 

@@ -19,9 +19,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import groupby
+from typing import Self
 
 import torch
-from typing_extensions import Self
 
 from torchlift._model import RankGroup
 from torchlift._store import UrlStamp

@@ -17,10 +17,9 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, product
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
-from typing_extensions import Self
 
 from torchlift._model import (
     RankGroup,

@@ -11,10 +11,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Self
 
 import torch
-from typing_extensions import Self
 
 from torchlift._checkpoint import MappedViews, calculated, dtype_of
 from torchlift._model import (

@@ -13,7 +13,7 @@ import threading
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import BinaryIO
 from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit
@@ -574,7 +574,7 @@ def _seconds(text: str) -> float:
     if text.strip().isdecimal():
         return min(float(text), _MOST_SECONDS)
     try:
-        wait = (parsedate_to_datetime(text) - datetime.now(timezone.utc)).total_seconds()
+        wait = (parsedate_to_datetime(text) - datetime.now(UTC)).total_seconds()
     except (TypeError, ValueError):
         return 0.0
     return min(max(wait, 0.0), _MOST_SECONDS)

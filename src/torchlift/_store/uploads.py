@@ -7,9 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from queue import Full, Queue
 from threading import Thread
-from typing import Any
-
-from typing_extensions import Self
+from typing import Any, Self
 
 from torchlift._store.objects import object_store
 from torchlift._store.others import Others

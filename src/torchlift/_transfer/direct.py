@@ -21,10 +21,9 @@ import os
 import sys
 import threading
 from contextlib import suppress
-from typing import Literal
+from typing import Literal, Self
 
 import torch
-from typing_extensions import Self
 
 from torchlift._system.memory import c_function
 from torchlift._transfer.files import is_network

@@ -19,9 +19,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
-
-from typing_extensions import TypeVarTuple, Unpack  # typing has them from Python 3.11 on
+from typing import TypeVar, TypeVarTuple
 
 from torchlift._system.zygote import Child, format_error, packed, start
 
@@ -37,8 +35,8 @@ _LONGEST = 1e6
 
 def on_ranks(
     count: int,
-    function: Callable[[Unpack[Ts]], T],
-    *args: Unpack[Ts],
+    function: Callable[[*Ts], T],
+    *args: *Ts,
     timeout: float = 120.0,
     environment: Mapping[str, str] | None = None,
     fork: bool = True,
