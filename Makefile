@@ -1,5 +1,5 @@
-# make gallery   the executed site          make test   everything that must hold
-# Both bring their own environment; make help lists the rest.
+# make gallery   the executed site     make test   what everyone runs on each change     make slow   the rest
+# All bring their own environment; make help lists the others.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -41,7 +41,7 @@ SPHINX := -m sphinx -c . -n -T -W --keep-going
 # Checkpoints that tests and recipes write go when their target ends: a full disk is no result.
 SCRATCH := export TMPDIR="$$(mktemp -d)"; trap 'rm -rf "$$TMPDIR"' EXIT;
 
-.PHONY: help venv gallery test lint types unit compat doctest html site nbval notebooks page html-noplot linkcheck \
+.PHONY: help venv gallery test slow lint types unit unit-slow timed touched beside compat doctest html site nbval notebooks page html-noplot linkcheck \
 	cheatsheet serve pins clean
 
 help:  ## this list
@@ -63,17 +63,24 @@ $(VENV): $(PINS) pyproject.toml
 	$(PY) -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
-gallery: $(WHEEL) docs/_build/fresh.stamp  ## the executed HTML site
-	@$(SCRATCH) $(PY) $(SPHINX) -q docs docs/_build/html || { rm -rf docs/_build; exit 1; }
+gallery: html  ## the executed HTML site
 	@echo "The site is built. Open:"
 	@echo "  $(CURDIR)/docs/_build/html/index.html"
 
-test: lint unit  ## lint, tests on the wheel, types, notebooks, doctests, site
-	@# Beside each other: each of these takes one core, and the other would have nothing to do.
-	@mkdir -p build; $(MAKE) --no-print-directory types nbval WORKERS=1 > build/beside.log 2>&1 & beside=$$!; \
-	  $(MAKE) --no-print-directory doctest site || { kill $$beside; exit 1; }; \
-	  wait $$beside || { cat build/beside.log; exit 1; }; tail -n 3 build/beside.log
+test: lint $(WHEEL)  ## what everyone runs on each change: lint, types, the fast tests, doctests, the site
+	@# The site is built beside the tests, in a process group of its own: nothing of it is left when the tests fail or
+	@# somebody presses Ctrl-C.
+	@mkdir -p build; set -m; \
+	  $(MAKE) --no-print-directory site doctest types touched > build/beside.log 2>&1 & beside=$$!; set +m; \
+	  trap 'kill -TERM -- -$$beside 2> build/kill.log' EXIT; \
+	  $(MAKE) --no-print-directory unit; \
+	  status=0; wait $$beside || status=$$?; trap - EXIT; \
+	  if [ $$status != 0 ]; then cat build/beside.log; exit $$status; fi; \
+	  grep -hE '[0-9]+ passed|^Success' build/beside.log
 	@echo "make test: everything passed"
+
+slow: unit-slow timed nbval  ## the rest: worlds of four ranks, kills, faults, fuzz, many models, all notebooks
+	@echo "make slow: everything passed"
 
 lint: $(VENV)  ## ruff: rules and format; import-linter: the house; codespell: words
 	$(PY) -m ruff check $(CODE)
@@ -90,10 +97,21 @@ $(WHEEL): $(VENV) $(SOURCES) README.md LICENSE
 	$(PY) -m pip install --quiet --no-deps --target build/wheel-site build/wheel/*.whl
 	@touch $@
 
-unit: $(WHEEL)  ## the tests, against the built wheel
-	$(SCRATCH) PYTHONPATH="$(CURDIR)/build/wheel-site:$(CURDIR)/.venv/apart" \
-	  TORCHLIFT_SITE="$(CURDIR)/build/wheel-site" \
-	  $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+# A marker says which lane a test is of; tests/test_lanes.py reads these three.
+FAST_LANE := not slow and not timed
+SLOW_LANE := slow and not timed
+TIMED_LANE := timed
+UNIT := $(SCRATCH) PYTHONPATH="$(CURDIR)/build/wheel-site:$(CURDIR)/.venv/apart" \
+  TORCHLIFT_SITE="$(CURDIR)/build/wheel-site" $(PY) -m pytest -q
+
+unit: $(WHEEL)  ## the tests of the fast lane, against the built wheel
+	$(UNIT) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "$(FAST_LANE)" $(PYTEST_ARGS)
+
+unit-slow: $(WHEEL)  ## the tests of the slow lane
+	$(UNIT) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "$(SLOW_LANE)" $(PYTEST_ARGS)
+
+timed: $(WHEEL)  ## the tests that measure seconds, beside nothing else
+	$(UNIT) -m "$(TIMED_LANE)" $(PYTEST_ARGS)
 
 # What the oldest torch lacks is skipped in the tests, each with its reason. Not pinned: what a user's
 # pip finds beside that torch, which warns of what is old now. Sphinx and the tools need a newer Python.
@@ -103,7 +121,7 @@ compat: $(WHEEL)  ## the unit tests on the oldest torch that pyproject.toml admi
 	$(COMPAT_PYTHON) -m venv build/compat
 	build/compat/bin/python -m pip install --quiet "torch==$(OLDEST_TORCH)" "$$(ls build/wheel/*.whl)[test,recipes,gguf]"
 	$(SCRATCH) PATH="$(CURDIR)/build/compat/bin:$$PATH" \
-	  build/compat/bin/python -m pytest -q -n 2 --dist loadfile -m "not slow and not real" -W ignore::DeprecationWarning \
+	  build/compat/bin/python -m pytest -q -n 2 --dist loadfile -m "$(FAST_LANE) and not real" -W ignore::DeprecationWarning \
 	  $(TOOLING:%=--ignore=tests/test_%.py) $(PYTEST_ARGS)
 
 doctest: $(WHEEL)  ## the examples in docstrings
@@ -134,9 +152,18 @@ html: $(WHEEL) docs/_build/fresh.stamp  ## the site with warnings as errors, on 
 site: html  ## the built site: links, pictures, weight, validity; in chromium: accessibility, search, theme
 	$(SCRATCH) TORCHLIFT_HTML="$(CURDIR)/docs/_build/html" $(ON_WHEEL) $(PY) -m pytest -q tests/test_site.py
 
+NBVAL := $(SCRATCH) $(ON_WHEEL) $(PY) -m pytest -q --nbval --nbval-current-env \
+  --nbval-sanitize-with recipes/nbval_sanitize.cfg
+
 nbval: $(WHEEL)  ## the committed notebooks, run again and compared
-	$(SCRATCH) $(ON_WHEEL) $(PY) -m pytest -q -n $(WORKERS) --dist loadfile --nbval --nbval-current-env \
-	  --nbval-sanitize-with recipes/nbval_sanitize.cfg recipes/notebooks
+	$(NBVAL) -n $(WORKERS) --dist loadfile recipes/notebooks
+
+# Since the last commit that others have, or since the last one.
+touched: $(WHEEL)  ## the same for the notebooks that a change touched
+	@base=$$(git merge-base HEAD '@{upstream}' 2> build/git.log || echo HEAD); \
+	  changed=$$({ git diff --name-only --diff-filter=d $$base -- recipes/notebooks; \
+	    git ls-files --others --exclude-standard recipes/notebooks; } 2>> build/git.log | sort -u); \
+	  if [ -n "$$changed" ]; then $(NBVAL) $$changed; fi
 
 notebooks: $(VENV)  ## recipes/notebooks, written anew from the scripts and executed
 	$(SCRATCH) $(PY) tools/notebooks.py

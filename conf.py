@@ -12,7 +12,6 @@ ROOT = Path(__file__).resolve().parent
 sys.path[:0] = [str(ROOT / "docs" / "_ext"), str(ROOT / "tools")]
 
 import public_names  # noqa: E402
-import site_address  # noqa: E402
 
 # Markdown is read where a page includes it. As an extension it would make pages of all ``.md``
 # files, and sphinx-gallery a chapter of recipes/notebooks.
@@ -37,8 +36,8 @@ extensions = [
     "mending",
     "public_names",
     "recipe_cards",
+    "recipe_outputs",
     "recipe_pages",
-    "site_address",
     "valid_html",
 ]
 
@@ -138,8 +137,6 @@ sphinx_gallery_conf = {
 }
 
 # ---- the site
-ADDRESSES = site_address.addresses()
-html_baseurl = ADDRESSES["documentation"] + "/" if "documentation" in ADDRESSES else ""
 html_theme = "pydata_sphinx_theme"
 html_title = "torchlift"
 html_static_path = ["docs/_static"]
@@ -165,10 +162,9 @@ html_theme_options = {
     "navbar_center": ["tl-links"],
     "navbar_end": ["theme-switcher"],
     "navbar_persistent": ["search-button"],
-    "github_url": ADDRESSES.get("repository", ""),
     "footer_start": ["copyright"],
     "footer_end": ["release"],
-    "secondary_sidebar_items": ["page-toc", "edit-page"],
+    "secondary_sidebar_items": ["page-toc"],
     "pygments_light_style": "a11y-light",
     "pygments_dark_style": "a11y-dark",
     "show_toc_level": 2,

@@ -7,19 +7,34 @@ from collections.abc import Iterator
 
 import pytest
 
-#: Files of many tests that take a minute together.
-LONG = {"test_amplification.py", "test_interrupts.py", "test_pages.py", "test_recipes.py"}
+#: From this number of ranks on a world is of the slow lane, but those marked ``every_world``.
+MANY = 4
 
 
-def _marks(item: pytest.Item) -> set[str]:
-    return {mark.name for mark in item.iter_markers()}
+def is_slow(item: pytest.Item) -> bool:
+    """Whether a test is of `make slow`: it is marked, or starts many ranks."""
+    ranks = item.callspec.params.get("ranks", 1) if hasattr(item, "callspec") else 1
+    many = isinstance(ranks, int) and ranks >= MANY
+    return bool(item.get_closest_marker("slow")) or (
+        many and not item.get_closest_marker("every_world")
+    )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the files, and skip the tests marked ``gpu`` on a machine that has no accelerator."""
+#: The names of the marks of all tests that were collected, before a lane was chosen.
+MARKS = pytest.StashKey[dict[str, set[str]]]()
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the slow lane, order the files, and skip tests that need an accelerator without one."""
+    for item in filter(is_slow, items):
+        item.add_marker("slow")
+    config.stash[MARKS] = {item.nodeid: {m.name for m in item.iter_markers()} for item in items}
     # The longest first: else the last one keeps one worker, and the others have nothing to do.
-    long = {item.path for item in items if {"slow", "distributed"} & _marks(item)}
-    items.sort(key=lambda item: item.path not in long and item.path.name not in LONG)
+    long = {
+        item.path for item in items if any(map(item.get_closest_marker, ("distributed", "long")))
+    }
+    items.sort(key=lambda item: item.path not in long)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -28,6 +43,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.accelerator.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no accelerator on this machine"))
+
+
+@pytest.fixture(scope="session")
+def marks(request: pytest.FixtureRequest) -> dict[str, set[str]]:
+    """The names of the marks of every test of the suite, whichever lane runs."""
+    if request.config.args != request.config.getini("testpaths"):
+        pytest.skip("not all tests were collected")
+    return request.config.stash[MARKS]
 
 
 @pytest.fixture(autouse=True, scope="session")

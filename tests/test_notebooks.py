@@ -14,11 +14,12 @@ from pathlib import Path
 import nbformat
 import notebooks
 import pytest
+from rules import each
 
 SCRIPTS = notebooks.scripts()
 RST_LEFT_OVER = re.compile(r"^\.\. \w|:\w+:`|`__?\b|::$", re.MULTILINE)
 
-each_recipe = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+each_recipe = each(SCRIPTS)
 
 
 def committed(script: Path) -> nbformat.NotebookNode:

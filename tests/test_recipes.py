@@ -5,10 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
-import json
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +13,8 @@ from pathlib import Path
 import nbformat
 import notebooks
 import pytest
+from forked import run
+from rules import each
 from sphinx_gallery.py_source_parser import Block, split_code_and_text_blocks
 
 #: The pages of the tutorial have a form of their own: tests/test_tutorial.py.
@@ -27,32 +26,8 @@ STYLE = re.compile(
     r"import matplotlib\.pyplot as plt\n+plt\.style\.use\(\"torchlift\.measure\.figures\"\)\n"
 )
 
-# One interpreter for all of the first cells: importing torch and what its optimizers use takes 2 s,
-# most cells a tenth of that. Each runs in a process of its own that has imported nothing else, and
-# that has none of this program's names.
-SERVER = """
-def next_cell():
-    import json, os, sys
-    import torch, torch._dynamo
-
-    for request in sys.stdin:
-        cell, folder, printed, complained = json.loads(request)
-        child = os.fork()
-        if not child:
-            os.chdir(folder)
-            for number, path in enumerate((os.devnull, printed, complained)):
-                os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)
-            return compile(cell, "<In short>", "exec")
-        print(os.waitpid(child, 0)[1], flush=True)
-    sys.exit()
-
-exec(next_cell())
-"""
-
-each_recipe = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-each_page = pytest.mark.parametrize(
-    "script", notebooks.scripts(), ids=lambda script: f"{script.parent.name}/{script.stem}"
-)
+each_recipe = each(SCRIPTS)
+each_page = each(notebooks.scripts())
 
 
 def blocks_of(script: Path) -> list[Block]:
@@ -78,36 +53,18 @@ def outputs_of(script: Path) -> list[tuple[str, list[nbformat.NotebookNode]]]:
 # ---- the answer comes first
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[subprocess.Popen[str]]:
-    """An interpreter that runs the cells that it is sent; a warning is an error in it."""
-    # numpy starts threads, and newer Pythons warn of a fork beside one.
-    once = {"PYTHONWARNINGS": "error", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    # The packages that only tests see, beside .venv, take transformers 10 s to import.
-    path = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if "apart" not in p]
-    env = {**os.environ, **once, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, path))}
-    command = [sys.executable, "-c", SERVER]
-    with subprocess.Popen(
-        command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        yield process
-        process.kill()
-
-
-@each_recipe
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_the_first_cell_runs_alone_and_prints_something(
-    script: Path, server: subprocess.Popen[str], tmp_path: Path
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reader who copies it, and nothing else, has something that works."""
-    folder, printed, complained = (tmp_path / name for name in ("empty", "printed", "complained"))
-    folder.mkdir()
-    assert server.stdin is not None
-    assert server.stdout is not None
-    request = [code_of(script)[0], *map(str, (folder, printed, complained))]
-    print(json.dumps(request), file=server.stdin, flush=True)
-    status = server.stdout.readline().strip()
-    assert status == "0", complained.read_text(encoding="utf-8")
-    assert printed.read_text(encoding="utf-8").strip()
+    """A reader who copies it, and nothing else, has something that works, without a warning."""
+    monkeypatch.chdir(tmp_path)
+    # The packages that only tests see, beside .venv, take transformers 10 s to import.
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if "apart" not in path])
+    done = run(code_of(script)[0], env={"PYTHONWARNINGS": "error", "HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
 
 
 @each_recipe

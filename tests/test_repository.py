@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from rules import each
 
 import torchlift
 
@@ -41,7 +42,7 @@ NOT_IN_A_RECIPE: dict[str, str] = {
     "PlacementError": "the recipe on devices belongs to a later chapter",
 }
 
-each_recipe = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+each_recipe = each(SCRIPTS)
 
 
 # ---- the package

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import http.server
 import json
@@ -20,8 +21,11 @@ from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
 import html5lib
+import notebooks
 import pytest
+import recipe_outputs
 from browser import PROGRAM, Browser
+from nbval.plugin import get_sanitize_patterns
 
 pytestmark = pytest.mark.skipif("TORCHLIFT_HTML" not in os.environ, reason="not run by make site")
 SITE = Path(os.environ.get("TORCHLIFT_HTML", ".")).resolve()
@@ -191,6 +195,37 @@ def test_recipes_fold_the_code_of_their_figures() -> None:
         assert text.count('<figure class="tl-framed">') == text.count("<figcaption>") >= 1
         assert "Made with torchlift" in text
         assert "Notebook, executed" in text
+
+
+def test_the_site_shows_what_the_notebooks_store() -> None:
+    """One execution serves the site and this comparison, which is nbval's: `make slow` runs that.
+
+    What a cell printed and showed is equal, but for addresses, temporary paths, times and measured
+    memory.
+    """
+    config = notebooks.RECIPES.joinpath("nbval_sanitize.cfg").read_text(encoding="utf-8")
+    patterns = get_sanitize_patterns(config)
+
+    def sanitized(text: str) -> str:
+        for pattern, replacement in patterns:
+            text = re.sub(pattern, replacement, text)
+        return text.strip("\n")
+
+    different = []
+    for script in notebooks.scripts():
+        path = recipe_outputs.record_of(str(script), notebooks.ROOT / "docs" / "auto_recipes")
+        shown = json.loads(path.read_text(encoding="utf-8"))
+        stored = [recipe_outputs.stored(cell) for cell in notebooks.code_cells(script)[1:]]
+        assert len(shown) == len(stored), script
+        for number, (one, other) in enumerate(zip(shown, stored, strict=True), 1):
+            for kind in one.keys() | other.keys():
+                site, notebook = (sanitized(outputs.get(kind, "")) for outputs in (one, other))
+                if site != notebook:
+                    lines = difflib.unified_diff(
+                        notebook.splitlines(), site.splitlines(), "notebook", "site", lineterm=""
+                    )
+                    different.append("\n".join([f"{script.stem}, cell {number}, {kind}:", *lines]))
+    assert not different, "\n\n".join(different)
 
 
 def test_first_page_can_be_read_without_scripts() -> None:

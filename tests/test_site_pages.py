@@ -5,7 +5,6 @@ from __future__ import annotations
 import colorsys
 import inspect
 import re
-import xml.etree.ElementTree
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,12 @@ import numpy
 import pytest
 import recipe_cards
 import recipe_pages
-import site_address
 import torch
 import valid_html
 from docutils import nodes
 from docutils.core import publish_doctree
 from matplotlib.colors import to_hex, to_rgb
+from rules import each
 
 import torchlift
 
@@ -29,10 +28,6 @@ RECIPES = sorted(
     str(path.relative_to(ROOT / "recipes").with_suffix(""))
     for path in ROOT.glob("recipes/[0-9]*/plot_*.py")
 )
-URLS = {
-    "documentation": "https://lift.example.org/docs",
-    "repository": "https://github.com/example/lift",
-}
 LEVELS = {"Beginner", "Intermediate", "Advanced"}
 
 
@@ -155,7 +150,7 @@ def test_what_is_to_be_looked_at_stands_below_the_answer_with_its_caption() -> N
 # ---- cards
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@each(RECIPES)
 def test_a_card_says_question_level_minutes_and_tags(recipe: str) -> None:
     """A recipe without an entry in recipes/cards.toml is found here."""
     card = recipe_cards.recipe(recipe)
@@ -223,83 +218,6 @@ def test_a_picture_s_bars_are_what_the_library_does(ranks: int, tmp_path: Path) 
     fetch = tuple(size for mapped, peak, _ in found for size in (mapped, peak))
     commit = tuple(size for mapped, _, owned in found for size in (mapped, owned))
     assert steps_of("flow" if ranks == 1 else "mesh") == [nothing] * 3 + [fetch, commit]
-
-
-# ---- addresses
-
-
-def test_without_addresses_a_page_names_none() -> None:
-    """No canonical address, no link to edit it, no Colab: nothing that would lead nowhere."""
-    assert site_address.edit_link("index", {}) == ""
-    assert site_address.runner_links("auto_recipes/01_loading/plot_09_resume", {}) == {}
-    tags = site_address.head_tags("index", "torchlift", "What it is.", {})
-    assert tags == '<meta name="description" content="What it is." />'
-
-
-@pytest.mark.parametrize(
-    "docname", ["index", "formats", "auto_recipes/index", "auto_recipes/02_files/index"]
-    + [f"auto_recipes/{name}" for name in RECIPES[:2]],
-)  # fmt: skip
-def test_a_page_can_be_edited_where_its_source_is(docname: str) -> None:
-    """The link names a file of the repository, also for pages that are made from another."""
-    link = site_address.edit_link(docname, URLS)
-    assert link.startswith("https://github.com/example/lift/edit/main/")
-    assert ROOT.joinpath(link.partition("/main/")[2]).is_file()
-    assert site_address.edit_link("api/generated/torchlift.load", URLS) == ""
-
-
-def test_notebooks_open_on_colab_and_binder_from_github_only() -> None:
-    """The committed notebook; another host is unknown to both."""
-    links = site_address.runner_links(f"auto_recipes/{RECIPES[0]}", URLS)
-    assert set(links) == {"Colab", "Binder"}
-    for link in links.values():
-        assert "example/lift" in link
-        notebook = link[link.index("recipes/notebooks") :]
-        assert ROOT.joinpath(notebook).is_file()
-    elsewhere = {**URLS, "repository": "https://git.example.org/lift"}
-    assert site_address.runner_links(f"auto_recipes/{RECIPES[0]}", elsewhere) == {}
-
-
-def test_head_names_the_address_and_the_card() -> None:
-    """Escaped; and the page for what is not there finds its styles from any depth."""
-    tags = site_address.head_tags("formats", 'A "title"', "It's <this>", URLS)
-    assert '<meta property="og:url" content="https://lift.example.org/docs/formats.html" />' in tags
-    assert 'content="https://lift.example.org/docs/_static/card.png"' in tags
-    assert "A &quot;title&quot;" in tags
-    assert "&lt;this&gt;" in tags
-    assert "<base" not in tags
-    lost = site_address.head_tags("404", "Lost", "", URLS)
-    assert '<base href="https://lift.example.org/docs/" />' in lost
-
-
-def test_sitemap_lists_pages_and_not_the_ones_for_machines() -> None:
-    """As XML that can be parsed."""
-    text = site_address.sitemap(["index", "a&b", "404", "search"], URLS["documentation"])
-    listed = [
-        node.text for node in xml.etree.ElementTree.fromstring(text.encode()).iter() if node.text
-    ]
-    named = [name for name in listed if name.strip()]
-    assert named == [
-        "https://lift.example.org/docs/a&b.html",
-        "https://lift.example.org/docs/index.html",
-    ]
-
-
-def test_card_has_the_size_that_its_readers_ask_for(tmp_path: Path) -> None:
-    """1200 x 630 pixels."""
-    site_address.draw_card(tmp_path / "static" / "card.png")
-    assert plt.imread(tmp_path / "static" / "card.png").shape[:2] == (630, 1200)
-
-
-def test_description_is_the_start_of_the_page() -> None:
-    """A sentence or two, without the row of downloads, cut between words."""
-    row = nodes.paragraph("", "Notebook", classes=["tl-downloads"])
-    page = nodes.section("", row, nodes.paragraph("", "word " * 100))
-    text = site_address.described(page)
-    assert text.startswith("word word")
-    assert text.endswith("word …")
-    assert len(text) <= site_address.LONGEST + 2
-    assert site_address.described(None) == site_address.CLAIM
 
 
 # ---- examples

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import notebooks
 import pytest
+from rules import each
 from sphinx_gallery.py_source_parser import Block, split_code_and_text_blocks
 
 PAGES = [script for script in notebooks.scripts() if script.parent.name == "00_tutorial"]
 HEADING = re.compile(r"^(.+)\n-{3,}$", re.MULTILINE)
 
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+each_page = each(PAGES)
 
 
 def blocks_of(page: Path) -> list[Block]:

@@ -77,6 +77,12 @@ def path_of(script: Path) -> Path:
     return NOTEBOOKS / script.parent.name / f"{script.stem}.ipynb"
 
 
+def code_cells(script: Path) -> list[nbformat.NotebookNode]:
+    """The code cells of the committed notebook of a recipe."""
+    notebook = nbformat.read(path_of(script), as_version=4)
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
 def derive(script: Path) -> nbformat.NotebookNode:
     """The notebook of a recipe, not executed."""
     from sphinx_gallery.gen_gallery import DEFAULT_GALLERY_CONF

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Mapping
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,17 @@ def outputs_of(printed: str, shown: object) -> dict[str, str]:
         found["text/plain"] = PlainTextFormatter()(shown)
         if hasattr(shown, "_repr_html_"):
             found["text/html"] = shown._repr_html_()
+    return {kind: text for kind, text in found.items() if text}
+
+
+def stored(cell: Mapping[str, Any]) -> dict[str, str]:
+    """The same of a cell of a notebook."""
+    found: defaultdict[str, str] = defaultdict(str)
+    for output in cell["outputs"]:
+        if output["output_type"] == "stream":
+            found[output["name"]] += output["text"]
+        elif output["output_type"] == "execute_result":
+            found |= {kind: output["data"].get(kind, "") for kind in ("text/plain", "text/html")}
     return {kind: text for kind, text in found.items() if text}
 
 

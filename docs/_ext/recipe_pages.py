@@ -18,7 +18,6 @@ from functools import cache
 from html import escape
 from pathlib import Path
 
-import site_address
 import torch
 from docutils import nodes
 from recipe_cards import GALLERY, keywords_of
@@ -90,9 +89,6 @@ class RecipePage(SphinxTransform):
             row += addnodes.download_reference(
                 "", "", nodes.Text(label), reftarget=name + suffix, refdoc=self.env.docname
             )
-        runners = site_address.runner_links(self.env.docname, site_address.addresses())
-        for label, address in runners.items():
-            row += nodes.reference("", label, refuri=address, internal=False)
         for title in self.document.findall(nodes.title):
             title.parent.insert(title.parent.index(title) + 1, row)
             break

@@ -1,7 +1,8 @@
-"""The command line: real processes, exit codes, what is on which stream, and what never happens."""
+"""The command line: exit codes, what is on which stream, and what never happens."""
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import warnings
 from argparse import Namespace
+from contextlib import redirect_stderr, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -27,12 +29,20 @@ from torchlift.cli.output import print_json
 
 
 def torchlift(*args: object, **options) -> subprocess.CompletedProcess[str]:
-    """Run the command in a process of its own."""
-    command = [sys.executable, "-m", "torchlift", *map(str, args)]
+    """Run the command, in a process of its own if there are options for one."""
+    words = [*map(str, args)]
+    if not options:
+        streams = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2)]
+        with redirect_stdout(streams[0]), redirect_stderr(streams[1]):
+            status = cli.main(words)
+            texts = [(file.flush(), file.buffer.getvalue().decode())[1] for file in streams]
+        return subprocess.CompletedProcess(words, status, *texts)
     # Without UTF-8 on both sides a non-ASCII key could pass for the wrong reason.
     options = {"encoding": "utf-8", "capture_output": True, "timeout": 120} | options
     env = {**os.environ, **options.pop("env", {})}
-    return subprocess.run(command, env=env, check=False, **options)
+    return subprocess.run(
+        [sys.executable, "-m", "torchlift", *words], env=env, check=False, **options
+    )
 
 
 class Trap:

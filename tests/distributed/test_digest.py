@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-import pytest
 from ranks import on_ranks, run_workers
 
 CHECKS = [
@@ -20,14 +21,14 @@ CHECKS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, str]]:
-    """Every check on two ranks and on four."""
-    module = Path(__file__).with_name("workers_digest.py")
-    return {n: run_workers(module, n, tmp_path_factory.mktemp(f"digest{n}")) for n in (2, 4)}
+@cache
+def results(ranks: int) -> dict[str, str]:
+    """Every check on every rank."""
+    with TemporaryDirectory() as out:
+        return run_workers(Path(__file__).with_name("workers_digest.py"), ranks, Path(out))
 
 
 @on_ranks([2, 4], CHECKS)
-def test_digest_on_ranks(results: dict[int, dict[str, str]], ranks: int, check: str) -> None:
+def test_digest_on_ranks(ranks: int, check: str) -> None:
     """It is that of one process, or one error on all of them."""
-    assert results[ranks][check] == ""
+    assert results(ranks)[check] == ""

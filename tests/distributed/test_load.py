@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ranks import run_saves_then_loads
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.every_world]
 
 WORLDS = (1, 2, 4)  # of two and four ranks the shards of odd sizes overlap, and some are empty
 WORKERS = Path(__file__).with_name("workers_load.py")

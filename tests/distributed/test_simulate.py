@@ -120,6 +120,7 @@ def test_each_stage_of_a_pipeline_is_made_by_the_function() -> None:
     assert sum(found.bytes) == sum(t.nbytes for t in model.state_dict().values())
 
 
+@pytest.mark.timed
 def test_thousands_of_ranks_take_seconds() -> None:
     """A three-dimensional mesh of 4096 ranks and a model that fits nowhere here."""
     model = torchlift.skeleton(Model, 8192, 24)
@@ -363,6 +364,7 @@ def _written_by(ranks: int, rows: int, columns: int) -> Checkpoint:
     return Checkpoint(Index("/nowhere", "dcp", entries, {}, {}))
 
 
+@pytest.mark.timed
 def test_files_of_several_ranks_are_counted_exactly() -> None:
     """Each rank reads from the files that hold its rows; all files are read once."""
     found = simulate(_written_by(4, 16, 4), "fsdp=3")

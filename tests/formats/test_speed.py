@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torchlift.formats import read_index
 
 
-@pytest.mark.slow
+@pytest.mark.timed
 @pytest.mark.parametrize("count", [64, 20_000])
 def test_the_time_of_an_index_is_printed(tmp_path, count):
     """Both formats are indexed completely, and the best of five times is shown."""

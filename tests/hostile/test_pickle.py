@@ -154,6 +154,7 @@ _HAZARDS = {
 }  # fmt: skip
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("name", list(_HAZARDS))
 def test_a_hostile_pickle_is_refused(path, name):
     """Each of these is an error that says what is wrong, at once."""

@@ -104,6 +104,7 @@ def test_it_never_takes_more_devices_than_accelerate(family, monkeypatch) -> Non
     assert compared > 15
 
 
+@pytest.mark.timed
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is told by /proc")
 def test_seventy_billion_parameters_are_fitted_in_two_seconds_and_200_mib() -> None:
     """Construction, which allocates nothing, included."""

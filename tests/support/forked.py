@@ -46,10 +46,10 @@ class Forked:
         self.stderr, *last = _opened(stderr, 1)
         given = [*theirs, *more, *last]
         variables = dict(env or {})
-        quiet = variables.pop("PYTHONWARNINGS", "") == "ignore"  # else a new interpreter reads it
+        filters = variables.pop("PYTHONWARNINGS", "default")  # else a new interpreter reads it
         of_file = isinstance(program, Path)
         self._child = zygote.start(
-            "forked:_be", str(program), of_file, [*map(str, arguments)], quiet,
+            "forked:_be", str(program), of_file, [*map(str, arguments)], filters,
             environment=variables, stdin=given[0], stdout=given[1], stderr=given[2],
         )  # fmt: skip
         for descriptor in given:
@@ -108,11 +108,11 @@ def _opened(file: Any, writes: int) -> tuple[IO[str] | None, int]:
     return open(mine, "r" if writes else "w", encoding="utf-8"), theirs
 
 
-def _be(program: str, of_file: bool, arguments: list[str], quiet: bool) -> NoReturn:
+def _be(program: str, of_file: bool, arguments: list[str], filters: str) -> NoReturn:
     """Be the process that runs a program; its threads are not waited for."""
     status = 1
     warnings.resetwarnings()
-    warnings.simplefilter("ignore" if quiet else "default")
+    warnings.simplefilter(filters)
     try:
         main = types.ModuleType("__main__")
         sys.modules["__main__"], sys.argv = main, [program if of_file else "-c", *arguments]
