@@ -31,8 +31,6 @@ extensions = [
     "sphinx_design",
     "sphinx_gallery.gen_gallery",
     "sphinxcontrib.programoutput",
-    "landing",
-    "measured_runs",
     "mending",
     "public_names",
     "recipe_cards",

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import measured
+import measured_pages
 import pytest
 import torch
 from torch import nn
@@ -130,6 +131,15 @@ def _tagged(archive: bytes) -> bytes:
 def test_readme_has_the_measured_table() -> None:
     """One measurement, told twice; `tools/measured.py --table` writes it."""
     assert measured.markdown() in ROOT.joinpath("README.md").read_text(encoding="utf-8")
+
+
+def test_pages_include_what_was_measured() -> None:
+    """Run ``python tools/measured_pages.py`` after a measurement."""
+    texts = measured_pages.texts()
+    for name, text in texts.items():
+        assert measured_pages.TARGET.joinpath(name).read_text(encoding="utf-8") == text, name
+    charts = {f"{name}{suffix}.png" for name in measured_pages.runs() for suffix in ("", "_dark")}
+    assert {path.name for path in measured_pages.TARGET.iterdir()} == {*texts, *charts}
 
 
 def test_table_and_picture_tell_of_one_size() -> None:
