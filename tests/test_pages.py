@@ -10,9 +10,11 @@ import re
 import subprocess
 import sys
 import textwrap
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
+from forked import run
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
@@ -35,12 +37,12 @@ TEXT = {"text"}
 #: Pages of which a reader copies one block.
 ALONE = {"troubleshooting.rst", "migration.rst"}
 
-# One interpreter for all the blocks of a page. A later one uses what an earlier one made, unless
+# One process for all the blocks of a page. A later one uses what an earlier one made, unless
 # each is to run alone: in an empty folder, with no names.
 RUNNER = """
 import json, os, pathlib, subprocess, sys
 
-alone, *blocks = json.loads(sys.stdin.read())
+alone, *blocks = json.loads(sys.argv[1])
 names = {"__name__": "__main__"}
 top = pathlib.Path.cwd()
 for number, (language, code) in enumerate(blocks):
@@ -59,6 +61,7 @@ for number, (language, code) in enumerate(blocks):
 each_page = pytest.mark.parametrize(
     "page", PAGES, ids=lambda page: str(page.relative_to(ROOT)).replace("/", "-")
 )
+pytestmark = pytest.mark.long
 
 
 def blocks_of(page: Path) -> list[tuple[str, str]]:
@@ -85,7 +88,7 @@ def is_for_a_clone(command: str) -> bool:
 
 @each_page
 def test_every_block_of_a_page_runs_and_prints_what_is_shown(page: Path, tmp_path: Path) -> None:
-    """In order, as it stands, in one new interpreter and an empty folder."""
+    """In order, as it stands, in one new process and an empty folder."""
     blocks: list[tuple[str, str]] = []
     shown: list[tuple[int, str]] = []
     for language, code in blocks_of(page):
@@ -97,10 +100,10 @@ def test_every_block_of_a_page_runs_and_prints_what_is_shown(page: Path, tmp_pat
         elif kept:
             blocks.append((language, "\n".join(kept)))
     if blocks:
-        run = run_blocks(blocks, tmp_path, alone=page.name in ALONE)
-        assert run.returncode == 0, f"{run.stdout}\n{run.stderr}"
+        done = run_blocks(blocks, tmp_path, alone=page.name in ALONE)
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
         folder = rf"{re.escape(str(tmp_path))}/(\d+/)?"  # a page shows no path of this machine
-        printed = re.sub(folder, "", run.stdout).split(chr(30))
+        printed = re.sub(folder, "", done.stdout).split(chr(30))
         for ran, text in shown if page.suffix == ".rst" else []:
             lines = "".join(printed[:ran]).splitlines()
             before = "\n".join(line.expandtabs(4).rstrip() for line in lines)
@@ -110,22 +113,14 @@ def test_every_block_of_a_page_runs_and_prints_what_is_shown(page: Path, tmp_pat
 def run_blocks(
     blocks: list[tuple[str, str]], folder: Path, alone: bool
 ) -> subprocess.CompletedProcess[str]:
-    """Run blocks in order, as a reader in this folder would."""
+    """Run blocks in order, as a reader in this folder would; a warning is an error."""
     path = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
-    env = {**os.environ, "PATH": os.pathsep.join(path), "PYTHONWARNINGS": "error"}
+    env = {"PATH": os.pathsep.join(path), "PYTHONWARNINGS": "error"}
     for name in "PYTHONPATH", "TORCHLIFT_SITE":  # as absolute paths: the folder is another one
-        if name in env:
-            env[name] = os.pathsep.join(map(os.path.abspath, env[name].split(os.pathsep)))
-    return subprocess.run(
-        [sys.executable, "-u", "-c", RUNNER],
-        cwd=folder,
-        env=env,
-        input=json.dumps([alone, *blocks]),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+        if name in os.environ:
+            env[name] = os.pathsep.join(map(os.path.abspath, os.environ[name].split(os.pathsep)))
+    with chdir(folder):
+        return run(RUNNER, json.dumps([alone, *blocks]), env=env)
 
 
 @each_page

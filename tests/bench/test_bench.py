@@ -138,6 +138,7 @@ def test_importing_the_comparison_does_not_import_torch() -> None:
     assert done.stdout == "False\n"
 
 
+@pytest.mark.slow
 def test_every_way_that_fits_loads_the_same_values(generated, request) -> None:
     """All ways for a format give the digest of its baseline, a cast one after casting."""
     format = request.node.callspec.params["generated"]
@@ -149,6 +150,7 @@ def test_every_way_that_fits_loads_the_same_values(generated, request) -> None:
         assert run_in_process(way.name, generated)[kind] == reference[kind]
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_a_comparison_runs_every_way_in_a_process_and_reports_it(tmp_path) -> None:
     """No way fails, the values agree, and the text and the JSON say so."""
@@ -206,6 +208,7 @@ def awkward_state() -> dict[str, object]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("root", [None, "model", "optimizer.state"])
 @pytest.mark.parametrize("way", ["torch-build", "torch-assign", "torch-mmap", "torchlift-mmap"])
 def test_a_file_without_its_model_is_compared_too(tmp_path, way, root) -> None:
@@ -371,6 +374,7 @@ def test_a_plain_reader_reads_every_byte(tmp_path, reader) -> None:
         assert area[: len(content)] == content
 
 
+@pytest.mark.slow
 def test_the_limit_is_the_best_of_the_plain_readers(small) -> None:
     """All take part in the first round, the fastest four go on, and the best one is named."""
     comparison = bench.compare(small, only=["torch-load", "limit-plain"], repeat=3)
@@ -420,6 +424,7 @@ def test_a_cold_comparison_says_what_was_dropped_and_how(small) -> None:
 # ---- other libraries, a cast, a device
 
 
+@pytest.mark.slow
 def test_all_ways_cast_where_they_are_told_to(generated, request) -> None:
     """They agree on every bit; none of them maps, since nothing could be mapped."""
     format = request.node.callspec.params["generated"]
@@ -479,6 +484,7 @@ def test_a_folder_of_dcp_and_shards_of_torch_files_are_compared(tmp_path) -> Non
 # ---- how costs grow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", GROWTHS)
 def test_every_way_loads_all_that_there_are(what, tmp_path) -> None:
     """Each way is asked for as many tensors, modules or shards as were written."""
@@ -663,6 +669,7 @@ def test_a_chart_without_matplotlib_is_refused_before_anything_runs(small, monke
     assert "matplotlib" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_shows_how_costs_grow(tmp_path, capsys) -> None:
     """`--grow modules=2,4 --json` has the seconds of each way and size, and the power."""
     chart = str(tmp_path / "chart.png")

@@ -10,6 +10,9 @@ import saves
 import torchlift
 from torchlift.distributed import on_ranks
 
+pytestmark = pytest.mark.slow
+
+
 MIB = 2**20
 
 

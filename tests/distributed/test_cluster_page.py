@@ -19,6 +19,9 @@ import torch
 
 import torchlift
 
+pytestmark = pytest.mark.slow
+
+
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 #: The program that torchrun is for, and what SLURM has: one node, which needs no other program.
 BIN = {

@@ -19,6 +19,9 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
+
 FAULTY, KILLED = (Path(__file__).with_name(f"{name}_keepers.py") for name in ("faulty", "killed"))
 SUPPORT = Path(__file__).parent.with_name("support")
 EVERY = int(os.environ.get("TORCHLIFT_FAULT_EVERY", "101"))

@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 from interrupting import interrupted
 
+pytestmark = pytest.mark.slow
+
+
 SCRIPT = Path(__file__).with_name("interrupted_keepers.py")
 #: Way, how it is interrupted, and the steps from one interrupt to the next.
 RUNS = (

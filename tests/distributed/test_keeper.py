@@ -752,6 +752,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_finds_its_last_complete_checkpoint(tmp_path: Path) -> None:
     """At moments of no choice of its own; what was begun is gone after the next save."""
     last = 0

@@ -17,6 +17,8 @@ import torchlift
 from torchlift.distributed import CheckpointWriter, LatestN, RunFolder
 from torchlift.errors import CheckpointError, PlacementError
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[S3Server]:

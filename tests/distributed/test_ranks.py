@@ -141,7 +141,7 @@ def test_a_rank_that_ends_early_leaves_no_result() -> None:
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self"), reason="looks for them in /proc")
-@pytest.mark.parametrize("fork", [True, False])
+@pytest.mark.parametrize("fork", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_ranks_that_hang_are_ended_after_the_timeout(tmp_path, fork) -> None:
     """The error names those that were not done, and no process is left."""
     seconds = 4 if fork else 30
@@ -164,7 +164,7 @@ on_ranks(2, hang, sys.argv[1], fork=sys.argv[2] == "True")
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self"), reason="looks for them in /proc")
-@pytest.mark.parametrize("fork", [True, False])
+@pytest.mark.parametrize("fork", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_ranks_leave_when_their_caller_is_killed(tmp_path, fork) -> None:
     """Nobody can ask them to: a socket or a pipe closes."""
     command = [sys.executable, "-c", KILLED, str(tmp_path), str(fork)]

@@ -347,6 +347,7 @@ def test_ranks_write_one_checkpoint(
 KILLED = Path(__file__).with_name("worker_killed.py")
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
 @pytest.mark.parametrize(

@@ -149,6 +149,7 @@ def parallelize_llama(model, mesh) -> None:
     fully_shard(model, **shard)
 
 
+@pytest.mark.slow
 def test_seventy_billion_parameters_on_eight_thousand_ranks_take_seconds(tmp_path: Path) -> None:
     """A transformers model, and a file of its names and shapes with a hole instead of weights."""
     config = hf.LlamaConfig(

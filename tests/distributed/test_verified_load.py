@@ -55,6 +55,7 @@ def on_a_rank(path: str) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="bytes read are from /proc")
 def test_each_rank_verifies_its_part_and_all_end_the_same_way(
@@ -100,6 +101,7 @@ def on_a_rank_of_a_hub(path: str) -> list[Any]:
     return [*found, caught.value.reason]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="bytes read are from /proc")
 def test_each_rank_hashes_some_of_the_files_of_a_hub(

@@ -44,6 +44,7 @@ def opened(server: RangeServer, name: str, requests: int, nbytes: int) -> Index:
     return found
 
 
+@pytest.mark.slow
 def test_100_000_tensors_of_safetensors_take_two_requests(server: RangeServer) -> None:
     """The head, and what the header has beyond it."""
     tensors = {f"layers.{n}.weight": torch.ones(1) for n in range(100_000)}

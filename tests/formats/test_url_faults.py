@@ -34,6 +34,9 @@ from torchlift.errors import (
 )
 from torchlift.formats import read_index, resolved, verify
 
+pytestmark = pytest.mark.slow
+
+
 SECRET = "s3cr3t-value"
 OPTIONS = {"tries": 3, "timeout": 5.0, "headers": {"Authorization": f"Bearer {SECRET}"}}
 

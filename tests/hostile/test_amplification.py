@@ -34,6 +34,9 @@ from torchlift.errors import FormatError
 from torchlift.formats import read_index
 from torchlift.formats.unpickle import Budget
 
+pytestmark = pytest.mark.slow
+
+
 # Pickles ------------------------------------------------------------------------------------------
 
 

@@ -207,6 +207,7 @@ def test_fabric_saves_and_loads_through_the_plugin(tmp_path: Path) -> None:
     assert torch.equal(moment, optimizer.state_dict()["state"][0]["exp_avg"])
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_go_on_bit_by_bit(tmp_path: Path) -> None:
     """Under DDP, each with its own random numbers and its own place in its data."""

@@ -133,6 +133,7 @@ def test_a_run_that_goes_on_is_told_from_one_that_begins_anew(tmp_path: Path) ->
         other.train(resume_from_checkpoint=str(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_go_on_bit_by_bit(tmp_path: Path) -> None:
     """Under DDP, each with its own random numbers."""

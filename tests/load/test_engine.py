@@ -18,7 +18,7 @@ PACKAGE = Path(torchlift.__file__).parent
 #: Files of the package in which a function runs while two tensors are loaded, at most. Two only
 #: answer that a zip archive is not theirs, and one each is there for keywords of other loaders,
 #: classes that are allowed, and hooks of the model.
-FILES = 34
+FILES = 36
 
 
 def traced(path: Path) -> tuple[dict[str, set[str]], Counter[CodeType]]:

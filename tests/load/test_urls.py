@@ -546,6 +546,7 @@ def _load_on_rank(url: str, layout: str, dtype: torch.dtype | None) -> list[Any]
     return [state, report.bytes_read]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["plain", "replicas", "rows", "columns"])
 @pytest.mark.parametrize("name", ["m.pt", "m.safetensors"])
 def test_two_ranks_together_read_the_bytes_of_a_file_once(

@@ -273,6 +273,7 @@ def test_only_what_the_checkpoint_provides_is_examined(tmp_path):
     assert held.eq(0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hold", [None, hold_weakly, hold_detached, hold_a_graph])
 def test_ten_thousand_parameters_are_examined_at_once(hold, capsys):
     """One walk over all objects, however many are held: the time is printed, not judged."""

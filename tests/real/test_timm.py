@@ -23,6 +23,7 @@ def in_child(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=250)
 
 
+@pytest.mark.slow
 def test_timms_models_load_as_timm_loads_them() -> None:
     """Four architectures: a whole checkpoint, its features, another head, a skeleton's replay."""
     found = in_child(str(Path(__file__).with_name("worker_timm.py")))

@@ -312,6 +312,7 @@ def test_of_two_savers_at_once_one_wins_whole(tmp_path: Path, way: str) -> None:
     assert len(contents(tmp_path)) == files
 
 
+@pytest.mark.slow
 def test_kill_9_at_random_moments_loses_nothing(tmp_path: Path) -> None:
     """Of saves and conversions: the old state or the new one, and no debris after the next save."""
     chance = random.Random(7)

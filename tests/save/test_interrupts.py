@@ -23,6 +23,7 @@ RUNS = tuple(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_an_interrupt_at_any_step_ends_a_save_and_leaves_nothing(
     run: tuple[str, str, int, int],

@@ -88,6 +88,7 @@ def test_what_fits_into_one_part_is_one_request(s3: Bucket) -> None:
     assert [method for method, _, _ in s3.requests if method != "GET"] == ["PUT"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("part", ["", "partNumber=2", "partNumber=3"])
 def test_a_server_that_refuses_in_the_middle_leaves_the_older_checkpoint(
@@ -360,6 +361,7 @@ def _converted(source: str, url: str, options: dict[str, Any]) -> int:
     return int(used.added_anonymous)
 
 
+@pytest.mark.slow
 def test_a_conversion_to_a_bucket_takes_the_memory_of_some_parts(
     s3: Bucket, tmp_path: Path
 ) -> None:

@@ -535,7 +535,7 @@ before = set(sys.modules)
 torchlift.skeleton(LlamaForCausalLM, config)
 result = [name for name in set(sys.modules) - before if not name.startswith("torchlift")]
 """
-    assert in_code(code, 64, 2, setup=_LLAMA).value == []
+    assert in_code(code, 64, 2, setup=_LLAMA, fork=False).value == []
 
 
 @pytest.mark.slow
@@ -548,7 +548,7 @@ torchlift.materialize(model)
 heavy = ("sympy", "torch._dynamo", "torch._inductor", "torch.fx.experimental.symbolic_shapes")
 result = [name for name in heavy if name in sys.modules]
 """
-    assert in_code(code, setup="import torch, torchlift").value == []
+    assert in_code(code, setup="import torch, torchlift", fork=False).value == []
 
 
 @pytest.mark.slow

@@ -113,6 +113,7 @@ def _be(program: str, of_file: bool, arguments: list[str], filters: str) -> NoRe
     status = 1
     warnings.resetwarnings()
     warnings.simplefilter(filters)
+    os.environ["PYTHONWARNINGS"] = filters  # for processes that the program starts
     try:
         main = types.ModuleType("__main__")
         sys.modules["__main__"], sys.argv = main, [program if of_file else "-c", *arguments]

@@ -143,7 +143,7 @@ def test_a_forked_process_measures_what_a_new_one_measures(tmp_path: Path) -> No
 # ---- how it ends
 
 
-@pytest.mark.parametrize("fork", [True, False])
+@pytest.mark.parametrize("fork", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_child_that_fails_is_one_error_with_its_last_output(fork: bool) -> None:
     """Whether it raises, leaves, is killed or hangs."""
 
