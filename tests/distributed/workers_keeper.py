@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import HANGS, cpu_mesh, main_saves_then_loads
+from ranks import HANGS, cpu_mesh, main_saves_then_loads, worlds
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -529,7 +529,7 @@ def what_ranks_have_of_their_own_is_theirs_again() -> None:
 def a_folder_on_a_network_is_read_in_slices() -> None:
     """By this number of ranks: into a model that is there, and into one that is on meta."""
     world = dist.get_world_size()
-    for ranks in (2, 4):
+    for ranks in worlds():
         folder = folder_of("fsdp2", "several", ranks)
         expected = torch.load(folder / "expected")
         for device in ("cpu", "meta"):
@@ -548,7 +548,7 @@ def a_folder_on_a_network_is_read_in_slices() -> None:
 
 def other_ranks_are_told_of_what_each_had() -> None:
     """An error that names the objects, before anything changes, or a function makes one of them."""
-    for ranks, machines in itertools.product((2, 4), ("one", "several")):
+    for ranks, machines in itertools.product(worlds(), ("one", "several")):
         folder = SHARED / f"loaders-{machines}-{ranks}"
         model, found = nn.Linear(2, 1), loaders_of(lambda rank: 0)
         before = model.weight.detach().clone()
@@ -651,7 +651,7 @@ def one_process_goes_on_where_one_without_a_group_was() -> None:
 
 def any_number_of_ranks_goes_on_with_what_another_kept() -> None:
     """Sharded or not; a rank that did not exist then keeps its random numbers."""
-    for ranks in (2, 4):
+    for ranks in worlds():
         for wrapping, machines in WAYS:
             folder = folder_of(wrapping, machines, ranks)
             expected = torch.load(folder / "expected")

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import cpu_mesh, main_saves_then_loads
+from ranks import cpu_mesh, main_saves_then_loads, worlds
 from safetensors import safe_open
 from safetensors.torch import load_file
 from save_states import expected_state, same_bits
@@ -308,7 +308,7 @@ def a_fault_of_one_rank_stops_all() -> None:
 def reads_what_any_number_of_ranks_wrote() -> None:
     expected = expected_state()
     paths = sorted(SHARED.glob("*-from-*.pt"))
-    assert len(paths) == 18, paths
+    assert len(paths) == 6 * len(worlds()), paths
     for path in paths:
         if path.name.startswith("module"):
             continue
@@ -502,7 +502,7 @@ def transformers_reads_what_any_number_of_ranks_wrote() -> None:
         num_attention_heads=2, num_key_value_heads=2,
     )  # fmt: skip
     folders = sorted(SHARED.glob("llama-*"))
-    assert len(folders) == 6, folders
+    assert len(folders) == 2 * len(worlds()), folders
     for folder in folders:
         config.save_pretrained(folder)
         model = transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -511,7 +511,8 @@ def transformers_reads_what_any_number_of_ranks_wrote() -> None:
 
 def loads_every_wrapping_on_another_number_of_ranks() -> None:
     folders = sorted(SHARED.glob("all-*.expected"))
-    assert len(folders) == 12, folders
+    # One rank saves fewer wrappings: it has no mesh of two dimensions.
+    assert {int(path.stem.rpartition("-")[2]) for path in folders} == {*worlds()}, folders
     for expected in folders:
         for path in (expected.with_suffix(""), expected.with_suffix(".pt")):
             model = fully_shard(torchlift.skeleton(net, 1), mesh=cpu_mesh())

@@ -113,7 +113,8 @@ def _be(program: str, of_file: bool, arguments: list[str], filters: str) -> NoRe
     status = 1
     warnings.resetwarnings()
     warnings.simplefilter(filters)
-    os.environ["PYTHONWARNINGS"] = filters  # for processes that the program starts
+    if filters != "default":  # for processes that the program starts
+        os.environ["PYTHONWARNINGS"] = filters
     try:
         main = types.ModuleType("__main__")
         sys.modules["__main__"], sys.argv = main, [program if of_file else "-c", *arguments]

@@ -29,14 +29,14 @@ SAVE, LOAD = "save", "load"
 HANGS = timedelta(seconds=300)
 
 
-def run_workers(module: Path, ranks: int, out: Path) -> dict[str, str]:
-    """Run every check of `module` on `ranks` ranks.
+def run_workers(module: Path, ranks: int, out: Path, worlds: Sequence[int] = ()) -> dict[str, str]:
+    """Run every check of `module` on `ranks` ranks, which find all the worlds by `worlds`.
 
     Returns:
         Check -> what went wrong on which rank, or an empty text.
     """
     quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "WORLD_SIZE": str(ranks)}
-    done = run(module, out, env=quiet)
+    done = run(module, out, env={**quiet, "WORLDS": " ".join(map(str, worlds))})
     found: dict[str, str] = {}
     for rank in range(ranks):
         path = out / f"{rank}.json"
@@ -65,7 +65,7 @@ def run_saves_then_loads(module: Path, worlds: Sequence[int]) -> dict[int, dict[
         for phases, ranks in turns:
             out = Path(folder, f"{phases}-{ranks}")
             out.mkdir()
-            found[ranks] |= run_workers(module, ranks, out)
+            found[ranks] |= run_workers(module, ranks, out, worlds)
     return found
 
 
@@ -104,6 +104,11 @@ def on_ranks(worlds: Sequence[int], checks: Sequence[str]) -> Callable[[Any], An
         return test
 
     return marked
+
+
+def worlds() -> list[int]:
+    """The numbers of ranks that save, in a worker of `run_saves_then_loads`."""
+    return [*map(int, os.environ["WORLDS"].split())]
 
 
 @cache
