@@ -29,6 +29,8 @@ def reset(gallery_conf: dict[str, Any], fname: str | Path | None, when: str) -> 
     torch.__future__.set_swap_module_params_on_conversion(False)
     torch.__future__.set_overwrite_module_params_on_conversion(False)
     gc.collect()
+    if when == "before":
+        gc.freeze()  # Sphinx has millions of objects, and a recipe may collect many times
     _reset_warnings(fname, when)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
