@@ -41,7 +41,7 @@ SPHINX := -m sphinx -c . -n -T -W --keep-going
 # Checkpoints that tests and recipes write go when their target ends: a full disk is no result.
 SCRATCH := export TMPDIR="$$(mktemp -d)"; trap 'rm -rf "$$TMPDIR"' EXIT;
 
-.PHONY: help venv gallery test slow lint types unit unit-slow timed touched beside compat doctest html site nbval notebooks page html-noplot linkcheck \
+.PHONY: help venv gallery test slow lint types unit unit-slow timed touched compat doctest html site nbval notebooks page html-noplot linkcheck \
 	cheatsheet serve pins clean
 
 help:  ## this list
@@ -71,8 +71,8 @@ test: lint $(WHEEL)  ## what everyone runs on each change: lint, types, the fast
 	@# The site is built beside the tests, in a process group of its own: nothing of it is left when the tests fail or
 	@# somebody presses Ctrl-C.
 	@mkdir -p build; set -m; \
-	  $(MAKE) --no-print-directory site doctest types touched > build/beside.log 2>&1 & beside=$$!; set +m; \
-	  trap 'kill -TERM -- -$$beside 2> build/kill.log' EXIT; \
+	  $(MAKE) --no-print-directory site doctest types touched > build/beside.log 2>&1 < /dev/null & \
+	  beside=$$!; set +m; trap 'kill -TERM -- -$$beside 2> build/kill.log; wait $$beside || :' EXIT; \
 	  $(MAKE) --no-print-directory unit; \
 	  status=0; wait $$beside || status=$$?; trap - EXIT; \
 	  if [ $$status != 0 ]; then cat build/beside.log; exit $$status; fi; \
@@ -143,10 +143,10 @@ docs/_build/fresh.stamp: $(VENV) $(SOURCES) $(NAMES) conf.py $(wildcard \
 	@mkdir -p docs/_build
 	@touch $(NAMES) $@
 
-# A page that warned is not read again by an incremental build, which would then pass: after a
-# failure, start over.
+# A page that warned is not read again by an incremental build, which would then pass: the stamp is
+# there only after a build that was whole.
 html: $(WHEEL) docs/_build/fresh.stamp  ## the site with warnings as errors, on the built wheel
-	$(SCRATCH) $(ON_WHEEL) $(PY) $(SPHINX) -q docs docs/_build/html || { rm -rf docs/_build; exit 1; }
+	$(SCRATCH) rm docs/_build/fresh.stamp; $(ON_WHEEL) $(PY) $(SPHINX) -q docs docs/_build/html; touch docs/_build/fresh.stamp
 
 # Where there is no chromium, the checks that need one are skipped.
 site: html  ## the built site: links, pictures, weight, validity; in chromium: accessibility, search, theme

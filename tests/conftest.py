@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Iterator
 
@@ -18,6 +19,12 @@ def is_slow(item: pytest.Item) -> bool:
     return bool(item.get_closest_marker("slow")) or (
         many and not item.get_closest_marker("every_world")
     )
+
+
+def pytest_collection_finish() -> None:
+    """Let no collection look again at what was imported: tests of `preflight` take a third."""
+    gc.collect()
+    gc.freeze()
 
 
 #: The names of the marks of all tests that were collected, before a lane was chosen.

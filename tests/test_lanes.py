@@ -36,9 +36,12 @@ def test_both_lanes_run_all_that_they_choose() -> None:
         recipe = MAKEFILE.partition(f"\n{target}: ")[2].partition("\n\n")[0]
         assert f'-m "$({lane}_LANE)"' in recipe
     assert goals["slow"].split() == ["unit-slow", "timed", "nbval"]
+    assert goals["test"].split() == ["lint", "$(WHEEL)"]
     test = MAKEFILE.partition("\ntest: ")[2].partition("\n\n")[0]
-    for target in "lint", "unit", "site", "doctest", "types", "touched":
-        assert re.search(rf"\b{target}\b", test), target
+    made = re.findall(r"^\t.*\$\(MAKE\) --no-print-directory ([a-z ]+)", test, re.MULTILINE)
+    assert " ".join(made).split() == ["site", "doctest", "types", "touched", "unit"]
+    ci = ROOT.joinpath(".ci", "run").read_text(encoding="utf-8")
+    assert "\nexec make test slow" in ci
 
 
 def test_worlds_of_four_ranks_are_slow_but_those_of_loading(marks: dict[str, set[str]]) -> None:

@@ -126,7 +126,9 @@ def _be(program: str, of_file: bool, arguments: list[str], filters: str) -> NoRe
         exec(compile(source, program if of_file else "<string>", "exec"), vars(main))
         status = 0
     except SystemExit as error:
-        status = error.code if isinstance(error.code, int) else error.code is not None
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
     finally:

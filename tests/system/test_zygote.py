@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import errno
 import mmap
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy
@@ -18,6 +22,7 @@ import torch
 from torch import nn
 
 from torchlift import load, skeleton
+from torchlift._system import zygote
 from torchlift.measure import ChildError, in_child
 
 MIB = 1 << 20
@@ -67,19 +72,45 @@ def test_a_variable_that_only_a_new_interpreter_reads_starts_one() -> None:
     assert child.value is True
 
 
-def test_a_child_has_no_descriptor_of_the_zygote() -> None:
-    """Its own are the three standard ones and that of the listing."""
+def test_a_child_has_no_descriptor_but_the_three_that_it_was_given(tmp_path: Path) -> None:
+    """Nothing of the zygote's, nor the file that its request lay in."""
+    out = tmp_path / "out"
+    with open(out, "wb") as file:
+        code = "import os; print(sorted(os.listdir('/proc/self/fd')))"
+        with zygote.start(
+            "builtins:exec", code, stdout=file.fileno(), stderr=file.fileno()
+        ) as child:
+            assert child.wait() == 0
+    names = ast.literal_eval(out.read_text(encoding="utf-8"))
+    assert names[:3] == ["0", "1", "2"]
+    assert len(names) == 4, "and that of the listing"
 
-    def kinds() -> list[str]:
-        found = []
-        for name in os.listdir("/proc/self/fd"):
-            try:
-                found.append(os.readlink(f"/proc/self/fd/{name}"))
-            except FileNotFoundError:  # the listing's own
-                continue
-        return found
 
-    assert not [kind for kind in in_child(kinds).value if kind.startswith("socket:")]
+def test_a_child_has_the_limits_and_the_cores_of_the_caller() -> None:
+    """As they are now: a measurement may be of one core."""
+    cores, limit = os.sched_getaffinity(0), resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def look() -> tuple[set[int], int, int]:
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return os.sched_getaffinity(0), files, torch.get_num_threads()
+
+    in_child(os.getpid)
+    try:
+        os.sched_setaffinity(0, {min(cores)})
+        resource.setrlimit(resource.RLIMIT_NOFILE, (400, limit[1]))
+        assert in_child(look).value == ({min(cores)}, 400, 1)
+    finally:
+        os.sched_setaffinity(0, cores)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+
+
+def test_a_path_among_the_folders_of_modules_does_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Notebooks put one there, and Python passes it over."""
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
+    for fork in True, False:
+        assert in_child(abs, -1, fork=fork).value == 1
 
 
 def test_children_draw_different_random_numbers() -> None:
@@ -178,11 +209,27 @@ def test_a_child_that_is_over_ran_its_exit_functions_and_its_threads_to_the_end(
     def work() -> None:
         import atexit
 
+        global pool  # nobody shuts it down: its threads wait for work until the interpreter ends
+        pool = ThreadPoolExecutor(1)
+        pool.submit(abs, -1)
         atexit.register(tmp_path.joinpath("at exit").touch)
         threading.Timer(0.2, tmp_path.joinpath("in a thread").touch).start()
 
     in_child(work)
     assert {path.name for path in tmp_path.iterdir()} == {"at exit", "in a thread"}
+
+
+@pytest.mark.parametrize("fork", [True, False])
+def test_a_child_that_ends_early_left_no_result(fork: bool) -> None:
+    """An exit that looks like success is none, and what was printed is told."""
+    with pytest.raises(ChildError, match="left no result") as caught:
+        in_child(lambda: print("nearly") or sys.exit(0), fork=fork)
+    assert (caught.value.returncode, caught.value.stdout) == (0, "nearly\n")
+
+
+def test_a_child_may_close_its_output() -> None:
+    """It still ends with success."""
+    assert in_child(lambda: sys.stdout.close()).value is None
 
 
 def test_when_the_zygote_is_killed_its_child_is_one_error_and_the_next_call_works() -> None:
@@ -220,7 +267,10 @@ except KeyboardInterrupt:
 def test_no_child_outlives_its_caller(tmp_path: Path, fork: bool, number: int) -> None:
     """Nor does what the child has started: after Ctrl-C, and after a kill that nobody hears."""
     command = [sys.executable, "-c", INTERRUPTED, str(tmp_path), str(fork)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as caller:
+    # In a group of its own, as a program at a terminal is: Ctrl-C is sent to all of the group.
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as caller:
         end = time.monotonic() + 60
         while not tmp_path.joinpath("child").exists() or not tmp_path.joinpath("child").read_text():
             assert time.monotonic() < end
@@ -228,7 +278,7 @@ def test_no_child_outlives_its_caller(tmp_path: Path, fork: bool, number: int) -
             time.sleep(0.02)
         numbers = [tmp_path.joinpath(name).read_text().strip() for name in ("child", "shell")]
         assert all(Path("/proc", each).exists() for each in numbers)
-        caller.send_signal(number)
+        (os.killpg if number == signal.SIGINT else os.kill)(caller.pid, number)
         printed, _ = caller.communicate()
     assert printed == ("interrupted\n" if number == signal.SIGINT else "")
     while [each for each in numbers if _runs(each)]:
@@ -283,6 +333,26 @@ def test_a_fork_of_the_caller_and_a_child_have_a_zygote_of_their_own() -> None:
 
 
 def test_without_pidfd_a_new_interpreter_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a kernel from before 5.3, and outside of Linux."""
-    monkeypatch.delattr(os, "pidfd_open")
+    """As on a kernel from before 5.3, or in a sandbox; the zygote of this process is left alone."""
+
+    def lacks(pid: int, flags: int = 0) -> int:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(zygote, "_zygote", None)
+    monkeypatch.setattr(os, "pidfd_open", lacks)
     assert in_child(os.getppid).value == os.getpid()
+    assert zygote._zygote is None
+
+
+def test_numpy_is_not_needed() -> None:
+    """torch works without it, and so does a child."""
+    code = (
+        "import sys; sys.modules['numpy'] = None\n"
+        "import os, pickle, tempfile, torch, torchlift._system.zygote as z\n"
+        "descriptors = [os.open(os.devnull, os.O_RDWR) for _ in range(3)]\n"
+        "file = tempfile.TemporaryFile()\n"
+        "request = z.Request('builtins:abs', (-1,), dict(os.environ), sys.path, os.getcwd())\n"
+        "pickle.dump((request, os.sched_getaffinity(0), {}), file); file.flush()\n"
+        "z._be_child([*descriptors, file.fileno()])\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)

@@ -2,7 +2,7 @@
 
 A new interpreter needs 1.4 to 4.7 s of a core to import torch, and most children work for less. The
 zygote is a process that has imported torch, DTensor and DCP. It has no threads and no accelerator
-in use, and forks a child in 10 ms.
+in use, and forks a child in 20 ms.
 
 A caller starts one zygote, when it first needs it. Both talk over a socket. The zygote ends when
 its end of the socket closes, which happens whenever the caller ends, and takes all children along.
@@ -41,12 +41,15 @@ _PRELOADED = (
     "torch.distributed.tensor",
 )
 #: Variables that take effect only when an interpreter or a library starts.
-_READ_AT_START = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "TORCH_")
-#: What each child has, unless the caller says otherwise: what it and its own children print appears
-#: in order, whatever the locale can write.
+_READ_AT_START = (
+    "CUDA_", "GLIBC_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON",
+    "PYTORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_", "TZ",
+)  # fmt: skip
+#: Two that a forked child obeys all the same: it has the caller's path, and sets its threads.
+_OBEYED = ("PYTHONPATH", "OMP_NUM_THREADS")
+#: Children write UTF-8 without a buffer, so that what their own children print keeps its place.
 _DEFAULTS = {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8:backslashreplace"}
-_READY, _REFUSED = b"ready", b"refused"
-_FORK, _REAP = b"f", b"r"
+_READY, _FORK, _REAP = b"ready", b"f", b"r"
 _LONGEST = 64  # bytes of a message; a request lies in a file
 
 
@@ -69,9 +72,10 @@ class Request(NamedTuple):
 
 
 class Child:
-    """A process that was started here. A block of it leaves no process behind."""
+    """A process that was started here. Leaving its block ends the process if it still runs."""
 
     pid: int
+    _owner: int
 
     def wait(self, timeout: float | None = None) -> int | None:
         """Return the exit status, negative for a signal; None if the child still runs.
@@ -95,6 +99,12 @@ class Child:
     def __exit__(self, *_: object) -> None:
         self.kill()
 
+    def __del__(self) -> None:
+        # An interrupt lost the child before its block began. A fork of the caller has a copy.
+        with suppress(Exception):
+            if self._owner == os.getpid():
+                self.kill()
+
 
 def start(
     target: str,
@@ -111,7 +121,7 @@ def start(
         target: ``"module:function"``; the child imports it.
         *arguments: sent by plain pickle.
         environment: variables besides those of this process.
-        stdin: a file descriptor; None is an empty file. A new interpreter has an empty one always.
+        stdin: a file descriptor. None is an empty file. A new interpreter ignores it.
         stdout: a file descriptor.
         stderr: a file descriptor.
         fork: whether the zygote may fork it. A new interpreter starts anyway if there is no zygote
@@ -119,14 +129,15 @@ def start(
             variable differs that only a new interpreter reads.
     """
     variables = {**os.environ, **_DEFAULTS, **(environment or {})}
-    request = Request(target, arguments, variables, list(sys.path), os.getcwd())
+    request = Request(target, arguments, variables, [*map(str, sys.path)], os.getcwd())
     for _ in range(2):  # somebody may have killed the first zygote
         zygote = _find_zygote() if fork else None
         if zygote is None or zygote.variables != _read_at_start(variables):
             break
-        with suppress(OSError):
+        try:
             return _Forked(zygote, request, stdin, stdout, stderr)
-        _forget_zygote()
+        except _ZygoteGone:
+            _forget_zygote(zygote)
     return _NewInterpreter(request, stdout, stderr)
 
 
@@ -170,6 +181,10 @@ def format_error(error: BaseException, *files: str) -> str:
 # ---- the caller
 
 
+class _ZygoteGone(Exception):
+    """The zygote has ended, with all that it has forked."""
+
+
 class _Zygote:
     """The caller's end: it requests forks, and the exit statuses of what was forked."""
 
@@ -190,28 +205,41 @@ class _Zygote:
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for the caller, which then ends the children
             )
+        self.is_ready = False
         try:
             self.is_ready = self._socket.recv(_LONGEST) == _READY
-        except BaseException:
-            self.close()
-            raise
+        finally:
+            if not self.is_ready:  # it cannot fork here, or somebody pressed Ctrl-C
+                self._process.kill()
+                self.close()
 
     def fork(self, descriptors: list[int]) -> int:
-        """Return the process id of a new child, which gets these four descriptors."""
-        with self._lock, uninterrupted():
-            socket.send_fds(self._socket, [_FORK], descriptors)
-            return self._receive()
+        """Return the process id of a new child, which gets these four descriptors.
+
+        Raises:
+            OSError: If the system has no room for a process.
+        """
+        pid = self._exchange(_FORK, descriptors)
+        if pid < 0:
+            raise OSError(-pid, os.strerror(-pid))
+        return pid
 
     def reap(self, pid: int) -> int:
         """Return the exit status of a child that has ended."""
-        with self._lock, uninterrupted():
-            self._socket.send(_REAP + str(pid).encode())
-            return self._receive()
+        return self._exchange(_REAP + str(pid).encode(), [])
 
-    def _receive(self) -> int:
-        answer = self._socket.recv(_LONGEST)
+    def _exchange(self, message: bytes, descriptors: list[int]) -> int:
+        with self._lock, uninterrupted():
+            try:
+                socket.send_fds(self._socket, [message], descriptors)
+                answer = self._socket.recv(_LONGEST)
+            except OSError as error:
+                raise _ZygoteGone from error
+            except BaseException:  # the answer would be taken for that of the next message
+                self._socket.close()
+                raise
         if not answer:
-            raise BrokenPipeError("the process that forks others has ended")
+            raise _ZygoteGone
         return int(answer)
 
     def close(self) -> None:
@@ -231,32 +259,33 @@ class _Forked(Child):
     def __init__(
         self, zygote: _Zygote, request: Request, stdin: int | None, stdout: int, stderr: int
     ) -> None:
+        import resource
+
+        names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
+        limits = {name: resource.getrlimit(getattr(resource, name)) for name in names}
+        self._owner = os.getpid()
         self._zygote = zygote
         self._status: int | None = None
         with tempfile.TemporaryFile() as file, open(os.devnull, "rb") as empty:
-            pickle.dump(request, file)
+            pickle.dump((request, os.sched_getaffinity(0), limits), file)
             file.flush()
             given = empty.fileno() if stdin is None else stdin
-            self.pid = 0
-            try:
-                with uninterrupted():
-                    self.pid = zygote.fork([given, stdout, stderr, file.fileno()])
-                    # Its number belongs to it until the zygote has reaped it.
-                    self._ended = os.pidfd_open(self.pid)
-            except KeyboardInterrupt:  # nobody gets to know of the child
-                if self.pid:
-                    self.kill()
-                raise
+            with uninterrupted():
+                self.pid = zygote.fork([given, stdout, stderr, file.fileno()])
+                # The number cannot be used again before the zygote reaps the child.
+                self._ended = os.pidfd_open(self.pid)
 
     def wait(self, timeout: float | None = None) -> int | None:
         if self._status is None:
             poll = select.poll()  # select() takes no descriptor above 1023
             poll.register(self._ended, select.POLLIN)
-            if poll.poll(None if timeout is None else 1000 * timeout):
+            if poll.poll(None if timeout is None else max(0, 1000 * timeout)):
                 try:
                     self._status = self._zygote.reap(self.pid)
-                except OSError:  # the zygote was killed, and its children with it
+                except _ZygoteGone:  # its children are killed, but not what they have started
                     self._status = -signal.SIGKILL
+                    with suppress(ProcessLookupError):
+                        os.killpg(self.pid, signal.SIGKILL)
                 os.close(self._ended)
         return self._status
 
@@ -268,6 +297,7 @@ class _NewInterpreter(Child):
     """
 
     def __init__(self, request: Request, stdout: int, stderr: int) -> None:
+        self._owner = os.getpid()
         self._process = subprocess.Popen(
             _command("serve_one"),
             env=request.environment,
@@ -299,20 +329,26 @@ _making = threading.Lock()
 def _find_zygote() -> _Zygote | None:
     """Return the zygote of this process, started now if there is none; None if it cannot fork."""
     global _zygote
-    if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
+    if sys.platform != "linux":
         return None
     with _making:
         if _zygote is None:
+            try:
+                os.close(os.pidfd_open(os.getpid()))
+            except (AttributeError, OSError):  # a kernel from before 5.3, or a sandbox
+                return None
             _zygote = _Zygote()
             atexit.register(_forget_zygote)
         return _zygote if _zygote.is_ready else None
 
 
-def _forget_zygote() -> None:
+def _forget_zygote(gone: _Zygote | None = None) -> None:
+    """End the zygote, if it is this one and not one that another thread has started since."""
     global _zygote
-    if _zygote is not None:
-        zygote, _zygote = _zygote, None
-        zygote.close()
+    with _making:
+        if _zygote is not None and gone in (None, _zygote):
+            _zygote.close()
+            _zygote = None
 
 
 def _leave_zygote() -> None:
@@ -328,21 +364,19 @@ if hasattr(os, "register_at_fork"):
 
 
 def _read_at_start(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables whose change a process that runs already does not see.
-
-    ``PYTHONPATH`` is not among them: a child has the ``sys.path`` of its caller.
-    """
+    """Return the variables whose change a process that runs already does not see."""
     return {
         name: value
         for name, value in variables.items()
-        if name.startswith(_READ_AT_START) and name != "PYTHONPATH"
+        if name.startswith(_READ_AT_START) and name not in _OBEYED
     }
 
 
 def _command(function: str, *arguments: int) -> list[str]:
     """Return a command that calls a function of this file, found as the caller found it."""
+    path = [*map(str, sys.path)]  # some notebooks put a Path there
     code = (
-        f"import sys; sys.path[:] = {sys.path!r}; sys.argv = ['-c']; "
+        f"import sys; sys.path[:] = {path!r}; sys.argv = ['-c']; "
         f"from {__name__} import {function}; {function}({', '.join(map(str, arguments))})"
     )
     return [sys.executable, "-c", code]
@@ -351,43 +385,64 @@ def _command(function: str, *arguments: int) -> list[str]:
 # ---- the zygote
 
 
-def serve(descriptor: int) -> None:
+def serve(descriptor: int) -> NoReturn:
     """Fork a child for each request, until the socket closes."""
-    requests = socket.socket(fileno=descriptor)
-    _preload()
     import torch
 
+    requests = socket.socket(fileno=descriptor)
     if torch.accelerator.is_available():  # asking already makes it unusable after a fork
-        requests.send(_REFUSED)
-        return
-    zygote, running = os.getpid(), set[int]()
+        os._exit(1)
+    _preload()
     requests.send(_READY)
-    while True:
-        message, descriptors, *_ = socket.recv_fds(requests, _LONGEST, 4)
-        if not message:  # the caller is gone
-            for pid in running:
-                with suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
-            return
-        if message.startswith(_REAP):
-            pid = int(message[1:])
-            requests.send(str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
-            running.discard(pid)
-            continue
+    running: set[int] = set()
+    try:
+        while (given := _answer(requests, running)) is None:
+            pass
+    except OSError:  # the caller has ended
+        given = []
+    if given:
+        _be_child(given)
+    for pid in running:
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+    os._exit(0)
+
+
+def _answer(requests: socket.socket, running: set[int]) -> list[int] | None:
+    """Do what a message says.
+
+    Returns:
+        The descriptors of the request in a new child, none after the last message, else None.
+    """
+    zygote = os.getpid()
+    message, descriptors, *_ = socket.recv_fds(requests, _LONGEST, 4)
+    if not message:
+        return []
+    if message.startswith(_REAP):
+        pid = int(message[1:])
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        running.discard(pid)
+        requests.send(str(status).encode())
+        return None
+    try:
         pid = os.fork()
-        if not pid:
-            requests.close()
-            c_function("prctl")(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: with the zygote, if killed
-            if os.getppid() != zygote:
-                os._exit(1)
-            break
-        with suppress(PermissionError):  # it has made a session of its own already
+    except OSError as error:
+        pid = -(error.errno or 1)
+    if pid > 0:
+        with suppress(PermissionError):  # the child has done so, and runs another program already
             os.setpgid(pid, pid)
         running.add(pid)
-        requests.send(str(pid).encode())
-        for each in descriptors:
-            os.close(each)
-    _be_child(descriptors)
+    elif pid == 0:
+        os.setpgid(0, 0)
+        requests.close()
+        c_function("prctl")(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die when the zygote dies
+        if os.getppid() != zygote:
+            os._exit(1)
+        return descriptors
+    for each in descriptors:
+        os.close(each)
+    requests.send(str(pid).encode())
+    return None
 
 
 def _preload() -> None:
@@ -404,28 +459,34 @@ def _preload() -> None:
     trim()
 
 
-def _be_child(descriptors: list[int]) -> None:
+def _be_child(descriptors: list[int]) -> NoReturn:
     """Be the process that was requested, after the fork."""
+    import resource
+
+    import torch
+
     *standard, file = descriptors
     for number, given in enumerate(standard):
         os.dup2(given, number)
         os.close(given)
     with open(file, "rb") as opened:
         opened.seek(0)
-        request = pickle.load(opened)
+        request, cores, limits = pickle.load(opened)
+    os.sched_setaffinity(0, cores)
+    for name, limit in limits.items():
+        with suppress(ValueError):  # the zygote started with a lower hard limit
+            resource.setrlimit(getattr(resource, name), limit)
     os.environ.clear()
     os.environ.update(request.environment)
     tempfile.tempdir = None
     sys.modules["__main__"] = ModuleType("__main__")
-    import numpy
-    import torch
-
-    # As in a new process, no two of which draw the same numbers. Python's own does it by itself.
-    numpy.random.seed()
+    # As in new processes, no two of which draw the same numbers. Python's own does it by itself.
     torch.default_generator.seed()
-    threads = request.environment.get("OMP_NUM_THREADS", "")
-    if threads.isdecimal() and int(threads):  # torch read this variable in the zygote
-        torch.set_num_threads(min(int(threads), len(os.sched_getaffinity(0))))
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    threads = request.environment.get("OMP_NUM_THREADS", "")  # which torch read in the zygote
+    count = int(threads) if threads.isdecimal() else 0
+    torch.set_num_threads(min(count or len(cores), len(cores)))
     _end(_call(request))
 
 
@@ -435,13 +496,11 @@ def _end(status: int) -> NoReturn:
     To free what it shares with the zygote takes 0.2 s, because each reference that goes copies its
     page.
     """
-    for thread in threading.enumerate():
-        if not thread.daemon and thread is not threading.main_thread():
-            thread.join()
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    with suppress(OSError):  # the reader of a pipe is gone
-        sys.stdout.flush()
-        sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):  # closed, or nobody reads it
+            stream.flush()
     os._exit(status)
 
 
@@ -460,7 +519,7 @@ def serve_one() -> None:
 
 def _leave_with_the_caller(pipe: int) -> NoReturn:
     os.read(pipe, 1)
-    with suppress(ProcessLookupError, PermissionError):
+    if hasattr(os, "killpg"):
         os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(1)
 

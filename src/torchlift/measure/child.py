@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from mmap import PAGESIZE
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +83,9 @@ def in_child(
         interval: Seconds between two memory samples.
         env: Environment variables to add.
         fork: Whether the child may be forked from a process that has imported torch, which takes
-            20 ms. Pass False to start a new interpreter: to time an import. A new interpreter also
-            starts if forking is not possible: outside of Linux, or if torch finds an accelerator.
+            20 ms. NumPy's own linear algebra has one thread in a forked child. Pass False to start
+            a new interpreter: to time an import. A new interpreter also starts if forking is not
+            possible: outside of Linux, or if torch finds an accelerator.
 
     Returns:
         The value, the seconds and the memory.
@@ -122,7 +124,7 @@ def in_child(
                 fork=fork,
             )
             with child:
-                status = child.wait(timeout)
+                status = child.wait(min(timeout, _LONGEST))
         texts = [path.read_text(encoding="utf-8", errors="replace") for path in printed]
         if status is None:
             how = f"was still running after {timeout:g} s"
@@ -130,10 +132,13 @@ def in_child(
             how = f"was killed by signal {-status}"
         else:
             how = f"exited with status {status}"
-        if status != 0:
-            raise ChildError(f"the child process {how}", status, *texts)
-        value, seconds, use = pickle.loads(folder.joinpath("answer").read_bytes())
-    return ChildResult(pickle.loads(value), seconds, MemoryUse.from_dict(use), *texts)
+        answer = folder / "answer"
+        if status == 0 and not answer.exists():
+            how = "left no result"
+        elif status == 0:
+            value, seconds, use = pickle.loads(answer.read_bytes())
+            return ChildResult(pickle.loads(value), seconds, MemoryUse.from_dict(use), *texts)
+    raise ChildError(f"the child process {how}", status, *texts)
 
 
 def _measure(call: bytes, interval: float, answer: str) -> None:
@@ -153,21 +158,26 @@ def _measure(call: bytes, interval: float, answer: str) -> None:
     Path(answer).write_bytes(pickle.dumps((sent, seconds, use.to_dict())))
 
 
+_LONGEST = 1e6  # seconds that every clock here can count to, in milliseconds of 32 bits
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) r\S+ \S+ \S+ [1-9]\d* +/.*\.so\b")
-_POPULATE_READ = 22  # of madvise, since Linux 5.14; before, it fails and nothing is mapped
+_POPULATE_READ = 22  # of madvise, since Linux 5.14
 
 
 def _map_libraries() -> None:
     """Map all pages of the libraries, which would count as the function's when it touches them.
 
-    A forked process has none of its parent's, and a new interpreter those of its imports.
+    A fork inherits no mapped pages of files. A new interpreter has those that its imports touched.
+    Libraries for a GPU are left out: they are several GB, which work on the CPU never touches.
     """
     if not os.path.exists("/proc/self/maps"):
         return
-    from ctypes import c_size_t, c_void_p
+    from ctypes import c_size_t, c_void_p, string_at
 
     populate = c_function("madvise")
     for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
-        if found := _MAPPING.match(line):
+        found = _MAPPING.match(line)
+        if found and "nvidia" not in line and "cuda" not in line:
             first, last = int(found[1], 16), int(found[2], 16)
-            populate(c_void_p(first), c_size_t(last - first), _POPULATE_READ)
+            if populate(c_void_p(first), c_size_t(last - first), _POPULATE_READ) != 0:
+                for page in range(first, last, PAGESIZE):
+                    string_at(page, 1)
