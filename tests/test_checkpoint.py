@@ -682,3 +682,45 @@ def test_a_pickled_checkpoint_is_refused_where_another_index_says_what_is_in_its
     guide.write_bytes(content)
     with pytest.raises(IntegrityError, match="changed after it was opened"):
         pickle.loads(sent)
+
+
+@pytest.mark.parametrize("change", ["hard link", "chmod", "rename and back", "another owner"])
+def test_what_changes_no_content_is_no_change(tmp_path: Path, change: str) -> None:
+    """Backups link files, and tools set their rights: size, time of writing and inode decide."""
+    path, state = tmp_path / "m.pt", {"w": torch.arange(4.0)}
+    torch.save(state, path)
+    ckpt = torchlift.open(path)
+    if change == "hard link":
+        os.link(path, tmp_path / "backup.pt")
+    elif change == "chmod":
+        path.chmod(0o400)
+    elif change == "another owner":
+        os.chown(path, os.getuid(), os.getgid())
+    else:
+        path.rename(tmp_path / "away")
+        (tmp_path / "away").rename(path)
+    model = torch.nn.Module()
+    model.register_buffer("w", torch.zeros(4))
+    torchlift.load(model, ckpt, verify=True)
+    assert torch.equal(model.w, state["w"])
+    assert torch.equal(ckpt["w"], state["w"])
+    assert torchlift.diff(ckpt, state).equal
+    torchlift.convert(ckpt, tmp_path / "to.safetensors")
+    again = pickle.loads(pickle.dumps(ckpt))
+    assert torch.equal(again.tree()["w"], state["w"])
+
+
+@pytest.mark.parametrize("change", ["another file", "written in place"])
+def test_what_changes_content_is_refused(tmp_path: Path, change: str) -> None:
+    """A file of the same size under the same name, and new bytes in the same file."""
+    path, other = tmp_path / "m.pt", tmp_path / "other"
+    torch.save({"w": torch.arange(4.0)}, path)
+    torch.save({"w": torch.ones(4)}, other)
+    ckpt = torchlift.open(path)
+    if change == "another file":
+        other.replace(path)
+    else:
+        path.write_bytes(other.read_bytes())
+        os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+    with pytest.raises(IntegrityError, match="changed after it was opened"):
+        ckpt["w"]

@@ -178,6 +178,30 @@ def test_large_integers_are_not_compared_as_floats():
     )
 
 
+@pytest.mark.parametrize(
+    ("one", "two", "tolerance", "largest"),
+    [
+        (("uint64", 1), ("uint64", 2**64 - 1), {"atol": 5}, 2.0**64),
+        (("uint64", 2**63), ("int64", -(2**63)), {}, 2.0**64),
+        (("int64", 2**63 - 1), ("int64", -(2**63)), {"atol": 5}, 2.0**64),
+        (("uint64", 7), ("uint64", 10), {"atol": 2}, 3.0),
+        (("int64", 2**62), ("int64", 2**62 + 3), {"atol": 2}, 3.0),
+        (("uint64", 2**64 - 1), ("uint64", 2**64 - 3), {}, 2.0),
+        (("int32", -5), ("uint8", 250), {"atol": 254}, 255.0),
+        (("uint64", 7), ("uint64", 9), {"atol": 2}, None),
+        (("int64", 2**60), ("int64", 2**60 + 3), {"rtol": 1e-12}, None),
+        (("uint64", 2**63), ("uint64", 2**63), {}, None),
+    ],
+)
+def test_integers_are_compared_without_an_overflow(one, two, tolerance, largest) -> None:
+    """A difference of two numbers of 64 bits has 65, and uint64 does not fit in int64."""
+    a, b = (torch.tensor([value], dtype=getattr(torch, dtype)) for dtype, value in (one, two))
+    found = torchlift.diff({"w": a}, {"w": b}, **tolerance)
+    value = found.changed["w"].value if found.changed else None
+    assert (None if value is None else value.largest) == largest
+    assert found.equal is (largest is None and a.dtype == b.dtype)
+
+
 def test_views_and_transposes_are_compared_by_their_values(tmp_path):
     """Strides are not a difference; a shared storage is not one either."""
     base = torch.arange(12.0).view(3, 4)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import email.utils
-import hashlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -461,27 +461,49 @@ def test_checksums_of_many_small_tensors_take_few_requests(
     assert not model.t7.any()
 
 
-def test_a_diff_reads_no_values_of_files_that_the_store_calls_the_same(
+def test_a_folder_of_dcp_costs_in_proportion_to_its_tensors(
     tmp_path: Path, server: RangeServer
 ) -> None:
-    """As a hub does, whose ETag is the SHA-256 of the content; of another file it reads them."""
-    states = {f"{name}.safetensors": {"w": torch.full((5000,), float(name))} for name in "123"}
-    states["2.safetensors"] = states["1.safetensors"]
-    for name, state in states.items():
-        saved(tmp_path, name, state)
+    """Lines that run, counted: each item once walked over all that was read of the others."""
 
-    def hub(asked: Asked, answer: Answer) -> None:
-        content = (tmp_path / asked.path).read_bytes()
-        answer.headers["ETag"] = f'"{hashlib.sha256(content).hexdigest()}"'
+    def lines(count: int) -> int:
+        model = nn.ParameterList([nn.Parameter(torch.ones(22_500)) for _ in range(count)])
+        torchlift.save(model, tmp_path / f"of{count}", format="dcp")
+        seen = 0
 
-    server.fault, server.etags = hub, False
-    one, two, three = (torchlift.open(server.url(name)) for name in states)
-    server.forget()
-    assert torchlift.diff(one, two).equal
-    assert server.requests == 0
-    found = torchlift.diff(one, three)
-    assert found.changed["w"].value is not None
-    assert server.requests == 2
+        def trace(frame: FrameType, event: str, _: object) -> Any:
+            nonlocal seen
+            seen += event == "line"
+            return trace if frame.f_code.co_filename.endswith("formats/source.py") else None
+
+        ckpt = torchlift.open(server.url(f"of{count}"))
+        sys.settrace(trace)
+        try:
+            torchlift.load(model, ckpt)
+        finally:
+            sys.settrace(None)
+        return seen
+
+    lines(10)
+    few, many = lines(100), lines(800)
+    assert many < 10 * few, (few, many)
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_an_etag_is_no_content_for_a_diff(tmp_path: Path, server: RangeServer, same: bool) -> None:
+    """A server may give one of 64 digits to all of its files: values are compared all the same."""
+    for name in "12":
+        state = {"w": torch.full((5000,), 0.0 if same else float(name))}
+        saved(tmp_path, f"{name}.safetensors", state)
+
+    def one_for_all(asked: Asked, answer: Answer) -> None:
+        answer.headers["ETag"] = f'"{"a1" * 32}"'
+
+    server.fault, server.etags = one_for_all, False
+    one, two = (torchlift.open(server.url(f"{name}.safetensors")) for name in "12")
+    found = torchlift.diff(one, two)
+    assert found.equal is same
+    assert same or found.changed["w"].value.differing == 5000
 
 
 CODE = """

@@ -51,7 +51,7 @@ CASES = {
 CODE = """
 model = torchlift.skeleton(Model)
 options = CASES[args[1]]
-rename = remap.rules([("^", "")]) | remap.strip("module.")
+rename = remap.rules([("^module", "old")]) | remap.strip("old.")
 planned = torchlift.plan(model, args[0], rename=rename, **options).peak_bytes
 torchlift.load(model, args[0], rename=rename, **options)
 result = [planned, [p.dtype.itemsize for p in model.parameters()]]

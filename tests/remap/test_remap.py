@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
 from pathlib import Path
@@ -12,10 +13,11 @@ from checkpoint_files import same_bits
 from hypothesis import given
 from hypothesis import strategies as st
 from small_models import Mixed, Tied, entry, randomised, saved, state_of, tensors_of
+from torch import nn
 
 import torchlift
-from torchlift import remap
-from torchlift.errors import PlacementError
+from torchlift import cli, remap
+from torchlift.errors import MismatchError, PlacementError
 
 segments = st.lists(st.sampled_from(["a", "b", "layers", "1", "10"]), min_size=1, max_size=5)
 names = segments.map(".".join)
@@ -343,3 +345,69 @@ def test_a_tie_goes_where_the_map_sends_either_name(tmp_path) -> None:
     assert one.source["embed.weight"] == "mmap"
     two = torchlift.plan(Tied(), path, device=remap.by_key({"head": "disk", "embed": "cpu"}))
     assert "the rule would send 'head.weight' to disk" in str(two)
+
+
+# ---- a rename that matches nothing
+
+
+def _through(door: str, rename: object, path: Path, folder: Path) -> None:
+    """Use a rename behind one of the doors that take one."""
+    state = torch.load(path)
+    if door == "convert":
+        torchlift.convert(path, folder / "to.safetensors", rename=rename)
+    elif door == "convert memory":
+        torchlift.convert(state, folder / "to.safetensors", rename=rename)
+    else:
+        model = nn.ModuleDict({"module": nn.Linear(2, 2)})
+        source = state if door == "load memory" else path
+        (torchlift.plan if door == "plan" else torchlift.load)(model, source, rename=rename)
+
+
+IDLE = {
+    "a prefix": remap.strip("modul."),
+    "a rule": remap.rules([("^encoder", "body")]),
+    "a rule that changes nothing": remap.rules([("module", "module")]),
+    "the second of a chain": remap.strip("module.") | remap.strip("module."),
+    "a rule before one that matches": remap.rules([("x", "y")]) | remap.strip("module."),
+}
+
+
+@pytest.mark.parametrize("door", ["load", "load memory", "plan", "convert", "convert memory"])
+@pytest.mark.parametrize("idle", IDLE)
+def test_a_rename_that_matches_no_key_is_an_error_that_names_it(
+    door: str, idle: str, tmp_path: Path
+) -> None:
+    """The result would have the old names, and success. Without it the same call works."""
+    path = tmp_path / "m.pt"
+    torch.save(nn.ModuleDict({"module": nn.Linear(2, 2)}).state_dict(), path)
+    with pytest.raises(MismatchError, match=r"rename .* matches no key") as caught:
+        _through(door, IDLE[idle], path, tmp_path)
+    assert "Correct it, or leave it out" in str(caught.value)
+    assert not (tmp_path / "to.safetensors").exists()
+    _through(door, None, path, tmp_path)
+
+
+def test_options_of_the_command_are_refused_one_by_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that matches does not excuse the other."""
+    path, to = tmp_path / "m.pt", str(tmp_path / "to.safetensors")
+    torch.save(nn.ModuleDict({"module": nn.Linear(2, 2)}).state_dict(), path)
+    for words in (["--strip", "modul"], ["--drop", "nobody"], ["--rename", "body=head"]):
+        status = cli.main(["convert", str(path), to, "--drop", "bias", *words])
+        assert status == 1
+        assert "matches no key" in capsys.readouterr().err
+        assert not os.path.exists(to)
+    assert cli.main(["convert", str(path), to, "--drop", "bias", "--strip", "module"]) == 0
+    assert [*torchlift.open(to)] == ["weight"]
+
+
+def test_a_table_for_several_versions_needs_one_pair_that_matches(tmp_path: Path) -> None:
+    """And a function of one's own is not judged: it may be for other files, too."""
+    state = nn.Linear(2, 2).state_dict()
+    table = remap.rules([("^gamma", "weight"), ("^kernel", "weight"), ("^bias", "b")])
+    model = nn.Module()
+    model.weight, model.b = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
+    torchlift.load(model, state, rename=table)
+    assert torch.equal(model.b, state["bias"])
+    torchlift.load(nn.Linear(2, 2), state, rename=lambda key: key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -263,13 +264,13 @@ def test_an_interrupt_or_a_source_that_changes_leaves_nothing(
     src, dst = tmp_path / "x.pt", tmp_path / "to" / ("m.index.json" if format == "sharded" else "m")
     torchlift.save({f"t{at}": torch.ones(1 << 20) for at in range(2)}, src)
     dst.parent.mkdir()
-    pwrite = os.pwrite
+    pwrite, times = os.pwrite, itertools.count()
 
     def disturbed(descriptor: int, data: memoryview, offset: int) -> int:
         if len(data) == 128 << 10 and happens is KeyboardInterrupt:
             signal.raise_signal(signal.SIGINT)
         if len(data) == 128 << 10:
-            os.utime(src, (1, 1))
+            os.utime(src, (1, next(times)))
         return pwrite(descriptor, data, offset)
 
     for happens in (KeyboardInterrupt, IntegrityError):

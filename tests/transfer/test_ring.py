@@ -47,7 +47,7 @@ def numbers_in(path: Path, count: int) -> tuple[Files, torch.Tensor]:
     values = torch.randn(count)
     path.write_bytes(bytes(values.view(torch.uint8).numpy()))
     now = path.stat()
-    stamp = FileStamp(now.st_size, now.st_mtime_ns, now.st_dev, now.st_ino, now.st_ctime_ns)
+    stamp = FileStamp(now.st_size, now.st_mtime_ns, now.st_dev, now.st_ino)
     return Files({str(path): stamp}), values
 
 

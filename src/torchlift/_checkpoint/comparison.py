@@ -6,7 +6,6 @@ import ctypes
 import hashlib
 import math
 import os
-import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -170,8 +169,7 @@ def diff(
         b: what to compare it with.
         rtol: relative tolerance of values, of `b`.
         atol: absolute tolerance of values.
-        storage_options: of URLs, as for `torchlift.open`. What is read of a file is not read where
-            the store's checksums say that both files are the same, as a hub's do.
+        storage_options: of URLs, as for `torchlift.open`.
 
     Raises:
         FormatError, UnsafeError: one of the files is no checkpoint.
@@ -331,7 +329,7 @@ def _read_ahead(keys: Iterable[str], one: _Side, two: _Side) -> Iterator[str]:
 
     for key in keys:
         first, second = one.specs.get(key), two.specs.get(key)
-        if first and second and first.shape == second.shape and not _is_same(key, one, two):
+        if first and second and first.shape == second.shape:
             size = sum(ckpt.entries[key].nbytes for ckpt in sides)
             if needed and nbytes + size > BUDGET:
                 yield from read()
@@ -340,25 +338,6 @@ def _read_ahead(keys: Iterable[str], one: _Side, two: _Side) -> Iterator[str]:
             nbytes += size
         some.append(key)
     yield from read()
-
-
-def _is_same(key: str, one: _Side, two: _Side) -> bool:
-    """Return whether a store says by checksums that both have the same bytes for a tensor."""
-    if not (isinstance(one.tensors, Checkpoint) and isinstance(two.tensors, Checkpoint)):
-        return False
-    found = []
-    for ckpt in (one.tensors, two.tensors):
-        entry, files = ckpt.entries[key], ckpt._index.files
-        sums = [_SHA256.search(getattr(files[c.file], "version", "")) for c in entry.chunks]
-        if entry.kind is not None or not all(sums):
-            return False
-        chunks = [c._replace(file=s[1]) for c, s in zip(entry.chunks, sums, strict=True) if s]
-        found.append((entry.dtype, entry.shape, entry.stride, entry.encoding, chunks))
-    return found[0] == found[1]
-
-
-#: The version of an object where it is a checksum of its content.
-_SHA256 = re.compile(r'^"?([0-9a-f]{64})"?$')
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -378,8 +357,6 @@ def _change(key: str, one: _Side, two: _Side, rtol: float, atol: float) -> Chang
         return Change(shape=(first.shape, second.shape), dtype=dtype)
     if dtype is None and (few := one.few(key)) is not None and few == two.few(key):
         return None  # most of them: as tensors, 100,000 took twice as long
-    if _is_same(key, one, two):
-        return None
     value = _values(one.tensors[key], two.tensors[key], rtol, atol)
     return None if dtype is None and value is None else Change(dtype=dtype, value=value)
 
@@ -461,14 +438,17 @@ def _values(a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> Value
         quick = one.dtype == two.dtype and (one.itemsize > 1 or not one.is_floating_point())
         if quick and one.dtype != torch.complex32 and torch.equal(one, two):
             continue
-        numbers = _numbers(one), _numbers(two)
-        kind = torch.promote_types(numbers[0].dtype, numbers[1].dtype)
-        x, y = (each.to(kind) for each in numbers)
-        far = ~torch.isclose(x, y, rtol, atol, equal_nan=True)
+        x, y = _numbers(one), _numbers(two)
+        if x.is_floating_point() or x.is_complex() or y.is_floating_point() or y.is_complex():
+            kind = torch.promote_types(x.dtype, y.dtype)
+            x, y = (each.to(torch.promote_types(kind, torch.float64)) for each in (x, y))
+            far, gap = ~torch.isclose(x, y, rtol, atol, equal_nan=True), (x - y).abs()
+        else:
+            gap, size = _integer_gap(x, y)
+            far = gap > atol + rtol * size
         if far.any():
             differing += int(far.sum())
-            wide = torch.promote_types(kind, torch.float64)  # a difference of integers may overflow
-            furthest = (x[far].to(wide) - y[far].to(wide)).abs().max().item()
+            furthest = gap[far].max().item()
             largest = furthest if math.isnan(furthest) or furthest > largest else largest
     return ValueChange(differing, numel, largest) if differing else None
 
@@ -518,7 +498,28 @@ def _numbers(values: torch.Tensor) -> torch.Tensor:
         return values.to(torch.complex128)
     if values.dtype == torch.float4_e2m1fn_x2:  # two in a byte, which torch only stores
         values = values.view(torch.uint8)
-    return values.to(torch.float64 if values.is_floating_point() else torch.int64)
+    if values.is_floating_point() or values.dtype == torch.uint64:
+        return values.to(torch.float64) if values.is_floating_point() else values
+    return values.to(torch.int64)
+
+
+def _integer_gap(one: torch.Tensor, two: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return how far integers are from each other, and the size of the second ones, as float64.
+
+    In 64 bits a difference of two integers overflows, and what fits in uint64 does not fit in
+    int64. Halves of 32 bits are exact in float64, and so is each difference below 2**53.
+    """
+
+    def halves(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        bits = values.view(torch.int64)
+        high = bits >> 32
+        if values.dtype == torch.uint64:
+            high = high & 0xFFFFFFFF
+        return high.double(), (bits & 0xFFFFFFFF).double()
+
+    (high, low), (other_high, other_low) = halves(one), halves(two)
+    gap = (high - other_high) * 2.0**32 + (low - other_low)
+    return gap.abs(), (other_high * 2.0**32 + other_low).abs()
 
 
 def _renamed(

@@ -11,6 +11,7 @@ import torch
 from torchlift._checkpoint import dtype_of
 from torchlift._model import Group, default_device, is_dtensor, usable_device
 from torchlift._plan.steps import Rename, Transform
+from torchlift._system.text import clipped_list
 from torchlift.errors import MismatchError, PlacementError, did_you_mean, note
 from torchlift.formats import TensorEntry, row_major
 from torchlift.formats import allowed as allowed
@@ -278,11 +279,22 @@ def named(keys: Iterable[str], rename: Rename | None) -> dict[str, str]:
 
 
 def check_rename(rename: Rename | None, keys: Collection[str], path: str) -> None:
-    """Refuse a dict of names with one that the source lacks.
+    """Refuse a rename with a name, a prefix or a rule that matches no key of the source.
 
     Raises:
-        MismatchError: it has such a one.
+        MismatchError: If there is one. The result would be a copy with the old names.
     """
+    find_idle = getattr(rename, "find_idle", None)  # a rename of torchlift.remap
+    idle = find_idle(keys) if find_idle is not None and keys else None
+    if idle is not None:
+        first = {key.partition(".")[0] for key in keys}
+        raise MismatchError(
+            f"rename {idle!r} matches no key",
+            file=path,
+            expected="at least one key that it changes or drops",
+            found=f"keys that begin with {clipped_list(map(repr, sorted(first)))}",
+            hint="Correct it, or leave it out.",
+        )
     for key in rename if isinstance(rename, Mapping) else ():
         if key not in keys:
             raise MismatchError(

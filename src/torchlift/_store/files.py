@@ -29,12 +29,14 @@ pread: Callable[[int, int, int], bytes] = getattr(os, "pread", _read_at)
 class FileStamp:
     """What identifies a file's content when it was indexed.
 
+    The time of the last change of its attributes is not a part of it: a hard link, a chmod or a
+    rename changes that time and not the content.
+
     Attributes:
         size: in bytes.
         mtime_ns: when its content changed last; anybody who may write can set it back.
         device: the file system.
         inode: the file on it.
-        ctime_ns: when content or attributes changed last, which only the system sets.
         shown: what errors call it where it is a copy that nobody knows, or None.
     """
 
@@ -42,14 +44,13 @@ class FileStamp:
     mtime_ns: int
     device: int
     inode: int
-    ctime_ns: int
     shown: str | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def of(cls, file: int | str) -> FileStamp:
         """Return the stamp of an open file, or of the one that a path leads to."""
         now = os.stat(file)
-        return cls(now.st_size, now.st_mtime_ns, now.st_dev, now.st_ino, now.st_ctime_ns)
+        return cls(now.st_size, now.st_mtime_ns, now.st_dev, now.st_ino)
 
     @property
     def time(self) -> float:
@@ -94,8 +95,7 @@ class FileStamp:
         return opened
 
     def _text(self) -> str:
-        times = f"modified at {self.mtime_ns} ns, changed at {self.ctime_ns} ns"
-        return f"{self.size} bytes, {times}, inode {self.inode}"
+        return f"{self.size} bytes, modified at {self.mtime_ns} ns, inode {self.inode}"
 
 
 class Opened:

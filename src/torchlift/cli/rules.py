@@ -22,9 +22,14 @@ Rename = Callable[[str], str | None]
 def add_names(parser: argparse.ArgumentParser) -> None:
     """Declare the options for names."""
     names = parser.add_argument_group("names, applied in this order")
-    names.add_argument("--strip", metavar="PREFIX", action="append", default=[])
-    names.add_argument("--rename", metavar="REGEX=REPLACEMENT", action="append", default=[])
-    names.add_argument("--drop", metavar="REGEX", action="append", default=[])
+    for option, metavar, text in (
+        ("--strip", "PREFIX", "remove this dotted prefix from the keys that have it"),
+        ("--rename", "REGEX=REPLACEMENT", "replace in keys, as re.sub does"),
+        ("--drop", "REGEX", "drop the keys in which this is found"),
+    ):
+        names.add_argument(
+            option, metavar=metavar, action="append", default=[], help=f"{text}; may be repeated"
+        )
 
 
 def add_dtype(parser: argparse.ArgumentParser) -> None:
@@ -51,8 +56,7 @@ def rename_of(args: argparse.Namespace) -> Rename | None:
         pattern, _, replacement = text.rpartition("=")
         pairs.append((pattern, replacement))
     pairs += [(pattern, None) for pattern in args.drop]
-    if pairs:
-        steps.append(rules(pairs))
+    steps += [rules([pair]) for pair in pairs]  # each is refused by itself if it matches no key
     return functools.reduce(operator.or_, steps) if steps else None
 
 

@@ -24,6 +24,10 @@ class Renaming:
     def __ror__(self, first: Rename) -> Renaming:
         return _chain(first, self)
 
+    def find_idle(self, keys: Iterable[str]) -> Renaming | None:
+        """Return the step of this rename that matches none of the keys, or None."""
+        return None
+
     def reversed(self) -> Renaming:
         """Return the rename that leads back: of a `merge` the `split`, and the other way round.
 
@@ -45,6 +49,17 @@ class _Chain(Renaming):
                 return None
             name = step.get(name, name) if isinstance(step, Mapping) else step(name)
         return name
+
+    def find_idle(self, keys: Iterable[str]) -> Renaming | None:
+        for step in self.steps:
+            keys = [*keys]
+            if isinstance(step, Rewriting):
+                return None  # its names are known when it has seen the tensors
+            if isinstance(step, Renaming) and (idle := step.find_idle(keys)) is not None:
+                return idle
+            one = type(self)((step,))
+            keys = [name for key in keys if (name := one(key)) is not None]
+        return None
 
     def __repr__(self) -> str:
         return " | ".join(map(repr, self.steps))
@@ -89,6 +104,9 @@ class _Strip(Renaming):
     def __call__(self, key: str) -> str:
         return key.removeprefix(self.prefix + ".")
 
+    def find_idle(self, keys: Iterable[str]) -> Renaming | None:
+        return None if any(key.startswith(self.prefix + ".") for key in keys) else self
+
     def __repr__(self) -> str:
         return f"strip({self.prefix + '.'!r})"
 
@@ -104,6 +122,10 @@ class _Rules(Renaming):
             elif pattern.search(key):
                 return None
         return key
+
+    def find_idle(self, keys: Iterable[str]) -> Renaming | None:
+        # Of several pairs one is enough: a table may be for more than one version of a model.
+        return None if any(self(key) != key for key in keys) else self
 
     def reversed(self) -> Renaming:
         return _Rules(tuple(_turned(*pair) for pair in self.pairs[::-1]))
