@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import gzip
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
+import warnings
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from checkpoint_files import pickled, write_safetensors
 from damaged_files import refused
+from safetensors.torch import save_file
+from torch.package import PackageExporter, PackageImporter
 
+import torchlift
 from torchlift.errors import FormatError, UnsafeError
 from torchlift.formats import read_index
 
@@ -199,3 +205,98 @@ def test_a_null_character_in_a_path_is_a_format_error():
     """What the operating system refuses as a path is no other kind of exception."""
     with pytest.raises(FormatError):
         read_index("a\0b")
+
+
+# ---- what people's machines leave
+
+
+def test_notes_of_macos_and_second_downloads_are_no_checkpoints(tmp_path: Path) -> None:
+    """Beside the file itself; without it, a second download is the file."""
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    for name in ("._model.safetensors", "model (1).safetensors", "model (12).safetensors"):
+        (tmp_path / name).write_bytes(b"\0\5\x16\7" + bytes(40))
+    assert [*torchlift.open(tmp_path)] == ["w"]
+    (tmp_path / "model.safetensors").rename(tmp_path / "model (1).safetensors")
+    (tmp_path / "._model.safetensors").unlink()
+    (tmp_path / "model (12).safetensors").unlink()
+    assert [*torchlift.open(tmp_path)] == ["w"]
+
+
+def test_a_set_of_shards_is_whole_beside_the_notes_of_macos(tmp_path: Path) -> None:
+    """Each shard has a file of notes, and so has the index."""
+    state = {f"w{n}": torch.ones(64) for n in range(3)}
+    torchlift.save(state, tmp_path / "model.safetensors.index.json", max_shard_size=300)
+    names = os.listdir(tmp_path)
+    assert len(names) == 4
+    for name in names:
+        (tmp_path / f"._{name}").write_bytes(b"\0\5\x16\7" + bytes(40))
+    assert len(torchlift.open(tmp_path)) == 3
+    assert torchlift.verify(tmp_path).ok
+
+
+def test_a_torch_file_that_was_unpacked_is_named_and_its_way_back_works(tmp_path: Path) -> None:
+    """As an unpacker of a browser does without being asked."""
+    torch.save({"w": torch.arange(9.0)}, tmp_path / "m.pt")
+    with zipfile.ZipFile(tmp_path / "m.pt") as archive:
+        archive.extractall(tmp_path / "x")
+    with pytest.raises(FormatError, match="unpacked into a folder") as caught:
+        torchlift.open(tmp_path / "x" / "m")
+    command = str(caught.value.hint).partition(": ")[2]
+    assert command == "zip -0 -r -D model.pt m"
+    if shutil.which("zip"):
+        subprocess.run([*command.split(), "-q"], cwd=tmp_path / "x", check=True)
+    else:
+        with zipfile.ZipFile(tmp_path / "x" / "model.pt", "w") as archive:
+            for file in sorted((tmp_path / "x" / "m").rglob("*")):
+                if file.is_file():
+                    archive.write(file, file.relative_to(tmp_path / "x"))
+    assert torch.equal(torchlift.open(tmp_path / "x" / "model.pt")["w"], torch.arange(9.0))
+
+
+def test_the_file_of_a_save_that_raised_is_named(tmp_path: Path) -> None:
+    """torch.save leaves it where the checkpoint of before was."""
+
+    class Refuses:
+        def __reduce__(self) -> str:
+            raise RuntimeError("not me")
+
+    with pytest.raises(RuntimeError, match="not me"):
+        torch.save({"w": torch.ones(3), "x": Refuses()}, tmp_path / "m.pt")
+    with pytest.raises(FormatError, match=r"without its data\.pkl: the torch\.save .* raised"):
+        torchlift.open(tmp_path / "m.pt")
+
+
+@pytest.mark.parametrize(
+    ("head", "what"),
+    [
+        (b"7z\xbc\xaf\x27\x1c\0\4", "a 7z or rar archive"),
+        (b"Rar!\x1a\x07\x01\0", "a 7z or rar archive"),
+        (b"\0\5\x16\7\0\2\0\0Mac OS X", r"notes of macOS \(AppleDouble\)"),
+        (b"tjgg\3\0\0\0", "a ggml file from before GGUF"),
+        (b"lmgg\0\x7d\0\0", "a ggml file from before GGUF"),
+        (b"\x1c\0\0\0ET12\0\0", "an ExecuTorch program"),
+        (b"\x20\0\0\0TFL3\0\0", "a TensorFlow Lite model"),
+        (b"ptrt\0\0\0\0", "an engine of TensorRT"),
+    ],
+)
+def test_what_is_no_checkpoint_is_named_for_what_it_is(
+    tmp_path: Path, head: bytes, what: str
+) -> None:
+    """With a way out, by whichever suffix it comes."""
+    for name in ("m.pt", "m.safetensors", "m"):
+        (tmp_path / name).write_bytes(head + bytes(200))
+        with pytest.raises(FormatError, match=what) as caught:
+            torchlift.open(tmp_path / name)
+        assert caught.value.hint
+
+
+def test_a_package_of_torch_is_named(tmp_path: Path) -> None:
+    """It is a zip archive of another kind; the function that its hint names reads it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.package uses storages that torch itself deprecates
+        with PackageExporter(tmp_path / "p.pt") as package:
+            package.save_pickle("a", "b.pkl", {"w": torch.ones(2)})
+        with pytest.raises(FormatError, match=r"a package of torch\.package") as caught:
+            torchlift.open(tmp_path / "p.pt")
+        assert "torch.package.PackageImporter" in str(caught.value.hint)
+        assert PackageImporter(tmp_path / "p.pt").load_pickle("a", "b.pkl")["w"].sum() == 2

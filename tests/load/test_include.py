@@ -196,3 +196,20 @@ def test_a_plan_counts_a_transform_and_never_calls_it(tmp_path: Path) -> None:
     assert torchlift.plan(model, path).peak_bytes < nbytes <= plan.peak_bytes
     wide = {**state(), "head.weight": torch.ones(1, 3)}
     torchlift.plan(model, wide, transform=refuses)
+
+
+@pytest.mark.parametrize("key", ["blocks[0].w", "a?b", "x*y", "[!z]"])
+def test_a_pattern_matches_its_own_text(key: str, tmp_path: Path) -> None:
+    """A key may have the signs of a pattern in it: from a file, from memory, and by convert."""
+    path, state = tmp_path / "m.pt", {key: torch.ones(2), "other": torch.zeros(2)}
+    torch.save(state, path)
+    for number, source in enumerate((path, state)):
+        model = torch.nn.Module()
+        model.register_buffer("w", torch.zeros(2))
+        torchlift.load(model, source, include=[key], rename={key: "w"})
+        assert model.w.sum() == 2
+        to = tmp_path / f"to{number}.pt"
+        torchlift.convert(source, to, include=[key])
+        assert [*torchlift.open(to)] == [key]
+        torchlift.convert(source, to, exclude=[key], overwrite=True)
+        assert [*torchlift.open(to)] == ["other"]

@@ -57,6 +57,16 @@ _FOREIGN: tuple[tuple[bytes, str, str], ...] = (
     (rb"\x89HDF\r\n\x1a\n", "an HDF5 file, such as Keras writes (.h5)", "Read it with h5py."),
     (rb"\x1f\x8b|BZh|\xfd7zXZ\0|\x28\xb5\x2f\xfd", "a gzip, bzip2, xz or zstd archive",
      "Decompress it first."),
+    (rb"7z\xbc\xaf\x27\x1c|Rar!\x1a\x07", "a 7z or rar archive", "Unpack it first."),
+    (rb"\0\x05\x16\x07", "notes of macOS (AppleDouble) about a file, not the file",
+     "Open the file of the same name without the ._ in front."),
+    (rb"tjgg|lmgg|fmgg", "a ggml file from before GGUF",
+     "Convert it to GGUF with the llama.cpp of its time, or fetch the model as GGUF."),
+    (rb".{4}ET1\d", "an ExecuTorch program (.pte)",
+     "Its weights are compiled into it: save the state dict of the model it was made from."),
+    (rb".{4}TFL3", "a TensorFlow Lite model", "Read it with tf.lite.Interpreter."),
+    (rb"ptrt|ftrt", "an engine of TensorRT",
+     "Its weights are compiled into it: use the model that it was made from."),
     (rb"\x08\x01\x12", "a TensorFlow SavedModel", _TENSORFLOW),
     (rb"\x08[\x03-\x1f](?:\x12(?:\0|[\x01-\x7f][ -~])|[\x1a\x22\x28\x32\x3a\x42])", "an ONNX model",
      "Read it with onnx: its numpy_helper gives each initializer as an array."),
@@ -70,6 +80,8 @@ _FOREIGN_NAMES: tuple[tuple[str, str, str], ...] = (
      "Read it with keras, or take model.weights.h5 out of it and read that with h5py."),
     (r"(?:.*/)?saved_model\.pb", "a TensorFlow SavedModel", _TENSORFLOW),
     (r".*\.data-\d{5}-of-\d{5}", "a TensorFlow checkpoint", _TENSORFLOW),
+    (r"(?:.*/)?\.data/extern_modules", "a package of torch.package",
+     "Load it with torch.package.PackageImporter, and save its tensors with torchlift.save."),
     (r"_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt", "a checkpoint of orbax (jax)",
      "Read it with orbax, and save its arrays with numpy.savez or safetensors."),
     (r"(?:.*/)?[^/]+\.(?:safetensors|gguf|pth?|bin|ckpt|msgpack)",
@@ -257,6 +269,12 @@ def _refuse(content: Content) -> Index:
     if is_zip(content.head):
         if error := _foreign_in(content.records):
             raise error
+        names = {name.rpartition("/")[2].lower() for name in content.records}
+        if "serialization_id" in names and "data.pkl" not in names:
+            raise FormatError(
+                "a torch file without its data.pkl: the torch.save that wrote it raised an error",
+                hint="Save it again: the error names the object that torch.save cannot write.",
+            )
         return _torch_zip(content)  # which says what is missing
     if _called(content.head) == _OF_DCP:
         raise _part_of_dcp(content.path)
@@ -325,7 +343,7 @@ def _read_directory(path: str) -> Index:
         FormatError: nothing, or more than one thing, that could be meant.
         UnsafeError: a link leads out of the directory.
     """
-    names = sorted(names_in(path))
+    names = _without_leftovers(names_in(path))
     if (data := [name for name in names if name.endswith(DCP_SUFFIX)]) and not metadata_files(
         names
     ):
@@ -350,12 +368,38 @@ def _read_directory(path: str) -> Index:
         return index
     if components := _components(path, names):
         raise _several("a directory of directories with checkpoints", components, path)
+    if {"data.pkl", "data", "version"} <= {*names}:
+        name = printable(os.path.basename(path), 100)
+        raise FormatError(
+            "a torch file that was unpacked into a folder",
+            expected="the file itself",
+            hint=f"Zip the folder again in its parent folder: zip -0 -r -D model.pt {name}",
+        )
     raise _foreign_in(names) or FormatError(
         "a directory without a checkpoint" if names else "an empty directory",
         expected="an *.index.json, safetensors or torch files",
         found=_listed(names) or None,
         hint="Give the path of the file or directory that holds the weights.",
     )
+
+
+#: What macOS notes about a file beside it, and what a browser calls a second download.
+_LEFTOVER = re.compile(r"\._.+|.+ \(\d+\)\.\w+")
+
+
+def _without_leftovers(names: Iterable[str]) -> list[str]:
+    """Return names in order, without those that are no checkpoint where the file itself is there.
+
+    Example:
+        >>> _without_leftovers(["x.pt", "._x.pt", "x (1).pt", "y (2).pt"])
+        ['x.pt', 'y (2).pt']
+    """
+    there = {*names}
+
+    def original(name: str) -> str:
+        return name[2:] if name.startswith("._") else re.sub(r" \(\d+\)", "", name)
+
+    return sorted(n for n in there if not (_LEFTOVER.fullmatch(n) and original(n) in there))
 
 
 def _several(what: str, names: list[str], path: str) -> FormatError:
@@ -389,7 +433,7 @@ def _components(path: str, names: list[str]) -> list[str]:
     for name in names[:_MOST_FOLDERS]:
         folder = os.path.join(path, name)
         if os.path.isdir(folder) and not os.path.islink(folder):
-            content = Content(folder, _read_file, names=sorted(os.listdir(folder)))
+            content = Content(folder, _read_file, names=_without_leftovers(os.listdir(folder)))
             if any(reader.fits(content) for reader in _DIRECTORIES):
                 found.append(name)
     return found
@@ -471,7 +515,7 @@ def optimizer_in(
     place = place_of(path, storage_options) if os.fspath(path) else ""
     if not place or not is_folder(place):
         return place
-    content = Content(place, _read_file, names=sorted(names_in(place)))
+    content = Content(place, _read_file, names=_without_leftovers(names_in(place)))
     found = list(filter(_OPTIMIZER.fullmatch, content.names))
     if not found:
         return place

@@ -633,9 +633,12 @@ def globals_in(blocked_keys: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def allowed(names: Iterable[str], patterns: Collection[str]) -> set[str]:
-    """Return the names that a pattern fits; ``*`` stands for any text, dots included."""
-    fits = [re.compile(fnmatch.translate(pattern)).match for pattern in patterns]
-    return {name for name in names if any(fit(name) for fit in fits)}
+    """Return the names that a pattern fits; ``*`` stands for any text, dots included.
+
+    A pattern fits its own text, too: ``blocks[0].w`` is a key, and no set of letters.
+    """
+    own, fits = {*patterns}, [re.compile(fnmatch.translate(each)).match for each in patterns]
+    return {name for name in names if name in own or any(fit(name) for fit in fits)}
 
 
 def left_out(
