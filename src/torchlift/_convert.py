@@ -83,6 +83,8 @@ _TEXTS = ("safetensors", "sharded", "gguf")
 _BYTES_ONLY = ("format", "total_size")
 #: Bytes of results between two releases of freed memory.
 _BETWEEN = 16 * 2**20
+#: Bytes of results that are mapped at once, and where one may begin, for every dtype.
+_AREA, _ALIGNED = 256 * 2**20, 64
 _ASIDE = "it holds no model; convert it by itself with root="
 
 
@@ -304,6 +306,8 @@ class _Results:
         self._ckpt, self._memory, self._transform, self._becomes = ckpt, memory, transform, becomes
         self._head, self._format, self._stack = target.head, target.format, stack
         self._file: IO[bytes] | None = None
+        self._area: mmap.mmap | None = None  # a part of that file, from `_start` on
+        self._start = self._at = 0
         self._passed = 0  # bytes of results since freed memory was last released
 
     def of(self, key: str, entry: TensorEntry) -> torch.Tensor | None:
@@ -344,17 +348,25 @@ class _Results:
             while folder and not os.path.isdir(folder):
                 folder = os.path.dirname(folder)
             self._file = self._stack.enter_context(TemporaryFile(dir=folder))  # noqa: SIM115
-        start = -(-self._file.seek(0, os.SEEK_END) // mmap.ALLOCATIONGRANULARITY)
-        start *= mmap.ALLOCATIONGRANULARITY
-        self._file.seek(start)
+        if self._area is None or self._at + tensor.nbytes > len(self._area):
+            # A map has a descriptor of its own, so that one for each tensor would be too many.
+            self._start += len(self._area or ())
+            size = max(_AREA, -(-tensor.nbytes // _AREA) * _AREA)
+            self._file.truncate(
+                self._start + size
+            )  # without blocks on the disk until it is written
+            self._area, self._at = mmap.mmap(self._file.fileno(), size, offset=self._start), 0
+        self._file.seek(self._start + self._at)
         self._file.write(memory_of(tensor))
         self._file.flush()
         self._passed += tensor.nbytes
         if self._passed > _BETWEEN:
             trim()  # what a transform took and freed
             self._passed = 0
-        mapped = mmap.mmap(self._file.fileno(), tensor.nbytes, offset=start)
-        values = torch.frombuffer(mapped, dtype=torch.uint8)
+        values = torch.frombuffer(
+            self._area, dtype=torch.uint8, count=tensor.nbytes, offset=self._at
+        )
+        self._at += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
         return values.view(tensor.dtype).view(tensor.shape)
 
 

@@ -33,6 +33,7 @@ from torchlift.errors import (
     PlacementError,
     UnsafeError,
 )
+from torchlift.measure import in_child
 
 
 def legacy(path: Path) -> dict[str, Any]:
@@ -635,3 +636,31 @@ def test_what_a_killed_conversion_left_is_removed_by_the_next(tmp_path: Path, ch
     assert set(os.listdir(dst.parent)) == names | extra
     assert torchlift.diff(src, dst).equal
     assert torchlift.verify(dst).ok
+
+
+def _convert_many(folder: str, memory: bool) -> list[str]:
+    """Convert more tensors than this process may have files open."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    src: Any = Path(folder, "m.pt")
+    src = torch.load(src) if memory else src
+    written = []
+    for name in ("to.safetensors", "to.pt"):
+        torchlift.convert(src, Path(folder, name), transform=lambda _, t: t.double() * 2)
+        written.append(name)
+    return written
+
+
+@pytest.mark.parametrize("memory", [False, True])
+def test_a_transform_takes_no_descriptor_for_each_tensor(tmp_path: Path, memory: bool) -> None:
+    """Empty ones, a large one and odd sizes among them; every value is its own."""
+    state = {f"w{n}": torch.full((n % 7, 3), float(n)) for n in range(600)}
+    state["large"] = torch.arange(3e7)  # 240 MB as doubles, which takes another part of the file
+    state["bool"] = torch.tensor([True, False, True])
+    torch.save(state, tmp_path / "m.pt")
+    for name in in_child(_convert_many, str(tmp_path), memory).value:
+        found = torchlift.open(tmp_path / name)
+        assert found.keys() == state.keys()
+        for key, value in state.items():
+            assert torch.equal(found[key], value.double() * 2), key

@@ -140,7 +140,7 @@ def strip(prefix: str) -> Renaming:
 
     What `torch.nn.parallel.DistributedDataParallel` (``module.``) and `torch.compile`
     (``_orig_mod.``) put in front of every name. Only whole names match: ``strip("module")`` leaves
-    ``modules.0`` alone.
+    ``modules.0`` alone. If no key has the prefix, a load or a conversion is an error.
 
     Args:
         prefix: the prefix; its final dot may be left out.
@@ -164,6 +164,8 @@ def strip(prefix: str) -> Renaming:
 
 def rules(pairs: Iterable[tuple[str | re.Pattern[str], Replacement]]) -> Renaming:
     r"""Rename by regular expressions: each pair in turn, as `re.sub` does it.
+
+    If the pairs change and drop no key at all, a load or a conversion is an error.
 
     Args:
         pairs: (pattern, replacement). A replacement may refer to groups (``r"\1"``), or be a
