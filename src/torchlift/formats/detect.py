@@ -30,7 +30,7 @@ from torchlift.formats import flax_msgpack, gguf, npz, pt2, torch_legacy, torchs
 from torchlift.formats.dcp import DCP_METADATA, DCP_SUFFIX, metadata_files, read_dcp
 from torchlift.formats.index import Index
 from torchlift.formats.reader import HEAD, Content, Reader, is_zip, read_by_others
-from torchlift.formats.safetensors import read_safetensors
+from torchlift.formats.safetensors import read_safetensors, slices_error
 from torchlift.formats.sharded import (
     MOST_MISSING,
     is_index,
@@ -101,6 +101,8 @@ _DAMAGE = (
     ValueError, struct.error, zlib.error,
 )  # fmt: skip
 
+#: What torch calls a file of one rank's slices.
+_SLICE = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors", re.ASCII)
 _SHARD = re.compile(r"(.+)-(\d{2,9})-of-(\d{2,9})((?:\.\w+)+)", re.ASCII)
 _INDEX = ".index.json"
 #: Of several indexes or files, as Hugging Face repositories have them, these are the model.
@@ -353,6 +355,8 @@ def _read_directory(path: str) -> Index:
             found=_listed(data),
             hint="The save was interrupted, or not all of it was copied: save or fetch it again.",
         )
+    if any(map(_SLICE.fullmatch, names)):
+        raise slices_error()
     variants = {name: variant for name in names if (variant := _variant(name))}
     if "model_index.json" in names and (components := _components(path, names)):
         raise _several("a directory of components, each with a checkpoint", components, path)

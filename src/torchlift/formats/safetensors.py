@@ -60,6 +60,9 @@ _SUMS = "torchlift.crc32"
 #: In the metadata: other names of tensors, as JSON, each with the one under which a tensor is. What
 #: other libraries note (``{name: name}`` of safetensors.torch.save_model) may be any text.
 TIED_KEYS = "torchlift.ties"
+#: In the metadata: where each tensor begins in a larger one, as torch's HuggingFaceStorageWriter
+#: notes it. Nothing notes how large that one is (pytorch/pytorch#155566).
+_SLICES = "DCP_SHARDING_INFO"
 
 
 def read_safetensors(source: Source) -> Index:
@@ -79,6 +82,8 @@ def read_safetensors(source: Source) -> Index:
             entry="__metadata__",
             found=type(metadata).__name__,
         )
+    if _SLICES in metadata:
+        raise slices_error()
     rows = _rows(header)
     _check_cover(rows, source.size - start)
     stored = {key: row for key, row in rows.items() if row[1]}
@@ -102,6 +107,18 @@ def read_safetensors(source: Source) -> Index:
     storages, files = Records(stored, storage), {source.path: source.stamp}
     metadata = {key: text for key, text in metadata.items() if key not in (_SUMS, TIED_KEYS)}
     return Index(source.path, "safetensors", entries, storages, files, metadata=metadata)
+
+
+def slices_error() -> FormatError:
+    """Return the error for a file that holds one rank's slices of tensors."""
+    return FormatError(
+        "one rank's slices of tensors, under the names of the whole tensors",
+        expected="whole tensors",
+        found="what HuggingFaceStorageWriter(save_distributed=True) wrote",
+        hint="Join the files of all ranks and open the new folder: call "
+        "consolidate_safetensors_files(folder, new_folder, {key: 1, ...}), with every key, of "
+        "torch.distributed.checkpoint._consolidate_hf_safetensors.",
+    )
 
 
 def _sums(source: Source, start: int, metadata: dict[str, str], keys: list[str]) -> dict[str, int]:
