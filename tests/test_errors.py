@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import torchlift
 from torchlift._system.text import printable
@@ -97,3 +100,22 @@ def test_a_file_that_is_no_checkpoint_raises_one_of_the_family(tmp_path):
             torchlift.open(junk)
     with pytest.raises(CheckpointError, match="no such file"):
         torchlift.open(tmp_path / "absent.pt")
+
+
+@pytest.mark.parametrize("door", ["open", "load", "convert", "diff", "verify"])
+def test_a_missing_file_is_python_s_error_with_its_fields(door: str, tmp_path: Path) -> None:
+    """What a program prints of a FileNotFoundError, also after it travelled to another process."""
+    path = str(tmp_path / "nothing.pt")
+    calls: dict[str, Callable[[], object]] = {
+        "open": lambda: torchlift.open(path),
+        "load": lambda: torchlift.load(torch.nn.Linear(1, 1), path),
+        "convert": lambda: torchlift.convert(path, tmp_path / "to.pt"),
+        "diff": lambda: torchlift.diff(path, {}),
+        "verify": lambda: torchlift.verify(path),
+    }
+    with pytest.raises(FileNotFoundError) as caught:
+        calls[door]()
+    for error in (caught.value, pickle.loads(pickle.dumps(caught.value))):
+        assert (error.filename, error.errno) == (path, errno.ENOENT)
+        assert error.strerror == "no such file or directory"
+        assert isinstance(error, torchlift.CheckpointError)

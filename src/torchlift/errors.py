@@ -152,7 +152,22 @@ class FormatError(CheckpointError):
     """
 
 
-class NotFound(FormatError, FileNotFoundError):
+class _OfSystem(CheckpointError):
+    """An error that is Python's own, too, with what programs read of that one."""
+
+    strerror: str | None
+
+    @property
+    def filename(self) -> str | None:
+        """The file concerned, or None."""
+        return self.file
+
+    def __init__(self, reason: str, **fields: Any) -> None:
+        super().__init__(reason, **fields)
+        self.strerror = reason
+
+
+class NotFound(_OfSystem, FormatError, FileNotFoundError):
     """Nothing is there, under a path or a URL.
 
     Like the three errors below it is Python's own, too: a program that catches that keeps working
@@ -170,19 +185,19 @@ class NotFound(FormatError, FileNotFoundError):
     errno = errno.ENOENT
 
 
-class NotAllowed(FormatError, PermissionError):
+class NotAllowed(_OfSystem, FormatError, PermissionError):
     """The system or the server refuses access: permissions, or credentials."""
 
     errno = errno.EACCES
 
 
-class TimedOut(CheckpointError, TimeoutError):
+class TimedOut(_OfSystem, TimeoutError):
     """No byte came for as long as one waits."""
 
     errno = errno.ETIMEDOUT
 
 
-class Unreachable(CheckpointError, ConnectionError):
+class Unreachable(_OfSystem, ConnectionError):
     """A server cannot be reached, or cannot answer: name, network, TLS, its own state."""
 
     errno = errno.ECONNABORTED

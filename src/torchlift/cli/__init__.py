@@ -154,7 +154,8 @@ def _print_error(error: Exception) -> None:
 
 
 def _describe(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+    is_ours = isinstance(error, CheckpointError)
+    if isinstance(error, OSError) and not is_ours and error.strerror and error.filename is not None:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
     return str(error)
 
