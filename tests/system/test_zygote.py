@@ -72,6 +72,18 @@ def test_a_variable_that_only_a_new_interpreter_reads_starts_one() -> None:
     assert child.value is True
 
 
+def test_what_libraries_set_themselves_starts_no_new_interpreter() -> None:
+    """Otherwise every child of a program that has trained a step is slow."""
+    script = (
+        "import os\nfrom torchlift.measure import in_child\n"
+        "before = in_child(os.getppid).value\n"
+        "import accelerate, torch._dynamo, torch._inductor.config, transformers\n"
+        "import matplotlib.pyplot, pytorch_lightning\n"
+        "assert in_child(os.getppid).value == before != os.getpid()\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True)
+
+
 def test_a_child_has_no_descriptor_but_the_three_that_it_was_given(tmp_path: Path) -> None:
     """Nothing of the zygote's, nor the file that its request lay in."""
     out = tmp_path / "out"

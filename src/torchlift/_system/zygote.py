@@ -40,10 +40,11 @@ _PRELOADED = (
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
 )
-#: Variables that take effect only when an interpreter or a library starts.
+#: Variables that take effect only when an interpreter or a library starts. torch._dynamo and
+#: accelerate set some of TORCHINDUCTOR_ and PYTORCH_ themselves, which says nothing of the caller.
 _READ_AT_START = (
-    "CUDA_", "GLIBC_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON",
-    "PYTORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_", "TZ",
+    "CUDA_VISIBLE_DEVICES", "GLIBC_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_",
+    "OPENBLAS_", "PYTHON", "TORCH_", "TZ",
 )  # fmt: skip
 #: Two that a forked child obeys all the same: it has the caller's path, and sets its threads.
 _OBEYED = ("PYTHONPATH", "OMP_NUM_THREADS")
