@@ -155,8 +155,10 @@ site: html  ## the built site: links, pictures, weight, validity; in chromium: a
 NBVAL := $(SCRATCH) $(ON_WHEEL) $(PY) -m pytest -q --nbval --nbval-current-env \
   --nbval-sanitize-with recipes/nbval_sanitize.cfg
 
+# One at a time: a kernel takes free ports and binds them a moment later. Of two workers one notebook may
+# start ranks in between, which take such a port: the kernel dies, seen once in some 170 starts.
 nbval: $(WHEEL)  ## the committed notebooks, run again and compared
-	$(NBVAL) -n $(WORKERS) --dist loadfile recipes/notebooks
+	$(NBVAL) recipes/notebooks
 
 # Since the last commit that others have, or since the last one.
 touched: $(WHEEL)  ## the same for the notebooks that a change touched
