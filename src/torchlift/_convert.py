@@ -352,9 +352,7 @@ class _Results:
             # A map has a descriptor of its own, so that one for each tensor would be too many.
             self._start += len(self._area or ())
             size = max(_AREA, -(-tensor.nbytes // _AREA) * _AREA)
-            self._file.truncate(
-                self._start + size
-            )  # without blocks on the disk until it is written
+            self._file.truncate(self._start + size)  # takes no room on the disk until it is written
             self._area, self._at = mmap.mmap(self._file.fileno(), size, offset=self._start), 0
         self._file.seek(self._start + self._at)
         self._file.write(memory_of(tensor))

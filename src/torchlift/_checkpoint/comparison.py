@@ -498,9 +498,9 @@ def _numbers(values: torch.Tensor) -> torch.Tensor:
         return values.to(torch.complex128)
     if values.dtype == torch.float4_e2m1fn_x2:  # two in a byte, which torch only stores
         values = values.view(torch.uint8)
-    if values.is_floating_point() or values.dtype == torch.uint64:
-        return values.to(torch.float64) if values.is_floating_point() else values
-    return values.to(torch.int64)
+    if values.dtype == torch.uint64:  # int64 does not represent them all
+        return values
+    return values.to(torch.float64 if values.is_floating_point() else torch.int64)
 
 
 def _integer_gap(one: torch.Tensor, two: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
