@@ -29,6 +29,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import torchlift
 from torchlift import measure
+from torchlift.distributed import StateDictOptions, set_model_state_dict
 from torchlift.distributed.reader import CheckpointReader
 from torchlift.distributed.save import save_consolidated
 from torchlift.distributed.simulation import simulate
@@ -208,6 +209,75 @@ def loads_into_tensor_parallel() -> None:
 @check
 def loads_into_two_dimensions() -> None:
     loads("two_d")
+
+
+class Permuting(nn.Module):
+    """Its files have the rows of one weight in another order, and it sums up what was loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 7), nn.Linear(7, 3)
+        self.total = 0.0
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        turned = {**state_dict, "up.weight": state_dict["up.weight"].flip(0)}
+        found = super().load_state_dict(turned, *args, **kwargs)
+        self.total = float(local_of(self.up.bias.detach()).sum())
+        return found
+
+
+class Failing(Permuting):
+    """Refuses on the last rank, once its values are in place."""
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().load_state_dict(*args, **kwargs)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            raise ValueError("too old")
+        return found
+
+
+def flipped(kind: type[nn.Module]) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A file, and what its model has."""
+    expected = net(kind).state_dict()
+    path = SHARED / f"{kind.__name__}-{dist.get_world_size()}.pt"
+    if dist.get_rank() == 0:
+        torch.save({**expected, "up.weight": expected["up.weight"].flip(0)}, path)
+    dist.barrier()
+    return path, expected
+
+
+@check
+def a_class_s_own_load_state_dict_is_called_on_every_rank() -> None:
+    path, expected = flipped(Permuting)
+    for wrap in ("fsdp", "tp"):
+        for start in (Permuting, lambda: torchlift.skeleton(Permuting)):
+            model: Any = WRAPS[wrap](start())
+            torchlift.load(model, path)
+            require_equal(model, expected, (wrap, start))
+            assert model.total == float(local_of(model.up.bias.detach()).sum())
+    for broadcast in (False, True):
+        model = fsdp(Permuting())
+        state = torchlift.open(path).state_dict() if dist.get_rank() == 0 or not broadcast else {}
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+        set_model_state_dict(model, state, options=options)
+        require_equal(model, expected, broadcast)
+    # Of a state dict that is sharded, the method gets DTensors, as in torch.
+    state = fsdp(net(Permuting)).state_dict()
+    state["up.weight"] = state["up.weight"].flip(0)
+    model = fsdp(Permuting())
+    set_model_state_dict(model, state)
+    require_equal(model, expected, "sharded")
+
+
+@check
+def a_class_s_own_load_state_dict_that_fails_on_one_rank_stops_all() -> None:
+    path, _ = flipped(Failing)
+    model = fsdp(Failing())
+    before = {name: local_of(t).clone() for name, t in model.state_dict().items()}
+    with pytest.raises((ValueError, CheckpointError), match="too old"):
+        torchlift.load(model, path)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(before[name], local_of(tensor)), name
 
 
 class One(nn.Module):

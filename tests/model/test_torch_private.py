@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -202,6 +203,23 @@ def test_rebuild_v2_and_v3_are_what_a_checkpoint_calls() -> None:
     """The second for a dtype that has no storage class."""
     assert torch.zeros(1)._reduce_ex_internal(2)[0] is private.REBUILD_V2
     assert torch.zeros(1, dtype=torch.uint16)._reduce_ex_internal(2)[0] is private.REBUILD_V3
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_strict_of_caller_tells_what_load_state_dict_was_asked_for(strict: bool) -> None:
+    """Called by a module's `_load_from_state_dict`, which gets True in any case."""
+    seen: list[bool] = []
+
+    class Asking(nn.Linear):
+        def _load_from_state_dict(self, *args: Any) -> None:
+            seen.append(private.strict_of_caller())
+            super()._load_from_state_dict(*args)
+
+    nn.Sequential(Asking(1, 1)).load_state_dict(
+        {"0.weight": torch.ones(1, 1), "0.bias": torch.ones(1)}, strict=strict
+    )
+    assert seen == [strict]
+    assert private.strict_of_caller()
 
 
 def test_no_other_file_uses_these_names() -> None:

@@ -371,6 +371,8 @@ def place(
         watch = commit.watch(tree, before)
     # FSDP's own, which is no code of the model's, has the next forward pass use what was loaded.
     run_post_hooks(tree, missing, unexpected, work.given, watch)
+    for call in work.own_calls:
+        call.finish(missing, unexpected)
     missing, unexpected = (list(map(name_of, names)) for names in (missing, unexpected))
     if work.match.open:
         _judge(plan, missing, unexpected, judge)

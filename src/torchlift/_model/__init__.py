@@ -57,8 +57,10 @@ from torchlift._model.holders import preserving_references as preserving_referen
 from torchlift._model.holders import refusal as refusal
 from torchlift._model.hooks import Outcome as Outcome
 from torchlift._model.hooks import Shown as Shown
+from torchlift._model.hooks import gather as gather
 from torchlift._model.hooks import has_post_hooks as has_post_hooks
 from torchlift._model.hooks import hooked_modules as hooked_modules
+from torchlift._model.hooks import identity_of as identity_of
 from torchlift._model.hooks import run_hooks as run_hooks
 from torchlift._model.hooks import run_post_hooks as run_post_hooks
 from torchlift._model.hooks import templates_by_name as templates_by_name
@@ -67,6 +69,10 @@ from torchlift._model.names import Names as Names
 from torchlift._model.names import is_flattened as is_flattened
 from torchlift._model.names import uses_fsdp1 as uses_fsdp1
 from torchlift._model.names import wrapped_names as wrapped_names
+from torchlift._model.own_loading import ModuleHolder as ModuleHolder
+from torchlift._model.own_loading import OwnLoading as OwnLoading
+from torchlift._model.own_loading import PassedState as PassedState
+from torchlift._model.own_loading import own_loaders as own_loaders
 from torchlift._model.ranks import Agree as Agree
 from torchlift._model.ranks import RankGroup as RankGroup
 from torchlift._model.ranks import has_group as has_group

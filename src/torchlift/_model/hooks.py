@@ -215,7 +215,7 @@ class _Run:
         self.outcome = Outcome()
         self.state: dict[str, Any] = {**shown.tensors, **shown.objects}
         # With the tensor itself: while it lives, no other one has its identity.
-        self.known = {_identity(v): (name, v, version_of(v)) for name, v in shown.tensors.items()}
+        self.known = {identity_of(v): (name, v, version_of(v)) for name, v in shown.tensors.items()}
         self.order = sorted(self.state)
 
     def visit(self, prefix: str, module: nn.Module) -> None:
@@ -395,9 +395,9 @@ class _Run:
             self.order = sorted(self.state)
 
     def _left(self, tensor: torch.Tensor) -> Left:
-        if _identity(tensor) not in self.known:
+        if identity_of(tensor) not in self.known:
             return Left(tensor)
-        name, _, version = self.known[_identity(tensor)]
+        name, _, version = self.known[identity_of(tensor)]
         return Left(tensor, name, version_of(tensor) != version)
 
     def _refuse(self, errors: Sequence[str], prefix: str) -> None:
@@ -489,7 +489,8 @@ def versions_by_name(
     return found
 
 
-def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
+def identity_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return what tells a tensor's values from those of others, as long as it lives."""
     if not has_memory(tensor):
         return (id(tensor),)
     # A conjugate is the same numbers in the same place, shown otherwise.

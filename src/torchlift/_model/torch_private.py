@@ -5,6 +5,7 @@ Where torch could move one without an error, the code that uses it notices; see 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -12,6 +13,7 @@ from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
+from torch import nn
 from torch._utils import _rebuild_tensor_v2 as REBUILD_V2
 from torch._utils import _rebuild_tensor_v3 as REBUILD_V3
 from torch.nn.modules.batchnorm import _NormBase as NormBase
@@ -63,6 +65,18 @@ def differs_in_shape(error: str, key: str = "") -> bool:
     """Say whether a line of a module's own loading code is torch's about the shape of a key."""
     # Only the text tells: of a shape that differs torch keeps a line, and no exception.
     return error.startswith(f"size mismatch for {key}:" if key else "size mismatch for ")
+
+
+def strict_of_caller() -> bool:
+    """Return the `strict` of the ``nn.Module.load_state_dict`` that is being called.
+
+    Only its frame tells: it hands True to `_load_from_state_dict` in any case.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not nn.Module.load_state_dict.__code__:
+        frame = frame.f_back
+    # The safe side without one: names that do not match are an error.
+    return True if frame is None else bool(frame.f_locals["strict"])
 
 
 def writes_into_leaf(error: Exception) -> bool:

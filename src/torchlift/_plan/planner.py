@@ -16,6 +16,7 @@ from torchlift._model import (
     Group,
     ModuleTree,
     Outcome,
+    OwnLoading,
     Shown,
     content_bytes,
     has_post_hooks,
@@ -27,12 +28,14 @@ from torchlift._model import (
     local_tensor,
     locked,
     ordinary_tensors,
+    own_loaders,
     run_hooks,
     spans_of,
     wrapped_names,
 )
 from torchlift._plan.decide import makings_for, owns_all, steps_for
 from torchlift._plan.names import Rewriting, assembled, names_of_left_out, others
+from torchlift._plan.own_loading import call_own_loading
 from torchlift._plan.report import (
     KeyReport,
     LoadReport,
@@ -56,7 +59,7 @@ from torchlift._plan.rules import (
     named,
     renamed,
 )
-from torchlift._plan.steps import Match, Rename, Step, Transform, Work
+from torchlift._plan.steps import Match, Named, Rename, Step, Transform, Work
 from torchlift._plan.suggest import look_alikes, suggestion
 from torchlift._sources import FileTensor, Given, MemoryTensor, Origin, SourceTensor, sources
 from torchlift._store import Url
@@ -254,14 +257,41 @@ def make_plan(
         check: raises for what does not fit, in place of `check_names`.
     """
     before = origin.requests
+    named = _name_tensors(tree, origin, options, wrapped=check is None)
+    if not named.own_loaders:
+        return _plan_named(tree, origin, options, commit, named, before, check)
+    started = call_own_loading(tree, origin, named, options, commit)
+    passed = started.passed
+    while True:
+        tree.walk()  # again: the method may have put other tensors and modules there
+        named, asked = started.name_passed(passed, tree, options)
+        try:
+            return _plan_named(tree, origin, asked, commit, named, before, check, started.calls)
+        except MismatchError as error:
+            # A class may try other names then, as with torch's RuntimeError.
+            passed = [call.refuse(error) for call in started.calls]
+
+
+def _name_tensors(tree: ModuleTree, origin: Origin, options: Options, *, wrapped: bool) -> Named:
+    """Give what a source has the names of the model.
+
+    Args:
+        tree: the model.
+        origin: the source.
+        options: what was asked for.
+        wrapped: whether a wrapped model's names are looked for, too. For torch's own functions the
+            source has the keys of the wrapped model by now.
+
+    Raises:
+        MismatchError: a rule or a pattern matches nothing.
+        UnsafeError: a value that the model needs is blocked.
+    """
     keys = {*origin.candidates, *origin.objects, *origin.blocked} if options.rename else ()
     check_rename(options.rename, keys, origin.path)
     gone = origin.leave_out(options.include, options.exclude)
     left_out = names_of_left_out(gone, options.rename, origin.path) if gone else set()
     for rule in filter(callable, (options.device, options.dtype)):
         check_rule(rule, [name for g in tree.groups for name in g.names], present=options.present)
-    # A transform may still change shapes, or make a tensor dense.
-    check_shapes = options.transform is None
     made: dict[str, SourceTensor] = {}
     if isinstance(options.rename, Rewriting):
         origin.resolve(dict.fromkeys(origin.candidates))
@@ -272,12 +302,16 @@ def make_plan(
         names = renamed(tensors, options.rename, origin.path)
         objects = renamed(origin.objects, options.rename, origin.path)
     blocked = named(origin.blocked, options.rename)
-    # For torch's own functions they are the keys of the wrapped model by now.
-    naming = wrapped_names(tree) if check is None else None
+    naming = wrapped_names(tree) if wrapped else None
     canonical = naming.canonical if naming is not None else str
+    own = own_loaders(tree)
     if naming is not None:
         given = [*names.values(), *made, *objects.values()]
         to_key = dict(zip(given, naming.keys(given), strict=True))
+        # Under the names of the wrapped model, a file is for its own `load_state_dict`; under the
+        # wrappers' it is for theirs, and torch calls the root's only.
+        if given != [*to_key.values()]:
+            own = own_loaders(tree, inside=True)
         names = {key: to_key[name] for key, name in names.items()}
         objects = {key: to_key[name] for key, name in objects.items()}
         made = {to_key[name]: one for name, one in made.items()}
@@ -291,18 +325,42 @@ def make_plan(
         here = [name for name in dict.fromkeys(map(canonical, known)) if name not in there]
         rest = [name for name in there if name not in model_names]
         raise _refusal(origin, refused, suggestion(here, rest, origin.root))
-    # Of a DTensor, only what this rank has of it.
+    # Of a DTensor, only what this rank has of it, unless a method of the model sees all of it.
     like = {slot.fqn: group.tensor for group in tree.groups for slot in group.slots}
     needed = {key: like[name] for key, name in names.items() if name in like}
-    origin.resolve({key: spans_of(t, key) if is_dtensor(t) else None for key, t in needed.items()})
-    modules = hooked_modules(tree, [*names.values(), *made])
-    prefixes = tuple(prefix for prefix, _ in modules)
-    if modules:
+    origin.resolve(
+        {key: spans_of(t, key) if is_dtensor(t) and not own else None for key, t in needed.items()}
+    )
+    # Code of the model's looks at values: they have to be here.
+    looks = (*hooked_modules(tree, [*names.values(), *made]), *own)
+    if looks:
+        prefixes = tuple(prefix for prefix, _ in looks)
         origin.receive([key for key, name in names.items() if name.startswith(prefixes)])
     candidates = {name: origin.candidates[key] for key, name in names.items()} | made
-    found, outcome = dict(candidates), Outcome(unexpected=list(objects.values()))
+    return Named(
+        candidates, objects, origin.objects, origin.templates, left_out, ignored, naming, own
+    )
+
+
+def _plan_named(
+    tree: ModuleTree,
+    origin: Origin,
+    options: Options,
+    commit: Commit,
+    named: Named,
+    before: int,
+    check: Callable[[Match, str, Options], None] | None,
+    own_calls: Sequence[OwnLoading] = (),
+) -> LoadPlan:
+    """Plan a load of what has names of the model; `before` requests were made to open it."""
+    # A transform may still change shapes, or make a tensor dense.
+    check_shapes = options.transform is None
+    naming, candidates = named.naming, named.candidates
+    canonical = naming.canonical if naming is not None else str
+    modules = hooked_modules(tree, candidates)
+    found, outcome = dict(candidates), Outcome(unexpected=list(named.objects.values()))
     if modules:
-        found, outcome = _after_hooks(tree, modules, commit, origin, candidates, objects, options)
+        found, outcome = _after_hooks(tree, modules, commit, origin, named, options)
     hooked = has_post_hooks(tree)
     matched = match(tree.groups, found, check_shapes=check_shapes)
     matched.missing = [name for name in matched.missing if name not in outcome.excused]
@@ -311,16 +369,16 @@ def make_plan(
         computed = {s.fqn for group in tree.groups for s in group.slots if not s.persistent}
         matched.dropped = [name for name in matched.unexpected if name in computed]
         matched.unexpected = [name for name in matched.unexpected if name not in computed]
-    matched.unexpected += [*outcome.unexpected, *ignored]
+    matched.unexpected += [*outcome.unexpected, *named.ignored]
     # What a module's own code makes up (BatchNorm its counter) is no sign that anything fits.
     known_keys = {one.key for one in candidates.values()} if modules else origin.candidates
     anything = any(one.key in known_keys for pair in matched.pairs for one in pair[2])
-    matched.fits = len(matched.pairs) if anything else 0
+    matched.fits = len(matched.pairs) if anything or own_calls else 0
     if naming is not None:
         matched.rename(canonical)
     matched.hint = _hint(matched, tree.modules[0], options, origin.root)
     matched.open = options.strict and hooked
-    matched.left_out = left_out
+    matched.left_out = named.left_out
     excusable = list[str]()
     if matched.open:
         excusable = [name for names in _not_allowed(matched, options) for name in names]
@@ -338,13 +396,14 @@ def make_plan(
         steps=tuple(steps),
         makings=tuple(makings_for([*matched.unmatched, *tree.meta_attributes], options, steps)),
         extra=tuple(outcome.extra),
-        hooked=hooked,
+        hooked=hooked or bool(own_calls),
         given=frozenset(found if hooked else ()),
         match=matched,
         naming=naming,
+        own_calls=tuple(own_calls),
     )
     later = None if options.dtype is None else _DTYPE_LATER
-    called = candidates if options.rename is not None or naming is not None else {}
+    called = candidates if options.rename is not None or naming is not None or own_calls else {}
     plan = _assemble(origin, tree.groups, matched, work, called, excusable, later, canonical)
     extra = 0 if check_shapes else _transformed_bytes(work.steps)
     requests = origin.requests - before + _requests(work.steps, origin)
@@ -357,11 +416,11 @@ def _after_hooks(
     modules: Sequence[tuple[str, nn.Module]],
     commit: Commit,
     origin: Origin,
-    candidates: Mapping[str, SourceTensor],
-    objects: Mapping[str, str],
+    named: Named,
     options: Options,
 ) -> tuple[dict[str, SourceTensor], Outcome]:
     """Return name -> tensor after the model's own loading code has run, and what else it did."""
+    candidates, objects = named.candidates, named.objects
     prefixes = tuple(prefix for prefix, _ in modules)
     like = {slot.fqn: group.tensor for group in tree.groups for slot in group.slots}
     seen = {name: one for name, one in candidates.items() if name.startswith(prefixes)}
@@ -371,11 +430,11 @@ def _after_hooks(
         unseen=candidates.keys() - seen.keys(),
         mapped=[name for name, one in seen.items() if isinstance(one, FileTensor)],
         objects={
-            name: origin.objects[key] for key, name in objects.items() if name.startswith(prefixes)
+            name: named.values[key] for key, name in objects.items() if name.startswith(prefixes)
         },
         names={**{one.key: name for name, one in candidates.items()}, **objects},
         versions=origin.versions,
-        templates=origin.templates,
+        templates=named.templates,
     )
     given = [one for one in candidates.values() if isinstance(one, MemoryTensor)]
     watched = [(f"{one.key} of {origin.path}", one.value) for one in given]

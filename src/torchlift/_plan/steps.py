@@ -6,13 +6,14 @@ fourteen fields takes 3.1 us to make, and another one 0.8.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from torchlift._model import Group, Names, Spans, is_blank
+from torchlift._model import Group, Names, OwnLoading, Spans, is_blank
 from torchlift._plan.report import Mismatch, Mode, Route, Source
 from torchlift._sources import FileTensor, SourceTensor
 from torchlift.formats import TensorEntry
@@ -39,6 +40,30 @@ class Base:
         """Return the tensor of `entry` as a view of the vector."""
         offset = entry.chunks[0].offset - self.entry.chunks[0].offset
         return vector.as_strided(entry.shape, entry.stride, offset // entry.itemsize)
+
+
+class Named(NamedTuple):
+    """What a source has, by its names in the model.
+
+    Attributes:
+        candidates: name -> where its values are.
+        objects: key -> name of what is not a tensor.
+        values: key -> value of what is not a tensor.
+        templates: key of a container -> the container as it was saved.
+        left_out: names whose keys the caller left out: they may be missing.
+        ignored: names of values that are blocked, and that the model does not need.
+        naming: names of a wrapped model.
+        own_loaders: (prefix, module) whose class overrides `load_state_dict`.
+    """
+
+    candidates: Mapping[str, SourceTensor]
+    objects: Mapping[str, str]
+    values: Mapping[str, object]
+    templates: Mapping[str, object]
+    left_out: set[str]
+    ignored: list[str]
+    naming: Names | None
+    own_loaders: Sequence[tuple[str, nn.Module]]
 
 
 @dataclass(slots=True)
@@ -179,6 +204,7 @@ class Work:
         given: names of the model for which there are values.
         match: the names on which that code has a say.
         naming: what the code of a wrapped model calls the names, which are canonical here.
+        own_calls: calls of a class's own `load_state_dict`, which wait for the result.
     """
 
     steps: tuple[Step, ...] = ()
@@ -188,6 +214,7 @@ class Work:
     given: frozenset[str] = frozenset()
     match: Match = field(default_factory=Match)
     naming: Names | None = None
+    own_calls: tuple[OwnLoading, ...] = ()
 
     @property
     def replayed(self) -> list[Group]:

@@ -1,0 +1,141 @@
+"""What a source's tensors become in a `load_state_dict` that a model's class overrides."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from torchlift._model import (
+    Commit,
+    ModuleTree,
+    OwnLoading,
+    PassedState,
+    gather,
+    identity_of,
+    is_dtensor,
+    ordinary_tensors,
+    templates_by_name,
+    version_of,
+    versions_by_name,
+)
+from torchlift._plan.rules import Options
+from torchlift._plan.steps import Named
+from torchlift._sources import MemoryTensor, Origin, SourceTensor, flat_state
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """A tensor as the method sees it; while it lives, no other one has its identity."""
+
+    candidate: SourceTensor
+    tensor: torch.Tensor
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class OwnCalls:
+    """Calls of `load_state_dict` that wait inside of the method of `nn.Module`.
+
+    Attributes:
+        calls: one for each root whose class overrides the method.
+        passed: what each passes on first.
+        named: what the source has.
+        shown: identity of a tensor -> what was shown.
+    """
+
+    calls: tuple[OwnLoading, ...]
+    passed: list[PassedState]
+    named: Named
+    shown: Mapping[tuple[object, ...], _Shown]
+
+    def name_passed(
+        self, passed: Sequence[PassedState], tree: ModuleTree, options: Options
+    ) -> tuple[Named, Options]:
+        """Return what there is to load now, and whether the names must match."""
+        named, strict = self.named, options.strict
+        prefixes = tuple(call.prefix for call in self.calls)
+        candidates = {k: v for k, v in named.candidates.items() if not k.startswith(prefixes)}
+        values = {
+            k: named.values[k] for k, v in named.objects.items() if not v.startswith(prefixes)
+        }
+        objects = {key: name for key, name in named.objects.items() if key in values}
+        templates, left_out = {**named.templates}, {*named.left_out}
+        like = {slot.fqn: group.tensor for group in tree.groups for slot in group.slots}
+        for call, state in zip(self.calls, passed, strict=True):
+            strict = strict and state.strict
+            prefix = call.prefix + call.path_of(state.module)
+            flat = flat_state(state.values, None)
+            for name, tensor in flat.tensors.items():
+                full = prefix + name
+                candidates[full] = self._candidate(full, tensor, like.get(full))
+            for name, value in flat.objects.items():
+                values[prefix + name], objects[prefix + name] = value, prefix + name
+            templates.update({prefix + name: tree for name, tree in flat.templates.items()})
+            # Of a method that hands all of it to a child, the rest stays as it is.
+            left_out |= {
+                name
+                for group in tree.groups
+                for name in group.names
+                if name.startswith(call.prefix) and not name.startswith(prefix)
+            }
+        named = named._replace(
+            candidates=candidates, objects=objects, values=values, templates=templates,
+            left_out=left_out,
+        )  # fmt: skip
+        return named, options if strict == options.strict else replace(options, strict=strict)
+
+    def _candidate(
+        self, name: str, tensor: torch.Tensor, like: torch.Tensor | None
+    ) -> SourceTensor:
+        """Return the tensor of the source, if the method left it as it was shown."""
+        shown = self.shown.get(identity_of(tensor))
+        if shown is not None and version_of(tensor) == shown.version:
+            return shown.candidate
+        if like is not None and is_dtensor(tensor) and is_dtensor(like):
+            # An operation on a DTensor may choose another layout: torch copies from any.
+            tensor = tensor.redistribute(placements=like.placements)
+        return MemoryTensor(name, tensor)
+
+
+@ordinary_tensors()
+def call_own_loading(
+    tree: ModuleTree, origin: Origin, named: Named, options: Options, commit: Commit
+) -> OwnCalls:
+    """Call the `load_state_dict` of each root whose class overrides it.
+
+    Raises:
+        PlacementError: one does not call that of `nn.Module`, where torchlift loads.
+    """
+    commit.keep_attributes(tree.modules)
+    given = [one for one in named.candidates.values() if isinstance(one, MemoryTensor)]
+    watch = commit.watch(tree, [(f"{one.key} of {origin.path}", one.value) for one in given])
+    names = {**{one.key: name for name, one in named.candidates.items()}, **named.objects}
+    versions = versions_by_name(names, origin.versions)
+    shown: dict[tuple[object, ...], _Shown] = {}
+    calls, passed = [], []
+    for prefix, module in named.own_loaders:
+        state: OrderedDict[str, Any] = OrderedDict()
+        for name, one in named.candidates.items():
+            if name.startswith(prefix):
+                tensor = one.tensor()
+                shown.setdefault(identity_of(tensor), _Shown(one, tensor, version_of(tensor)))
+                state[name.removeprefix(prefix)] = tensor
+        for key, name in named.objects.items():
+            if name.startswith(prefix):
+                state[name.removeprefix(prefix)] = named.values[key]
+        for name, template in templates_by_name(named.templates, names).items():
+            if name.startswith(prefix):
+                gather(state, name.removeprefix(prefix), {name.removeprefix(prefix): template})
+        inside = ((path, dict(says)) for path, says in versions.items())
+        state._metadata = OrderedDict(  # type: ignore[attr-defined]
+            (f"{path}."[len(prefix) : -1], says)
+            for path, says in inside
+            if f"{path}.".startswith(prefix)
+        )
+        calls.append(OwnLoading(prefix, module, commit, watch))
+        passed.append(calls[-1].start(state, options.strict))
+    return OwnCalls(tuple(calls), passed, named, shown)

@@ -1,0 +1,349 @@
+"""A `load_state_dict` that a class overrides: torchlift makes of a model what torch makes of it."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchlift
+from torchlift.distributed import get_model_state_dict, set_model_state_dict
+
+
+class Permuting(nn.Module):
+    """Saves the rows of one weight in the order of an older release."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(4, 6), nn.Linear(6, 2)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().state_dict(*args, **kwargs)
+        found["qkv.weight"] = found["qkv.weight"].flip(0)
+        return found
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        found = OrderedDict(state_dict)
+        found["qkv.weight"] = found["qkv.weight"].flip(0)
+        return super().load_state_dict(found, strict, assign)
+
+
+class Table(nn.Module):
+    """Takes the size of its table from the state, and sums the table up at the end."""
+
+    def __init__(self, rows: int = 2) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.arange(rows * 3.0).view(rows, 3))
+        self.register_buffer("ends", torch.arange(float(rows)))
+        self.total = 0.0
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]
+        self.table = nn.Parameter(torch.empty_like(state_dict["table"]))
+        self.ends.resize_(state_dict["ends"].shape)
+        found = nn.Module.load_state_dict(self, state_dict, strict=strict)
+        self.total = float(self.table.detach().sum())
+        return found
+
+
+class Renaming(nn.Module):
+    """Tries the names of an older release when the new ones do not match."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.new = nn.Linear(2, 2)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]
+        try:
+            return super().load_state_dict(state_dict, strict)
+        except RuntimeError:
+            old = {key.replace("old.", "new."): value for key, value in state_dict.items()}
+            return super().load_state_dict(old, strict)
+
+
+class Delegating(nn.Module):
+    """Has the state of the module inside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = Permuting(), nn.Linear(2, 2)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.inner.load_state_dict(state_dict, *args, **kwargs)
+
+
+class Extra(nn.Module):
+    """Drops a key, reads the module versions, and has an extra state that is a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.seen, self.versions = nn.BatchNorm1d(3), {}, {}
+
+    def get_extra_state(self) -> Any:
+        return {"steps": 3, "scale": torch.ones(2)}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]
+        self.versions = dict(state_dict._metadata)
+        assert isinstance(state_dict["_extra_state"], dict)
+        return super().load_state_dict(
+            {key: value for key, value in state_dict.items() if key != "stale"}, strict
+        )
+
+
+def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name: t.detach().clone() for name, t in [*model.named_parameters(), *model.named_buffers()]
+    }
+
+
+def same(one: nn.Module, two: nn.Module) -> bool:
+    first, second = values_of(one), values_of(two)
+    return first.keys() == second.keys() and all(map(torch.equal, first.values(), second.values()))
+
+
+def with_rows(rows: int) -> Table:
+    made = Table(rows)
+    nn.init.normal_(made.table)
+    return made
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
+    "permutes": (Permuting, Permuting),
+    "resizes": (partial(with_rows, 5), Table),
+    "renames": (nn.Linear, Renaming),
+    "delegates": (Delegating, Delegating),
+    "extra": (Extra, Extra),
+}
+
+
+def saved_state(kind: str) -> Mapping[str, Any]:
+    if kind == "renames":
+        return {"old.weight": torch.randn(2, 2), "old.bias": torch.randn(2)}
+    state: Mapping[str, Any] = MODELS[kind][0]().state_dict()
+    return state
+
+
+@pytest.mark.parametrize("door", ["pt", "safetensors", "memory", "dcp"])
+@pytest.mark.parametrize("start", ["live", "skeleton", "meta"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_is_what_torch_makes_of_it(
+    tmp_path: Path, kind: str, start: str, door: str
+) -> None:
+    """Values, shapes and what the method computes at the end are those of `load_state_dict`."""
+    state = saved_state(kind)
+    given: Any = state
+    if door == "pt":
+        torch.save(state, given := tmp_path / "a.pt")
+    elif door == "safetensors":
+        if kind == "extra":
+            pytest.skip("safetensors holds tensors only")
+        torchlift.save(dict(state), given := tmp_path / "a.safetensors")
+    elif door == "dcp":
+        torchlift.save(state, given := tmp_path / "a", format="dcp")
+    right = MODELS[kind][1]()
+    right.load_state_dict(copy.deepcopy(state))
+    if start == "live":
+        model = MODELS[kind][1]()
+    elif start == "skeleton":
+        model = torchlift.skeleton(MODELS[kind][1])
+    else:
+        with torch.device("meta"):
+            model = MODELS[kind][1]()
+    # The head of a model that delegates has no value in the file.
+    inner = "inner" if kind == "delegates" else ""
+    if inner and start == "meta":
+        with pytest.raises(torchlift.PlacementError, match=r"head\.weight"):
+            torchlift.load(model, given)
+        return
+    torchlift.load(model, given, allow_missing=["head.*"] if inner and start != "live" else [])
+    model, right = model.get_submodule(inner), right.get_submodule(inner)
+    assert same(model, right)
+    for name in ("total", "seen"):
+        assert str(getattr(model, name, 0)) == str(getattr(right, name, 0))
+    assert "load_state_dict" not in [thread.name for thread in threading.enumerate()]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_plan_and_a_failed_load_change_nothing(kind: str, tmp_path: Path) -> None:
+    """Parameters, buffers, attributes and the caller's state are as before."""
+    torch.save(saved_state(kind), path := tmp_path / "a.pt")
+    model = MODELS[kind][1]()
+    objects, values = [id(p) for p in model.parameters()], values_of(model)
+    attributes = {name: id(value) for name, value in vars(model).items()}
+    plan = torchlift.plan(model, path)
+    assert plan.loaded
+    with pytest.raises(torchlift.MismatchError, match="odd"):
+        torchlift.load(model, [path, {"odd": torch.ones(1)}])
+    assert objects == [id(p) for p in model.parameters()]
+    assert attributes == {name: id(value) for name, value in vars(model).items()}
+    after = values_of(model)
+    assert all(torch.equal(after[name], value) for name, value in values.items())
+    assert "load_state_dict" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_state_in_memory_stays_as_it_is_after_a_failed_load() -> None:
+    """A method that writes into the caller's tensors is undone with the rest."""
+
+    class Scaling(nn.Linear):
+        def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]
+            state_dict["weight"].mul_(2)
+            return super().load_state_dict(state_dict, strict)
+
+    state = {"weight": torch.ones(2, 2), "wrong": torch.ones(2)}
+    with pytest.raises(torchlift.MismatchError):
+        torchlift.load(Scaling(2, 2), state)
+    assert state["weight"].sum() == 4
+    model = Scaling(2, 2, bias=False)
+    torchlift.load(model, {"weight": torch.ones(2, 2)})
+    assert float(model.weight.detach().sum()) == 8
+
+
+def test_unchanged_tensors_still_come_from_the_file(tmp_path: Path) -> None:
+    """Only what the method changed is in memory: a skeleton maps the rest."""
+    torchlift.save(Permuting(), path := tmp_path / "a.safetensors")
+    report = torchlift.load(torchlift.skeleton(Permuting), path)
+    assert {key: report.source[key] for key in report.loaded} == {
+        "qkv.weight": "memory", "qkv.bias": "mmap", "out.weight": "mmap", "out.bias": "mmap",
+    }  # fmt: skip
+
+
+def test_what_fails_after_the_values_are_placed_is_undone() -> None:
+    """The second half of the method raises, and writes before: the model is as it was."""
+
+    class Failing(nn.Linear):
+        def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]
+            super().load_state_dict(state_dict, strict)
+            self.weight.data.zero_()
+            raise ValueError("the table is too old")
+
+    model = Failing(2, 2)
+    before = values_of(model)
+    with pytest.raises(ValueError, match="too old"):
+        torchlift.load(model, nn.Linear(2, 2).state_dict())
+    assert all(torch.equal(before[name], value) for name, value in values_of(model).items())
+
+
+def test_a_method_that_loads_by_itself_is_refused_with_a_way_out(tmp_path: Path) -> None:
+    """It never calls the method of nn.Module, so that its values could not be taken back."""
+
+    class Manual(nn.Linear):
+        def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]
+            with torch.no_grad():
+                for name, parameter in self.named_parameters():
+                    parameter.copy_(state_dict[name])
+
+    torchlift.save(other := nn.Linear(2, 2), path := tmp_path / "a.pt")
+    model = Manual(2, 2)
+    before = values_of(model)
+    with pytest.raises(torchlift.PlacementError, match="load_state_dict of Manual") as caught:
+        torchlift.load(model, path)
+    assert all(torch.equal(before[name], value) for name, value in values_of(model).items())
+    assert "model.load_state_dict(torchlift.open(path).state_dict())" in str(caught.value)
+    model.load_state_dict(torchlift.open(path).state_dict())
+    assert same(model, other)
+
+
+def test_a_method_that_loads_two_parts_is_refused_with_a_way_out(tmp_path: Path) -> None:
+    """Everything is loaded in the first call, and the second would load something else."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:  # type: ignore[override]
+            for name, child in self.named_children():
+                part = {k[4:]: v for k, v in state_dict.items() if k.startswith(name)}
+                child.load_state_dict(part, strict)
+
+    torchlift.save(other := Twice(), path := tmp_path / "a.pt")
+    model = Twice()
+    before = values_of(model)
+    with pytest.raises(torchlift.PlacementError, match="load_state_dict of Twice"):
+        torchlift.load(model, path)
+    assert all(torch.equal(before[name], value) for name, value in values_of(model).items())
+    model.load_state_dict(torchlift.open(path).state_dict())
+    assert same(model, other)
+
+
+def test_a_method_may_be_more_lenient_than_the_call() -> None:
+    """It passes strict=False on: what it drops stays, and a warning names it."""
+
+    class Lenient(nn.Linear):
+        def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]
+            found = super().load_state_dict({"weight": state_dict["weight"]}, strict=False)
+            self.lacking = list(found.missing_keys)
+            return found
+
+    model, other = Lenient(2, 2), nn.Linear(2, 2)
+    bias = model.bias.detach().clone()
+    with pytest.warns(UserWarning, match="bias"):
+        torchlift.load(model, other.state_dict())
+    assert torch.equal(model.weight, other.weight)
+    assert torch.equal(model.bias, bias)
+    assert model.lacking == ["bias"]
+
+
+def test_hooks_and_submodules_see_what_torch_lets_them_see() -> None:
+    """Hooks run once, after the method's first half; the method of a child does not run."""
+    calls: list[str] = []
+
+    class Child(nn.Linear):
+        def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            calls.append("child")
+            return super().load_state_dict(*args, **kwargs)
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.child = Child(2, 2)
+            self.child.register_load_state_dict_post_hook(lambda *_: calls.append("post"))
+            self.child.register_load_state_dict_pre_hook(lambda *_: calls.append("pre"))
+
+        def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]
+            calls.append("first half")
+            found = super().load_state_dict(state_dict, strict)
+            calls.append("second half")
+            return found
+
+    model, state = Root(), Root().state_dict()
+    model.load_state_dict(state)
+    by_torch = [*calls]
+    calls.clear()
+    torchlift.load(model, state)
+    assert calls == by_torch == ["first half", "pre", "post", "second half"]
+    assert len(model.child._load_state_dict_post_hooks) == 1
+
+
+def test_wrapped_models_use_the_method_of_what_they_wrap(tmp_path: Path) -> None:
+    """A compiled model loads the file of a bare one; under its own names it loads as in torch."""
+    torchlift.save(right := Permuting(), path := tmp_path / "a.pt")
+    compiled = torch.compile(Permuting(), backend="eager")
+    torchlift.load(compiled, path)
+    assert same(compiled._orig_mod, right)
+    state = {f"_orig_mod.{name}": value for name, value in right.state_dict().items()}
+    torchlift.load(one := torch.compile(Permuting(), backend="eager"), state)
+    (two := torch.compile(Permuting(), backend="eager")).load_state_dict(state)
+    assert same(one, two)
+
+
+def test_the_distributed_functions_call_it_as_torch_s_do() -> None:
+    """What `get_model_state_dict` gives, `set_model_state_dict` takes back."""
+    right, model = Permuting(), Permuting()
+    set_model_state_dict(model, get_model_state_dict(right))
+    assert same(model, right)
