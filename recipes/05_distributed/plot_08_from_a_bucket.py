@@ -5,8 +5,7 @@ Straight from a bucket to a mesh: each rank fetches its own shards
 The weights are in an object store, the model is sharded over ranks. Does each of them download all
 of the file, and keep one part of it?
 
-No: each rank asks for the byte ranges of its own shards, and what all of them need is fetched once
-for all ranks of a machine.
+No: each rank requests the byte ranges of its own shards.
 """
 
 # %%
@@ -112,16 +111,11 @@ def torchlift_shards(model, url):
     torchlift.load(model, url)
 
 
-def torchlift_replicas(model, url):
-    torchlift.load(model, url, collective=True)
-
-
 # %%
 # Proof
 # -----
 #
-# The last way has a whole model on each rank, as ``DistributedDataParallel`` has it. With
-# ``collective=True`` all ranks say that they load it together.
+# Each way loads the model on two ranks, while the server counts bytes:
 
 # fold: How bytes and memory are measured
 import os
@@ -131,7 +125,7 @@ from torchlift.measure import memory
 
 def once(way, url, file):
     model, right = torchlift.skeleton(build), torchlift.skeleton(build)
-    for module in [] if way is torchlift_replicas else [*model, model]:
+    for module in [*model, model]:
         fully_shard(module)
     dist.barrier()
     with memory() as use:
@@ -146,7 +140,7 @@ def once(way, url, file):
 file = bucket / "model.safetensors"
 times, peaks = {}, {}
 TORCH = every_rank_downloads, rank_0_broadcasts
-for way in *TORCH, torchlift_shards, torchlift_replicas:
+for way in *TORCH, torchlift_shards:
     sent.clear()
     name = way.__name__.replace("_", " ")
     peaks[name] = max(torchlift.distributed.on_ranks(2, once, way, url, file))
@@ -155,7 +149,7 @@ for way in *TORCH, torchlift_shards, torchlift_replicas:
 server.shutdown()
 server.server_close()
 assert times["every rank downloads"] == 2
-assert max(times["torchlift shards"], times["torchlift replicas"]) < 1.02
+assert times["torchlift shards"] < 1.02
 assert peaks["torchlift shards"] < 0.7 * peaks["rank 0 broadcasts"]
 
 # %%
@@ -169,7 +163,7 @@ drawn = (
     (peaks, "memory and disk\nof a rank (MiB)"),
 )
 for axes, (numbers, label) in zip(panels, drawn, strict=True):
-    colors = ["C0", "C3", "C1", "C1"]
+    colors = ["C0", "C3", "C1"]
     bars = axes.barh(list(numbers), list(numbers.values()), color=colors)
     axes.bar_label(bars, fmt="%.0f", padding=3, fontsize=11)
     axes.set(xlabel=label, xlim=(0, 1.25 * max(numbers.values())))
@@ -177,16 +171,16 @@ axes.invert_yaxis()
 plt.show()
 
 # %%
-# *Two ranks load a file of 64 MiB from a server. Left, what it sends: the file for each rank that
-# downloads it; once in all where rank 0 does and broadcasts, and with torchlift. Right, the most
-# that one rank needs: downloads lie on its disk, beside its shards of 32 MiB; with torchlift
-# nothing does. Replicas are whole models of 64 MiB.*
+# *Two ranks load a file of 64 MiB from a server. Left: the bytes that the server sends. It sends the
+# file twice if every rank downloads it, and once with torchlift. Right: the most memory and disk that
+# one rank needs. With torchlift, a rank needs its shards of 32 MiB and nothing on its disk.*
 #
 # Remember
 # --------
 #
-# - The store sends the bytes of the file once, whatever the number of ranks; parts that are within
-#   1 MiB of each other come in one request, with what is between them.
+# - The store sends each shard once. Parts that are within 1 MiB of each other come in one request,
+#   with the bytes between them.
+# - Replicas of one model fetch the file once each. Download it first if a machine has many of them.
 # - No rank ever has the whole file, in memory or on its disk.
 # - A DCP folder, shards with an index or one torch file: any of them, on any mesh.
 #

@@ -1,4 +1,4 @@
-"""`load(verify=True)` reads a file once; on several ranks each reads a part for its checksums."""
+"""`load(verify=True)` verifies a file, then loads it; of several ranks each verifies a part."""
 
 from __future__ import annotations
 
@@ -121,7 +121,9 @@ def test_each_rank_hashes_some_of_the_files_of_a_hub(
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="bytes read are from /proc")
 @pytest.mark.parametrize("words", [{}, {"dtype": torch.bfloat16}, {"include": ["0", "5"]}], ids=str)
-def test_what_is_read_is_verified_on_the_way(tmp_path: Path, words: dict[str, Any]) -> None:
+def test_all_of_a_file_is_verified_before_any_of_it_is_loaded(
+    tmp_path: Path, words: dict[str, Any]
+) -> None:
     """Whole tensors, cast ones, and some of many, with the rest of the file; a damaged one too."""
     path, total = tmp_path / "model.pt", TENSORS * NBYTES
     torch.save({str(n): torch.full((NBYTES // 4,), float(n)) for n in range(TENSORS)}, path)
@@ -129,7 +131,7 @@ def test_what_is_read_is_verified_on_the_way(tmp_path: Path, words: dict[str, An
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # parameters of which the caller leaves the keys out
         torchlift.load(model, path, source="read", verify=True, **words)
-    assert total <= bytes_read() - before < 1.1 * total
+    assert total <= bytes_read() - before < 2.1 * total
     assert all(model[n][-1].tolist() == n for n in (0, 5))
     damage = {"tensor 5": 0.7 * total, "tensor 3": 0.45 * total, "the end": total - 1.0}
     for what, place in damage.items():

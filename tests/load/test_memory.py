@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 SETUP = """
-import json, os, torch, tqdm, torchlift
+import json, os, torch, tqdm, traceback, torchlift
 from torchlift import measure
 from torchlift.bench import Stack
 import torchlift._load, torchlift._skeleton.replay
@@ -66,8 +66,10 @@ def forked(case):
     if child == 0:
         try:
             os.write(other, json.dumps(work(case)).encode())
-        finally:
-            os._exit(0)
+        except BaseException:
+            traceback.print_exc()  # else nobody sees why there is no answer
+            os._exit(1)
+        os._exit(0)
     os.close(other)
     with open(end, "rb") as pipe:
         answer = pipe.read()

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any
 
 import fsspec
@@ -26,7 +26,6 @@ from valid_files import FORMATS
 
 import torchlift
 from torchlift._checkpoint import MappedViews
-from torchlift._load.sharing import Neighbours
 from torchlift._sources import Copy, FileTensor, copy_values
 from torchlift._transfer import read, requests_for
 from torchlift.distributed import CheckpointReader, load_optimizer, on_ranks
@@ -571,10 +570,10 @@ def _load_on_rank(url: str, layout: str, dtype: torch.dtype | None) -> list[Any]
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["plain", "replicas", "rows", "columns"])
 @pytest.mark.parametrize("name", ["m.pt", "m.safetensors"])
-def test_two_ranks_together_read_the_bytes_of_a_file_once(
+def test_two_ranks_read_what_each_of_them_needs(
     layout: str, name: str, tmp_path: Path, server: RangeServer
 ) -> None:
-    """Each its own rows; what both need, or lies between what both need, one of them for both."""
+    """Each its own rows; both read values that both need, and rows that columns are cut from."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(600, 1000, bias=False), nn.Linear(1000, 900))
     want = saved(tmp_path, name, dict(model.state_dict()))
@@ -584,7 +583,8 @@ def test_two_ranks_together_read_the_bytes_of_a_file_once(
     for dtype in (None, torch.bfloat16):
         server.forget()
         found = on_ranks(2, _load_on_rank, server.url(name), layout, dtype, timeout=60)
-        assert size - index <= taken(server, tmp_path / name) - 2 * index <= size + HEAD
+        most = size + HEAD if layout == "rows" else 2 * size
+        assert size - index <= taken(server, tmp_path / name) - 2 * index <= most
         for state, _ in found:
             for key, value in state.items():
                 assert torch.equal(value, want[key].to(dtype or value.dtype)), key
@@ -617,39 +617,6 @@ def test_ranks_that_fetch_together_fail_together(
     found = on_ranks(2, _fail_on_rank, server.url("m.safetensors"), width, timeout=60)
     assert all(same for _, same in found)
     assert all(what in text for text, _ in found), found
-
-
-def _load_of_three(url: str) -> float:
-    """Load what the first two ranks have in common, or what only the last one has."""
-    only_last = torch.distributed.get_rank() == 2
-    key, size = ("own", 1000) if only_last else ("both", 6 * MIB)
-    model = nn.ParameterDict({key: nn.Parameter(torch.zeros(size))})
-    torchlift.load(model, url, collective=True, strict=False, storage_options=QUICK)
-    return float(next(model.parameters()).detach().mean())
-
-
-def test_a_rank_fetches_for_two_others_what_it_does_not_need(
-    tmp_path: Path, server: RangeServer
-) -> None:
-    """Such as a stage of a pipeline that nobody repeats, beside one that somebody does."""
-    saved(tmp_path, "m.safetensors", {"both": torch.ones(6 * MIB), "own": torch.full((1000,), 3.0)})
-    assert on_ranks(3, _load_of_three, server.url("m.safetensors"), timeout=60) == [1.0, 1.0, 3.0]
-
-
-def test_a_rank_that_is_ahead_hears_of_one_that_failed() -> None:
-    """And tells of it before it asks the others, one of which may wait for this one."""
-    asked = list[int]()
-    ranks: Any = SimpleNamespace(patience=float("inf"), run=lambda _: asked.append(first.done))
-    three = [Neighbours(ranks, is_away=True) for _ in range(3)]
-    abouts = {number: each.about for number, each in enumerate(three)}
-    for each in three:
-        each.meet(abouts)
-    first, second, third = three[0]._all
-    second.done, third.done = 4, -2
-    first.done = 5
-    with pytest.raises(CheckpointError, match="another rank"):
-        three[0]._wait(5)
-    assert asked == [-2]
 
 
 def test_urls_that_differ_in_what_is_not_shown_are_two_files(

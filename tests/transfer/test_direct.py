@@ -59,7 +59,7 @@ def whole(path: Path) -> list[Request]:
     """One request for all of the file, and the memory for it."""
     nbytes = path.stat().st_size
     made = transfer.allocate(nbytes, torch.uint8, torch.device("cpu"))
-    return [Request(str(path), 0, nbytes, made, torch.uint8, exclusive=True)]
+    return [Request(str(path), 0, nbytes, made, torch.uint8)]
 
 
 def holds(requests: list[Request], path: Path) -> bool:

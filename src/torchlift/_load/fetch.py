@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch
 
-from torchlift._load.sharing import Neighbours
 from torchlift._model import (
     Group,
     clone_of,
@@ -48,7 +47,7 @@ from torchlift._sources import (
     is_in_place,
 )
 from torchlift._system.memory import trim
-from torchlift._transfer import BUDGET, Request, Seen, allocate, read, requests_for
+from torchlift._transfer import BUDGET, Request, allocate, read, requests_for
 from torchlift.errors import MismatchError, PlacementError, note
 from torchlift.formats import TensorEntry
 
@@ -79,8 +78,6 @@ def fetch_all(
     origin: Origin,
     transform: Transform | None,
     advance: Advance,
-    seen: Seen | None = None,
-    near: Neighbours | None = None,
 ) -> Fetched:
     """Prepare every tensor of a plan; read in as few rounds as possible; leave the model as it was.
 
@@ -89,8 +86,6 @@ def fetch_all(
         origin: where the values come from.
         transform: the caller's.
         advance: called with a number of bytes as they arrive.
-        seen: see `torchlift._transfer.read`.
-        near: ranks that fetch what they need of URLs together.
 
     Raises:
         MismatchError: two tied names have different values, or a transform made another shape.
@@ -108,7 +103,7 @@ def fetch_all(
         plain = [(step, step.candidate.tensor()) for step in steps if step.plain]
         found: list[Prepared] = []
         ready = [step for step in others if not step.raw]
-        values = _by_route(ready, origin, advance, seen, near)
+        values = _by_route(ready, origin, advance)
         for step, value in zip(ready, values, strict=True):
             if isinstance(value, torch.Tensor):
                 value = _wrapped(step, _strided(step, _without_old_scalar(step, value)))
@@ -118,7 +113,7 @@ def fetch_all(
         # All ranks fill together: how many tensors one of them has must not count.
         for batch in [rest] if origin.collective else _batches(rest):
             # Popped one by one, so that an untransformed tensor is freed as soon as it is used.
-            raw = _by_route(batch, origin, lambda _: None, seen)
+            raw = _by_route(batch, origin, lambda _: None)
             for step in batch:
                 tensor = raw.pop(0)
                 assert isinstance(tensor, torch.Tensor)
@@ -155,13 +150,7 @@ def _make(makings: Sequence[Making]) -> list[tuple[Group, torch.Tensor]]:
     ]
 
 
-def _by_route(
-    steps: Sequence[Step],
-    origin: Origin,
-    advance: Advance,
-    seen: Seen | None,
-    near: Neighbours | None = None,
-) -> list[Values]:
+def _by_route(steps: Sequence[Step], origin: Origin, advance: Advance) -> list[Values]:
     """Return the tensors of the steps; read and copied all together where the route says so."""
     tensors: list[Values] = []
     requests: list[Request] = []
@@ -190,10 +179,8 @@ def _by_route(
             new = flat.as_strided(view.shape, view.stride()) if dense else flat.view_as(view)
             tensors.append(new.copy_(view))
         advance(step.span if step.route != "view" else 0)
-    if near is not None and origin.views is not None:
-        near.read(requests, origin.views.files, advance)
-    elif requests and origin.views is not None:
-        read(requests, origin.views.files, advance=advance, seen=seen)
+    if requests and origin.views is not None:
+        read(requests, origin.views.files, advance=advance)
     if copies or origin.collective:
         origin.fill(copies)
     return tensors
@@ -214,11 +201,11 @@ def _read(
     if owner not in vectors:
         flat = vectors[owner] = _new(step, run)
         if run.needs_assembly:
-            requests += requests_for(run, flat.view(run.shape), one.dtype, exclusive=True)
+            requests += requests_for(run, flat.view(run.shape), one.dtype)
         else:
             (chunk,) = run.chunks
             place = chunk.file, chunk.offset, chunk.nbytes
-            requests.append(Request(*place, flat, one.dtype, exclusive=True))
+            requests.append(Request(*place, flat, one.dtype))
     if step.base is not None:
         return step.base.view(vectors[owner], entry)
     if entry.needs_assembly:

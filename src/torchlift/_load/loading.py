@@ -17,7 +17,6 @@ from torch import nn
 
 from torchlift._checkpoint import Allow, Checkpoint, dense_of
 from torchlift._load.fetch import Fetched, Prepared, fetch_all
-from torchlift._load.sharing import About, Neighbours
 from torchlift._model import (
     Agree,
     Commit,
@@ -60,11 +59,9 @@ from torchlift._store import Url
 from torchlift._system.interrupts import Interruptible, uninterrupted
 from torchlift._system.memory import collection_paused
 from torchlift._system.text import clipped_list, count_of, printable, progress_bar
-from torchlift._transfer import Folder
 from torchlift.errors import IntegrityError, MismatchError, answers_keywords
 from torchlift.formats import (
     Checksums,
-    RangeSums,
     VerifyReport,
     checksums,
     compared,
@@ -156,11 +153,9 @@ def load(
             It gets one tensor at a time, and its result is cast, moved and placed. For a DTensor
             parameter it gets a DTensor of that layout, of which only the local shard was read, and
             returns one: so that what it computes means the same on any mesh.
-        verify: recompute the checksums that the file has, before anything changes or a transform
-            sees a value; ranks that load together read a part of it each. A local file that has
-            none, in the cache of Hugging Face's libraries, is read once more for the one that the
-            Hub records of it (see `torchlift.verify`); one behind ``hf://`` is not downloaded
-            twice. The report says for how many bytes there is none.
+        verify: Verify the file's checksums first, as `torchlift.verify` does, then load. This reads
+            the file twice. Ranks that load together verify a part of it each. The report says
+            for how many bytes there is no checksum.
         check: ``"finite"``: refuse a NaN or an infinity in what is loaded, as it is after a
             transform and a cast, in which a number may become too large; before anything changes.
             All values are read for it, some of them in memory at a time. None: none is looked at.
@@ -171,9 +166,8 @@ def load(
             False never.
         process_group: the ranks that load together instead of those; over gloo, what they agree
             on travels beside NCCL, whose watchdog ends ranks that wait for long.
-        storage_options: of URLs, as for `torchlift.open`. What is live gets its values when all of
-            them are here, so that it takes memory for them meanwhile. Ranks that load together
-            fetch once what several of one machine need, unless it goes through a transform.
+        storage_options: Options of a URL's store, as for `torchlift.open`. A live model gets its
+            values when all of them have arrived, so that they take memory twice until then.
 
     Returns:
         What was done, key by key; on a mesh, what this rank did.
@@ -238,29 +232,19 @@ def _load(
             )
         ).together() as agree,
     ):
-        with (
-            sources(ckpt, root, allow_classes, storage_options) as origin,
-            Neighbours(ranks, origin.is_away) if ranks.groups else nullcontext() as near,
-        ):
+        with sources(ckpt, root, allow_classes, storage_options) as origin:
             before = origin.requests
-            # Code of the caller's is not to see what is damaged, and ranks share what there is to
-            # verify; else it is done on the way, and nothing is read twice.
-            first = transform is not None or bool(ranks.groups)
-            verified = origin.checkpoints if verify else ()
-            seen = RangeSums(Folder()) if verify and not first else None
-            about = None if near is None else near.about
-            unchecked, told = _intact(verified, ranks, about=about) if first else (0, {})
-            if near is not None:
-                near.meet(told)
+            # First, so that no code of the model or the caller sees damaged values. All ranks that
+            # load together take part: one of them may have asked for it.
+            unchecked = 0
+            if verify or ranks.groups:
+                unchecked = require_intact(origin.checkpoints if verify else (), ranks)
             # What the model's own code changes is taken back whole, and so is what is placed.
             with uninterrupted() as deliver, Commit() as commit:
                 plan = make_plan(tree, origin, options, commit)
                 with progress_bar(progress, plan.bytes_to_read, "load") as advance:
                     with Interruptible():
-                        on_the_way = None if seen is None else seen.add
-                        fetched = fetch_all(plan, origin, transform, advance, on_the_way, near)
-                        if not first:
-                            unchecked = require_intact(verified, ranks, seen)
+                        fetched = fetch_all(plan, origin, transform, advance)
                         if check is not None:
                             _require_finite(fetched, origin.path)
                     agreed = Agreed(agree, deliver)
@@ -509,61 +493,47 @@ def _not_finite(values: torch.Tensor, dtype: torch.dtype | None) -> tuple[int, i
 def require_intact(
     ckpts: Sequence[Checkpoint],
     group: RankGroup | None = None,
-    seen: RangeSums | None = None,
     *,
     only: Collection[str] | None = None,
 ) -> int:
-    """Return for how many bytes there is no checksum; all that there are of the rest are right.
+    """Return for how many bytes there is no checksum; all checksums that there are match.
 
     Args:
         ckpts: the checkpoints.
         group: ranks that all call this; those with the same checkpoints read a part of them each.
-        seen: what is not read again, of one process.
         only: the storages that count; None: all.
 
     Raises:
         IntegrityError: one of them is wrong.
     """
-    return _intact(ckpts, group or RankGroup([]), seen, only)[0]
+    ranks = group or RankGroup([])
 
-
-def _intact(
-    ckpts: Sequence[Checkpoint],
-    ranks: RankGroup,
-    seen: RangeSums | None = None,
-    only: Collection[str] | None = None,
-    about: About | None = None,
-) -> tuple[int, dict[int, About | None]]:
-    """Return the same, and what all ranks tell of themselves in the one exchange."""
-
-    def list_all() -> tuple[list[tuple[Checksums, _Recorded]], tuple[str, About | None]]:
+    def list_checksums() -> tuple[list[tuple[Checksums, _Recorded]], str]:
         found = [_recorded(ckpt, only) for ckpt in ckpts]
-        digest = hashlib.sha256(repr(found).encode()).hexdigest() if ckpts else ""
-        return found, (digest, about)
+        return found, hashlib.sha256(repr(found).encode()).hexdigest() if ckpts else ""
 
-    known, answers = ranks.run(list_all)
-    told = {who: digest for who, (digest, _) in answers.items()}
-    abouts = {who: each for who, (_, each) in answers.items()}
-    if not any(told.values()):
-        return 0, abouts
-    peers = [who for who, digest in told.items() if digest == told[rank()]]
+    known, digests = ranks.run(list_checksums)
+    if not any(digests.values()):
+        return 0
+    peers = [who for who, digest in digests.items() if digest == digests[rank()]]
     part = peers.index(rank()), len(peers)
 
-    def add_up() -> tuple[None, list[tuple[list[int | None], dict[str, int]]]]:
-        sums, found = seen or RangeSums(Folder()), []
-        for ckpt, (of_parts, of_files) in zip(ckpts, known, strict=True):
-            values = sums_of(ckpt._index, of_parts, part=part, seen=sums)
-            found.append((values, hashes_of(ckpt._index, of_files, part=part)))
-        return None, found
+    def compute() -> tuple[None, list[tuple[dict[int, int | None], dict[str, int]]]]:
+        return None, [
+            (sums_of(ckpt._index, of_parts, part=part), hashes_of(ckpt._index, of_files, part=part))
+            for ckpt, (of_parts, of_files) in zip(ckpts, known, strict=True)
+        ]
 
-    sums, unchecked = ranks.run(add_up)[1], 0
+    by_rank, unchecked = ranks.run(compute)[1], 0
     for number, (ckpt, (of_parts, of_files)) in enumerate(zip(ckpts, known, strict=True)):
-        values, hashes = zip(*(sums[who][number] for who in peers), strict=True)
-        report = compared(ckpt._index, of_parts, values, of_files, dict(ChainMap(*hashes)))
+        sums, hashes = zip(*(by_rank[who][number] for who in peers), strict=True)
+        report = compared(
+            ckpt._index, of_parts, dict(ChainMap(*sums)), of_files, dict(ChainMap(*hashes))
+        )
         if not report.ok:
             raise _damaged(ckpt, report)
         unchecked += report.unchecked_nbytes
-    return unchecked, abouts
+    return unchecked
 
 
 def _recorded(ckpt: Checkpoint, only: Collection[str] | None) -> tuple[Checksums, _Recorded]:

@@ -1,6 +1,5 @@
 """Byte ranges of files and tensors: map, read, write."""
 
-from torchlift._transfer.crc import Folder as Folder
 from torchlift._transfer.files import Files as Files
 from torchlift._transfer.files import file_system as file_system
 from torchlift._transfer.files import is_network as is_network
@@ -10,7 +9,6 @@ from torchlift._transfer.reading import BUDGET as BUDGET
 from torchlift._transfer.reading import STAGING as STAGING
 from torchlift._transfer.reading import STAGING_AWAY as STAGING_AWAY
 from torchlift._transfer.reading import Request as Request
-from torchlift._transfer.reading import Seen as Seen
 from torchlift._transfer.reading import count_ranges as count_ranges
 from torchlift._transfer.reading import is_readable as is_readable
 from torchlift._transfer.reading import read as read

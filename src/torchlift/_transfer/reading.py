@@ -33,7 +33,7 @@ import torch
 from torchlift._store import Opened, Store, Url, in_parallel
 from torchlift._transfer.direct import DEPTH, MOST, OpenFile, OwnStage
 from torchlift._transfer.files import Files
-from torchlift._transfer.pages import Pages, allocate
+from torchlift._transfer.pages import HugePages, allocate
 from torchlift._transfer.pinned import COUNT, STAGE, THREADS, Stages, pinned
 from torchlift.errors import IntegrityError
 from torchlift.formats import TensorEntry, rows, rows_count, shortest_run
@@ -59,6 +59,8 @@ _RANGE = 8 << 20
 #: How many of them are staged at a time, of `STAGE` bytes each, and the memory that it takes.
 _STAGED = 12
 STAGING_AWAY = _STAGED * STAGE
+#: The process in which torch's pool of threads is ready.
+_process = os.getpid()
 _SOON = 0.02  # seconds until what is still running is ended again
 #: Bytes between two ranges of a URL that are here sooner than the answer to another request.
 _NEAR = 1 << 20
@@ -70,7 +72,6 @@ def read(
     *,
     advance: Callable[[int], object] | None = None,
     stages: list[torch.Tensor] | None = None,
-    seen: Seen | None = None,
 ) -> int:
     """Execute the requests with parallel positional reads; return the bytes asked for.
 
@@ -82,8 +83,6 @@ def read(
         advance: called with a number of bytes as they arrive, from the calling thread.
         stages: memory of an earlier call to stage in, to which this one adds what it needs more;
             None: all of it is given back at the end.
-        seen: called by the threads that read with a file, the first and the end of some bytes of
-            it, and what yields them as they arrive; not for all of them.
 
     Raises:
         IntegrityError: a read failed, came back short, or the file has changed. Destinations then
@@ -135,7 +134,7 @@ def read(
             # Not from the C library, which holds on to some of what is given back.
             host = torch.device("cpu")
             free.append(pinned(block) if fetched else allocate(block, torch.uint8, host))
-        pages = stack.enter_context(Pages(any(request.exclusive for request in todo)))
+        pages = HugePages()
         depth = (
             DEPTH if kinds == {"cpu"} else DEPTH // 2
         )  # beside the memory that devices fetch from
@@ -145,11 +144,11 @@ def read(
             if len(some) == 1:  # on this thread: starting others takes longer than reading a little
                 (job,) = some
                 stage = free[0] if job.staged else None
-                _fetch(job, opened[job.file], stage, pages, seen)
+                _fetch(job, opened[job.file], stage, pages)
                 _deliver(job, stage, pages)
                 report(job.asked)
             elif some:
-                _read_parallel(some, opened, pages, report, Stages(free), seen, threads)
+                _read_parallel(some, opened, pages, report, Stages(free), threads)
     for header in headers:
         data = bytes(_buffer(header.destination, 0, header.nbytes))
         files.confirm(header.file, header.end, data)
@@ -181,7 +180,7 @@ def read_ahead(files: Files, places: Iterable[Place]) -> None:
 def _in_memory(files: Files, places: Iterable[Place]) -> dict[Place, torch.Tensor]:
     host = torch.device("cpu")
     into = {place: allocate(place[2], torch.uint8, host) for place in places}
-    read([Request(*place, memory, torch.uint8, True) for place, memory in into.items()], files)
+    read([Request(*place, memory, torch.uint8) for place, memory in into.items()], files)
     return into
 
 
@@ -202,12 +201,17 @@ def _by_place(jobs: Iterable[Job], opened: Mapping[str, OpenFile]) -> tuple[list
 def _read_parallel(
     jobs: Sequence[Job],
     opened: Mapping[str, OpenFile | Opened],
-    pages: Pages,
+    pages: HugePages,
     report: Callable[[int], object],
     stages: Stages,
-    seen: Seen | None,
     threads: int,
 ) -> None:
+    global _process
+    if os.getpid() != _process:
+        # In a forked child, the first threads that copy renew torch's pool of threads, all at once:
+        # one of them then finds none ("Invalid thread pool!"). This thread renews it before.
+        torch.set_num_threads(torch.get_num_threads())
+        _process = os.getpid()
     running: dict[Future[None], tuple[Job, torch.Tensor | None]] = {}
     busy = _Busy()
     waiting = iter(jobs)
@@ -223,7 +227,7 @@ def _read_parallel(
                     if job.staged and stage is None:
                         break
                     file = opened[job.file]
-                    future = pool.submit(_read_one, job, file, stage, pages, seen, busy)
+                    future = pool.submit(_read_one, job, file, stage, pages, busy)
                     running[future] = (job, stage)
                     following = next(waiting, None)
                 done, _ = wait(running, return_when=FIRST_COMPLETED)
@@ -276,43 +280,28 @@ def _read_one(
     job: Job,
     file: OpenFile | Opened,
     stage: torch.Tensor | None,
-    pages: Pages,
-    seen: Seen | None,
+    pages: HugePages,
     busy: _Busy,
 ) -> None:
     """One job on a reader thread."""
     with busy.at(job) as needed:
         if needed:
-            _fetch(job, file, stage, pages, seen)
+            _fetch(job, file, stage, pages)
             if job.on_host:
                 _deliver(job, stage, pages)
 
 
-def _fetch(
-    job: Job,
-    file: OpenFile | Opened,
-    stage: torch.Tensor | None,
-    pages: Pages,
-    seen: Seen | None,
-) -> None:
-    """Fill the stage, or the destinations of the job's requests, from the file, and show it."""
+def _fetch(job: Job, file: OpenFile | Opened, stage: torch.Tensor | None, pages: HugePages) -> None:
+    """Fill the stage, or the destinations of the job's requests, from the file."""
     if not isinstance(file, OpenFile):
-        _fetch_range(job, file, stage, pages, seen)
+        _fetch_range(job, file, stage, pages)
     elif job.cold:
-        _fetch_cold(job, file, stage, pages, seen)
-    elif seen is None or job.slices[0][2].rows > 1:  # what lies between rows is not read
-        _fill(job, file, stage, pages)
-    elif len(job.slices) == 1:
-        seen(job.file, job.offset, job.end, _in_blocks(job, file, stage, pages))
+        _fetch_cold(job, file, stage, pages)
     else:
         _fill(job, file, stage, pages)
-        for start, end, request in job.slices:
-            seen(job.file, start, end, [_shown(job, stage, request, start, end)])
 
 
-def _fetch_range(
-    job: Job, file: Opened, stage: torch.Tensor | None, pages: Pages, seen: Seen | None
-) -> None:
+def _fetch_range(job: Job, file: Opened, stage: torch.Tensor | None, pages: HugePages) -> None:
     """Fetch a range of a URL, with what lies between the slices of it that requests asked for."""
     buffers = [] if stage is None else [_buffer(stage, 0, job.end - job.offset)]
     at = job.offset
@@ -323,53 +312,28 @@ def _fetch_range(
         pages.back(request.destination.data_ptr() + start - request.offset, end - start)
         at = end
     _read_run(job, file, buffers, job.offset, job.end)
-    if seen is not None and job.slices[0][2].rows == 1:
-        for start, end, request in job.slices:
-            seen(job.file, start, end, [_shown(job, stage, request, start, end)])
 
 
-def _in_blocks(
-    job: Job, file: OpenFile, stage: torch.Tensor | None, pages: Pages
-) -> Iterator[memoryview]:
-    """Fill what a job of one slice is for; yield it in blocks that are still in the cache."""
-    request = job.slices[0][2]
-    for start in range(job.offset, job.end, _SHOWN):
-        end = min(start + _SHOWN, job.end)
-        block = replace(job, offset=start, end=end, slices=[(start, end, request)])
-        into = None if stage is None else stage[start - job.offset :]
-        _fill(block, file, into, pages)
-        yield _shown(block, into, request, start, end)
-
-
-def _shown(
-    job: Job, stage: torch.Tensor | None, request: Request, start: int, end: int
-) -> memoryview:
-    filled, first = (request.destination, request.offset) if stage is None else (stage, job.offset)
-    return _buffer(filled, start - first, end - start)
-
-
-def _fetch_cold(
-    job: Job, file: OpenFile, stage: torch.Tensor | None, pages: Pages, seen: Seen | None
-) -> None:
+def _fetch_cold(job: Job, file: OpenFile, stage: torch.Tensor | None, pages: HugePages) -> None:
     """Read a job's range into this thread's own memory, and copy it from there."""
     if len(job.slices) == 1 and job.slices[0][2].direct:
         ((start, end, request),) = job.slices
 
-        def produce(first: int, length: int, _: torch.Tensor | None) -> int:
-            return _arrived(job, file, start + first, start + first + length, seen).data_ptr()
-
         address = request.destination.data_ptr() + start - request.offset
-        pages.write(address, end - start, produce, request.exclusive, MOST)
+        pages.back(address, end - start)
+        for first in range(start, end, MOST):
+            arrived = _arrived(job, file, first, min(first + MOST, end))
+            ctypes.memmove(address + first - start, arrived.data_ptr(), arrived.nbytes)
         return
-    arrived = _arrived(job, file, job.offset, job.end, seen)
+    arrived = _arrived(job, file, job.offset, job.end)
     if stage is None:
         _deliver(job, arrived, pages)
     else:
         ctypes.memmove(stage.data_ptr(), arrived.data_ptr(), arrived.nbytes)
 
 
-def _arrived(job: Job, file: OpenFile, start: int, end: int, seen: Seen | None) -> torch.Tensor:
-    """Return bytes of a job's range, read into this thread's own memory, and show them."""
+def _arrived(job: Job, file: OpenFile, start: int, end: int) -> torch.Tensor:
+    """Return bytes of a job's range, read into this thread's own memory."""
     nbytes = end - start
     try:
         lead = file.read_direct(start, nbytes)
@@ -379,31 +343,22 @@ def _arrived(job: Job, file: OpenFile, start: int, end: int, seen: Seen | None) 
         lead = 0
         _read_run(job, file.descriptor, [_buffer(file.own.memory, 0, nbytes)], start, end)
         file.forget(start, nbytes)
-    arrived = file.own.memory[lead : lead + nbytes]
-    if seen is not None:
-        for first, last, _ in job.slices:
-            first, last = max(first, start), min(last, end)
-            seen(job.file, first, last, [_buffer(arrived, first - start, last - first)])
-    return arrived
+    return file.own.memory[lead : lead + nbytes]
 
 
-def _fill(job: Job, file: OpenFile, stage: torch.Tensor | None, pages: Pages) -> None:
+def _fill(job: Job, file: OpenFile, stage: torch.Tensor | None, pages: HugePages) -> None:
     if len(job.slices) == 1:
         ((start, end, request),) = job.slices
         within, target = start - request.offset, request.destination
-
-        def produce(first: int, length: int, bounce: torch.Tensor | None) -> None:
-            whole, at = (target, within + first) if bounce is None else (bounce, 0)
-            _read_rows(job, file, _buffer(whole, at, length), within + first)
-
         if stage is None and target.dim() > 1:
             apart = target.stride(0) * target.itemsize
             whole_span = _buffer(target, 0, (request.rows - 1) * apart + target[0].nbytes)
             _read_rows(job, file, whole_span, 0, apart)
         elif stage is None:
-            pages.write(target.data_ptr() + within, end - start, produce, request.exclusive)
+            pages.back(target.data_ptr() + within, end - start)
+            _read_rows(job, file, _buffer(target, within, end - start), within)
         else:
-            produce(0, end - start, stage)
+            _read_rows(job, file, _buffer(stage, 0, end - start), within)
         return
     buffers: list[memoryview] = []
     first = at = job.offset
@@ -508,7 +463,7 @@ def _read_some(job: Job, file: int | Opened, buffers: list[memoryview], start: i
     return got
 
 
-def _deliver(job: Job, stage: torch.Tensor | None, pages: Pages) -> None:
+def _deliver(job: Job, stage: torch.Tensor | None, pages: HugePages) -> None:
     """Cast and copy what was staged."""
     if stage is None:
         return
@@ -541,7 +496,8 @@ def _deliver(job: Job, stage: torch.Tensor | None, pages: Pages) -> None:
             for row, into in zip(source, target, strict=True):
                 _copy_serially(row, into)
         else:
-            _cast(source, target, pages, request.exclusive)
+            pages.back(target.data_ptr(), target.nbytes)
+            _copy_serially(source, target)
 
 
 def _spread(stage: torch.Tensor, request: Request) -> None:
@@ -553,19 +509,6 @@ def _spread(stage: torch.Tensor, request: Request) -> None:
     some = max(1, _SERIAL // source.shape[1]) if target.device.type == "cpu" else rows
     for at in range(0, rows, some):
         _copy(source[at : at + some], target[at : at + some])
-
-
-def _cast(source: torch.Tensor, target: torch.Tensor, pages: Pages, exclusive: bool) -> None:
-    """Copy into host memory of another dtype."""
-
-    def produce(first: int, length: int, bounce: torch.Tensor | None) -> None:
-        one, count = first // target.itemsize, length // target.itemsize
-        values, into = source[one : one + count], target[one : one + count]
-        if bounce is not None:
-            into = bounce[:length].view(target.dtype)
-        _copy_serially(values, into)
-
-    pages.write(target.data_ptr(), target.nbytes, produce, exclusive)
 
 
 def _copy_serially(source: torch.Tensor, target: torch.Tensor) -> None:
@@ -599,11 +542,6 @@ def _buffer(tensor: torch.Tensor, start: int, length: int) -> memoryview:
 
 #: A file, the first of some bytes of it, and how many.
 Place = tuple[str, int, int]
-#: Called with a file, the first and the end of some bytes of it, and what yields them.
-Seen = Callable[[str, int, int, Iterable[memoryview]], object]
-#: Bytes of a block that is shown at a time, huge pages of which are not divided. Of 2.1 GB with
-#: their checksums: 0.46 s with 1, 2 and 4 MiB, 0.49 with all of a job.
-_SHOWN = 2 << 20
 #: Where bytes of a URL go that lie between others; whatever threads write there at a time.
 _NOWHERE = memoryview(bytearray(_NEAR))
 _MAX_BUFFERS = 512  # below the kernel's limit of 1024 buffers in one preadv
@@ -635,8 +573,6 @@ class Request:
             device; or a two-dimensional one of the rows, which may lie apart. A dtype that differs
             from `dtype` asks for a cast on the way.
         dtype: what the bytes in the file are.
-        exclusive: whether the destination is memory of `allocate` that nobody else knows of yet.
-            Live memory must never be out of the reach of other threads, not even for a while.
         rows: into how many ranges of one length the bytes are divided.
         step: bytes in the file from the start of one row to the start of the next.
     """
@@ -646,7 +582,6 @@ class Request:
     nbytes: int
     destination: torch.Tensor
     dtype: torch.dtype
-    exclusive: bool = False
     rows: int = 1
     step: int = 0
 
@@ -875,16 +810,13 @@ def is_readable(entry: TensorEntry, stride: Sequence[int] | None = None) -> bool
     )
 
 
-def requests_for(
-    entry: TensorEntry, target: torch.Tensor, dtype: torch.dtype, *, exclusive: bool = False
-) -> Iterator[Request]:
+def requests_for(entry: TensorEntry, target: torch.Tensor, dtype: torch.dtype) -> Iterator[Request]:
     """Yield a request for each run of bytes, or for all rows of a matrix that are sliced alike.
 
     Args:
         entry: what to read.
         target: receives it; of its shape, with any strides, on any device.
         dtype: what the bytes in the file are.
-        exclusive: as in `Request`.
 
     Example:
         >>> from torchlift.formats import Chunk
@@ -901,4 +833,4 @@ def requests_for(
         else:
             place = target.as_strided((many, numel), (apart, 1), start + at)
         nbytes = numel * many * entry.itemsize
-        yield Request(file, offset, nbytes, place, dtype, exclusive, many, step)
+        yield Request(file, offset, nbytes, place, dtype, many, step)

@@ -114,7 +114,6 @@ if TYPE_CHECKING:
     from torchlift.formats.crc import register_of as register_of
     from torchlift.formats.crc import whole_crc as whole_crc
     from torchlift.formats.integrity import Checksums as Checksums
-    from torchlift.formats.integrity import RangeSums as RangeSums
     from torchlift.formats.integrity import VerifyReport as VerifyReport
     from torchlift.formats.integrity import checksums as checksums
     from torchlift.formats.integrity import compared as compared
@@ -136,7 +135,7 @@ else:
         __name__,
         {
             "crc": "PartialCrc register_of whole_crc",
-            "integrity": "Checksums RangeSums VerifyReport checksums compared hashes_of "
+            "integrity": "Checksums VerifyReport checksums compared hashes_of "
             "hub_checksums sums_of verify verify_index",
             "summary": "SORTS counted sorted_by to_html to_json to_table to_text",
         },

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
+from zlib import crc32
 
 from torchlift._store import Opened, Stamp, Url, hub_checksum, relative, shared_folder
 from torchlift._system.text import Facts, Summary, count_of, human, printable
 from torchlift.errors import CheckpointError, FormatError, IntegrityError
-from torchlift.formats.crc import PartialCrc, register_of, whole_crc
 from torchlift.formats.dcp import resolved
 from torchlift.formats.detect import read_index
 from torchlift.formats.index import LOCAL_MAGIC, Index, Record, Storage
@@ -35,23 +35,8 @@ _RANGE, _AT_ONCE, _NEAR = 8 << 20, 8, 1 << 20
 #: Hexadecimal digits of checksums.
 _DIGITS = {"crc32": 8, "git-sha1": 40, "sha256": 64}
 
-#: Returns the register of a CRC-32 after blocks of bytes, as `torchlift.formats.register_of` does.
-Sum = Callable[[Iterable[memoryview]], int]
 #: What has a checksum, by name: storages, and other records of archives.
 Checksums = tuple[Mapping[str, Storage], Mapping[str, Storage]]
-
-
-class _Range(NamedTuple):
-    """Bytes of a storage, `stop` excluded.
-
-    Attributes:
-        number: of the storage among all that have a checksum.
-    """
-
-    number: int
-    storage: Storage
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +212,7 @@ def verify_index(
     """
     known, recorded = known or checksums(index), hub_checksums(index)
     sums = sums_of(index, known, advance)
-    return compared(index, known, [sums], recorded, hashes_of(index, recorded, advance))
+    return compared(index, known, sums, recorded, hashes_of(index, recorded, advance))
 
 
 def hub_checksums(index: Index) -> dict[str, tuple[str, str]]:
@@ -299,29 +284,25 @@ def sums_of(
     known: Checksums,
     advance: Callable[[int], object] | None = None,
     part: tuple[int, int] = (0, 1),
-    seen: RangeSums | None = None,
-) -> list[int | None]:
-    """Return what a reader of some of the bytes has of each checksum; see `PartialCrc`.
+) -> dict[int, int | None]:
+    """Return number of a checksum -> that of the bytes; None if they cannot be inflated.
 
     Args:
         index: of the checkpoint.
-        known: its `checksums`.
+        known: its `checksums`, which are numbered in their order.
         advance: called with a number of bytes as they are checked, from the calling thread.
-        part: the number of this reader, and how many there are.
-        seen: what is known, and not read again.
+        part: the number of this reader, and how many there are: each takes a part of the storages.
     """
     with_sum = [storage for some in known for storage in some.values()]
-    seen = seen or RangeSums()
-    ranges, sums = seen.left(with_sum)
-    batches = itertools.islice(_batches(ranges), part[0], None, part[1])
+    batches = itertools.islice(_batches(with_sum), part[0], None, part[1])
     stores = {file.store for file in index.files if isinstance(file, Url)}
+    sums: dict[int, int | None] = {}
     with ThreadPoolExecutor(_AT_ONCE if stores else os.cpu_count() or 1) as pool:
         try:
-            for done in pool.map(partial(_crc32, index, seen.sum), batches):
-                for number, _, value in done:
-                    sums[number] = _both(sums[number], value)
+            for done in pool.map(partial(_crc32, index), batches):
+                sums.update(done)
                 if advance is not None:
-                    advance(sum(nbytes for _, nbytes, _ in done))
+                    advance(sum(with_sum[number].nbytes for number in done))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             for store in stores:  # else an interrupt waits for a host that is silent
@@ -333,16 +314,16 @@ def sums_of(
 def compared(
     index: Index,
     known: Checksums,
-    readers: Iterable[Sequence[int | None]],
+    sums: Mapping[int, int | None],
     recorded: Mapping[str, tuple[str, str]] = MappingProxyType({}),
     hashes: Mapping[str, int] = MappingProxyType({}),
 ) -> VerifyReport:
-    """Compare what all readers have with what a checkpoint records, and a hub.
+    """Compare the checksums of bytes with those that a checkpoint records, and a hub.
 
     Args:
         index: of the checkpoint.
         known: its `checksums`.
-        readers: the `sums_of` each.
+        sums: its `sums_of`.
         recorded: its `hub_checksums`, or some of them.
         hashes: the `hashes_of` these.
     """
@@ -350,9 +331,9 @@ def compared(
     # Not by name: an array of numpy's may be called as another one's record is.
     names, with_sum = [*storages, *records], [*storages.values(), *records.values()]
     failed = [
-        Failure(name, storage.crc32 or 0, found)
-        for name, storage, values in zip(names, with_sum, zip(*readers, strict=True), strict=True)
-        if storage.crc32 != (found := _whole(storage.nbytes, values))
+        Failure(name, storage.crc32 or 0, sums[number])
+        for number, (name, storage) in enumerate(zip(names, with_sum, strict=True))
+        if storage.crc32 != sums[number]
     ]
     failed += [
         Failure(path, right, hashes[path], algorithm)
@@ -377,80 +358,35 @@ def compared(
     )
 
 
-def _both(one: int | None, two: int | None) -> int | None:
-    return None if one is None or two is None else one ^ two
-
-
-class RangeSums:
-    """Sums of ranges of files that somebody reads anyway; of several threads.
-
-    Attributes:
-        sum: how blocks are summed up.
-    """
-
-    def __init__(self, sum: Sum = register_of) -> None:
-        self.sum = sum
-        self._known: list[tuple[str, int, int, int]] = []
-
-    def add(self, file: str, start: int, stop: int, blocks: Iterable[memoryview]) -> None:
-        """Sum up a range of a file, which the blocks are together: each as soon as it is there."""
-        self._known.append((file, start, stop, self.sum(blocks)))
-
-    def left(self, storages: Sequence[Storage]) -> tuple[list[_Range], list[int | None]]:
-        """Return what nobody has read of storages, and the sums of the rest."""
-        known, ranges, sums = sorted(self._known), list[_Range](), list[int | None]()
-        for number, storage in enumerate(storages):
-            crc, at = PartialCrc(storage.nbytes), 0
-            first = bisect.bisect_left(known, (storage.file, storage.offset))
-            for index in range(first, 0 if storage.packed else len(known)):
-                file, start, stop, value = known[index]
-                start, stop = start - storage.offset, stop - storage.offset
-                if file != storage.file or stop > storage.nbytes:
-                    break
-                if start >= at:  # not what was read twice
-                    if start > at:
-                        ranges.append(_Range(number, storage, at, start))
-                    crc.add_sum(stop, value)
-                    at = stop
-            if at < storage.nbytes or not at:
-                ranges.append(_Range(number, storage, at, storage.nbytes))
-            sums.append(crc.value())
-        return ranges, sums
-
-
-def _batches(ranges: Iterable[_Range]) -> Iterator[list[_Range]]:
-    """Yield work of about the same size: of a large range, or many small ones."""
-    batch: list[_Range] = []
+def _batches(storages: Iterable[Storage]) -> Iterator[list[tuple[int, Storage]]]:
+    """Yield work of about the same size: a large storage, or many small ones."""
+    batch: list[tuple[int, Storage]] = []
     room = _BATCH
-    for whole in ranges:
-        start = whole.start
-        while start < whole.stop or start == whole.start:
-            # What is inflated is so from its start on.
-            stop = whole.stop if whole.storage.packed else min(whole.stop, start + room)
-            batch.append(whole._replace(start=start, stop=stop))
-            room -= max(stop - start, 1)
-            if room <= 0:
-                yield batch
-                batch, room = [], _BATCH
-            start = max(stop, whole.start + 1)
+    for number, storage in enumerate(storages):
+        batch.append((number, storage))
+        room -= max(storage.nbytes, 1)
+        if room <= 0:
+            yield batch
+            batch, room = [], _BATCH
     if batch:
         yield batch
 
 
-def _crc32(index: Index, sum: Sum, batch: Sequence[_Range]) -> list[tuple[int, int, int | None]]:
-    """Return the number, the bytes and the sum of each range; see `PartialCrc`."""
-    found: list[tuple[int, int, int | None]] = []
-    for path, of_file in groupby(batch, key=lambda item: item.storage.file):
+def _crc32(index: Index, batch: Sequence[tuple[int, Storage]]) -> dict[int, int | None]:
+    """Return number -> checksum of each storage."""
+    found: dict[int, int | None] = {}
+    for path, of_file in groupby(batch, key=lambda item: item[1].file):
         with _opened(index, path) as file:
-            ranges = [*of_file]
-            ahead = _Ahead(file, [(s.offset + a, s.offset + b) for _, s, a, b in ranges])
-            for number, storage, start, stop in ranges:
+            items = [*of_file]
+            ahead = _Ahead(file, [(s.offset, s.offset + s.nbytes) for _, s in items])
+            for number, storage in items:
                 if storage.packed is not None:
-                    found.append((number, stop, _inflated_crc(file, storage.packed)))
+                    found[number] = _inflated_crc(file, storage.packed)
                     continue
-                crc = PartialCrc(storage.nbytes)
-                crc.add_sum(stop, sum(ahead.blocks(storage.offset + start, storage.offset + stop)))
-                found.append((number, stop - start, crc.value()))
+                crc = 0
+                for block in ahead.blocks(storage.offset, storage.offset + storage.nbytes):
+                    crc = crc32(block, crc)
+                found[number] = crc
     return found
 
 
@@ -504,17 +440,11 @@ def _opened(index: Index, path: str) -> Iterator[Opened]:
 
 
 def _inflated_crc(file: Opened, record: Record) -> int | None:
-    """Return the sum of what a deflated record holds; None if it cannot be inflated."""
-    crc, at = PartialCrc(record.size), 0
+    """Return the checksum of what a deflated record holds; None if it cannot be inflated."""
+    crc = 0
     try:
         for block in inflated(file.read, record._replace(crc32=0)):
-            crc.add(at, block)
-            at += len(block)
+            crc = crc32(block, crc)
     except FormatError:
         return None
-    return crc.value()
-
-
-def _whole(nbytes: int, sums: Sequence[int | None]) -> int | None:
-    """Return the sum of a payload; None if one of its sums could not be had."""
-    return None if None in sums else whole_crc(nbytes, filter(None, sums))
+    return crc
