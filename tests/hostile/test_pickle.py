@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import re
 import struct
 import subprocess
 import sys
@@ -18,7 +17,6 @@ from hypothesis import strategies as st
 
 from torchlift.errors import FormatError
 from torchlift.formats import read_index
-from torchlift.formats.flattening import flatten
 from torchlift.formats.torch_pickle import TorchWorld, read_torch_pickle
 from torchlift.formats.unpickle import read_pickle
 
@@ -258,67 +256,8 @@ _CORPUS = [
 ]
 
 
-def _read_step_by_step(data: bytes, world: TorchWorld) -> object:
-    root, end = read_pickle(data, world)
-    if end != len(data):
-        raise FormatError("bytes after the end of the pickle")
-    return root
-
-
-def _outcome(read, data: bytes) -> str:
-    """Everything a reader makes of a pickle, as text without addresses."""
-    world = TorchWorld()
-    try:
-        world.budget.grow(len(data))
-        flat = flatten(read(data, world), world.budget)
-    except FormatError:
-        return "refused"
-    return re.sub(r" at 0x[0-9a-f]+", "", repr((flat, list(world.blocked))))
-
-
-@pytest.fixture(scope="module")
-def long_pickles() -> list[bytes]:
-    """Pickles with so many tensors that most are read in one step each."""
-    sizes = [([], []), ([4], [1]), ([2, 2], [2, 1]), ([1, 1, 1, 2], [2, 2, 2, 1])]
-
-    def described(i: int, kinds: int) -> Call:
-        # Tuples of their own, as torch.save has them: a shared one is a reference, not a tuple.
-        size, stride = sizes[i % kinds]
-        return tensor(tuple(size), tuple(stride), storage=str(i))
-
-    return [
-        pickled({f"k{i}": described(i, 4) for i in range(200)}),
-        pickled([{f"k{i}": described(i, 2)} for i in range(200)]),
-    ]
-
-
-@settings(max_examples=300, deadline=None)
-@given(data=st.data())
-def test_tensors_in_one_step_are_those_read_step_by_step(long_pickles, data):
-    """The fast path and the plain opcodes agree on every pickle, damaged ones included."""
-    content = bytearray(data.draw(st.sampled_from(long_pickles)))
-    for _ in range(data.draw(st.integers(0, 3))):
-        at = data.draw(st.integers(300, len(content) - 1))
-        kind = data.draw(st.sampled_from([b"r", b"j", b"K", b"(", b""]))
-        at = max(content.find(kind, at), 0) + len(kind)
-        content[at : at + 1] = data.draw(st.binary(max_size=2))
-    assert _outcome(read_torch_pickle, bytes(content)) == _outcome(
-        _read_step_by_step, bytes(content)
-    )
-
-
-def test_most_tensors_are_read_in_one_step(long_pickles, monkeypatch):
-    """The fast path is taken: without it, interpreting the same pickle takes far more calls."""
-    calls = []
-    monkeypatch.setattr(TorchWorld, "call", lambda *a, f=TorchWorld.call: calls.append(1) or f(*a))
-    read_torch_pickle(long_pickles[0], TorchWorld())
-    fast = len(calls)
-    _read_step_by_step(long_pickles[0], TorchWorld())
-    assert fast < (len(calls) - fast) / 2
-
-
 def test_a_tensor_whose_name_is_not_text_leaves_no_storage_behind():
-    """In one step or step by step: its name is refused first."""
+    """Its name is refused first."""
     data = pickled({f"k{i}": tensor(storage=str(i)) for i in range(3)})
     world = TorchWorld()
     with pytest.raises(FormatError, match="not UTF-8"):

@@ -12,18 +12,16 @@ import struct
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from torchlift._system.text import clipped_list
 from torchlift.errors import FormatError
 from torchlift.formats.index import ITEMSIZE, QUANTIZED, SUBCLASS, Array
 from torchlift.formats.unpickle import (
     ENTRY,
-    HANDLERS,
     MAX_TEXT,
     STEP,
     Budget,
-    Machine,
     read_pickle,
 )
 
@@ -859,30 +857,6 @@ _VALUES = {
 }
 
 
-# The forty opcodes that describe one tensor, taken in one step: torch.save writes the same ones for
-# all tensors of a shape, but for the storage's key and the numbers of the PUTs. A pickle of 100,000
-# tensors takes 0.35 s like this, and 1.3 s opcode by opcode. What they make is seen where they are
-# first met, one by one; whatever deviates from that in any way is read one by one, too. What is in
-# between (the sizes, the persistent id, ...) is not remembered: a pickle that refers back to one of
-# these is interpreted again from the start, without this step.
-
-_GET = rb"(h.|j.{4})"
-_PUT = rb"(q.|r.{4})"
-_INT = rb"(?:K.|M..|J...[\x00-\x7f])"
-_DIMS = rb"(?:(?:\(" + _INT + rb"+t|" + _INT + rb"{1,3}[\x85\x86\x87])" + _PUT + rb"|\))"
-
-#: ((get 'storage', get type, key put, get location, numel) put persid offset size stride grad
-#: (get OrderedDict)() put) put call put: everything after the rebuilder itself.
-_TENSOR = re.compile(
-    rb"\(\(" + _GET + _GET + rb"X(.)\x00\x00\x00([0-9]{1,9})" + _PUT
-    + _GET + _INT + rb"t" + _PUT + rb"Q" + _INT + _DIMS + _DIMS
-    + rb"[\x88\x89]" + _GET + rb"\)R" + _PUT + rb"t" + _PUT + rb"R" + _PUT,
-    re.DOTALL,
-)  # fmt: skip
-#: Its groups.
-_GETS, _LENGTH, _KEY, _PUTS = (1, 2, 6, 10), 3, 4, (5, 7, 8, 9, 11, 12, 13)
-
-
 def read_torch_pickle(data: bytes, world: TorchWorld) -> object:
     """Interpret the pickle of a torch file.
 
@@ -893,165 +867,7 @@ def read_torch_pickle(data: bytes, world: TorchWorld) -> object:
     Raises:
         FormatError: not a complete, well-formed pickle.
     """
-    step = _TensorStep(world)
-    handlers = list(HANDLERS)
-    handlers[ord("(")] = step.mark
-    handlers[ord(b"\x94")] = step.memoize
-    try:
-        root, end = read_pickle(data, world, handlers=handlers)
-    except FormatError as error:
-        if not step.used or not isinstance(error.__cause__, KeyError):
-            raise
-        root, end = read_pickle(data, world)
+    root, end = read_pickle(data, world)
     if end != len(data):
         raise FormatError("bytes after the end of the pickle", expected=end, found=len(data))
     return root
-
-
-class _Pattern(NamedTuple):
-    """The opcodes of a tensor, all but the storage's key and where the numbers of PUTs start.
-
-    Read as one little-endian number, with zeros for the key, they are ``first * steps + code``.
-
-    Attributes:
-        length: bytes of them.
-        key_at: where the storage's key is.
-        key_end: the first byte behind it.
-        steps: 1 in the place of each number of a PUT.
-        code: what they are where the first PUT has the number 0.
-        puts: how many there are.
-        limit: the largest number of the first PUT whose last one fits.
-        storage: dtype, location and number of elements of the storage.
-        rest: of the tensor, as `TensorRef` takes it.
-        after: what came after it, latest first.
-    """
-
-    length: int
-    key_at: int
-    key_end: int
-    steps: int
-    code: int
-    puts: int
-    limit: int
-    storage: tuple[str | None, str, int]
-    rest: tuple[Any, ...]
-    after: list[_Pattern]
-
-
-#: Most patterns that are tried for one tensor.
-_MOST_TRIED = 8
-_NAME = ord("X")
-
-
-class _TensorStep:
-    """The MARK opcode, which takes whole tensors, where those that follow are like some before.
-
-    Attributes:
-        used: whether it has, so that the memo lacks the intermediate objects.
-    """
-
-    def __init__(self, world: TorchWorld) -> None:
-        self.used = False
-        self._stored, self._storages = world.stored, world.storages
-        self._rewritten = 0
-        self._patterns: dict[tuple[int, ...], _Pattern] = {}
-        self._after: list[_Pattern] = []
-        self._met: tuple[re.Match[bytes], int] | None = None
-
-    def mark(self, m: Machine) -> None:
-        """Interpret one MARK, with the tensor after it, and the named ones that follow."""
-        function = m.stack[-1] if m.stack else None
-        if type(function) is not Global or function.name != _REBUILDER:
-            m.mark()
-            return
-        if m.rewritten != self._rewritten:  # what a GET means may have changed
-            self._patterns.clear()
-            self._after, self._met, self._rewritten = [], None, m.rewritten
-        if self._met is not None:
-            self._learn(m, *self._met)
-            self._met = None
-        data, memo, stack, number = m.data, m.memo, m.stack, int.from_bytes
-        start, first, after, storages = m.pos - 1, m.highest + 1, self._after, self._storages
-        pos, last = start, None
-        # What is between a name and its tensor: a PUT, its number left out, and the same GET.
-        get = data[start - 2 : start]
-        is_short = get[:1] == b"h" and memo.get(get[1]) is function
-        between = number(b"r\0\0\0\0" + get, "little") if is_short else -(1 << 64)
-        while True:
-            for pattern in after:
-                if pattern is not last:
-                    length, key_at, key_end, steps, code, puts, limit, like, rest, then = pattern
-                    dtype, location, numel = like
-                    last = pattern
-                opcodes = data[pos : pos + length]
-                key = opcodes[key_at:key_end]
-                found = number(opcodes, "little") - (number(key, "little") << 8 * key_at)
-                if found == first * steps + code and first <= limit and key.isdigit():
-                    break
-            else:
-                break
-            first, pos, after = first + puts, pos + length, then
-            name = key.decode()
-            storage = StorageRef(dtype, name, location, numel)
-            if storages.setdefault(name, storage) is not storage:
-                storage = self._stored(dtype, name, location, numel)
-            stack[-1] = memo[first - 1] = TensorRef(storage, *rest)
-            # The next name, its PUT and the GET of the rebuilder: 0.06 s more for 100,000 of them,
-            # opcode by opcode.
-            name_at = pos + 5
-            end = name_at + number(data[pos + 1 : name_at], "little")
-            put_and_get = number(data[end : end + 7], "little")
-            if put_and_get != between + (first << 8) or data[pos] != _NAME:
-                break
-            try:
-                memo[first] = name = data[name_at:end].decode()
-            except UnicodeDecodeError:  # which its own opcode refuses
-                break
-            stack += (name, function)
-            first, pos = first + 1, end + 7
-        if pos > start:
-            m.pos, m.highest, self._after, self.used = pos, first - 1, after, True
-            return
-        match = _TENSOR.match(data, start)
-        self._met = match and (match, first)
-        m.mark()
-
-    def _learn(self, m: Machine, match: re.Match[bytes], first: int) -> None:
-        """Remember the opcodes of a tensor that was interpreted one by one."""
-        start, opcodes, key = match.start(), match[0], match[_KEY]
-        puts = [group for group in _PUTS if match[group]]
-        after, self._after = self._after, []
-        made = m.memo.get(first + len(puts) - 1)
-        gets = [m.memo.get(_number(match[group][1:])) for group in _GETS]
-        if (
-            type(made) is not TensorRef
-            or match[_LENGTH][0] != len(key)
-            or [_number(match[group][1:]) for group in puts] != [*range(first, first + len(puts))]
-            or len({match[group][:1] for group in puts}) > 1
-            or not all(type(found) in (str, Global) for found in gets)
-        ):
-            return
-        key_at = match.start(_KEY) - start
-        steps = sum(1 << 8 * (match.start(group) - start + 1) for group in puts)
-        code = _number(opcodes) - (_number(key) << 8 * key_at) - first * steps
-        limit = (1 << 8 * (len(match[puts[0]]) - 1)) - len(puts)
-        storage = made.storage.dtype, made.storage.location, made.storage.numel
-        rest = made.dtype, made.offset, made.size, made.stride, made.requires_grad
-        known = len(opcodes), key_at, key_at + len(key), steps, code
-        record = _Pattern(*known, len(puts), limit, storage, rest, [])
-        pattern = self._patterns.setdefault(known, record)
-        after[:] = [pattern, *after[: _MOST_TRIED - 1]]
-        self._after = pattern.after
-
-    def memoize(self, m: Machine) -> None:
-        """Interpret one MEMOIZE, whose index is the number of objects remembered so far."""
-        if self.used:
-            raise KeyError("the number is unknown")
-        HANDLERS[ord(b"\x94")](m)
-
-
-def _number(data: bytes) -> int:
-    return int.from_bytes(data, "little")
-
-
-_REBUILDER = "torch._utils._rebuild_tensor_v2"

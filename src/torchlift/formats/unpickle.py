@@ -132,13 +132,11 @@ class Machine:
         pos: index of the next byte to read; at the end, of the first byte behind the pickle.
         memo: objects the pickle refers back to, by index. A dict, so that an index of 2**31 costs
             one entry and not a table.
-        highest: the largest index in the memo so far.
-        rewritten: how often an index up to `highest` was written.
         stack: the objects since the last mark.
         outer: the stacks below the open marks.
     """
 
-    __slots__ = ("budget", "data", "highest", "memo", "outer", "pos", "rewritten", "stack", "world")
+    __slots__ = ("budget", "data", "memo", "outer", "pos", "stack", "world")
 
     def __init__(self, data: bytes, world: World) -> None:
         self.data = data
@@ -147,8 +145,6 @@ class Machine:
         self.pos = 0
         self.memo: dict[int, Any] = {}
         self.stack: list[Any] = []
-        self.highest = -1
-        self.rewritten = 0
         self.outer: list[list[Any]] = []
 
     def take(self, nbytes: int) -> bytes:
@@ -236,10 +232,6 @@ class Machine:
 
     def put(self, index: int) -> None:
         """Remember the top object."""
-        if index > self.highest:
-            self.highest = index
-        else:
-            self.rewritten += 1
         self.memo[index] = self.stack[-1]
 
 
@@ -276,15 +268,12 @@ class _Stop(Exception):
     """The STOP opcode was reached."""
 
 
-def read_pickle(
-    data: bytes, world: World, handlers: list[Handler] | None = None
-) -> tuple[object, int]:
+def read_pickle(data: bytes, world: World) -> tuple[object, int]:
     """Interpret one pickle without running anything.
 
     Args:
         data: bytes that begin with it.
         world: what globals and calls stand for.
-        handlers: a function per opcode instead of `HANDLERS`.
 
     Returns:
         The object, made of plain containers and of the world's stand-ins, and the position of the
@@ -294,13 +283,12 @@ def read_pickle(
         FormatError: anything that is not a complete, well-formed pickle of bounded depth.
     """
     machine, start = Machine(data, world), 0
-    handlers = handlers or HANDLERS
     try:
         while True:
             start = machine.pos
             opcode = data[start]
             machine.pos = start + 1
-            handlers[opcode](machine)
+            HANDLERS[opcode](machine)
     except _Stop:
         pass
     except IndexError as error:
