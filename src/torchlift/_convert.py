@@ -72,6 +72,7 @@ from torchlift.formats import (
     of_model,
     require_kept,
     select,
+    state_dicts_in,
     used_by,
 )
 
@@ -128,7 +129,8 @@ def convert(
         dst: the file or folder to write, or its URL; see `torchlift.save` for what its suffix says,
             and how it writes to a store.
         format: ``"torch-zip"``, ``"safetensors"``, ``"sharded"`` or ``"dcp"``. None: the suffix.
-        root: keep only what is under this container, and strip it.
+        root: keep only what is under this container, and strip it. Without it the keys of a
+            training's file begin with ``model.`` in safetensors: ``report.hint`` names the root.
         include: patterns of keys, below `root` and before they are renamed; ``*`` stands for any
             text, dots included.
         exclude: patterns of keys to leave out, of those.
@@ -261,6 +263,10 @@ def convert(
             lost |= dict.fromkeys(taken.objects, _AN_OBJECT)
         if metadata and not keeps_metadata:
             lost["(metadata)"] = f"the format has no place for {', '.join(sorted(metadata))}"
+        saved: object = None
+        if target.only_tensors and root is None and len(given) == 1:
+            saved = given[0] if is_state(given[0]) else whole.tree[0] if whole.tree else None
+        hint = _root_hint(saved, taken.tensors.keys() & whole.entries.keys())
 
         def check() -> None:
             unchanged(ckpt)
@@ -268,7 +274,7 @@ def convert(
             _check_apart(whole, target, overwrite)
 
         planning.close()
-        return finish(
+        report = finish(
             target,
             taken,
             values,
@@ -279,6 +285,7 @@ def convert(
             progress=progress,
             written=not dry_run,
         )
+        return replace(report, hint=hint)
 
 
 class _Results:
@@ -366,6 +373,25 @@ class _Results:
         )
         self._at += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
         return values.view(tensor.dtype).view(tensor.shape)
+
+
+def _root_hint(saved: object, keys: Iterable[str]) -> Hint | None:
+    """Return which root takes a model out of a training's file, if its container is now a prefix.
+
+    Whoever gets the new file would have keys such as ``model.weight``, which fit no model.
+
+    Args:
+        saved: the object in the source.
+        keys: names of tensors that are written under the names that they had.
+    """
+    names = [name for name in state_dicts_in(saved) if any(k.startswith(f"{name}.") for k in keys)]
+    if not names:
+        return None
+    return Hint(
+        f"Keys of the new file start with {names[0] + '.'!r}, the name of a container. Pass ",
+        Argument("root", repr(names[0]), (names[0],)),
+        " to write only that container, without the prefix.",
+    )
 
 
 def _check_some(ckpt: Checkpoint, target: Target, dropped: set[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import sys
@@ -118,6 +119,17 @@ def test_dtypes_are_those_after_casting(run, path) -> None:
     assert data["dtypes"] == {"bfloat16": 6, "float64": 2}
     assert data["nbytes"] == 3 * LAYER // 2 + 2 * LAYER
     assert data["device_map"] == {"": "cpu"}
+
+
+def test_memory_of_the_host_is_compared_with_what_is_free_here(run, path) -> None:
+    """Unless a budget says what another machine has."""
+    _, out, _ = run(path)
+    free = json.loads(run(path, "--json")[1]).get("free_bytes")
+    assert (
+        (free is not None) == ("\n  free memory here: " in out) == os.path.exists("/proc/meminfo")
+    )
+    for other in ["--budget", "cpu=1GiB"], ["--device", "cuda:0"]:
+        assert "free memory here" not in run(path, *other)[1]
 
 
 @pytest.mark.parametrize("given_as", ["text", "file"])

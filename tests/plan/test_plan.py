@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 from dataclasses import fields
 from pathlib import Path
@@ -239,13 +240,44 @@ def test_a_plan_prints_what_matters(tmp_path):
     )
     assert str(made).splitlines() == [
         f"plan: 2 tensors, 60 B, from {path}",
-        f"  to read 60 B, anonymous memory at the peak {human(made.peak_bytes)}",
+        f"  to read 60 B, anonymous memory at the peak {human(made.peak_bytes)}: "
+        "it fits into the free memory",
         "  swap from read: 2",
         "  cast float32 to bfloat16: 2",
         "  unexpected (1): extra",
         "  tied (1): embed.weight = head.weight",
         "  renamed (1): old.weight -> head.weight",
     ]
+
+
+def test_a_plan_that_does_not_fit_says_so_and_names_a_way_that_does(tmp_path):
+    """A file of 1 TiB with a hole in it: only mapped it leaves the memory alone."""
+    rows, columns = 2**20, 2**18
+    entry = {"dtype": "F32", "shape": [rows, columns], "data_offsets": [0, 4 * rows * columns]}
+    large = write_safetensors(tmp_path / "large.safetensors", {"weight": entry})
+    try:
+        os.truncate(large, large.stat().st_size + 4 * rows * columns)
+    except OSError as error:
+        pytest.skip(f"no file of this size: {error}")
+    model = torchlift.skeleton(nn.Linear, columns, rows, bias=False)
+    for options in {"source": "read"}, {"dtype": "bfloat16"}:
+        made = torchlift.plan(model, large, **options)
+        if made.free_bytes is None:
+            pytest.skip("the system does not say what is free")
+        assert made.to_dict()["free_bytes"] == made.free_bytes < made.peak_bytes
+        (line,) = [x for x in str(made).splitlines() if x.startswith("  does not fit: only ")]
+        assert human(made.free_bytes) in line
+        assert 'source="mmap" without dtype=' in line
+        assert "it fits" not in str(made)
+    assert "it fits into the free memory" in str(torchlift.plan(model, large, source="mmap"))
+    torchlift.load(model, large, source="mmap")
+    assert model.weight[-1, -1] == 0
+
+    small = saved({"weight": torch.ones(3, 2)}, tmp_path)
+    torchlift.convert(small, tmp_path / "half.safetensors", dtype="bfloat16")
+    cast = torchlift.skeleton(nn.Linear, 2, 3, bias=False)
+    made = torchlift.plan(cast, tmp_path / "half.safetensors", source="mmap")
+    assert (made.peak_bytes, made.loaded["weight"].dtype) == (0, "bfloat16")
 
 
 def test_long_lists_are_shortened_when_printed(tmp_path):

@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from in_code import in_code
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from save_states import same_bits
+from torch import nn
 from zero_files import Zero
 
 import torchlift
@@ -62,6 +64,92 @@ def test_a_legacy_file_becomes_safetensors(tmp_path: Path) -> None:
                             "optimizer.state.0.exp_avg"}  # fmt: skip
     for key in ("w", "t", "count"):
         assert same_bits(found[f"model.module.{key}"], state["model"][f"module.{key}"])
+
+
+class Net(nn.Module):
+    """A module with a buffer, in a place that begins with the name of a container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+
+
+def training_files(folder: Path) -> dict[str, tuple[Any, str]]:
+    """Name -> a training's checkpoint, and the container of its model."""
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    net.model[0](torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    both = {"optimizer": optimizer.state_dict(), "model": net.state_dict(), "epoch": 3}
+    lightning = {"epoch": 1, "state_dict": net.state_dict(), "loops": {"fit": {"a.b": 1}},
+                 "callbacks": {}, "optimizer_states": [optimizer.state_dict()]}  # fmt: skip
+    deep = {"optim": optimizer.state_dict(), "job": {"net": dict(net.state_dict())}}
+    torch.save(both, folder / "both.pt")
+    torch.save(both, folder / "old.pth", _use_new_zipfile_serialization=False)
+    torch.save(lightning, folder / "last.ckpt")
+    torch.save({"ema": net.state_dict(), "model": net.state_dict()}, folder / "ema.pt")
+    torch.save(deep, folder / "deep.pt")
+    torchlift.save(both, folder / "dcp", format="dcp")
+    files = {"both.pt": "model", "old.pth": "model", "last.ckpt": "state_dict", "ema.pt": "ema",
+             "deep.pt": "job.net", "dcp": "model"}  # fmt: skip
+    return {**{name: (folder / name, root) for name, root in files.items()},
+            "in memory": (both, "model")}  # fmt: skip
+
+
+def test_keys_that_begin_with_a_container_are_told_with_the_root_that_mends_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The recipient of the file would have keys that fit no model; with the root they fit."""
+    for name, (src, root) in training_files(tmp_path).items():
+        for dst in tmp_path / "x.safetensors", tmp_path / "y.safetensors.index.json":
+            report = torchlift.convert(src, dst, overwrite=True)
+            assert report.hint is not None, name
+            assert f"'{root}.'" in report.hint
+            assert f"Pass root={root!r}" in report.hint
+            assert f"  hint: {report.hint}" in str(report).splitlines()
+            mended = torchlift.convert(src, dst, root=root, overwrite=True)
+            assert mended.hint is None
+            torchlift.load(Net(), dst)
+        if isinstance(src, Path):
+            words = ["convert", str(src), str(tmp_path / "x.safetensors"), "--overwrite"]
+            assert main(words) == 0
+            assert f"Pass --root {root} to" in capsys.readouterr().out
+            assert main([*words, "--json", "--root", root]) == 0
+            assert json.loads(capsys.readouterr().out)["hint"] is None
+
+
+@pytest.mark.parametrize("kind", ["state dict", "extra state", "nested", "optimizer", "flat"])
+def test_keys_that_are_a_model_s_own_get_no_hint(tmp_path: Path, kind: str) -> None:
+    """Dots alone make no container, nor does what is nested because the model is."""
+    src = tmp_path / "x.pt"
+    state: Any = Net().state_dict()
+    if kind == "extra state":
+        state["model.0._extra_state"] = {"scale.of": torch.ones(1)}
+    elif kind == "nested":
+        state = {"encoder": {"layer": {"kernel": torch.ones(1)}}, "head": {"bias": torch.ones(1)}}
+    elif kind == "optimizer":
+        net = Net()
+        optimizer = torch.optim.SGD(net.parameters(), momentum=0.9)
+        net.model[0](torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        state = optimizer.state_dict()
+    torch.save(state, src)
+    if kind == "flat":
+        torchlift.convert(src, tmp_path / "x.safetensors")
+        src = tmp_path / "x.safetensors"
+    assert torchlift.convert(src, tmp_path / "y.safetensors").hint is None
+
+
+def test_a_rename_a_filter_or_another_format_needs_no_root(tmp_path: Path) -> None:
+    """What counts are the names that are written; a torch file keeps the containers."""
+    src, _ = training_files(tmp_path)["both.pt"]
+    done = partial(torchlift.convert, src, overwrite=True)
+    dst = tmp_path / "y.safetensors"
+    assert done(dst, rename=remap.strip("model.")).hint is None
+    assert done(dst, exclude=["model.*"]).hint is None
+    assert done(tmp_path / "y.pt").hint is None
+    assert done(tmp_path / "dcp2", format="dcp").hint is None
+    assert done(dst, include=["model.*"], dry_run=True).hint is not None
 
 
 def test_root_rename_dtype_and_filters_work_together(tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ from torchlift._plan.suggest import look_alikes, suggestion
 from torchlift._sources import FileTensor, Given, MemoryTensor, Origin, SourceTensor, sources
 from torchlift._store import Url
 from torchlift._system.interrupts import uninterrupted
+from torchlift._system.memory import free_memory
 from torchlift._system.text import Facts, clipped_list, count_of, human
 from torchlift._transfer import BUDGET, STAGING, STAGING_AWAY, count_ranges
 from torchlift.errors import (
@@ -77,6 +78,12 @@ from torchlift.errors import (
 from torchlift.formats import Records, TensorEntry, as_blocks
 
 _DTYPE_LATER = "dtype= is not applied to what is left on meta: give it to the load that fills that"
+
+#: The way out where a load takes more memory than is free.
+_LEAVE_IN_FILE = (
+    'source="mmap" without dtype= leaves the weights in the file; torchlift.convert casts a file '
+    "in blocks of about 32 MiB."
+)
 
 #: To skip these would leave (nearly) the whole model as it was made.
 _OTHER_SIZES = (
@@ -92,18 +99,25 @@ class LoadPlan(LoadReport):
     Attributes:
         peak_bytes: estimate of the anonymous memory the load adds at its peak, in bytes.
         bytes_to_read: bytes that will be copied out of the files.
+        free_bytes: memory that was free when the plan was made, in bytes: the machine's, or less
+            where a container or a batch job has a limit. None: the system does not say.
         excusable: names, missing or unexpected, with which the load fails unless a hook of the
             model (``register_load_state_dict_post_hook``) excuses them once it sees the result.
     """
 
     peak_bytes: int = 0
     bytes_to_read: int = 0
+    free_bytes: int | None = None
     excusable: list[str] = field(default_factory=list)
     _work: Work = field(default_factory=Work, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the lists of names and the costs, as ``torchlift plan --json`` prints them."""
-        costs = {"bytes_to_read": self.bytes_to_read, "peak_bytes": self.peak_bytes}
+        costs = {
+            "bytes_to_read": self.bytes_to_read,
+            "peak_bytes": self.peak_bytes,
+            "free_bytes": self.free_bytes,
+        }
         if self.requests:
             costs["requests"] = self.requests
         return {**super().to_dict(), **costs}
@@ -116,8 +130,14 @@ class LoadPlan(LoadReport):
         peak = human(self.peak_bytes)
         asked = f" in {count_of(self.requests, 'request')}" if self.requests else ""
         costs = f"to read {human(self.bytes_to_read)}{asked}, anonymous memory at the peak {peak}"
-        open_names = listed("left to a post-hook of the model to excuse", self.excusable)
-        return f"plan: {self._size}", [("", costs), *open_names, *summarise(self)]
+        facts: Facts = [("", costs)]
+        if self.free_bytes is not None and self.peak_bytes > self.free_bytes:
+            free = f"only {human(self.free_bytes)} of memory are free here"
+            facts.append(("does not fit", f"{free}. {_LEAVE_IN_FILE}"))
+        elif self.free_bytes is not None:
+            facts = [("", f"{costs}: it fits into the free memory")]
+        facts += listed("left to a post-hook of the model to excuse", self.excusable)
+        return f"plan: {self._size}", [*facts, *summarise(self)]
 
 
 @answers_keywords
@@ -200,7 +220,7 @@ def plan(
         model, ckpt, options, root=root, allow_classes=allow_classes,
         storage_options=storage_options,
     )  # fmt: skip
-    return made._answer()
+    return replace(made._answer(), free_bytes=free_memory())
 
 
 def plan_only(

@@ -109,6 +109,7 @@ class SaveReport(Summary):
         seconds: how long it took.
         written: of `nbytes`, those that this process wrote: of a mesh, this rank.
         blocked: of a `Keeper`, the seconds until its `save` returned on this rank.
+        hint: what the reader of the file may stumble over, with the way out, or None.
     """
 
     path: str
@@ -124,6 +125,7 @@ class SaveReport(Summary):
     seconds: float
     written: int = 0
     blocked: float = 0.0
+    hint: str | None = None
 
     def _summary(self) -> tuple[str, Facts]:
         facts: Facts = [("format", self.format)]
@@ -141,6 +143,8 @@ class SaveReport(Summary):
             facts.append(("compact", f"{count}, without {human(self.left_out)} around them"))
         if self.blocked:
             facts.append(("blocked", f"{self.blocked:.2g} s; written in {self.seconds:.2g} s"))
+        if self.hint:
+            facts.append(("hint", self.hint))
         size = f"{count_of(self.tensors, 'tensor')}, {human(self.nbytes)}"
         return f"{self.path}: {size}", facts
 

@@ -1,11 +1,22 @@
-"""The garbage collector, freed memory and the C library."""
+"""The garbage collector, freed memory, free memory and the C library."""
 
 from __future__ import annotations
 
 import gc
+import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+
+#: Of cgroups, versions 2 and 1: controllers -> folder, files of the limit and of the use, and the
+#: prefix of the counters in ``memory.stat`` that include the groups inside.
+_CGROUPS = {
+    "": ("sys/fs/cgroup", "memory.max", "memory.current", ""),
+    "memory": (
+        "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_",
+    ),
+}  # fmt: skip
 
 
 @contextmanager
@@ -38,6 +49,55 @@ def trim() -> None:
     the other, took 257 MiB, and 17 MiB with this between them. Elsewhere it does nothing.
     """
     c_function("malloc_trim")(0)
+
+
+def free_memory(root: str = "/") -> int | None:
+    """Return how many bytes this process can allocate before the kernel kills one, or None.
+
+    A container or a batch job has a limit of its own, its cgroup's. ``MemAvailable`` is the
+    machine's, so that a job with a limit of 16 GB on a machine with 512 GB would seem to fit.
+
+    Args:
+        root: the folder that has ``proc`` and ``sys``.
+
+    Returns:
+        the lowest of what is available on the machine and in each cgroup around this process; pages
+        of files in the page cache count as free. None if the system does not say, as on macOS.
+    """
+    available = _number(os.path.join(root, "proc/meminfo"), "MemAvailable:")
+    if available is None:
+        return None
+    rooms = [available * 1024]
+    for line in _text(os.path.join(root, "proc/self/cgroup")).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in _CGROUPS:
+            continue
+        folder, limit, use, prefix = _CGROUPS[controllers]
+        # A limit of an outer group holds, too. In a container the path may be the host's, and the
+        # folder is the container's own: what is not there is passed over.
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for count in range(len(parts) + 1):
+            group = os.path.join(root, folder, *parts[:count])
+            most, used = (_number(os.path.join(group, name)) for name in (limit, use))
+            if most is not None and used is not None:
+                stat = os.path.join(group, "memory.stat")
+                cached = [_number(stat, f"{prefix}{kind}_file") for kind in ("active", "inactive")]
+                rooms.append(max(0, most - used + sum(number or 0 for number in cached)))
+    return min(rooms)
+
+
+def _number(path: str, label: str = "") -> int | None:
+    """Return the first number of a file, or the one behind a label; None if there is not one."""
+    found = re.search(rf"(?m)^{label}\s*(\d+)", _text(path))
+    return None if found is None else int(found[1])
+
+
+def _text(path: str) -> str:
+    try:
+        with open(path, encoding="ascii") as file:
+            return file.read()
+    except OSError:  # another system, or a cgroup without this controller
+        return ""
 
 
 @cache

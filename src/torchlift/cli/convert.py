@@ -4,39 +4,52 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torchlift
 from torchlift.cli import UsageError
-from torchlift.cli.output import report
+from torchlift.cli.output import report, spelled
 from torchlift.cli.rules import add_dtype, add_names, check_names, dtype_of, rename_of
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.epilog = (
-        "The suffix of DST says the format: .safetensors; .pt, .pth, .bin or .ckpt for a torch\n"
+        "A training's checkpoint (Lightning, or a dict with 'model' and 'optimizer') for somebody\n"
+        "who needs the weights only:\n"
+        "  torchlift convert last.ckpt model.safetensors --root state_dict --strip model. \\\n"
+        "    --dtype bfloat16\n"
+        "The suffix of DST selects the format: .safetensors; .pt, .pth, .bin or .ckpt for a torch\n"
         "file; .index.json for shards. --format dcp writes a folder. DST appears when it is\n"
-        "whole: after an error or a crash there is what was there before. Called again, it starts\n"
-        "anew; of shards, those that were finished stay.\n"
-        "Exit status: 0 when it is converted, also where the format does not keep everything,\n"
-        "which is listed; 1 when a file is bad, holds nothing to write, or DST is there already;\n"
-        "2 for wrong usage; 3 when a value could only be had by running code: leave it out with\n"
-        "--exclude. Safetensors hold tensors only: a value without any is listed as not kept."
+        "complete. If the command fails or is killed, an old DST is unchanged.\n"
+        "Exit status: 0 if it converted the checkpoint. Values that the format cannot hold are\n"
+        "listed as not kept: safetensors hold tensors only. 1 if a file is damaged, if there is\n"
+        "nothing to write, or if DST exists. 2 for wrong usage. 3 if a value needs code of the file\n"
+        "to run: leave it out with --exclude."
     )
     parser.add_argument("src", metavar="SRC", help="a checkpoint file, directory or URL")
     parser.add_argument("dst", metavar="DST", help="the file, folder or URL to write")
     parser.add_argument("--format", metavar="FORMAT", help="torch-zip, safetensors, sharded or dcp")
-    parser.add_argument("--root", metavar="KEY", help="only this container of the file")
     parser.add_argument(
-        "--include", metavar="GLOB", action="append", help="only keys that fit; may be repeated"
+        "--root",
+        metavar="KEY",
+        help="only this container, such as model or state_dict; its name leaves the keys",
     )
     parser.add_argument(
-        "--exclude", metavar="GLOB", action="append", default=[], help="not keys that fit"
+        "--include", metavar="GLOB", action="append", help="only keys that match; may be repeated"
+    )
+    parser.add_argument(
+        "--exclude",
+        metavar="GLOB",
+        action="append",
+        default=[],
+        help="skip keys that match; may be repeated",
     )
     add_names(parser)
     add_dtype(parser)
-    parser.add_argument("--max-shard-size", metavar="SIZE", help="such as 5GB")
+    parser.add_argument(
+        "--max-shard-size", metavar="SIZE", help="several files of at most this size, such as 5GB"
+    )
     parser.add_argument("--no-checksum", action="store_true", help="record no checksums")
     parser.add_argument(
         "--no-verify", action="store_true", help="do not compare the checksums of SRC"
@@ -67,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
         )
     except ValueError as error:
         raise UsageError(str(error)) from error
+    made = replace(made, hint=spelled(made.hint, args.parser._option_string_actions))
     text = f"{'would write ' * args.dry_run}{made}"
     report(args, text, {**asdict(made), "dry_run": args.dry_run})
     return 0

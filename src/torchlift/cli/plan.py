@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torchlift
+from torchlift._system.memory import free_memory
 from torchlift._system.text import human
 from torchlift.cli import UsageError, add_model, check_model, json_object
 from torchlift.cli.output import report, spelled
@@ -116,7 +117,12 @@ def _alone(args: argparse.Namespace, ckpt: torchlift.Checkpoint) -> tuple[str, d
     """Return, as text and as data, what goes to which device."""
     rename, dtype = rename_of(args), dtype_of(args)
     found = torchlift.remap.fit(ckpt, _asked(args), args.no_split, dtype=dtype, rename=rename)
-    return _shown(found)
+    text, data = _shown(found)
+    free = free_memory()
+    if found.budgets.get("cpu", 0) is None and free is not None:
+        data["free_bytes"] = free
+        text += f"\n  free memory here: {human(free)}"
+    return text, data
 
 
 def _for_model(args: argparse.Namespace, ckpt: torchlift.Checkpoint) -> tuple[str, dict[str, Any]]:

@@ -23,9 +23,9 @@ def add_names(parser: argparse.ArgumentParser) -> None:
     """Declare the options for names."""
     names = parser.add_argument_group("names, applied in this order")
     for option, metavar, text in (
-        ("--strip", "PREFIX", "remove this dotted prefix from the keys that have it"),
-        ("--rename", "REGEX=REPLACEMENT", "replace in keys, as re.sub does"),
-        ("--drop", "REGEX", "drop the keys in which this is found"),
+        ("--strip", "PREFIX", "remove this from the start of keys, such as module."),
+        ("--rename", "REGEX=REPLACEMENT", r"re.sub in keys, such as '^net\.=model.'"),
+        ("--drop", "REGEX", r"drop keys in which this is found, such as '^loss\.'"),
     ):
         names.add_argument(
             option, metavar=metavar, action="append", default=[], help=f"{text}; may be repeated"
@@ -35,7 +35,11 @@ def add_names(parser: argparse.ArgumentParser) -> None:
 def add_dtype(parser: argparse.ArgumentParser) -> None:
     """Declare the option for dtypes."""
     parser.add_argument(
-        "--dtype", metavar="[REGEX=]DTYPE", action="append", default=[], help="cast to this"
+        "--dtype",
+        metavar="[REGEX=]DTYPE",
+        action="append",
+        default=[],
+        help="cast to this, such as bfloat16, or only keys with a match: 'mlp=bfloat16'",
     )
 
 

@@ -44,6 +44,7 @@ from torchlift.formats.flattening import name_text as name_text
 from torchlift.formats.flattening import no_container as no_container
 from torchlift.formats.flattening import paths_inside as paths_inside
 from torchlift.formats.flattening import select as select
+from torchlift.formats.flattening import state_dicts_in as state_dicts_in
 from torchlift.formats.flattening import under as under
 from torchlift.formats.index import AMBIGUOUS as AMBIGUOUS
 from torchlift.formats.index import GGUF_BLOCKS as GGUF_BLOCKS

@@ -543,6 +543,32 @@ def _put(made: dict[Any, Any], name: str, item: object) -> None:
         made[name] = Blocked(AMBIGUOUS)
 
 
+def state_dicts_in(saved: object, depth: int = 3) -> list[str]:
+    """Return the dotted names of containers that are state dicts of modules; not optimizers'.
+
+    Torch attaches metadata to a module's state dict, and its keys have dots. Nested containers
+    whose names have no dots are a model's structure (flax), and no root is meant by them.
+
+    Example:
+        >>> state_dicts_in({"model": {"a.b": 1}, "optimizer": {"state": {}, "param_groups": []}})
+        ['model']
+    """
+    if not depth or not isinstance(saved, Mapping) or "param_groups" in saved or _is_state(saved):
+        return []
+    found: list[str] = []
+    for name, item in saved.items():
+        below_it = [""] if _is_state(item) else state_dicts_in(item, depth - 1)
+        found += [f"{name_text(name)}.{inner}".removesuffix(".") for inner in below_it]
+    return found
+
+
+def _is_state(value: object) -> bool:
+    if not isinstance(value, Mapping):
+        return False
+    leaves = (name for name, item in value.items() if not isinstance(item, (Mapping, list)))
+    return bool(_metadata_of(value)) or any("." in name for name in leaves if type(name) is str)
+
+
 def _metadata_of(container: Any) -> Any:
     """Return what torch attaches to a state dict, of which a file has a record."""
     if isinstance(container, OrderedRecord):
