@@ -2,8 +2,8 @@
 Load a DCP checkpoint on another number of GPUs, or on none
 ===========================================================
 
-The job ran on four GPUs and left a folder of ``.distcp`` files. Today you get two, or you have a
-notebook and no process group at all. Who puts the slices together?
+An FSDP2 job ran on four GPUs and left a folder of ``.distcp`` files. Today you get two, or you have
+a notebook and no process group at all. Who puts the slices together?
 
 `torchlift.load` does: each process reads the bytes that it is going to have, from whatever files
 they are in. A run on four ranks, on two and on none are the same call.

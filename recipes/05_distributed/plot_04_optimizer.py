@@ -2,8 +2,8 @@
 FSDP optimizer state dict: resume on another number of GPUs
 ===========================================================
 
-You trained on one GPU and go on with two, or the other way round. The weights load, and the
-optimizer does not: its moments have the shapes of whole parameters, and a rank has slices.
+You trained with FSDP2 on two GPUs and resume on one, or the other way round. The weights load, and
+the optimizer does not: its moments have the shapes of whole parameters, and a rank has slices.
 
 `torchlift.load_optimizer` reads for each rank the slices of its parameters, from one file or from a
 folder of shards. What is loaded is equal to the last bit; so is the run, if every rank computes
