@@ -80,7 +80,7 @@ def training_files(folder: Path) -> dict[str, tuple[Any, str]]:
     optimizer = torch.optim.AdamW(net.parameters())
     net.model[0](torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    both = {"optimizer": optimizer.state_dict(), "model": net.state_dict(), "epoch": 3}
+    both = {"optimizer": optimizer.state_dict(), "model": net.state_dict(), "config.yaml": "a: 1"}
     lightning = {"epoch": 1, "state_dict": net.state_dict(), "loops": {"fit": {"a.b": 1}},
                  "callbacks": {}, "optimizer_states": [optimizer.state_dict()]}  # fmt: skip
     deep = {"optim": optimizer.state_dict(), "job": {"net": dict(net.state_dict())}}

@@ -550,7 +550,9 @@ def state_dicts_in(saved: object, depth: int = 3) -> list[str]:
     whose names have no dots are a model's structure (flax), and no root is meant by them.
 
     Example:
-        >>> state_dicts_in({"model": {"a.b": 1}, "optimizer": {"state": {}, "param_groups": []}})
+        >>> weight = object()
+        >>> optimizer = {"state": {}, "param_groups": []}
+        >>> state_dicts_in({"model": {"a.weight": weight}, "optimizer": optimizer, "a.b": 1})
         ['model']
     """
     if not depth or not isinstance(saved, Mapping) or "param_groups" in saved or _is_state(saved):
@@ -565,7 +567,9 @@ def state_dicts_in(saved: object, depth: int = 3) -> list[str]:
 def _is_state(value: object) -> bool:
     if not isinstance(value, Mapping):
         return False
-    leaves = (name for name, item in value.items() if not isinstance(item, (Mapping, list)))
+    # Numbers and texts may have names with dots anywhere: {"config.yaml": "...", "model": {...}}.
+    others = (Mapping, list, str, bytes, int, float, type(None))
+    leaves = (name for name, item in value.items() if not isinstance(item, others))
     return bool(_metadata_of(value)) or any("." in name for name in leaves if type(name) is str)
 
 
