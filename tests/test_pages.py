@@ -163,6 +163,28 @@ def test_pages_do_not_promise_what_is_not_there() -> None:
         assert hasattr(torchlift, verb) or verb not in summary
 
 
+@pytest.mark.parametrize(
+    ("page", "words"),
+    [
+        (
+            "README.md",
+            "killed|out of memory|RAM|FSDP|pickle|Lightning|root=|memory.rst|lightning.rst",
+        ),
+        ("docs/guide/quickstart.rst", "root=|FSDP2|:doc:`memory`|:doc:`lightning`"),
+        ("docs/guide/which_way.rst", "Killed|FSDP2|Lightning|:doc:`memory`|:doc:`lightning`"),
+        ("docs/guide/troubleshooting.rst", ":doc:`memory`"),
+    ],
+)
+def test_a_newcomer_finds_the_words_that_people_type(page: str, words: str) -> None:
+    """And in the README the first ones before any code, within one screen."""
+    text = ROOT.joinpath(page).read_text(encoding="utf-8")
+    assert [word for word in words.split("|") if word not in text] == []
+    if page == "README.md":
+        start = text.partition("```")[0]
+        assert [word for word in words.split("|")[:6] if word not in start.replace("*", "")] == []
+        assert len(start.splitlines()) < 25
+
+
 def test_the_page_of_formats_has_a_row_for_each() -> None:
     """In the order in which `Checkpoint.format` lists them."""
     import torchlift

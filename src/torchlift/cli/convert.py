@@ -24,8 +24,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "complete. If the command fails or is killed, an old DST is unchanged.\n"
         "Exit status: 0 if it converted the checkpoint. Values that the format cannot hold are\n"
         "listed as not kept: safetensors hold tensors only. 1 if a file is damaged, if there is\n"
-        "nothing to write, or if DST exists. 2 for wrong usage. 3 if a value needs code of the file\n"
-        "to run: leave it out with --exclude."
+        "nothing to write, or if DST exists. 2 for wrong usage. 3 if a value needs code of the\n"
+        "file to run: leave it out with --exclude."
     )
     parser.add_argument("src", metavar="SRC", help="a checkpoint file, directory or URL")
     parser.add_argument("dst", metavar="DST", help="the file, folder or URL to write")
