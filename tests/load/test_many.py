@@ -87,8 +87,8 @@ def test_a_tensor_that_is_loaded_takes_a_sixth_of_the_calls_that_a_decision_on_i
     """
 
     def run(count: int) -> Callable[[], object]:
-        path, model = saved(count, tmp_path), Many(count)
-        return lambda: torchlift.load(model, path)
+        ckpt, model = torchlift.open(saved(count, tmp_path)), Many(count)
+        return lambda: torchlift.load(model, ckpt)
 
     assert price(run)["python"] < 26
 
