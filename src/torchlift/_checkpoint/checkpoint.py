@@ -53,7 +53,6 @@ from torchlift.formats import (
     Chunk,
     Index,
     Record,
-    Records,
     Storage,
     TensorEntry,
     allowing,
@@ -272,12 +271,10 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         """
         view, found = self._mapped().view, dict[str, torch.Tensor]()
         made: dict[object, torch.Tensor] = {}
-        entries = self._index.entries
-        items = entries.passing() if isinstance(entries, Records) else entries.items()
         with collection_paused():
             if self._mapped().is_away:
-                self._mapped().ahead(entries.values())
-            for key, entry in items:
+                self._mapped().ahead(self._index.entries.values())
+            for key, entry in self._index.entries.items():
                 if len(entry.chunks) > 1:  # in memory: once for all of its names
                     spot = entry.storage, entry.chunks
                     made[spot] = made[spot] if spot in made else view(entry)
@@ -469,8 +466,6 @@ class MappedViews:
         storage = self._storages.get(entry.storage) if entry.storage else None
         if storage is None:
             return self._box(entry, chunk, dtype)
-        if not entry.encoding and (made := self._first(entry, storage, dtype)) is not None:
-            return made
         base = self._base(entry, storage, dtype)
         first = (chunk.offset - storage.offset) // dtype.itemsize
         # set_ on a new tensor instead of view().as_strided(): storage sizes need not be a
@@ -478,28 +473,6 @@ class MappedViews:
         # because a caller may have set another default.
         empty = torch.empty(0, dtype=dtype, device="cpu")
         return _shown(entry, empty.set_(base, first, entry.shape, entry.stride))
-
-    def _first(self, entry: TensorEntry, where: Storage, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the first tensor over a storage, in half as many calls as a later one takes.
-
-        Those are two thirds of what 100,000 mapped tensors cost (0.29 s of torch's part, and 0.13
-        like this). None: it is not the first, or not aligned.
-        """
-        key, itemsize = (entry.storage, None), dtype.itemsize
-        if key in self._bases or where.offset % itemsize or where.nbytes % itemsize:
-            return None
-        if isinstance(
-            where.file, Url
-        ):  # whose bytes are kept only where others look into them, too
-            return None
-        made = self.files.mapped(where.file, where.offset, where.nbytes, dtype)
-        base = made.untyped_storage()
-        if self._bases.setdefault(key, base) is not base:  # another thread was faster
-            return None
-        if entry.stride != (1,) or entry.shape != made.shape:
-            first = entry.chunks[0].offset - where.offset
-            made.as_strided_(entry.shape, entry.stride, first // itemsize)
-        return made
 
     def fill(self, target: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
         """Copy every chunk of `entry` out of the map into its box of `target`, which is returned.

@@ -40,9 +40,7 @@ from torchlift._plan.report import (
     KeyReport,
     LoadReport,
     Mismatch,
-    Mode,
     Route,
-    Source,
     listed,
     summarise,
 )
@@ -75,7 +73,7 @@ from torchlift.errors import (
     PlacementError,
     answers_keywords,
 )
-from torchlift.formats import Records, TensorEntry, as_blocks
+from torchlift.formats import TensorEntry, as_blocks
 
 _DTYPE_LATER = "dtype= is not applied to what is left on meta: give it to the load that fills that"
 
@@ -486,7 +484,7 @@ def _assemble(
 
     What `renamed` has may be called otherwise in the checkpoint.
     """
-    loaded: dict[str, _Row | KeyReport] = {}
+    loaded: dict[str, KeyReport] = {}
     for step in work.steps:
         path = origin.path
         if origin.paths:
@@ -495,11 +493,12 @@ def _assemble(
         one, slots = step.candidate, step.group.slots
         seen = one.entry if isinstance(one, FileTensor) else one  # whose dtype takes no look-up
         route: Route = "compute" if step.handled and step.route == "view" else step.route
-        row = (
+        becomes, stored = (str(t).removeprefix("torch.") for t in (step.dtype, seen.dtype))
+        described = KeyReport(
             canonical(step.key), one.key, path, seen.nbytes, step.mode, step.source, route,
-            step.device, step.dtype, seen.dtype, step.note, one.keys,
+            str(step.device), becomes, None if stored == becomes else stored, step.note,
+            one.keys or (one.key,),
         )  # fmt: skip
-        described = row if len(slots) == 1 else _described("", row)
         for slot in slots:
             loaded[canonical(slot.fqn)] = described
     placed = {id(step.group.tensor) for step in work.steps}
@@ -517,7 +516,7 @@ def _assemble(
     ]
     return LoadPlan(
         path=origin.path,
-        loaded=Records(loaded, _described),
+        loaded=loaded,
         missing_keys=matched.missing,
         unexpected_keys=matched.unexpected,
         dropped=matched.dropped,
@@ -543,25 +542,6 @@ def _split(made: Iterable[tuple[str, tuple[str, ...]]]) -> dict[str, tuple[str, 
         for key in keys:
             found.setdefault(key, []).append(name)
     return {key: tuple(names) for key, names in found.items() if len(names) > 1}
-
-
-#: What a `KeyReport` is made of: nothing that keeps the model or files.
-_Row = tuple[
-    str, str, str, int, Mode, Source, Route, torch.device, torch.dtype, torch.dtype | str,
-    str | None, tuple[str, ...],
-]  # fmt: skip
-
-
-def _described(_: str, row: _Row | KeyReport) -> KeyReport:
-    """Return how a tensor is loaded; one record for all names of a tied one."""
-    if isinstance(row, KeyReport):
-        return row
-    key, entry, path, nbytes, mode, source, route, device, becomes, stored, note, keys = row
-    dtype, before = (str(each).removeprefix("torch.") for each in (becomes, stored))
-    return KeyReport(
-        key, entry, path, nbytes, mode, source, route, str(device), dtype,
-        None if before == dtype else before, note, keys or (entry,),
-    )  # fmt: skip
 
 
 def _peak(work: Work, steps: Sequence[Step], origin: Origin) -> int:

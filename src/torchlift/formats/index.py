@@ -14,12 +14,10 @@ import struct
 from collections.abc import (
     Callable,
     Collection,
-    ItemsView,
     Iterable,
     Iterator,
     Mapping,
     Sequence,
-    ValuesView,
 )
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -338,44 +336,18 @@ class Records(Mapping[str, _Record], Generic[_Row, _Record]):
         make: (key, row) -> the record; each is made once.
     """
 
-    __slots__ = ("_in_order", "_made", "_make", "_rows")
+    __slots__ = ("_made", "_make", "_rows")
 
     def __init__(self, rows: Mapping[str, _Row], make: Callable[[str, _Row], _Record]) -> None:
         self._rows = rows
         self._make = make
         self._made: dict[str, _Record] = {}
-        self._in_order = False
 
     def __getitem__(self, key: str) -> _Record:
         made = self._made.get(key)
         return (
             self._made.setdefault(key, self._make(key, self._rows[key])) if made is None else made
         )
-
-    def passing(self) -> Iterator[tuple[str, _Record]]:
-        """Yield all keys with their records, and keep none that is not kept yet.
-
-        The collector need not look at what is gone: a tenth of a state dict of 100,000 tensors.
-        """
-        known, make = self._made, self._make
-        for key, row in self._rows.items():
-            yield key, known[key] if key in known else make(key, row)
-
-    def _all(self) -> dict[str, _Record]:
-        """Return all of them, in a dict, whose views take no call for each."""
-        if not self._in_order:
-            known, make, rows = self._made, self._make, self._rows.items()
-            self._made = {key: known[key] if key in known else make(key, row) for key, row in rows}
-            self._in_order = True
-        return self._made
-
-    def items(self) -> ItemsView[str, _Record]:
-        """Return all of it, as of a dict."""
-        return self._all().items()
-
-    def values(self) -> ValuesView[_Record]:
-        """Return all records."""
-        return self._all().values()
 
     def __contains__(self, key: object) -> bool:
         return key in self._rows

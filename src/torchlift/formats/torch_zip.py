@@ -27,7 +27,6 @@ from torchlift.formats.index import (
     Index,
     Kind,
     Record,
-    Records,
     Storage,
     TensorEntry,
     row_major,
@@ -70,10 +69,6 @@ _MAX_KNOWN, _MAX_KNOWN_BYTES = 1 << 12, 1 << 12
 #: A broadcast view may show this many times what its storage holds, or this many bytes; beyond,
 #: a dense copy is a denial of service, not a tensor.
 _MAX_REPEAT, _MAX_REPEATED = 1 << 16, 1 << 32
-
-
-#: Makes a NamedTuple, whose own `__new__` is a function of Python: 0.07 us against 0.17.
-_new = tuple.__new__
 
 
 def repeats_too_often(nbytes: int, stored: int) -> bool:
@@ -278,42 +273,29 @@ class Resolver:
         self._find = find
         self._prefix = prefix
         self._layouts: dict[tuple[int, int], _Layout] = {}
-        order = ("big-endian",) if big_endian else ()
-        # A method would keep `find`, and with it an archive's directory, as long as the entries.
-        self._make = partial(_entry_of, path, order, prefix, self.storages, self._layouts)
+        self._path = path
+        self._order = ("big-endian",) if big_endian else ()
 
-    def entries(self, refs: Mapping[str, TensorRef]) -> Mapping[str, TensorEntry]:
-        """Return the entries of tensors that are all checked now."""
-        made: dict[str, TensorRef | TensorEntry] = {}
-        for key, ref in refs.items():
-            if type(ref) is TensorRef:
-                self._check(key, ref)
-            else:
-                made[key] = self.entry(key, ref)
-        rows: Mapping[str, TensorRef | TensorEntry] = {**refs, **made} if made else refs
-        return Records(rows, self._make)
+    def entries(self, refs: Mapping[str, TensorRef]) -> dict[str, TensorEntry]:
+        """Return the checked entries of tensors."""
+        return {key: self.entry(key, ref) for key, ref in refs.items()}
 
     def entry(self, key: str, ref: TensorRef) -> TensorEntry:
-        """Return the checked entry of one tensor."""
+        """Return the entry of one tensor, once all that it says of bytes is checked."""
         if isinstance(ref, KindRef):
             return self._of_kind(key, ref)
-        self._check(key, ref)
-        return self._make(key, ref)
-
-    def _check(self, key: str, ref: TensorRef) -> None:
-        """Check all that a tensor says of bytes."""
         stored = ref.storage
         name = self._prefix + stored.key
         self.storages[name] = storage = self._find(key, stored)
-        room = storage.nbytes
+        start, room = storage.offset, storage.nbytes
         if stored.view is not None:
-            room = _view_of(storage, stored, key)[1]
+            start, room = _view_of(storage, stored, key)
         # By identity, not equality: (True,) equals (1,), and only one of them is a shape. The
         # tuples stay alive as long as this object's input does.
         layout = self._layouts.get((id(ref.size), id(ref.stride)))
         if layout is None:
             layout = self._layouts[id(ref.size), id(ref.stride)] = _layout(ref, key)
-        shape, stride, _, numel, span = layout
+        shape, stride, origin, numel, span = layout
         itemsize, offset = ITEMSIZE[ref.dtype], ref.offset
         if type(offset) is not int or not 0 <= offset < 1 << 63:
             (offset,) = whole_numbers((offset,), key, "storage offset")
@@ -333,6 +315,18 @@ class Resolver:
             )
         if ref.lazy and ref.dtype not in _SIGNED[ref.lazy[0]]:
             raise FormatError(f"a {ref.lazy[0]} view of numbers that have none", entry=key)
+        chunks: tuple[Chunk, ...] = ()
+        encoding: tuple[str, ...] = ()
+        if numel:
+            place = start + offset * itemsize, span * itemsize
+            chunks = (Chunk(self._path, *place, origin, shape, None, storage.packed),)
+            encoding = (self._order if itemsize > 1 else ()) + ref.lazy
+            if storage.packed is not None:
+                encoding = ("deflated", *encoding)
+        return TensorEntry(
+            key, ref.dtype, shape, stride, nbytes, stored.location, name, chunks,
+            ref.requires_grad is True, ref.is_parameter, encoding,
+        )  # fmt: skip
 
     def _of_kind(self, key: str, ref: KindRef) -> TensorEntry:
         """Return the entry of a tensor that torch makes of others, each of them checked."""
@@ -351,42 +345,6 @@ class Resolver:
             key, ref.dtype, shape, stride, nbytes, ref.storage.location, storage, chunks,
             ref.requires_grad is True, ref.is_parameter, (), Kind(ref.kind, tensors, ref.facts),
         )  # fmt: skip
-
-
-def _entry_of(
-    path: str,
-    order: tuple[str, ...],
-    prefix: str,
-    storages: dict[str, Storage],
-    layouts: dict[tuple[int, int], _Layout],
-    key: str,
-    ref: TensorRef | TensorEntry,
-) -> TensorEntry:
-    """Return the entry of a checked tensor."""
-    if isinstance(ref, TensorEntry):
-        return ref
-    shape, stride, origin, numel, span = layouts[id(ref.size), id(ref.stride)]
-    name = prefix + ref.storage.key
-    storage = storages[name]
-    itemsize, location, start = ITEMSIZE[ref.dtype], ref.storage.location, storage.offset
-    if ref.storage.view is not None:
-        start = _view_of(storage, ref.storage, key)[0]
-    chunks: tuple[Chunk, ...] = ()
-    encoding: tuple[str, ...] = ()
-    if numel:
-        offset, packed = ref.offset, storage.packed
-        assert isinstance(offset, int)  # as it was checked
-        at = start + offset * itemsize
-        place = path, at, span * itemsize, origin, shape, None, packed
-        chunks = (_new(Chunk, place),)
-        encoding = (order if itemsize > 1 else ()) + ref.lazy
-        if packed is not None:
-            encoding = ("deflated", *encoding)
-    made = (
-        key, ref.dtype, shape, stride, numel * itemsize, location, name, chunks,
-        ref.requires_grad is True, ref.is_parameter, encoding, None,
-    )  # fmt: skip
-    return _new(TensorEntry, made)
 
 
 def _view_of(storage: Storage, ref: StorageRef, key: str) -> tuple[int, int]:
@@ -445,7 +403,7 @@ def _record_of(
         check_method(record)
         packed = record._replace(offset=start)
         return Storage(source.path, 0, nbytes, ref.location, crc, packed)
-    return _new(Storage, (source.path, start, nbytes, ref.location, crc, None))
+    return Storage(source.path, start, nbytes, ref.location, crc)
 
 
 _Layout = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int, int]
