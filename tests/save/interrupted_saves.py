@@ -5,8 +5,11 @@ from __future__ import annotations
 import faulthandler
 import gc
 import os
+import random
 import signal
+from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
+from typing import Any
 
 import torch
 from interrupting import Step, in_turn
@@ -54,9 +57,66 @@ def files(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*"))
 
 
-def main(way: str, how: str, first: int, folder: Path, every: int) -> None:
+def again(way: str, raw: bool, folder: Path, every: int) -> None:
+    """Interrupt a save two or three times and keep the tracebacks, as a notebook does.
+
+    Then nobody has the folder's lock, and a new save in this process is whole and leaves nothing.
+    """
+    name, options = WAYS.get(way, WAYS["sharded"])
+    path, source, draw = folder / name, folder / "source.pt", random.Random(1)
+    torchlift.save(state_of(2), source)
+
+    def save(number: float) -> None:
+        if way == "convert":
+            torchlift.convert(source, path, overwrite=True, **options)
+        elif way == "keeper":
+            with torchlift.Keeper(folder / "run", background=False) as keeper:
+                keeper.save(1, model=torch.nn.Linear(2, 2), number=number)
+        else:
+            torchlift.save(state_of(number), path, **options)
+
+    save(1)
+    before, opened, nth = len(files(folder)), descriptors(), 1
+    while True:
+        faulthandler.dump_traceback_later(300, exit=True)
+        gaps = tuple(draw.randint(1, 40) for _ in range(draw.randint(1, 2)))
+        step = Step(nth, FILES, raw=raw, again=gaps, keep=True)
+        step.run(lambda: save(2))
+        if step.count < nth:
+            break
+        at = f"{step.at} {nth} {gaps}"
+        ctrl_c = Step(0, FILES, raw=raw)
+        assert ctrl_c.run(lambda: signal.raise_signal(signal.SIGINT)), f"{at}: Ctrl-C is held back"
+        own = os.open(path.parent if way != "dcp" else path, os.O_RDONLY)
+        flock(own, LOCK_EX | LOCK_NB)
+        os.close(own)
+        save(3)
+        if way == "keeper":
+            with torchlift.Keeper(folder / "run") as keeper:
+                kept = keeper.latest()
+            assert kept is not None, at
+            assert torchlift.open(kept).objects["number"] == 3, at
+            for each in (folder / "run").glob("*"):
+                os.unlink(each)
+            save(1)
+        else:
+            assert number_of(path) == (2 if way == "convert" else 3), at
+        left = [each.name for each in files(folder) if each.name.endswith(".part")]
+        assert not left, f"{at}: {left}"
+        assert len(files(folder)) == before, f"{at}: {files(folder)}"
+        step.kept.clear()
+        gc.collect()
+        if raw:  # else also between two opcodes, where Python delivers none: one may stay open
+            assert descriptors() == opened, f"{at}: {descriptors()}"
+        nth += every
+    assert nth > 1
+
+
+def main(way: str, how: str, first: Any, folder: Path, every: int) -> None:
     """Interrupt every step from `first` on in turn; print how many there were."""
     raw = how == "raw"
+    if first == "again":
+        return again(way, raw, folder, every)
     name, options = WAYS[way]
     path = folder / name
     there = first % 2 == 0 or way == "replaced"

@@ -21,6 +21,19 @@ RUNS = tuple(
     ]
     for first in (1, 2)
 )
+#: The same, of saves that are interrupted two or three times, with tracebacks that are kept.
+AGAIN = tuple(
+    (way, how, "again", every)
+    for way, how, every in [
+        ("torch-zip", "raw", 7),
+        ("sharded", "raw", 17),
+        ("dcp", "raw", 29),
+        ("convert", "raw", 41),
+        ("keeper", "raw", 37),
+        ("sharded", "signal", 499),
+        ("dcp", "signal", 997),
+    ]
+)
 
 
 @pytest.mark.slow
@@ -30,3 +43,12 @@ def test_an_interrupt_at_any_step_ends_a_save_and_leaves_nothing(
 ) -> None:
     """With an older checkpoint and without one: whole, no file, no lock and no descriptor more."""
     assert interrupted(SCRIPT, RUNS)[run] == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", AGAIN, ids=str)
+def test_two_or_three_interrupts_leave_no_lock_and_the_next_save_works(
+    run: tuple[str, str, str, int],
+) -> None:
+    """Also while a notebook keeps the tracebacks, and with them what the saves have left."""
+    assert interrupted(SCRIPT, AGAIN)[run] == ""

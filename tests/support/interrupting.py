@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import CodeType, FrameType
@@ -68,10 +69,22 @@ class Step:
         files: ends of the paths of source files whose steps count.
         raw: raise at once, whoever holds interrupts back, as a second Ctrl-C does. Then the steps
             are calls, or else opcodes.
+        again: how many steps after each interrupt another one comes.
+        keep: keep the tracebacks in `kept`, as a notebook does.
     """
 
-    def __init__(self, nth: int, files: tuple[str, ...], *, raw: bool) -> None:
+    def __init__(
+        self,
+        nth: int,
+        files: tuple[str, ...],
+        *,
+        raw: bool,
+        again: tuple[int, ...] = (),
+        keep: bool = False,
+    ) -> None:
         self.nth, self.files, self.raw = nth, files, raw
+        self.all = {*accumulate((nth, *again))}
+        self.keep, self.kept = keep, list[BaseException]()
         self.count = 0
         self.at = ""
         self._known: dict[CodeType, bool] = {}
@@ -81,7 +94,8 @@ class Step:
         sys.settrace(self._called)
         try:
             call()
-        except KeyboardInterrupt:  # not kept: with its traceback it would keep what it has ended
+        except KeyboardInterrupt as interrupt:  # with its traceback it keeps what it has ended
+            self.kept += [interrupt] * self.keep
             return True
         finally:
             sys.settrace(None)
@@ -104,7 +118,7 @@ class Step:
 
     def _step(self, frame: FrameType) -> None:
         self.count += 1
-        if self.count == self.nth:
+        if self.count in self.all:
             self.at = f"{frame.f_code.co_filename}:{frame.f_lineno}"
             if self.raw:
                 raise KeyboardInterrupt

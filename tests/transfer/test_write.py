@@ -185,7 +185,7 @@ def test_a_file_that_another_writer_takes_for_a_dead_one_s_is_made_again(
     lock = write.flock
 
     def late(descriptor: int, operation: int) -> None:
-        if not operation & write.LOCK_NB and (tmp_path / ".x.torchlift-first000.part").exists():
+        if operation & write.LOCK_EX and (tmp_path / ".x.torchlift-first000.part").exists():
             (tmp_path / ".x.torchlift-first000.part").unlink()
         lock(descriptor, operation)
 

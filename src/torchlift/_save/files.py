@@ -34,7 +34,7 @@ from torchlift._store import (
     remove,
     upload,
 )
-from torchlift._system.interrupts import deliver_interrupt, uninterrupted
+from torchlift._system.interrupts import Running, deliver_interrupt, uninterrupted
 from torchlift._transfer import (
     AtomicFile,
     AtomicSet,
@@ -365,13 +365,17 @@ class Files:
         place: path of the head, links followed.
     """
 
-    def __init__(self, output: Output) -> None:
+    def __init__(self, output: Output, running: Running | None = None) -> None:
         """Make the folders, and remove what dead writers left.
+
+        Args:
+            output: what they are.
+            running: as of `AtomicFile`.
 
         Raises:
             OSError: they cannot be made.
         """
-        self.output = output
+        self.output, self._running = output, running
         self.place = place_of(output)
         self._made: list[str] = []
         self._files: list[AtomicFile] = []
@@ -380,7 +384,7 @@ class Files:
             make_folders(os.path.dirname(output.head), self._made)
             if output.kind is not None:
                 names = list(output.files)
-                self._set = AtomicSet(output.head, names, output.kind, output.replaces)
+                self._set = AtomicSet(output.head, names, output.kind, output.replaces, running)
         except BaseException:
             self.close()
             raise
@@ -397,7 +401,10 @@ class Files:
             OSError: one cannot be created.
         """
         for number, sections in enumerate(self.output.files.values()):
-            file = AtomicFile(self.output.head) if self._set is None else self._set.file(number)
+            if self._set is None:
+                file = AtomicFile(self.output.head, running=self._running)
+            else:
+                file = self._set.file(number)
             self._files.append(file)
             if not self.output.owners:
                 os.truncate(file.descriptor, end_of(sections))
@@ -445,7 +452,7 @@ class Files:
         folder = os.path.dirname(self.output.head)
         if self._set is None or self.output.content is None:
             for index in self.output.replaces:
-                _remove_set(index)
+                _remove_set(index, self._running)
             return [self.output.head]
         self._set.commit(self.output.content(self._set.names))
         return [*(os.path.join(folder, name) for name in self._set.names), self.output.head]
@@ -576,13 +583,17 @@ def remove_unnamed(folder: str, names: Iterable[str], kind: SetKind) -> None:
             remove(inside(folder, name))
 
 
-def on_their_way(output: Output) -> Files | Objects:
+def on_their_way(output: Output, running: Running | None = None) -> Files | Objects:
     """Return the files of a checkpoint that one process makes, wherever they go.
+
+    Args:
+        output: what they are.
+        running: as of `AtomicFile`.
 
     Raises:
         OSError: their folder cannot be made.
     """
-    return Objects(output) if is_url(output.head) else Files(output)
+    return Objects(output) if is_url(output.head) else Files(output, running)
 
 
 def require_one_writer(output: Output, ranks: int) -> None:
@@ -647,7 +658,7 @@ def place_of(output: Output) -> str:
     return os.path.join(os.path.realpath(folder), name)
 
 
-def _remove_set(index: str) -> None:
+def _remove_set(index: str, running: Running | None) -> None:
     """Remove an index that one file has superseded, and its shards.
 
     Raises:
@@ -655,7 +666,7 @@ def _remove_set(index: str) -> None:
     """
     if os.path.isfile(index):
         try:
-            group = AtomicSet(index, (), shards_of_kind(index))
+            group = AtomicSet(index, (), shards_of_kind(index), running=running)
             try:
                 group.remove()
             finally:

@@ -10,6 +10,7 @@ import hashlib
 import math
 import os
 import pickle
+import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,7 +53,7 @@ from torchlift._save.files import (
 from torchlift._save.pickling import Rebuilt
 from torchlift._save.values import Taken, Value, apart, stored_as, untied
 from torchlift._store import is_url, parent
-from torchlift._system.interrupts import deliver_interrupt
+from torchlift._system.interrupts import Running, deliver_interrupt
 from torchlift.errors import CheckpointError, PlacementError
 from torchlift.formats import Chunk, Leaf, Stored, TensorEntry, narrowed, row_major, runs
 
@@ -381,12 +382,13 @@ class Mesh:
         begun: Begun | None = None
         if len(self.ranks) == 1:
             output = replace(output, owners=dict.fromkeys(output.files, 0))
+        running = Running(sys._getframe())
         with ExitStack() as stack:
 
             def begin() -> tuple[Files | Objects | None, Begun | None]:
                 if not self.leads:
                     return None, None
-                made = on_their_way(output)
+                made = on_their_way(output, running)
                 stack.callback(made.close)
                 return made, made.begin()
 

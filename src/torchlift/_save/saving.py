@@ -170,6 +170,8 @@ def save(
     process has left, the next save to the same path removes. So you may save onto the file from
     which the tensors are mapped. ``x.safetensors`` and the shards of ``x.safetensors.index.json``
     are one checkpoint: the one that is saved later replaces the other.
+    Two saves to one folder of several files take turns. A save that waits for ten seconds warns,
+    and names the process that it waits for.
 
     ============================================  =================================================
     path                                          format

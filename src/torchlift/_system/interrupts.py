@@ -2,26 +2,63 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import FrameType
 
-#: Calls that deliver the SIGINTs that are held back. Only the main thread gets any.
-_interrupts: list[Callable[[], object]] = []
+
+class Running:
+    """A call that may end without a word, by an interrupt of what it does about interrupts.
+
+    A notebook keeps the traceback, and with that all that the call had: no destructor runs. The
+    frame is known by its number alone: whatever has this object would keep it, too.
+
+    Attributes:
+        thread: in which it runs.
+    """
+
+    def __init__(self, frame: FrameType) -> None:
+        self.thread = threading.get_ident()
+        self._process, self._frame = os.getpid(), id(frame)
+
+    def is_over(self) -> bool:
+        """Return whether it has ended; never in a fork, where the call is the other process's."""
+        frame = sys._current_frames().get(self.thread)
+        while frame is not None and id(frame) != self._frame:
+            frame = frame.f_back
+        return frame is None and os.getpid() == self._process
 
 
 class _Hold:
-    """A handler of signals that leaves them to another one, for later; of a second, at once."""
+    """A handler of signals that leaves them to another one, for later; of a second, at once.
+
+    It also ends with its block if an interrupt kept that from taking it away: else a Ctrl-C that
+    comes an hour later would be held back.
+    """
 
     def __init__(self, handler: Callable[[int, FrameType | None], object]) -> None:
         self.handler = handler
+        block = sys._getframe(1)
+        while block.f_back and block.f_code.co_filename in (__file__, contextlib.__file__):
+            block = block.f_back
+        self.block = Running(block)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.block.is_over():
+            signal.signal(signal.SIGINT, self.handler)
+            self.handler(number, frame)
+            return
         deliver_interrupt()
-        _interrupts.append(partial(self.handler, number, frame))
+        _interrupts.append((self, number, frame))
+
+
+#: The SIGINTs that are held back, and by what. Only the main thread gets any.
+_interrupts: list[tuple[_Hold, int, FrameType | None]] = []
 
 
 @contextmanager
@@ -32,6 +69,8 @@ def uninterrupted() -> Iterator[Callable[[], None]]:
     the main thread receives signals, so in other threads the block is as it is.
     """
     handler = signal.getsignal(signal.SIGINT)
+    if isinstance(handler, _Hold) and handler.block.is_over():
+        handler = handler.handler
     if isinstance(handler, _Hold) or not callable(handler) or not _is_main_thread():
         yield deliver_interrupt
         return
@@ -64,7 +103,9 @@ def deliver_interrupt() -> None:
     What waits for others calls it: a lock may be theirs for as long as they like.
     """
     if _interrupts and _is_main_thread():
-        _interrupts.pop()()
+        hold, number, frame = _interrupts.pop()
+        if not hold.block.is_over():
+            hold.handler(number, frame)
 
 
 def _is_main_thread() -> bool:

@@ -14,16 +14,19 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from fcntl import LOCK_EX, LOCK_NB, LOCK_UN, flock
 from functools import partial
 from hashlib import sha256
-from threading import Thread
-from time import sleep
-from typing import NamedTuple
+from threading import Thread, get_ident
+from time import localtime, monotonic, sleep, strftime, time
+from typing import NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
-from torchlift._system.interrupts import deliver_interrupt, uninterrupted
+from torchlift._system.interrupts import Running, deliver_interrupt, uninterrupted
 from torchlift._system.memory import c_function
 from torchlift.errors import CheckpointError
 from torchlift.formats import PartialCrc
@@ -35,10 +38,14 @@ _CLIPPED = 180  # of a longer one, of which a hash follows
 #: of a virtual machine has to find first: 2 GiB with fsync took 1.5 s by 128 KiB, 6.3 s by 16 MiB.
 _BLOCK = 128 << 10
 _POLL = 0.01  # seconds
+_PATIENCE = 10.0  # seconds for which a writer waits for another one without a word
 _WRITEBACK = 16 << 20  # bytes
 _SYNC_FILE_RANGE_WRITE = 2  # start, and wait for nothing
 #: Bytes that take longer to sum up (0.6 ms) than a thread takes to start (0.1 ms).
 _WORTH_A_THREAD = 2 << 20
+
+
+_T = TypeVar("_T")
 
 
 class NotDurable(OSError):
@@ -56,10 +63,16 @@ class LockedFile:
     lock, and the next writer in this process waits for it, or takes the file for a live writer's.
 
     Attributes:
-        descriptor: -1 where it is closed.
+        descriptor: -1 if it is closed.
+        can_lock: whether its file system has locks, as far as is known.
+        path: of it, if it was waited for.
+        running: the call that unlocks it.
     """
 
     descriptor = -1
+    can_lock = True
+    path = ""
+    running: Running | None = None
 
     def open(self, path: str, flags: int, mode: int = 0o777) -> None:
         """Open it, unless it is open."""
@@ -67,23 +80,60 @@ class LockedFile:
             with uninterrupted():
                 self.descriptor = os.open(path, flags, mode)
 
-    def lock(self) -> None:
-        """Wait for the lock."""
-        # A file system without locks: nobody can lock there, so nobody takes the file for debris.
-        with suppress(OSError):
-            flock(self.descriptor, LOCK_EX)
+    def lock(self, path: str, running: Running | None = None) -> None:
+        """Wait for the lock; Ctrl-C ends that, and after ten seconds a warning names the holder.
 
-    def try_lock(self) -> bool:
-        """Take the lock if nobody has it; say whether nobody had.
+        Args:
+            path: of the file.
+            running: the call that unlocks it before it ends; None: nobody knows who does.
 
         Raises:
-            OSError: there are no locks.
+            CheckpointError: this thread has it, and would wait for ever.
         """
+        self.path, self.running = path, running
+        _held[id(self)] = self
+        begun, is_told = monotonic(), False
+        # A file system without locks: nobody can lock there, so nobody takes the file for debris.
+        while self.can_lock and not self.try_lock():
+            deliver_interrupt()
+            for other in _unlock_left():
+                if other is not self and other.path == path and other.is_of_this_thread:
+                    raise CheckpointError(
+                        "a signal handler saves to the folder of a save that it interrupts",
+                        file=path,
+                        hint="Set a flag in the handler, and save when the other save has ended.",
+                    )
+            if not is_told and monotonic() - begun >= _PATIENCE:
+                is_told = True
+                warnings.warn(_waiting(path, self.descriptor, begun), RuntimeWarning, 2)
+            sleep(_POLL)
+
+    def try_lock(self) -> bool:
+        """Take the lock if nobody has it and there are locks; say whether it is taken."""
         try:
             flock(self.descriptor, LOCK_EX | LOCK_NB)
         except BlockingIOError:
             return False
+        except OSError:
+            self.can_lock = False
+            return False
         return True
+
+    @property
+    def is_of_this_thread(self) -> bool:
+        """Return whether it is locked by a call of this thread."""
+        return self.running is not None and self.running.thread == get_ident()
+
+    def run(self, call: Callable[[], _T]) -> _T:
+        """Call something that may lock this; however it ends, unlock and close it."""
+        try:
+            return call()
+        finally:
+            # First a function of C. Python delivers an interrupt when it enters one of its own: a
+            # traceback that a notebook keeps would keep the lock, and the next save wait for it.
+            if self.descriptor >= 0 and self.can_lock:
+                flock(self.descriptor, LOCK_UN)
+            self.close()
 
     def close(self) -> None:
         """Unlock and close it; may be called twice."""
@@ -109,6 +159,43 @@ class LockedFile:
         self.close()
 
 
+#: What this process has locked, or waits for, as long as something refers to it.
+_held: WeakValueDictionary[int, LockedFile] = WeakValueDictionary()
+
+
+def _unlock_left() -> list[LockedFile]:
+    """Unlock what calls of this process left locked when they ended; return what else is locked."""
+    held = [file for each in _held.valuerefs() if (file := each()) is not None]
+    for file in held:
+        is_left = file.running is not None and file.running.is_over()
+        if is_left and _held.pop(id(file), None) is not None:  # of two threads one gets it
+            LockedFile.close(file)
+    return [file for file in held if file.descriptor >= 0]
+
+
+def _waiting(path: str, descriptor: int, begun: float) -> str:
+    """Return the warning of a writer that waits: for what, since when, and for whom.
+
+    Args:
+        path: of the file or folder.
+        descriptor: of it.
+        begun: when the wait began, on the monotonic clock.
+    """
+    found = os.fstat(descriptor)
+    place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    holder = "not known, and may run on another machine"
+    # Linux: "1: FLOCK  ADVISORY  WRITE 4711 08:01:1835012 0 EOF", of this machine only.
+    with suppress(OSError), open("/proc/locks", encoding="ascii") as lines:
+        for words in map(str.split, lines):
+            if words[1] == "FLOCK" and words[5] == place and int(words[4]) > 0:
+                holder = f"process {words[4]} on {os.uname().nodename}"
+    since = strftime("%H:%M:%S", localtime(time() - monotonic() + begun))
+    return (
+        f"{path}: this save has waited for a lock since {since}. The holder is {holder}. "
+        "Let it finish, or end it. Ctrl-C ends this save."
+    )
+
+
 class AtomicFile(LockedFile):
     """The owner's side of a file that is being written; others open it by its name.
 
@@ -127,13 +214,14 @@ class AtomicFile(LockedFile):
         ['x']
     """
 
-    def __init__(self, path: str, *, alone: bool = True) -> None:
+    def __init__(self, path: str, *, alone: bool = True, running: Running | None = None) -> None:
         """Create it, and remove what dead writers of the same path left.
 
         Args:
             alone: whether what they left is worth nothing; else it stays.
             path: absolute, of the file to be. Where a link has that name, what it leads to is
                 replaced, not the link; and a file that is replaced passes its mode on.
+            running: the call that closes it before it ends; None: nobody knows who does.
 
         Raises:
             OSError: it cannot be created.
@@ -152,7 +240,7 @@ class AtomicFile(LockedFile):
                 super().close()
                 self.temporary = f"{_prefix(self._path)}{secrets.token_hex(4)}.part"
                 self.open(self.temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode)
-                self.lock()
+                self.lock(self.temporary, running)
         except BaseException:
             self.close()
             raise
@@ -213,7 +301,12 @@ class AtomicSet:
     """
 
     def __init__(
-        self, head: str, names: Sequence[str], kind: SetKind, replaces: Sequence[str] = ()
+        self,
+        head: str,
+        names: Sequence[str],
+        kind: SetKind,
+        replaces: Sequence[str] = (),
+        running: Running | None = None,
     ) -> None:
         """Find names, and remove what dead writers of the same head left.
 
@@ -223,33 +316,36 @@ class AtomicSet:
                 others.
             kind: of the head.
             replaces: paths of files that the new head supersedes.
+            running: as of `AtomicFile`.
 
         Raises:
             OSError: the folder cannot be written to.
         """
         # Where the head is a link, its readers look for the others beside the link.
         self._folder, self._kind = os.path.realpath(os.path.dirname(head)), kind
-        self._replaces = replaces
+        self._replaces, self._running = replaces, running
         self._head = self._path(os.path.basename(head))
-        self._lock = LockedFile()
         self._is_committed = self._is_clean = False
         self._journals = self._head + ".files"
         _mode_of(self._head)
-        with self._locked():
-            taken = self._recover()
-            self.names = list(names)
-            # Beside an older head, too: who has read that one must not find other values there.
-            there = any(name in taken or is_there(self._path(name)) for name in names)
-            if there or is_there(self._head):
-                token = secrets.token_hex(4)
-                self.names = [with_token(name, token) for name in names]
-            self._journal = AtomicFile(self._journals, alone=False)
-            self._known: list[str] = []
-            try:
-                self._note(self.names)
-            except BaseException:
-                self._journal.close()
-                raise
+        self._in_turn(lambda: self._find_names(names))
+
+    def _find_names(self, names: Sequence[str]) -> None:
+        """Choose the names of the files, and note them in a journal."""
+        taken = self._recover()
+        self.names = list(names)
+        # Beside an older head, too: who has read that one must not find other values there.
+        there = any(name in taken or is_there(self._path(name)) for name in names)
+        if there or is_there(self._head):
+            token = secrets.token_hex(4)
+            self.names = [with_token(name, token) for name in names]
+        self._journal = AtomicFile(self._journals, alone=False, running=self._running)
+        self._known: list[str] = []
+        try:
+            self._note(self.names)
+        except BaseException:
+            self._journal.close()
+            raise
 
     def file(self, number: int) -> AtomicFile:
         """Return one of the files, to be written and committed.
@@ -257,7 +353,7 @@ class AtomicSet:
         Raises:
             OSError: it cannot be created.
         """
-        return AtomicFile(self._path(self.names[number]))
+        return AtomicFile(self._path(self.names[number]), running=self._running)
 
     def commit(self, content: bytes) -> None:
         """Write the head, from which on all of them are in place; then remove what the old one had.
@@ -268,19 +364,22 @@ class AtomicSet:
             OSError: they are not.
         """
         make_durable(self._folder)  # so that no crash leaves a head without what it names
-        head = AtomicFile(self._head)
+        head = AtomicFile(self._head, running=self._running)
         try:
             write_at(head.descriptor, content, 0)
-            with self._locked():
-                self._note(self._old(self._head) or ())
-                try:
-                    head.commit()
-                finally:
-                    self._is_committed = head.is_in_place
-                    if self._is_committed:  # never before: until then they are the checkpoint
-                        self._supersede(filter(os.path.isfile, self._replaces))
+            self._in_turn(lambda: self._replace_head(head))
         finally:
             head.close()
+
+    def _replace_head(self, head: AtomicFile) -> None:
+        """Put the new head in the place of the old one, and remove what that named."""
+        self._note(self._old(self._head) or ())
+        try:
+            head.commit()
+        finally:
+            self._is_committed = head.is_in_place
+            if self._is_committed:  # never before: until then they are the checkpoint
+                self._supersede(filter(os.path.isfile, self._replaces))
 
     def remove(self) -> None:
         """Remove the head, and then what it named.
@@ -288,23 +387,31 @@ class AtomicSet:
         Raises:
             NotRemoved: it is still there.
         """
-        with self._locked():
-            self._note(self._old(self._head) or ())
-            self._is_committed = True
-            self._supersede([self._head])
+        self._in_turn(self._remove_head)
+
+    def _remove_head(self) -> None:
+        self._note(self._old(self._head) or ())
+        self._is_committed = True
+        self._supersede([self._head])
 
     def close(self) -> None:
         """Remove the files that the head does not name; may be called twice.
 
         What cannot be removed, the next writer of the head does.
         """
-        if self._journal.descriptor >= 0:
-            with suppress(OSError), self._locked():
-                if not self._is_committed:
-                    if not self._clean(self._known):
-                        self._remove(self.names)
-                    self._is_clean = True
+        if self._journal.descriptor < 0:
+            return
+        try:
+            with suppress(OSError):
+                self._in_turn(self._remove_unnamed)
+        finally:
             self._journal.close(keep=not self._is_clean)
+
+    def _remove_unnamed(self) -> None:
+        if not self._is_committed:
+            if not self._clean(self._known):
+                self._remove(self.names)
+            self._is_clean = True
 
     def _supersede(self, heads: Iterable[str]) -> None:
         """Remove older heads, and what no head names any more.
@@ -372,16 +479,16 @@ class AtomicSet:
         )
         return taken
 
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _in_turn(self, change: Callable[[], None]) -> None:
         """Let one writer after the other look at the folder and change what is in it."""
-        with self._lock as folder:  # the one of this writer: it never waits for itself
+        folder, running = LockedFile(), Running(sys._getframe())
+
+        def wait_and_change() -> None:
             folder.open(self._folder, os.O_RDONLY)
-            with suppress(OSError):
-                while not folder.try_lock():  # whoever has it may take its time
-                    deliver_interrupt()
-                    sleep(_POLL)
-            yield
+            folder.lock(self._folder, running)  # whoever has it may take its time
+            change()
+
+        folder.run(wait_and_change)
 
 
 def _noted(path: str) -> list[str]:
@@ -417,17 +524,25 @@ def remove_debris(
         dead: called with the path of each that is to be removed; says whether it may be.
         live: called with the path of each that has a writer.
     """
+    _unlock_left()
     folder, prefix = os.path.split(_prefix(path))
     pattern = re.compile(re.escape(prefix) + r"[a-z0-9_]{8}\.part")
     for name in filter(pattern.fullmatch, os.listdir(folder)):
-        found = os.path.join(folder, name)
         # Not allowed to open, or locked by a live writer: neither is ours to remove.
-        with suppress(OSError), LockedFile() as file:
-            file.open(found, os.O_RDWR | os.O_NOFOLLOW)
-            if not file.try_lock():
-                live(found)
-            elif dead(found):
-                os.unlink(found)
+        with suppress(OSError):
+            file = LockedFile()
+            file.run(partial(_remove_if_dead, file, os.path.join(folder, name), dead, live))
+
+
+def _remove_if_dead(
+    file: LockedFile, path: str, dead: Callable[[str], bool], live: Callable[[str], object]
+) -> None:
+    file.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    if file.try_lock():
+        if dead(path):
+            os.unlink(path)
+    elif file.can_lock:
+        live(path)
 
 
 def is_there(path: str) -> bool:

@@ -1,0 +1,218 @@
+"""A save that waits says for whom, ends with Ctrl-C, and never waits for this process itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from fcntl import LOCK_EX, LOCK_NB, flock
+from pathlib import Path
+from subprocess import PIPE
+from typing import Any
+
+import pytest
+import torch
+from forked import Forked
+
+import torchlift
+from torchlift import CheckpointError
+from torchlift._transfer import write
+
+INDEX = "x.safetensors.index.json"
+#: Holds the lock of a folder until its standard input ends.
+HOLDER = """
+import fcntl, os, sys
+folder = os.open(sys.argv[1], os.O_RDONLY)
+fcntl.flock(folder, fcntl.LOCK_EX)
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+def state_of(number: float) -> dict[str, torch.Tensor]:
+    """A state of which every value says which one it is."""
+    return {name: torch.full((9,), number) for name in "abc"}
+
+
+def number_of(path: Path) -> float:
+    """Which state a checkpoint is, all of it."""
+    assert torchlift.verify(path).ok
+    with torchlift.open(path) as ckpt:
+        (number,) = {value for tensor in ckpt.values() for value in tensor.unique().tolist()}
+    return number
+
+
+def save_sharded(number: float, folder: Path) -> None:
+    """Save into several files of one folder."""
+    torchlift.save(state_of(number), folder / INDEX, max_shard_size=40)
+
+
+def save_dcp(number: float, folder: Path) -> None:
+    """Save a DCP checkpoint."""
+    torchlift.save(state_of(number), folder, format="dcp")
+
+
+def convert(number: float, folder: Path) -> None:
+    """Convert a file of another folder."""
+    source = folder.with_suffix(".pt")
+    torchlift.save(state_of(number), source)
+    torchlift.convert(source, folder / INDEX, max_shard_size=40, overwrite=True)
+
+
+Save = Callable[[float, Path], None]
+SAVES = [save_sharded, save_dcp, convert]
+
+
+def parts(folder: Path) -> list[str]:
+    """Names of temporary files."""
+    return [name for name in os.listdir(folder) if name.endswith(".part")]
+
+
+@contextmanager
+def told(tell: Callable[[str], object]) -> Iterator[None]:
+    """Call something with each warning, when it comes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda message, *_, **__: tell(str(message))
+        yield
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_a_save_that_waits_for_another_process_names_it(
+    save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once: folder, time, process and host; it ends when that process unlocks."""
+    monkeypatch.setattr(write, "_PATIENCE", 0.05)
+    folder = tmp_path / "run"
+    save(1, folder)
+    seen: list[str] = []
+    with Forked(HOLDER, folder, stdin=PIPE, stdout=PIPE) as holder:
+        assert holder.stdout.readline() == "locked\n"
+
+        def tell(message: str) -> None:
+            seen.append(message)
+            holder.stdin.close()
+
+        with told(tell):
+            save(2, folder)
+    (message,) = seen
+    for word in (f"{folder}:", "since ", f"process {holder.pid} on {os.uname().nodename}"):
+        assert word in message
+    assert number_of(folder) == 2
+    assert not parts(folder)
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_ctrl_c_ends_a_wait_and_the_next_save_works(
+    save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The older checkpoint is in place, and what was begun is gone after the next save."""
+    monkeypatch.setattr(write, "_PATIENCE", 0.05)
+    folder = tmp_path / "run"
+    save(1, folder)
+    kept = []
+    with Forked(HOLDER, folder, stdin=PIPE, stdout=PIPE) as holder:
+        assert holder.stdout.readline() == "locked\n"
+        with told(lambda _: signal.raise_signal(signal.SIGINT)):
+            try:
+                save(2, folder)
+            except KeyboardInterrupt as interrupt:
+                kept.append(interrupt)
+        holder.stdin.close()
+    assert kept
+    assert number_of(folder) == 1
+    save(3, folder)
+    assert number_of(folder) == 3
+    assert not parts(folder)
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_a_second_interrupt_while_a_save_is_undone_leaves_no_lock(
+    save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A notebook keeps the traceback, and with it everything that the save had."""
+    folder, kept = tmp_path / "run", list[BaseException]()
+    save(1, folder)
+
+    def interrupt(*_: object) -> Any:
+        raise KeyboardInterrupt
+
+    for at in ("_replace_head", "_find_names"):
+        with monkeypatch.context() as patch:
+            patch.setattr(write.AtomicSet, at, interrupt)
+            patch.setattr(write.AtomicSet, "close", interrupt)
+            patch.setattr(write.LockedFile, "close", interrupt)
+            patch.setattr(write.AtomicFile, "close", interrupt)
+            try:
+                torchlift.save(state_of(2), folder / INDEX, max_shard_size=40)
+            except (KeyboardInterrupt, CheckpointError) as error:
+                kept.append(error)
+        own = os.open(folder, os.O_RDONLY)
+        flock(own, LOCK_EX | LOCK_NB)
+        os.close(own)
+        save(3, folder)
+        assert number_of(folder) == 3
+        assert not parts(folder)
+    kept.clear()
+
+
+def test_threads_that_save_to_one_folder_take_turns(tmp_path: Path) -> None:
+    """All of them end, and the last one's checkpoint is whole."""
+    start = threading.Barrier(3)
+    failed: list[BaseException] = []
+
+    def run(number: int) -> None:
+        start.wait()
+        try:
+            for _ in range(4):
+                save_sharded(number, tmp_path)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert number_of(tmp_path) in (0, 1, 2)
+    assert not parts(tmp_path)
+
+
+def test_a_signal_handler_that_interrupts_a_save_to_its_folder_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would wait for itself. The way out: it sets a flag, and the program saves later."""
+    errors: list[str] = []
+    flags: list[int] = []
+
+    def handle(number: int, _: object) -> None:
+        flags.append(number)
+        try:
+            save_sharded(2, tmp_path)
+        except CheckpointError as error:
+            errors.append(str(error))
+
+    replace = write.AtomicSet._replace_head
+
+    def signalled(self: write.AtomicSet, head: write.AtomicFile) -> None:
+        signal.raise_signal(signal.SIGUSR1)
+        replace(self, head)
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(write.AtomicSet, "_replace_head", signalled)
+            save_sharded(1, tmp_path)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert number_of(tmp_path) == 1
+    (error,) = errors
+    assert "Set a flag in the handler, and save when the other save has ended." in error
+    if flags:
+        save_sharded(3, tmp_path)
+    assert number_of(tmp_path) == 3
+    assert not parts(tmp_path)
