@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
+import lzma
+import mmap
+import tempfile
+import zipfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import pytest
 import torch
 from safetensors.torch import load
@@ -81,4 +90,87 @@ def test_a_file_that_only_goes_on_or_takes_nothing(tmp_path: Path) -> None:
         assert torch.equal(torch.load(io.BytesIO(file.read()))["b"], STATE["b"])
     (tmp_path / "r").write_bytes(b"12345")
     with (tmp_path / "r").open("rb") as file, pytest.raises(CheckpointError, match="be written"):
+        torchlift.save(STATE, file)
+
+
+class Own(io.FileIO):
+    """Turns all bits of what it is given."""
+
+    def write(self, data: Any) -> int:
+        return super().write(bytes(byte ^ 255 for byte in bytes(data)))
+
+
+def turned(path: Path) -> io.BytesIO:
+    """What `Own` was given."""
+    return io.BytesIO(bytes(byte ^ 255 for byte in path.read_bytes()))
+
+
+#: How it is opened for writing, and for reading.
+FILES: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]] = {
+    "gzip": (partial(gzip.open, mode="wb"), gzip.open),
+    "bz2": (partial(bz2.open, mode="wb"), bz2.open),
+    "lzma": (partial(lzma.open, mode="wb"), lzma.open),
+    "fsspec": (lambda path: fsspec.open(str(path), "wb", compression="gzip").open(), gzip.open),
+    "random": (partial(open, mode="w+b"), partial(open, mode="rb")),
+    "append": (partial(open, mode="ab"), partial(open, mode="rb")),
+    "subclass": (partial(Own, mode="w"), turned),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize("format", ["torch-zip", "safetensors"])
+def test_it_gets_the_bytes_and_what_it_makes_of_them_is_its_own(
+    kind: str, format: str, tmp_path: Path
+) -> None:
+    """What compresses holds a checkpoint that reads back."""
+    write, read = FILES[kind]
+    with write(tmp_path / "x") as file:
+        torchlift.save(STATE, file, format=format)
+    with read(tmp_path / "x") as file:
+        assert torchlift.verify(file).ok
+        assert torchlift.diff(file, STATE).equal
+
+
+def test_members_of_an_archive_and_temporary_files_hold_good_data(tmp_path: Path) -> None:
+    """Also a map of a file that has the room, and not one that has not."""
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive, archive.open("model", "w") as file:
+        torchlift.save(STATE, file)
+    with zipfile.ZipFile(tmp_path / "x.zip") as archive, archive.open("model") as file:
+        assert torchlift.diff(file, STATE).equal
+    for kind in (
+        tempfile.TemporaryFile,
+        tempfile.SpooledTemporaryFile,
+        tempfile.NamedTemporaryFile,
+    ):
+        with kind() as file:
+            report = torchlift.save(STATE, file)
+            assert report.path.startswith(("/", "a "))
+            file.seek(0)
+            assert torchlift.diff(file, STATE).equal
+    with mmap.mmap(-1, torchlift.save(STATE, io.BytesIO()).nbytes + 4096) as room:
+        torchlift.save(STATE, room, format="safetensors")
+        header = int.from_bytes(room[:8], "little")
+        assert torchlift.diff(io.BytesIO(room[: 8 + header + 36]), STATE).equal
+    with mmap.mmap(-1, 100) as room:
+        room.write(b"before")
+        with pytest.raises(CheckpointError, match="room for the file"):
+            torchlift.save(STATE, room)
+        assert room.tell() == 6
+
+
+def test_text_files_of_any_class_are_refused(tmp_path: Path) -> None:
+    """Before anything is written; opened as the error says, it is."""
+    texts: list[Callable[[], Any]] = [
+        lambda: (tmp_path / "x").open("w"),
+        lambda: gzip.open(tmp_path / "x", "wt"),  # noqa: SIM115
+        lambda: tempfile.NamedTemporaryFile("w+"),  # noqa: SIM115
+        lambda: tempfile.SpooledTemporaryFile(mode="w+"),  # noqa: SIM115
+    ]
+    for make in texts:
+        with make() as file, pytest.raises(TypeError, match="open it with mode 'wb'"):
+            torchlift.save(STATE, file)
+    with (tmp_path / "x").open("wb") as file:
+        torchlift.save(STATE, file)
+    assert torchlift.diff(tmp_path / "x", STATE).equal
+    with pytest.raises(CheckpointError, match=r"closed file"):
         torchlift.save(STATE, file)

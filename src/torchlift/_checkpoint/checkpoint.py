@@ -6,12 +6,10 @@ This room knows torch tensors and byte ranges. It does not know models.
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -59,6 +57,7 @@ from torchlift.formats import (
     ambiguity,
     at_indices,
     grain,
+    index_of_object,
     read_index,
     resolved,
     select,
@@ -730,9 +729,10 @@ def open(
     """Read the index of a checkpoint; run no code from it and read no weights.
 
     Args:
-        path: a file, a directory, the URL of one, or a seekable binary file object, of which what
-            is behind its position is read (out of a temporary copy, unless it is a file of this
-            machine that stands at its start); the format is found from the content. Files of
+        path: a file, a directory, the URL of one, or a seekable binary file object. Its
+            own bytes count, from its position on: those that ``gzip.open`` decompresses, not those
+            of the file behind it. They are read out of a temporary copy, unless the object is what
+            ``open(path, "rb")`` returns. The format is found from the content. Files of
             ``torch.save``: zip files, the stream from before torch 1.6 and the older tar;
             TorchScript archives and exported programs (``.pt2``), of which only the weights are
             read; safetensors, Hugging Face's sharded ``*.index.json`` or a directory holding one;
@@ -779,10 +779,8 @@ def open(
         made = Checkpoint(index, root=root, allowed=allowed)
         made._given = place
         return made
-    if not hasattr(path, "read"):
-        raise TypeError(f"expected a path or a binary file object, not {type(path).__name__}")
     with ExitStack() as stack:
-        made = Checkpoint(_index_of(path, stack), root=root, allowed=allowed)
+        made = Checkpoint(stack.enter_context(index_of_object(path)), root=root, allowed=allowed)
         made._kept = stack.pop_all()
     return made
 
@@ -816,31 +814,6 @@ def _opened_again(
             hint="Open the checkpoint again once nobody writes to it.",
         )
     return made
-
-
-def _index_of(file: BinaryIO, stack: ExitStack) -> Index:
-    """Return the index of an open file, or of a copy that lives as long as the stack."""
-    name = getattr(file, "name", None)
-    if isinstance(name, str) and os.path.isfile(name) and not file.tell():
-        is_itself = False
-        with suppress(OSError):  # no descriptor of its own: it reads out of something else
-            is_itself = os.path.samestat(os.stat(name), os.fstat(file.fileno()))
-        if is_itself:
-            return read_index(name)
-    # A caller does not know the copy, which may be gone before the error is read.
-    shown = os.fsdecode(name) if isinstance(name, (str, bytes)) else f"<{type(file).__name__}>"
-    copy = stack.enter_context(tempfile.NamedTemporaryFile())  # noqa: SIM115 - the stack closes it
-    start = file.tell()
-    shutil.copyfileobj(file, copy)
-    file.seek(start)
-    copy.flush()
-    try:
-        index = read_index(copy.name, alone=True)
-    except CheckpointError as error:
-        error.file = shown
-        raise
-    files = {path: replace(stamp, shown=shown) for path, stamp in index.files.items()}
-    return replace(index, path=shown, files=files)
 
 
 def not_dense(entry: TensorEntry, path: str) -> PlacementError:

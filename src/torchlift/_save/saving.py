@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 import time
@@ -354,42 +353,60 @@ def _save_to(
         ValueError: a set of files was asked for.
         CheckpointError: it cannot be written.
     """
-    if isinstance(file, io.TextIOBase):
-        raise TypeError("a file that is open for text cannot be saved to: open it with mode 'wb'")
     if format in SETS or max_shard_size is not None:
         raise ValueError("a file object is one file: save shards and DCP to a path")
-    shown = str(getattr(file, "name", f"a {type(file).__name__}"))
+    name = getattr(file, "name", None)
+    shown = name if isinstance(name, str) and name else f"a {type(file).__name__}"
+    try:
+        file.write(b"")
+    except TypeError as error:
+        what = "a file that is open for text cannot be saved to: open it with mode 'wb'"
+        raise TypeError(what) from error
+    except Exception as error:
+        raise _not_written(shown, error) from error
     with TemporaryDirectory() as folder:
         whole = os.path.join(folder, "saved")
         report = save(obj, whole, format=format or "torch-zip", **options)
         start, end = _extent(file)
         try:
-            with write_errors(shown), open(whole, "rb") as source:
+            with open(whole, "rb") as source:
                 if start is not None:
                     file.seek(start)
                 while data := source.read(_BLOCK):
                     left = memoryview(data)
                     while left:  # a raw file may take less at a time
                         left = left[file.write(left) or len(left) :]
-                file.flush()
-        except BaseException:
+                if hasattr(file, "flush"):
+                    file.flush()
+        except BaseException as error:
             if start is not None:
-                with suppress(OSError):  # of a file that nothing can be written to
+                with suppress(Exception):  # of a file that nothing can be written to
                     file.truncate(end)
-                file.seek(start)
+                with suppress(Exception):
+                    file.seek(start)
+            if isinstance(error, Exception):
+                raise _not_written(shown, error) from error
             raise
     return replace(report, path=shown, files=(shown,))
 
 
 def _extent(file: Any) -> tuple[int | None, int | None]:
-    """Return where a file object is and where it ends; None where it only goes on, as in gzip."""
-    if not file.seekable():
-        return None, None
-    start = file.tell()
-    try:
-        return start, file.seek(0, os.SEEK_END)
-    except ValueError:
-        return None, None
+    """Return where a file object is and where it ends; None if it cannot go back, as in gzip."""
+    with suppress(Exception):  # each class that compresses raises something else
+        start = file.tell()
+        file.seek(0, os.SEEK_END)
+        return start, file.tell()
+    return None, None
+
+
+def _not_written(file: str, error: Exception) -> CheckpointError:
+    """Return our error for one of a file object, which may raise anything."""
+    return CheckpointError(
+        "the file object cannot be written",
+        file=file,
+        found=f"{type(error).__name__}: {error}".partition("\n")[0],
+        hint="Open it for writing, with room for the file.",
+    )
 
 
 def _inside(obj: object) -> Iterator[object]:

@@ -29,6 +29,7 @@ from torchlift.formats.dcp import metadata_files as metadata_files
 from torchlift.formats.dcp import resolved as resolved
 from torchlift.formats.detect import optimizer_in as optimizer_in
 from torchlift.formats.detect import read_index as read_index
+from torchlift.formats.file_object import index_of_object as index_of_object
 from torchlift.formats.flattening import MISSING as MISSING
 from torchlift.formats.flattening import ROOT_OBJECT as ROOT_OBJECT
 from torchlift.formats.flattening import ROOT_TENSOR as ROOT_TENSOR

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from types import MappingProxyType
-from typing import Any
+from typing import Any, BinaryIO
 from zlib import crc32
 
 from torchlift._store import Opened, Stamp, Url, hub_checksum, relative, shared_folder
@@ -21,6 +21,7 @@ from torchlift._system.text import Facts, Summary, count_of, human, printable
 from torchlift.errors import CheckpointError, FormatError, IntegrityError
 from torchlift.formats.dcp import resolved
 from torchlift.formats.detect import read_index
+from torchlift.formats.file_object import index_of_object
 from torchlift.formats.index import LOCAL_MAGIC, Index, Record, Storage
 from torchlift.formats.source import Source, errors_name
 from torchlift.formats.zip_archive import DEFLATED, STORED, inflated, read_directory
@@ -127,7 +128,7 @@ class VerifyReport(Summary):
 
 
 def verify(
-    path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+    path: str | os.PathLike[str] | BinaryIO, *, storage_options: Mapping[str, Any] | None = None
 ) -> VerifyReport:
     """Check a checkpoint's structure and recompute every checksum it records.
 
@@ -140,7 +141,7 @@ def verify(
     git calls them.
 
     Args:
-        path: a file or a directory, or its URL.
+        path: a file or a directory, its URL, or a file object, as for `torchlift.open`.
         storage_options: of a URL, as for `torchlift.open`.
 
     Raises:
@@ -154,7 +155,10 @@ def verify(
         >>> torchlift.verify(path).ok
         True
     """
-    return verify_index(resolved(read_index(path, storage_options=storage_options)))
+    if isinstance(path, (str, bytes, os.PathLike)):
+        return verify_index(resolved(read_index(path, storage_options=storage_options)))
+    with index_of_object(path) as index:
+        return verify_index(resolved(index))
 
 
 def checksums(index: Index) -> Checksums:

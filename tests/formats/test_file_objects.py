@@ -1,0 +1,336 @@
+"""A file object counts by the bytes that it yields, never by those of the file behind it."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import mmap
+import os
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from torch import nn
+
+import torchlift
+from torchlift import CheckpointError, FormatError
+
+STATE = {"weight": torch.arange(6.0).view(2, 3), "bias": torch.tensor([7.0, 8.0])}
+#: What is closed at the end of a test.
+OPEN = ExitStack()
+#: What stands where a reader that looks behind the object would look.
+OTHER = {"weight": torch.zeros(2, 3), "bias": torch.zeros(2)}
+
+
+class OwnReader(io.BufferedReader):
+    """Yields what its raw file has behind eight bytes."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path))
+        super().seek(8)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return super().seek(offset + 8 * (whence == 0), whence) - 8
+
+    def tell(self) -> int:
+        return super().tell() - 8
+
+
+class OwnFile(io.FileIO):
+    """Yields the bytes of its file with all bits turned."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        return bytes(byte ^ 255 for byte in super().read(size))
+
+    def readinto(self, buffer: Any) -> int:
+        data = self.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+
+class Turned(io.RawIOBase):
+    """Has the name and the descriptor of a file, and yields its bytes with all bits turned."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = OPEN.enter_context(io.FileIO(path))
+        self.name = str(path)
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return self._file.seek(offset, whence)
+
+    def readinto(self, buffer: Any) -> int:
+        data = bytes(byte ^ 255 for byte in self._file.read(len(buffer)))
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def content(suffix: str) -> bytes:
+    """The bytes of a checkpoint."""
+    file = io.BytesIO()
+    torchlift.save(STATE, file, format="safetensors" if suffix == "safetensors" else None)
+    return file.getvalue()
+
+
+def turned(data: bytes) -> bytes:
+    """Bytes with all bits turned."""
+    return bytes(byte ^ 255 for byte in data)
+
+
+def packed(opener: Any) -> Callable[[Path, bytes], Any]:
+    """Compress, and open what decompresses."""
+
+    def make(path: Path, data: bytes) -> Any:
+        with opener(path, "wb") as file:
+            file.write(data)
+        return opener(path, "rb")
+
+    return make
+
+
+def in_tar(path: Path, data: bytes) -> Any:
+    """A member of an archive whose name is that of a file in the current folder."""
+    with tarfile.open(path, "w") as archive:
+        info = tarfile.TarInfo("model.pt")
+        info.size = len(data)
+        archive.addfile(info, io.BytesIO(data))
+    torchlift.save(OTHER, "model.pt")
+    archive = tarfile.open(path)  # noqa: SIM115
+    OPEN.callback(archive.close)
+    return archive.extractfile("model.pt")
+
+
+def in_zip(path: Path, data: bytes) -> Any:
+    """A deflated member of an archive whose name is that of a file in the current folder."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("model.pt", data)
+    torchlift.save(OTHER, "model.pt")
+    archive = OPEN.enter_context(zipfile.ZipFile(path))
+    return archive.open("model.pt")
+
+
+def by_fsspec(path: Path, data: bytes) -> Any:
+    """What fsspec decompresses."""
+    with gzip.open(path, "wb") as file:
+        file.write(data)
+    return OPEN.enter_context(fsspec.open(str(path), "rb", compression="gzip"))
+
+
+def temporary(make: Callable[[], Any]) -> Callable[[Path, bytes], Any]:
+    """A file without a name, or one that goes when it is closed."""
+
+    def made(path: Path, data: bytes) -> Any:
+        file = make()
+        file.write(data)
+        file.seek(0)
+        return file
+
+    return made
+
+
+def written(make: Callable[[Path], Any], change: Callable[[bytes], bytes] = bytes) -> Any:
+    """A file of some bytes, opened in some way."""
+
+    def made(path: Path, data: bytes) -> Any:
+        path.write_bytes(change(data))
+        return make(path)
+
+    return made
+
+
+def mapped(path: Path) -> mmap.mmap:
+    """A map of a file."""
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def renamed(path: Path) -> Any:
+    """A file whose name is another one's by now."""
+    file = path.open("rb")
+    path.rename(path.with_suffix(".old"))
+    torchlift.save(OTHER, path, format="torch-zip")
+    return file
+
+
+KINDS: dict[str, Callable[[Path, bytes], Any]] = {
+    "gzip": packed(gzip.open),
+    "bz2": packed(bz2.open),
+    "lzma": packed(lzma.open),
+    "fsspec": by_fsspec,
+    "tar": in_tar,
+    "zip": in_zip,
+    "bytes": lambda path, data: io.BytesIO(data),
+    "temporary": temporary(tempfile.TemporaryFile),
+    "spooled": temporary(tempfile.SpooledTemporaryFile),
+    "named": temporary(tempfile.NamedTemporaryFile),
+    "reader": written(lambda path: path.open("rb")),
+    "raw": written(lambda path: path.open("rb", buffering=0)),
+    "random": written(lambda path: path.open("r+b")),
+    "descriptor": written(lambda path: os.fdopen(os.open(path, os.O_RDONLY), "rb")),
+    "mmap": written(mapped),
+    "renamed": written(renamed),
+    "subclass of a reader": written(OwnReader, lambda data: b"12345678" + data),
+    "subclass of a file": written(OwnFile, turned),
+    "over another raw file": written(lambda path: io.BufferedReader(Turned(path)), turned),
+    "buffer over a subclass": written(lambda path: io.BufferedReader(OwnFile(path)), turned),
+}
+
+
+@pytest.fixture(params=KINDS)
+def make(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[bytes], Any]]:
+    """Make file objects of one kind from bytes, each with a file of its own."""
+    monkeypatch.chdir(tmp_path)
+    with OPEN:
+        paths = (tmp_path / f"{number}.bin" for number in range(20))
+        yield lambda data: OPEN.enter_context(KINDS[request.param](next(paths), data))
+
+
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+def test_every_door_takes_the_bytes_that_it_yields(
+    make: Callable[[bytes], Any], suffix: str, tmp_path: Path
+) -> None:
+    """Opened, loaded, converted, verified, compared and summed up; it stays where it was."""
+    data, model = content(suffix), nn.Linear(3, 2)
+    file = make(data)
+    with torchlift.open(file) as ckpt:
+        assert torch.equal(ckpt["weight"], STATE["weight"])
+        assert file.tell() == 0
+    assert torchlift.load(model, make(data)).loaded
+    assert torch.equal(model.weight, STATE["weight"])
+    assert torchlift.plan(model, make(data)).loaded
+    torchlift.convert(make(data), tmp_path / "new.safetensors")
+    assert torchlift.diff(tmp_path / "new.safetensors", STATE).equal
+    report = torchlift.verify(make(data))
+    assert report.ok
+    assert len(report.checked) == 2
+    assert torchlift.diff(make(data), STATE).equal
+    assert not torchlift.diff(make(data), OTHER).equal
+    assert torchlift.digest(make(data)) == torchlift.digest(STATE)
+
+
+def test_what_is_damaged_in_it_is_an_error_of_ours(make: Callable[[bytes], Any]) -> None:
+    """And verify finds what it has a checksum of."""
+    data = content("pt")
+    at = data.index(STATE["weight"].numpy().tobytes())
+    assert not torchlift.verify(make(data[:at] + b"\1" + data[at + 1 :])).ok
+    with pytest.raises(CheckpointError):
+        torchlift.open(make(data[:-100]))
+
+
+class OnlyOnce(io.BytesIO):
+    """Goes on only, as a pipe or an answer over HTTP does."""
+
+    def seekable(self) -> bool:
+        return False
+
+    def seek(self, *_: object) -> int:
+        raise io.UnsupportedOperation("seek")
+
+
+def pipe() -> Any:
+    """A pipe with a checkpoint in it."""
+    ends = os.pipe()
+    with open(ends[1], "wb") as file:
+        file.write(content("safetensors"))
+    return open(ends[0], "rb")
+
+
+DOORS: dict[str, Callable[[Any], object]] = {
+    "open": torchlift.open,
+    "load": lambda file: torchlift.load(nn.Linear(3, 2), file),
+    "convert": lambda file: torchlift.convert(file, "never.safetensors"),
+    "verify": torchlift.verify,
+    "diff": lambda file: torchlift.diff(file, STATE),
+    "digest": torchlift.digest,
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("make_one", [lambda: OnlyOnce(content("pt")), pipe], ids=["own", "pipe"])
+def test_what_cannot_seek_is_refused_with_a_way_out(door: str, make_one: Callable[[], Any]) -> None:
+    """Nothing of it is read, and what the error says works."""
+    with make_one() as file:
+        with pytest.raises(FormatError, match=r"cannot seek.*io\.BytesIO\(file\.read\(\)\)"):
+            DOORS[door](file)
+        if door != "convert":
+            DOORS[door](io.BytesIO(file.read()))
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_text_and_what_is_open_for_writing_are_refused_with_a_way_out(
+    door: str, tmp_path: Path
+) -> None:
+    """By their mode, whatever wraps them."""
+    path = tmp_path / "x.pt"
+    path.write_bytes(content("pt"))
+    with gzip.open(tmp_path / "x.gz", "wb") as file:
+        file.write(content("pt"))
+    texts = [
+        lambda: io.StringIO("text"),
+        lambda: path.open(encoding="latin-1"),
+        lambda: gzip.open(tmp_path / "x.gz", "rt", encoding="latin-1"),  # noqa: SIM115
+        lambda: tempfile.NamedTemporaryFile("w+", encoding="latin-1"),  # noqa: SIM115
+        lambda: tempfile.SpooledTemporaryFile(mode="w+", encoding="latin-1"),  # noqa: SIM115
+    ]
+    for make_one in texts:
+        with make_one() as text, pytest.raises(FormatError, match=r"open for text.*mode 'rb'"):
+            DOORS[door](text)
+    for make_one in (partial(open, tmp_path / "w", "wb"), partial(gzip.open, tmp_path / "w", "wb")):
+        with make_one() as file, pytest.raises(FormatError, match=r"be read.*mode 'rb'"):
+            DOORS[door](file)
+    with path.open("rb") as file:
+        pass
+    with pytest.raises(FormatError, match=r"closed file.*mode 'rb'"):
+        DOORS[door](file)
+    if door != "convert":
+        with path.open("rb") as file:
+            DOORS[door](file)
+
+
+def test_damaged_compression_is_an_error_of_ours(tmp_path: Path) -> None:
+    """Whatever the module that decompresses raises; cut off, and with wrong bytes."""
+    for opener in (gzip.open, bz2.open, lzma.open):
+        with opener(tmp_path / "x", "wb") as file:
+            file.write(content("pt"))
+        whole = (tmp_path / "x").read_bytes()
+        middle = len(whole) // 2
+        for data in (whole[:middle], whole[:middle] + bytes(40) + whole[middle + 40 :]):
+            (tmp_path / "x").write_bytes(data)
+            with opener(tmp_path / "x") as file, pytest.raises(FormatError, match="be read"):
+                torchlift.open(file)
+
+
+def test_an_opener_of_fsspec_is_refused_before_it_is_entered(tmp_path: Path) -> None:
+    """It is neither a path nor a file. What `with` gives is read."""
+    path = tmp_path / "x.pt.gz"
+    with gzip.open(path, "wb") as file:
+        file.write(content("pt"))
+    opener = fsspec.open(str(path), "rb", compression="gzip")
+    for door in (torchlift.open, torchlift.verify):
+        with pytest.raises(TypeError, match="a path or a binary file object, not OpenFile"):
+            door(opener)
+    with opener as file:
+        assert torch.equal(torchlift.open(file)["weight"], STATE["weight"])
