@@ -42,5 +42,7 @@ from torchlift._plan.steps import Match as Match
 from torchlift._plan.steps import Rename as Rename
 from torchlift._plan.steps import Step as Step
 from torchlift._plan.steps import Transform as Transform
+from torchlift._plan.suggest import empty_hint as empty_hint
+from torchlift._plan.suggest import is_empty as is_empty
 from torchlift._plan.suggest import look_alikes as look_alikes
 from torchlift._plan.suggest import suggestion as suggestion

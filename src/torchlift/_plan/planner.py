@@ -58,7 +58,7 @@ from torchlift._plan.rules import (
     renamed,
 )
 from torchlift._plan.steps import Match, Named, Rename, Step, Transform, Work
-from torchlift._plan.suggest import look_alikes, suggestion
+from torchlift._plan.suggest import empty_hint, is_empty, look_alikes, suggestion
 from torchlift._sources import FileTensor, Given, MemoryTensor, Origin, SourceTensor, sources
 from torchlift._store import Url
 from torchlift._system.interrupts import uninterrupted
@@ -690,12 +690,16 @@ def check_names(matched: Match, path: str, options: Options) -> None:
     if missing and unexpected:
         ways = [Hint(Argument("rename"), " with the rule that brings the names together")]
         alike = look_alikes(missing, unexpected)
-    if wrong:
-        lists.append(f"mismatched ({len(wrong)}): {clipped_list(map(str, wrong.values()), '; ')}")
+    shapes_of = {key: (item.expected, item.found) for key, item in wrong.items()}
+    no_values = [str(wrong[key]) for key, both in shapes_of.items() if is_empty(*both)]
+    others = [str(wrong[key]) for key, both in shapes_of.items() if not is_empty(*both)]
+    for what, texts in (("without values", no_values), ("mismatched", others)):
+        if texts:
+            lists.append(f"{what} ({len(texts)}): {clipped_list(texts, '; ')}")
     if wrong and not options.ignore_mismatched:
         skipping = Argument("ignore_mismatched", "True")
         ways.append(Hint(skipping, " to skip what has another shape"))
-    hint = matched.hint
+    hint = empty_hint(shapes_of) or matched.hint
     shapes = sum(item.note is None for item in wrong.values())
     misnamed = len(names) + min(len(missing), len(unexpected))
     if hint is None and shapes > 3 * matched.fits + misnamed:
@@ -711,7 +715,7 @@ def check_names(matched: Match, path: str, options: Options) -> None:
         lists=lists,
         missing_keys=matched.missing,
         unexpected_keys=matched.unexpected,
-        mismatched={key: (item.expected, item.found) for key, item in wrong.items()},
+        mismatched=shapes_of,
     )
 
 

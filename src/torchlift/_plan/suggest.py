@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torchlift._model import CHECKPOINTED, COMPILED, FULLY_SHARDED
 from torchlift.errors import Argument, Hint, nearest
 
 #: Names of each side from which rules are guessed; what they do is counted on all names.
 _LOOKED_AT = 2000
+_Shape = tuple[int, ...]
+#: Neither a model of other sizes nor a load without them would have the values.
+_NO_VALUES = (
+    "Weights of shape [0] hold no values: each rank of DeepSpeed's ZeRO-3 has its part elsewhere. "
+    "Pass the folder of DeepSpeed's own checkpoint, which has zero_to_fp32.py in it, or what that "
+    "script makes of it. Or save again with stage3_gather_16bit_weights_on_model_save."
+)
 #: Children in which wrappers of PyTorch hold the module that they wrap.
 _WRAPPERS = ("module", COMPILED, CHECKPOINTED, FULLY_SHARDED)
 
@@ -57,6 +64,20 @@ def suggestion(
         return None
     told = ", ".join(f"{name!r} is in the checkpoint's names only" for name in inner)
     return Hint(f"{told}: pass ", _rename(inner), ".")
+
+
+def is_empty(expected: _Shape, found: _Shape) -> bool:
+    """Return whether a checkpoint has no values for a tensor that a model has values for."""
+    return 0 in found and 0 not in expected
+
+
+def empty_hint(mismatched: Mapping[str, tuple[_Shape, _Shape]]) -> str | None:
+    """Return the way out if a checkpoint has names, and no values under some of them.
+
+    Args:
+        mismatched: name -> (shape in the model, shape in the checkpoint).
+    """
+    return _NO_VALUES if any(is_empty(*both) for both in mismatched.values()) else None
 
 
 def look_alikes(missing: Sequence[str], unexpected: Sequence[str]) -> str | None:

@@ -27,7 +27,7 @@ from torchlift._model import (
     spread_of,
     wrap,
 )
-from torchlift._plan import allowed, listed
+from torchlift._plan import allowed, is_empty, listed
 from torchlift._sources import Copy, FileTensor, Sent, whole_copy
 from torchlift._system.containers import leaves, map_leaves
 from torchlift._system.text import Facts, Summary, clipped_list
@@ -258,6 +258,11 @@ def _require_same(a: dict[str, Any], b: dict[str, Any], first: str, second: str)
 
 
 #: The way out where numbers were all that told parameters apart.
+_NO_VALUES = (
+    "A state of shape [0] holds no values: it is one rank's part of a sharded optimizer. Save what "
+    "torchlift.distributed.get_optimizer_state_dict(model, optimizer, "
+    "options=StateDictOptions(full_state_dict=True)) returns when all ranks call it."
+)
 _ORDER = (
     "Only numbers tell its parameters apart: give the optimizer them in the order of the one that "
     "was saved. To save them by name, make it of model.named_parameters(), or use torchlift.Keeper."
@@ -353,13 +358,14 @@ def _layout_for(
         expected = target.initial.get(path)
     where = target.entry(path)
     if expected is not None and expected.shape != value.shape:
+        both = tuple(expected.shape), tuple(value.shape)
         raise StateDictMismatch(
             "a saved state has another shape than the optimizer's",
             entry=where,
             expected=list(expected.shape),
             found=list(value.shape),
-            mismatched={where: (tuple(expected.shape), tuple(value.shape))},
-            hint=_ORDER if target.by_order else None,
+            mismatched={where: both},
+            hint=_NO_VALUES if is_empty(*both) else _ORDER if target.by_order else None,
         )
     check_value(where, expected, value, target.options)
     if is_dtensor(value):

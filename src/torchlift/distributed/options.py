@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from torchlift._model import is_dtensor, layout_of, local_tensor, oddity
-from torchlift._plan import look_alikes
+from torchlift._plan import empty_hint, look_alikes
 from torchlift._system.text import clipped_list
 from torchlift.errors import StateDictMismatch as StateDictMismatch
 
@@ -207,8 +207,9 @@ def misfit(what: str, problems: Mapping[str, list[str]], **fields: Any) -> State
         the state dict does not fit the model: Unexpected key(s) 'a'. Pass strict=False to load...
     """
     texts = []
-    hint = None if fields.get("mismatched") else "Pass strict=False to load what fits."
-    if hint and problems.get(MISSING) and problems.get(UNEXPECTED):
+    shapes = fields.get("mismatched")
+    hint = empty_hint(shapes) if shapes else "Pass strict=False to load what fits."
+    if not shapes and problems.get(MISSING) and problems.get(UNEXPECTED):
         # Less would be loaded than anybody means: the names have to be brought together first.
         alike = look_alikes(problems[MISSING], problems[UNEXPECTED])
         hint = f"Rename what is meant to be the same{f': {alike}' if alike else ''}."
