@@ -29,8 +29,8 @@ from torchlift._model import (
     is_lazy,
     is_plain,
     local_tensor,
-    locked,
     rank,
+    read_tree,
     refresh_shards,
     run_post_hooks,
     wrapped_names,
@@ -175,8 +175,7 @@ def load(
     Raises:
         MismatchError: the names or shapes do not fit; one error that lists all of them.
         UnsafeError: a value could only be had by running code.
-        PlacementError: a tensor cannot go where it was asked to go, or cannot be made; or this is
-            called inside of another load while another thread loads into the same model.
+        PlacementError: a tensor cannot go where it was asked to go, or cannot be made.
         IntegrityError: a checksum is wrong, or the file changed or could not be read; or values are
             not finite, and `check` asks for that: one error that lists the tensors.
         ValueError: `check` is something else.
@@ -222,16 +221,13 @@ def _load(
 ) -> LoadReport:
     """Load, and be done with all records but the report: the collector looks at what is left."""
     transform = options.transform
-    with (
-        locked(model) as tree,
-        (
-            ranks := RankGroup.of_model(
-                [group.tensor for group in tree.groups],
-                collective=collective,
-                process_group=process_group,
-            )
-        ).together() as agree,
-    ):
+    tree = read_tree(model)
+    ranks = RankGroup.of_model(
+        [group.tensor for group in tree.groups],
+        collective=collective,
+        process_group=process_group,
+    )
+    with ranks.together() as agree:
         with sources(ckpt, root, allow_classes, storage_options) as origin:
             before = origin.requests
             # First, so that no code of the model or the caller sees damaged values. All ranks that

@@ -89,7 +89,7 @@ from torchlift._model.slots import ModuleTree as ModuleTree
 from torchlift._model.slots import collect as collect
 from torchlift._model.slots import is_blank as is_blank
 from torchlift._model.slots import is_lazy as is_lazy
-from torchlift._model.slots import locked as locked
+from torchlift._model.slots import read_tree as read_tree
 from torchlift._model.slots import walk as walk
 from torchlift._model.state import PATCH as PATCH
 from torchlift._model.state import by_name as by_name

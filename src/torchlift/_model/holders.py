@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchlift._model import handlers
 from torchlift._model.handlers import is_plain, is_wrapper
-from torchlift._model.slots import Group, collect, is_lazy, locked
+from torchlift._model.slots import Group, collect, is_lazy, read_tree
 from torchlift._model.torch_private import (
     FLAT_REFERENCES,
     FLAT_WEIGHTS,
@@ -335,8 +335,7 @@ def preserving_references(*, check: nn.Module | None = None) -> Iterator[None]:
     Args:
         check: a module to examine first, as `preflight` does. Weak references that its recurrent
             layers keep to their own weights, for which torch refuses ``load_state_dict``, are
-            released for the time of the block. torchlift's loads into it in other threads wait
-            until the block ends.
+            released for the time of the block. Do not load into it in other threads meanwhile.
 
     Raises:
         PlacementError: a tensor of ``check`` cannot be exchanged; names it and its holders.
@@ -351,28 +350,27 @@ def preserving_references(*, check: nn.Module | None = None) -> Iterator[None]:
         (True, torch.float64)
     """
     global _inside, _before
-    with nullcontext() if check is None else locked(check):
-        if check is not None:
-            found = blocked_by(collect(check))
-            if found:
-                raise refusal(found, hint="Release them first.")
+    if check is not None:
+        found = blocked_by(read_tree(check).groups)
+        if found:
+            raise refusal(found, hint="Release them first.")
+    with _lock:
+        if _inside == 0:
+            _before = torch.__future__.get_swap_module_params_on_conversion()
+        _inside += 1
+        torch.__future__.set_swap_module_params_on_conversion(True)
+    modules = [] if check is None else check.modules()
+    recurrent = [module for module in modules if isinstance(module, nn.RNNBase)]
+    for layer in recurrent:
+        setattr(layer, FLAT_REFERENCES, [None] * len(getattr(layer, FLAT_WEIGHTS)))
+    try:
+        yield
+    finally:
         with _lock:
+            _inside -= 1
             if _inside == 0:
-                _before = torch.__future__.get_swap_module_params_on_conversion()
-            _inside += 1
-            torch.__future__.set_swap_module_params_on_conversion(True)
-        modules = [] if check is None else check.modules()
-        recurrent = [module for module in modules if isinstance(module, nn.RNNBase)]
+                torch.__future__.set_swap_module_params_on_conversion(_before)
         for layer in recurrent:
-            setattr(layer, FLAT_REFERENCES, [None] * len(getattr(layer, FLAT_WEIGHTS)))
-        try:
-            yield
-        finally:
-            with _lock:
-                _inside -= 1
-                if _inside == 0:
-                    torch.__future__.set_swap_module_params_on_conversion(_before)
-            for layer in recurrent:
-                weights = getattr(layer, FLAT_WEIGHTS)
-                references = [None if weight is None else weakref.ref(weight) for weight in weights]
-                setattr(layer, FLAT_REFERENCES, references)
+            weights = getattr(layer, FLAT_WEIGHTS)
+            references = [None if weight is None else weakref.ref(weight) for weight in weights]
+            setattr(layer, FLAT_REFERENCES, references)

@@ -1,26 +1,20 @@
 """The places in a module where a tensor can go, and which of them are one tensor: ties.
 
-Reads modules only; nothing here changes one. Who does, keeps other threads out: `locked`.
+Reads modules only; nothing here changes one.
 """
 
 from __future__ import annotations
 
-import os
-import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from time import sleep
 
 import torch
 from torch import nn
 
 from torchlift._model.dtensor import reshard
 from torchlift._model.torch_private import LAZY
-from torchlift.errors import PlacementError
 
 #: Attribute under which a skeleton's tensor, and the modules that hold it, remember how it was
 #: made; see `skeleton`.
@@ -190,87 +184,8 @@ def collect(model: nn.Module) -> list[Group]:
     return ModuleTree(model).groups
 
 
-# ---- one thread at a time
-
-
-@dataclass(eq=False)
-class _Load:
-    """A load that goes on for as long as this lives.
-
-    Attributes:
-        thread: that it is in.
-        inside: identities of the modules and tensors that it may change.
-    """
-
-    thread: int
-    inside: set[int]
-
-
-#: Only their owners keep them alive, so that none outlives a load that an interrupt has ended.
-_loads: list[weakref.ref[_Load]] = []
-#: Not a condition, whose methods are Python code: an interrupt in `__exit__` would leave it locked.
-_changing = threading.Lock()
-_POLL = 0.005  # seconds
-
-
-@contextmanager
-def locked(model: nn.Module) -> Iterator[ModuleTree]:
-    """Walk over a model and keep the loads of other threads out of it inside the block.
-
-    One that is inside already, of this model, of a part of it or of what shares a tensor with it,
-    is waited for. One thread may be inside several times.
-
-    Raises:
-        PlacementError: this thread would have to wait inside of another such block.
-    """
-    load = _Load(threading.get_ident(), set())
-    while True:
-        with _changing:
-            # Again after each wait: what loaded meanwhile may have put other tensors there.
-            tree = ModuleTree(model)
-            load.inside = _identities(tree)
-            _loads[:] = [each for each in _loads if each() is not None]
-            others = [each for each in _loads if _excludes(each(), load)]
-            if not others:
-                _loads.append(weakref.ref(load))
-                break
-            if any(_is_in(each(), load.thread) for each in _loads):
-                raise PlacementError(
-                    "another thread is loading into this model, and this one is inside of a load "
-                    "too: each could wait for the other",
-                    hint="Load into one model after the other, not into one from inside of "
-                    "another's load.",
-                )
-        while any(each() is not None for each in others):
-            sleep(_POLL)
-    try:
-        reshard(tree.modules)
-        yield tree
-    finally:
-        del load  # also where a traceback keeps this frame
-
-
-def _excludes(one: _Load | None, other: _Load) -> bool:
-    if one is None or one.thread == other.thread:
-        return False
-    return not one.inside.isdisjoint(other.inside)
-
-
-def _is_in(one: _Load | None, thread: int) -> bool:
-    return one is not None and one.thread == thread
-
-
-def _identities(tree: ModuleTree) -> set[int]:
-    registered = [(m, *m._parameters.values(), *m._buffers.values()) for m in tree.modules]
-    return {id(item) for items in registered for item in items if item is not None}
-
-
-def _leave_other_threads_behind() -> None:
-    """Forget, in a forked child, the loads of threads that it does not have."""
-    global _changing
-    _changing = threading.Lock()
-    _loads[:] = [each for each in _loads if _is_in(each(), threading.get_ident())]
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_other_threads_behind)
+def read_tree(model: nn.Module) -> ModuleTree:
+    """Walk over a model, whose gathered parameters FSDP2 shards again first."""
+    tree = ModuleTree(model)
+    reshard(tree.modules)
+    return tree

@@ -26,9 +26,9 @@ from torchlift._model import (
     is_plain,
     local_shape,
     local_tensor,
-    locked,
     ordinary_tensors,
     own_loaders,
+    read_tree,
     run_hooks,
     spans_of,
     wrapped_names,
@@ -234,12 +234,11 @@ def plan_only(
     check_order(model, ckpt)
     with (
         sources(ckpt, root, allow_classes, storage_options) as origin,
-        locked(model) as tree,
         uninterrupted(),
         Commit() as commit,
     ):
         try:
-            return make_plan(tree, origin, options, commit)
+            return make_plan(read_tree(model), origin, options, commit)
         finally:
             commit.undo()
 

@@ -19,8 +19,8 @@ from torchlift._model import (
     inner_tensors,
     is_dtensor,
     is_lazy,
-    locked,
     ordinary_tensors,
+    read_tree,
     shard_of_value,
     successor_of,
     usable_device,
@@ -115,18 +115,18 @@ def materialize(
         ['weight', 'bias']
     """
     where = usable_device("cpu" if device is None else device, "materialize")
-    with locked(model) as tree:
-        groups = tree.on_meta
-        if names is not None:
-            groups = _named(groups, [names] if isinstance(names, str) else list(names), tree)
-        with ordinary_tensors():
-            made = make(groups, [where] * len(groups))
-        with uninterrupted() as deliver, Commit() as commit:
-            for group, tensor in zip(groups, made, strict=True):
-                commit.put(group, tensor)
-            deliver()  # an interrupt takes it back; one that comes later finds all of it done
-            commit.finish()
-            forget(tree)
+    tree = read_tree(model)
+    groups = tree.on_meta
+    if names is not None:
+        groups = _named(groups, [names] if isinstance(names, str) else list(names), tree)
+    with ordinary_tensors():
+        made = make(groups, [where] * len(groups))
+    with uninterrupted() as deliver, Commit() as commit:
+        for group, tensor in zip(groups, made, strict=True):
+            commit.put(group, tensor)
+        deliver()  # an interrupt takes it back; one that comes later finds all of it done
+        commit.finish()
+        forget(tree)
     return [name for group in groups for name in group.names]
 
 

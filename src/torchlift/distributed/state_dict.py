@@ -33,11 +33,11 @@ from torchlift._model import (
     by_name,
     is_dtensor,
     layout_of,
-    locked,
     portable,
     rank,
     ranks_of,
     read_model,
+    read_tree,
     reshard,
     spread_of,
     tensors_of,
@@ -697,22 +697,21 @@ def _read(
 def load_states(call: LoadCall) -> LoadedKeys:
     """Load what a call is about, or nothing at all, on every rank."""
     require_module(call.model)
-    with locked(call.model):
-        if uses_fsdp1(call.model):
-            from torchlift.distributed import fsdp1
+    if uses_fsdp1(call.model):
+        from torchlift.distributed import fsdp1
 
-            *keys, report = fsdp1.write(call)
-        else:
-            given = call.model_state
-            if isinstance(given, Mapping) and any(isinstance(key, nn.Module) for key in given):
-                warnings.warn(
-                    "Passing model_state_dict as a dict of modules is deprecated, as in torch: put "
-                    "the module's name before the keys",
-                    FutureWarning,
-                    stacklevel=3,
-                )
-            with collection_paused():
-                *keys, report = _together(call)
+        *keys, report = fsdp1.write(call)
+    else:
+        given = call.model_state
+        if isinstance(given, Mapping) and any(isinstance(key, nn.Module) for key in given):
+            warnings.warn(
+                "Passing model_state_dict as a dict of modules is deprecated, as in torch: put "
+                "the module's name before the keys",
+                FutureWarning,
+                stacklevel=3,
+            )
+        with collection_paused():
+            *keys, report = _together(call)
     done = LoadedKeys(*keys)
     done.optimizer = report
     return done
@@ -764,8 +763,7 @@ def _together(call: LoadCall) -> tuple[list[str], list[str], OptimizerReport]:
     Raises:
         StateDictMismatch: something does not fit, on this rank or on another.
     """
-    tree = ModuleTree(call.model)
-    reshard(tree.modules)
+    tree = read_tree(call.model)
     tensors = [group.tensor for group in tree.groups]
     among: dict[str, Any] = {
         "collective": call.collective, "process_group": call.process_group
