@@ -88,7 +88,10 @@ def again(way: str, raw: bool, folder: Path, every: int) -> None:
         ctrl_c = Step(0, FILES, raw=raw)
         assert ctrl_c.run(lambda: signal.raise_signal(signal.SIGINT)), f"{at}: Ctrl-C is held back"
         own = os.open(path.parent if way != "dcp" else path, os.O_RDONLY)
-        flock(own, LOCK_EX | LOCK_NB)
+        try:
+            flock(own, LOCK_EX | LOCK_NB)
+        except BlockingIOError:
+            raise AssertionError(f"{at}: the folder is locked") from None
         os.close(own)
         save(3)
         if way == "keeper":

@@ -127,12 +127,14 @@ class LockedFile:
     def run(self, call: Callable[[], _T]) -> _T:
         """Call something that may lock this; however it ends, unlock and close it."""
         try:
-            return call()
+            try:
+                return call()
+            finally:
+                # First a function of C. Python delivers an interrupt when it enters one of its own:
+                # a traceback that a notebook keeps would keep the lock, and other processes wait.
+                if self.descriptor >= 0 and self.can_lock:
+                    flock(self.descriptor, LOCK_UN)
         finally:
-            # First a function of C. Python delivers an interrupt when it enters one of its own: a
-            # traceback that a notebook keeps would keep the lock, and the next save wait for it.
-            if self.descriptor >= 0 and self.can_lock:
-                flock(self.descriptor, LOCK_UN)
             self.close()
 
     def close(self) -> None:
@@ -409,9 +411,7 @@ class AtomicSet:
 
     def _remove_unnamed(self) -> None:
         if not self._is_committed:
-            if not self._clean(self._known):
-                self._remove(self.names)
-            self._is_clean = True
+            self._is_clean = self._clean(self._known) or self._remove(self.names)
 
     def _supersede(self, heads: Iterable[str]) -> None:
         """Remove older heads, and what no head names any more.
@@ -457,17 +457,20 @@ class AtomicSet:
         return needed
 
     def _clean(self, names: Iterable[str]) -> bool:
-        """Remove files that no head of the folder names; say whether that can be told."""
+        """Remove files that no head of the folder names; say whether none of them is left."""
         needed = self._needed()
-        if needed is not None:
-            self._remove(name for name in names if name not in needed)
-        return needed is not None
+        if needed is None:  # nobody can tell
+            return False
+        return self._remove(name for name in names if name not in needed)
 
-    def _remove(self, names: Iterable[str]) -> None:
+    def _remove(self, names: Iterable[str]) -> bool:
+        """Remove files; say whether none is left, as one that an interrupt has left locked is."""
+        left: list[str] = []
         for name in filter(re.compile(self._kind.ours).fullmatch, names):
-            remove_debris(self._path(name))
+            remove_debris(self._path(name), live=left.append)
             with suppress(FileNotFoundError):  # it may never have been made
                 os.unlink(self._path(name))
+        return not left
 
     def _recover(self) -> set[str]:
         """Remove what dead writers left; return the names that live ones are about to use."""
