@@ -55,6 +55,7 @@ from torchlift._sources import (
     index_of,
     is_state,
     opened,
+    state_hint,
     tensor_of,
     tensors_in,
 )
@@ -62,7 +63,15 @@ from torchlift._store import FileStamp, exists, is_url, place_of
 from torchlift._system.containers import map_leaves
 from torchlift._system.memory import collection_paused, trim
 from torchlift._system.text import printable
-from torchlift.errors import Argument, CheckpointError, Hint, PlacementError
+from torchlift.errors import (
+    Argument,
+    CheckpointError,
+    Hint,
+    NotFound,
+    PlacementError,
+    explain_calls,
+    wrong_call,
+)
 from torchlift.formats import (
     Index,
     Leaf,
@@ -89,6 +98,7 @@ _AREA, _ALIGNED = 256 * 2**20, 64
 _ASIDE = "it holds no model; convert it by itself with root="
 
 
+@explain_calls
 def convert(
     src: Given | Sequence[Given],
     dst: str | os.PathLike[str],
@@ -183,6 +193,8 @@ def convert(
     )
     if dtype == "model":  # which would leave everything as it is
         raise ValueError("dtype='model': a conversion has no model; expected the name of a dtype")
+    if not isinstance(dst, (str, bytes, os.PathLike)):
+        raise wrong_call("convert", f"expected a path to write to, not a {type(dst).__name__}")
     target = Target.of(dst, format, max_shard_size, storage_options)
     with ExitStack() as stack:
         planning = stack.enter_context(ExitStack())
@@ -192,9 +204,14 @@ def convert(
         given: Sequence[Any] = src if isinstance(src, (list, tuple)) else [src]
         given = [place_of(one, storage_options) if is_url(one) else one for one in given]
         alone = len(given) == 1 and not is_state(given[0])
-        layers = stack.enter_context(
-            opened(given, None if alone else root, allow_classes, whole=True)
-        )
+        try:
+            layers = stack.enter_context(
+                opened(given, None if alone else root, allow_classes, whole=True)
+            )
+        except NotFound as error:
+            if exists(target.path):
+                error.hint = "The source comes first: torchlift.convert(source, destination)."
+            raise
         whole, checkpoints = index_of(layers), [x for x in layers if isinstance(x, Checkpoint)]
         _check_apart(whole, target, overwrite)
         index = whole
@@ -210,6 +227,10 @@ def convert(
         containers: Any = None
         others = [*index.objects, *index.blocked_keys]
         dropped = left_out(index.entries, others, options.include, options.exclude, index.path)
+        if any(map(is_state, given)):
+            kept = {key: value for key, value in index.objects.items() if key not in dropped}
+            if hint := state_hint(kept):
+                raise PlacementError("an object cannot be converted", file=index.path, hint=hint)
         read = {key: entry for key, entry in index.entries.items() if key not in dropped}
         if target.only_tensors and index.aside:
             lost |= dict.fromkeys(index.aside, _ASIDE)

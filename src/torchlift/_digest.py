@@ -32,7 +32,7 @@ from torchlift._save import Value, Workspace, few_of, is_array, take_apart
 from torchlift._sources import IN_MEMORY, checkpoint, container
 from torchlift._system.containers import leaves
 from torchlift._system.memory import collection_paused
-from torchlift.errors import FormatError, PlacementError, answers_keywords
+from torchlift.errors import FormatError, PlacementError, explain_calls
 from torchlift.formats import ROOT_OBJECT, Leaf, errors_name, row_major
 
 #: Words that share a multiplier: as many keys as stay in the processor's cache.
@@ -51,7 +51,7 @@ _MASK = (1 << 64) - 1
 _Told = dict[bytes, tuple[int, int]]
 
 
-@answers_keywords
+@explain_calls
 def digest(
     obj: nn.Module | Mapping[str, Any] | Checkpoint | str | os.PathLike[str] | BinaryIO | Any,
     *,

@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import wraps
+from inspect import signature
 from itertools import chain
 from typing import Any, ParamSpec, TypeVar
 
@@ -329,14 +330,45 @@ _ELSEWHERE = {
 }
 
 
-def answers_keywords(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Return the function, which answers keywords of other libraries' functions with its own."""
+#: Function -> its arguments in their order, and how to call it.
+_CALLS = {
+    "convert": "a source, then a destination: torchlift.convert(source, destination)",
+    "diff": "two checkpoints: torchlift.diff(a, b)",
+    "digest": "a model, a state dict or a path: torchlift.digest(model)",
+    "load": "a model, then a checkpoint: torchlift.load(model, path). If you need the tensors "
+    "alone, call torchlift.open(path).state_dict()",
+    "load_optimizer": "a model, its optimizer, then a checkpoint: "
+    "torchlift.load_optimizer(model, optimizer, path)",
+    "open": "a path: torchlift.open(path)",
+    "plan": "a model, then a checkpoint: torchlift.plan(model, path). If you need the names "
+    "alone, call print(torchlift.open(path))",
+    "save": "a model or a state, then a path: torchlift.save(model, path)",
+}
+
+
+def wrong_call(name: str, problem: str) -> TypeError:
+    """Return the error for a call whose arguments are missing, swapped or of another type.
+
+    Example:
+        >>> print(wrong_call("diff", "an argument is missing: b"))
+        an argument is missing: b. torchlift.diff takes two checkpoints: torchlift.diff(a, b)
+    """
+    return TypeError(f"{problem}. torchlift.{name} takes {_CALLS[name]}")
+
+
+def explain_calls(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Return the function, which explains a missing argument and other libraries' keywords."""
+    parameters = signature(function).parameters
+    required = [name for name, each in parameters.items() if each.default is each.empty]
 
     @wraps(function)
     def call(*args: _P.args, **keywords: _P.kwargs) -> _T:
         for name in keywords:
-            if name in _ELSEWHERE:
+            if name in _ELSEWHERE and name not in parameters:
                 raise TypeError(f"{function.__name__}() has no {name}=: {_ELSEWHERE[name]}")
+        if missing := [name for name in required[len(args) :] if name not in keywords]:
+            lack = "an argument is" if len(missing) == 1 else "arguments are"
+            raise wrong_call(function.__name__, f"{lack} missing: {', '.join(missing)}")
         return function(*args, **keywords)
 
     return call

@@ -4,8 +4,10 @@ import io
 import pickle
 import re
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -430,3 +432,136 @@ def test_values_trade_places(kind, mode):
         if kind == "wrappers" and key.endswith("weight"):
             value, expected = value.dequantised(), expected.dequantised()
         assert torch.equal(value.as_subclass(torch.Tensor), expected.as_subclass(torch.Tensor)), key
+
+
+# ---- calls in another order, and objects in place of their state dicts
+
+
+PATH = "x.pt"
+CALLS: dict[str, tuple[Callable[[Any, Any], object], str]] = {
+    "a path alone": (lambda m, p: torchlift.load(p), "torchlift.load(model, path)"),
+    "a state alone": (lambda m, p: torchlift.load(m.state_dict()), "torchlift.load(model, path)"),
+    "a path first": (lambda m, p: torchlift.load(p, m), "torchlift.load(model, path)"),
+    "a checkpoint first": (
+        lambda m, p: torchlift.load(torchlift.open(p), m), "torchlift.load(model, path)"
+    ),
+    "a class": (lambda m, p: torchlift.load(type(m), p), "torchlift.skeleton(Sequential, ...)"),
+    "a plan of a path": (lambda m, p: torchlift.plan(p), "torchlift.plan(model, path)"),
+    "a plan of a path first": (lambda m, p: torchlift.plan(p, m), "torchlift.plan(model, path)"),
+    "saved to a state": (
+        lambda m, p: torchlift.save(p, m.state_dict()), "torchlift.save(model, path)"
+    ),
+    "saved to a model": (lambda m, p: torchlift.save(p, m), "torchlift.save(model, path)"),
+    "a path saved": (
+        lambda m, p: torchlift.save(p, p.with_name("y.pt")),
+        "torchlift.convert(source, destination)",
+    ),
+    "a path saved to a file": (lambda m, p: torchlift.save(p, io.BytesIO()), "torchlift.convert("),
+    "no path": (lambda m, p: torchlift.save(m), "torchlift.save(model, path)"),
+    "converted to nothing": (
+        lambda m, p: torchlift.convert(p), "torchlift.convert(source, destination)"
+    ),
+    "converted to a model": (
+        lambda m, p: torchlift.convert(p, m), "torchlift.convert(source, destination)"
+    ),
+    "one side of a diff": (lambda m, p: torchlift.diff(p), "torchlift.diff(a, b)"),
+    "the optimizer left out": (
+        lambda m, p: torchlift.load_optimizer(m, p),
+        "torchlift.load_optimizer(model, optimizer, path)",
+    ),
+    "the optimizer last": (
+        lambda m, p: torchlift.load_optimizer(m, p, torch.optim.SGD(m.parameters())),
+        "torchlift.load_optimizer(model, optimizer, path)",
+    ),
+    "the optimizer first": (
+        lambda m, p: torchlift.load_optimizer(torch.optim.SGD(m.parameters()), m, p),
+        "torchlift.load_optimizer(model, optimizer, path)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_with_arguments_in_another_order_names_the_right_call(name, tmp_path):
+    """Nothing was read or written, and each call that the error names works as it stands there."""
+    path, model = tmp_path / PATH, build()
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    torch.save(state(1), path)
+    before = path.read_bytes()
+    call, way = CALLS[name]
+    with pytest.raises(TypeError) as caught:
+        call(model, path)
+    message = str(caught.value)
+    assert way in message
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+    known = {"torchlift": torchlift, "model": model, "optimizer": optimizer, "a": path, "b": path}
+    known |= {"source": path, "destination": tmp_path / "y.safetensors"}
+    found = re.findall(r"torchlift\.\w+\([\w, ]*\)(?:\.state_dict\(\))?", message)
+    assert found or way.endswith("...)")
+    for text in found:
+        path = tmp_path / ("new.pt" if ".save(" in text else PATH)
+        if ".load_optimizer(" in text:
+            torch.save(optimizer.state_dict(), path)
+        eval(text, {**known, "path": path})
+
+
+def test_a_source_that_is_not_there_beside_a_destination_that_is(tmp_path):
+    """Swapped paths show: the message says which one comes first; the file stays as it was."""
+    source, destination = tmp_path / "model.pt", tmp_path / "model.safetensors"
+    torch.save(state(1), source)
+    before = source.read_bytes()
+    with pytest.raises(FileNotFoundError, match=r"source comes first: torchlift\.convert\(source"):
+        torchlift.convert(destination, source)
+    assert source.read_bytes() == before
+    torchlift.convert(source, destination)
+    with pytest.raises(FileNotFoundError, match="check the path"):
+        torchlift.convert(tmp_path / "neither.pt", tmp_path / "nor.pt")
+
+
+@pytest.mark.parametrize("make", [lambda m: {"a": m}, lambda m: {"0": m[0]}, lambda m: {"a": [m]}])
+def test_a_module_inside_of_a_dict_is_named(make, tmp_path):
+    """The way out is the module's state dict; what comes of it says how the names are matched."""
+    model, given = build(), make(build())
+    for call in (torchlift.load, torchlift.plan):
+        with pytest.raises(torchlift.MismatchError, match=r"Pass what its state_dict\(\) returns"):
+            call(model, given)
+    with pytest.raises(torchlift.PlacementError, match=r"Pass what its state_dict\(\) returns"):
+        torchlift.convert(given, tmp_path / "new.pt")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_way_out_for_a_module_inside_of_a_dict_works(tmp_path):
+    """Followed step by step: the state dict in its place, then the rename of the next error."""
+    model, saved = build(), build()
+    torchlift.convert({"a": saved.state_dict()}, tmp_path / "new.pt")
+    with pytest.raises(torchlift.MismatchError, match=r"remap\.strip\('a\.'\)"):
+        torchlift.load(model, {"a": saved.state_dict()})
+    torchlift.load(model, {"a": saved.state_dict()}, rename=torchlift.remap.strip("a."))
+    assert torchlift.digest(model) == torchlift.digest(saved)
+    with pytest.raises(torchlift.FormatError, match=r"'a' is a Sequential\. Pass what its state"):
+        torchlift.load(model, {"a": saved}, root="a")
+    torchlift.load(build(), {"a": saved.state_dict()}, root="a")
+    torchlift.load(build(), {**saved.state_dict(), "loss": nn.CrossEntropyLoss()}, strict=False)
+    for one in (saved, [saved]):
+        with pytest.raises(TypeError, match=r"Use the state_dict\(\) of this Sequential"):
+            torchlift.load(model, one)
+
+
+def test_an_optimizer_in_place_of_its_state_is_named():
+    """Alone, in a dict, and below a root."""
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    for root in (None, "optimizer"):
+        with pytest.raises(torchlift.FormatError, match=r"Pass what its state_dict\(\) returns"):
+            torchlift.load_optimizer(model, optimizer, {"optimizer": optimizer}, root=root)
+        torchlift.load_optimizer(model, optimizer, {"optimizer": optimizer.state_dict()}, root=root)
+    with pytest.raises(TypeError, match=r"Use the state_dict\(\) of this SGD"):
+        torchlift.load_optimizer(model, optimizer, optimizer)
+    with pytest.raises(torchlift.MismatchError, match=r"'a' is a Sequential"):
+        torchlift.distributed.set_model_state_dict(model, {"a": model})
+    way = r"Pass what module\.state_dict\(\) returns"
+    with pytest.warns(FutureWarning), pytest.raises(torchlift.MismatchError, match=way):
+        torchlift.distributed.set_model_state_dict(model, {model[0]: model[0]})
+    with pytest.raises(TypeError, match=r"pass what its state_dict\(\) returns"):
+        torchlift.distributed.set_model_state_dict(model, model)
+    torchlift.distributed.set_model_state_dict(model, model.state_dict())

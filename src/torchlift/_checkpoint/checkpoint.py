@@ -41,8 +41,8 @@ from torchlift.errors import (
     IntegrityError,
     PlacementError,
     UnsafeError,
-    answers_keywords,
     did_you_mean,
+    explain_calls,
 )
 from torchlift.formats import (
     AMBIGUOUS,
@@ -718,7 +718,7 @@ def blocks_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from blocks_of(part)
 
 
-@answers_keywords
+@explain_calls
 def open(
     path: str | os.PathLike[str] | BinaryIO,
     *,
@@ -779,6 +779,10 @@ def open(
         made = Checkpoint(index, root=root, allowed=allowed)
         made._given = place
         return made
+    if not hasattr(path, "read"):
+        kind = type(path).__name__
+        held = f". Use the state_dict() of this {kind}" if hasattr(path, "state_dict") else ""
+        raise TypeError(f"expected a path or a binary file object, not {kind}{held}")
     with ExitStack() as stack:
         made = Checkpoint(stack.enter_context(index_of_object(path)), root=root, allowed=allowed)
         made._kept = stack.pop_all()

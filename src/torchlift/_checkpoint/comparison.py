@@ -22,7 +22,7 @@ from torchlift._model import is_dtensor, is_lazy
 from torchlift._system.memory import collection_paused
 from torchlift._system.text import Facts, Summary, count_of, human, printable
 from torchlift._transfer import BUDGET
-from torchlift.errors import PlacementError
+from torchlift.errors import PlacementError, explain_calls
 from torchlift.formats import Containers, errors_name, flatten_state, items_of, name_text, row_major
 
 #: What errors call a state dict.
@@ -148,6 +148,7 @@ class CheckpointDiff(Summary):
 _short = partial(printable, limit=80)
 
 
+@explain_calls
 def diff(
     a: Comparable,
     b: Comparable,

@@ -59,7 +59,7 @@ from torchlift._store import Url
 from torchlift._system.interrupts import Interruptible, uninterrupted
 from torchlift._system.memory import collection_paused
 from torchlift._system.text import clipped_list, count_of, printable, progress_bar
-from torchlift.errors import IntegrityError, MismatchError, answers_keywords
+from torchlift.errors import IntegrityError, MismatchError, explain_calls
 from torchlift.formats import (
     Checksums,
     VerifyReport,
@@ -76,7 +76,7 @@ _VALUES, _SHOWN = 1 << 20, 20
 _Recorded = Mapping[str, tuple[str, str]]
 
 
-@answers_keywords
+@explain_calls
 def load(
     model: nn.Module,
     ckpt: Given | Sequence[Given],

@@ -154,8 +154,9 @@ def by_name(model_state: Any, names: Names) -> dict[str, Any]:
         prefixes = names.prefixes({key})
         if not isinstance(value, Mapping):
             raise StateDictMismatch(
-                "the value for a module in the state dict is no state dict",
+                "the value for a module in the state dict must be a state dict",
                 found=type(value).__name__,
+                hint="Pass what module.state_dict() returns as the value.",
             )
         if not prefixes:
             raise StateDictMismatch(

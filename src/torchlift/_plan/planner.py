@@ -59,7 +59,15 @@ from torchlift._plan.rules import (
 )
 from torchlift._plan.steps import Match, Named, Rename, Step, Transform, Work
 from torchlift._plan.suggest import empty_hint, is_empty, look_alikes, suggestion
-from torchlift._sources import FileTensor, Given, MemoryTensor, Origin, SourceTensor, sources
+from torchlift._sources import (
+    FileTensor,
+    Given,
+    MemoryTensor,
+    Origin,
+    SourceTensor,
+    sources,
+    state_hint,
+)
 from torchlift._store import Url
 from torchlift._system.interrupts import uninterrupted
 from torchlift._system.memory import free_memory
@@ -71,7 +79,8 @@ from torchlift.errors import (
     Hint,
     MismatchError,
     PlacementError,
-    answers_keywords,
+    explain_calls,
+    wrong_call,
 )
 from torchlift.formats import TensorEntry, as_blocks
 
@@ -138,7 +147,7 @@ class LoadPlan(LoadReport):
         return f"plan: {self._size}", [*facts, *summarise(self)]
 
 
-@answers_keywords
+@explain_calls
 def plan(
     model: nn.Module,
     ckpt: Given | Sequence[Given],
@@ -231,7 +240,7 @@ def plan_only(
     storage_options: Mapping[str, Any] | None = None,
 ) -> LoadPlan:
     """Plan a load with its steps, and leave the model as it was."""
-    check_order(model, ckpt)
+    check_order(model, ckpt, "plan")
     with (
         sources(ckpt, root, allow_classes, storage_options) as origin,
         uninterrupted(),
@@ -243,17 +252,25 @@ def plan_only(
             commit.undo()
 
 
-def check_order(model: object, ckpt: object) -> None:
-    """Refuse a model and a checkpoint that trade places.
+def check_order(model: object, ckpt: object, function: str = "load") -> None:
+    """Refuse arguments that are swapped, and a model that is not a module.
+
+    Args:
+        model: the first argument.
+        ckpt: the second argument.
+        function: the name of the function that was called.
 
     Raises:
-        TypeError: they do.
+        TypeError: If `model` is not a module.
     """
-    if isinstance(ckpt, nn.Module) and not isinstance(model, nn.Module):
-        raise TypeError("the model comes first, then the checkpoint: load(model, ckpt)")
-    if not isinstance(model, nn.Module):
-        found = repr(model) if isinstance(model, type) else f"a {type(model).__name__}"
-        raise TypeError(f"expected a module to load into, not {found}")
+    if isinstance(model, nn.Module):
+        return
+    if isinstance(ckpt, nn.Module):
+        raise wrong_call(function, "the model comes first, then the checkpoint")
+    if isinstance(model, type):
+        make = f"torchlift.skeleton({model.__name__}, ...)"
+        raise wrong_call(function, f"expected a module to load into, not a class: call {make}")
+    raise wrong_call(function, f"expected a module to load into, not a {type(model).__name__}")
 
 
 def make_plan(
@@ -393,7 +410,7 @@ def _plan_named(
     matched.fits = len(matched.pairs) if anything or own_calls else 0
     if naming is not None:
         matched.rename(canonical)
-    matched.hint = _hint(matched, tree.modules[0], options, origin.root)
+    matched.hint = _hint(matched, tree.modules[0], options, origin.root, named)
     matched.open = options.strict and hooked
     matched.left_out = named.left_out
     excusable = list[str]()
@@ -643,13 +660,31 @@ def _refusal(origin: Origin, keys: Sequence[str], found: Hint | None) -> Checkpo
     return error
 
 
-def _hint(matched: Match, model: nn.Module, options: Options, root: str | None) -> str | None:
-    """Return what would bring names together that do not fit, or None."""
+def _hint(
+    matched: Match,
+    model: nn.Module,
+    options: Options,
+    root: str | None,
+    named: Named,
+) -> str | None:
+    """Return the change that would match the names, or None.
+
+    Args:
+        matched: the names that match, and those that do not.
+        model: the model.
+        options: the caller's.
+        root: the container that the caller chose.
+        named: what the source has.
+    """
     missing, unexpected = matched.missing, matched.unexpected
     if matched.fits:  # what is allowed is meant to be so; that nothing fits, nobody means
         missing, unexpected = _not_allowed(matched, options)
     if not missing or not unexpected:
         return None
+    names = {*unexpected}
+    held = {key: named.values[key] for key, name in named.objects.items() if name in names}
+    if hint := state_hint(held):
+        return hint
     found = suggestion(missing, unexpected, root)
     return found or (_library_hint(model) if options.rename is None else None)
 

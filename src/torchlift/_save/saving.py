@@ -65,7 +65,8 @@ from torchlift.errors import (
     Hint,
     NotFound,
     PlacementError,
-    answers_keywords,
+    explain_calls,
+    wrong_call,
 )
 from torchlift.formats import (
     DCP_METADATA,
@@ -148,7 +149,7 @@ class SaveReport(Summary):
         return f"{self.path}: {size}", facts
 
 
-@answers_keywords
+@explain_calls
 def save(
     obj: nn.Module | Mapping[str, Any] | Sequence[Any] | torch.Tensor | Checkpoint,
     path: str | bytes | os.PathLike[str] | IO[bytes],
@@ -285,6 +286,7 @@ def save(
     def prepare() -> tuple[tuple[Target, Taken, Sequence[Value]], None]:
         if hasattr(path, "write"):
             raise TypeError("ranks save together to a path: a file object is one process's own")
+        _check_order(obj, path)
         if replicated not in _REPLICATED:
             known = ", ".join(map(repr, _REPLICATED))
             raise ValueError(f"replicated must be one of {known}, not {replicated!r}")
@@ -353,6 +355,7 @@ def _save_to(
         ValueError: a set of files was asked for.
         CheckpointError: it cannot be written.
     """
+    _check_order(obj, file)
     if format in SETS or max_shard_size is not None:
         raise ValueError("a file object is one file: save shards and DCP to a path")
     name = getattr(file, "name", None)
@@ -428,6 +431,21 @@ def _inside(obj: object) -> Iterator[object]:
 def _has_dtensors(obj: object) -> bool:
     """Return whether a state has DTensors."""
     return "torch.distributed.tensor" in sys.modules and any(map(is_dtensor, _inside(obj)))
+
+
+def _check_order(obj: object, path: object) -> None:
+    """Refuse arguments that are swapped, and a path where the state should be.
+
+    Raises:
+        TypeError: If `obj` is a path, or `path` is not.
+    """
+    if isinstance(obj, (str, bytes, os.PathLike)):
+        copying = " To copy or convert a file, call torchlift.convert(source, destination)"
+        both = isinstance(path, (str, bytes, os.PathLike)) or hasattr(path, "write")
+        problem = "expected a model or a state first, found a path"
+        raise wrong_call("save", f"{problem}.{copying}" if both else problem)
+    if not isinstance(path, (str, bytes, os.PathLike)) and not hasattr(path, "write"):
+        raise wrong_call("save", f"expected a path or a file object, not a {type(path).__name__}")
 
 
 def _check_whole(obj: object, path: str) -> None:

@@ -12,6 +12,7 @@ from torchlift._sources.opening import index_of as index_of
 from torchlift._sources.opening import is_state as is_state
 from torchlift._sources.opening import opened as opened
 from torchlift._sources.opening import sources as sources
+from torchlift._sources.opening import state_hint as state_hint
 from torchlift._sources.opening import tensors_in as tensors_in
 from torchlift._sources.tensors import Copy as Copy
 from torchlift._sources.tensors import FileTensor as FileTensor

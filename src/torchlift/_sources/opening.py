@@ -26,6 +26,7 @@ from torchlift._sources.tensors import (
     within,
 )
 from torchlift._store import Url
+from torchlift._system.containers import leaves
 from torchlift.errors import CheckpointError, FormatError
 from torchlift.formats import (
     MISSING,
@@ -180,7 +181,28 @@ def flat_state(state: Mapping[str, Any], root: str | None) -> Flat[Any]:
     """
     with errors_name(IN_MEMORY):
         flat = flatten_state(state, Containers((torch.Tensor, Sent), Mapping))
+        if root is not None and (hint := state_hint({root: flat.objects.get(root)})):
+            raise FormatError("it is an object, not a container", entry=root, hint=hint)
     return flat if root is None else flat_under(flat, root, IN_MEMORY)
+
+
+def state_hint(objects: Mapping[str, object]) -> str | None:
+    """Return the way out for the first object that has a state dict and is not one, or None.
+
+    Args:
+        objects: key -> non-tensor value of a state dict in memory.
+
+    Example:
+        >>> print(state_hint({"epoch": 3, "model": torch.nn.ReLU()}))
+        'model' is a ReLU. Pass what its state_dict() returns in its place.
+    """
+    for key, value in objects.items():
+        for path, leaf in leaves(value).items():
+            if callable(getattr(leaf, "state_dict", None)) and not isinstance(leaf, type):
+                name = ".".join(filter(None, [key, *map(str, path)]))
+                kind = type(leaf).__name__
+                return f"{name!r} is a {kind}. Pass what its state_dict() returns in its place."
+    return None
 
 
 def index_of(layers: Sequence[Layer]) -> Index:

@@ -186,7 +186,8 @@ def _state_dict(state: Any, argument: str, strict: bool) -> Mapping[Any, Any]:
             hint="Only ranks that rank 0 sends to (broadcast_from_rank0=True) need none.",
         )
     if state is not None and not isinstance(state, Mapping):
-        raise TypeError(f"{argument} must be a dict, not {type(state).__name__}")
+        way = ": pass what its state_dict() returns" if hasattr(state, "state_dict") else ""
+        raise TypeError(f"{argument} must be a dict, not {type(state).__name__}{way}")
     return {} if state is None else state
 
 

@@ -58,6 +58,7 @@ from torchlift._sources import (
     copy_values,
     flat_state,
     is_state,
+    state_hint,
 )
 from torchlift._store import Url
 from torchlift._system.containers import leaves, map_leaves
@@ -100,7 +101,14 @@ from torchlift.distributed.options import (
     require_module,
     several,
 )
-from torchlift.errors import Argument, CheckpointError, FormatError, Hint
+from torchlift.errors import (
+    Argument,
+    CheckpointError,
+    FormatError,
+    Hint,
+    explain_calls,
+    wrong_call,
+)
 from torchlift.formats import TensorEntry, errors_name, items_of, optimizer_in
 
 
@@ -388,6 +396,7 @@ def set_state_dict(
     return load_states(LoadCall(*call, collective, process_group))
 
 
+@explain_calls
 def load_optimizer(
     model: nn.Module,
     optimizer: Optimizers,
@@ -448,6 +457,11 @@ def load_optimizer(
         >>> load_optimizer(model, optimizer, path, root="optimizer").missing_keys
         []
     """
+    given: tuple[object, object] = model, optimizer
+    is_swapped = isinstance(given[1], (nn.Module, Mapping, str, os.PathLike))
+    if is_swapped or not isinstance(given[0], nn.Module):
+        found = ", ".join(type(each).__name__ for each in given)
+        raise wrong_call("load_optimizer", f"expected a module and its optimizer, found {found}")
     # Refuses what `load` refuses: text in place of a list of patterns.
     Options(include=include, exclude=exclude, allow_missing=allow_missing, strict=strict)
     options = StateDictOptions(strict=strict, full_state_dict=True)
@@ -530,11 +544,13 @@ def _optimizer_state(saved: Any) -> Any:
         if _is_optimizer_state(value)
         or (isinstance(value, list) and value and all(map(_is_optimizer_state, value)))
     ]
+    holder = "Pass the container that holds it as root=."
+    way = f"Pass root={found[0]!r}." if found else state_hint({"": saved}) or holder
     raise FormatError(
         "no optimizer state here",
         expected="a dict with 'state' and 'param_groups', or a flat one of those",
         found=f"a {type(saved).__name__}",
-        hint=f"Pass root={found[0]!r}." if found else "Pass the container that holds it as root=.",
+        hint=way,
     )
 
 
@@ -963,7 +979,11 @@ def _check(job: _Job, matched: Match, path: str, options: Options) -> None:
         for key, item in matched.mismatched.items()
     }
     if missing or unexpected or shapes:
-        raise model_misfit(missing, unexpected, shapes)
+        error = model_misfit(missing, unexpected, shapes)
+        held = {name: values.get(name) for name in unexpected}
+        if missing and (hint := state_hint(held)):
+            error.hint = hint
+        raise error
 
 
 # ---- what the ranks do together
