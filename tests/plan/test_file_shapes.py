@@ -106,3 +106,53 @@ def test_the_state_of_a_lazy_module_without_a_shape_is_refused_by_name() -> None
     """There are no values in it."""
     with pytest.raises(PlacementError, match=r"'weight'.*has seen no input"):
         torchlift.load(nn.Linear(3, 4), nn.LazyLinear(4).state_dict())
+
+
+# ---- the report of weights that a module keeps packed
+
+
+def dynamic() -> nn.Module:
+    plain = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    return torch.ao.quantization.quantize_dynamic(plain, {nn.Linear})
+
+
+def embedding() -> nn.Module:
+    return nn.Sequential(torch.ao.nn.quantized.Embedding(4, 16))
+
+
+def convolution() -> nn.Module:
+    return nn.Sequential(torch.ao.nn.quantized.Conv2d(2, 3, 3), nn.BatchNorm2d(3))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("memory", [True, False])
+@pytest.mark.parametrize("make", [dynamic, embedding, convolution])
+def test_the_report_counts_the_tensors_that_modules_keep_packed(make, memory, tmp_path) -> None:
+    """A plan and a load count every tensor of the checkpoint; their texts do, too."""
+    wanted = make()
+    path = saved(wanted.state_dict(), tmp_path)
+    given = wanted.state_dict() if memory else path
+    entries = torchlift.open(path).entries
+    model = make()
+    planned, report = torchlift.plan(model, given), torchlift.load(model, given)
+    for verb, found in ("plan: ", planned), ("loaded ", report):
+        assert {item.entry for item in found.loaded.values()} == entries.keys()
+        assert found.nbytes > 0
+        assert str(found).startswith(f"{verb}{len(entries)} tensor")
+        assert not {*found.missing_keys, *found.unexpected_keys}
+    assert planned.to_dict()["loaded"] == len(entries)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_packed_weights_count_as_something_that_fits(tmp_path) -> None:
+    """Also if the rest of the model is missing; a tensor that nothing reads does not count."""
+    plain = nn.Sequential(nn.Linear(4, 3), nn.Conv1d(1, 1, 1))
+    model = torch.ao.quantization.quantize_dynamic(plain, {nn.Linear})
+    given = model.state_dict()
+    del given["1.weight"], given["1.bias"]
+    given["0.x"] = torch.ones(1)
+    report = torchlift.load(model, given, strict=False, allow_missing=["1*"])
+    assert "0.x" not in report.loaded
+    assert len(report.loaded) == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 from itertools import product
@@ -628,3 +629,165 @@ def test_a_container_of_the_file_is_named_with_the_root_that_opens_it(tmp_path: 
         torchlift.load(model, path)
     torchlift.load(model, path, root="model")
     assert_same_tensors(model, wanted)
+
+
+# ---- what loading code makes out of the model's own tensors
+
+
+class Weighted(nn.Module):
+    """A weight; the subclasses derive something from it while it is loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+
+class Doubled(Weighted):
+    """Assigns a buffer that no state dict has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("derived", torch.zeros(2), persistent=False)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self.derived = self.weight.detach() * 2
+
+
+class Aliased(Doubled):
+    """The buffer is the value of the state dict itself."""
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        nn.Module._load_from_state_dict(self, state, prefix, *rest)
+        self.derived = state[prefix + "weight"]
+
+
+class Stated(Weighted):
+    """Derives a buffer where it gets its extra state."""
+
+    def get_extra_state(self) -> Any:
+        return {"factor": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        value = self.weight.detach() * state["factor"]
+        self.register_buffer("derived", value, persistent=False)
+
+
+class StatedFilled(Doubled):
+    """Writes to a buffer that the constructor has made."""
+
+    _load_from_state_dict = nn.Module._load_from_state_dict
+
+    def get_extra_state(self) -> Any:
+        return {"factor": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.derived.copy_(self.weight.detach() * state["factor"])
+
+
+class StatedAttribute(Stated):
+    """Keeps a plain attribute."""
+
+    def set_extra_state(self, state: Any) -> None:
+        self.derived = torch.full((2,), float(state["factor"]), device=self.weight.device)
+
+
+@pytest.mark.parametrize("memory", [True, False])
+@pytest.mark.parametrize("live", [True, False])
+@pytest.mark.parametrize("kind", [Doubled, Aliased, Stated, StatedFilled, StatedAttribute])
+def test_what_loading_code_derives_from_weights_is_what_torch_has(
+    kind: type[Weighted], live: bool, memory: bool, tmp_path: Path
+) -> None:
+    """The code sees the weights of its module as `load_state_dict` has loaded them by then."""
+    state = kind().state_dict()
+    state["weight"] = torch.tensor([5.0, 7.0])
+    wanted = kind()
+    wanted.load_state_dict(state)
+    model = nn.Sequential(kind(), nn.Linear(2, 1))
+    whole = {
+        **{f"0.{k}": v for k, v in state.items()},
+        "1.weight": torch.ones(1, 2),
+        "1.bias": torch.ones(1),
+    }
+    if not live:
+        model = torchlift.skeleton(lambda: nn.Sequential(kind(), nn.Linear(2, 1)))
+    torchlift.load(model, whole if memory else write(whole, tmp_path))
+    assert torch.equal(model[0].derived, wanted.derived)
+    assert torch.equal(model[0].weight, wanted.weight)
+    if memory:
+        model[0].derived.zero_()
+        assert state["weight"].tolist() == [5.0, 7.0]
+
+
+@pytest.mark.parametrize("kind", [Stated, StatedFilled])
+def test_extra_state_that_fails_gives_back_the_weights_that_it_saw(kind: type[Weighted]) -> None:
+    """They were copied in place before it; the rest was not."""
+
+    class Refusing(kind):  # type: ignore[misc, valid-type]
+        def set_extra_state(self, state: Any) -> None:
+            assert self.weight.tolist() == [5.0, 7.0]
+            self.weight.data.mul_(2)
+            if state["factor"] == 4:
+                raise ValueError("no")
+
+    model = Refusing()
+    state = {"weight": torch.tensor([5.0, 7.0]), "_extra_state": {"factor": 4}}
+    before = model.weight
+    with pytest.raises(ValueError, match="no"):
+        torchlift.load(model, state)
+    assert model.weight is before
+    assert before.tolist() == [1.0, 1.0]
+
+
+class Prepared(Weighted):
+    """A pre-hook registers a buffer like the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_pre_hook(Prepared.prepare)
+
+    @staticmethod
+    def prepare(module: nn.Module, *_: Any) -> None:
+        module.register_buffer("derived", torch.zeros_like(module.weight), persistent=False)
+
+
+class PreparedChild(nn.Sequential):
+    """The same for a child."""
+
+    def __init__(self) -> None:
+        super().__init__(Weighted())
+        self.register_load_state_dict_pre_hook(lambda module, *_: Prepared.prepare(module[0]))
+
+
+class Written(Doubled):
+    """Writes to a buffer on meta, which has no values."""
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        nn.Module._load_from_state_dict(self, *args)
+        self.derived.copy_(self.weight.detach() * 2)
+
+
+@pytest.mark.parametrize("on_meta", [True, False])
+@pytest.mark.parametrize("kind", [Prepared, PreparedChild, Written])
+def test_what_loading_code_makes_on_meta_names_materialize_and_that_works(
+    kind: type[nn.Module], on_meta: bool
+) -> None:
+    """The way out, followed: `torchlift.materialize`, then the load; of a model on meta, too."""
+    state = {key: torch.full((2,), 5.0) for key in kind().state_dict()}
+    wanted = kind()
+    wanted.load_state_dict(state)
+    with torch.device("meta"):
+        model = kind() if on_meta else torchlift.skeleton(kind)
+    for call in (torchlift.plan, torchlift.load):
+        with pytest.raises(
+            torchlift.PlacementError, match=r"torchlift\.materialize\(model"
+        ) as caught:
+            call(model, state)
+    model = torchlift.skeleton(kind)
+    names = re.findall(r"names=\['(.*)'\]", str(caught.value))
+    assert torchlift.materialize(model, names=names or None)
+    torchlift.load(model, state)
+    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    expected = {**dict(wanted.named_parameters()), **dict(wanted.named_buffers())}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)

@@ -322,9 +322,7 @@ def place(
     commit.when_undone(lambda: refresh_shards(tree.modules))
     if work.extra or work.hooked:
         commit.keep_attributes(tree.modules)
-    with commit.watch(tree) if work.extra else nullcontext():
-        for module, state in work.extra:
-            commit.extra_state(module, state)
+    before = [(group.fqn, group.tensor) for group in tree.groups]  # others may still hold them
     for group, tensor in fetched.made:
         commit.put(group, tensor)
     ways = {"assign": commit.assign, "copy": commit.put, "swap": commit.swap}
@@ -333,6 +331,16 @@ def place(
     for step, value in new:
         assert isinstance(value, torch.Tensor)
         ways[step.mode](step.group, _shaped(step.group.tensor, value))
+    if work.extra:
+        # As in torch, `set_extra_state` sees the new values of its module's own tensors.
+        takers = {id(module) for module, _ in work.extra}
+        seen = [i for i in in_place if any(id(s.module) in takers for s in i[0].group.slots)]
+        in_place = [item for item in in_place if not any(item is each for each in seen)]
+        _copy_in_place(seen, origin, commit, True, advance)
+        tree.walk()
+        with commit.watch(tree, before):
+            for module, state in work.extra:
+                commit.extra_state(module, state)
     # Last, because what was written over cannot be taken back without a copy: everything that can
     # refuse, here and in the checks of the plan, has had its chance, and so has an interrupt.
     if more or not has_group():
@@ -346,7 +354,6 @@ def place(
     missing, unexpected = (list(map(key_of, names)) for names in lists)
     watch = None
     if work.hooked:
-        before = [(group.fqn, group.tensor) for group in tree.groups]  # others may still hold them
         tree.walk()
         watch = commit.watch(tree, before)
     # FSDP's own, which is no code of the model's, has the next forward pass use what was loaded.

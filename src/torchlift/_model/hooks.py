@@ -87,6 +87,8 @@ class Outcome:
         excused: names of the model that get nothing and are not to be called missing.
         missing, unexpected: names that the code itself reported.
         extra: (module, state) for `set_extra_state`.
+        taken: names of shown tensors that a module keeps outside of its parameters and buffers:
+            packed weights, attributes, extra state.
     """
 
     tensors: dict[str, Left] = field(default_factory=dict)
@@ -94,6 +96,7 @@ class Outcome:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     extra: list[tuple[nn.Module, object]] = field(default_factory=list)
+    taken: list[str] = field(default_factory=list)
 
 
 def hooked_modules(tree: ModuleTree, names: Iterable[str]) -> list[tuple[str, nn.Module]]:
@@ -193,6 +196,26 @@ def _is_lazy_hook(hook: Any) -> bool:
     return getattr(inner, "__func__", None) is LAZY_HOOK
 
 
+class _Watched(OrderedDict[str, Any]):
+    """A state dict that notes which of its values are taken out."""
+
+    def __init__(self, items: Iterable[tuple[str, Any]]) -> None:
+        super().__init__(items)
+        self.used: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.used.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.used.add(name)
+        return super().get(name, default)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        self.used.add(name)
+        return super().pop(name, *default)
+
+
 class _Run:
     """A state dict on its way through the modules that have loading code of their own.
 
@@ -220,7 +243,8 @@ class _Run:
 
     def visit(self, prefix: str, module: nn.Module) -> None:
         """Run one module's code on its part of the state dict."""
-        local = OrderedDict((name, self.state[name]) for name in self._under(prefix))
+        names, count = self._under(prefix), len(self.set)
+        local = _Watched((name, self.state[name]) for name in names)
         metadata = {**self.versions.get(prefix[:-1], {}), "assign_to_params_buffers": True}
         if _takes_extra(type(module)):
             gather(local, prefix + _EXTRA, self.templates)
@@ -228,7 +252,37 @@ class _Run:
             self._override(prefix, module, local, metadata)
         else:
             self._pre_hooks(prefix, module, local, metadata)
+        self._note_taken(prefix, module, names, local.used, sets=len(self.set) > count)
         self._put_back(prefix, local)
+
+    def _note_taken(
+        self,
+        prefix: str,
+        module: nn.Module,
+        names: Iterable[str],
+        used: Iterable[str],
+        *,
+        sets: bool,
+    ) -> None:
+        """Note the tensors that a module keeps outside of its parameters and buffers.
+
+        Args:
+            prefix: of the module.
+            module: the module.
+            names: the tensors and values that its code was shown.
+            used: those, and containers of those, that it took out of the state dict.
+            sets: whether it set attributes: else it has dropped what it took out.
+        """
+        children = tuple(f"{prefix}{name}." for name in module._modules)
+        slots = {prefix + name for name, _ in _own(module)}
+        # A slot that gets a value under a name of its own has it from an older file's names.
+        sets = sets and not any(name in self.outcome.tensors for name in slots.difference(names))
+        extra, inside = prefix + _EXTRA, tuple(f"{name}." for name in used)
+        for name in names:
+            is_extra = f"{name}.".startswith(f"{extra}.") and _takes_extra(type(module))
+            is_own = sets and not name.startswith(children) and name not in slots
+            if (is_extra or is_own) and name in self.shown.tensors:
+                self.outcome.taken += [name] if f"{name}.".startswith(inside) else []
 
     def _pre_hooks(
         self, prefix: str, module: nn.Module, local: OrderedDict[str, Any], metadata: dict[str, Any]
@@ -315,10 +369,15 @@ class _Run:
                     "written",
                     file=self.shown.path,
                     entry=full,
-                    hint="Make it first, with torchlift.materialize(model, names=...).",
+                    hint=f"Call torchlift.materialize(model, names=[{full!r}]) before you load.",
                 )
             if full in missing and found is not old:  # a hook has put it there
                 self.watch.add(name, found)
+                continue
+            if name in module._non_persistent_buffers_set and found is not old:
+                # Nothing else gives it values: no state dict has it.
+                setattr(module, name, found.clone() if memory_of(found) in self._given() else found)
+                self.watch.add(name, getattr(module, name))
                 continue
             self._replace(module, name, found, there, in_place=found is old)
             if name in module._non_persistent_buffers_set:

@@ -392,6 +392,7 @@ def _plan_named(
     naming, candidates = named.naming, named.candidates
     canonical = naming.canonical if naming is not None else str
     modules = hooked_modules(tree, candidates)
+    on_meta = {group.fqn for group in tree.on_meta} if modules else set()
     found, outcome = dict(candidates), Outcome(unexpected=list(named.objects.values()))
     if modules:
         found, outcome = _after_hooks(tree, modules, commit, origin, named, options)
@@ -408,6 +409,7 @@ def _plan_named(
     known_keys = {one.key for one in candidates.values()} if modules else origin.candidates
     anything = any(one.key in known_keys for pair in matched.pairs for one in pair[2])
     matched.fits = len(matched.pairs) if anything or own_calls else 0
+    matched.fits += len(outcome.taken)
     if naming is not None:
         matched.rename(canonical)
     matched.hint = _hint(matched, tree.modules[0], options, origin.root, named)
@@ -426,9 +428,19 @@ def _plan_named(
             if isinstance(one, FileTensor) and one.entry.kind is not None:
                 several[at] = MemoryTensor(one.key, one.tensor(), one.keys, one.entry)
     steps = steps_for(matched, origin.path, options)
+    try:
+        lacking = [*matched.unmatched, *tree.meta_attributes]
+        makings = tuple(makings_for(lacking, options, steps))
+    except PlacementError as error:
+        if modules and error.entry not in on_meta:
+            error.hint = (
+                "The model's own loading code made it, out of tensors on meta. Build the model "
+                "with torchlift.skeleton, and call torchlift.materialize(model) before you load."
+            )
+        raise
     work = Work(
         steps=tuple(steps),
-        makings=tuple(makings_for([*matched.unmatched, *tree.meta_attributes], options, steps)),
+        makings=makings,
         extra=tuple(outcome.extra),
         hooked=hooked or bool(own_calls),
         given=frozenset(found if hooked else ()),
@@ -441,7 +453,31 @@ def _plan_named(
     plan = _assemble(origin, tree.groups, matched, work, called, excusable, later, canonical)
     extra = 0 if check_shapes else _transformed_bytes(work.steps)
     requests = origin.requests - before + _requests(work.steps, origin)
+    if outcome.taken:
+        found = {canonical(name): candidates[name] for name in outcome.taken}
+        taken = {name: _taken_report(name, one, origin) for name, one in found.items()}
+        plan = replace(plan, loaded={**plan.loaded, **taken})
+        extra += sum(item.nbytes for item in taken.values())
     return replace(plan, peak_bytes=plan.peak_bytes + extra, requests=requests)
+
+
+def _taken_report(name: str, one: SourceTensor, origin: Origin) -> KeyReport:
+    """Return how a tensor is loaded that a module's own code keeps, such as a packed weight."""
+    device = one.value.device if isinstance(one, MemoryTensor) else torch.device("cpu")
+    return KeyReport(
+        name, one.key, _path_of(one, origin), one.nbytes, "assign",
+        "mmap" if isinstance(one, FileTensor) else "memory", "compute", str(device),
+        str(one.dtype).removeprefix("torch."), None, "kept by its module's own loading code",
+        one.keys or (one.key,),
+    )  # fmt: skip
+
+
+def _path_of(one: SourceTensor, origin: Origin) -> str:
+    """Return the path of the checkpoint, or of each of several, that a tensor comes from."""
+    if not origin.paths:
+        return origin.path
+    paths = (origin.paths.get(key, origin.path) for key in one.keys or (one.key,))
+    return ", ".join(dict.fromkeys(paths))
 
 
 @ordinary_tensors()
@@ -502,18 +538,14 @@ def _assemble(
     """
     loaded: dict[str, KeyReport] = {}
     for step in work.steps:
-        path = origin.path
-        if origin.paths:
-            keys = step.candidate.keys or (step.candidate.key,)
-            path = ", ".join(dict.fromkeys(origin.paths.get(key, path) for key in keys))
         one, slots = step.candidate, step.group.slots
         seen = one.entry if isinstance(one, FileTensor) else one  # whose dtype takes no look-up
         route: Route = "compute" if step.handled and step.route == "view" else step.route
         becomes, stored = (str(t).removeprefix("torch.") for t in (step.dtype, seen.dtype))
         described = KeyReport(
-            canonical(step.key), one.key, path, seen.nbytes, step.mode, step.source, route,
-            str(step.device), becomes, None if stored == becomes else stored, step.note,
-            one.keys or (one.key,),
+            canonical(step.key), one.key, _path_of(one, origin), seen.nbytes, step.mode,
+            step.source, route, str(step.device), becomes, None if stored == becomes else stored,
+            step.note, one.keys or (one.key,),
         )  # fmt: skip
         for slot in slots:
             loaded[canonical(slot.fqn)] = described
@@ -580,10 +612,11 @@ def _peak(work: Work, steps: Sequence[Step], origin: Origin) -> int:
         if item.device.type == "cpu"
     )
     # What a hook may still refuse, or a subclass fail to copy, is kept until it has not.
+    backed_up = work.hooked or bool(work.extra)
     kept = sum(
         content_bytes(local_tensor(step.group.tensor))
         for step in steps
-        if step.in_place and (work.hooked or not is_plain(local_tensor(step.group.tensor)))
+        if step.in_place and (backed_up or not is_plain(local_tensor(step.group.tensor)))
         if step.group.tensor.device.type == "cpu"
     )
     new = sum(_new_bytes(step) for step in steps if step.owned)

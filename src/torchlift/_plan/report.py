@@ -86,7 +86,9 @@ class LoadReport(Summary):
 
     Attributes:
         path: the checkpoint.
-        loaded: name in the model -> `KeyReport`, one for every name that received a value.
+        loaded: name in the model -> `KeyReport`, one for every name that received a value. Tensors
+            that a module's own loading code keeps outside of its parameters and buffers, such as
+            packed weights, have their name in the checkpoint.
         missing_keys: names of the model that the checkpoint lacks.
         unexpected_keys: names of the checkpoint that the model lacks.
         dropped: names of the checkpoint that are non-persistent buffers of the model, which makes
