@@ -117,6 +117,72 @@ def test_peft_itself_says_which_names_are_the_adapter_s(saved: tuple[Path, Path]
         assert torch.equal(value, own[key]), key
 
 
+BIASED = LlamaConfig(
+    **{**CONFIG.to_dict(), "attention_bias": True, "mlp_bias": True, "pad_token_id": 0}
+)
+GPT2 = GPT2Config(
+    n_layer=1, n_embd=16, n_head=2, vocab_size=32, n_positions=16, bos_token_id=0, eos_token_id=0
+)  # fmt: skip
+PARTS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "biases": (LlamaForCausalLM, BIASED, {"bias": "all"}),
+    "biases of its layers": (LlamaForCausalLM, BIASED, {"bias": "lora_only"}),
+    "a module": (LlamaForCausalLM, BIASED, {"modules_to_save": ["mlp"]}),
+    "both": (LlamaForCausalLM, BIASED, {"bias": "all", "modules_to_save": ["mlp", "lm_head"]}),
+    "a head": (
+        LlamaForSequenceClassification, BIASED,
+        {"bias": "all", "modules_to_save": ["k_proj"], "task_type": "SEQ_CLS"},
+    ),
+    "a part with a bias": (
+        GPT2LMHeadModel, GPT2,
+        {"target_modules": ["c_attn"], "bias": "all", "modules_to_save": ["c_fc", "ln_f"],
+         "fan_in_fan_out": True},
+    ),
+    "DoRA": (LlamaForCausalLM, BIASED, {"bias": "all", "use_dora": True}),
+    "tokens": (LlamaForCausalLM, BIASED, {"bias": "all", "trainable_token_indices": [0, 3]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["default", "other"])
+@pytest.mark.parametrize("kind", PARTS)
+def test_every_value_of_an_adapter_is_loaded_as_peft_loads_it(
+    kind: str, name: str, tmp_path: Path
+) -> None:
+    """Biases, whole modules and both, with a base and alone: PEFT's loader has the same values."""
+    model_class, config, options = PARTS[kind]
+    options = {"target_modules": ["q_proj"], "init_lora_weights": False, **options}
+
+    def adapted_model(base: Any) -> Any:
+        # PEFT keeps what it is given: a list of its own for each model.
+        return get_peft_model(base, LoraConfig(r=2, **copy.deepcopy(options)), name)
+
+    def scrambled(model: Any, seed: int) -> Any:
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.randn(parameter.shape))
+        return model
+
+    base, folder = tmp_path / "base", tmp_path / "adapter"
+    scrambled(model_class(config), 1).save_pretrained(base)
+    scrambled(adapted_model(model_class(config)), 2).save_pretrained(folder)
+    adapter = folder if name == "default" else folder / name
+    expected = PeftModel.from_pretrained(model_class.from_pretrained(base), adapter, name)
+    wanted = expected.state_dict()
+    for model in (
+        adapted_model(model_class(config)),
+        torchlift.skeleton(lambda: adapted_model(model_class(config))),
+    ):
+        report = torchlift.load(model, [base, adapter], rename=peft_names(model, name))
+        assert not {*report.missing_keys, *report.unexpected_keys}
+        found = model.state_dict()
+        assert found.keys() == wanted.keys()
+        assert [key for key in wanted if not torch.equal(found[key], wanted[key])] == []
+    model = adapted_model(model_class.from_pretrained(base))
+    torchlift.load(model, adapter, rename=peft_names(model, name), allow_missing=["*"])
+    found = model.state_dict()
+    assert [key for key in wanted if not torch.equal(found[key], wanted[key])] == []
+
+
 PADDED = LlamaConfig(**{**CONFIG.to_dict(), "pad_token_id": 0})
 
 

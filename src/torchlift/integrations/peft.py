@@ -20,7 +20,10 @@ from torchlift._sources import checkpoint
 from torchlift.errors import MismatchError, NotFound, PlacementError
 
 #: What PEFT's wrappers put into the names of a base: of all of it, and of a layer.
-_WRAPPER, _LAYER = "base_model.model.", re.compile(r"\.(base_layer|original_module)(?=\.)")
+_WRAPPER = "base_model.model."
+_LAYER = re.compile(r"\.((?:token_adapter\.)?base_layer|original_module)(?=\.)")
+#: In the names of modules that an adapter has anew.
+_MODULES = ".modules_to_save."
 #: The two factors of a layer's change, and those of an embedding's, whose sides are exchanged.
 _FACTORS = {".lora_A.weight": ".lora_B.weight", ".lora_embedding_A": ".lora_embedding_B"}
 #: What of a configuration says which layers there are and how they began, or is used here.
@@ -79,8 +82,12 @@ class _Names(Rewriting):
 
     def rewrite(self, items: Mapping[str, Made], path: str) -> dict[str, Made]:
         """Return name in the model -> tensor: of two, the adapter's; see `Rewriting`."""
-        saved = {self(key) for key in items if key.startswith(_WRAPPER)}
-        kept = [key for key in items if key.startswith(_WRAPPER) or self(key) not in saved]
+        saved: dict[str, str] = {}
+        for key in filter(lambda key: key.startswith(_WRAPPER), items):
+            # With bias="all", PEFT saves a bias of modules_to_save twice, and loads the other one.
+            if _MODULES not in key or self(key) not in saved:
+                saved[self(key)] = key
+        kept = [key for key in items if saved.get(self(key), key) == key]
         return {name: items[key] for key, name in renamed(kept, self, path).items()}
 
 
