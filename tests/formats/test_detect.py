@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from safetensors.torch import save_file
 from torch.package import PackageExporter, PackageImporter
 
 import torchlift
-from torchlift.errors import FormatError, UnsafeError
+from torchlift.errors import CheckpointError, FormatError, UnsafeError
 from torchlift.formats import read_index
 
 
@@ -213,12 +214,23 @@ def test_a_null_character_in_a_path_is_a_format_error():
 def test_notes_of_macos_and_second_downloads_are_no_checkpoints(tmp_path: Path) -> None:
     """Beside the file itself; without it, a second download is the file."""
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
-    for name in ("._model.safetensors", "model (1).safetensors", "model (12).safetensors"):
+    copies = (
+        "(1)",
+        " (12)",
+        " copy",
+        " copy 2",
+        " - Copy",
+        " - Copy (2)",
+        " (copy)",
+        " (3rd copy)",
+    )
+    for name in ("._model.safetensors", *(f"model{each}.safetensors" for each in copies)):
         (tmp_path / name).write_bytes(b"\0\5\x16\7" + bytes(40))
     assert [*torchlift.open(tmp_path)] == ["w"]
     (tmp_path / "model.safetensors").rename(tmp_path / "model (1).safetensors")
-    (tmp_path / "._model.safetensors").unlink()
-    (tmp_path / "model (12).safetensors").unlink()
+    for name in os.listdir(tmp_path):
+        if name != "model (1).safetensors":
+            (tmp_path / name).unlink()
     assert [*torchlift.open(tmp_path)] == ["w"]
 
 
@@ -234,23 +246,65 @@ def test_a_set_of_shards_is_whole_beside_the_notes_of_macos(tmp_path: Path) -> N
     assert torchlift.verify(tmp_path).ok
 
 
-def test_a_torch_file_that_was_unpacked_is_named_and_its_way_back_works(tmp_path: Path) -> None:
-    """As an unpacker of a browser does without being asked."""
-    torch.save({"w": torch.arange(9.0)}, tmp_path / "m.pt")
-    with zipfile.ZipFile(tmp_path / "m.pt") as archive:
+@pytest.mark.parametrize("top", ["m", "epoch=3 v1.5", "it's $HOME", "x" * 150])
+@pytest.mark.parametrize("state", [{"w": torch.arange(9.0)}, {"w": torch.empty(0)}])
+def test_a_torch_file_that_was_unpacked_is_named_and_its_way_back_works(
+    state: dict[str, torch.Tensor], top: str, tmp_path: Path
+) -> None:
+    """As an unpacker of a browser does without being asked; also from the folder around it."""
+    torch.save(state, tmp_path / f"{top}.pt")
+    with zipfile.ZipFile(tmp_path / f"{top}.pt") as archive:
         archive.extractall(tmp_path / "x")
-    with pytest.raises(FormatError, match="unpacked into a folder") as caught:
-        torchlift.open(tmp_path / "x" / "m")
+    for folder in (tmp_path / "x" / top, tmp_path / "x"):
+        for call in (torchlift.open, torchlift.verify):
+            with pytest.raises(FormatError, match="unpacked into a folder") as caught:
+                call(folder)
+    assert caught.value.file == str(tmp_path / "x" / top)
     command = str(caught.value.hint).partition(": ")[2]
-    assert command == "zip -0 -r -D model.pt m"
     if shutil.which("zip"):
-        subprocess.run([*command.split(), "-q"], cwd=tmp_path / "x", check=True)
+        subprocess.run([*shlex.split(command), "-q"], cwd=tmp_path / "x", check=True)
     else:
         with zipfile.ZipFile(tmp_path / "x" / "model.pt", "w") as archive:
-            for file in sorted((tmp_path / "x" / "m").rglob("*")):
+            for file in sorted((tmp_path / "x" / top).rglob("*")):
                 if file.is_file():
                     archive.write(file, file.relative_to(tmp_path / "x"))
-    assert torch.equal(torchlift.open(tmp_path / "x" / "model.pt")["w"], torch.arange(9.0))
+    assert torch.equal(torchlift.open(tmp_path / "x" / "model.pt")["w"], state["w"])
+    assert torch.equal(torch.load(tmp_path / "x" / "model.pt")["w"], state["w"])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what"),
+    [
+        (
+            "pytorch_model.bin",
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:0",
+            "git-lfs",
+        ),
+        ("ggml-model.bin", b"tjgg" + bytes(99), "ggml"),
+        ("adapter.bin", b"algg" + bytes(99), "ggml"),
+        ("model.pte", bytes(4) + b"ET12" + bytes(99), "ExecuTorch"),
+        ("model.ckpt", b"<html>Sign in</html>", "web page"),
+        ("model.7z", b"7z\xbc\xaf\x27\x1c" + bytes(99), "7z or rar"),
+        ("model.tflite", bytes(4) + b"TFL3" + bytes(99), "TensorFlow Lite"),
+        ("model.plan", b"ftrt" + bytes(99), "TensorRT"),
+        ("model.h5", b"\x89HDF\r\n\x1a\n" + bytes(99), "HDF5"),
+        ("model.pth", b"", "empty file"),
+    ],
+)
+def test_a_file_of_another_program_is_named_in_its_folder_as_by_its_path(
+    name: str, content: bytes, what: str, tmp_path: Path
+) -> None:
+    """A folder with text beside it: by every door it is one error, with the path of the file."""
+    (tmp_path / name).write_bytes(content)
+    (tmp_path / "README.md").write_text("read me")
+    texts = set()
+    for path in (tmp_path / name, tmp_path):
+        for call in (torchlift.open, torchlift.verify, lambda p: torchlift.convert(p, p / "x.pt")):
+            with pytest.raises(CheckpointError, match=what) as caught:
+                call(path)
+            assert caught.value.file == str(tmp_path / name)
+            texts.add(str(caught.value))
+    assert len(texts) == 1
 
 
 def test_the_file_of_a_save_that_raised_is_named(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -60,7 +61,7 @@ _FOREIGN: tuple[tuple[bytes, str, str], ...] = (
     (rb"7z\xbc\xaf\x27\x1c|Rar!\x1a\x07", "a 7z or rar archive", "Unpack it first."),
     (rb"\0\x05\x16\x07", "notes of macOS (AppleDouble) about a file, not the file",
      "Open the file of the same name without the ._ in front."),
-    (rb"tjgg|lmgg|fmgg", "a ggml file from before GGUF",
+    (rb"tjgg|lmgg|fmgg|algg", "a ggml file from before GGUF",
      "Convert it to GGUF with the llama.cpp of its time, or fetch the model as GGUF."),
     (rb".{4}ET1\d", "an ExecuTorch program (.pte)",
      "Its weights are compiled into it: save the state dict of the model it was made from."),
@@ -322,9 +323,11 @@ def _foreign(head: bytes, size: int) -> CheckpointError:
     return FormatError(what, expected=_EXPECTED, found=found, hint=hint)
 
 
-def _foreign_in(names: Iterable[str]) -> FormatError | None:
+def _foreign_in(
+    names: Iterable[str], known: Iterable[tuple[str, str, str]] = _FOREIGN_NAMES
+) -> FormatError | None:
     """Make the error for an archive or a directory of another program, if its names tell."""
-    for pattern, what, hint in _FOREIGN_NAMES:
+    for pattern, what, hint in known:
         for name in names:
             if re.fullmatch(pattern, name, re.DOTALL):
                 return FormatError(what, expected=_EXPECTED, found=name, hint=hint)
@@ -372,14 +375,21 @@ def _read_directory(path: str) -> Index:
         return index
     if components := _components(path, names):
         raise _several("a directory of directories with checkpoints", components, path)
-    if {"data.pkl", "data", "version"} <= {*names}:
-        name = printable(os.path.basename(path), 100)
-        raise FormatError(
-            "a torch file that was unpacked into a folder",
-            expected="the file itself",
-            hint=f"Zip the folder again in its parent folder: zip -0 -r -D model.pt {name}",
-        )
-    raise _foreign_in(names) or FormatError(
+    for folder in [path, *_folders(path, names)]:
+        if {"data.pkl", "version"} <= {*names_in(folder)}:
+            top = shlex.quote(os.path.basename(folder))
+            raise FormatError(
+                "a torch file that was unpacked into a folder",
+                file=folder,
+                expected="the file itself",
+                hint=f"Zip the folder again in its parent folder: zip -0 -r -D model.pt {top}",
+            )
+    if error := _foreign_in(names, _FOREIGN_NAMES[:-1]):
+        raise error
+    if found := [name for name in names if _may_be_weights(inside(path, name))]:
+        _read_file(locate(path, found[0]), Budget())  # which says what it is
+        raise _several("a directory with files of unexpected names", found, path)
+    raise FormatError(
         "a directory without a checkpoint" if names else "an empty directory",
         expected="an *.index.json, safetensors or torch files",
         found=_listed(names) or None,
@@ -387,21 +397,31 @@ def _read_directory(path: str) -> Index:
     )
 
 
-#: What macOS notes about a file beside it, and what a browser calls a second download.
-_LEFTOVER = re.compile(r"\._.+|.+ \(\d+\)\.\w+")
+def _may_be_weights(path: str) -> bool:
+    """Return whether a file has a suffix of weights, or starts like a format that is known."""
+    if path.endswith(_PICKLED) or is_url(path):  # to look into each would be a request
+        return path.endswith(_PICKLED) and _is_file(path)
+    head = head_of(path, HEAD) if _is_file(path) else b""
+    return any(re.match(magic, head, re.DOTALL) for magic, *_ in _FOREIGN)
+
+
+#: How browsers, macOS, Windows and Linux name a second copy of a file, before its suffixes.
+_COPY = r" ?\(\d+\)| copy(?: \d+)?| - Copy(?: \(\d+\))?| \((?:\w+ )?copy\)"
+#: What macOS notes about a file beside it, and a second copy.
+_LEFTOVER = re.compile(rf"\._.+|.+?(?:{_COPY})(?:\.\w+)+")
 
 
 def _without_leftovers(names: Iterable[str]) -> list[str]:
     """Return names in order, without those that are no checkpoint where the file itself is there.
 
     Example:
-        >>> _without_leftovers(["x.pt", "._x.pt", "x (1).pt", "y (2).pt"])
+        >>> _without_leftovers(["x.pt", "._x.pt", "x (1).pt", "x copy.pt", "y (2).pt"])
         ['x.pt', 'y (2).pt']
     """
     there = {*names}
 
     def original(name: str) -> str:
-        return name[2:] if name.startswith("._") else re.sub(r" \(\d+\)", "", name)
+        return name[2:] if name.startswith("._") else re.sub(rf"(?:{_COPY})(?=\.)", "", name)
 
     return sorted(n for n in there if not (_LEFTOVER.fullmatch(n) and original(n) in there))
 
@@ -432,15 +452,17 @@ def _variant(name: str) -> str | None:
 def _components(path: str, names: list[str]) -> list[str]:
     """Return the folders of a directory that hold a checkpoint."""
     found: list[str] = []
-    if is_url(path):  # to look into each would be a request or two
-        return found
-    for name in names[:_MOST_FOLDERS]:
-        folder = os.path.join(path, name)
-        if os.path.isdir(folder) and not os.path.islink(folder):
-            content = Content(folder, _read_file, names=_without_leftovers(os.listdir(folder)))
-            if any(reader.fits(content) for reader in _DIRECTORIES):
-                found.append(name)
+    for folder in _folders(path, names):
+        content = Content(folder, _read_file, names=_without_leftovers(os.listdir(folder)))
+        if any(reader.fits(content) for reader in _DIRECTORIES):
+            found.append(os.path.basename(folder))
     return found
+
+
+def _folders(path: str, names: list[str]) -> list[str]:
+    """Return the paths of a directory's own folders; none of a URL's: each would be a request."""
+    paths = [] if is_url(path) else [os.path.join(path, name) for name in names[:_MOST_FOLDERS]]
+    return [each for each in paths if os.path.isdir(each) and not os.path.islink(each)]
 
 
 def _read_index_in(content: Content) -> Index:
