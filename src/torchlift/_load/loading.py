@@ -320,9 +320,10 @@ def place(
     agreed.deliver()
     more = agree(later or bool(work.extra))
     commit.when_undone(lambda: refresh_shards(tree.modules))
+    before = list[tuple[str, torch.Tensor]]()
     if work.extra or work.hooked:
         commit.keep_attributes(tree.modules)
-    before = [(group.fqn, group.tensor) for group in tree.groups]  # others may still hold them
+        before = [(group.fqn, group.tensor) for group in tree.groups]  # others may hold them
     for group, tensor in fetched.made:
         commit.put(group, tensor)
     ways = {"assign": commit.assign, "copy": commit.put, "swap": commit.swap}

@@ -371,8 +371,12 @@ def _name_tensors(tree: ModuleTree, origin: Origin, options: Options, *, wrapped
         prefixes = tuple(prefix for prefix, _ in looks)
         origin.receive([key for key, name in names.items() if name.startswith(prefixes)])
     candidates = {name: origin.candidates[key] for key, name in names.items()} | made
+    ties = named({name: key for name, key in origin.noted.items() if key in names}, options.rename)
+    tied_names = list(ties.values()) if naming is None else naming.keys(ties.values())
+    tied = [origin.candidates[origin.noted[name]] for name in ties]
+    noted = dict(zip(tied_names, tied, strict=True))
     return Named(
-        candidates, objects, origin.objects, origin.templates, left_out, ignored, naming, own
+        candidates, objects, origin.objects, origin.templates, noted, left_out, ignored, naming, own
     )
 
 
@@ -396,6 +400,7 @@ def _plan_named(
     found, outcome = dict(candidates), Outcome(unexpected=list(named.objects.values()))
     if modules:
         found, outcome = _after_hooks(tree, modules, commit, origin, named, options)
+    found |= _fill_noted_ties(tree.groups, found, named.noted)
     hooked = has_post_hooks(tree)
     matched = match(tree.groups, found, check_shapes=check_shapes)
     matched.missing = [name for name in matched.missing if name not in outcome.excused]
@@ -459,6 +464,24 @@ def _plan_named(
         plan = replace(plan, loaded={**plan.loaded, **taken})
         extra += sum(item.nbytes for item in taken.values())
     return replace(plan, peak_bytes=plan.peak_bytes + extra, requests=requests)
+
+
+def _fill_noted_ties(
+    groups: Iterable[Group], found: Mapping[str, SourceTensor], noted: Mapping[str, SourceTensor]
+) -> dict[str, SourceTensor]:
+    """Return name in the model -> the tensor that a file notes as tied to it.
+
+    Only for what the model lacks otherwise, and with its shape: the note may be any text, and a
+    tie of a view has another shape (keras-hub#3075).
+    """
+    lacking = {
+        slot.fqn: tuple(group.tensor.shape)
+        for group in (groups if noted else ())
+        if not any(slot.fqn in found for slot in group.slots)
+        for slot in group.slots
+        if slot.persistent
+    }
+    return {name: one for name, one in noted.items() if lacking.get(name) == tuple(one.shape)}
 
 
 def _taken_report(name: str, one: SourceTensor, origin: Origin) -> KeyReport:

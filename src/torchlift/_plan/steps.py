@@ -50,6 +50,7 @@ class Named(NamedTuple):
         objects: key -> name of what is not a tensor.
         values: key -> value of what is not a tensor.
         templates: key of a container -> the container as it was saved.
+        noted: name that a file notes as tied to one of its tensors -> that tensor.
         left_out: names whose keys the caller left out: they may be missing.
         ignored: names of values that are blocked, and that the model does not need.
         naming: names of a wrapped model.
@@ -60,6 +61,7 @@ class Named(NamedTuple):
     objects: Mapping[str, str]
     values: Mapping[str, object]
     templates: Mapping[str, object]
+    noted: Mapping[str, SourceTensor]
     left_out: set[str]
     ignored: list[str]
     naming: Names | None

@@ -271,6 +271,7 @@ class Origin:
         templates: key of a nested extra state, of a list or of a tuple -> its containers as saved.
         collective: whether other ranks take part in `fill`.
         views: tensors over the files, where there are any.
+        noted: name that a file leaves out -> key of its values; see `Index`.
     """
 
     views: MappedViews | None = None
@@ -280,6 +281,7 @@ class Origin:
     checkpoints: Sequence[Checkpoint] = ()
     blocked: Mapping[str, str] = {}
     templates: Mapping[str, object] = {}
+    noted: Mapping[str, str] = {}
     collective = False
 
     def __init__(
@@ -303,7 +305,7 @@ class Origin:
         Raises:
             MismatchError: a pattern fits nothing, or nothing is left.
         """
-        others = [*self.objects, *self.blocked]
+        others = [*self.objects, *self.blocked, *self.noted]
         gone = left_out(self.candidates, others, include, exclude, self.path)
         if not gone:
             return {}
@@ -314,6 +316,7 @@ class Origin:
         self.candidates = {k: v for k, v in self.candidates.items() if k not in gone}
         self.objects = {k: self.objects[k] for k in self.objects if k not in gone}
         self.blocked = {k: v for k, v in self.blocked.items() if k not in gone}
+        self.noted = {name: key for name, key in self.noted.items() if name not in gone}
         return found
 
     def shown(self, one: SourceTensor, like: torch.Tensor | None) -> torch.Tensor:
@@ -370,6 +373,7 @@ class FileSource(Origin):
         self.checkpoints = (ckpt,)
         self.blocked = ckpt.blocked_keys
         self.templates = ckpt._index.templates
+        self.noted = ckpt._index.noted
         self._ckpt = ckpt
 
     def resolve(self, wanted: Mapping[str, Spans | None]) -> None:
@@ -412,7 +416,19 @@ class _Layers(FileSource):
         # Each entry has the classes that were allowed for its own checkpoint.
         super().__init__(Checkpoint(index_of(layers)))
         self.candidates = {**self.candidates, **tensors_in(layers)}
-        self.paths = {key: layers[int(name)].path for key, name in _owners(layers).items()}
+        owners = _owners(layers)
+        self.paths = {key: layers[int(name)].path for key, name in owners.items()}
+        # A tie is of one file: its value there, in place of what an earlier one has of that name.
+        noted = dict[str, str]()
+        for number, layer in enumerate(layers):
+            ties = layer._index.noted if isinstance(layer, Checkpoint) else {}
+            for name, key in ties.items():
+                one, other = self.candidates.get(key), self.candidates.get(name)
+                is_last = owners.get(key) == str(number) and int(owners.get(name, 0)) <= number
+                if one and is_last and (other is None or other.shape == one.shape):
+                    noted[name] = key
+        self.noted = noted
+        self.candidates = {k: one for k, one in self.candidates.items() if k not in noted}
         self.checkpoints = [layer for layer in layers if isinstance(layer, Checkpoint)]
 
 

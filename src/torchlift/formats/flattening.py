@@ -420,6 +420,11 @@ def under(index: Index, root: str) -> Index | None:
         entries=entries,
         objects=objects,
         beside=index.beside or index.objects,
+        noted={
+            name: key.removeprefix(f"{root}.")
+            for name, key in _inside(index.noted, root).items()
+            if key.startswith(f"{root}.")
+        },
         blocked_keys=blocked_keys,
         blocked_tensors=_inside(index.blocked_tensors, root),
         every=every,

@@ -425,6 +425,8 @@ class Index:
         confirm: file behind a URL -> first byte of a payload in it -> the header that must be
             before it, for whoever reads the payload.
         beside: the `objects` of the whole, where this is what is under a root.
+        noted: name that the file leaves out -> the key that has its values, where another library
+            has noted a tie. A load uses it for a model that lacks a value; it is not a key.
     """
 
     path: str
@@ -445,6 +447,7 @@ class Index:
     guides: Mapping[str, Stamp] = field(default_factory=dict)
     confirm: Mapping[str, Mapping[int, Header]] = field(default_factory=dict, repr=False)
     beside: Mapping[str, object] = field(default_factory=dict, repr=False)
+    noted: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -492,7 +495,7 @@ def join(
     """
     keyed = "entries", "objects", "blocked_keys"
     rest = "blocked_tensors", "storages", "files", "module_versions", "templates", "confirm"
-    names = (*keyed, *rest)
+    names = (*keyed, *rest, "noted")
     merged: dict[str, Any] = {name: {} for name in names}
     for index in indexes:
         for key in (*index.entries, *index.objects, *index.blocked_keys):

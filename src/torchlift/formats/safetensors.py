@@ -57,8 +57,7 @@ _strides = lru_cache(maxsize=1024)(row_major)  # a model has few shapes: a tenth
 #: In the metadata: the CRC-32 of the header, its digits here taken as zeros, and that of every
 #: tensor which has bytes, in their order; eight hexadecimal digits each.
 _SUMS = "torchlift.crc32"
-#: In the metadata: other names of tensors, as JSON, each with the one under which a tensor is. What
-#: other libraries note (``{name: name}`` of safetensors.torch.save_model) may be any text.
+#: In the metadata: other names of tensors, as JSON, each with the one under which a tensor is.
 TIED_KEYS = "torchlift.ties"
 #: In the metadata: where each tensor begins in a larger one, as torch's HuggingFaceStorageWriter
 #: notes it. Nothing notes how large that one is (pytorch/pytorch#155566).
@@ -106,7 +105,11 @@ def read_safetensors(source: Source) -> Index:
     entries = Records(rows, entry)
     storages, files = Records(stored, storage), {source.path: source.stamp}
     metadata = {key: text for key, text in metadata.items() if key not in (_SUMS, TIED_KEYS)}
-    return Index(source.path, "safetensors", entries, storages, files, metadata=metadata)
+    # What safetensors.torch.save_model notes of a tie has no mark: any text may be meant otherwise.
+    noted = {k: text for k, text in metadata.items() if text in rows and k not in (*rows, "format")}
+    return Index(
+        source.path, "safetensors", entries, storages, files, metadata=metadata, noted=noted
+    )
 
 
 def slices_error() -> FormatError:
