@@ -13,6 +13,8 @@ from torch import nn
 
 import torchlift
 from torchlift import MismatchError, remap
+from torchlift.cli import main
+from torchlift.formats import allowed
 
 
 class Net(nn.Module):
@@ -213,3 +215,52 @@ def test_a_pattern_matches_its_own_text(key: str, tmp_path: Path) -> None:
         assert [*torchlift.open(to)] == [key]
         torchlift.convert(source, to, exclude=[key], overwrite=True)
         assert [*torchlift.open(to)] == ["other"]
+
+
+class Bracketed(nn.Module):
+    """Modules whose names have brackets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_module("blocks[0]", nn.Linear(1, 1))
+        self.add_module("blocks[1]", nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("pattern", ["blocks[0].*", "blocks[0].weight", "*[0].weight", "b*[0].w*t"])
+def test_brackets_of_a_pattern_stand_for_themselves_in_every_argument(
+    pattern: str, tmp_path: Path
+) -> None:
+    """Beside stars, too: in loads, of an optimizer, in conversions and in the command."""
+    state, path = Bracketed().state_dict(), tmp_path / "m.pt"
+    torch.save(state, path)
+    fitting = {key for key in state if "[0]" in key and (".*" in pattern or "weight" in key)}
+    rest = {key: value for key, value in state.items() if key not in fitting}
+    report = torchlift.load(Bracketed(), path, include=[pattern])
+    assert report.loaded.keys() == fitting
+    report = torchlift.load(Bracketed(), path, exclude=[pattern])
+    assert report.loaded.keys() == rest.keys()
+    report = torchlift.load(Bracketed(), rest, allow_missing=[pattern])
+    assert {*report.missing_keys} == fitting
+    given = {**rest, **{f"x.{key}": state[key] for key in fitting}}
+    report = torchlift.load(
+        Bracketed(), given, allow_missing=[pattern], allow_unexpected=[f"x.{pattern}"]
+    )
+    assert {*report.unexpected_keys} == {f"x.{key}" for key in fitting}
+    assert torchlift.plan(Bracketed(), path, include=[pattern]).loaded.keys() == fitting
+    for option, keys in (("--include", fitting), ("--exclude", rest.keys())):
+        done = main(
+            ["convert", str(path), str(tmp_path / "new.pt"), option, pattern, "--overwrite"]
+        )
+        assert (done, torchlift.open(tmp_path / "new.pt").keys()) == (0, keys)
+    model = Bracketed()
+    optimizer = torch.optim.SGD(model.named_parameters(), momentum=0.9)
+    sum(parameter.sum() for parameter in model.parameters()).backward()
+    optimizer.step()
+    found = torchlift.load_optimizer(model, optimizer, optimizer.state_dict(), exclude=[pattern])
+    assert {*found.missing_keys} == fitting
+
+
+def test_a_set_of_letters_in_brackets_still_is_one() -> None:
+    """As in a shell."""
+    assert allowed(["a0", "a1", "a2", "a[01]"], ["a[01]"]) == {"a0", "a1", "a[01]"}
+    assert allowed(["ab", "a!b", "a[!b]"], ["a[!b]"]) == {"a[!b]"}

@@ -610,10 +610,11 @@ def globals_in(blocked_keys: Mapping[str, str]) -> tuple[str, ...]:
 def allowed(names: Iterable[str], patterns: Collection[str]) -> set[str]:
     """Return the names that a pattern fits; ``*`` stands for any text, dots included.
 
-    A pattern fits its own text, too: ``blocks[0].w`` is a key, and no set of letters.
+    A bracket also stands for itself: ``blocks[0].*`` fits ``blocks[0].w`` and ``blocks0.w``.
     """
-    own, fits = {*patterns}, [re.compile(fnmatch.translate(each)).match for each in patterns]
-    return {name for name in names if name in own or any(fit(name) for fit in fits)}
+    both = {text for each in patterns for text in (each, each.replace("[", "[[]"))}
+    fits = [re.compile(fnmatch.translate(text)).match for text in both]
+    return {name for name in names if any(fit(name) for fit in fits)}
 
 
 def left_out(
