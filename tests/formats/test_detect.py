@@ -289,6 +289,12 @@ def test_a_torch_file_that_was_unpacked_is_named_and_its_way_back_works(
         ("model.plan", b"ftrt" + bytes(99), "TensorRT"),
         ("model.h5", b"\x89HDF\r\n\x1a\n" + bytes(99), "HDF5"),
         ("model.pth", b"", "empty file"),
+        (
+            "flax_model.msgpack",
+            b"\x81\xa1w\xc7\x11\x01\x93\x91\x01\xa7float32\xc4\4" + bytes(4),
+            "msgpack",
+        ),
+        ("params.msgpack", b"\xde\0\2\xa6params" + bytes(40), "msgpack"),
     ],
 )
 def test_a_file_of_another_program_is_named_in_its_folder_as_by_its_path(

@@ -204,24 +204,6 @@ def test_a_pickle_costs_in_proportion_to_its_bytes(tmp_path: Path, name: str) ->
     assert len(answers(*paths)) == len(paths)
 
 
-def test_a_map_of_msgpack_costs_in_proportion_to_its_bytes(tmp_path: Path) -> None:
-    """Millions of empty containers, long keys above many, one dtype for a million arrays."""
-    head = b"\x81\xa1x"
-    contents = {
-        "maps": head + b"\xdd" + struct.pack(">I", 600_000) + b"\x80" * 600_000,
-        "lists": head + b"\xdd" + struct.pack(">I", 600_000) + b"\x90" * 600_000,
-        "keys": head[:1] + b"\xda\xff\xff" + b"k" * 65_535 + b"\xde\xff\xff"
-        + b"".join(b"\xcd" + struct.pack(">H", at) + b"\xc0" for at in range(65_535)),
-        "arrays": head + b"\xdd" + struct.pack(">I", 50_000)
-        + b"\xc7\x08\x01\x93\x90\xa4int8\xa1x" * 50_000,
-    }  # fmt: skip
-    paths = []
-    for name, content in contents.items():
-        (tmp_path / name).write_bytes(content)
-        paths.append(tmp_path / name)
-    assert len(answers(*paths)) == len(paths)
-
-
 # Directories --------------------------------------------------------------------------------------
 
 

@@ -27,7 +27,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import gguf
-import msgpack
 import numpy as np
 import safetensors.torch
 import torch
@@ -261,20 +260,6 @@ def _numpy(path: Path) -> Any:
             and array.dtype != np.longdouble and array.dtype != np.clongdouble}  # fmt: skip
 
 
-def _flax(path: Path) -> Any:
-    def array(code: int, data: bytes) -> object:
-        if code == 1:
-            shape, name, content = msgpack.unpackb(data, raw=True)
-            if name == b"bfloat16":
-                made = np.frombuffer(content, "<u2").reshape(shape).copy()
-                return torch.from_numpy(made).view(torch.bfloat16)
-            dtype = np.dtype(name.decode())
-            return torch.from_numpy(np.frombuffer(content, dtype).reshape(shape, order="C").copy())
-        return Foreign()
-
-    return msgpack.unpackb(path.read_bytes(), ext_hook=array, raw=False)
-
-
 #: Format -> readers, which raise or return containers; the last one counts for what is refused.
 OWNERS: dict[str, dict[str, Callable[[Path], Any]]] = {
     "torch-zip": {
@@ -291,7 +276,6 @@ OWNERS: dict[str, dict[str, Callable[[Path], Any]]] = {
     "gguf": {"gguf": _gguf},
     "npz": {"numpy": _numpy},
     "npy": {"numpy": _numpy},
-    "flax-msgpack": {"msgpack": _flax},
 }  # fmt: skip
 OWNERS["torch-legacy"] = OWNERS["programs"] = OWNERS["wide programs"] = OWNERS["torch-zip"]
 OWNERS["legacy programs"] = OWNERS["torch-zip"]

@@ -23,7 +23,6 @@ from pathlib import Path
 
 import checkpoint_files as cf
 import gguf
-import msgpack
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
@@ -292,12 +291,6 @@ def _npy_seeds(path: Path) -> Iterator[Parts]:
         yield from ([content] for content in parts[1::2])
 
 
-def _flax_seeds(path: Path) -> Iterator[Parts]:
-    array = msgpack.ExtType(1, msgpack.packb(((2, 2), "float32", struct.pack("<4f", 1, 2, 3, 4))))
-    flax = {"w": {"a": array, "n": [1, None, "x", 2.0]}, "s": array, "k": {"b": b"raw", "i": -9}}
-    yield [msgpack.packb(flax)]
-
-
 #: (file, record) of each part of a ZeRO directory.
 _ZERO: list[tuple[str, bytes]] = []
 
@@ -350,6 +343,5 @@ FORMATS = {
     "gguf": ("x", _one(_plain), _gguf_seeds),
     "npz": ("x", _one(_archive), _npz_seeds),
     "npy": ("x", _one(_plain), _npy_seeds),
-    "flax-msgpack": ("x", _one(_plain), _flax_seeds),
     "zero": ("", _zero_files, _zero_seeds),
 }

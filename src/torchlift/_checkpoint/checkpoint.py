@@ -90,8 +90,8 @@ class Checkpoint(Mapping[str, torch.Tensor]):
     Attributes:
         path: the file or directory, absolute; of a file object that is none, its name or class.
         format: ``"torch-zip"``, ``"torch-legacy"``, ``"torchscript"``, ``"pt2"``,
-            ``"safetensors"``, ``"sharded"``, ``"dcp"``, ``"gguf"``, ``"npz"``, ``"flax-msgpack"``
-            or ``"zero"``.
+            ``"safetensors"``, ``"sharded"``, ``"dcp"``, ``"gguf"``, ``"npz"`` or
+            ``"zero"``.
         entries: key -> `TensorEntry`, in file order.
         objects: key -> leaf that is not a tensor.
         metadata: what the format itself records.
@@ -737,7 +737,7 @@ def open(
             TorchScript archives and exported programs (``.pt2``), of which only the weights are
             read; safetensors, Hugging Face's sharded ``*.index.json`` or a directory holding one;
             directories of ``torch.distributed.checkpoint`` (DCP), Megatron's among them, and of
-            DeepSpeed's ZeRO; GGUF; numpy's npz and npy; flax's msgpack. Of a program, the state
+            DeepSpeed's ZeRO; GGUF; numpy's npz and npy. Of a program, the state
             dict has its own names; what the program's text refers to comes below ``CONSTANTS``, and
             other attributes of TorchScript modules below ``ATTRIBUTES``. Of ZeRO, the full weights
             have the model's names; the optimizer's state comes below ``optimizer`` and what else

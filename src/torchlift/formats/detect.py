@@ -27,7 +27,7 @@ from torchlift._store import (
 from torchlift._system.memory import collection_paused
 from torchlift._system.text import printable
 from torchlift.errors import CheckpointError, FormatError, NotAllowed, NotFound, UnsafeError
-from torchlift.formats import flax_msgpack, gguf, npz, pt2, torch_legacy, torchscript, zero
+from torchlift.formats import gguf, npz, pt2, torch_legacy, torchscript, zero
 from torchlift.formats.dcp import DCP_METADATA, DCP_SUFFIX, metadata_files, read_dcp
 from torchlift.formats.index import Index
 from torchlift.formats.reader import HEAD, Content, Reader, is_zip, read_by_others
@@ -46,8 +46,7 @@ from torchlift.formats.torch_zip import read_torch_zip
 from torchlift.formats.unpickle import Budget
 
 _EXPECTED = (
-    "a file of torch (TorchScript and pt2, too), safetensors, GGUF, numpy or flax, or an "
-    "*.index.json"
+    "a file of torch (TorchScript and pt2, too), safetensors, GGUF or numpy, or an *.index.json"
 )
 _TENSORFLOW = "Read it with tf.train.load_checkpoint, and save its arrays with numpy.savez."
 #: (how it starts, what it is, what to do). The first that fits counts.
@@ -74,6 +73,10 @@ _FOREIGN: tuple[tuple[bytes, str, str], ...] = (
     (rb"\x80[\2-\5]", "a pickle that torch.save did not write",
      "Only unpickling could read it, which can run any code: ask for a file written by "
      "torch.save or safetensors."),
+    # A map whose first name is text, or an array by itself.
+    (rb"(?:[\x81-\x8f]|\xde..|\xdf....)[\xa0-\xbf\xd9\xda]|(?:\xc7.|\xc8..|\xc9....)\x01",
+     "a msgpack file, such as flax writes",
+     "Load it with flax.serialization.msgpack_restore, and save its arrays with safetensors.flax."),
 )  # fmt: skip
 #: The same for a record of a zip archive, or a file in a directory.
 _FOREIGN_NAMES: tuple[tuple[str, str, str], ...] = (
@@ -260,7 +263,6 @@ _FILES: tuple[Reader, ...] = (
     ),
     gguf.READER,
     npz.ARRAYS,
-    flax_msgpack.READER,
 )
 _INDEXES = Reader(
     lambda content: _is_json(content.head), lambda content: read_sharded(content.source, _read_file)
@@ -339,7 +341,7 @@ def _read_directory(path: str) -> Index:
 
     In this order: the metadata of a distributed checkpoint (DCP); an ``*.index.json`` and its
     shards; safetensors files; DeepSpeed's ZeRO; the folder that a note of the last checkpoint
-    names; the one that accelerate keeps a sharded model in; torch files; GGUF and flax's. Within
+    names; the one that accelerate keeps a sharded model in; torch files; GGUF. Within
     each, a single file is taken, or a complete set ``x-00001-of-0000N``, or the one that is named
     as the model of a Hugging Face repository. A variant (``model.fp16.safetensors``) counts only
     where there is nothing else.
@@ -586,7 +588,7 @@ _DIRECTORIES: tuple[Reader, ...] = (
     *_STATES[1:],
     Reader(lambda content: any(map(_SHARDED.fullmatch, content.names)), _read_shards),
     _files(_torch_files),
-    _files(_ending(".gguf", ".msgpack")),
+    _files(_ending(".gguf")),
 )
 
 

@@ -45,7 +45,7 @@ GROUP = "torchlift.formats"
 #: Names of formats that are ours.
 _OURS = {
     "torch-zip", "torch-legacy", "torchscript", "pt2", "safetensors", "sharded", "dcp", "gguf",
-    "npz", "flax-msgpack", "zero",
+    "npz", "zero",
 }  # fmt: skip
 #: Encodings of bytes that lie in the file as they are.
 _ENCODINGS = {"big-endian", "conjugate", "negative"}
