@@ -781,8 +781,8 @@ def open(
         return made
     if not hasattr(path, "read"):
         kind = type(path).__name__
-        held = f". Use the state_dict() of this {kind}" if hasattr(path, "state_dict") else ""
-        raise TypeError(f"expected a path or a binary file object, not {kind}{held}")
+        way = f". Use the state_dict() of this {kind}" if hasattr(path, "state_dict") else ""
+        raise TypeError(f"expected a path or a binary file object, not {kind}{way}")
     with ExitStack() as stack:
         made = Checkpoint(stack.enter_context(index_of_object(path)), root=root, allowed=allowed)
         made._kept = stack.pop_all()

@@ -333,11 +333,13 @@ def place(
         assert isinstance(value, torch.Tensor)
         ways[step.mode](step.group, _shaped(step.group.tensor, value))
     if work.extra:
-        # As in torch, `set_extra_state` sees the new values of its module's own tensors.
-        takers = {id(module) for module, _ in work.extra}
+        # As in torch, `set_extra_state` sees the new values of its module's own tensors. Those that
+        # rank 0 sends come in its order: the code sees the old ones.
+        takers = set() if origin.collective else {id(module) for module, _ in work.extra}
         seen = [i for i in in_place if any(id(s.module) in takers for s in i[0].group.slots)]
         in_place = [item for item in in_place if not any(item is each for each in seen)]
-        _copy_in_place(seen, origin, commit, True, advance)
+        if seen:
+            _copy_in_place(seen, origin, commit, True, advance)
         tree.walk()
         with commit.watch(tree, before):
             for module, state in work.extra:

@@ -738,8 +738,8 @@ def _hint(
     if not missing or not unexpected:
         return None
     names = {*unexpected}
-    held = {key: named.values[key] for key, name in named.objects.items() if name in names}
-    if hint := state_hint(held):
+    values = {key: named.values[key] for key, name in named.objects.items() if name in names}
+    if hint := state_hint(values):
         return hint
     found = suggestion(missing, unexpected, root)
     return found or (_library_hint(model) if options.rename is None else None)

@@ -980,8 +980,7 @@ def _check(job: _Job, matched: Match, path: str, options: Options) -> None:
     }
     if missing or unexpected or shapes:
         error = model_misfit(missing, unexpected, shapes)
-        held = {name: values.get(name) for name in unexpected}
-        if missing and (hint := state_hint(held)):
+        if missing and (hint := state_hint({name: values.get(name) for name in unexpected})):
             error.hint = hint
         raise error
 
