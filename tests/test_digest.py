@@ -40,7 +40,7 @@ class Net(nn.Module):
         self.head = nn.Linear(7, 11, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("mask", torch.ones(3, dtype=torch.bool))
-        self.register_buffer("cache", torch.rand(4), persistent=False)
+        self.register_buffer("cache", torch.arange(4.0), persistent=False)
 
 
 FILES: dict[str, dict[str, Any]] = {
@@ -407,3 +407,30 @@ def test_a_large_file_takes_the_memory_of_some_blocks(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 64 << 20
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_the_stride_of_a_single_element_does_not_count(dtype: torch.dtype) -> None:
+    """A view of every fifth element, an expanded number, a corner of a matrix."""
+    one = torch.ones(10, dtype=dtype)
+    for shape, odd in {
+        (1,): [one[:5:5], one[0].expand(1)],
+        (1, 1): [one.view(2, 5)[:1, ::5]],
+    }.items():
+        wanted = torchlift.digest({"w": torch.ones(shape, dtype=dtype)})
+        assert [torchlift.digest({"w": tensor}) for tensor in odd] == [wanted] * len(odd)
+
+
+def test_a_tensor_without_values_that_can_be_read_is_an_error_with_a_way_out() -> None:
+    """One of a FakeTensorMode, and one in a layout of oneDNN's; dense ones have a digest."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        fake = nn.Linear(2, 2)
+    other = torch.ones(3).to_mkldnn()
+    for obj, entry in ((fake, "weight"), ({"w": fake.bias}, "w"), ({"w": other}, "w")):
+        with pytest.raises(PlacementError, match="the values of a tensor cannot be read") as caught:
+            torchlift.digest(obj)
+        assert caught.value.entry == entry
+    assert torchlift.digest({"w": other.to_dense()}) == torchlift.digest({"w": torch.ones(3)})
+    assert len(torchlift.digest(nn.Linear(2, 2))) == 16

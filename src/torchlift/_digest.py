@@ -19,6 +19,7 @@ from torchlift._model import (
     Spans,
     blocks,
     everything,
+    has_memory,
     is_dtensor,
     is_lazy,
     local_tensor,
@@ -272,6 +273,16 @@ def _of_tensor(key: str, tensor: torch.Tensor, path: str) -> Iterator[int]:
         shape = () if tensor.is_nested else tuple(tensor.shape)
         yield _Name(key, f"{tensor.dtype} {tensor.layout}", shape).term
     for number, each in enumerate(dense):
+        if not has_memory(each):  # a FakeTensor, or oneDNN's layout
+            raise PlacementError(
+                "the values of a tensor cannot be read",
+                file=path,
+                entry=key,
+                expected="a tensor whose values are in memory",
+                found=f"{type(each).__name__}, {each.dtype}, {each.layout}",
+                hint="Build the model outside of FakeTensorMode, and call to_dense() on a tensor "
+                "of a layout of its own.",
+            )
         name = _Name(key if alone else f"{key}\0{number}", each.dtype, tuple(each.shape))
         yield _weighted(name, _in_order(_blocks(each)))
 
@@ -301,7 +312,9 @@ def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def _bytes_of(block: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a block, flat."""
-    return block.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    flat = block.resolve_conj().resolve_neg().contiguous().view(-1)
+    # The stride of a single element may be any number, which torch does not view as bytes.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
 def _in_order(arrived: Iterator[torch.Tensor], at: int = 0) -> int:
