@@ -326,20 +326,6 @@ def generator_of_its_own(m: Any) -> None:
     m.bias = nn.Parameter(torch.empty(4).normal_(generator=generator))
 
 
-def seeds_itself(m: Any) -> None:
-    torch.manual_seed(11)
-    m.weight = nn.Parameter(torch.randn(4))
-
-
-def seeds_for_a_while(m: Any) -> None:
-    m.weight = nn.Parameter(torch.randn(4))
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(5)
-        m.kept = nn.Linear(3, 3)
-        buffer(m, "projection", torch.randn(3, 3))
-    m.bias = nn.Parameter(torch.randn(4))
-
-
 CONSTRUCTORS: dict[str, Build] = {
     made.__name__: made
     for made in (
@@ -350,8 +336,7 @@ CONSTRUCTORS: dict[str, Build] = {
         every_allocation, every_sampler, deep_copies, drops_what_it_makes, linear_algebra,
         unusual_kinds, plain_attributes, containers, changes_dtype, changes_default_dtype,
         explicit_devices,
-        freezes, ties, hides_gradient_modes, generator_of_its_own, seeds_itself,
-        seeds_for_a_while,
+        freezes, ties, hides_gradient_modes, generator_of_its_own,
     )
 }  # fmt: skip
 

@@ -108,7 +108,6 @@ from torchlift._model.torch_private import TRUNC_NORMAL as TRUNC_NORMAL
 from torchlift._model.torch_private import IncompatibleKeys as IncompatibleKeys
 from torchlift._model.torch_private import dcp_item as dcp_item
 from torchlift._model.torch_private import device_constructors as device_constructors
-from torchlift._model.torch_private import function_modes as function_modes
 from torchlift._model.torch_private import is_closed as is_closed
 from torchlift._model.torch_private import key_of as key_of
 from torchlift._model.torch_private import make_wrapper as make_wrapper
@@ -116,7 +115,9 @@ from torchlift._model.torch_private import memory_of as memory_of
 from torchlift._model.torch_private import require_fsdp1_state as require_fsdp1_state
 from torchlift._model.torch_private import shard_order as shard_order
 from torchlift._model.torch_private import storage_key as storage_key
+from torchlift._model.torch_private import storage_uses as storage_uses
 from torchlift._model.torch_private import timeout_of as timeout_of
+from torchlift._model.torch_private import unseen_storage as unseen_storage
 from torchlift._model.torch_private import without_subclasses as without_subclasses
 from torchlift._model.torch_private import writes_into_leaf as writes_into_leaf
 from torchlift._model.watch import version_of as version_of

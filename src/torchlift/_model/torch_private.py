@@ -20,12 +20,10 @@ from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
-from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils._device import _device_constructors as device_constructors
 
 __all__ = [
     "REBUILD_V2", "REBUILD_V3", "IncompatibleKeys", "NormBase", "device_constructors",
-    "function_modes",
 ]  # fmt: skip
 
 LAZY: type = UninitializedTensorMixin
@@ -96,6 +94,12 @@ def storage_key(tensor: torch.Tensor) -> int:
         NotImplementedError, RuntimeError, ValueError: it has none: sparse, lazy, a wrapper.
     """
     return key_of(tensor.untyped_storage())
+
+
+def unseen_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """Return the tensor's storage; no function mode sees that, so none answers instead."""
+    with torch._C.DisableTorchFunction():
+        return tensor.untyped_storage()
 
 
 def memory_of(tensor: torch.Tensor) -> int | None:

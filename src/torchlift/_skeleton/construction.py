@@ -27,9 +27,9 @@ from torchlift._model import (
     without_subclasses,
     wrap,
 )
-from torchlift._skeleton.recorder import Recorder, seeds_noted
+from torchlift._skeleton.recorder import Recorder
 from torchlift._skeleton.recording import META, Construction, Ref
-from torchlift._skeleton.replay import replay
+from torchlift._skeleton.replay import replay, seeded_error, state_of
 from torchlift._system.interrupts import uninterrupted
 from torchlift._system.memory import collection_paused
 from torchlift._system.text import clipped_list
@@ -45,6 +45,8 @@ def skeleton(factory: Callable[P, M], *args: P.args, **kwargs: P.kwargs) -> M:
     Construction is recorded instead of executed, so it takes no memory for weights and no time for
     initialising them. What a checkpoint does not hold (non-persistent buffers, a new head) can be
     made later by `materialize`, or by `load`, with the values that normal construction gives.
+    What the constructor writes through NumPy, ``apply_``, a storage or an address is kept. See
+    "A skeleton cannot replay the constructor" in the guide for the limits.
 
     Args:
         factory: a module class, or a callable that returns a module.
@@ -56,6 +58,8 @@ def skeleton(factory: Callable[P, M], *args: P.args, **kwargs: P.kwargs) -> M:
 
     Raises:
         TypeError: `factory` did not return a module.
+        PlacementError: If the constructor quantises a tensor, or reads a random number after it
+            has seeded torch.
 
     Example:
         >>> import torch, torchlift
@@ -74,13 +78,15 @@ def skeleton(factory: Callable[P, M], *args: P.args, **kwargs: P.kwargs) -> M:
     # Until all is written down: walks over the calls in memory were 45 % of the time of 20,000
     # small layers, which take 1.4 s (2.5 if the collector ran after construction; plain ones 1.0).
     with collection_paused():
-        with seeds_noted(), recorder:
+        with recorder:
             model = factory(*args, **kwargs)
+        recorder.finish()
         if not isinstance(model, nn.Module):
             raise TypeError(f"{factory!r} returned {type(model).__name__}, not a module")
         tree = ModuleTree(model)
         for group in [*tree.groups, *tree.meta_attributes]:
             _remember(recorder, group)
+        recorder.find_lost()
     return model
 
 
@@ -106,7 +112,9 @@ def materialize(
 
     Raises:
         PlacementError: a tensor on meta was not made by `skeleton`, a name is not one of the
-            module's, or the device does not exist. Nothing has changed then.
+            module's, or the device does not exist. Or a tensor cannot be replayed: it is random
+            and the constructor seeds torch, or it is made of a NumPy array that changed. Nothing
+            has changed then.
 
     Example:
         >>> import torch, torchlift
@@ -134,7 +142,8 @@ def make(groups: Sequence[Group], devices: Sequence[torch.device]) -> list[torch
     """Replay the groups' construction, each on its device.
 
     Raises:
-        PlacementError: a tensor was not made by `skeleton`.
+        PlacementError: a tensor was not made by `skeleton`, or is random and the constructor
+            seeds torch.
     """
     constructions = constructions_of(groups)
     made: dict[int, torch.Tensor] = {}
@@ -143,8 +152,12 @@ def make(groups: Sequence[Group], devices: Sequence[torch.device]) -> list[torch
         batches.setdefault((id(one.recording), id(one.copy), device), []).append(position)
     for (_, _, device), positions in batches.items():
         refs = [constructions[position].ref for position in positions]
-        for at, tensor in replay(constructions[positions[0]].recording, refs, device):
+        recording = constructions[positions[0]].recording
+        before = state_of(device) if recording.is_seeded else None
+        for at, tensor in replay(recording, refs, device):
             group = groups[positions[at]]
+            if before is not None and not torch.equal(before, state_of(device)):
+                raise seeded_error(group.fqn)
             if is_dtensor(group.tensor):  # the rest is freed at once: one whole tensor at a time
                 tensor = shard_of_value(tensor, group.tensor, group.fqn)
                 tensor = wrap(group.tensor, tensor)
@@ -269,7 +282,8 @@ def constructions_of(groups: Iterable[Group]) -> list[Construction]:
     """Return how tensors on meta are made.
 
     Raises:
-        PlacementError: nothing knows how to make some of them; names them all.
+        PlacementError: nothing knows how to make some of them; names them all. Or one is made of
+            memory that changed meanwhile.
     """
     found = [(group, construction_of(group)) for group in groups]
     lost = [name for group, made in found if made is None for name in group.names]
@@ -281,4 +295,12 @@ def constructions_of(groups: Iterable[Group]) -> list[Construction]:
             expected="a value in the checkpoint, or a module built by torchlift.skeleton",
             hint="Build the model with torchlift.skeleton(Model, ...) instead of on meta.",
         )
+    for group, made in found:
+        if made is not None and made.recording.is_lost(made.ref.key):
+            raise PlacementError(
+                "is made of memory that changed while the constructor ran, such as a NumPy array",
+                entry=group.fqn,
+                hint="Copy the array in the constructor: torch.tensor(array) instead of "
+                "torch.from_numpy(array). Or build the model without torchlift.skeleton.",
+            )
     return [made for _, made in found if made is not None]

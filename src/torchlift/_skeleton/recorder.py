@@ -14,10 +14,9 @@ them): 1.0 s in a fresh process, against 1 ms for plain construction on meta.
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial, wraps
+from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -29,12 +28,12 @@ from torchlift._model import (
     SET_GRAD_ENABLED,
     TRUNC_NORMAL,
     device_constructors,
-    function_modes,
     has_memory,
     key_of,
     version_of,
     writes_into_leaf,
 )
+from torchlift._skeleton.handed_out import Foreign, HandedOut, elements_of
 from torchlift._skeleton.recording import (
     META,
     Call,
@@ -46,8 +45,9 @@ from torchlift._skeleton.recording import (
     Storage,
     tensors_in,
 )
-from torchlift._skeleton.replay import Run, calls_behind, undisturbed
+from torchlift._skeleton.replay import Run, is_real, seeded_error, undisturbed
 from torchlift._system.containers import map_leaves
+from torchlift.errors import PlacementError
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -85,18 +85,11 @@ _SHAPED_BY_DATA = frozenset({
     "__getitem__", "argwhere", "bincount", "masked_select", "nonzero", "repeat_interleave",
     "unique", "unique_consecutive", "where",
 })
-#: They draw from torch's default generator, unless they are given another.
-_RANDOM = frozenset({
-    "alpha_dropout", "bernoulli", "bernoulli_", "cauchy_", "dropout", "exponential_", "geometric_",
-    "log_normal_", "multinomial", "normal", "normal_", "poisson", "rand", "rand_like", "randint",
-    "randint_like", "randn", "randn_like", "random_", "randperm", "sparse_", "trunc_normal_",
-    "uniform_", *_MATRIX_FILLS,
-})
 #: These only look, or make a view, which its storage tells all about.
 _LOOKS = frozenset({
     *(getattr(torch.Tensor, name) for name in (
         "size", "stride", "dim", "ndimension", "numel", "nelement", "element_size",
-        "storage_offset", "untyped_storage", "is_contiguous", "is_floating_point", "is_complex",
+        "storage_offset", "is_contiguous", "is_floating_point", "is_complex",
         "is_inference", "requires_grad_", "detach", "__len__",
     )),
     torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
@@ -106,7 +99,12 @@ _LOOKS = frozenset({
 # fmt: on
 #: Arguments of these types are recorded as they are; most are, so they are told apart first.
 _SCALARS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.memory_format})
+#: They give a constructor the memory of their tensor, also on meta, where there is none.
+_ADDRESSES = frozenset({torch.Tensor.data_ptr, torch.Tensor.storage, torch.Tensor.untyped_storage})
+#: Python writes the elements; on meta it writes none.
+_CALL_BACK = frozenset({torch.Tensor.apply_, torch.Tensor.map_, torch.Tensor.map2_})
 _CONSTRUCTORS = frozenset(device_constructors())
+_QUANTISED = frozenset({torch.qint8, torch.qint32, torch.quint8, torch.quint4x2, torch.quint2x4})
 _FILLED = frozenset({torch.full, torch.ones, torch.zeros})
 #: Arguments by name of a call without, and of one that only has a dtype: nobody changes them.
 _NO_KWARGS: Kwargs = {}
@@ -138,9 +136,13 @@ class Recorder(TorchFunctionMode):
         self._refs: dict[Key, Ref] = {}  # the last one to each storage
         self._alike: dict[torch.device, Storage] = {}
         self._generators: dict[torch.Generator, GeneratorState] = {}
-        # The source of random numbers since the constructor seeded torch's default generator; None
-        # while it draws the caller's numbers, in whatever order a replay needs them.
-        self._stream: Key | None = None
+        self._seed, self._start = torch.initial_seed(), torch.default_generator.get_state()
+        # torch's default generator as the constructor would find it after the calls that were run
+        # to answer its questions: how many, and the states before those that drew.
+        self._drawn, self._state = 0, self._start
+        self._states: dict[int, torch.Tensor] = {}
+        self._handed_out: dict[Key, HandedOut] = {}
+        self._foreign: dict[Key, Foreign] = {}
 
     def __torch_function__(
         self, func: Func, types: Any, args: Args = (), kwargs: Mapping[str, Any] | None = None
@@ -157,12 +159,20 @@ class Recorder(TorchFunctionMode):
             return self._overwrite(func, args, dict(kwargs or {}))
         return self._record(func, args, dict(kwargs or {}))
 
-    def seed(self, seed: int | None) -> None:
-        """Note that the constructor seeds torch's default generator; None: it goes back."""
-        self._stream = None
-        if seed is not None:
-            self._stream = self.recording.new_source()
-            self.recording.seeds[self._stream] = seed
+    def finish(self) -> None:
+        """Write down what the constructor has done behind torch's back."""
+        self._note_seed(thorough=True)
+        self._catch_up([*self._handed_out])
+        self._handed_out.clear()
+
+    def find_lost(self) -> None:
+        """Note memory that torch did not make, and whose content a replay would not find."""
+        for key, memory in self._foreign.items():
+            if memory.has_changed():
+                self.recording.lost.add(key)
+            for other, beside in self._foreign.items() if memory.is_written else ():
+                if other != key and memory.overlaps(beside.memory):
+                    self.recording.lost |= {key, other}
 
     def ref(self, tensor: torch.Tensor) -> Ref | None:
         """Return how to find a tensor again, or None if its storage has never been seen."""
@@ -183,23 +193,26 @@ class Recorder(TorchFunctionMode):
         ``torch.Tensor(3, 4)``, ``torch.from_numpy`` and tensors older than the skeleton are such.
         The real one is kept and not written to: its values are copied when they are replayed.
         """
+        _require_unquantised(tensor.dtype)
         key = _key_of(tensor)
         if key not in self._stand_ins:
+            for memory in (*self._handed_out.values(), *self._foreign.values()):
+                if memory.contains(tensor.untyped_storage()):
+                    return memory.view_on_meta(tensor)
             nbytes = tensor.untyped_storage().nbytes()
             storage = torch.empty(nbytes, dtype=torch.uint8, device=META).untyped_storage()
             self._storages[key_of(storage)] = Storage(tensor.device, real=tensor.detach())
             self._stand_ins[key] = storage
+            if tensor.is_cpu and not tensor.untyped_storage().resizable():
+                self._foreign[key_of(storage)] = Foreign(tensor.untyped_storage(), storage)
         made = torch.empty(0, dtype=tensor.dtype, device=META).set_(
             self._stand_ins[key], tensor.storage_offset(), tensor.shape, tensor.stride()
         )
         return made.requires_grad_(tensor.requires_grad) if tensor.is_leaf else made
 
     def _locate(self, func: Func, args: Args, kwargs: Kwargs) -> Any:
-        """Return the device, or the address, that the constructor would see, run for real."""
+        """Return the device that the constructor would see, run for real."""
         tensor = args[0]
-        if func is torch.Tensor.data_ptr:
-            # Meta tensors are all at 0; equal addresses are how some constructors tell ties.
-            return _key_of(tensor) + tensor.storage_offset() * tensor.element_size()
         caller = sys._getframe(2)
         if caller.f_code.co_name == "__new__":
             # A wrapper is made where the tensors that it is made of are, not where they seem to be.
@@ -236,11 +249,18 @@ class Recorder(TorchFunctionMode):
         if any(tensors_in((args, kwargs))):
             return self._record(func, args, kwargs)
         device = self._device_from(kwargs.pop("device", None))
-        # clone: as_tensor shares memory with the array it was given.
-        made = self.adopt(func(*args, device="cpu", **kwargs).clone())
+        made = func(*args, device="cpu", **kwargs)
+        if sys._getframe(2).f_globals.get("__name__") == "torch.storage":
+            # `TypedStorage.__setitem__` gives its storage to such a tensor, which no mode sees.
+            return made
+        made = self.adopt(made)
         key = _key_of(made)
         self._storages[key] = self._storages[key]._replace(device=device)
         return made
+
+    def _take(self, func: Func, args: Args, kwargs: Kwargs) -> torch.Tensor:
+        """Keep a tensor over memory that something else has made."""
+        return self.adopt(func(*args, **kwargs))
 
     def _move(self, func: Func, args: Args, kwargs: Kwargs) -> Any:
         """Record ``tensor.cpu()`` or ``tensor.cuda(1)`` as the ``.to(device)`` that they mean."""
@@ -274,6 +294,7 @@ class Recorder(TorchFunctionMode):
                 made = func(*args, **rest, device=META)
         except (RuntimeError, TypeError, ValueError):
             return self._record(func, args, kwargs)  # which knows whose error it is
+        _require_unquantised(made.dtype)
         storage, calls = made.untyped_storage(), self.recording.calls
         self._alive.append(storage)
         key = key_of(storage)
@@ -283,7 +304,7 @@ class Recorder(TorchFunctionMode):
         typed = _TYPED.setdefault(made.dtype, {"device": Device, "dtype": made.dtype})
         rest = typed if rest.keys() <= typed.keys() else {**rest, **typed}
         self._refs[key] = ref = _ref(key, made)
-        calls.append(Call(func, args, rest, (), (key,), (ref,), False, None))
+        calls.append(Call(func, args, rest, (), (key,), (ref,)))
         return made
 
     def _storage_on(self, device: torch.device) -> Storage:
@@ -298,13 +319,13 @@ class Recorder(TorchFunctionMode):
         is_simple = (
             type(tensor) in (torch.Tensor, nn.Parameter)
             and tensor.is_meta
-            and self._stream is None
+            and not self._handed_out
             and _are_plain(args[1:])
             and _are_plain(rest.values())
             and _only_fills(func, name, tensor)
         )
         ref = self.ref(tensor) if is_simple else None
-        if ref is None:
+        if ref is None or self._storages[ref.key].real is not None:
             return self._record(func, args, kwargs)
         if 0 in ref.shape:  # some of them warn of that, each time that they run
             return tensor
@@ -312,12 +333,16 @@ class Recorder(TorchFunctionMode):
             args = (ref, *args[1:])
         else:
             rest = {**rest, "tensor": ref}
+        self._note_seed()
         calls, keys = self.recording.calls, (ref.key,)
-        calls.append(Call(func, args, rest, keys, keys, (), name in _RANDOM, None))
+        calls.append(Call(func, args, rest, keys, keys, ()))
         return tensor
 
     def _record(self, func: Func, args: Args, kwargs: Kwargs) -> Any:
         """Run a call on meta tensors and write it down."""
+        for value in (*args, *kwargs.values()):
+            if type(value) is torch.dtype:  # quantize_per_tensor of a tensor on meta makes floats
+                _require_unquantised(value)
         args, kwargs, device = self._send_to_meta(func, args, kwargs)
         # Before the call: an in-place one may change what its own arguments look like.
         given: list[Given] = []
@@ -326,26 +351,29 @@ class Recorder(TorchFunctionMode):
             self._recorded(args, given, reads),
             self._recorded(kwargs, given, reads) if kwargs else kwargs,
         )
+        self._catch_up(reads)
         name = getattr(func, "__name__", "")
         if given and _only_fills(func, name, given[0].meta):
             if given[0].meta.numel():
-                self._write_down(func, name, recorded, reads, [given[0].key], ())
+                self._write_down(func, recorded, reads, [given[0].key], ())
             return given[0].tensor
         if any(item.meta is not item.tensor for item in given):
             metas = {id(item.tensor): item.meta for item in given}
             args, kwargs = map_leaves((args, kwargs), lambda leaf, _: metas.get(id(leaf), leaf))
         versions = [version_of(item.meta) for item in given]
+        answered = func in _ADDRESSES or func in _CALL_BACK
         try:
-            result = func(*args, **kwargs)
-            answered = isinstance(result, torch.Tensor) and result.layout is not torch.strided
-        except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+            if not answered:
+                result = func(*args, **kwargs)
+                answered = isinstance(result, torch.Tensor) and result.layout is not torch.strided
+        except (RuntimeError, NotImplementedError, TypeError, ValueError, BufferError) as error:
             if writes_into_leaf(error):
                 raise  # values are not asked for gradients, so replaying would not object
             answered = True
         if answered:
             # What depends on data cannot be answered by meta tensors (`.item()`, a mask as an
             # index): run this one call on replayed values. A genuine error is raised by that.
-            result, written = self._answer(func, recorded, given, reads)
+            result, written = self._answer(func, recorded, given)
         else:
             other = self._with_dtype(func, args, kwargs, result)
             if other is not None:
@@ -363,7 +391,7 @@ class Recorder(TorchFunctionMode):
             (ref,) = filter(None, made)
             func, reads = torch.empty_strided, {}
             recorded = (ref.shape, ref.stride), {"dtype": ref.dtype, "device": Device}
-        self._write_down(func, name, recorded, reads, written, made)
+        self._write_down(func, recorded, reads, written, made)
         for item in given:
             if item.meta is result:
                 return item.tensor
@@ -427,7 +455,6 @@ class Recorder(TorchFunctionMode):
     def _write_down(
         self,
         func: Func,
-        name: str,
         recorded: tuple[Args, Kwargs],
         reads: dict[Key, None],
         written: list[Key],
@@ -439,15 +466,13 @@ class Recorder(TorchFunctionMode):
             writes[ref.key] = None
         if not writes:
             return
-        random = name in _RANDOM and recorded[1].get("generator") is None
-        stream = self._stream if random else None
-        if stream is not None:
-            reads[stream] = None
+        self._note_seed()
         for key in reads:
             if key < 0:  # a draw changes what comes after it
                 writes[key] = None
-        call = Call(func, *recorded, tuple(reads), tuple(writes), tuple(made), random, stream)
+        call = Call(func, *recorded, tuple(reads), tuple(writes), tuple(made))
         self.recording.calls.append(call)
+        self._show(writes)
 
     def _recorded(self, value: Any, given: list[Given], reads: dict[Key, None]) -> Any:
         """Return a value with tensors, devices and generators replaced by what stands for them.
@@ -476,11 +501,27 @@ class Recorder(TorchFunctionMode):
             given.append(Given(value, meta, ref.key))
             reads[ref.key] = None
             return ref
+        if value is torch.default_generator:
+            return None
         if isinstance(value, torch.Generator):
             state = self._generator(value)
             reads[state.key] = None
             return state
         return value
+
+    def _note_seed(self, thorough: bool = False) -> None:
+        """Note whether the constructor has seeded torch's default generator, which no mode sees.
+
+        Another seed shows it, until the end of a `torch.random.fork_rng` takes that back; the same
+        seed again, only a generator that has drawn nothing since.
+        """
+        generator, recording = torch.default_generator, self.recording
+        if generator.initial_seed() != self._seed:
+            recording.is_seeded = True
+        elif thorough and not recording.is_seeded:
+            seeded = torch.Generator().manual_seed(self._seed).get_state()
+            is_fresh = torch.equal(generator.get_state(), seeded)
+            recording.is_seeded = is_fresh and not torch.equal(self._start, seeded)
 
     def _generator(self, generator: torch.Generator) -> GeneratorState:
         """Return what stands for a generator of the constructor's own, in the state it is in."""
@@ -545,23 +586,19 @@ class Recorder(TorchFunctionMode):
         return made
 
     def _answer(
-        self, func: Func, recorded: tuple[Args, Kwargs], given: list[Given], reads: Iterable[Key]
+        self, func: Func, recorded: tuple[Args, Kwargs], given: list[Given]
     ) -> tuple[Any, list[Key]]:
         """Run a call on replayed values; return its result on meta, and the storages it wrote."""
-        recording, now = self.recording, len(self.recording.calls)
-        run = Run(recording, torch.device("cpu"))
-        state = torch.default_generator.get_state()
-        try:
-            with undisturbed(run.device):
-                for at in calls_behind(recording, [(key, now) for key in reads]):
-                    run.run(recording.calls[at])
-                args, kwargs = run.value(recorded)
-                real = list(tensors_in((args, kwargs)))
-                versions = [version_of(tensor) for tensor in real]
-                result = func(*args, **kwargs)
-        finally:  # a question must not take numbers from the caller's
-            torch.default_generator.set_state(state)
-        pairs = list(zip(real, given, strict=True))
+        self._note_seed(thorough=True)
+        self._catch_up([*self._handed_out])  # frees memory that the constructor has dropped
+        with self._numbers_kept():
+            run = self._replayed([item.key for item in given if item.key])
+            args, kwargs = run.value(recorded)
+            real = list(tensors_in((args, kwargs)))
+            pairs = list(zip(real, given, strict=True))
+            self._hold(pairs, stays=func in _ADDRESSES)
+            versions = [version_of(tensor) for tensor in real]
+            result = func(*args, **kwargs)
         written = [
             item.key
             for (tensor, item), version in zip(pairs, versions, strict=True)
@@ -577,6 +614,7 @@ class Recorder(TorchFunctionMode):
             if isinstance(value, torch.Tensor):
                 if id(value) in known:
                     return known[id(value)]
+                _require_unquantised(value.dtype)
                 if not has_memory(value):
                     return value
                 if is_shaped or _key_of(value) in views:
@@ -588,12 +626,120 @@ class Recorder(TorchFunctionMode):
                 return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
             return value
 
-        return on_meta(result), written
+        result = on_meta(result)
+        for key in written:  # the call is written down
+            if key in self._handed_out:
+                self._handed_out[key].note()
+        # Whoever holds this memory from here on is the constructor.
+        run.memory.clear()
+        real.clear()
+        pairs.clear()
+        del args, kwargs
+        self._catch_up([item.key for item in given])
+        return result, written
+
+    def _replayed(self, keys: Sequence[Key]) -> Run:
+        """Return memory of storages with what construction, from where it began, has put there."""
+        missing = [(key, len(self.recording.calls)) for key in keys if key not in self._handed_out]
+        order = self.recording.calls_behind(missing)
+        state = torch.default_generator.get_state()
+        run = Run(self.recording, torch.device("cpu"))
+        for _ in run.run_in_order(order, kept=set(keys)):
+            pass
+        if not torch.equal(state, torch.default_generator.get_state()):
+            if self.recording.is_seeded:
+                raise seeded_error()
+            run = self._redrawn(order, set(keys))
+        run.memory.update(
+            (key, self._handed_out[key].memory) for key in keys if key in self._handed_out
+        )
+        return run
+
+    def _redrawn(self, order: list[int], kept: set[Key]) -> Run:
+        """Run calls with the random numbers that construction would draw for them.
+
+        Which these are depends on all draws before: each call is run once for that, and the states
+        of the generator that it drew from are kept for the next question.
+        """
+        generator, calls = torch.default_generator, self.recording.calls
+        start, self._drawn = self._drawn, len(calls)
+        new = [at for at in range(start, len(calls)) if is_real(self.recording, calls[at])]
+        touched = [(key, at) for at in new for key in (*calls[at].reads, *calls[at].writes)]
+        order = sorted({*order, *new, *self.recording.calls_behind(touched)})
+
+        def set_generator(at: int) -> None:
+            if at in self._states:
+                generator.set_state(self._states[at])
+            elif new and at == new[0]:
+                generator.set_state(self._state)
+
+        run = Run(self.recording, torch.device("cpu"))
+        for at in run.run_in_order(order, kept=kept, before=set_generator):
+            state = generator.get_state()
+            if at >= start and not torch.equal(state, self._state):
+                self._states[at], self._state = self._state, state
+        return run
+
+    @contextmanager
+    def _numbers_kept(self) -> Iterator[None]:
+        """Run recorded calls without taking numbers from the caller's generator."""
+        state = torch.default_generator.get_state()
+        try:
+            with undisturbed(torch.device("cpu")):
+                yield
+        finally:
+            torch.default_generator.set_state(state)
+
+    def _expose(self, func: Func, args: Args, kwargs: Kwargs) -> Any:
+        """Give the constructor the memory that its tensor would have."""
+        if not args[0].is_meta or self._device_of(args[0]) == META:
+            return func(*args, **kwargs)
+        return self._record(func, args, kwargs)
+
+    def _hold(self, pairs: list[tuple[torch.Tensor, Given]], stays: bool) -> None:
+        """Compare the memory of real tensors from now on, as long as the constructor has it."""
+        for real, item in pairs:
+            if item.key and item.key not in self._handed_out:
+                self._handed_out[item.key] = HandedOut.of(real, item.meta.untyped_storage())
+            if item.key:
+                self._handed_out[item.key].stays |= stays
+
+    def _catch_up(self, keys: Iterable[Key]) -> None:
+        """Write down what was written without torch into memory that the constructor has."""
+        keys = set(keys)
+        for key in self._foreign.keys() & keys:
+            self._foreign[key].note()
+        for key in self._handed_out.keys() & keys:
+            block = self._handed_out.pop(key)
+            if block.memory.nbytes() != block.known.nbytes:  # `resize_` of a storage
+                self.recording.lost.add(key)
+                continue
+            changed = block.changed()
+            if changed is not None:
+                whole = elements_of(block.memory, block.width)
+                made = block.view_on_meta(whole)
+                self._record(torch.Tensor.masked_scatter_, (made, changed, whole[changed]), {})
+                block.note()
+                del whole
+            if block.is_held():
+                self._handed_out[key] = block
+
+    def _show(self, keys: Mapping[Key, None]) -> None:
+        """Let the constructor see in memory that it has what a recorded call has written."""
+        for key in self._foreign.keys() & keys:
+            self._foreign[key].note()
+            self._foreign[key].is_written = True
+        for key in self._handed_out.keys() & keys:
+            block = self._handed_out.pop(key)
+            with self._numbers_kept():
+                block.show(self._replayed([key]).memory[key])
+            self._handed_out[key] = block
 
 
 #: What is not simply recorded: the method of `Recorder` that answers such a call.
 _SPECIAL: dict[Func, Callable[[Recorder, Func, Args, Kwargs], Any]] = {
-    **dict.fromkeys((_DEVICE, *_IS_ON, torch.Tensor.data_ptr), Recorder._locate),
+    **dict.fromkeys((_DEVICE, *_IS_ON), Recorder._locate),
+    **dict.fromkeys(_ADDRESSES, Recorder._expose),
     torch.Tensor.__deepcopy__: Recorder._deepcopy,
     torch.Tensor.data.__set__: Recorder._set_data,  # type: ignore[attr-defined]
     # These make one dense tensor, draw no random numbers and take none of what exists already.
@@ -604,6 +750,7 @@ _SPECIAL: dict[Func, Callable[[Recorder, Func, Args, Kwargs], Any]] = {
     **dict.fromkeys(
         (torch.as_tensor, torch.asarray, torch.tensor, torch.scalar_tensor), Recorder._constant
     ),
+    **dict.fromkeys((torch.frombuffer, torch.from_file), Recorder._take),
     **dict.fromkeys((torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.xpu), Recorder._move),
 }
 
@@ -619,6 +766,17 @@ def _key_of(tensor: torch.Tensor) -> Key:
 def _ref(key: Key, tensor: torch.Tensor) -> Ref:
     view = key, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
     return tuple.__new__(Ref, view)  # NamedTuple's own is a function of Python
+
+
+def _require_unquantised(dtype: torch.dtype) -> None:
+    """Raise for the dtype of a quantised tensor: torch has none on meta that could be recorded."""
+    if dtype in _QUANTISED:
+        raise PlacementError(
+            "the constructor quantises a tensor, and a skeleton cannot record that",
+            found=str(dtype),
+            hint="Make the skeleton without quantisation, load it, then quantise it. Or build the "
+            "quantised model without torchlift.skeleton, and load into that.",
+        )
 
 
 def _are_plain(values: Iterable[Any]) -> bool:
@@ -637,58 +795,3 @@ def _only_fills(func: Func, name: str, tensor: torch.Tensor) -> bool:
     # Where autograd would object to the write, the call itself has to say so. The functions of
     # torch.nn.init, unlike the methods, turn it off themselves.
     return isinstance(func, FunctionType) or not (tensor.requires_grad and torch.is_grad_enabled())
-
-
-_lock = threading.Lock()
-_recording = 0
-_patched: list[tuple[Any, str, Func, Func]] = []
-
-
-@contextmanager
-def seeds_noted() -> Iterator[None]:
-    """Let recorders note what seeds torch's default generator inside the block.
-
-    A constructor that does makes the same numbers, so its replay must. No mode sees these calls,
-    and the generator does not tell who seeded it, or that it was seeded alike again.
-    """
-    global _recording
-    with _lock:
-        if _recording == 0:
-            for holder in (torch, torch.random):
-                for name, seed_of in _SEEDING.items():
-                    original = getattr(holder, name)
-                    _patched.append((holder, name, original, _noting(original, seed_of)))
-                    setattr(holder, name, _patched[-1][-1])
-        _recording += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _recording -= 1
-            while _recording == 0 and _patched:
-                holder, name, original, noting = _patched.pop()
-                if getattr(holder, name) is noting:  # else another thread's patch would be lost
-                    setattr(holder, name, original)
-
-
-def _noting(
-    function: Callable[[Any], Any], seed_of: Callable[[Any], int | None]
-) -> Callable[[Any], Any]:
-    """Tell the recorders of the calling thread of a seed; in other threads, just call."""
-
-    @wraps(function)
-    def note(*args: Any, **kwargs: Any) -> Any:
-        (value,) = *args, *kwargs.values()
-        for mode in function_modes():  # type: ignore[no-untyped-call]
-            if isinstance(mode, Recorder):
-                mode.seed(seed_of(value))
-        return function(value)
-
-    return note
-
-
-#: `torch.random.fork_rng` ends by setting the state, which goes back to the numbers of before.
-_SEEDING: dict[str, Callable[[Any], int | None]] = {
-    "manual_seed": int,
-    "set_rng_state": lambda _: None,
-}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -55,8 +55,6 @@ class Call:
         reads: storages it looks at.
         writes: storages it makes or changes.
         made: its tensor results, in their order: those with a storage of their own, else None.
-        random: whether it draws from torch's default generator.
-        stream: the key in `Recording.seeds` if it draws after the constructor had seeded that.
     """
 
     func: Callable[..., Any]
@@ -65,8 +63,6 @@ class Call:
     reads: tuple[Key, ...]
     writes: tuple[Key, ...]
     made: tuple[Ref | None, ...]
-    random: bool
-    stream: Key | None
 
 
 class Storage(NamedTuple):
@@ -88,13 +84,16 @@ class Recording:
     Attributes:
         calls: in the order in which the constructor made them.
         storages: what is known of each storage.
-        seeds: sources of random numbers that the constructor seeded -> the seed.
+        is_seeded: whether the constructor seeded torch's default generator.
+        lost: storages whose values are not known: memory that torch did not make, which others
+            wrote after torch had read it, or that torch wrote by one of two views.
         tensors: how many tensors of the finished module were made by these calls.
     """
 
     calls: list[Call] = field(default_factory=list)
     storages: dict[Key, Storage] = field(default_factory=dict)
-    seeds: dict[Key, int] = field(default_factory=dict)
+    is_seeded: bool = False
+    lost: set[Key] = field(default_factory=set)
     tensors: int = 0
     _writers: dict[Key, list[int]] = field(default_factory=dict)
     _listed: int = 0
@@ -106,6 +105,32 @@ class Recording:
                 self._writers.setdefault(key, []).append(at)
         self._listed = len(self.calls)
         return self._writers
+
+    def calls_behind(self, storages: Iterable[tuple[Key, int]]) -> list[int]:
+        """Return positions of the calls that decide these storages' contents before these times."""
+        needed: set[int] = set()
+        known, writers = dict[Key, int](), self.writers()
+        todo = list(storages)
+        while todo:
+            key, before = todo.pop()
+            if known.get(key, -1) >= before:
+                continue
+            known[key] = before
+            for at in writers.get(key, ()):
+                if at >= before:
+                    break
+                if at not in needed:
+                    needed.add(at)
+                    call = self.calls[at]
+                    todo += [(other, at) for other in (*call.reads, *call.writes)]
+        return sorted(needed)
+
+    def is_lost(self, key: Key) -> bool:
+        """Return whether the content of a storage, or of one that it is made of, is not known."""
+        if not self.lost:
+            return False
+        behind = self.calls_behind([(key, len(self.calls))])
+        return bool(self.lost & {key, *(read for at in behind for read in self.calls[at].reads)})
 
     def new_source(self) -> Key:
         """Add a storage that stands for a source of random numbers: each draw writes it."""

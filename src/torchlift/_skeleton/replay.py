@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
+from torchlift._model import unseen_storage
 from torchlift._skeleton.recording import (
     META,
     Call,
@@ -29,8 +30,6 @@ class Run:
         self.device = device
         self.memory: dict[Key, torch.UntypedStorage] = {}
         self._generators: dict[Key, torch.Generator] = {}
-        self._stream: Key | None = None
-        self._callers = torch.Tensor()  # state of torch's default generator
 
     def tensor(self, ref: Ref) -> torch.Tensor:
         """Return the real tensor for a recorded one, as its storage is at this point."""
@@ -45,27 +44,39 @@ class Run:
         if real is None:
             raise PlacementError("was made by a call that a skeleton cannot record")
         # A copy: replaying twice must not share memory, nor write to what the caller owns.
-        source = torch.empty(0, dtype=torch.uint8, device=real.device).set_(real.untyped_storage())
-        return source.to(self.device, copy=True).untyped_storage()
+        source = torch.empty(0, dtype=torch.uint8, device=real.device).set_(unseen_storage(real))
+        return unseen_storage(source.to(self.device, copy=True))
 
     def run(self, call: Call) -> None:
         """Execute one recorded call and keep the storages that it makes."""
-        if call.random and call.stream != self._stream:
-            self._draw_from(call.stream)
         result = call.func(*self.value(call.args), **self.value(call.kwargs))
         for ref, tensor in zip(call.made, tensors_in(result) if call.made else (), strict=False):
             if ref is not None:
-                self.memory[ref.key] = _laid_out(tensor, ref).untyped_storage()
+                self.memory[ref.key] = unseen_storage(_laid_out(tensor, ref))
 
-    def _draw_from(self, stream: Key | None) -> None:
-        """Go on with the random numbers after a seed of the constructor's, or with the caller's."""
-        if self._stream is None:
-            self._callers = torch.default_generator.get_state()
-        if stream is None:
-            torch.default_generator.set_state(self._callers)
-        else:
-            torch.manual_seed(self.recording.seeds[stream])
-        self._stream = stream
+    def run_in_order(
+        self,
+        order: Sequence[int],
+        *,
+        kept: Set[Key] = frozenset(),
+        before: Callable[[int], None] = lambda at: None,
+    ) -> Iterator[int]:
+        """Execute calls, yielding the position of each; free what no later one needs.
+
+        Args:
+            order: positions of the calls.
+            kept: storages that are not freed.
+            before: called with each position, before its call.
+        """
+        calls = self.recording.calls
+        last = {key: at for at in order for key in (*calls[at].reads, *calls[at].writes)}
+        for at in order:
+            before(at)
+            self.run(calls[at])
+            yield at
+            for key in (*calls[at].reads, *calls[at].writes):
+                if last[key] == at and key not in kept:
+                    self.memory.pop(key, None)
 
     def _generator(self, recorded: GeneratorState) -> torch.Generator:
         """Return a generator like the constructor's, which stays as it is for the next replay."""
@@ -77,11 +88,6 @@ class Run:
             else:
                 made.manual_seed(recorded.seed)  # a state belongs to one kind of device
         return made
-
-    def close(self) -> None:
-        """Leave the caller's random numbers as if the constructor had not seeded."""
-        if self._stream is not None:
-            self._draw_from(None)
 
     def value(self, value: Any) -> Any:
         """Return a recorded argument with real tensors, devices and generators in it."""
@@ -119,51 +125,46 @@ def replay(
     call needs is freed at once.
     """
     calls = recording.calls
-    order = calls_behind(recording, [(ref.key, len(calls)) for ref in refs])
+    order = recording.calls_behind([(ref.key, len(calls)) for ref in refs])
     if len(refs) == recording.tensors:
         needed = set(order)
-        order = [at for at in range(len(calls)) if at in needed or _is_real(recording, calls[at])]
+        order = [at for at in range(len(calls)) if at in needed or is_real(recording, calls[at])]
     last = {key: at for at in order for key in (*calls[at].reads, *calls[at].writes)}
     finishing: dict[int, list[int]] = {}
     for position, ref in enumerate(refs):
         finishing.setdefault(last.get(ref.key, -1), []).append(position)
     run = Run(recording, device)
-    with undisturbed(device), closing(run):
+    with undisturbed(device):
         for position in finishing.get(-1, ()):
             yield position, run.tensor(refs[position])
-        for at in order:
-            call = calls[at]
-            run.run(call)
+        for at in run.run_in_order(order):
             for position in finishing.get(at, ()):
                 yield position, run.tensor(refs[position])
-            for key in (*call.reads, *call.writes):
-                if last[key] == at:
-                    run.memory.pop(key, None)
 
 
-def _is_real(recording: Recording, call: Call) -> bool:
+def seeded_error(entry: str | None = None) -> PlacementError:
+    """Return the error for random numbers that a constructor draws after it has seeded torch."""
+    return PlacementError(
+        "the constructor seeds torch's random numbers, which a skeleton cannot replay",
+        entry=entry,
+        hint="Draw from a generator instead: generator=torch.Generator().manual_seed(...). Or seed "
+        "before torchlift.materialize or torchlift.load. Or build the model without "
+        "torchlift.skeleton.",
+    )
+
+
+def is_real(recording: Recording, call: Call) -> bool:
+    """Return whether a call makes or changes memory, as far as the constructor knows."""
     # On a meta device that it asked for itself, a constructor draws no numbers.
     return any(recording.storages[key].device != META for key in call.writes)
 
 
-def calls_behind(recording: Recording, storages: Iterable[tuple[Key, int]]) -> list[int]:
-    """Return positions of the calls that decide these storages' contents before these times."""
-    needed: set[int] = set()
-    known, writers = dict[Key, int](), recording.writers()
-    todo = list(storages)
-    while todo:
-        key, before = todo.pop()
-        if known.get(key, -1) >= before:
-            continue
-        known[key] = before
-        for at in writers.get(key, ()):
-            if at >= before:
-                break
-            if at not in needed:
-                needed.add(at)
-                call = recording.calls[at]
-                todo += [(other, at) for other in (*call.reads, *call.writes)]
-    return sorted(needed)
+def state_of(device: torch.device) -> torch.Tensor:
+    """Return the state of the default generator that a replay on a device draws from."""
+    if device.type == "cpu":
+        return torch.default_generator.get_state()
+    state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
 
 
 @contextmanager
