@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from wrapped_models import MESHES, WRAPPERS, net, same, train
+from wrapped_models import MESHES, WRAPPERS, Net, net, same, train
 
 import torchlift
 from torchlift._save import files as files_module
@@ -515,7 +515,7 @@ def loads_every_wrapping_on_another_number_of_ranks() -> None:
     assert {int(path.stem.rpartition("-")[2]) for path in folders} == {*worlds()}, folders
     for expected in folders:
         for path in (expected.with_suffix(""), expected.with_suffix(".pt")):
-            model = fully_shard(torchlift.skeleton(net, 1), mesh=cpu_mesh())
+            model = fully_shard(torchlift.skeleton(Net), mesh=cpu_mesh())
             root = {"root": "model"} if path.suffix else {}
             torchlift.load(model, path, verify=True, **root)
             found = whole_of(get_model_state_dict(model))
