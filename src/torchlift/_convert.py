@@ -73,6 +73,7 @@ from torchlift.errors import (
     wrong_call,
 )
 from torchlift.formats import (
+    OF_RANKS,
     Index,
     Leaf,
     TensorEntry,
@@ -257,13 +258,9 @@ def convert(
         becomes = partial(stored_dtype, options.dtype, path=ckpt.path)
         _check_some(ckpt, target, dropped)
         if target.only_tensors:
-            left = {k: why for k, why in ckpt.blocked_keys.items() if k not in ckpt.blocked_tensors}
-            lost |= {
-                key: f"only unpickling could rebuild it, through {printable(name, 80)}"
-                for key, name in left.items()
-                if key not in dropped
-            }
-            dropped |= left.keys()
+            left = ckpt.blocked_keys.keys() - ckpt.blocked_tensors.keys()
+            lost |= {key: ckpt._refusal(key).reason for key in left if key not in dropped}
+            dropped |= left
         memory = tensors_in(layers)
         results = _Results(ckpt, memory, transform, becomes, target, stack)
         replaces = results.of if transform is not None or memory else None
@@ -426,7 +423,8 @@ def _check_some(ckpt: Checkpoint, target: Target, dropped: set[str]) -> None:
         return
     for key in ckpt.blocked_keys.keys() - dropped:
         error = ckpt._refusal(key)
-        error.hint = "There is nothing else to write: ask for a file with tensors in it."
+        if ckpt.blocked_keys[key] not in OF_RANKS:
+            error.hint = "There is nothing else to write: ask for a file with tensors in it."
         raise error
     if target.only_tensors:
         raise PlacementError(

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import io
 import json
 import os
-import re
-import warnings
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from checkpoint_files import read_tensor
 from safetensors.torch import save_file
-from torch.distributed.checkpoint import HuggingFaceStorageWriter
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
-import torchlift
-from torchlift.distributed import on_ranks
 from torchlift.errors import CheckpointError, FormatError, UnsafeError
 from torchlift.formats import read_index
 
@@ -370,46 +359,3 @@ def test_every_shard_that_an_index_names_and_that_is_missing_is_named(sharded):
         "0, without s-0.safetensors, s-1.safetensors, s-2.safetensors, s-3.safetensors, "
         "s-4.safetensors and 4 more"
     )
-
-
-def _save_slices(folder: str) -> None:
-    """Save each rank's rows under the name of the whole tensor."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that this writer may change
-        mesh = init_device_mesh("cpu", (2,))
-        whole = torch.arange(40.0).view(10, 4)
-        state = {"w": distribute_tensor(whole, mesh, [Shard(0)]), "b": torch.ones(3)}
-        writer = HuggingFaceStorageWriter(folder, save_distributed=True)
-        dcp.save(state, storage_writer=writer)
-
-
-@pytest.mark.distributed
-def test_one_rank_s_slice_is_never_taken_for_the_whole(tmp_path: Path) -> None:
-    """By no door: its name is that of the whole tensor. The way out gives the whole tensors."""
-    folder, whole = tmp_path / "slices", tmp_path / "whole"
-    on_ranks(2, _save_slices, str(folder))
-    files = sorted(folder.glob("*.safetensors"))
-    assert len(files) == 2
-    model = torch.nn.Module()
-    model.register_buffer("w", torch.zeros(5, 4))
-    before = model.w.clone()
-    for door in (
-        lambda: torchlift.open(files[0]),
-        lambda: torchlift.open(folder),
-        lambda: torchlift.open(io.BytesIO(files[1].read_bytes())),
-        lambda: torchlift.load(model, files[0], allow_unexpected=["b"]),
-        lambda: torchlift.convert([*map(str, files)], tmp_path / "to.safetensors"),
-        lambda: torchlift.diff(files[0], files[1]),
-        lambda: torchlift.verify(files[0]),
-    ):
-        with pytest.raises(FormatError, match="one rank's slices of tensors") as caught:
-            door()
-    assert torch.equal(model.w, before)
-    assert not (tmp_path / "to.safetensors").exists()
-    function, module = re.findall(r"call (\w+)\(.*of (\S+)\.$", str(caught.value.hint))[0]
-    whole.mkdir()
-    keys = dict.fromkeys(("w", "b"), 1)
-    getattr(importlib.import_module(module), function)(str(folder), str(whole), keys)
-    found = torchlift.open(whole)
-    assert torch.equal(found["w"], torch.arange(40.0).view(10, 4))
-    assert torch.equal(found["b"], torch.ones(3))

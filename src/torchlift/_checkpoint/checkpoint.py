@@ -45,7 +45,7 @@ from torchlift.errors import (
     explain_calls,
 )
 from torchlift.formats import (
-    AMBIGUOUS,
+    MISSING,
     ROOT_OBJECT,
     UNRESOLVED,
     Chunk,
@@ -54,10 +54,11 @@ from torchlift.formats import (
     Storage,
     TensorEntry,
     allowing,
-    ambiguity,
     at_indices,
+    below,
     grain,
     index_of_object,
+    lacking,
     read_index,
     resolved,
     select,
@@ -309,8 +310,9 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 
     def _tree(self, root: str | None, view: Callable[[TensorEntry], object]) -> Any:
         """Return the same with what `view` makes of the entry of each tensor."""
-        beside = root is not None and root.partition(".")[0] in self._index.aside
-        if self._index.tree is not None and not beside:  # whose containers are the model's
+        tree = self._index.tree
+        # Of what lies beside a model (ZeRO) there are names only.
+        if tree is not None and (root is None or below(*tree, root) is not MISSING):
             refusal = partial(self._refusal, loading=False)
             return Tree(self._index, view, refusal).rebuild(root)
         index = self._index if root is None else select(self._index, root)
@@ -325,8 +327,8 @@ class Checkpoint(Mapping[str, torch.Tensor]):
             several: whether it is one of several that the load would have to leave out.
         """
         key = key or ROOT_OBJECT
-        if self._index.blocked_keys.get(key) == AMBIGUOUS:
-            return ambiguity(self.path, key)
+        if error := lacking(self.path, key, self._index.blocked_keys.get(key)):
+            return error
         while key not in self._index.blocked_keys and "." in key:  # inside of a value
             key = key.rpartition(".")[0]
         if key not in self._index.blocked_keys:  # of a file that is blocked whole

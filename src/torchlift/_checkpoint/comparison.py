@@ -88,7 +88,7 @@ class CheckpointDiff(Summary):
         changed: key -> what is different about it.
         renamed: key of `removed` -> key of `added` under which the second has the same tensor.
         relocated: key -> both location tags, where they differ; no difference in content.
-        blocked: keys whose values only unpickling could rebuild, in both: they are not compared.
+        blocked: keys whose values cannot be had, in both: they are not compared.
         compared: how many tensors both have.
         nbytes: bytes of these, as the first has them.
     """
@@ -133,9 +133,7 @@ class CheckpointDiff(Summary):
             "on another device": [
                 (key, f": {_short(a)} -> {_short(b)}") for key, (a, b) in self.relocated.items()
             ],
-            "not compared, since only unpickling could rebuild it": [
-                (key, "") for key in self.blocked
-            ],
+            "not compared, since it cannot be had": [(key, "") for key in self.blocked],
         }
         for title, lines in groups.items():
             if lines:

@@ -6,7 +6,6 @@ No collective is involved.
 from __future__ import annotations
 
 import itertools
-import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -17,7 +16,9 @@ from torch import nn
 
 from torchlift._model.torch_private import dtensor_like, local_of, shard_order
 from torchlift.errors import PlacementError
-from torchlift.formats import TensorEntry, narrowed
+from torchlift.formats import Placement, TensorEntry, narrowed, placed_spans
+from torchlift.formats import Span as Span
+from torchlift.formats import local_shape as local_shape
 from torchlift.formats import overlaps as boxes_overlaps
 
 if TYPE_CHECKING:
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 # Most of what is asked about is one of these, and a load asks eight times a tensor.
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 
-#: A range of indices, start included, stop not.
-Span = tuple[int, int]
 #: For each dimension the ranges of the whole tensor that follow each other in the local one.
 Spans = tuple[tuple[Span, ...], ...]
 
@@ -142,90 +141,20 @@ def _shard_spans(
     at: tuple[int, ...],
     order: tuple[tuple[int, ...], ...],
 ) -> Spans:
-    found = [[(0, size)] for size in shape]
-    for axis, strided in _order(placements, mesh, order):
-        placement = placements[axis]
-        if placement.is_replicate():
-            continue
-        dim = getattr(placement, "dim", None)
-        if dim is None or placement.is_partial():
-            raise PlacementError(
-                "a tensor that is only a partial sum on each rank has no values to load or save",
-                found=placement,
-                hint="Redistribute it to Replicate() or Shard() first.",
-            )
-        found[dim] = split_spans(found[dim], mesh[axis], at[axis], strided)
-    return tuple(tuple(spans) for spans in found)
+    return placed_spans(shape, mesh, [*map(_placement, placements)], at, order)
 
 
-def _order(
-    placements: Sequence[Any], mesh: Sequence[int], order: tuple[tuple[int, ...], ...]
-) -> Iterator[tuple[int, int]]:
-    """Yield mesh dimensions in the order in which they shard, and over how many blocks.
-
-    FSDP over tensor parallel is written ``[_StridedShard(0, split_factor=tp), Shard(0)]``: the
-    tensor was sharded by the second and then by the first. Sharding in that order is right for
-    sizes that do not divide evenly, where the strided formula is not.
-    """
-    factors = [int(getattr(placement, "split_factor", 1) or 1) for placement in placements]
-    if order and max(factors) == 1:
-        sharding = [axis for axes in order for axis in axes]
-        rest = [axis for axis in range(len(placements)) if axis not in sharding]
-        yield from ((axis, 1) for axis in [*sharding, *rest])
-        return
-    late = []
-    for axis, (placement, factor) in enumerate(zip(placements, factors, strict=True)):
-        right = math.prod(
-            size
-            for size, other in zip(mesh[axis + 1 :], placements[axis + 1 :], strict=True)
-            if getattr(other, "dim", None) == getattr(placement, "dim", -1)
+def _placement(placement: Any) -> Placement:
+    if placement.is_replicate():
+        return Placement()
+    dim = getattr(placement, "dim", None)
+    if dim is None or placement.is_partial():
+        raise PlacementError(
+            "a tensor that is only a partial sum on each rank has no values to load or save",
+            found=placement,
+            hint="Redistribute it to Replicate() or Shard() first.",
         )
-        if factor > 1 and factor == right:
-            late.append(axis)
-        else:
-            yield axis, factor
-    yield from ((axis, 1) for axis in reversed(late))
-
-
-def split_spans(spans: list[Span], parts: int, index: int, strided: int = 1) -> list[Span]:
-    """Return one of equal slices of what `spans` cover, as torch slices them.
-
-    Args:
-        spans: ranges of one dimension.
-        parts: into how many it is sliced.
-        index: which slice.
-        strided: into how many it is sliced before, each of which then gives one such slice.
-
-    Example:
-        >>> split_spans([(0, 8)], 2, 1), split_spans([(0, 8)], 2, 1, strided=2)
-        ([(4, 8)], [(2, 4), (6, 8)])
-    """
-    slices = [_chunk(spans, strided, i) for i in range(strided)] if strided > 1 else [spans]
-    return [span for each in slices for span in _chunk(each, parts, index)]
-
-
-def _chunk(spans: list[Span], parts: int, index: int) -> list[Span]:
-    """Return the `index`-th of `parts` chunks, as ``torch.chunk`` makes them; some may be empty."""
-    total = sum(stop - start for start, stop in spans)
-    size = -(-total // parts)
-    low, high = min(index * size, total), min((index + 1) * size, total)
-    found = []
-    for start, stop in spans:
-        if low < stop - start and high > 0:
-            found.append((start + max(low, 0), start + min(high, stop - start)))
-        low, high = low - (stop - start), high - (stop - start)
-    return found
-
-
-@lru_cache(1024)
-def local_shape(spans: Spans) -> tuple[int, ...]:
-    """Return the shape of the local tensor.
-
-    Example:
-        >>> local_shape((((0, 2), (4, 6)), ((0, 3),)))
-        (4, 3)
-    """
-    return tuple(sum(stop - start for start, stop in dim) for dim in spans)
+    return Placement(dim, int(getattr(placement, "split_factor", 1) or 1))
 
 
 def blocks(shape: Sequence[int], limit: int) -> Iterator[tuple[Span, ...]]:

@@ -18,17 +18,16 @@ import torch
 from torchlift._model import REBUILD_V2, REBUILD_V3
 from torchlift.errors import FormatError, PlacementError
 from torchlift.formats import (
-    AMBIGUOUS,
     ITEMSIZE,
     MAX_INT,
     STORAGE_DTYPES,
     Budget,
     Stored,
     TorchWorld,
-    ambiguity,
     check_key,
     flatten,
     is_unicode,
+    lacking,
     read_torch_pickle,
     row_major,
 )
@@ -244,8 +243,9 @@ def _require_readable(pickled: bytes) -> None:
     try:
         world = TorchWorld(Budget(len(pickled)))
         flat = flatten(read_torch_pickle(pickled, world), world.budget)
-        for key in (key for key, name in flat.blocked.items() if name == AMBIGUOUS):
-            raise ambiguity("", key)
+        for error in (lacking("", key, why) for key, why in flat.blocked.items()):
+            if error is not None:
+                raise error
     except FormatError as error:
         raise PlacementError(
             f"cannot be stored in a torch file so that it can be read back: {error.reason}",

@@ -72,6 +72,7 @@ from torchlift.formats import (
     DCP_METADATA,
     FORMATS,
     INDEX_SUFFIX,
+    OF_RANKS,
     SETS,
     Containers,
     Leaf,
@@ -714,8 +715,9 @@ def from_files(
     blocked = [key for key in ckpt.blocked_keys if key not in dropped]
     if blocked:
         error = ckpt._refusal(blocked[0])
-        this = Argument("exclude", f"[{blocked[0]!r}]", (blocked[0],))
-        error.hint = Hint("Leave it out: ", this, ".")
+        if ckpt.blocked_keys[blocked[0]] not in OF_RANKS:
+            this = Argument("exclude", f"[{blocked[0]!r}]", (blocked[0],))
+            error.hint = Hint("Leave it out: ", this, ".")
         raise error
     index, views = ckpt._index, ckpt._mapped()
     entries = dict(index.entries.items())

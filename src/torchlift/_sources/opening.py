@@ -44,6 +44,7 @@ from torchlift.formats import (
     no_container,
     of_model,
     put_together,
+    refuse_bare_slice,
 )
 
 #: What a caller may pass as a checkpoint.
@@ -139,7 +140,7 @@ def checkpoint(
         storage_options: as for `torchlift.open`.
 
     Raises:
-        CheckpointError: it was closed.
+        CheckpointError: it was closed, or is the path of one of a model's slices.
     """
     if isinstance(given, Checkpoint):
         given._mapped()  # or else some loads of a closed one would go on, and others not
@@ -147,6 +148,8 @@ def checkpoint(
         return
     if isinstance(given, Mapping):
         raise TypeError("a checkpoint is expected here, and this is a state dict in memory")
+    if isinstance(given, (str, os.PathLike)):
+        refuse_bare_slice(os.path.abspath(given))
     with open_checkpoint(given, storage_options=storage_options) as found:
         yield _chosen(found, root, whole, allow_classes)
 

@@ -534,10 +534,10 @@ def _optimizer_state(saved: Any) -> Any:
     if isinstance(saved, list) and len(saved) == 1:
         (saved,) = saved
     if isinstance(saved, Mapping):
-        if _is_optimizer_state(saved):
-            return {"state": {}, **saved}
-        if any(isinstance(key, str) and key.startswith(_FLAT) for key in saved):
-            return saved
+        is_flat = any(isinstance(key, str) and key.startswith(_FLAT) for key in saved)
+        # With one container of two there would be no state, and no error.
+        if is_flat != _is_optimizer_state(saved):
+            return saved if is_flat else {"state": {}, **saved}
     found = [
         str(key)
         for key, value in items_of(saved)

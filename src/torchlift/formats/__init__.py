@@ -5,13 +5,17 @@ from typing import TYPE_CHECKING
 from torchlift._lazy import lazy
 from torchlift._store import FileStamp as FileStamp
 from torchlift._store import Stamp as Stamp
+from torchlift.formats.boxes import Placement as Placement
+from torchlift.formats.boxes import Span as Span
 from torchlift.formats.boxes import as_blocks as as_blocks
 from torchlift.formats.boxes import at_indices as at_indices
 from torchlift.formats.boxes import grain as grain
 from torchlift.formats.boxes import joined as joined
+from torchlift.formats.boxes import local_shape as local_shape
 from torchlift.formats.boxes import narrowed as narrowed
 from torchlift.formats.boxes import overlaps as overlaps
 from torchlift.formats.boxes import permuted as permuted
+from torchlift.formats.boxes import placed_spans as placed_spans
 from torchlift.formats.boxes import row_major as row_major
 from torchlift.formats.boxes import rows as rows
 from torchlift.formats.boxes import rows_count as rows_count
@@ -47,9 +51,9 @@ from torchlift.formats.flattening import paths_inside as paths_inside
 from torchlift.formats.flattening import select as select
 from torchlift.formats.flattening import state_dicts_in as state_dicts_in
 from torchlift.formats.flattening import under as under
-from torchlift.formats.index import AMBIGUOUS as AMBIGUOUS
 from torchlift.formats.index import GGUF_BLOCKS as GGUF_BLOCKS
 from torchlift.formats.index import ITEMSIZE as ITEMSIZE
+from torchlift.formats.index import OF_RANKS as OF_RANKS
 from torchlift.formats.index import SUBCLASS as SUBCLASS
 from torchlift.formats.index import UNRESOLVED as UNRESOLVED
 from torchlift.formats.index import Array as Array
@@ -64,8 +68,8 @@ from torchlift.formats.index import Storage as Storage
 from torchlift.formats.index import TensorEntry as TensorEntry
 from torchlift.formats.index import allowed as allowed
 from torchlift.formats.index import allowing as allowing
-from torchlift.formats.index import ambiguity as ambiguity
 from torchlift.formats.index import is_row_major as is_row_major
+from torchlift.formats.index import lacking as lacking
 from torchlift.formats.index import left_out as left_out
 from torchlift.formats.index import matching as matching
 from torchlift.formats.index import of_model as of_model
@@ -79,6 +83,7 @@ from torchlift.formats.layout import Payload as Payload
 from torchlift.formats.layout import Stored as Stored
 from torchlift.formats.layout import format_for as format_for
 from torchlift.formats.layout import is_unicode as is_unicode
+from torchlift.formats.ranks import refuse_bare_slice as refuse_bare_slice
 from torchlift.formats.reader import Content as Content
 from torchlift.formats.reader import Reader as Reader
 from torchlift.formats.safetensors import TIED_KEYS as TIED_KEYS

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from torchlift.errors import FormatError
@@ -16,8 +17,10 @@ from torchlift.formats.index import ITEMSIZE, Chunk, TensorEntry, is_row_major
 from torchlift.formats.index import row_major as row_major  # also for who has boxes to lay out
 from torchlift.formats.unpickle import STEP, Budget
 
-#: For each dimension of a tensor the (start, stop) ranges that follow each other in a slice of it.
-Spans = Sequence[Sequence[tuple[int, int]]]
+#: A range of indices, start included, stop not.
+Span = tuple[int, int]
+#: For each dimension of a tensor the ranges that follow each other in a slice of it.
+Spans = Sequence[Sequence[Span]]
 
 #: The first index and the shape of a box of a tensor.
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -344,6 +347,134 @@ def _flat_boxes(
     if tail and first <= last:
         for at, sizes in _flat_boxes(shape[1:], 0, tail):
             yield (last, *at), (1, *sizes)
+
+
+class Placement(NamedTuple):
+    """How one dimension of a mesh of ranks divides a tensor.
+
+    Attributes:
+        dim: dimension of the tensor that it shards; None: all ranks along it hold the same.
+        factor: number of equal blocks that it shards each, as ``_StridedShard`` does.
+    """
+
+    dim: int | None = None
+    factor: int = 1
+
+
+def placed_spans(
+    shape: Sequence[int],
+    mesh: Sequence[int],
+    placements: Sequence[Placement],
+    at: Sequence[int],
+    order: Sequence[Sequence[int]] = (),
+) -> tuple[tuple[Span, ...], ...]:
+    """Return the ranges of a tensor that one rank of a mesh holds.
+
+    Args:
+        shape: of the whole tensor.
+        mesh: sizes of the mesh dimensions.
+        placements: one per mesh dimension.
+        at: the rank's place in the mesh.
+        order: for each tensor dimension that is sharded the mesh dimensions in the order in which
+            they shard it; empty: from the outermost to the innermost.
+
+    Example:
+        >>> placed_spans((5, 2), (2, 2), (Placement(), Placement(0)), (0, 1))
+        (((3, 5),), ((0, 2),))
+    """
+    found = [[(0, size)] for size in shape]
+    for axis, factor in _order(placements, mesh, order):
+        dim = placements[axis].dim
+        if dim is not None:
+            found[dim] = split_spans(found[dim], mesh[axis], at[axis], factor)
+    return tuple(tuple(spans) for spans in found)
+
+
+def _order(
+    placements: Sequence[Placement], mesh: Sequence[int], order: Sequence[Sequence[int]]
+) -> Iterator[tuple[int, int]]:
+    """Yield mesh dimensions in the order in which they shard, and over how many blocks.
+
+    FSDP over tensor parallel is written ``[_StridedShard(0, split_factor=tp), Shard(0)]``: the
+    tensor was sharded by the second and then by the first. Sharding in that order is right for
+    sizes that do not divide evenly, where the strided formula is not.
+    """
+    if order and all(placement.factor == 1 for placement in placements):
+        sharding = [axis for axes in order for axis in axes]
+        rest = [axis for axis in range(len(placements)) if axis not in sharding]
+        yield from ((axis, 1) for axis in [*sharding, *rest])
+        return
+    late = []
+    for axis, (dim, factor) in enumerate(placements):
+        right = math.prod(
+            size
+            for size, other in zip(mesh[axis + 1 :], placements[axis + 1 :], strict=True)
+            if other.dim == dim
+        )
+        if factor > 1 and factor == right:
+            late.append(axis)
+        else:
+            yield axis, factor
+    yield from ((axis, 1) for axis in reversed(late))
+
+
+def split_spans(spans: list[Span], parts: int, index: int, strided: int = 1) -> list[Span]:
+    """Return one of equal slices of what `spans` cover, as torch slices them.
+
+    Args:
+        spans: ranges of one dimension.
+        parts: into how many it is sliced.
+        index: which slice.
+        strided: into how many it is sliced before, each of which then gives one such slice.
+
+    Example:
+        >>> split_spans([(0, 8)], 2, 1), split_spans([(0, 8)], 2, 1, strided=2)
+        ([(4, 8)], [(2, 4), (6, 8)])
+    """
+    slices = [_part(spans, strided, i) for i in range(strided)] if strided > 1 else [spans]
+    return [span for each in slices for span in _part(each, parts, index)]
+
+
+def _part(spans: list[Span], parts: int, index: int) -> list[Span]:
+    """Return the `index`-th of `parts` chunks, as ``torch.chunk`` makes them; some may be empty."""
+    total = sum(stop - start for start, stop in spans)
+    size = -(-total // parts)
+    low, high = min(index * size, total), min((index + 1) * size, total)
+    found = []
+    for start, stop in spans:
+        if low < stop - start and high > 0:
+            found.append((start + max(low, 0), start + min(high, stop - start)))
+        low, high = low - (stop - start), high - (stop - start)
+    return found
+
+
+@lru_cache(1024)
+def local_shape(spans: tuple[tuple[Span, ...], ...]) -> tuple[int, ...]:
+    """Return the shape of what a rank holds.
+
+    Example:
+        >>> local_shape((((0, 2), (4, 6)), ((0, 3),)))
+        (4, 3)
+    """
+    return tuple(sum(stop - start for start, stop in dim) for dim in spans)
+
+
+def placed(entry: TensorEntry, spans: Spans) -> Iterator[Chunk]:
+    """Yield the boxes of a whole tensor that a local one is, by the ranges that it holds.
+
+    Example:
+        >>> local = Chunk("f", 100, 16, (0,), (4,))
+        >>> entry = TensorEntry("w", "float32", (4,), (1,), 16, "cpu", "f", (local,))
+        >>> [(box.offset, box.start, box.shape) for box in placed(entry, [[(2, 4), (6, 8)]])]
+        [(100, (2,), (2,)), (108, (6,), (2,))]
+    """
+    stop = [max((end for _, end in dim), default=0) for dim in spans]
+    for chunk in entry.chunks:
+        steps = steps_in_file(entry, chunk)
+        for at, start, shape in overlaps(spans, (0,) * len(stop), stop):
+            first = sum(map(int.__mul__, at, steps))
+            offset = chunk.offset + _bytes(entry, first)
+            yield _box(entry, chunk, offset, start, shape, steps)
 
 
 def runs(entry: TensorEntry) -> Iterator[Run]:

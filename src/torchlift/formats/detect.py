@@ -27,11 +27,11 @@ from torchlift._store import (
 from torchlift._system.memory import collection_paused
 from torchlift._system.text import printable
 from torchlift.errors import CheckpointError, FormatError, NotAllowed, NotFound, UnsafeError
-from torchlift.formats import gguf, npz, pt2, torch_legacy, torchscript, zero
+from torchlift.formats import gguf, npz, pt2, ranks, torch_legacy, torchscript, zero
 from torchlift.formats.dcp import DCP_METADATA, DCP_SUFFIX, metadata_files, read_dcp
 from torchlift.formats.index import Index
 from torchlift.formats.reader import HEAD, Content, Reader, is_zip, read_by_others
-from torchlift.formats.safetensors import read_safetensors, slices_error
+from torchlift.formats.safetensors import read_safetensors
 from torchlift.formats.sharded import (
     MOST_MISSING,
     is_index,
@@ -105,8 +105,6 @@ _DAMAGE = (
     ValueError, struct.error, zlib.error,
 )  # fmt: skip
 
-#: What torch calls a file of one rank's slices.
-_SLICE = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors", re.ASCII)
 _SHARD = re.compile(r"(.+)-(\d{2,9})-of-(\d{2,9})((?:\.\w+)+)", re.ASCII)
 _INDEX = ".index.json"
 #: Of several indexes or files, as Hugging Face repositories have them, these are the model.
@@ -360,8 +358,6 @@ def _read_directory(path: str) -> Index:
             found=_listed(data),
             hint="The save was interrupted, or not all of it was copied: save or fetch it again.",
         )
-    if any(map(_SLICE.fullmatch, names)):
-        raise slices_error()
     variants = {name: variant for name in names if (variant := _variant(name))}
     if "model_index.json" in names and (components := _components(path, names)):
         raise _several("a directory of components, each with a checkpoint", components, path)
@@ -579,14 +575,17 @@ _STATES: tuple[Reader, ...] = (
         lambda content: read_dcp(content.path, metadata_files(content.names)),
     ),
     zero.READER,
+    ranks.FSDP,
     Reader(_notes, _read_last),
 )
 _DIRECTORIES: tuple[Reader, ...] = (
     _STATES[0],
     Reader(_indexes, _read_index_in),
+    ranks.SLICES,
     _files(_ending(".safetensors")),
     *_STATES[1:],
     Reader(lambda content: any(map(_SHARDED.fullmatch, content.names)), _read_shards),
+    ranks.BARE,
     _files(_torch_files),
     _files(_ending(".gguf")),
 )

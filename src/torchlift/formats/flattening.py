@@ -23,13 +23,16 @@ from torchlift.errors import Argument, CheckpointError, FormatError, Hint, Unsaf
 from torchlift.formats.index import (
     AMBIGUOUS,
     QUANTIZED,
+    SLICE,
+    SLICED,
     SUBCLASS,
     Index,
     Leaf,
-    ambiguity,
     globals_in,
+    lacking,
     used_by,
 )
+from torchlift.formats.slices import located
 from torchlift.formats.torch_pickle import (
     CONSTANTS,
     ArrayRef,
@@ -281,8 +284,11 @@ class _RecordFlattener(_Flattener):
         needs = None
         if isinstance(value, TensorRef):
             self.budget.spend(value.cost if isinstance(value, KindRef) else ENTRY, key)
+            if isinstance(value, KindRef) and value.kind == SLICE:
+                value = located(value, self.budget)
+                needs = SLICED if isinstance(value, KindRef) else None
             self.flat.tensors[key] = value
-            needs = value.facts[0] if _is_subclass(value) else None
+            needs = value.facts[0] if _is_subclass(value) else needs
         else:
             try:
                 self.flat.objects[key] = self._plain(value, key, depth)
@@ -640,8 +646,8 @@ def no_container(
                 " to choose among the keys.",
             ),
         )
-    if blocked.get(root) == AMBIGUOUS:
-        return ambiguity(path, root)
+    if error := lacking(path, root, blocked.get(root)):
+        return error
     if root in blocked:
         count = inside.get(root)
         return UnsafeError(

@@ -55,14 +55,19 @@ LOCAL = struct.Struct("<4s2xHH4x12xHH")
 LOCAL_MAGIC = b"PK\x03\x04"
 ENCRYPTED = 0x1 | 0x20 | 0x40 | 0x2000
 
-#: What a key lacks that several values have once containers are joined by dots.
-AMBIGUOUS = "a name of its own"
+#: What a key lacks whose value cannot be had, though no global is in the way: one of several values
+#: once containers are joined by dots, a slice, and a tensor that is not the same on all ranks.
+AMBIGUOUS, SLICED, UNEQUAL = (
+    "a name of its own", "the slices of the other ranks", "one value on all ranks"
+)  # fmt: skip
+#: Those of what a rank saved.
+OF_RANKS = (SLICED, UNEQUAL)
 
 #: The encoding of numbers that lie somewhere in the bytes of their chunks, see `resolved`.
 UNRESOLVED = "unresolved"
 
-#: The kind of a tensor whose class only a caller can allow.
-SUBCLASS = "subclass"
+#: The kind of a tensor whose class only a caller can allow, and that of what one rank has of it.
+SUBCLASS, SLICE = "subclass", "slice"
 
 #: ggml's number of a block type -> its name, values in a block, bytes of a block.
 GGUF_BLOCKS: dict[int, tuple[str, int, int]] = {
@@ -203,7 +208,8 @@ class Kind:
     Attributes:
         name: ``"sparse_coo"``, ``"sparse_csr"``, ``"sparse_csc"``, ``"sparse_bsr"``,
             ``"sparse_bsc"``, ``"per_tensor_affine"``, ``"per_channel_affine"``, ``"nested"``,
-            ``"jagged"``, ``"meta"`` or, of a class that the caller allowed, ``"subclass"``.
+            ``"jagged"``, ``"meta"``, ``"slice"`` (what one rank has of a tensor: its local one, and
+            the ranges that this is) or, of a class that the caller allowed, ``"subclass"``.
         tensors: what it is made of, in the order in which torch's rebuilder takes it.
         facts: what else that takes.
         classes: name in files -> class, of those that a caller allowed for it.
@@ -409,8 +415,8 @@ class Index:
         metadata: what the format itself records, as text.
         blocked: dotted names of globals that only an unpickler could rebuild; never imported.
         module_versions: torch's per-module ``_metadata`` (prefix -> local metadata), where present.
-        blocked_keys: key -> the name of the global that its value would have needed, or
-            ``AMBIGUOUS``.
+        blocked_keys: key -> the name of the global that its value would have needed, or what it
+            lacks: ``AMBIGUOUS``, ``SLICED`` or ``UNEQUAL``.
         blocked_tensors: key of such a value -> the number of tensors in it, where there are any;
             each tensor counts for the first value that it is in.
         every: all tensors in file order, those of classes that a caller may allow by name among
@@ -583,18 +589,40 @@ def _allowing(entry: TensorEntry, classes: Mapping[str, type]) -> TensorEntry:
     return entry._replace(kind=kind)
 
 
-def ambiguity(path: str, key: str) -> FormatError:
-    """Return the error that says why the value of an ``AMBIGUOUS`` key cannot be had."""
-    return FormatError(
+_LEAVE_OUT = Hint("Load without it: ", Argument("allow_unexpected", "[...] with its name"), ". Or ")
+#: What a key lacks -> what is wrong, and the way out.
+_LACKING: Mapping[str, tuple[str, Hint]] = {
+    AMBIGUOUS: (
         "two tensors or objects have this key once containers are joined by dots",
-        file=path,
-        entry=key,
-        hint=Hint(
-            "Load without it: ",
-            Argument("allow_unexpected", "[...] with its name"),
-            ". Or rename one of them in the program that saved the file.",
+        Hint(_LEAVE_OUT, "rename one of them in the program that saved the file."),
+    ),
+    SLICED: (
+        "one rank's slice of a tensor, without the slices of the other ranks",
+        Hint(
+            "Open the folder with the files of all N ranks, named model_world_size_N_rank_0.pt, "
+            "model_world_size_N_rank_1.pt and so on."
         ),
-    )
+    ),
+    UNEQUAL: (
+        "the ranks saved different values under this name, or files without checksums",
+        Hint(
+            "If the value of one rank is the right one, pass [folder, "
+            "{name: torchlift.open(file)[name]}] as the checkpoint, with the file of that rank."
+        ),
+    ),
+}  # fmt: skip
+
+
+def lacking(path: str, key: str, why: str | None) -> FormatError | None:
+    """Return the error that says why a value cannot be had; None if a global is in the way.
+
+    Args:
+        path: of the checkpoint.
+        key: of the value.
+        why: what the index has in `blocked_keys`.
+    """
+    what, hint = _LACKING.get(why or "", (None, None))
+    return FormatError(what, file=path, entry=key, hint=hint) if what else None
 
 
 #: Globals that no entry can be, and that are no code: kinds of tensors, numbers and texts of numpy.
@@ -604,7 +632,7 @@ _DATA = re.compile(r"torch\.(Tensor|UntypedStorage|_utils\._rebuild_\w+)$|numpy\
 
 def globals_in(blocked_keys: Mapping[str, str]) -> tuple[str, ...]:
     """Return the globals that blocked values would have needed, each once."""
-    return tuple(dict.fromkeys(name for name in blocked_keys.values() if name != AMBIGUOUS))
+    return tuple(dict.fromkeys(name for name in blocked_keys.values() if name not in _LACKING))
 
 
 def allowed(names: Iterable[str], patterns: Collection[str]) -> set[str]:

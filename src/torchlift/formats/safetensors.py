@@ -20,8 +20,10 @@ from typing import Any
 from torchlift.errors import FormatError, PlacementError
 from torchlift.formats.index import (
     ITEMSIZE,
+    SLICE,
     Chunk,
     Index,
+    Kind,
     Records,
     Storage,
     TensorEntry,
@@ -64,11 +66,15 @@ TIED_KEYS = "torchlift.ties"
 _SLICES = "DCP_SHARDING_INFO"
 
 
-def read_safetensors(source: Source) -> Index:
+def read_safetensors(source: Source, *, sliced: bool = False) -> Index:
     """Read the index of a safetensors file, with the checksums and ties that torchlift notes.
 
+    Args:
+        source: the file.
+        sliced: whether it holds one rank's slices of tensors, which are entries of that kind then.
+
     Raises:
-        FormatError: not such a file, damaged, or inconsistent.
+        FormatError: not such a file, damaged, or inconsistent; or slices, or none, unlike `sliced`.
     """
     header, start = _read_header(source)
     # Where another program has written the file anew and kept the metadata, that comes first.
@@ -81,10 +87,10 @@ def read_safetensors(source: Source) -> Index:
             entry="__metadata__",
             found=type(metadata).__name__,
         )
-    if _SLICES in metadata:
-        raise slices_error()
     rows = _rows(header)
     _check_cover(rows, source.size - start)
+    if (_SLICES in metadata) is not sliced:
+        raise slices_error() if not sliced else _no_offset(_SLICES)
     stored = {key: row for key, row in rows.items() if row[1]}
 
     def entry(key: str, row: _Row) -> TensorEntry:
@@ -102,7 +108,9 @@ def read_safetensors(source: Source) -> Index:
     texts = {key: name for key, name in noted.items() if type(name) is str and key not in rows}
     ties = {key: name for key, name in texts.items() if name in rows}
     rows |= {key: rows[name] for key, name in ties.items()}
-    entries = Records(rows, entry)
+    entries: Mapping[str, TensorEntry] = Records(rows, entry)
+    if sliced:
+        entries = _slices(entries, metadata.pop(_SLICES))
     storages, files = Records(stored, storage), {source.path: source.stamp}
     metadata = {key: text for key, text in metadata.items() if key not in (_SUMS, TIED_KEYS)}
     # What safetensors.torch.save_model notes of a tie has no mark: any text may be meant otherwise.
@@ -112,16 +120,35 @@ def read_safetensors(source: Source) -> Index:
     )
 
 
-def slices_error() -> FormatError:
+def slices_error(hint: str = "Open the folder with the files of all ranks.") -> FormatError:
     """Return the error for a file that holds one rank's slices of tensors."""
     return FormatError(
         "one rank's slices of tensors, under the names of the whole tensors",
-        expected="whole tensors",
+        expected="the slices of all ranks",
         found="what HuggingFaceStorageWriter(save_distributed=True) wrote",
-        hint="Join the files of all ranks and open the new folder: call "
-        "consolidate_safetensors_files(folder, new_folder, {key: 1, ...}), with every key, of "
-        "torch.distributed.checkpoint._consolidate_hf_safetensors.",
+        hint=hint,
     )
+
+
+def _slices(entries: Mapping[str, TensorEntry], noted: str) -> dict[str, TensorEntry]:
+    """Return tensors as slices of larger ones, as far as this file shows how large those are."""
+    offsets, made = parse_json(noted.encode(), _SLICES), {}
+    for key, entry in entries.items():
+        offset = offsets.get(key)
+        start = whole_numbers(
+            offset.get("saved_offsets") if isinstance(offset, dict) else None, key, "offset"
+        )
+        if len(start) != len(entry.shape):
+            raise _no_offset(key)
+        spans = tuple([(at, at + size) for at, size in zip(start, entry.shape, strict=True)])
+        shape = dense_shape([stop for _, stop in spans], key, "shape")
+        kind = Kind(SLICE, (entry,), (tuple([(span,) for span in spans]), None))
+        made[key] = entry._replace(shape=shape, stride=row_major(shape), kind=kind)
+    return made
+
+
+def _no_offset(entry: str) -> FormatError:
+    return FormatError("a slice without its place in the whole tensor", entry=entry)
 
 
 def _sums(source: Source, start: int, metadata: dict[str, str], keys: list[str]) -> dict[str, int]:

@@ -61,7 +61,7 @@ def read_sharded(source: Source, read_file: ReadFile) -> Index:
     if not isinstance(metadata, dict):
         raise FormatError("the index's metadata is not a map", entry="metadata")
     directory = parent(source.path)
-    shards = _read_shards(directory, weight_map.values(), read_file, source.budget)
+    shards = read_shards(directory, weight_map.values(), read_file, source.budget)
     for key, name in weight_map.items():
         shard = shards[name]
         if key not in shard.entries and key not in shard.objects and key not in shard.blocked_keys:
@@ -124,7 +124,7 @@ def read_set(path: str, names: Iterable[str], read_file: ReadFile) -> Index:
         FormatError: two shards hold the same key.
         UnsafeError: a shard is a link that leaves the directory.
     """
-    return put_together(path, _read_shards(path, sorted(names), read_file, Budget()), {}, {})
+    return put_together(path, read_shards(path, sorted(names), read_file, Budget()), {}, {})
 
 
 def locate(directory: str, name: str) -> str:
@@ -231,9 +231,10 @@ def _inside(directory: str, path: str) -> bool:
     return is_cache and os.path.dirname(real) == os.path.join(root, "blobs")
 
 
-def _read_shards(
+def read_shards(
     directory: str, names: Iterable[str], read_file: ReadFile, budget: Budget
 ) -> dict[str, Index]:
+    """Return name -> index of files in one folder, several at once behind a URL."""
     # All names are checked before the first file is opened.
     files = locate_all(directory, names)
     places = list(dict.fromkeys(files.values()))

@@ -16,7 +16,7 @@ from typing import Any
 
 from torchlift._system.text import clipped_list
 from torchlift.errors import FormatError
-from torchlift.formats.index import ITEMSIZE, QUANTIZED, SUBCLASS, Array
+from torchlift.formats.index import ITEMSIZE, QUANTIZED, SLICE, SUBCLASS, Array
 from torchlift.formats.unpickle import (
     ENTRY,
     MAX_TEXT,
@@ -64,6 +64,12 @@ _DYNAMIC = "torch._dynamo.decorators._DimRange"
 
 #: Python 2 names of modules, which pickle protocols up to 2 write to this day.
 _RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+
+#: What describes a DTensor in pickles: its own class, its layout, its placements, its mesh. Such a
+#: name is blocked as others are, and is listed where a value cannot be had without it.
+_OF_DTENSORS = re.compile(
+    r"torch\.distributed\.(?:_?tensor(?:\.\w+)*|device_mesh|_mesh_layout)\.(\w+)", re.ASCII
+)
 
 _MAX_BLOCKED = 10_000
 
@@ -255,8 +261,11 @@ class TorchWorld:
         dotted = f"{_RENAMED.get(module, module)}.{name}"
         found = self._globals.get(dotted)
         if found is None:
-            known = dotted in _CALLS or dotted in _VALUES
-            found = self._globals[dotted] = Global(dotted) if known else self.block(dotted)
+            if dotted in _CALLS or dotted in _VALUES:
+                found = Global(dotted)
+            else:
+                found = Blocked(dotted) if _OF_DTENSORS.fullmatch(dotted) else self.block(dotted)
+            self._globals[dotted] = found
         return found
 
     def block(self, name: str, called: bool = False, *inside: object) -> Blocked:
@@ -371,6 +380,11 @@ class TorchWorld:
                 raise FormatError(what, found=clipped_list(sorted(hidden)))
             target.metadata = state.get("_metadata", target.metadata)
         elif isinstance(target, Blocked):
+            if _OF_DTENSORS.fullmatch(target.name):
+                if target.inside[1:]:  # torch would take both
+                    what = "a part of a DTensor has two states"
+                    raise FormatError(what, entry=target.name)
+                (state,) = self.taken((state,))
             target.inside.append(state)
             if isinstance(state, dict):
                 target.state = state
@@ -610,6 +624,10 @@ def _from_type(
         same = same and is_kind and not _acts(state)
         return made if same else world.block(_JAGGED, True, made, state)
     if isinstance(new_type, Blocked):
+        if wrapper and made.facts[0] == new_type.name and (parts := _parts(new_type.name, state)):
+            made = _kind(SLICE, made, [parts["_local_tensor"]], parts)
+            world.budget.spend(made.cost)
+            return made
         if type(made) is TensorRef or (wrapper and made.facts[0] == new_type.name):
             inner = _tensors_inside(world, state, *([] if wrapper else [made]))
             made = _kind(SUBCLASS, made, inner, new_type.name, not wrapper, state, inner)
@@ -637,6 +655,16 @@ def _wrapper(
     nowhere = StorageRef(shown, "", _short(device), 0)
     like = TensorRef(nowhere, shown, 0, size, stride, requires_grad)
     return _kind(SUBCLASS, like, (), name, False, None, ())
+
+
+def _parts(name: str, state: object) -> dict[Any, Any]:
+    """Return the attributes of a DTensor over a plain local tensor; of anything else, nothing."""
+    found = _OF_DTENSORS.fullmatch(name)
+    parts: dict[Any, Any] = {}
+    for some in state if isinstance(state, tuple) else (state,):
+        parts |= some if isinstance(some, dict) else {}
+    is_dtensor = found is not None and found[1] == "DTensor"
+    return parts if is_dtensor and type(parts.get("_local_tensor")) is TensorRef else {}
 
 
 _HOLDING = (dict, list, tuple, set, frozenset, Blocked)

@@ -29,6 +29,7 @@ from torchlift.formats.index import (
     Record,
     Storage,
     TensorEntry,
+    globals_in,
     row_major,
 )
 from torchlift.formats.layout import Layout, Payload, Stored
@@ -149,7 +150,7 @@ def index_of(
         confirm={source.path: source.foreseen} if source.foreseen else {},
         objects=flat.objects,
         metadata=metadata,
-        blocked=tuple(world.blocked),
+        blocked=tuple(dict.fromkeys((*world.blocked, *globals_in(flat.blocked)))),
         module_versions=flat.versions,
         blocked_keys=flat.blocked,
         blocked_tensors=flat.inside,

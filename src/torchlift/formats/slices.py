@@ -1,0 +1,141 @@
+"""What one rank has of a tensor, as the pickle of a DTensor describes it: no class of it is needed.
+
+Facts: torch, ``distributed/tensor/_dtensor_spec.py``, ``placement_types.py``, ``device_mesh.py``
+and ``_mesh_layout.py``, from 2.2 on: ``mesh`` is a tensor of ranks until 2.9, and a layout since.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torchlift.formats.boxes import Placement, Span, local_shape, placed_spans
+from torchlift.formats.torch_pickle import Blocked, KindRef, TensorRef
+from torchlift.formats.unpickle import STEP, Budget
+
+_SHARDS = "Shard", "_StridedShard"
+#: For each dimension of a whole tensor the ranges that a rank has.
+Spans = tuple[tuple[Span, ...], ...]
+
+
+class _Unknown(Exception):
+    """A layout that cannot be read; the argument says what it lacks."""
+
+
+def located(ref: KindRef, budget: Budget) -> TensorRef:
+    """Return where the local tensor of a DTensor lies in the whole one.
+
+    Called when the pickle is read to its end: what it changes in a list after the call counts, as
+    for torch.
+
+    Args:
+        ref: a DTensor, whose facts are its attributes.
+        budget: what the file may still cost.
+
+    Returns:
+        The local tensor itself if all ranks have all of it. Else a slice, whose facts are its
+        ranges and None; or None, and what it lacks to know them.
+    """
+    (local,), (attributes,) = ref.tensors, ref.facts
+    try:
+        spans = _spans(ref.size, local.size, attributes.get("_spec"), budget)
+    except _Unknown as error:
+        return replace(ref, facts=(None, str(error)))
+    if spans is None:
+        return replace(local, requires_grad=ref.requires_grad)
+    return replace(ref, facts=(spans, None))
+
+
+def _spans(shape: object, local: object, spec: object, budget: Budget) -> Spans | None:
+    """Return the ranges that a rank has of a tensor; None if all ranks have all of it."""
+    sizes, own = _sizes(shape, "its shape"), _sizes(local, "the shape of its local tensor")
+    layout = _state(spec)
+    mesh, at = _mesh(layout.get("mesh"))
+    placements = [_placement(each, len(sizes)) for each in _items(layout, "placements")]
+    _require(len(placements) == len(mesh), "its placements, one for each dimension of its mesh")
+    axes = [axis for axis, placement in enumerate(placements) if placement.dim is not None]
+    if all(mesh[axis] == 1 for axis in axes):
+        _require(own == sizes, f"a local tensor of its shape, {list(sizes)}: not {list(own)}")
+        return None
+    # Each block of a strided shard is a range, and each combination of ranges is a box.
+    budget.spend(4 * STEP * math.prod(placements[axis].factor for axis in axes))
+    order = list(_order(layout, axes))
+    spans = placed_spans(sizes, mesh, placements, at, order) if at else tuple(() for _ in sizes)
+    budget.spend(4 * STEP * math.prod(map(len, spans)))
+    wanted = local_shape(spans)
+    fits = own == wanted or (0 in own and 0 in wanted)
+    _require(fits, f"a local tensor of shape {list(wanted)}: not {list(own)}")
+    return spans
+
+
+def _mesh(mesh: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape of a mesh, and the place of the rank in it; none of one outside of it."""
+    state, what = _state(mesh), "the shape of its mesh"
+    ranks = state.get("mesh")
+    if isinstance(ranks, TensorRef):
+        shape = _sizes(ranks.size, what)
+    else:
+        layout = _state(state.get("_layout"))
+        axes = layout.get("axes", layout.get("shape"))
+        axes = axes if isinstance(axes, (tuple, list)) else (axes,)
+        found = [_state(axis).get("shape") if isinstance(axis, Blocked) else axis for axis in axes]
+        # A dimension that is several that were made one has a tuple.
+        each = [axis if isinstance(axis, tuple) else (axis,) for axis in found]
+        shape = tuple([math.prod(_sizes(axis, what)) for axis in each])
+    at = state.get("_coordinate_on_dim")
+    place = _sizes(tuple(at) if isinstance(at, list) else at or (), "the place of its rank")
+    is_inside = len(place) == len(shape) and all(map(int.__lt__, place, shape))
+    _require(is_inside or (at is None and all(shape)), "the place of its rank in the mesh")
+    return shape, place
+
+
+def _placement(placement: object, dims: int) -> Placement:
+    name = placement.name.rpartition(".")[2] if isinstance(placement, Blocked) else ""
+    if name == "Replicate":
+        return Placement()
+    known = f"placements that are shards or replicas: not {name or type(placement).__name__}"
+    _require(name in _SHARDS, known)
+    found = _state(placement)
+    dim, factor = _sizes((found.get("dim"), found.get("split_factor", 1)), known)
+    _require(dim < dims and factor > 0, known)
+    return Placement(dim, factor)
+
+
+def _order(layout: dict[Any, Any], axes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield the mesh dimensions that shard each dimension, in the order in which they do."""
+    left, what = {*axes}, "the order of its shards"
+    # Until 2.9, and where strided shards say it, there is none.
+    for entry in _items(layout, "shard_order") if layout.get("shard_order") is not None else ():
+        given: Any = entry.inside[0] if isinstance(entry, Blocked) and entry.inside else None
+        _require(isinstance(given, tuple) and len(given) == 2, what)
+        sharding = _sizes(given[1], what)
+        _require(len({*sharding}) == len(sharding) and left.issuperset(sharding), what)
+        left -= {*sharding}
+        yield sharding
+
+
+def _state(record: object) -> dict[Any, Any]:
+    """Return the attributes of an object; none of what is no object, such as a class."""
+    return (record.state or {}) if isinstance(record, Blocked) and record.called else {}
+
+
+def _items(state: dict[Any, Any], name: str) -> Sequence[Any]:
+    found = state.get(name)
+    if not isinstance(found, (tuple, list)):
+        raise _Unknown(f"its {name}")
+    return found
+
+
+def _sizes(values: object, what: str) -> tuple[int, ...]:
+    """Return what must be a short tuple of whole numbers that are not negative."""
+    if not isinstance(values, tuple) or len(values) > 64:
+        raise _Unknown(what)
+    _require(all(type(size) is int and 0 <= size < 1 << 62 for size in values), what)
+    return values
+
+
+def _require(condition: bool, what: str) -> None:
+    if not condition:
+        raise _Unknown(what)

@@ -1,0 +1,595 @@
+"""Folders with a file of each rank: joined to whole tensors, or refused for what they are."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import pickle
+import re
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from rank_files import Era, make_model, save_mesh, save_ranks, torch_file
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+import torchlift
+from torchlift import remap
+from torchlift.distributed import CheckpointReader, on_ranks
+from torchlift.errors import CheckpointError, FormatError
+
+FSDP, SLICES = ["fsdp", "placed"], ["slices", "buckets"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two ranks saved, in folders by what it is."""
+    folder = tmp_path_factory.mktemp("saved")
+    on_ranks(2, save_ranks, str(folder))
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A copy of one of these folders, to be damaged."""
+    return Path(shutil.copytree(saved / request.param, tmp_path / request.param))
+
+
+def whole_of(saved: Path, name: str) -> dict[str, torch.Tensor]:
+    whole = torch.load(saved / "whole.pt")
+    return {k: v for k, v in whole.items() if name != "fsdp" or re.match(r"\d\.", k)}
+
+
+def require_equal(found: Any, whole: dict[str, torch.Tensor]) -> None:
+    for key, value in whole.items():
+        assert found[key].dtype == value.dtype
+        assert torch.equal(found[key], value), key
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", [*FSDP, *SLICES])
+def test_the_slices_of_all_ranks_are_whole_tensors(saved: Path, name: str, tmp_path: Path) -> None:
+    """By every door: rows, columns, replicas, plain buffers, sizes that do not divide."""
+    place, whole = saved / name, whole_of(saved, name)
+    with torchlift.open(place) as ckpt:
+        assert ckpt.format == "sharded"
+        assert not ckpt.blocked
+        assert not ckpt.blocked_keys
+        require_equal(ckpt, whole)
+        require_equal(pickle.loads(pickle.dumps(ckpt)), whole)
+        require_equal(ckpt.tree(), whole)
+        assert ckpt.stats("0.weight").mean == pytest.approx(whole["0.weight"].mean().item())
+    model = make_model()
+    extra = [key for key in whole if key not in model.state_dict()]
+    torchlift.plan(model, place, allow_unexpected=extra)
+    torchlift.load(model, place, allow_unexpected=extra)
+    require_equal(model.state_dict(), {k: v for k, v in whole.items() if k not in extra})
+    for target in ("a.safetensors", "a.pt", "b.safetensors.index.json"):
+        made = tmp_path / target
+        torchlift.convert(place, made, exclude=["optimizer.*"] if name == "fsdp" else [])
+        require_equal(torchlift.open(made), whole)
+    assert torchlift.open(tmp_path / "a.safetensors").metadata.keys() <= {"format"}
+    assert torchlift.digest(tmp_path / "a.pt") == torchlift.digest(whole)
+    assert torchlift.verify(place).ok
+    state = {key: torch.zeros_like(value) for key, value in whole.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that there is one process
+        dcp.load(state, storage_reader=CheckpointReader(place), no_dist=True)
+    require_equal(state, whole)
+
+
+@pytest.mark.distributed
+def test_the_optimizer_of_all_ranks_is_beside_the_model(saved: Path, tmp_path: Path) -> None:
+    """Its state is whole, too, and loads into an optimizer; a load of a model leaves it out."""
+    moments = torch.load(saved / "moments.pt")
+    with torchlift.open(saved / "fsdp") as ckpt:
+        require_equal(ckpt, {f"optimizer.state.{key}": value for key, value in moments.items()})
+        assert ckpt.objects["optimizer.param_groups"][0]["lr"] == 0.5
+        assert ckpt.tree("optimizer")["state"][0]["exp_avg"].shape == (7, 5)
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    for path in (saved / "fsdp").glob("optim_*"):
+        shutil.copy(path, alone)
+    for place in (saved / "fsdp", alone):
+        model = make_model()
+        optimizer = torch.optim.AdamW(model.parameters())
+        torchlift.load_optimizer(model, optimizer, place)
+        assert optimizer.param_groups[0]["lr"] == 0.5
+        state = optimizer.state_dict()["state"]
+        require_equal({f"{n}.{k}": v for n in state for k, v in state[n].items()}, moments)
+
+
+@pytest.mark.distributed
+def test_a_rank_s_own_state_is_not_joined(saved: Path) -> None:
+    """Of generators and the like each rank has its own: its file is opened by its own path."""
+    assert not [key for key in torchlift.open(saved / "fsdp").objects if "rank" in key]
+    for rank in range(2):
+        path = saved / "fsdp" / f"extra_state_world_size_2_rank_{rank}.pt"
+        assert torchlift.open(path).objects["rank"] == rank
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_every_way_to_lie_on_a_mesh_of_two_dimensions(tmp_path: Path) -> None:
+    """Replicas of shards, both dimensions, one twice, and FSDP over tensor parallel."""
+    on_ranks(4, save_mesh, str(tmp_path))
+    whole = torch.load(tmp_path / "whole.pt")
+    require_equal(torchlift.open(tmp_path / "mesh"), whole)
+
+
+MESHES: dict[str, Callable[[Era], tuple[list[object], list[int]]]] = {
+    "rows and columns": lambda era: (
+        [era.placed("Shard", dim=0), era.placed("Shard", dim=1)], [2, 3],
+    ),
+    "replicas of rows": lambda era: ([era.placed("Replicate"), era.placed("Shard", dim=0)], [2, 3]),
+    "strided": lambda era: (
+        [era.placed("_StridedShard", dim=0, split_factor=3), era.placed("Shard", dim=0)], [2, 3],
+    ),
+    "more ranks than rows": lambda era: ([era.placed("Shard", dim=0)], [16]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("era", range(3), ids=["2.4", "2.8", "2.10"])
+@pytest.mark.parametrize("name", MESHES)
+def test_dtensors_of_older_versions_are_read(tmp_path: Path, era: int, name: str) -> None:
+    """Their classes had other modules, and meshes were tensors of ranks."""
+    classes = Era(era)
+    placements, mesh = MESHES[name](classes)
+    whole, count = torch.arange(12 * 6.0).view(12, 6), torch.Size(mesh).numel()
+    for rank in range(count):
+        at = [rank // mesh[-1], rank % mesh[-1]][-len(mesh) :]
+        local = whole
+        if name == "strided":  # sharded by the second dimension of the mesh, then by the first
+            local = whole.chunk(3)[at[1]].chunk(2)[at[0]]
+        elif name == "rows and columns":
+            local = whole.chunk(2)[at[0]].chunk(3, 1)[at[1]]
+        elif name == "replicas of rows":
+            local = whole.chunk(3)[at[1]]
+        else:
+            local = whole.chunk(16)[rank] if rank < 12 else whole[:0]
+        made = classes.dtensor(local.clone(), whole.shape, placements, mesh, at)
+        path = tmp_path / f"model_world_size_{count}_rank_{rank}.pt"
+        classes.save(path, {"w": made, "tied": made})
+    with torchlift.open(tmp_path) as ckpt:
+        assert torch.equal(ckpt["w"], whole)
+        assert ckpt.aliases == (("w", "tied"),)
+
+
+def test_a_slice_of_all_is_a_tensor(tmp_path: Path) -> None:
+    """What one process saved, or what all ranks have, needs no folder."""
+    era, whole = Era(), torch.arange(6.0).view(3, 2)
+    replica = era.dtensor(whole, whole.shape, [era.placed("Replicate")], [4], [3])
+    path = era.save(tmp_path / "any.pt", {"w": replica})
+    assert torch.equal(torchlift.open(path)["w"], whole)
+    era.save_rows(tmp_path / "one", whole, 1)
+    for place in (tmp_path / "one", tmp_path / "one" / "model_world_size_1_rank_0.pt"):
+        assert torch.equal(torchlift.open(place)["w"], whole)
+
+
+# -- what one rank has, by itself
+
+
+def test_one_rank_s_slice_is_never_taken_for_the_whole(tmp_path: Path) -> None:
+    """A file of one rank is opened for what it is; the hint leads to the whole tensors."""
+    era, whole = Era(), torch.arange(8.0).view(4, 2)
+    folder = era.save_rows(tmp_path / "d", whole)
+    first, second = sorted(folder.iterdir())
+    shutil.copy(first, tmp_path / "x.pt")
+    (tmp_path / "more").mkdir()
+    era.save(tmp_path / "more" / "half.pt", {"model": {"w": whole}, "optimizer": {"s": era.dtensor(
+        whole[:2], whole.shape, [era.placed("Shard", dim=0)], [2], [0])}})  # fmt: skip
+    model = torch.nn.Module()
+    model.w = torch.nn.Parameter(torch.zeros(2, 2))
+    doors: dict[str, Callable[[Any], Any]] = {
+        "a key": lambda path: torchlift.open(path)["w"],
+        "get": lambda path: torchlift.open(path).get("w"),
+        "tree": lambda path: torchlift.open(path).tree(),
+        "root": lambda path: torchlift.open(path, root="w"),
+        "allowed": lambda path: torchlift.open(
+            path, allow_classes=[torch.distributed.tensor.DTensor]
+        )["w"],
+        "load": lambda path: torchlift.load(model, path),
+        "lenient": lambda path: torchlift.load(model, path, strict=False),
+        "plan": lambda path: torchlift.plan(model, path),
+        "convert": lambda path: torchlift.convert(path, tmp_path / "to.safetensors"),
+        "torch": lambda path: torchlift.convert(path, tmp_path / "to.pt"),
+        "digest": torchlift.digest,
+    }
+    for path in (first, second, tmp_path / "x.pt", io.BytesIO(first.read_bytes())):
+        for name, door in doors.items():
+            if isinstance(path, io.BytesIO):
+                path.seek(0)
+            with pytest.raises(FormatError, match="one rank's slice of a tensor") as caught:
+                door(path)
+            assert "Open the folder with the files of all N ranks" in str(caught.value.hint), name
+    for both in ([first, second], [second, first]):
+        with pytest.raises(FormatError, match="one rank's slice of a tensor"):
+            torchlift.convert(both, tmp_path / "to.safetensors")
+        with pytest.raises(FormatError, match="one rank's slice of a tensor"):
+            torchlift.load(model, both)
+    assert not model.w.any()
+    assert not list(tmp_path.glob("to.*"))
+    assert not torchlift.diff(first, second).equal or torchlift.diff(first, second).blocked
+    assert "needs the slices of the other ranks" in str(torchlift.open(first))
+    # The way out: by their names, in one folder.
+    (tmp_path / "out").mkdir()
+    shutil.move(second, tmp_path / "out" / "model_world_size_2_rank_1.pt")
+    shutil.move(tmp_path / "x.pt", tmp_path / "out" / "model_world_size_2_rank_0.pt")
+    assert torch.equal(torchlift.open(tmp_path / "out")["w"], whole)
+    # What is whole in a file beside slices stays usable.
+    assert torch.equal(torchlift.open(tmp_path / "more" / "half.pt", root="model")["w"], whole)
+
+
+@pytest.mark.distributed
+def test_one_slice_of_safetensors_is_never_taken_for_the_whole(saved: Path, tmp_path: Path) -> None:
+    """A header does not say how large the tensor is; the hint leads to the whole tensors."""
+    files = sorted((saved / "slices").iterdir())
+    model = torch.nn.Module()
+    model.register_buffer("rows", torch.zeros(2, 4))
+    (tmp_path / "one").mkdir()
+    alone = shutil.copy(files[0], tmp_path / "one")
+    for door in (
+        lambda: torchlift.open(files[0]),
+        lambda: torchlift.open(io.BytesIO(files[1].read_bytes())),
+        lambda: torchlift.load(model, files[0], strict=False),
+        lambda: torchlift.convert([*map(str, files)], tmp_path / "to.safetensors"),
+        lambda: torchlift.diff(files[0], files[1]),
+        lambda: torchlift.verify(files[0]),
+        lambda: torchlift.open(alone),
+        lambda: torchlift.open(tmp_path / "one"),
+    ):
+        with pytest.raises(FormatError, match="one rank's slices of tensors") as caught:
+            door()
+    assert not model.rows.any()
+    assert not (tmp_path / "to.safetensors").exists()
+    # The way out of a folder with one file, for which nothing says that it is all.
+    assert "If there was one process only" in str(caught.value.hint)
+    function, module = re.findall(r"call (\w+)\(.* of (\S+), and", str(caught.value.hint))[0]
+    (tmp_path / "whole").mkdir()
+    keys = dict.fromkeys(safe_open(files[0], "pt").keys(), 1)
+    found = getattr(importlib.import_module(module), function)
+    found(str(saved / "slices"), str(tmp_path / "whole"), keys)
+    whole = whole_of(saved, "slices")
+    require_equal(torchlift.open(tmp_path / "whole"), {key: whole[key] for key in keys})
+    assert torchlift.open(files[0].parent)["rows"].shape == (3, 4)
+
+
+# -- what is missing, or does not fit
+
+
+@pytest.mark.parametrize("lost", range(3))
+def test_a_rank_that_is_missing_is_named(tmp_path: Path, lost: int) -> None:
+    """The names of the others say how many there were; so of an optimizer's files."""
+    folder = Era().save_rows(tmp_path / "d", torch.zeros(6, 2), 3)
+    (folder / f"model_world_size_3_rank_{lost}.pt").unlink()
+    with pytest.raises(FormatError, match="a rank's file is missing") as caught:
+        torchlift.open(folder)
+    assert caught.value.entry == f"model_world_size_3_rank_{lost}.pt"
+    whole = Era().save_rows(tmp_path / "e", torch.zeros(6, 2), 3)
+    torch_file(whole, "optim", lost, 3, {"state": {}})
+    with pytest.raises(FormatError, match="2 rank's files are missing"):
+        torchlift.open(whole)
+
+
+def test_files_of_two_saves_are_refused(tmp_path: Path) -> None:
+    """By four ranks and by two; and files of different content under one save's names."""
+    era = Era()
+    folder = era.save_rows(tmp_path / "d", torch.zeros(8, 2), 4)
+    era.save_rows(folder, torch.zeros(8, 2), 2)
+    with pytest.raises(FormatError, match="the files of several saves") as caught:
+        torchlift.open(folder)
+    for path in folder.glob("model_world_size_4_*"):
+        path.unlink()  # as the hint says
+    assert torchlift.open(folder)["w"].shape == (8, 2)
+    (folder / "model_world_size_2_rank_7.pt").write_bytes(b"x")
+    with pytest.raises(FormatError, match="the files of several saves"):
+        torchlift.open(folder)
+    assert "several saves" in str(caught.value)
+    for name, other in {
+        "shape": torch.zeros(9, 2), "dtype": torch.zeros(8, 2, dtype=torch.half),
+        "dims": torch.zeros(8),
+    }.items():  # fmt: skip
+        mixed = era.save_rows(tmp_path / name, torch.zeros(8, 2))
+        era.save_rows(tmp_path / f"{name}2", other)
+        shutil.copy(tmp_path / f"{name}2" / "model_world_size_2_rank_1.pt", mixed)
+        with pytest.raises(FormatError, match="the ranks disagree about a tensor") as caught:
+            torchlift.open(mixed)
+        assert caught.value.entry == "w"
+
+
+def test_a_rank_twice_leaves_a_gap(tmp_path: Path) -> None:
+    """Rank 0 under the name of rank 1, and slices that overlap."""
+    era = Era()
+    folder = era.save_rows(tmp_path / "d", torch.arange(8.0).view(4, 2))
+    shutil.copy(folder / "model_world_size_2_rank_0.pt", folder / "model_world_size_2_rank_1.pt")
+    with pytest.raises(FormatError, match="leave gaps"):
+        torchlift.open(folder)
+    other = era.dtensor(torch.zeros(4, 1), (4, 2), [era.placed("Shard", dim=1)], [2], [1])
+    era.save(folder / "model_world_size_2_rank_1.pt", {"w": other})
+    with pytest.raises(FormatError, match="the chunks of a tensor overlap"):
+        torchlift.open(folder)
+
+
+_LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
+    "partial": ({"placements": ["Partial"]}, "not Partial"),
+    "another class": ({"placements": ["DeviceMesh"]}, "not DeviceMesh"),
+    "no placements": ({"placements": None}, "its placements"),
+    "too many": ({"placements": ["Shard", "Shard"]}, "one for each dimension of its mesh"),
+    "a dimension too many": ({"placements": [("Shard", {"dim": 2})]}, "not Shard"),
+    "a negative one": ({"placements": [("Shard", {"dim": -1})]}, "not Shard"),
+    "no factor": ({"placements": [("_StridedShard", {"dim": 0, "split_factor": 0})]}, "Strided"),
+    "no mesh": ({"mesh": None}, "the shape of its mesh"),
+    "order": ({"shard_order": (3,)}, "the order of its shards"),
+}
+
+
+@pytest.mark.parametrize("name", _LAYOUTS)
+def test_a_layout_that_nobody_knows_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    """Partial sums are no values; and what a class of the future does is not guessed."""
+    era, (changed, text) = Era(), _LAYOUTS[name]
+    if isinstance(changed.get("placements"), list):
+        each = [(p, {"dim": 0}) if isinstance(p, str) else p for p in changed["placements"]]
+        changed = {"placements": tuple(era.placed(kind, **state) for kind, state in each)}
+    shard = era.placed("Shard", dim=0)
+    for rank in range(2):
+        made = era.dtensor(torch.zeros(2, 2), (4, 2), [shard], [2], [rank], changed)
+        era.save(tmp_path / "d" / f"model_world_size_2_rank_{rank}.pt", {"w": made})
+    with pytest.raises(FormatError, match="not laid out in a known way") as caught:
+        torchlift.open(tmp_path / "d")
+    assert caught.value.entry == "w"
+    assert text in str(caught.value.expected)
+    with pytest.raises(CheckpointError, match="one rank's slice"):
+        torchlift.open(tmp_path / "d" / "model_world_size_2_rank_0.pt")["w"]
+
+
+def test_a_local_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
+    """Its place in the mesh, or its shape, would show other numbers."""
+    era = Era()
+    for name, at in {"shape": [0], "outside": [2], "another": [0, 0]}.items():
+        made = era.dtensor(torch.zeros(3, 2), (4, 2), [era.placed("Shard", dim=0)], [2], at)
+        for rank in range(2):
+            era.save(tmp_path / name / f"model_world_size_2_rank_{rank}.pt", {"w": made})
+        with pytest.raises(FormatError, match="not laid out in a known way"):
+            torchlift.open(tmp_path / name)
+
+
+@pytest.mark.distributed
+def test_partial_sums_that_torch_saved_are_refused(saved: Path) -> None:
+    """Each rank has a summand."""
+    with pytest.raises(FormatError, match=r"shards or replicas: not Partial") as caught:
+        torchlift.open(saved / "partial")
+    assert caught.value.entry == "w"
+
+
+@pytest.mark.distributed
+def test_values_that_differ_between_ranks_are_never_those_of_the_first(
+    saved: Path, tmp_path: Path
+) -> None:
+    """Such as the statistics of a BatchNorm; who knows which value counts can say so."""
+    folder, model = saved / "buffers", make_model()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    for door in (
+        lambda: torchlift.open(folder)["2.running_mean"],
+        lambda: torchlift.load(model, folder),
+        lambda: torchlift.convert(folder, tmp_path / "to.safetensors"),
+        lambda: torchlift.convert(folder, tmp_path / "to.pt"),
+    ):
+        with pytest.raises(FormatError, match="the ranks saved different values") as caught:
+            door()
+        assert caught.value.entry == "2.running_mean"
+        assert "[folder, {name: torchlift.open(file)[name]}]" in str(caught.value.hint)
+    require_equal(model.state_dict(), before)
+    file, name = folder / "model_world_size_2_rank_1.pt", "2.running_mean"
+    chosen = [folder, {name: torchlift.open(file)[name]}]
+    torchlift.load(model, chosen)
+    torchlift.convert(chosen, tmp_path / "to.safetensors")
+    whole = {**whole_of(saved, "fsdp"), name: torch.ones(3)}
+    require_equal(model.state_dict(), whole)
+    require_equal(torchlift.open(tmp_path / "to.safetensors"), whole)
+
+
+def _flat(rank: int) -> dict[str, Any]:
+    """What FSDP1 keeps of an optimizer: flat pieces, each on the ranks that have some of it."""
+    pieces = {0: {0: torch.zeros(4), 1: torch.zeros(2)}, 1: {1: torch.zeros(3)}}[rank]
+    return {"state": {number: {"exp_avg": piece} for number, piece in pieces.items()}}
+
+
+def test_plain_pieces_of_ranks_are_not_whole_tensors(tmp_path: Path) -> None:
+    """One on some ranks only; one without a checksum to compare; a value that is no tensor."""
+    for rank in range(2):
+        torch_file(
+            tmp_path, "model", rank, 2, {"same": torch.ones(2), "size": torch.ones(1 + rank)}
+        )
+        torch_file(tmp_path, "optim", rank, 2, {**_flat(rank), "param_groups": [{"lr": rank}]})
+    with torchlift.open(tmp_path) as ckpt:
+        assert [*ckpt] == ["same"]
+        assert {*ckpt.blocked_keys} == {
+            "size", "optimizer.state.0.exp_avg", "optimizer.state.1.exp_avg",
+            "optimizer.param_groups",
+        }  # fmt: skip
+        assert not ckpt.blocked
+    torch.serialization.set_crc32_options(False)
+    try:
+        for rank in range(2):
+            torch_file(tmp_path / "d", "model", rank, 2, {"same": torch.ones(2)})
+    finally:
+        torch.serialization.set_crc32_options(True)
+    with pytest.raises(FormatError, match="or files without checksums"):
+        torchlift.open(tmp_path / "d")["same"]
+
+
+def test_replicas_of_a_slice_that_differ_are_refused(tmp_path: Path) -> None:
+    """Where both are whole storages, their checksums show it."""
+    era, mesh = Era(), [2, 2]
+    ways = [era.placed("Replicate"), era.placed("Shard", dim=0)]
+    for rank in range(4):
+        at = [rank // 2, rank % 2]
+        local = torch.full((2, 2), float(rank == 3))
+        made = era.dtensor(local, (4, 2), ways, mesh, at)
+        era.save(tmp_path / f"model_world_size_4_rank_{rank}.pt", {"w": made})
+    with pytest.raises(FormatError, match="the ranks saved different values"):
+        torchlift.open(tmp_path)["w"]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("folder", SLICES, indirect=True)
+def test_a_folder_of_slices_that_lacks_a_file_is_refused(folder: Path) -> None:
+    """Between others by its number; of several for each rank, also the last."""
+    files = sorted(folder.iterdir())
+    files[0].unlink()
+    with pytest.raises(FormatError, match="a rank's file is missing") as caught:
+        torchlift.open(folder)
+    assert caught.value.entry == files[0].name
+    if len(files) > 2:
+        shutil.copy(files[1], files[0])
+        files[-1].unlink()
+        with pytest.raises(FormatError, match="a rank's file is missing") as caught:
+            torchlift.open(folder)
+        assert caught.value.entry == files[-1].name
+
+
+def slice_file(path: Path, state: dict[str, torch.Tensor], **offsets: object) -> None:
+    noted = {key: {"saved_offsets": offset} for key, offset in offsets.items()}
+    save_file(state, path, {"DCP_SHARDING_INFO": json.dumps(noted)})
+
+
+def _name(rank: int, at: int = 1, count: int = 1) -> str:
+    return f"shard-{rank:05}-model-{at:05}-of-{count:05}.safetensors"
+
+
+_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "a gap": ({"w": [3, 0]}, "leave gaps"),
+    "an overlap": ({"w": [1, 0]}, "overlap"),
+    "the same slice": ({"w": [0, 0]}, "two files have the same slice"),
+    "dimensions": ({"w": [2]}, "a slice without its place"),
+    "no key": ({"v": [2, 0]}, "offset"),
+    "a fraction": ({"w": [2.5, 0]}, "offset"),
+    "a negative one": ({"w": [-2, 0]}, "offset"),
+    "a huge one": ({"w": [2**62, 2**62]}, "leave gaps"),
+}
+
+
+@pytest.mark.parametrize("name", _FAULTS)
+def test_slices_that_do_not_fit_are_refused(tmp_path: Path, name: str) -> None:
+    """Their places come from a stranger."""
+    offsets, text = _FAULTS[name]
+    slice_file(tmp_path / _name(1), {"w": torch.zeros(2, 2)}, w=[0, 0])
+    slice_file(tmp_path / _name(2), {"w": torch.zeros(2, 2)}, **offsets)
+    with pytest.raises(FormatError, match=text):
+        torchlift.open(tmp_path)
+
+
+def test_slices_beside_other_weights_are_refused(tmp_path: Path) -> None:
+    """Which of them is meant, nobody knows; but an index says it."""
+    for rank in (1, 2):
+        slice_file(tmp_path / _name(rank), {"w": torch.zeros(2, 2)}, w=[2 * rank - 2, 0])
+    assert torchlift.open(tmp_path)["w"].shape == (4, 2)
+    save_file({"w": torch.ones(4, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(FormatError, match="beside other files of weights"):
+        torchlift.open(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": "model.safetensors"}}))
+    assert torchlift.open(tmp_path)["w"].sum() == 8
+    index.write_text(json.dumps({"weight_map": {"w": _name(1), "v": _name(2)}}))
+    with pytest.raises(FormatError, match="one rank's slices of tensors"):
+        torchlift.open(tmp_path)
+    index.unlink()
+    (tmp_path / "model.safetensors").unlink()
+    save_file({"w": torch.zeros(2, 2)}, tmp_path / _name(2))  # not a slice
+    with pytest.raises(FormatError, match="a slice without its place"):
+        torchlift.open(tmp_path)
+    slice_file(tmp_path / _name(2, 1, 2), {"w": torch.zeros(2, 2)}, w=[2, 0])
+    with pytest.raises(FormatError, match=r"file is missing|files of several saves"):
+        torchlift.open(tmp_path)
+
+
+# -- slices without a record
+
+
+def _llama(folder: Path) -> dict[str, torch.Tensor]:
+    folder.mkdir()
+    whole = {
+        f"layers.{at}.{name}.weight": torch.randn(4, 6)
+        for at in range(2)
+        for name in ("wq", "wo", "norm")
+    }
+    for rank in range(2):
+        state = {
+            key: value.clone() if "norm" in key else value.chunk(2, int("wo" in key))[rank].clone()
+            for key, value in whole.items()
+        }
+        torch.save(state, folder / f"consolidated.{rank:02}.pth")
+    return whole
+
+
+def _megatron(folder: Path) -> dict[str, torch.Tensor]:
+    whole = _llama(folder)
+    for rank, path in enumerate(sorted(folder.iterdir())):
+        (folder / f"mp_rank_{rank:02}").mkdir()
+        path.rename(folder / f"mp_rank_{rank:02}" / "model_optim_rng.pt")
+    return whole
+
+
+def _deepspeed(folder: Path) -> dict[str, torch.Tensor]:
+    whole = _llama(folder)
+    for rank, path in enumerate(sorted(folder.iterdir())):
+        path.rename(folder / f"mp_rank_{rank:02}_model_states.pt")
+    return whole
+
+
+@pytest.mark.parametrize("save", [_llama, _megatron, _deepspeed])
+def test_slices_without_a_record_are_refused_and_can_be_merged(
+    tmp_path: Path, save: Callable[[Path], dict[str, torch.Tensor]]
+) -> None:
+    """Nothing says along which dimension each is cut: whoever knows it can say so."""
+    folder = tmp_path / "d"
+    whole = save(folder)
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    model = torch.nn.Module()
+    for door in (
+        lambda: torchlift.open(folder),
+        lambda: torchlift.load(model, folder),
+        lambda: torchlift.load(model, files[0]),
+        lambda: torchlift.load(model, str(files[1])),
+        lambda: torchlift.load(model, [*files]),
+        lambda: torchlift.plan(model, files[0]),
+        lambda: torchlift.convert(files[0], tmp_path / "to.pt"),
+        lambda: torchlift.convert(files, tmp_path / "to.pt"),
+        lambda: torchlift.convert(folder, tmp_path / "to.pt"),
+    ):
+        with pytest.raises(FormatError, match="do not say how they fit together") as caught:
+            door()
+        assert 'torchlift.remap.merge("{n}.*.wq.weight", "*.wq.weight", cat=0)' in str(
+            caught.value.hint
+        )
+    assert not (tmp_path / "to.pt").exists()
+    slices = {
+        f"{number}.{key}": value
+        for number, file in enumerate(files)
+        for key, value in torchlift.open(file).items()
+    }
+    rename = remap.merge("{n}.*.wq.weight", "*.wq.weight", cat=0)
+    rename |= remap.merge("{n}.*.wo.weight", "*.wo.weight", cat=1)
+    rename |= remap.rules([(r"^0\.(.*norm.*)", r"\1"), (r"^\d\..*norm", None)])
+    torchlift.convert(slices, tmp_path / "to.safetensors", rename=rename)
+    require_equal(torchlift.open(tmp_path / "to.safetensors"), whole)
+    assert torchlift.open(tmp_path / "to.safetensors").keys() == whole.keys()
+
+
+def test_the_only_slice_is_the_model(tmp_path: Path) -> None:
+    """The smallest llama is one file, and a model that is not split has rank 0 alone."""
+    for name in ("consolidated.00.pth", "mp_rank_00_model_states.pt"):
+        folder = tmp_path / name
+        folder.mkdir()
+        torch.save({"w": torch.ones(2)}, folder / name)
+        (folder / "params.json").write_text("{}")
+        for place in (folder, folder / name):
+            assert torch.equal(torchlift.open(place)["w"], torch.ones(2))
+            torchlift.convert(place, tmp_path / "to.pt", overwrite=True)
