@@ -9,6 +9,7 @@ import pickle
 import re
 import shutil
 import warnings
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -593,3 +594,19 @@ def test_the_only_slice_is_the_model(tmp_path: Path) -> None:
         for place in (folder, folder / name):
             assert torch.equal(torchlift.open(place)["w"], torch.ones(2))
             torchlift.convert(place, tmp_path / "to.pt", overwrite=True)
+
+
+def test_a_layout_with_two_states_is_refused(tmp_path: Path) -> None:
+    """torch would take both, one over the other: what is read is what torch would read."""
+    era, path = Era(), tmp_path / "x.pt"
+    made = era.dtensor(torch.zeros(2), (4,), [era.placed("Shard", dim=0)], [2], [0])
+    era.save(path, {"w": made})
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in records.items():
+            before, build, after = data.rpartition(b"ub")
+            changed = before + build + b"}b" + after
+            archive.writestr(name, changed if name.endswith("data.pkl") else data)
+    with pytest.raises(FormatError, match="a part of a DTensor has two states"):
+        torchlift.open(path)

@@ -26,6 +26,7 @@ from checkpoint_files import (
 )
 from dcp_files import describe, write_dcp
 from guarded import answers
+from rank_files import Era
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
@@ -410,6 +411,53 @@ def test_state_that_many_parameters_share_is_paid_for(tmp_path: Path) -> None:
         path = _zero(tmp_path / str(number), [names], [vector], world=2, optimizer_state_dict=base)
         (answer,) = answers(path)
         assert "unfolds to far more than it stores" in answer.text
+
+
+def _dtensors(era: Era, path: Path, count: int, placements: object, mesh: tuple[int, ...]) -> Path:
+    """A file with many DTensors of one layout, each of which is one object of the pickle."""
+    local = torch.zeros(1 << 16, 1)
+    made = [era.dtensor(local, (1 << 20, 1), [], mesh, [0] * len(mesh)) for _ in range(count)]
+    (parts,) = (each for each in made[0].reduced[1][3] if each)
+    parts["_spec"].reduced[2]["placements"] = placements
+    for each in made:
+        each.reduced[1][3][1].update(parts)
+    return era.save(path, {f"k{at}": each for at, each in enumerate(made)})
+
+
+def test_layouts_of_dtensors_cost_in_proportion_to_their_bytes(tmp_path: Path) -> None:
+    """Blocks without end, dimensions without end, one layout for many, one tensor of many names."""
+    era = Era()
+    shard, replica = era.placed("Shard", dim=0), era.placed("Replicate")
+    many = [era.placed("_StridedShard", dim=0, split_factor=n) for n in (1 << 50, 1 << 19, 1 << 12)]
+    paths = {
+        "blocks": _dtensors(era, tmp_path / "a.pt", 1, (many[0],), (2,)),
+        "fewer": _dtensors(era, tmp_path / "b.pt", 1, (many[1],), (2,)),
+        "blocks of blocks": _dtensors(era, tmp_path / "c.pt", 2, (many[2], many[2]), (2, 2)),
+        "blocks for many": _dtensors(era, tmp_path / "d.pt", 1_000, (many[2],), (2,)),
+        "placements": _dtensors(era, tmp_path / "e.pt", 1_000, (replica,) * 100_000, (2,)),
+        "dimensions": _dtensors(
+            era, tmp_path / "f.pt", 1_000, (shard, *[replica] * 63), (16, *[1] * 63)
+        ),
+    }
+    one = era.dtensor(torch.zeros(2), (4,), [shard], [2], [0])
+    paths["names"] = era.save(tmp_path / "g.pt", dict.fromkeys(map(str, range(100_000)), one))
+    found = dict(zip(paths, answers(*paths.values()), strict=True))
+    for name in ("blocks", "fewer", "blocks of blocks", "blocks for many", "names"):
+        assert "unfolds to far more than it stores" in found[name].text, name
+    for name in ("placements", "dimensions"):
+        assert found[name].kind == "Index" or "unfolds to far more" in found[name].text, name
+
+
+def test_absurd_names_of_slices_are_refused_at_once(tmp_path: Path) -> None:
+    """Numbers of ranks and of files that nobody has."""
+    for at, name in enumerate((
+        "model_world_size_999999999_rank_0.pt", "shard-00001-model-00001-of-999999999.safetensors",
+        "shard-999999999-model-00001-of-00001.safetensors",
+    )):  # fmt: skip
+        (tmp_path / str(at)).mkdir()
+        (tmp_path / str(at) / name).write_bytes(b"x")
+    for answer in answers(*(tmp_path / str(at) for at in range(3))):
+        assert "rank's files are missing" in answer.text
 
 
 def test_absurd_numbers_of_ranks_are_refused_at_once(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from checkpoint_files import Call, tensor, write_safetensors, write_zip
+from rank_files import Era
 from torch import nn
 from zero_files import Zero
 
@@ -173,6 +174,9 @@ PLACES: dict[str, Callable[[Path], Path]] = {
     "an item file": _in_dcp("__0_0.distcp"),
     "a rank's optimizer": _in_zero("zero_pp_rank_1_mp_rank_00_optim_states.pt"),
     "a rank's model": _in_zero("mp_rank_00_model_states.pt"),
+    "a rank's slices": lambda d: (
+        Era().save_rows(d, torch.zeros(2)) / "model_world_size_2_rank_1.pt"
+    ),
 }
 
 

@@ -57,7 +57,9 @@ def test_a_legacy_file_becomes_safetensors(tmp_path: Path) -> None:
     state = legacy(tmp_path / "x.pth")
     report = torchlift.convert(tmp_path / "x.pth", tmp_path / "x.safetensors")
     assert report.lost.keys() == {"args", "epoch", "optimizer.param_groups", "optimizer.state"}
-    assert report.lost["args"] == "only unpickling could rebuild it, through argparse.Namespace"
+    assert report.lost["args"] == (
+        "only unpickling could rebuild it, through argparse.Namespace, and that can run code"
+    )
     assert report.tied == {"model.module.tied": "model.module.w"}
     found = load_file(tmp_path / "x.safetensors")
     assert found.keys() == {"model.module.w", "model.module.t", "model.module.count",

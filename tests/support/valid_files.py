@@ -19,6 +19,7 @@ import zipfile
 import zlib
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import checkpoint_files as cf
@@ -27,6 +28,7 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from checkpoint_files import Call, Script, StorageId, TarId, pickled, tensor, weight
+from rank_files import Era
 from zero_files import Zero
 
 from torchlift.formats.zip_archive import (
@@ -291,22 +293,30 @@ def _npy_seeds(path: Path) -> Iterator[Parts]:
         yield from ([content] for content in parts[1::2])
 
 
-#: (file, record) of each part of a ZeRO directory.
+#: (file, record) of each part of a directory of torch files.
 _ZERO: list[tuple[str, bytes]] = []
+_FSDP: list[tuple[str, bytes]] = []
 
 
 def _zero_seeds(path: Path) -> Iterator[Parts]:
     values = [{"w": base, "b": torch.ones(3)}, {"e": torch.ones(4)}]
     zero = Zero(3, 2, values, {"f": torch.ones(5)}, {"n": torch.ones(2)}, {"t": "w"})
-    folder = zero.write(path.with_suffix(".zero")) / "global_step3"
+    yield _folder_parts(zero.write(path.with_suffix(".zero")) / "global_step3", _ZERO)
+
+
+def _fsdp_seeds(path: Path) -> Iterator[Parts]:
+    yield _folder_parts(Era().save_rows(path.with_suffix(".fsdp"), torch.ones(3, 2)), _FSDP)
+
+
+def _folder_parts(folder: Path, names: list[tuple[str, bytes]]) -> Parts:
     found = [(file.name, _records(file)) for file in sorted(folder.iterdir())]
-    _ZERO[:] = [(name, record) for name, parts in found for record in parts[:-1:2]]
-    yield [content for _, parts in found for content in parts[1::2]]
+    names[:] = [(name, record) for name, parts in found for record in parts[:-1:2]]
+    return [content for _, parts in found for content in parts[1::2]]
 
 
-def _zero_files(parts: Parts) -> dict[str, bytes]:
+def _folder_files(names: list[tuple[str, bytes]], parts: Parts) -> dict[str, bytes]:
     records: dict[str, Parts] = {}
-    for (name, record), content in zip(_ZERO, parts, strict=False):
+    for (name, record), content in zip(names, parts, strict=False):
         records.setdefault(name, []).extend((record, content))
     return {name: _archive(pairs) for name, pairs in records.items()}
 
@@ -343,5 +353,6 @@ FORMATS = {
     "gguf": ("x", _one(_plain), _gguf_seeds),
     "npz": ("x", _one(_archive), _npz_seeds),
     "npy": ("x", _one(_plain), _npy_seeds),
-    "zero": ("", _zero_files, _zero_seeds),
+    "zero": ("", partial(_folder_files, _ZERO), _zero_seeds),
+    "fsdp": ("", partial(_folder_files, _FSDP), _fsdp_seeds),
 }

@@ -11,9 +11,8 @@ import math
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import islice, product
-from typing import Any
+from dataclasses import replace
+from itertools import islice
 
 from torchlift._system.text import clipped_list
 from torchlift.errors import FormatError
@@ -27,6 +26,7 @@ from torchlift.formats.index import (
     Storage,
     TensorEntry,
     globals_in,
+    join,
     row_major,
     used_by,
 )
@@ -34,6 +34,7 @@ from torchlift.formats.reader import Content, Reader
 from torchlift.formats.safetensors import read_safetensors, slices_error
 from torchlift.formats.sharded import MOST_MISSING, claimed, missing, read_shards
 from torchlift.formats.source import Source, errors_name
+from torchlift.formats.torch_zip import read_torch_zip
 from torchlift.formats.unpickle import ENTRY, STEP, Budget
 
 _FSDP = re.compile(r"(model|optim)_world_size_(\d{1,9})_rank_(\d{1,9})\.pt", re.ASCII)
@@ -44,7 +45,6 @@ _BARE = re.compile(
 )
 #: In the metadata of slices: the version of what they note.
 _VERSION = "DCP_VERSION"
-_DEFLATED = "deflated"
 
 
 def read_fsdp(content: Content) -> Index:
@@ -69,15 +69,25 @@ def read_fsdp(content: Content) -> Index:
         if some := list(islice(lacking, MOST_MISSING)):
             names = [f"{kind}_world_size_{world}_rank_{rank}.pt" for rank in some]
             raise missing(names, world, len(there), "rank's file")
-    joined, aside = _Joined(path), ""
-    for kind, there in sorted(kinds.items()):  # the model first
-        if kind == "optim" and joined.indexes:
-            aside = "optimizer"
-            while any(key.partition(".")[0] == aside for key in joined.keys):
-                aside = f"_{aside}"  # the model has one of that name
-        names = [there[rank] for rank in range(world)]
-        joined.add(read_shards(path, names, content.read_file, joined.budget), aside)
-    return replace(joined.index(), aside=(aside,) if aside else ())
+
+    def read_all(kind: str, container: str | None = None) -> Index:
+        def read(file: str, budget: Budget) -> Index:
+            with errors_name(file), Source(file, budget) as source:
+                return read_torch_zip(source, container)
+
+        names, budget = [kinds[kind][rank] for rank in range(world)], Budget()
+        return _join(path, read_shards(path, names, read, budget), budget)
+
+    if len(kinds) == 1:
+        return read_all(*kinds)
+    model, aside = read_all("model"), "optimizer"
+    while any(key.partition(".")[0] == aside for key in _keys(model)):
+        aside = f"_{aside}"  # the model has one of that name
+    optimizer = read_all("optim", aside)
+    both = join(path, "sharded", [model, optimizer], {}, "the model has this key, too")
+    saved = [*(model.tree or ()), *(optimizer.tree or ())]
+    trees = [tree for tree in saved if isinstance(tree, dict)]
+    return replace(both, aside=(aside,), tree=({**trees[0], **trees[1]},) if trees[1:] else None)
 
 
 def read_slices(content: Content) -> Index:
@@ -101,7 +111,7 @@ def read_slices(content: Content) -> Index:
     there = {(int(m[1]), int(m[2])): m[3] for m in filter(None, map(_SHARD.fullmatch, names))}
     ranks, total = max(rank for rank, _ in there), next(iter(there.values()))
     count = ranks * int(total)
-    every = product(range(1, ranks + 1), range(1, int(total) + 1))
+    every = ((rank, at) for rank in range(1, ranks + 1) for at in range(1, int(total) + 1))
     if some := list(islice((pair for pair in every if pair not in there), MOST_MISSING)):
         lacking = [f"shard-{rank:05}-model-{at:05}-of-{total}.safetensors" for rank, at in some]
         raise missing(lacking, count, min(len(there), count - len(some)), "rank's file")
@@ -113,10 +123,10 @@ def read_slices(content: Content) -> Index:
             "consolidate_safetensors_files(folder, new_folder, {key: 1, ...}), with every key, of "
             "torch.distributed.checkpoint._consolidate_hf_safetensors, and open the new folder."
         )
-    joined = _Joined(content.path, grows=True)
-    joined.add(read_shards(content.path, names, _read_slices, joined.budget))
-    noted = {k: v for index in joined.indexes for k, v in index.metadata.items()}
-    return replace(joined.index(), metadata={k: v for k, v in noted.items() if k != _VERSION})
+    budget = Budget()
+    found = read_shards(content.path, names, _read_slices, budget)
+    noted = {k: v for index in found.values() for k, v in index.metadata.items() if k != _VERSION}
+    return replace(_join(content.path, found, budget, grows=True), metadata=noted)
 
 
 def _read_slices(path: str, budget: Budget) -> Index:
@@ -132,164 +142,146 @@ def _several_saves(names: Iterable[str]) -> FormatError:
     )
 
 
-@dataclass(slots=True)
-class _Joined:
-    """The files of all ranks, put together.
+def _keys(index: Index) -> dict[str, None]:
+    return dict.fromkeys((*index.entries, *index.objects, *index.blocked_keys))
 
-    Attributes:
+
+def _join(path: str, files: Mapping[str, Index], budget: Budget, *, grows: bool = False) -> Index:
+    """Put the files of all ranks together.
+
+    Args:
         path: of the folder.
-        grows: whether a slice shows the size of its tensor only up to its own end.
+        files: name -> index, in the order of ranks.
         budget: what reading the folder may still cost.
-        indexes: of the files.
-        entries, storages, objects, blocked, tensors: as in an `Index`.
-        tree: what each rank saved, if all ranks saved the same containers.
-        first: boxes of a tensor -> the first key that has them; the others are ties.
+        grows: whether a slice shows the size of its tensor only up to its own end.
+
+    Raises:
+        FormatError: see `_whole`.
     """
-
-    path: str
-    grows: bool = False
-    budget: Budget = field(default_factory=Budget)
-    indexes: list[Index] = field(default_factory=list)
-    entries: dict[str, TensorEntry] = field(default_factory=dict)
-    storages: dict[str, Storage] = field(default_factory=dict)
-    objects: dict[str, object] = field(default_factory=dict)
-    blocked: dict[str, str] = field(default_factory=dict)
-    tensors: dict[str, int] = field(default_factory=dict)
-    first: dict[tuple[Chunk, ...], str] = field(default_factory=dict)
-    tree: tuple[Any] | None = None
-
-    @property
-    def keys(self) -> Iterable[str]:
-        """Return the keys of all values."""
-        return (*self.entries, *self.objects, *self.blocked)
-
-    def add(self, files: Mapping[str, Index], container: str = "") -> None:
-        """Add the files of all ranks, in their order, perhaps below a container."""
-        prefix, parts = f"{container}." if container else "", dict[str, list[TensorEntry]]()
-        for name, index in files.items():
-            one = claimed(name, index, {})
-            self.indexes.append(one)
-            self.storages |= one.storages
-            entries = one.every or one.entries
-            self.budget.grow(16 * len(entries))  # each has paid for itself when its file was read
-            for key, entry in entries.items():
-                parts.setdefault(prefix + key, []).append(entry)
-            for key, value in one.objects.items():
-                if self.objects.setdefault(prefix + key, value) != value:
-                    self.blocked[prefix + key] = UNEQUAL
-            self.blocked |= {prefix + k: v for k, v in one.blocked_keys.items() if v != SLICED}
-            self.tensors |= {prefix + k: count for k, count in one.blocked_tensors.items()}
-        self._add_tree(self.indexes[-len(files) :], container)
-        for key, found in parts.items():
-            if key in self.blocked:
-                continue
-            self.budget.spend(ENTRY + len(key))
-            with errors_name(self.path, key):
-                made = self._joined(key, found, len(files))
-            if made is None or key in self.objects:
-                self.blocked[key], self.tensors[key] = UNEQUAL, 1
-            else:
-                self.entries[key] = made._replace(key=key)
-
-    def _add_tree(self, ranks: Sequence[Index], container: str) -> None:
-        """Keep the containers of the first rank, unless others have what it lacks."""
-        keys = [{*one.entries, *one.objects, *one.blocked_keys} for one in ranks]
-        tree = ranks[0].tree if all(some == keys[0] for some in keys) else None
-        if container and tree is not None and self.tree is not None:
-            (model,), (inner,) = self.tree, tree
-            tree = ({**model, container: inner},) if isinstance(model, dict) else None
-        self.tree = tree
-
-    def index(self) -> Index:
-        """Return the index of the whole."""
-        first, gone = self.indexes[0], self.blocked
-        return Index(
-            self.path,
-            "sharded",
-            self.entries,
-            used_by(self.entries, self.storages),
-            {file: stamp for index in self.indexes for file, stamp in index.files.items()},
-            {key: value for key, value in self.objects.items() if key not in gone},
-            blocked=globals_in(gone),
-            module_versions=first.module_versions,
-            blocked_keys=gone,
-            blocked_tensors={key: count for key, count in self.tensors.items() if key in gone},
-            templates=first.templates,
-            tree=self.tree,
-            confirm={file: seen for index in self.indexes for file, seen in index.confirm.items()},
-        )
-
-    def _joined(self, key: str, parts: Sequence[TensorEntry], ranks: int) -> TensorEntry | None:
-        """Return a tensor of all ranks; None if they have different values for it."""
-        kinds = [part.kind for part in parts if part.kind is not None and part.kind.name == SLICE]
-        first = parts[0]
-        if not kinds:
-            # FSDP1 keeps the state of a parameter in flat pieces, which are on some ranks only.
-            is_same = len({self._marks(part) for part in parts}) == 1
-            return first if len(parts) == ranks and (ranks == 1 or is_same) else None
-        if lacks := next((lacks for _, lacks in (kind.facts for kind in kinds) if lacks), None):
-            raise FormatError("a DTensor that is not laid out in a known way", expected=lacks)
-        local = [kind.tensors[0] for kind in kinds]
-        shapes = {part.shape for part in parts}
-        if self.grows and len({*map(len, shapes)}) == 1:
-            shapes = {tuple([max(sizes) for sizes in zip(*shapes, strict=True)])}
-        stored = {(*(e for e in one.encoding if e != _DEFLATED),) for one in local if one.chunks}
-        is_one = len({part.dtype for part in parts}) == len(shapes) == 1 and len(stored) < 2
-        if len(kinds) < len(parts) or not is_one:
-            raise FormatError(
-                "the ranks disagree about a tensor",
-                found=clipped_list(
-                    dict.fromkeys(f"{part.type_name} {list(part.shape)}" for part in parts)
-                ),
-                hint="The files are of different saves: fetch those of one.",
+    ranks = [claimed(name, index, {}) for name, index in files.items()]
+    storages = {key: found for one in ranks for key, found in one.storages.items()}
+    entries, objects, blocked = dict[str, TensorEntry](), dict[str, object](), dict[str, str]()
+    parts: dict[str, list[TensorEntry]] = {}
+    for one in ranks:
+        every = one.every or one.entries
+        budget.grow(16 * len(every))  # each has paid for itself when its file was read
+        for key, entry in every.items():
+            parts.setdefault(key, []).append(entry)
+        blocked |= {key: why for key, why in one.blocked_keys.items() if why != SLICED}
+        for key, value in one.objects.items():
+            if objects.setdefault(key, value) != value:
+                blocked[key] = UNEQUAL
+    first: dict[tuple[Chunk, ...], str] = {}
+    for key, found in parts.items():
+        made = None
+        if key not in blocked and key not in objects:
+            budget.spend(ENTRY + len(key))
+            with errors_name(path, key):
+                made = _whole(key, found, len(ranks), storages, budget, grows)
+        if made is None:
+            blocked.setdefault(key, UNEQUAL)
+        else:  # two names of one tensor have the same boxes
+            entries[key] = (
+                made if made.storage else made._replace(storage=first.setdefault(made.chunks, key))
             )
-        boxes: dict[Box, tuple[Chunk, TensorEntry]] = {}
-        for one, kind in zip(local, kinds, strict=True):
-            for chunk in placed(one, kind.facts[0]):
-                self.budget.spend(STEP)
-                _, known = boxes.setdefault((chunk.start, chunk.shape), (chunk, one))
-                if known is not one and self.grows:  # its writer stores each box once
-                    raise FormatError("two files have the same slice of a tensor", found=chunk.file)
-                if known is not one and self._differ(known, one):
-                    return None
-        (shape,) = shapes
-        check_boxes(key, shape, list(boxes), self.budget)
-        chunks = tuple([chunk for chunk, _ in boxes.values()])
-        encoding = tuple(
-            dict.fromkeys(name for one in local if one.chunks for name in one.encoding)
-        )
-        return first._replace(
-            stride=row_major(shape),
-            shape=shape,
-            nbytes=math.prod(shape) * first.itemsize,
-            location=local[0].location,
-            storage=self.first.setdefault(chunks, key),
-            chunks=chunks,
-            encoding=tuple(encoding),
-            kind=None,
-        )
+    counts = {key: count for one in ranks for key, count in one.blocked_tensors.items()}
+    counts = {**dict.fromkeys(parts, 1), **counts}
+    same = all(_keys(one).keys() == _keys(ranks[0]).keys() for one in ranks)
+    return replace(
+        ranks[0],
+        path=path,
+        format="sharded",
+        entries=entries,
+        every={},
+        storages=used_by(entries, storages),
+        files={file: stamp for one in ranks for file, stamp in one.files.items()},
+        confirm={file: seen for one in ranks for file, seen in one.confirm.items()},
+        objects={key: value for key, value in objects.items() if key not in blocked},
+        metadata={},
+        blocked=globals_in(blocked),
+        blocked_keys=blocked,
+        blocked_tensors={key: counts[key] for key in blocked if key in counts},
+        # One rank's containers would lack what only others saved.
+        tree=ranks[0].tree if same else None,
+    )
 
-    def _marks(self, entry: TensorEntry) -> tuple[object, ...]:
-        """Return what entries have in common if checksums show that their values are equal."""
-        kind, storage = entry.kind, self.storages.get(entry.storage)
-        if kind is not None:
-            inner = tuple([self._marks(one) for one in kind.tensors])
-            return entry.dtype, entry.shape, kind.name, repr(kind.facts), inner
-        sums = [
-            (chunk.offset - storage.offset, storage.nbytes, storage.crc32)
-            if storage is not None and storage.crc32 is not None
-            else id(chunk)
-            for chunk in entry.chunks
-        ]
-        return entry.dtype, entry.shape, entry.stride, entry.encoding, *sums
 
-    def _differ(self, one: TensorEntry, other: TensorEntry) -> bool:
-        """Return whether checksums show that two replicas of a slice have different values."""
-        stored = [self.storages[entry.storage] for entry in (one, other)]
-        # Of a part of a storage, the rest may be what nobody wrote.
-        if any(found.nbytes != one.nbytes or found.crc32 is None for found in stored):
-            return False
-        return one.stride == other.stride and stored[0].crc32 != stored[1].crc32
+def _whole(
+    key: str,
+    parts: Sequence[TensorEntry],
+    ranks: int,
+    storages: Mapping[str, Storage],
+    budget: Budget,
+    grows: bool,
+) -> TensorEntry | None:
+    """Return a tensor of all ranks; None if checksums do not show that their values are equal.
+
+    Raises:
+        FormatError: the ranks disagree about it, or its slices do not fill it.
+    """
+    kinds = [part.kind for part in parts if part.kind is not None and part.kind.name == SLICE]
+    if not kinds:
+        # FSDP1 keeps the state of a parameter in flat pieces, which are on some ranks only.
+        is_same = ranks == 1 or len({_marks(part, storages) for part in parts}) == 1
+        return parts[0] if len(parts) == ranks and is_same else None
+    if lacks := next((kind.facts[1] for kind in kinds if kind.facts[1]), None):
+        raise FormatError("a DTensor that is not laid out in a known way", expected=lacks)
+    local = [kind.tensors[0] for kind in kinds]
+    shapes, encodings = (
+        {part.shape for part in parts},
+        {one.encoding for one in local if one.chunks},
+    )
+    if grows and len({*map(len, shapes)}) == 1:
+        shapes = {tuple([max(sizes) for sizes in zip(*shapes, strict=True)])}
+    is_one = len({part.dtype for part in parts}) == len(shapes) == 1 and len(encodings) < 2
+    if len(kinds) < len(parts) or not is_one:
+        shown = [f"{part.type_name} {list(part.shape)}" for part in parts]
+        raise FormatError(
+            "the ranks disagree about a tensor",
+            found=clipped_list(dict.fromkeys(shown)),
+            hint="The files are of different saves: fetch those of one.",
+        )
+    boxes: dict[Box, tuple[Chunk, TensorEntry]] = {}
+    for one, kind in zip(local, kinds, strict=True):
+        for chunk in placed(one, kind.facts[0]):
+            budget.spend(STEP)
+            _, known = boxes.setdefault((chunk.start, chunk.shape), (chunk, one))
+            if known is not one and grows:  # its writer stores each box once
+                raise FormatError("two files have the same slice of a tensor", found=chunk.file)
+            if known is not one and _differ(known, one, storages):
+                return None
+    (shape,) = shapes
+    check_boxes(key, shape, list(boxes), budget)
+    return parts[0]._replace(
+        shape=shape,
+        stride=row_major(shape),
+        nbytes=math.prod(shape) * parts[0].itemsize,
+        storage="",
+        chunks=tuple([chunk for chunk, _ in boxes.values()]),
+        encoding=next(iter(encodings), ()),
+        kind=None,
+    )
+
+
+def _marks(entry: TensorEntry, storages: Mapping[str, Storage]) -> tuple[object, ...]:
+    """Return what entries have in common if checksums show that their values are equal."""
+    if entry.kind is not None:
+        inner = tuple([_marks(one, storages) for one in entry.kind.tensors])
+        return entry.dtype, entry.shape, entry.kind.name, repr(entry.kind.facts), inner
+    sums: list[object] = [entry.dtype, entry.shape, entry.stride, entry.encoding]
+    for chunk in entry.chunks:
+        storage = storages[entry.storage]
+        known = chunk.offset - storage.offset, storage.nbytes, storage.crc32
+        sums.append(known if storage.crc32 is not None else id(chunk))
+    return tuple(sums)
+
+
+def _differ(one: TensorEntry, other: TensorEntry, storages: Mapping[str, Storage]) -> bool:
+    """Return whether checksums show that two replicas of a slice have different values."""
+    pair = [storages[entry.storage] for entry in (one, other)]
+    # Of a part of a storage, the rest may be what nobody wrote.
+    is_known = all(s.crc32 is not None and s.nbytes == one.nbytes for s in pair)
+    return is_known and one.stride == other.stride and pair[0].crc32 != pair[1].crc32
 
 
 # -- slices that nothing says how to join

@@ -16,6 +16,8 @@ from torchlift.formats.torch_pickle import Blocked, KindRef, TensorRef
 from torchlift.formats.unpickle import STEP, Budget
 
 _SHARDS = "Shard", "_StridedShard"
+#: Most dimensions, of a tensor as of a mesh; what it costs to look at all of them.
+_MOST, _COST = 64, 128 * STEP
 #: For each dimension of a whole tensor the ranges that a rank has.
 Spans = tuple[tuple[Span, ...], ...]
 
@@ -38,6 +40,7 @@ def located(ref: KindRef, budget: Budget) -> TensorRef:
         The local tensor itself if all ranks have all of it. Else a slice, whose facts are its
         ranges and None; or None, and what it lacks to know them.
     """
+    budget.spend(_COST)
     (local,), (attributes,) = ref.tensors, ref.facts
     try:
         spans = _spans(ref.size, local.size, attributes.get("_spec"), budget)
@@ -79,7 +82,8 @@ def _mesh(mesh: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
     else:
         layout = _state(state.get("_layout"))
         axes = layout.get("axes", layout.get("shape"))
-        axes = axes if isinstance(axes, (tuple, list)) else (axes,)
+        axes = axes if isinstance(axes, tuple) else (axes,)
+        _require(len(axes) <= _MOST, what)
         found = [_state(axis).get("shape") if isinstance(axis, Blocked) else axis for axis in axes]
         # A dimension that is several that were made one has a tuple.
         each = [axis if isinstance(axis, tuple) else (axis,) for axis in found]
@@ -123,14 +127,14 @@ def _state(record: object) -> dict[Any, Any]:
 
 def _items(state: dict[Any, Any], name: str) -> Sequence[Any]:
     found = state.get(name)
-    if not isinstance(found, (tuple, list)):
+    if not isinstance(found, (tuple, list)) or len(found) > _MOST:
         raise _Unknown(f"its {name}")
     return found
 
 
 def _sizes(values: object, what: str) -> tuple[int, ...]:
     """Return what must be a short tuple of whole numbers that are not negative."""
-    if not isinstance(values, tuple) or len(values) > 64:
+    if not isinstance(values, tuple) or len(values) > _MOST:
         raise _Unknown(what)
     _require(all(type(size) is int and 0 <= size < 1 << 62 for size in values), what)
     return values
