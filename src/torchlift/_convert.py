@@ -62,7 +62,6 @@ from torchlift._sources import (
 from torchlift._store import FileStamp, exists, is_url, place_of
 from torchlift._system.containers import map_leaves
 from torchlift._system.memory import collection_paused, trim
-from torchlift._system.text import printable
 from torchlift.errors import (
     Argument,
     CheckpointError,

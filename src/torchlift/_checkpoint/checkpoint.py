@@ -365,7 +365,8 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         """Return key -> name of the global that its value would have needed.
 
         Of a key that two values have once containers are joined by dots, it is
-        ``"a name of its own"``.
+        ``"a name of its own"``. Of one rank's slice it is ``"the slices of the other ranks"``, and
+        of values that differ between ranks ``"one value on all ranks"``.
         """
         return self._index.blocked_keys
 
@@ -738,8 +739,10 @@ def open(
             ``torch.save``: zip files, the stream from before torch 1.6 and the older tar;
             TorchScript archives and exported programs (``.pt2``), of which only the weights are
             read; safetensors, Hugging Face's sharded ``*.index.json`` or a directory holding one;
-            directories of ``torch.distributed.checkpoint`` (DCP), Megatron's among them, and of
-            DeepSpeed's ZeRO; GGUF; numpy's npz and npy. Of a program, the state
+            directories of ``torch.distributed.checkpoint`` (DCP), Megatron's among them, of
+            DeepSpeed's ZeRO, and with a file for each rank of FSDP
+            (``model_world_size_N_rank_R.pt``) or of DCP's ``HuggingFaceStorageWriter``, whose
+            slices are joined; GGUF; numpy's npz and npy. Of a program, the state
             dict has its own names; what the program's text refers to comes below ``CONSTANTS``, and
             other attributes of TorchScript modules below ``ATTRIBUTES``. Of ZeRO, the full weights
             have the model's names; the optimizer's state comes below ``optimizer`` and what else

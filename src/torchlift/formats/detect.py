@@ -338,11 +338,11 @@ def _read_directory(path: str) -> Index:
     """Read the checkpoint in a directory.
 
     In this order: the metadata of a distributed checkpoint (DCP); an ``*.index.json`` and its
-    shards; safetensors files; DeepSpeed's ZeRO; the folder that a note of the last checkpoint
-    names; the one that accelerate keeps a sharded model in; torch files; GGUF. Within
-    each, a single file is taken, or a complete set ``x-00001-of-0000N``, or the one that is named
-    as the model of a Hugging Face repository. A variant (``model.fp16.safetensors``) counts only
-    where there is nothing else.
+    shards; safetensors files, slices of ranks first; DeepSpeed's ZeRO; the files of FSDP's ranks;
+    the folder that a note of the last checkpoint names; the one that accelerate keeps a sharded
+    model in; torch files; GGUF and flax's. Within each, a single file is taken, or a complete set
+    ``x-00001-of-0000N``, or the one that is named as the model of a Hugging Face repository. A
+    variant (``model.fp16.safetensors``) counts only where there is nothing else.
 
     Raises:
         FormatError: nothing, or more than one thing, that could be meant.
