@@ -235,7 +235,8 @@ def convert(
         if target.only_tensors and index.aside:
             lost |= dict.fromkeys(index.aside, _ASIDE)
             model = of_model(index)
-            dropped |= {*index.entries, *index.objects} - {*model.entries, *model.objects}
+            beside = {*index.entries, *index.objects, *index.blocked_keys}
+            dropped |= beside - {*model.entries, *model.objects, *model.blocked_keys}
             before, read = read, {key: entry for key, entry in read.items() if key not in dropped}
             what = f"format={target.format!r} is for what belongs to a model"
             require_kept(index.path, (before, ()), (read, ()), "the format leaves out", what)

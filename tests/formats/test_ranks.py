@@ -20,6 +20,9 @@ import torch.distributed.checkpoint as dcp
 from rank_files import Era, make_model, save_mesh, save_ranks, torch_file
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import torchlift
 from torchlift import remap
@@ -123,6 +126,29 @@ def test_every_way_to_lie_on_a_mesh_of_two_dimensions(tmp_path: Path) -> None:
     on_ranks(4, save_mesh, str(tmp_path))
     whole = torch.load(tmp_path / "whole.pt")
     require_equal(torchlift.open(tmp_path / "mesh"), whole)
+
+
+def _load_shards(folder: str) -> None:
+    """Load into a model that is sharded as the one that was saved, and into its optimizer."""
+    model, whole = make_model(), torch.load(Path(folder, "whole.pt"))
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    torchlift.load(model, Path(folder, "fsdp"))
+    torchlift.load_optimizer(model, optimizer, Path(folder, "fsdp"))
+    state = {
+        k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in model.state_dict().items()
+    }
+    require_equal(state, {key: whole[key] for key in state})
+    moments = torch.load(Path(folder, "moments.pt"))
+    for number, each in optimizer.state_dict()["state"].items():
+        assert torch.equal(each["exp_avg"].full_tensor(), moments[f"{number}.exp_avg"])
+
+
+@pytest.mark.distributed
+def test_ranks_load_their_own_slices(saved: Path) -> None:
+    """Of the files of all ranks each reads what it needs."""
+    on_ranks(2, _load_shards, str(saved))
 
 
 MESHES: dict[str, Callable[[Era], tuple[list[object], list[int]]]] = {
@@ -416,6 +442,11 @@ def test_plain_pieces_of_ranks_are_not_whole_tensors(tmp_path: Path) -> None:
             "optimizer.param_groups",
         }  # fmt: skip
         assert not ckpt.blocked
+    torchlift.convert(tmp_path, tmp_path / "out" / "w.safetensors", exclude=["size"])
+    assert [*torchlift.open(tmp_path / "out" / "w.safetensors")] == ["same"]
+    with pytest.raises(FormatError, match="the ranks saved different values") as caught:
+        torchlift.convert(tmp_path, tmp_path / "out" / "w.pt", exclude=["size"])
+    assert str(caught.value.entry).startswith("optimizer.")
     torch.serialization.set_crc32_options(False)
     try:
         for rank in range(2):
