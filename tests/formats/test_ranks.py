@@ -125,7 +125,8 @@ def test_every_way_to_lie_on_a_mesh_of_two_dimensions(tmp_path: Path) -> None:
     """Replicas of shards, both dimensions, one twice, and FSDP over tensor parallel."""
     on_ranks(4, save_mesh, str(tmp_path))
     whole = torch.load(tmp_path / "whole.pt")
-    require_equal(torchlift.open(tmp_path / "mesh"), whole)
+    for name in ("mesh", "slices"):
+        require_equal(torchlift.open(tmp_path / name), whole)
 
 
 def _load_shards(folder: str) -> None:
@@ -444,6 +445,9 @@ def test_plain_pieces_of_ranks_are_not_whole_tensors(tmp_path: Path) -> None:
         assert not ckpt.blocked
     torchlift.convert(tmp_path, tmp_path / "out" / "w.safetensors", exclude=["size"])
     assert [*torchlift.open(tmp_path / "out" / "w.safetensors")] == ["same"]
+    chosen = [tmp_path, {"size": torch.ones(1)}]
+    torchlift.convert(chosen, tmp_path / "out" / "both.safetensors")
+    assert {*torchlift.open(tmp_path / "out" / "both.safetensors")} == {"same", "size"}
     with pytest.raises(FormatError, match="the ranks saved different values") as caught:
         torchlift.convert(tmp_path, tmp_path / "out" / "w.pt", exclude=["size"])
     assert str(caught.value.entry).startswith("optimizer.")

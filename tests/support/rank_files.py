@@ -83,6 +83,9 @@ def save_mesh(folder: str) -> None:
     fully_shard(model, mesh=mesh["dp"])
     state |= {f"model.{key}": value for key, value in model.state_dict().items()}
     torch_file(Path(folder, "mesh"), "model", rank, 4, state)
+    warnings.simplefilter("ignore")  # torch warns that this writer may change
+    writer = HuggingFaceStorageWriter(str(Path(folder, "slices")), save_distributed=True)
+    dcp.save(state, storage_writer=writer)
     if rank == 0:
         torch.save({**dict.fromkeys(ways, whole), **known}, Path(folder, "whole.pt"))
 

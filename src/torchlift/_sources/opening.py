@@ -218,7 +218,8 @@ def index_of(layers: Sequence[Layer]) -> Index:
     ]
     path = ", ".join(dict.fromkeys(index.path for index in indexes))
     named = {str(number): index for number, index in enumerate(indexes)}
-    return put_together(path, named, _owners(layers), {})
+    aside = tuple(dict.fromkeys(name for index in indexes for name in index.aside))
+    return replace(put_together(path, named, _owners(layers), {}), aside=aside)
 
 
 def tensors_in(layers: Sequence[Layer]) -> dict[str, SourceTensor]:
