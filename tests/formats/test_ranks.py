@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from rank_files import Era, make_model, save_mesh, save_ranks, torch_file
+from rank_files import Described, Era, make_model, save_mesh, save_ranks, torch_file
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
@@ -160,6 +160,7 @@ MESHES: dict[str, Callable[[Era], tuple[list[object], list[int]]]] = {
     "strided": lambda era: (
         [era.placed("_StridedShard", dim=0, split_factor=3), era.placed("Shard", dim=0)], [2, 3],
     ),
+    "in another order": lambda era: ([era.placed("Shard", dim=0)] * 2, [2, 3]),
     "more ranks than rows": lambda era: ([era.placed("Shard", dim=0)], [16]),
 }  # fmt: skip
 
@@ -174,7 +175,14 @@ def test_dtensors_of_older_versions_are_read(tmp_path: Path, era: int, name: str
     for rank in range(count):
         at = [rank // mesh[-1], rank % mesh[-1]][-len(mesh) :]
         local = whole
-        if name == "strided":  # sharded by the second dimension of the mesh, then by the first
+        changed = {}
+        if name == "in another order":
+            entry = Described(classes.kinds["ShardOrderEntry"], None, 0, (1, 0))
+            changed = {"shard_order": (entry,)}
+        if name in (
+            "strided",
+            "in another order",
+        ):  # sharded by the second dimension of the mesh, then by the first
             local = whole.chunk(3)[at[1]].chunk(2)[at[0]]
         elif name == "rows and columns":
             local = whole.chunk(2)[at[0]].chunk(3, 1)[at[1]]
@@ -182,7 +190,7 @@ def test_dtensors_of_older_versions_are_read(tmp_path: Path, era: int, name: str
             local = whole.chunk(3)[at[1]]
         else:
             local = whole.chunk(16)[rank] if rank < 12 else whole[:0]
-        made = classes.dtensor(local.clone(), whole.shape, placements, mesh, at)
+        made = classes.dtensor(local.clone(), whole.shape, placements, mesh, at, changed)
         path = tmp_path / f"model_world_size_{count}_rank_{rank}.pt"
         classes.save(path, {"w": made, "tied": made})
     with torchlift.open(tmp_path) as ckpt:
@@ -645,3 +653,24 @@ def test_a_layout_with_two_states_is_refused(tmp_path: Path) -> None:
             archive.writestr(name, changed if name.endswith("data.pkl") else data)
     with pytest.raises(FormatError, match="a part of a DTensor has two states"):
         torchlift.open(path)
+
+
+def test_a_file_of_a_rank_that_is_no_zip_is_named_or_read(tmp_path: Path) -> None:
+    """A pointer of git-lfs in its place, and what torch wrote before 1.6."""
+    for rank in range(2):
+        path = torch_file(tmp_path, "model", rank, 2, {"w": torch.ones(2)})
+    path.write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(FormatError, match="a git-lfs pointer"):
+        torchlift.open(tmp_path)
+    torch.save({"w": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
+    with pytest.raises(FormatError, match="or files without checksums"):
+        torchlift.open(tmp_path)["w"]
+    torch_file(tmp_path, "model", 1, 2, {"w": torch.ones(2)})
+    for rank in range(2):
+        path = torch_file(tmp_path, "optim", rank, 2, {"state": {0: {"s": torch.ones(2)}}})
+    torch.save({"state": {}}, path, _use_new_zipfile_serialization=False)
+    with pytest.raises(FormatError, match="an optimizer's state in an old format"):
+        torchlift.open(tmp_path)
+    torch.save(torch.load(path), path)  # as the hint says
+    with pytest.raises(FormatError, match="the ranks saved different values"):
+        torchlift.open(tmp_path)["optimizer.state.0.s"]

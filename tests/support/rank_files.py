@@ -105,7 +105,7 @@ _OLD = "torch.distributed._tensor"
 _MODULES = {
     "DTensor": (f"{_OLD}.api", "torch.distributed.tensor", "torch.distributed.tensor"),
     **dict.fromkeys(
-        ("DTensorSpec", "TensorMeta"),
+        ("DTensorSpec", "TensorMeta", "ShardOrderEntry"),
         (f"{_OLD}.placement_types", *["torch.distributed.tensor._dtensor_spec"] * 2),
     ),
     **dict.fromkeys(

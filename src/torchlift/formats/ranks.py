@@ -30,7 +30,7 @@ from torchlift.formats.index import (
     row_major,
     used_by,
 )
-from torchlift.formats.reader import Content, Reader
+from torchlift.formats.reader import Content, Reader, is_zip
 from torchlift.formats.safetensors import read_safetensors, slices_error
 from torchlift.formats.sharded import MOST_MISSING, claimed, missing, read_shards
 from torchlift.formats.source import Source, errors_name
@@ -43,6 +43,7 @@ _SHARD = re.compile(r"shard-(\d{5,9})-model-(\d{5,9})-of-(\d{5,9})\.safetensors"
 _BARE = re.compile(
     r"consolidated\.(\d\d+)\.pth|mp_rank_(\d\d+)(?:_\d{3})*(?:_model_states\.pt)?", re.ASCII
 )
+_SAVE_AGAIN = "Load it with torch.load, and save it again with torch.save."
 #: In the metadata of slices: the version of what they note.
 _VERSION = "DCP_VERSION"
 
@@ -73,7 +74,12 @@ def read_fsdp(content: Content) -> Index:
     def read_all(kind: str, container: str | None = None) -> Index:
         def read(file: str, budget: Budget) -> Index:
             with errors_name(file), Source(file, budget) as source:
-                return read_torch_zip(source, container)
+                if is_zip(source.read(0, min(4, source.size))):
+                    return read_torch_zip(source, container)
+            found = content.read_file(file, budget)  # or the error that says what it is
+            if container is None:
+                return found
+            raise FormatError("an optimizer's state in an old format", file=file, hint=_SAVE_AGAIN)
 
         names, budget = [kinds[kind][rank] for rank in range(world)], Budget()
         return _join(path, read_shards(path, names, read, budget), budget)

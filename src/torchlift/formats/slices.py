@@ -29,8 +29,8 @@ class _Unknown(Exception):
 def located(ref: KindRef, budget: Budget) -> TensorRef:
     """Return where the local tensor of a DTensor lies in the whole one.
 
-    Called when the pickle is read to its end: what it changes in a list after the call counts, as
-    for torch.
+    Call this when the pickle has been read to its end. A pickle can change a list after it was
+    passed to a call, and torch sees the list as it is at the end.
 
     Args:
         ref: a DTensor, whose facts are its attributes.
