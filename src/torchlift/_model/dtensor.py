@@ -16,9 +16,8 @@ from torch import nn
 
 from torchlift._model.torch_private import dtensor_like, local_of, shard_order
 from torchlift.errors import PlacementError
-from torchlift.formats import Placement, TensorEntry, narrowed, placed_spans
+from torchlift.formats import Placement, TensorEntry, narrowed, placed_spans, shape_of_spans
 from torchlift.formats import Span as Span
-from torchlift.formats import local_shape as local_shape
 from torchlift.formats import overlaps as boxes_overlaps
 
 if TYPE_CHECKING:
@@ -29,6 +28,10 @@ _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 
 #: For each dimension the ranges of the whole tensor that follow each other in the local one.
 Spans = tuple[tuple[Span, ...], ...]
+
+# A model has many tensors and few shapes.
+_placed_spans = lru_cache(1024)(placed_spans)
+local_shape = lru_cache(1024)(shape_of_spans)
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
@@ -126,22 +129,8 @@ def shard_spans(
         >>> shard_spans((5, 2), (2, 2), (Replicate(), Shard(0)), (0, 1))
         (((3, 5),), ((0, 2),))
     """
-    arguments = tuple(shape), tuple(mesh), tuple(placements), tuple(coordinate), order
-    try:
-        return _shard_spans(*arguments)
-    except TypeError:  # a placement of somebody's own that cannot be hashed
-        return _shard_spans.__wrapped__(*arguments)
-
-
-@lru_cache(1024)  # a model has many tensors and few shapes
-def _shard_spans(
-    shape: tuple[int, ...],
-    mesh: tuple[int, ...],
-    placements: tuple[Any, ...],
-    at: tuple[int, ...],
-    order: tuple[tuple[int, ...], ...],
-) -> Spans:
-    return placed_spans(shape, mesh, [*map(_placement, placements)], at, order)
+    whole, sizes, at = tuple(shape), tuple(mesh), tuple(coordinate)
+    return _placed_spans(whole, sizes, tuple(map(_placement, placements)), at, order)
 
 
 def _placement(placement: Any) -> Placement:

@@ -11,7 +11,6 @@ from torchlift.formats.boxes import as_blocks as as_blocks
 from torchlift.formats.boxes import at_indices as at_indices
 from torchlift.formats.boxes import grain as grain
 from torchlift.formats.boxes import joined as joined
-from torchlift.formats.boxes import local_shape as local_shape
 from torchlift.formats.boxes import narrowed as narrowed
 from torchlift.formats.boxes import overlaps as overlaps
 from torchlift.formats.boxes import permuted as permuted
@@ -21,6 +20,7 @@ from torchlift.formats.boxes import rows as rows
 from torchlift.formats.boxes import rows_count as rows_count
 from torchlift.formats.boxes import run_count as run_count
 from torchlift.formats.boxes import runs as runs
+from torchlift.formats.boxes import shape_of_spans as shape_of_spans
 from torchlift.formats.boxes import shortest_run as shortest_run
 from torchlift.formats.boxes import squeezed as squeezed
 from torchlift.formats.boxes import steps_in_file as steps_in_file

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 from torchlift.errors import FormatError
@@ -448,12 +447,11 @@ def _part(spans: list[Span], parts: int, index: int) -> list[Span]:
     return found
 
 
-@lru_cache(1024)
-def local_shape(spans: tuple[tuple[Span, ...], ...]) -> tuple[int, ...]:
+def shape_of_spans(spans: tuple[tuple[Span, ...], ...]) -> tuple[int, ...]:
     """Return the shape of what a rank holds.
 
     Example:
-        >>> local_shape((((0, 2), (4, 6)), ((0, 3),)))
+        >>> shape_of_spans((((0, 2), (4, 6)), ((0, 3),)))
         (4, 3)
     """
     return tuple(sum(stop - start for start, stop in dim) for dim in spans)

@@ -41,7 +41,7 @@ from torchlift.formats.index import (
     join,
     row_major,
 )
-from torchlift.formats.sharded import MOST_MISSING, claimed, locate, locate_all, missing
+from torchlift.formats.sharded import claimed, locate, locate_all, require_files
 from torchlift.formats.source import (
     Source,
     dense_shape,
@@ -172,11 +172,8 @@ def _check_ranks(path: str, names: Sequence[str]) -> None:
     ranks = {int(match[1]) for match in map(_OF_RANK.fullmatch, names) if match}
     stored = {int(match[1]) for match in map(_DATA.fullmatch, names_in(path)) if match}
     count = 1 + max(ranks | stored)
-    lacking = (rank for rank in range(count) if rank not in ranks)
-    if some := list(itertools.islice(lacking, MOST_MISSING)):
-        raise missing(
-            [f"__{rank}{DCP_METADATA}" for rank in some], count, len(ranks), "rank's metadata"
-        )
+    name = f"__{{}}{DCP_METADATA}"
+    require_files(ranks, range(count), count, name.format, "rank's metadata")
 
 
 @dataclass(slots=True)

@@ -12,7 +12,6 @@ import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 
 from torchlift._system.text import clipped_list
 from torchlift.errors import FormatError
@@ -32,7 +31,7 @@ from torchlift.formats.index import (
 )
 from torchlift.formats.reader import Content, Reader, is_zip
 from torchlift.formats.safetensors import read_safetensors, slices_error
-from torchlift.formats.sharded import MOST_MISSING, claimed, missing, read_shards
+from torchlift.formats.sharded import claimed, read_shards, require_files
 from torchlift.formats.source import Source, errors_name
 from torchlift.formats.torch_zip import read_torch_zip
 from torchlift.formats.unpickle import ENTRY, STEP, Budget
@@ -66,10 +65,8 @@ def read_fsdp(content: Content) -> Index:
     if len(worlds) > 1 or any(max(there) >= world for there in kinds.values()):
         raise _several_saves(name for there in kinds.values() for name in there.values())
     for kind, there in kinds.items():
-        lacking = (rank for rank in range(world) if rank not in there)
-        if some := list(islice(lacking, MOST_MISSING)):
-            names = [f"{kind}_world_size_{world}_rank_{rank}.pt" for rank in some]
-            raise missing(names, world, len(there), "rank's file")
+        name = f"{kind}_world_size_{world}_rank_{{}}.pt"
+        require_files(there, range(world), world, name.format)
 
     def read_all(kind: str, container: str | None = None) -> Index:
         def read(file: str, budget: Budget) -> Index:
@@ -118,9 +115,8 @@ def read_slices(content: Content) -> Index:
     ranks, total = max(rank for rank, _ in there), next(iter(there.values()))
     count = ranks * int(total)
     every = ((rank, at) for rank in range(1, ranks + 1) for at in range(1, int(total) + 1))
-    if some := list(islice((pair for pair in every if pair not in there), MOST_MISSING)):
-        lacking = [f"shard-{rank:05}-model-{at:05}-of-{total}.safetensors" for rank, at in some]
-        raise missing(lacking, count, min(len(there), count - len(some)), "rank's file")
+    name = f"shard-{{0[0]:05}}-model-{{0[1]:05}}-of-{total}.safetensors"
+    require_files(there, every, count, name.format)
     if len(there) > count or len({*there.values()}) > 1:
         raise _several_saves(names)
     if ranks == 1:

@@ -7,14 +7,15 @@ into ``models--x/blobs/``.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import posixpath
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torchlift._store import Url, exists, in_parallel, inside, is_url, open_place, parent
 from torchlift._system.text import count_of, printable
@@ -30,6 +31,7 @@ _CACHE_ROOT = re.compile(r"(models|datasets|spaces)--.+")
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 
+_Number = TypeVar("_Number")
 #: Reads a file of a checkpoint that has several, out of one budget.
 ReadFile = Callable[[str, Budget], Index]
 
@@ -183,6 +185,27 @@ def missing(names: Sequence[str], expected: int, found: int, what: str = "shard"
         found=f"{found}, without {shown}{more}",
         hint="The save was interrupted, or not all of it was copied: fetch what is missing.",
     )
+
+
+def require_files(
+    there: Collection[_Number],
+    every: Iterable[_Number],
+    count: int,
+    name: Callable[[_Number], str],
+    what: str = "rank's file",
+) -> None:
+    """Refuse a checkpoint of which numbered files are missing.
+
+    Args:
+        there: numbers of the files that are there.
+        every: numbers of all of them; of a billion no more are looked at than make a message.
+        count: how many these are.
+        name: number -> name of the file.
+        what: what a file is, in the singular.
+    """
+    lacking = (number for number in every if number not in there)
+    if some := list(itertools.islice(lacking, MOST_MISSING)):
+        raise missing([*map(name, some)], count, min(len(there), count - len(some)), what)
 
 
 def locate_all(directory: str, names: Iterable[str], *, is_sure: bool = False) -> dict[str, str]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torchlift.formats.boxes import Placement, Span, local_shape, placed_spans
+from torchlift.formats.boxes import Placement, Span, placed_spans, shape_of_spans
 from torchlift.formats.torch_pickle import Blocked, KindRef, TensorRef
 from torchlift.formats.unpickle import STEP, Budget
 
@@ -67,7 +67,7 @@ def _spans(shape: object, local: object, spec: object, budget: Budget) -> Spans 
     order = list(_order(layout, axes))
     spans = placed_spans(sizes, mesh, placements, at, order) if at else tuple(() for _ in sizes)
     budget.spend(4 * STEP * math.prod(map(len, spans)))
-    wanted = local_shape(spans)
+    wanted = shape_of_spans(spans)
     fits = own == wanted or (0 in own and 0 in wanted)
     _require(fits, f"a local tensor of shape {list(wanted)}: not {list(own)}")
     return spans

@@ -23,7 +23,7 @@ from torchlift.formats.boxes import flat_entry
 from torchlift.formats.flattening import under
 from torchlift.formats.index import Index, TensorEntry, used_by
 from torchlift.formats.reader import Content, Reader
-from torchlift.formats.sharded import MOST_MISSING, claimed, locate, missing
+from torchlift.formats.sharded import claimed, locate, require_files
 from torchlift.formats.source import dense_shape
 from torchlift.formats.unpickle import ENTRY, STEP, Budget
 
@@ -73,12 +73,10 @@ def read_zero(content: Content) -> Index:
         return [claimed(name_of(file), content.read_file(file, budget), {}) for file in files]
 
     def check(kind: str, ranks: int) -> None:
-        there = kinds[kind]
-        lacking = (rank for rank in range(ranks) if rank not in there)
-        if some := list(itertools.islice(lacking, MOST_MISSING)):
-            like = next(iter(there.values()), f"*mp_rank_00_{kind}_states.pt")
-            names = [_RANK.sub(rf"\g<1>{rank}", like) for rank in some]
-            raise missing(names, ranks, sum(rank < ranks for rank in there), "rank's file")
+        like = next(iter(kinds[kind].values()), f"*mp_rank_00_{kind}_states.pt")
+        require_files(
+            kinds[kind], range(ranks), ranks, lambda rank: _RANK.sub(rf"\g<1>{rank}", like)
+        )
 
     def read_optims(ranks: Sequence[int]) -> list[Index]:
         optims = read("optim", ranks)
