@@ -14,6 +14,7 @@ from torch import nn
 import torchlift
 import torchlift.distributed as ours
 from torchlift.distributed import StateDictOptions
+from torchlift.errors import FormatError
 
 
 @pytest.mark.parametrize("options", [StateDictOptions(), FLAT], ids=["nested", "flat"])
@@ -592,3 +593,14 @@ def test_another_order_of_parameters_is_named_as_the_cause() -> None:
     with pytest.raises(ours.StateDictMismatch) as caught:
         ours.set_optimizer_state_dict(model, adam, saved)
     assert caught.value.hint is None
+
+
+def test_half_a_flat_state_is_no_state() -> None:
+    """Groups as a container, and the state by dotted names: nothing of it would be loaded."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    groups = optimizer.state_dict()["param_groups"]
+    mixed = {"state.0.exp_avg": torch.ones(2, 2), "param_groups": groups}
+    with pytest.raises(FormatError, match="no optimizer state here"):
+        torchlift.load_optimizer(model, optimizer, mixed)
+    assert not optimizer.state
