@@ -275,7 +275,7 @@ def test_two_ranks_keep_a_run_in_a_bucket(server: S3Server, by: str, tmp_path: A
         assert ckpt.objects["n"] == 7
 
 
-@pytest.mark.parametrize("name", ["x.pt", "x.safetensors", "folder"])
+@pytest.mark.parametrize("name", ["x.safetensors", "folder"])
 @pytest.mark.filterwarnings("ignore:.*torch.distributed is")
 def test_dcp_saves_to_a_url_from_one_process(bucket: Bucket, name: str, tmp_path: Any) -> None:
     """Through `CheckpointWriter`, which checks and writes as `torchlift.save` does."""

@@ -209,11 +209,11 @@ def lays_the_files_out_alike_on_all_ranks() -> None:
     if world == 1:
         return
     before = path.read_bytes()
-    pickled = files_module.pickled
+    lay_out = files_module.lay_out_torch_file
     with pytest.MonkeyPatch.context() as patch:
         if rank == world - 1:
-            longer = lambda *args, **options: pickled(*args, **options) + bytes(64)  # noqa: E731
-            patch.setattr(files_module, "pickled", longer)
+            longer = lambda saved, *rest, **opts: lay_out([saved, "x" * 99], *rest, **opts)  # noqa: E731
+            patch.setattr(files_module, "lay_out_torch_file", longer)
         with pytest.raises(
             PlacementError, match=rf"do not lay the files out alike.*others on rank {world - 1}"
         ):
@@ -537,39 +537,37 @@ def dcp_saves_through_the_writer() -> None:
             "more": ["x", {"y": 1}],
         }
 
-    for path in (SHARED / f"writer-{world}", SHARED / f"writer-{world}.pt"):
-        dcp.save(state_of(), storage_writer=CheckpointWriter(path))
-        train(optimizer, 1)
-        expected = whole_of(state_of())
-        writer = pickle.loads(pickle.dumps(CheckpointWriter()))  # as a process that saves gets it
-        dcp.async_save(state_of(), storage_writer=writer, checkpoint_id=path).result()
-        dist.barrier()
-        train(optimizer, 1)
-        report = torchlift.verify(path)
-        assert report.ok
-        assert len(report.checked) >= len(tensors_in(expected))
-        assert not report.unchecked
-        if path.suffix:
-            same(torch.load(path, weights_only=True), expected, path.name)
-        else:
-            found = state_of()
-            dcp.load(found, storage_reader=dcp.FileSystemReader(path))
-            same(whole_of(found), expected, path.name)
-        before = contents(path)
-        who = f"on rank {world - 1}" if world > 1 else ""
-        with pytest.MonkeyPatch.context() as patch:
-            if rank == world - 1:
-                patch.setattr(os, "pwrite", denied)
-            with pytest.raises(CheckpointException, match=rf"{who}.*denied by"):
-                dcp.save(state_of(), storage_writer=writer)
-        dist.barrier()
-        assert contents(path) == before
-        assert not list(SHARED.glob(".writer*"))
-        with pytest.raises(CheckpointException, match="without running code"):
-            dcp.save(
-                {**state_of(), "bad": object()},
-                storage_writer=CheckpointWriter(SHARED / "refused.pt"),
-            )
+    path = SHARED / f"writer-{world}"
+    dcp.save(state_of(), storage_writer=CheckpointWriter(path))
+    train(optimizer, 1)
+    expected = whole_of(state_of())
+    writer = pickle.loads(pickle.dumps(CheckpointWriter()))  # as a process that saves gets it
+    dcp.async_save(state_of(), storage_writer=writer, checkpoint_id=path).result()
+    dist.barrier()
+    train(optimizer, 1)
+    report = torchlift.verify(path)
+    assert report.ok
+    assert len(report.checked) >= len(tensors_in(expected))
+    assert not report.unchecked
+    found = state_of()
+    dcp.load(found, storage_reader=dcp.FileSystemReader(path))
+    same(whole_of(found), expected, path.name)
+    before = contents(path)
+    who = f"on rank {world - 1}" if world > 1 else ""
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == world - 1:
+            patch.setattr(os, "pwrite", denied)
+        with pytest.raises(CheckpointException, match=rf"{who}.*denied by"):
+            dcp.save(state_of(), storage_writer=writer)
+    dist.barrier()
+    assert contents(path) == before
+    assert not list(SHARED.glob(".writer*"))
+    with pytest.raises(CheckpointException, match=r"one process make the file.*torchlift\.convert"):
+        dcp.save(state_of(), storage_writer=CheckpointWriter(SHARED / "refused.pt"))
+    if rank == 0:
+        torchlift.convert(path, SHARED / f"writer-{world}.pt")
+        same(torch.load(SHARED / f"writer-{world}.pt", weights_only=True), expected, "converted")
+    dist.barrier()
     folder = SHARED / f"writer-{world}-shards"
     writer = CheckpointWriter(folder / "model.safetensors", max_shard_size=500)
     model_state = get_model_state_dict(model)
@@ -603,7 +601,7 @@ def dcp_saves_through_the_writer() -> None:
     folder = SHARED / f"planners-{world}"
     folder.mkdir(exist_ok=True)
     dist.barrier()
-    for name in ("dcp", "x.pt", "x.safetensors.index.json"):
+    for name in ("dcp", "x.safetensors", "x.safetensors.index.json"):
         writer = CheckpointWriter(folder / name)
         with pytest.raises(CheckpointException, match="refused by the planner"):
             dcp.save({"w": torch.ones(9)}, storage_writer=writer, planner=Refusing())
@@ -612,10 +610,10 @@ def dcp_saves_through_the_writer() -> None:
         dist.barrier()
         assert not os.listdir(folder), name
     planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
-    writer = CheckpointWriter(SHARED / f"planned-{world}.pt")
-    dcp.save(state_of(), storage_writer=writer, planner=planner)
+    writer = CheckpointWriter(SHARED / f"planned-{world}.safetensors")
+    dcp.save(model_state, storage_writer=writer, planner=planner)
     with pytest.raises(CheckpointException, match=r"pass DefaultSavePlanner\(enable_plan_cach"):
-        dcp.save(state_of(), storage_writer=writer, planner=planner)
+        dcp.save(model_state, storage_writer=writer, planner=planner)
     dist.barrier()
     assert not list(SHARED.glob("refused*"))
 

@@ -19,12 +19,12 @@ import torch
 from save_states import TYPES, expected_state
 
 import torchlift
-from torchlift._save.pickling import Shared, pickled, require_plain
-from torchlift.errors import PlacementError
+from torchlift._save.pickling import Shared, lay_out_torch_file, require_plain
+from torchlift.errors import FormatError, PlacementError
 from torchlift.formats.crc import PartialCrc, whole_crc
 from torchlift.formats.layout import Layout, Stored, format_for
 from torchlift.formats.safetensors import safetensors_layout
-from torchlift.formats.torch_zip import torch_zip_layout
+from torchlift.formats.torch_zip import archive_layout
 
 
 def test_partial_sums_make_the_checksum_of_the_whole() -> None:
@@ -64,7 +64,7 @@ def _described(state: dict[str, torch.Tensor]) -> list[Stored]:
 def _laid_out(state: dict[str, torch.Tensor]) -> Layout:
     tensors = _described(state)
     values = {key: Shared(number) for number, key in enumerate(state)}
-    return torch_zip_layout(tensors, pickled(values, tensors))
+    return lay_out_torch_file(values, tensors).layout
 
 
 def _written(state: dict[str, torch.Tensor]) -> bytes:
@@ -153,8 +153,7 @@ def test_the_pickle_keeps_order_kind_sharing_and_plain_values() -> None:
     metadata = OrderedDict([("", {"version": 2})])
     state = OrderedDict(values)
     state._metadata = metadata
-    data = pickled(state, tensors)
-    layout = torch_zip_layout(tensors, data)
+    layout = lay_out_torch_file(state, tensors).layout
     file = bytearray(layout.nbytes)
     for start, part in layout.frame([whole_crc(8, [])]):
         file[start : start + len(part)] = part
@@ -172,7 +171,7 @@ def test_the_pickle_keeps_order_kind_sharing_and_plain_values() -> None:
 def _require_read(values: dict[str, object]) -> None:
     for key, value in values.items():
         require_plain(key, value)
-    pickled(values, [])
+    lay_out_torch_file(values, [])
 
 
 def _levels(count: int) -> list[object]:
@@ -216,8 +215,7 @@ def test_plain_values_at_the_limits_are_read_back(tmp_path: Path) -> None:
         "deep._extra_state": _levels(90), "wide": [2**1015 - 1, 1 - 2**1015],
         "twice": [twice, twice, {"a": twice}], "keys": {(1, "a"): 1, 2**64 - 1: 2, "\U0001f600": 3},
     }  # fmt: skip
-    data = pickled(values, [])
-    layout = torch_zip_layout([], data)
+    layout = lay_out_torch_file(values, []).layout
     file = bytearray(layout.nbytes)
     for start, part in layout.frame([]):
         file[start : start + len(part)] = part
@@ -231,23 +229,36 @@ def test_plain_values_at_the_limits_are_read_back(tmp_path: Path) -> None:
 def test_two_values_that_would_get_one_name_are_refused() -> None:
     """torchlift joins the keys of nested dictionaries by dots."""
     with pytest.raises(PlacementError, match=r"'a\.b': .* have this key once"):
-        pickled({"a.b": 1, "a": {"b": 2}}, [])
+        lay_out_torch_file({"a.b": 1, "a": {"b": 2}}, [])
 
 
-def test_storages_lie_where_they_do_whatever_pickle_comes_behind_them() -> None:
-    """So their places are known before all that the pickle says is."""
+def test_payloads_come_in_the_order_in_which_torch_meets_them() -> None:
+    """A storage that a container further up names comes first, whatever its number is."""
+    tensors = [Stored("w", "int8", (2,)), Stored("v", "float32", (3,)), Stored("e", "int8", (0,))]
+    layout, order = lay_out_torch_file({"e": Shared(2), "v": Shared(1), "w": Shared(0)}, tensors)
+    assert order == [2, 1, 0]
+    assert [payload.tensor.key for payload in layout.payloads] == ["e", "v", "w"]
+    starts = [payload.offset for payload in layout.payloads]
+    assert starts == sorted(starts)
+
+
+@pytest.mark.parametrize("wrong", ["no hole", "another size", "another order"])
+def test_a_torch_that_leaves_other_holes_is_noticed(wrong: str) -> None:
+    """Bytes would go to the wrong places without an error."""
     tensors = [Stored("w", "int8", (2,)), Stored("v", "float32", (3,))]
-    values = {"w": Shared(0), "v": Shared(1), "more": ["x" * 200]}
-    layout = torch_zip_layout(tensors, b"", pickle_last=True)
-    other = torch_zip_layout(tensors, pickled(values, tensors), pickle_last=True)
-    assert layout.payloads == other.payloads
-    assert layout.payloads[0].offset < torch_zip_layout(tensors, bytes(400)).payloads[0].offset
-    file = bytearray(other.nbytes)
-    for start, part in other.frame([whole_crc(2, []), whole_crc(12, [])]):
-        file[start : start + len(part)] = part
-    found = torch.load(io.BytesIO(bytes(file)), weights_only=True)
-    assert found.pop("more") == values["more"]
-    assert {key: tuple(value.shape) for key, value in found.items()} == {"w": (2,), "v": (3,)}
+    whole = bytearray(_laid_out({"w": torch.ones(2, dtype=torch.int8), "v": torch.ones(3)}).nbytes)
+    layout = lay_out_torch_file({"w": Shared(0), "v": Shared(1)}, tensors).layout
+    for start, data in layout.frame([]):
+        whole[start : start + len(data)] = data
+    gaps = [*layout.frame([])]
+    if wrong == "no hole":
+        gaps = [(0, bytes(whole))]
+    if wrong == "another size":
+        tensors[0] = Stored("w", "int8", (3,))
+    if wrong == "another order":
+        tensors.reverse()
+    with pytest.raises(FormatError, match="does not leave the holes that skip_data is known"):
+        archive_layout(gaps, tensors, checked=True)
 
 
 def test_what_is_not_text_is_no_metadata() -> None:

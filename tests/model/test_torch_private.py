@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import inspect
+import io
+import pickletools
 import sys
+import zipfile
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -41,6 +44,23 @@ def test_storage_key_and_uses_tell_who_shares_memory() -> None:
     assert private.memory_of(other) == key
     assert private.memory_of(torch.eye(2).to_sparse()) is None
     assert private.storage_uses(key) == before + 1
+
+
+def test_a_hollow_storage_is_pickled_as_one_on_the_cpu() -> None:
+    """It has a size and no memory; torch.save leaves a hole for it."""
+    storage = private.hollow_storage(1 << 50)
+    assert storage.nbytes() == 1 << 50
+    assert storage.data_ptr() == 0
+    typed = private.typed_storage(private.hollow_storage(8), torch.float32)
+    file = io.BytesIO()
+    with torch.serialization.skip_data():
+        torch.save([typed, private.hollow_storage(3)], file)
+    with zipfile.ZipFile(file) as archive:
+        assert [archive.getinfo(f"archive/data/{n}").file_size for n in range(2)] == [8, 3]
+        pickled = archive.read("archive/data.pkl")
+    names = [argument for op, argument, _ in pickletools.genops(pickled) if "UNICODE" in op.name]
+    assert names == ["storage", "0", "cpu", "1"]
+    assert b"torch\nFloatStorage\n" in pickled
 
 
 def test_fits_data_says_what_data_can_be_set() -> None:

@@ -35,9 +35,13 @@ from torchlift.formats.zip_archive import (
     CENTRAL,
     CENTRAL_MAGIC,
     END,
+    END64,
+    END64_MAGIC,
+    END_MAGIC,
     LOCAL,
     LOCAL_MAGIC,
-    end_records,
+    LOCATOR64,
+    LOCATOR64_MAGIC,
 )
 
 Parts = list[bytes]
@@ -79,10 +83,19 @@ def _archive(parts: Parts) -> bytes:
             CENTRAL_MAGIC, 0, method, 0, *sizes, 0, 0, 0, len(payloads)
         ) + name  # fmt: skip
         payloads += LOCAL.pack(LOCAL_MAGIC, 0, method, len(name), 0) + name + packed
-    end = end_records(count, len(payloads), len(directory))
+    end = _end_records(count, len(payloads), len(directory))
     changes = parts[-1] if len(parts) % 2 else b""
     end = end[-END.size :] if len(changes) % 3 else end
     return _changed(bytes(payloads + directory) + end, changes)
+
+
+def _end_records(count: int, start: int, nbytes: int) -> bytes:
+    """The three records that say where the directory is, as torch writes them."""
+    return (
+        END64.pack(END64_MAGIC, END64.size - 12, 0x031E, 45, 0, 0, count, count, nbytes, start)
+        + LOCATOR64.pack(LOCATOR64_MAGIC, 0, start + nbytes, 1)
+        + END.pack(END_MAGIC, 0, 0, count, count, nbytes, start, 0)
+    )
 
 
 def _tar(parts: Parts) -> bytes:

@@ -101,6 +101,8 @@ from torchlift._model.state import versions_of as versions_of
 from torchlift._model.torch_private import CHECKPOINTED as CHECKPOINTED
 from torchlift._model.torch_private import COMPILED as COMPILED
 from torchlift._model.torch_private import FULLY_SHARDED as FULLY_SHARDED
+from torchlift._model.torch_private import REBUILD_QUANTIZED as REBUILD_QUANTIZED
+from torchlift._model.torch_private import REBUILD_SPARSE as REBUILD_SPARSE
 from torchlift._model.torch_private import REBUILD_V2 as REBUILD_V2
 from torchlift._model.torch_private import REBUILD_V3 as REBUILD_V3
 from torchlift._model.torch_private import SET_GRAD_ENABLED as SET_GRAD_ENABLED
@@ -108,6 +110,7 @@ from torchlift._model.torch_private import TRUNC_NORMAL as TRUNC_NORMAL
 from torchlift._model.torch_private import IncompatibleKeys as IncompatibleKeys
 from torchlift._model.torch_private import dcp_item as dcp_item
 from torchlift._model.torch_private import device_constructors as device_constructors
+from torchlift._model.torch_private import hollow_storage as hollow_storage
 from torchlift._model.torch_private import is_closed as is_closed
 from torchlift._model.torch_private import key_of as key_of
 from torchlift._model.torch_private import make_wrapper as make_wrapper
@@ -117,6 +120,7 @@ from torchlift._model.torch_private import shard_order as shard_order
 from torchlift._model.torch_private import storage_key as storage_key
 from torchlift._model.torch_private import storage_uses as storage_uses
 from torchlift._model.torch_private import timeout_of as timeout_of
+from torchlift._model.torch_private import typed_storage as typed_storage
 from torchlift._model.torch_private import unseen_storage as unseen_storage
 from torchlift._model.torch_private import without_subclasses as without_subclasses
 from torchlift._model.torch_private import writes_into_leaf as writes_into_leaf

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._utils import _rebuild_qtensor as REBUILD_QUANTIZED
+from torch._utils import _rebuild_sparse_tensor as REBUILD_SPARSE
 from torch._utils import _rebuild_tensor_v2 as REBUILD_V2
 from torch._utils import _rebuild_tensor_v3 as REBUILD_V3
 from torch.nn.modules.batchnorm import _NormBase as NormBase
@@ -23,7 +25,8 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from torch.utils._device import _device_constructors as device_constructors
 
 __all__ = [
-    "REBUILD_V2", "REBUILD_V3", "IncompatibleKeys", "NormBase", "device_constructors",
+    "REBUILD_QUANTIZED", "REBUILD_SPARSE", "REBUILD_V2", "REBUILD_V3", "IncompatibleKeys",
+    "NormBase", "device_constructors",
 ]  # fmt: skip
 
 LAZY: type = UninitializedTensorMixin
@@ -85,6 +88,23 @@ def writes_into_leaf(error: Exception) -> bool:
 
 #: Tells how many hold a tensor's content, in C++.
 use_count: Callable[[torch.Tensor], int] = methodcaller("_use_count")
+
+
+def hollow_storage(nbytes: int) -> Any:
+    """Return a storage without memory, which a pickle says to be on the CPU."""
+    made: Any = torch.UntypedStorage(nbytes, device="meta")  # type: ignore[no-untyped-call]
+    made._fake_device = (
+        "cpu"  # not a device, of which each pickled one would have a text of its own
+    )
+    return made
+
+
+def typed_storage(storage: Any, dtype: torch.dtype) -> Any:
+    """Return a `hollow_storage` that is pickled as one of a dtype."""
+    make: Any = torch.storage.TypedStorage
+    made = make(wrap_storage=storage, dtype=dtype, _internal=True)
+    made._fake_device = storage._fake_device
+    return made
 
 
 def storage_key(tensor: torch.Tensor) -> int:

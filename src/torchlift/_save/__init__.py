@@ -21,7 +21,6 @@ from torchlift._save.files import write_files as write_files
 from torchlift._save.mesh import Share as Share
 from torchlift._save.mesh import require_alike as require_alike
 from torchlift._save.pickling import is_array as is_array
-from torchlift._save.pickling import require_plain as require_plain
 from torchlift._save.saving import SaveReport as SaveReport
 from torchlift._save.saving import Target as Target
 from torchlift._save.saving import finish as finish

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from hashlib import sha256
 from itertools import chain
 from typing import NamedTuple
@@ -21,8 +22,8 @@ import torch
 
 from torchlift._model import dcp_item, rank
 from torchlift._save.blocks import BLOCK, Workspace, few_of_url
-from torchlift._save.pickling import Shared, pickled
-from torchlift._save.values import Taken, Value, filled, storages_of, ties_of
+from torchlift._save.pickling import Shared, lay_out_torch_file
+from torchlift._save.values import Taken, Value, storages_of, ties_of
 from torchlift._store import (
     Upload,
     inside,
@@ -63,7 +64,6 @@ from torchlift.formats import (
     register_of,
     safetensors_layout,
     shards_of,
-    torch_zip_layout,
     whole_crc,
 )
 
@@ -146,9 +146,7 @@ class Output:
         return sum(tensor.nbytes for tensor in self.stored)
 
 
-def torch_output(
-    path: str, taken: Taken, values: Sequence[Value], checksum: bool, *, pickle_last: bool = False
-) -> Output:
+def torch_output(path: str, taken: Taken, values: Sequence[Value], checksum: bool) -> Output:
     """Lay out a torch file: containers as they are, storages shared.
 
     Args:
@@ -156,18 +154,22 @@ def torch_output(
         taken: the containers.
         values: the tensors in them.
         checksum: whether to record the CRC-32 of every storage.
-        pickle_last: whether storages lie where they do whatever the objects in `taken` are.
 
     Raises:
         PlacementError: a value cannot be read back, or only by running code.
     """
     storages, shared = storages_of(values)
     tensors = [value.stored for value in storages]
-    saved = filled(taken.template, lambda key: shared[key] if key in shared else taken.objects[key])
     is_plain = not taken.objects and all(len(path) == 1 for path in taken.paths.values())
-    data = pickled(saved, tensors, checked=not is_plain)
-    layout = torch_zip_layout(tensors, data, checked=checksum, pickle_last=pickle_last)
-    files = {os.path.basename(path): [Section(0, layout, storages)]}
+    layout, order = lay_out_torch_file(
+        taken.template,
+        tensors,
+        {**shared, **taken.objects},
+        checked=checksum,
+        read_back=not is_plain,
+    )
+    section = Section(0, layout, [storages[number] for number in order])
+    files = {os.path.basename(path): [section]}
     return Output(path, files, tied=ties_of(values), shared=shared)
 
 
@@ -281,7 +283,7 @@ def dcp_output(
         )
     for key, item in taken.objects.items():
         described[key] = BytesStorageMetadata()
-        add(MetadataIndex(key), 0, torch_zip_layout([], pickled(item, [])), [])
+        add(MetadataIndex(key), 0, lay_out_torch_file(item, []).layout, [])
     each = {(who, at): file for who, own in sorted(files.items()) for at, file in enumerate(own)}
 
     def content(names: Sequence[str]) -> bytes:
@@ -308,8 +310,14 @@ DCP_FILES = SetKind(dcp_items, DCP_METADATA.__eq__, rf".+{re.escape(DCP_SUFFIX)}
 
 def dcp_layout(stored: Stored, checksum: bool) -> Layout:
     """Lay out one tensor as DCP has it: as a torch file inside of its file."""
-    data = pickled(Shared(0), [stored], checked=False)
-    return torch_zip_layout([stored], data, checked=checksum)
+    layout = _lay_out_item(stored._replace(key=""), checksum)
+    (place,) = layout.payloads
+    return replace(layout, payloads=(place._replace(tensor=stored),))
+
+
+@lru_cache(maxsize=1024)  # a model has 5,000 tensors of ten shapes
+def _lay_out_item(stored: Stored, checksum: bool) -> Layout:
+    return lay_out_torch_file(Shared(0), [stored], checked=checksum, read_back=False).layout
 
 
 def end_of(sections: Sequence[Section]) -> int:

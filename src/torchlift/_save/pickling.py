@@ -1,38 +1,42 @@
-"""Make the pickle of a torch file, out of names, dtypes and shapes: no tensor is at hand.
+"""Torch files as ``torch.save`` makes them, of names, dtypes and shapes: no tensor is at hand.
 
-Records that hold no values are pickled as what ``torch.save`` makes of tensors, so the opcodes are
-the same, and everything that reads those of torch reads these.
+Under ``torch.serialization.skip_data`` torch writes the pickle and the archive, and leaves holes
+for the storages. What it writes is kept in memory as a `Layout`: the holes are its payloads.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
+import os
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from torchlift._model import REBUILD_V2, REBUILD_V3
+from torchlift._model import REBUILD_V2, REBUILD_V3, hollow_storage, typed_storage
 from torchlift.errors import FormatError, PlacementError
 from torchlift.formats import (
-    ITEMSIZE,
     MAX_INT,
     STORAGE_DTYPES,
     Budget,
+    Layout,
+    Leaf,
     Stored,
     TorchWorld,
+    archive_layout,
     check_key,
     flatten,
     is_unicode,
     lacking,
+    pickle_in,
     read_torch_pickle,
     row_major,
 )
 
-_STORAGES = {dtype: name.removeprefix("torch.") for name, dtype in STORAGE_DTYPES.items()}
+#: Of these dtypes torch has storages of a class of their own.
+_TYPED = frozenset(getattr(torch, name) for name in STORAGE_DTYPES.values())
 
 
 class Shared(NamedTuple):
@@ -52,48 +56,170 @@ class Shared(NamedTuple):
 
 
 class Rebuilt(NamedTuple):
-    """In place of a tensor of a subclass: the call that torch pickles it as.
+    """In place of a tensor that torch makes of others: the call that it pickles it as.
 
     Attributes:
         function: one of torch's, which makes it.
-        arguments: its class and what that has, with `Shared` for the tensors inside.
+        arguments: what it takes, with a `Leaf` for each tensor inside.
+        numbers: the tensor whose storage, offset, sizes and strides the function takes before all
+            that; None: it takes no such.
+        dtype: of that storage, as it is pickled.
     """
 
     function: Any
-    arguments: Any
+    arguments: tuple[Any, ...]
+    numbers: Leaf | None = None
+    dtype: torch.dtype | None = None
 
 
-def pickled(saved: object, tensors: Sequence[Stored], *, checked: bool = True) -> bytes:
-    """Pickle containers of plain data, with `Shared` for the tensors in them.
+class TorchFile(NamedTuple):
+    """A torch file that is yet to be written.
+
+    Attributes:
+        layout: of the file.
+        order: the numbers of its storages, in the order of the payloads.
+    """
+
+    layout: Layout
+    order: list[int]
+
+
+def lay_out_torch_file(
+    saved: object,
+    tensors: Sequence[Stored],
+    values: Mapping[str, object] = MappingProxyType({}),
+    *,
+    checked: bool = True,
+    read_back: bool = True,
+) -> TorchFile:
+    """Let ``torch.save`` write a file without the values of tensors.
 
     Args:
-        saved: what a reader gets.
+        saved: containers of plain data, with a `Shared` or `Rebuilt` for each tensor, and a `Leaf`
+            for what is in `values`.
         tensors: one for each storage.
-        checked: whether to find out that torchlift reads it back.
+        values: key of a `Leaf` -> what is saved there.
+        checked: whether to record the CRC-32 of every storage.
+        read_back: whether to make sure that torchlift reads the pickle.
 
     Raises:
-        PlacementError: it does not.
+        PlacementError: If torchlift would not read it.
 
     Example:
-        >>> import torch, pickletools
-        >>> data = pickled({"w": Shared(0)}, [Stored("w", "float32", (2, 3))])
-        >>> [arg for op, arg, _ in pickletools.genops(data) if op.name == "GLOBAL"]
-        ['torch._utils _rebuild_tensor_v2', 'torch FloatStorage', 'collections OrderedDict']
+        >>> layout, order = lay_out_torch_file({"w": Shared(0)}, [Stored("w", "float32", (3,))])
+        >>> layout.payloads[0].offset % 64, layout.payloads[0].tensor.nbytes, order
+        (0, 12, [0])
     """
-    file = io.BytesIO()
-    # A pickle refers back to a string that is the same object, and which equal ones are differs
-    # from process to process: a file's offsets would.
-    _Pickler(file, tensors).dump(_canonical(saved, {}))
-    data = file.getvalue()
-    if checked:
-        _require_readable(data)
-    return data
+    file, filling = _Holes(), _Filling(tensors, values)
+    with torch.serialization.skip_data():
+        torch.save(filling.copy(saved), file)  # type: ignore[arg-type]
+    order = [*filling.order]
+    layout = archive_layout(file.gaps, [tensors[number] for number in order], checked=checked)
+    if read_back:
+        _require_readable(pickle_in(file.gaps))
+    return TorchFile(layout, order)
 
 
-class _Items(NamedTuple):
-    """In place of a set: what it has, in an order that hashes do not decide."""
+class _Filling:
+    """The copying of containers for a pickle, with calls in the places of tensors.
 
-    items: list[Any]
+    Attributes:
+        order: the numbers of storages, as torch meets them, which need not be in our order.
+    """
+
+    def __init__(self, tensors: Sequence[Stored], values: Mapping[str, object]) -> None:
+        self.order: dict[int, None] = {}
+        self._tensors, self._values = tensors, values
+        self._storages = [hollow_storage(tensor.nbytes) for tensor in tensors]
+        self._made: dict[int, Any] = {}  # container -> its copy: one in two places stays one
+
+    def copy(self, item: Any) -> Any:
+        """Return what is pickled: of plain data always the same, as an offset depends on it."""
+        kind = type(item)
+        if kind is Leaf:
+            return self.copy(self._values[item.key])
+        if kind is Shared:
+            return self._tensor(item)
+        if kind is Rebuilt:
+            rest = tuple(map(self.copy, item.arguments))
+            if item.numbers is None:
+                return _Call(item.function, rest)
+            return self._call(item.function, self._values[item.numbers.key], item.dtype, *rest)
+        if kind is str:
+            # A pickle refers back to a string that is the same object, and which equal ones are
+            # differs from process to process. Of one character, C code takes those of `chr`.
+            return chr(ord(item)) if len(item) == 1 else sys.intern(item)
+        if kind not in _CONTAINERS or kind is torch.Size:
+            return _number(item)
+        made = self._made.get(id(item))
+        if made is None and kind is set:  # in an order that hashes do not decide
+            ordered = sorted(item, key=lambda each: (type(each).__name__, repr(each)))
+            made = _Call(set, ([*map(self.copy, ordered)],))
+        elif made is None and kind in (list, tuple):
+            made = kind(map(self.copy, item))
+        elif made is None:
+            made = kind({self.copy(name): self.copy(each) for name, each in item.items()})
+            for name, each in getattr(item, "__dict__", {}).items():
+                setattr(made, name, self.copy(each))
+        self._made[id(item)] = made
+        return made
+
+    def _tensor(self, shared: Shared) -> _Call:
+        dtype = getattr(torch, self._tensors[shared.number].dtype)
+        hooks: OrderedDict[str, object] = OrderedDict()
+        if dtype in _TYPED:
+            return self._call(REBUILD_V2, shared, dtype, False, hooks)
+        return self._call(REBUILD_V3, shared, None, False, hooks, dtype)
+
+    def _call(self, function: Any, shared: Any, kind: torch.dtype | None, *more: Any) -> _Call:
+        number, first, shape, stride = shared
+        storage, whole = self._storages[number], self._tensors[number].shape
+        if kind is not None:
+            storage = typed_storage(storage, kind)
+        if shape is None:
+            shape, stride = whole, row_major(whole)
+        # New tuples: the pickle would refer back to one that it has seen, as torch's never does.
+        arguments = storage, first, (*shape,), (*stride,), *more
+        return _Call(function, arguments, lambda: self.order.setdefault(number))
+
+
+class _Holes:
+    """A file in memory, in which torch skips what it leaves out.
+
+    Attributes:
+        gaps: (first byte, bytes) of what it writes; a hole is between two of them.
+    """
+
+    def __init__(self) -> None:
+        self.gaps: list[tuple[int, bytearray]] = [(0, bytearray())]
+
+    def write(self, data: bytes) -> None:
+        """Keep some bytes."""
+        self.gaps[-1][1].extend(data)
+
+    def seek(self, nbytes: int, whence: int) -> None:
+        """Leave a hole."""
+        assert whence == os.SEEK_CUR
+        start, data = self.gaps[-1]
+        self.gaps.append((start + len(data) + nbytes, bytearray()))
+
+    def flush(self) -> None:
+        """Do nothing: the bytes are where they stay."""
+
+
+class _Call:
+    """An object that is pickled as a call, of which it is told then."""
+
+    __slots__ = ("arguments", "function", "noted")
+
+    def __init__(
+        self, function: Any, arguments: tuple[Any, ...], noted: Callable[[], object] = lambda: None
+    ) -> None:
+        self.function, self.arguments, self.noted = function, arguments, noted
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, tuple[Any, ...]]:
+        self.noted()
+        return self.function, self.arguments
 
 
 def _number(value: Any) -> Any:
@@ -120,72 +246,6 @@ def _text(value: str) -> str:
     """Return the one object that all equal strings become."""
     # Of one character, C code takes those that `chr` gives, whatever is interned.
     return chr(ord(value)) if len(value) == 1 else sys.intern(value)
-
-
-def _canonical(value: Any, made: dict[int, Any]) -> Any:
-    """Return plain data of which equal strings are one object, and no containers more than were."""
-    kind = type(value)
-    if kind is Shared:
-        return value
-    if kind is str:
-        return _text(value)
-    if kind not in _CONTAINERS or kind is torch.Size:
-        return _number(value)
-    if id(value) in made:
-        return made[id(value)]
-    if kind is tuple:
-        new: Any = tuple(_canonical(item, made) for item in value)
-    elif kind is set:
-        ordered = sorted(value, key=lambda item: (type(item).__name__, repr(item)))
-        new = _Items([_canonical(item, made) for item in ordered])
-    elif kind is list:
-        new = made[id(value)] = []
-        new.extend(_canonical(item, made) for item in value)
-    else:
-        new = made[id(value)] = kind()
-        for name, item in value.items():
-            new[_canonical(name, made)] = _canonical(item, made)
-        for name, item in getattr(value, "__dict__", {}).items():
-            setattr(new, name, _canonical(item, made))
-    made[id(value)] = new
-    return new
-
-
-class _Storage(NamedTuple):
-    key: str
-    tensor: Stored
-
-
-class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, tensors: Sequence[Stored]) -> None:
-        super().__init__(file, protocol=2)
-        # One key object per storage: the pickle then writes it once.
-        keys = map(_text, map(str, range(len(tensors))))
-        self._storages = list(map(_Storage, keys, tensors))
-
-    def persistent_id(self, obj: object) -> object:
-        if type(obj) is not _Storage:
-            return None
-        name, nbytes = _STORAGES.get(obj.tensor.dtype), obj.tensor.nbytes
-        kind = torch.UntypedStorage if name is None else getattr(torch, name)
-        numel = nbytes if name is None else nbytes // ITEMSIZE[obj.tensor.dtype]
-        # The location is where whoever wrote it had it: of a mesh, that means nothing elsewhere.
-        return "storage", kind, obj.key, "cpu", numel
-
-    def reducer_override(self, obj: object) -> Any:
-        if type(obj) is not Shared:
-            if type(obj) is _Items:
-                return set, (obj.items,)
-            return (obj.function, obj.arguments) if type(obj) is Rebuilt else NotImplemented
-        storage = self._storages[obj.number]
-        _, dtype, shape = storage.tensor
-        stride = row_major(shape) if obj.shape is None else obj.stride
-        # New tuples: the pickle would refer back to one that it has seen, as torch's never does.
-        shape, stride = (*(shape if obj.shape is None else obj.shape),), (*stride,)
-        arguments: tuple[Any, ...] = (storage, obj.first, shape, stride, False, OrderedDict())
-        if dtype in _STORAGES:
-            return REBUILD_V2, arguments
-        return REBUILD_V3, (*arguments, getattr(torch, dtype))
 
 
 #: What values that are not tensors may consist of: what ``weights_only=True`` and torchlift read.

@@ -516,22 +516,6 @@ def _text(name: object) -> str:
     return str(name)
 
 
-def filled(template: Any, values: Callable[[str], object]) -> Any:
-    """Return the containers of a template with a value for every `Leaf`."""
-    if isinstance(template, Leaf):
-        return values(template.key)
-    if isinstance(template, dict):
-        made = type(template)({name: filled(item, values) for name, item in template.items()})
-        if hasattr(template, "_metadata"):
-            made._metadata = template._metadata  # type: ignore[attr-defined]
-        return made
-    if isinstance(template, Rebuilt):
-        return Rebuilt(template.function, filled(template.arguments, values))
-    if type(template) in (list, tuple):
-        return type(template)(filled(item, values) for item in template)
-    return template  # what a tensor of a subclass has beside those inside of it
-
-
 def ties_of(values: Iterable[Value]) -> dict[str, str]:
     """Return key -> the first key that is the same tensor."""
     first: dict[Hashable, str] = {}

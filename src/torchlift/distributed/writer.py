@@ -6,7 +6,6 @@ the files, each writes what is its own, and the first one lets them appear.
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 import weakref
@@ -39,12 +38,10 @@ from torchlift._save import (
     on_their_way,
     require_alike,
     require_one_writer,
-    require_plain,
-    torch_output,
     write_errors,
     write_files,
 )
-from torchlift._store import is_url, place_of
+from torchlift._store import place_of
 from torchlift._system.interrupts import uninterrupted
 from torchlift.errors import PlacementError
 from torchlift.formats import (
@@ -53,9 +50,7 @@ from torchlift.formats import (
     ITEMSIZE,
     SETS,
     Layout,
-    Leaf,
     Stored,
-    containers,
     format_for,
 )
 
@@ -84,12 +79,11 @@ class _Written(NamedTuple):
 
     Attributes:
         sums: of the files of all.
-        items: the place and length of each in its own file; of what is no tensor the content, where
-            all write the same files.
+        items: the place and length of each in its own file.
     """
 
     sums: Sums
-    items: Mapping[MetadataIndex, Any]
+    items: Mapping[MetadataIndex, tuple[int, int]]
 
 
 @dataclass(slots=True, eq=False)
@@ -107,12 +101,12 @@ class _Planned(Share):
 class CheckpointWriter(StorageWriter):
     """Write with ``torch.distributed.checkpoint.save`` and ``async_save``, all or nothing.
 
-    A path with a suffix of `torchlift.save` (``.safetensors``, ``.index.json``, ``.pt`` and the
-    like) becomes one checkpoint of whole tensors, of which each rank writes the bytes of its own
-    shards: what other programs load. Any other path becomes a directory in DCP's own format, of
-    which each rank writes a file. Until the last of it is on the disk the older checkpoint is in
-    place; checksums are recorded, which `torchlift.verify` knows. In one file, too, each name has
-    values of its own: a plan of DCP does not tell ties. Ranks that name another path, or pass other
+    A path that ends in ``.safetensors`` or ``.index.json`` becomes one checkpoint of whole tensors,
+    of which each rank writes the bytes of its own shards: what other programs load. Any other path
+    becomes a directory in DCP's own format, of which each rank writes a file; `torchlift.convert`
+    makes a torch file of it. Until the last of it is on the disk the older checkpoint is in place;
+    checksums are recorded, which `torchlift.verify` knows. In one file, too, each name has values
+    of its own: a plan of DCP does not tell ties. Ranks that name another path, or pass other
     arguments here, are an error on all.
 
     Torch does not tell a writer of an error elsewhere in a save, such as in a planner. What the
@@ -121,7 +115,7 @@ class CheckpointWriter(StorageWriter):
     Args:
         path: of the file or directory, or its URL: on several ranks that of a directory; None:
             ``checkpoint_id=`` of ``save`` says it.
-        format: see `torchlift.save`; None: the suffix says.
+        format: ``"safetensors"``, ``"sharded"`` or ``"dcp"``; None: the suffix says.
         max_shard_size: bytes of tensors in a file of safetensors; see `torchlift.save`.
         checksum: whether to record the CRC-32 of every tensor.
         storage_options: of a URL, as in `torchlift.open`.
@@ -194,6 +188,11 @@ class CheckpointWriter(StorageWriter):
                 f"max_shard_size={self.max_shard_size!r}: in a directory of DCP each rank writes "
                 "one file; name a path such as model.safetensors"
             )
+        if format == "torch-zip":
+            raise ValueError(
+                f"{self.path}: a CheckpointWriter does not write torch files. Save to a directory, "
+                "and let one process make the file of it with torchlift.convert"
+            )
         self._target = Target.of(self.path, format, self.max_shard_size, self._options)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -228,7 +227,7 @@ class CheckpointWriter(StorageWriter):
             owners = {name: number for number, name in enumerate(names)}
             output = Output(self._target.head, dict.fromkeys(names, ()), None, DCP_FILES, owners)
         else:
-            taken = _taken(plans, not self._target.only_tensors)
+            taken = _taken(plans)
             self._target.check_objects(taken)
             output = self._laid_out(taken)
             require_one_writer(output, len(plans))
@@ -256,9 +255,6 @@ class CheckpointWriter(StorageWriter):
             replace(_Planned.of(stored, key), boxes=tuple((boxes or {}).get(key, ())))
             for key, stored in taken.tensors.items()
         ]
-        if self._target.format == "torch-zip":
-            # What the pickle says is known at the end.
-            return torch_output(self._target.path, taken, values, self.checksum, pickle_last=True)
         return self._target.lay_out(taken, values, {}, self.checksum)
 
     def _close(self) -> None:
@@ -280,7 +276,7 @@ class CheckpointWriter(StorageWriter):
 
     def _write(self, told: _Told, plan: list[WriteItem], planner: SavePlanner) -> _Written:
         require_alike({**told.asked, rank(): self._asked})
-        items: dict[MetadataIndex, Any] = {}
+        items: dict[MetadataIndex, tuple[int, int]] = {}
         sections: list[Section] = []
         boxes: dict[str, list[Share]] = {}
         for item in plan:
@@ -289,17 +285,14 @@ class CheckpointWriter(StorageWriter):
                 section = _section(sections, key, data, self.checksum)
                 sections.append(section)
                 items[item.index] = section.base, section.layout.nbytes
-            elif isinstance(data, torch.Tensor):
-                boxes.setdefault(key, []).append(_share(item, told.taken.tensors[key], data))
             else:
-                items[item.index] = data.getvalue()
+                assert isinstance(data, torch.Tensor)
+                boxes.setdefault(key, []).append(_share(item, told.taken.tensors[key], data))
         if told.taken is None:
             (name,) = told.begun.temporary
             owners = {name: told.number}
             output = Output(self._target.head, {name: sections}, None, DCP_FILES, owners)
         else:
-            if is_url(self._target.path):  # in one pass, which needs all that is in the file
-                told.taken.objects = _objects(told.taken, items)
             output = self._laid_out(told.taken, boxes)
         own = self._begun[0] if self._begun is not None else None
         return _Written(write_files(output, told.begun, told.number, lambda _: None, own), items)
@@ -330,9 +323,6 @@ class CheckpointWriter(StorageWriter):
                 files.output = replace(files.output, files=ends, content=lambda _: content)
                 files.complete([])
             else:
-                values = {index: data for each in told for index, data in each.items.items()}
-                taken.objects = _objects(taken, values)
-                files.output = self._laid_out(taken)
                 files.complete([each.sums for each in told])
             with uninterrupted():
                 files.commit()
@@ -344,20 +334,15 @@ class CheckpointWriter(StorageWriter):
         return not os.fspath(checkpoint_id).startswith(("http://", "https://"))
 
 
-def _taken(plans: list[SavePlan], plain: bool) -> Taken:
+def _taken(plans: list[SavePlan]) -> Taken:
     """Return what the ranks have together; of a tensor what is stored."""
-    taken = Taken(plain)
-    paths = {key: path for plan in plans for key, path in (plan.planner_data or {}).items()}
+    taken = Taken(plain=False)
     for item in (item for plan in plans for item in plan.items):
         key = item.index.fqn
         if item.type == WriteItemType.BYTE_IO:
-            taken.objects[key] = b""  # known when it is written
+            taken.objects[key] = b""  # its value is known when it is written
         elif key not in taken.tensors:
             taken.tensors[key] = _stored(item)
-    known = {**taken.tensors, **taken.objects}
-    taken.paths = {key: paths.get(key, (key,)) for key in {**paths, **known} if key in known}
-    leaves = {key: Leaf(key) for key in taken.paths}
-    (taken.template,) = containers(taken.paths, leaves) or (leaves,)
     return taken
 
 
@@ -400,28 +385,3 @@ def _end_of(told: _Written) -> Section:
     """Return a section as long as what a rank has written to its own file."""
     nbytes = max((base + length for base, length in told.items.values()), default=0)
     return Section(0, Layout(nbytes, (), False, lambda _: iter(())), [])
-
-
-def _objects(taken: Taken, items: Mapping[MetadataIndex, bytes]) -> dict[str, object]:
-    """Return the values that are no tensors, of what a plan has of all."""
-    data = {index.fqn: found for index, found in items.items()}
-    return {key: _object(key, data[key]) for key in taken.objects}
-
-
-def _object(key: str, data: bytes) -> object:
-    """Return a value that is no tensor.
-
-    Raises:
-        PlacementError: no reader would read it without running code.
-    """
-    try:
-        value = torch.load(io.BytesIO(data), weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise PlacementError(
-            "cannot be stored in a torch file so that it can be read back without running code",
-            entry=key,
-            expected="plain data",
-            hint="Save it apart, or into a directory of DCP.",
-        ) from error
-    require_plain(key, value)
-    return value

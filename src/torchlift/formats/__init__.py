@@ -109,8 +109,9 @@ from torchlift.formats.torch_pickle import StorageRef as StorageRef
 from torchlift.formats.torch_pickle import TensorRef as TensorRef
 from torchlift.formats.torch_pickle import TorchWorld as TorchWorld
 from torchlift.formats.torch_pickle import read_torch_pickle as read_torch_pickle
+from torchlift.formats.torch_zip import archive_layout as archive_layout
+from torchlift.formats.torch_zip import pickle_in as pickle_in
 from torchlift.formats.torch_zip import repeats_too_often as repeats_too_often
-from torchlift.formats.torch_zip import torch_zip_layout as torch_zip_layout
 from torchlift.formats.unpickle import MAX_INT as MAX_INT
 from torchlift.formats.unpickle import Budget as Budget
 from torchlift.formats.unpickle import check_key as check_key

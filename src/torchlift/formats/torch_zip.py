@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import struct
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -23,6 +22,7 @@ from torchlift.errors import FormatError, UnsafeError
 from torchlift.formats.flattening import flatten
 from torchlift.formats.index import (
     ITEMSIZE,
+    LOCAL,
     Chunk,
     Index,
     Kind,
@@ -44,11 +44,12 @@ from torchlift.formats.torch_pickle import (
     read_torch_pickle,
 )
 from torchlift.formats.zip_archive import (
-    ALIGNMENT,
+    CENTRAL,
+    END,
+    END64,
+    LOCATOR64,
     STORED,
-    NewRecord,
     check_method,
-    end_records,
     expect_records,
     read_directory,
     read_record,
@@ -425,74 +426,85 @@ def _layout(ref: TensorRef, key: str) -> _Layout:
     return shape, stride, (0,) * len(shape), math.prod(shape), span
 
 
-#: The top directory. torch takes the name of the file, which may change later, or this word.
-_TOP = "archive/"
-_SERIALIZATION_ID, _ID_DIGITS = ".data/serialization_id", 40
+#: The top directory of what torch writes to a file object, and where storages are in it.
+_DATA = b"archive/data/"
+_CRC = struct.Struct("<I")
+#: Where the CRC-32 is in a record's descriptor, and in its header in the directory.
+_IN_DESCRIPTOR, _IN_HEADER = 4, 16
 
 
-def torch_zip_layout(
-    tensors: Sequence[Stored], pickled: bytes, *, checked: bool = True, pickle_last: bool = False
+def archive_layout(
+    gaps: Sequence[tuple[int, bytes | bytearray]], tensors: Sequence[Stored], *, checked: bool
 ) -> Layout:
-    """Lay out a torch file.
+    """Lay out an archive that torch has written with holes for storages.
 
     Args:
-        tensors: one for each storage: the first has the key ``"0"`` in the pickle, and so on.
-        pickled: the ``data.pkl``.
+        gaps: (first byte, bytes) of what it has written, with a hole between each two.
+        tensors: one for each storage, in the order of the archive; one without bytes has no hole.
         checked: whether to record the CRC-32 of every storage.
-        pickle_last: whether it lies behind the storages, whose offsets do not depend on it then;
-            torch has it in front of them.
 
-    Example:
-        >>> layout = torch_zip_layout([Stored("w", "float32", (3,))], bytes(100))
-        >>> layout.payloads[0].offset, layout.nbytes
-        (640, 1513)
+    Raises:
+        FormatError: If the installed torch writes archives in another way.
     """
-    described: list[tuple[str, int, bytes | None]] = [("data.pkl", len(pickled), pickled)]
-    before: list[tuple[str, int, bytes | None]] = [
-        *([] if pickle_last else described),
-        (".format_version", 1, b"1"),
-        (".storage_alignment", 2, str(ALIGNMENT).encode()),
-        ("byteorder", 6, b"little"),
-    ]
-    stored = [(f"data/{number}", tensor.nbytes, None) for number, tensor in enumerate(tensors)]
-    after = [("version", 2, b"3\n"), (_SERIALIZATION_ID, _ID_DIGITS, None)]
-    after = [*described, *after] if pickle_last else after
-    records, at = [], 0
-    for name, nbytes, data in (*before, *stored, *after):
-        records.append(NewRecord.of((_TOP + name).encode(), at, nbytes, data))
-        at = records[-1].stop
-    first, last = len(before), len(before) + len(stored)
-    payloads = map(Payload, tensors, (record.start for record in records[first:last]))
-    directory = sum(len(record.central_header(0)) for record in records)
-    end = at + directory + len(end_records(len(records), at, directory))
-    return Layout(end, tuple(payloads), checked, partial(_frame, records))
+    base, last = gaps[-1]
+    places = [at + _IN_HEADER for at, name, _ in _headers(gaps) if name.startswith(_DATA)]
+    starts = [start + len(data) for start, data in gaps[:-1]]
+    sizes = [stop - start for start, (stop, _) in zip(starts, gaps[1:], strict=True)]
+    if sizes != [t.nbytes for t in tensors if t.nbytes] or len(places) != len(tensors):
+        raise FormatError(
+            "the installed torch does not leave the holes that skip_data is known to leave",
+            expected=f"{len(tensors)} storages of {sum(each.nbytes for each in tensors)} bytes",
+            found=f"{len(places)} storages, and holes of {sum(sizes)} bytes",
+            hint="Update torchlift, or install a version of torch that it is tested with.",
+        )
+    holes, at, payloads = iter(starts), 0, []
+    for tensor in tensors:
+        at = next(holes) if tensor.nbytes else at
+        payloads.append(Payload(tensor, at))
+    frame = partial(_frame, gaps, tensors, places)
+    return Layout(base + len(last), tuple(payloads), checked, frame)
 
 
-def _frame(records: list[NewRecord], sums: Iterable[int]) -> Iterator[tuple[int, bytes]]:
-    """Return all that is between the payloads, and the directory, given the payloads' CRC-32s."""
-    directory, pending, at, unused, known = bytearray(), bytearray(), 0, iter(sums), list[int]()
-    for record in records[:-1]:
-        pending += record.local_header()
-        if record.data is None:
-            yield at, bytes(pending)
-            pending.clear()
-            crc = next(unused, 0)  # as torch records what it does not compute
-            known.append(crc)
-            at = record.start + record.nbytes
-        else:
-            crc = zlib.crc32(record.data)
-            pending += record.data
-        pending += record.descriptor(crc)
-        directory += record.central_header(crc)
-    # Two files with equal bytes get equal names, and nothing random is in a file.
-    import hashlib  # 3 ms, which reading does without
+def pickle_in(gaps: Sequence[tuple[int, bytes | bytearray]]) -> bytes:
+    """Return the pickle of such an archive, which is its first record."""
+    first = gaps[0][1]
+    *_, n_name, n_extra = LOCAL.unpack_from(first)
+    start = LOCAL.size + n_name + n_extra
+    _, _, nbytes = next(_headers(gaps))
+    return bytes(first[start : start + nbytes])
 
-    identity = hashlib.sha256(struct.pack(f"<{len(known)}I", *known))
-    identity.update(b"".join(record.name + (record.data or b"") for record in records))
-    digits = str(int.from_bytes(identity.digest(), "little") % 10**_ID_DIGITS).zfill(_ID_DIGITS)
-    last = records[-1]._replace(data=digits.encode())
-    crc = zlib.crc32(digits.encode())
-    pending += last.local_header() + digits.encode() + last.descriptor(crc)
-    directory += last.central_header(crc)
-    end = end_records(len(records), last.stop, len(directory))
-    yield at, bytes(pending + directory + end)
+
+def _headers(
+    gaps: Sequence[tuple[int, bytes | bytearray]],
+) -> Iterator[tuple[int, bytes | bytearray, int]]:
+    """Yield (position in the last gap, name, size) of each record's header in the directory."""
+    base, last = gaps[-1]
+    end = len(last) - END.size - LOCATOR64.size - END64.size
+    at = END64.unpack_from(last, end)[-1] - base
+    while at < end:
+        *_, size, n_name, n_extra, n_comment, _, _ = CENTRAL.unpack_from(last, at)
+        name = at + CENTRAL.size
+        yield at, last[name : name + n_name], size
+        at = name + n_name + n_extra + n_comment
+
+
+def _frame(
+    gaps: Sequence[tuple[int, bytes | bytearray]],
+    tensors: Sequence[Stored],
+    places: Sequence[int],
+    sums: Iterable[int],
+) -> Iterator[tuple[int, bytes]]:
+    """Yield what torch has written, with the CRC-32s of the payloads where it has left zeros."""
+    known, left, number = [], iter(sums), 0
+    start, data = gaps[0][0], bytearray(gaps[0][1])
+    for tensor in tensors:
+        if tensor.nbytes:
+            yield start, bytes(data)  # before the sum: it may be that of what is written next
+            number += 1
+            start, data = gaps[number][0], bytearray(gaps[number][1])
+        known.append(next(left, 0))
+        if tensor.nbytes:
+            _CRC.pack_into(data, _IN_DESCRIPTOR, known[-1])
+    for place, crc in zip(places, known, strict=True):
+        _CRC.pack_into(data, place, crc)
+    yield start, bytes(data)

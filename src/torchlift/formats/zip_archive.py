@@ -1,4 +1,4 @@
-"""Zip archives: the directory (record name -> where its bytes are) read, and records laid out.
+"""Zip archives: read the directory (record name -> where its bytes are), and records.
 
 Written for archives of 100,000 records that nobody vouches for. The standard library's ``zipfile``
 makes an object of thirty fields per record, keeps the last of two records with one name where torch
@@ -13,7 +13,6 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import NamedTuple
 
 from torchlift.errors import FormatError
 from torchlift.formats.index import ENCRYPTED, LOCAL, LOCAL_MAGIC, Header, Record
@@ -29,12 +28,10 @@ END_MAGIC, LOCATOR64_MAGIC, END64_MAGIC = b"PK\x05\x06", b"PK\x06\x07", b"PK\x06
 #: position.
 CENTRAL = struct.Struct("<4s4xHH4xIIIHHH4xII")
 _DESCRIPTOR, _WIDE_DESCRIPTOR = struct.Struct("<4sIII"), struct.Struct("<4sIQQ")
-_PADDING = struct.Struct("<2sH")  # torch's mark, length
 END = struct.Struct("<4sHHHHIIH")
 LOCATOR64 = struct.Struct("<4sIQI")
 END64 = struct.Struct("<4sQHHIIQQQQ")
 FULL32, FULL16 = 0xFFFFFFFF, 0xFFFF
-_HAS_DESCRIPTOR, _UTF8 = 0x8, 0x800
 #: Of a folder, as MS-DOS marked it: torch then leaves its memory as it was, and reads that.
 _FOLDER = 0x10
 #: Of the payloads of new records, in bytes, as torch does it.
@@ -101,13 +98,11 @@ def _foreseen(source: Source, entries: list[_Entry], limit: int) -> dict[str, Re
             header, raw, packed, size, crc, method = entry
             if header in known:
                 continue
-            new = NewRecord.of(raw, header, packed, None, alignment)
-            if new.stop == stop and (method != STORED or packed == size):
-                record = Record(_text(raw), new.start, packed, size, crc, method)
+            start, end = _expected_place(raw, header, packed, alignment)
+            if end == stop and (method != STORED or packed == size):
+                record = Record(_text(raw), start, packed, size, crc, method)
                 known[header] = record
-                source.foreseen[source.start + new.start] = Header(
-                    source.start + header, raw, method
-                )
+                source.foreseen[source.start + start] = Header(source.start + header, raw, method)
             else:
                 unsure.append((entry, stop))
         noted = [entry for entry, _ in unsure if entry[1].endswith(b"/.storage_alignment")]
@@ -450,75 +445,11 @@ def _text(name: bytes) -> str:
     return name.decode("utf-8", "replace")
 
 
-class NewRecord(NamedTuple):
-    """A file inside the archive to be written.
-
-    Attributes:
-        name: its name, top directory included.
-        header: first byte of what stands before it.
-        nbytes: of the payload.
-        data: the payload; None: others write it.
-        wide: the zip64 field: those of (size, size, offset) that do not fit in 32 bits; or nothing.
-        start: the first byte of the payload.
-    """
-
-    name: bytes
-    header: int
-    nbytes: int
-    data: bytes | None
-    wide: bytes
-    start: int
-
-    @classmethod
-    def of(
-        cls, name: bytes, header: int, nbytes: int, data: bytes | None, align: int = ALIGNMENT
-    ) -> NewRecord:
-        """Return a record whose payload is aligned."""
-        wide = b""
-        if nbytes >= FULL32 or header >= FULL32:
-            numbers = [nbytes, nbytes] if nbytes >= FULL32 else []
-            numbers += [header] if header >= FULL32 else []
-            wide = struct.pack(f"<HH{len(numbers)}Q", 1, 8 * len(numbers), *numbers)
-        start = header + LOCAL.size + len(name) + len(wide) + 4
-        return cls(name, header, nbytes, data, wide, start + -start % align)
-
-    @property
-    def stop(self) -> int:
-        """The first byte behind the record."""
-        return self.start + self.nbytes + len(self.descriptor(0))
-
-    @property
-    def flags(self) -> int:
-        """Bits of the headers."""
-        return _UTF8 | (_HAS_DESCRIPTOR if self.nbytes else 0)
-
-    def local_header(self) -> bytes:
-        """Return what stands before the payload: the numbers that did not fit, and padding, too."""
-        extra = self.start - self.header - LOCAL.size - len(self.name)
-        head = LOCAL.pack(LOCAL_MAGIC, self.flags, 0, len(self.name), extra)
-        padding = extra - len(self.wide) - 4
-        return head + self.name + self.wide + _PADDING.pack(b"FB", padding) + b"Z" * padding
-
-    def descriptor(self, crc: int) -> bytes:
-        """Return what stands behind the payload."""
-        if not self.nbytes:
-            return b""
-        form = _WIDE_DESCRIPTOR if self.wide else _DESCRIPTOR
-        return form.pack(DESCRIPTOR_MAGIC, crc, self.nbytes, self.nbytes)
-
-    def central_header(self, crc: int) -> bytes:
-        """Return what the directory says."""
-        size, header, wide = min(self.nbytes, FULL32), min(self.header, FULL32), self.wide
-        fields = (self.flags, 0, crc, size, size, len(self.name), len(wide), 0, 0, header)
-        return CENTRAL.pack(CENTRAL_MAGIC, *fields) + self.name + wide
-
-
-def end_records(count: int, start: int, nbytes: int) -> bytes:
-    """Return the three records that say where the directory is; torch always writes all."""
-    end64 = start + nbytes
-    few, small, near = min(count, FULL16), min(nbytes, FULL32), min(start, FULL32)
-    return (
-        END64.pack(END64_MAGIC, END64.size - 12, 0x031E, 45, 0, 0, count, count, nbytes, start)
-        + LOCATOR64.pack(LOCATOR64_MAGIC, 0, end64, 1)
-        + END.pack(END_MAGIC, 0, 0, few, few, small, near, 0)
-    )
+def _expected_place(name: bytes, header: int, nbytes: int, align: int) -> tuple[int, int]:
+    """Return the first byte of a payload where torch puts it, and the first behind its record."""
+    numbers = 2 * (nbytes >= FULL32) + (header >= FULL32)  # those that do not fit in 32 bits
+    wide = 4 + 8 * numbers if numbers else 0
+    start = header + LOCAL.size + len(name) + wide + 4
+    start += -start % align
+    descriptor = _WIDE_DESCRIPTOR if numbers else _DESCRIPTOR
+    return start, start + nbytes + (descriptor.size if nbytes else 0)
