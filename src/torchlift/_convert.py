@@ -18,6 +18,7 @@ from torchlift._checkpoint import (
     Checkpoint,
     Tree,
     arranged,
+    call_of,
     gathered,
     objects_as_saved,
 )
@@ -356,6 +357,8 @@ class _Results:
                 found=f"a {type(made).__name__}",
                 hint="Save it from all of them with torchlift.save, and convert that file.",
             )
+        if self._format == "torch-zip" and call_of(made) is not None:
+            return made.detach()
         with errors_name(self._ckpt.path):
             stored_as(key, made, self._format)
         if self._transform is None:

@@ -629,7 +629,6 @@ class Opaque:
         ({"a": {Opaque: torch.ones(1)}}, "Opaque"),
         ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, "a.b"),
         ({"a": torch.ones(1, device="meta")}, "a"),
-        ({"s": torch.eye(2).to_sparse()}, "s"),
         ({"m": nn.LazyLinear(2)}, "m.weight"),
     ],
 )

@@ -39,7 +39,6 @@ from torchlift.errors import (
     FormatError,
     Hint,
     IntegrityError,
-    PlacementError,
     UnsafeError,
     did_you_mean,
     explain_calls,
@@ -825,15 +824,6 @@ def _opened_again(
     return made
 
 
-def not_dense(entry: TensorEntry, path: str) -> PlacementError:
-    """Return the error that says why a tensor can be neither filled nor saved with such a one."""
-    return PlacementError(
-        f"the file has a {entry.kind} tensor for it",
-        file=path,
-        entry=entry.key,
-        expected="a dense tensor with values",
-        hint="Take it out of the checkpoint by its key, and set or save what you make of it.",
-    )
 
 
 def dtype_of(entry: TensorEntry, path: str) -> torch.dtype:

@@ -6,15 +6,22 @@ import enum
 import inspect
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from torchlift._model import make_wrapper, without_subclasses
+from torchlift._model import (
+    REBUILD_QUANTIZED,
+    REBUILD_SPARSE,
+    is_dtensor,
+    make_wrapper,
+    without_subclasses,
+)
 from torchlift._system.text import clipped_list
 from torchlift.errors import CheckpointError, FormatError, PlacementError, UnsafeError
 from torchlift.formats import (
     CONSTANTS,
+    QUANTIZED,
     SUBCLASS,
     Array,
     ArrayRef,
@@ -24,6 +31,7 @@ from torchlift.formats import (
     CountRecord,
     DeviceName,
     Global,
+    Kind,
     LayoutName,
     Leaf,
     NumpyDtype,
@@ -178,6 +186,66 @@ def _quantized(
         )
     whole = numbers.untyped_storage()
     return made.set_(whole, numbers.storage_offset(), numbers.shape, numbers.stride())
+
+
+class TensorCall(NamedTuple):
+    """The call that torch pickles a tensor as that it makes of others.
+
+    Attributes:
+        function: one of torch's.
+        arguments: what it takes, with tensors, or entries of a file, for what it makes it of. Of a
+            quantised tensor the first is its numbers, where the pickle has their storage, offset,
+            sizes and strides.
+        dtype: of a quantised tensor.
+    """
+
+    function: Any
+    arguments: tuple[Any, ...]
+    dtype: torch.dtype | None = None
+
+
+def call_of(value: torch.Tensor | TensorEntry) -> TensorCall | None:
+    """Return what a sparse or quantised tensor, or a wrapper, is made of; None: it is no such.
+
+    Example:
+        >>> call_of(torch.eye(2).to_sparse()).arguments[1][1]
+        tensor([1., 1.])
+        >>> call_of(torch.eye(2)) is None
+        True
+    """
+    if isinstance(value, TensorEntry):
+        return None if value.kind is None else _call_of_entry(value, value.kind)
+    is_wrapper = hasattr(value, "__tensor_flatten__") and not is_dtensor(value)
+    if value.is_nested or not (value.is_quantized or value.layout in _INDICES or is_wrapper):
+        return None
+    plain = value.detach()
+    reduce: Callable[[int], tuple[Any, ...]] = plain.__reduce_ex__
+    if not value.is_quantized:
+        call = reduce(2)  # more than two would be what a class of its own adds
+        return TensorCall(*call) if len(call) == 2 else None
+    name = str(value.dtype).removeprefix("torch.")
+    if name not in QUANTIZED:
+        return None
+    function, (_, first, size, stride, *rest) = reduce(2)
+    numbers = torch.empty(0, dtype=getattr(torch, QUANTIZED[name]), device=value.device)
+    numbers = numbers.set_(plain.untyped_storage(), first, size, stride)
+    return TensorCall(function, (numbers, *rest), value.dtype)
+
+
+def _call_of_entry(entry: TensorEntry, kind: Kind) -> TensorCall | None:
+    inner, size = kind.tensors, torch.Size(entry.shape)
+    if kind.name.startswith("sparse"):
+        return TensorCall(REBUILD_SPARSE, (getattr(torch, kind.name), (*inner, size, *kind.facts)))
+    if not kind.name.startswith("per_"):
+        return None
+    numbers, *more = inner
+    params: tuple[Any, ...] = kind.facts
+    if kind.name != "per_tensor_affine":
+        axis, *listed = kind.facts
+        params = (*(more or map(list, listed)), axis)
+    hooks: OrderedDict[str, object] = OrderedDict()
+    arguments = numbers, (getattr(torch, kind.name), *params), False, hooks
+    return TensorCall(REBUILD_QUANTIZED, arguments, getattr(torch, entry.dtype))
 
 
 def compute(

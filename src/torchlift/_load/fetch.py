@@ -328,7 +328,6 @@ def transformed(
 
     Raises:
         TypeError: it returned no tensor.
-        PlacementError: it returned one that can be neither placed nor saved.
     """
     try:
         made = transform(name, raw)
@@ -337,20 +336,20 @@ def transformed(
         raise
     if not isinstance(made, torch.Tensor):
         raise TypeError(f"transform({name!r}, ...) returned {type(made).__name__}, no tensor")
-    # Found out while placing, these would leave the model half loaded.
-    if odd := oddity(made):
-        raise PlacementError(
-            "transform returned a tensor that cannot be placed",
-            file=path,
-            entry=name,
-            expected="a dense tensor with values",
-            found=odd,
-        )
     return made
 
 
 def _transformed(step: Step, transform: Transform, raw: torch.Tensor, path: str) -> torch.Tensor:
     made = transformed(transform, step.key, raw, path, step.candidate.key)
+    # Found out while placing, these would leave the model half loaded.
+    if odd := oddity(made):
+        raise PlacementError(
+            "transform returned a tensor that cannot be placed",
+            file=path,
+            entry=step.key,
+            expected="a dense tensor with values",
+            found=odd,
+        )
     made = _without_old_scalar(step, made)
     if not is_lazy(step.group.tensor) and made.shape != step.group.tensor.shape:
         raise MismatchError(

@@ -495,7 +495,9 @@ def _merged(told: Sequence[Taken]) -> Taken:
         made.paths = {**made.paths, **each.paths, **made.paths}
         made.containers = {**made.containers, **each.containers, **made.containers}
         made.kinds = {**made.kinds, **each.kinds, **made.kinds}
-        made.subclasses = {**made.subclasses, **each.subclasses, **made.subclasses}
+        others = made.made_of_others
+        made.made_of_others = {**others, **each.made_of_others, **others}
+        made.parts = {**made.parts, **each.parts, **made.parts}
     return made
 
 

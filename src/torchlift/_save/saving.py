@@ -30,10 +30,12 @@ from torchlift._save.pickling import AS_TENSOR
 from torchlift._save.values import (
     Becomes,
     Loss,
+    Part,
     Taken,
     Value,
     apart,
     compacted,
+    dense_by,
     take_apart,
     untied,
 )
@@ -566,15 +568,6 @@ class Target:
         Raises:
             PlacementError: there is such a value.
         """
-        if self.format == "dcp" and taken.subclasses:
-            key, name = next(iter(taken.subclasses.items()))
-            raise PlacementError(
-                "cannot be stored in a directory of DCP",
-                entry=key,
-                expected="a dense tensor with values",
-                found=name,
-                hint="Save as a torch file, which keeps tensors that are made of others.",
-            )
         if self.only_tensors and taken.objects:
             key, value = next(iter(taken.objects.items()))
             raise PlacementError(
@@ -626,6 +619,15 @@ class Target:
         if self.format == "torch-zip":
             return torch_output(self.path, taken, values, checksum)
         if self.format == "dcp":
+            for key, what in taken.made_of_others.items():
+                raise PlacementError(
+                    "cannot be stored in a directory of DCP",
+                    entry=key,
+                    expected="a dense tensor with values",
+                    found=what,
+                    hint=f"Save as a torch file, which keeps it{dense_by(what) and ', or save '}"
+                    f"{dense_by(what)}.",
+                )
             return dcp_output(self.path, taken, values, self.limit, checksum)
         if self.format == "sharded":
             return sharded_output(self.path, values, self.limit or _SHARD, metadata, checksum)
@@ -728,23 +730,33 @@ def from_files(
         kept_leaves = {key: value for key, value in leaves.items() if key not in dropped}
         kept_leaves = gathered(kept_leaves, index.templates)
         tree = versioned(kept_leaves, index.module_versions or None)
-    plain = not target.only_tensors
-    taken = take_apart(tree if containers is None else containers, plain=plain)
-    if {*taken.tensors, *taken.objects} != leaves.keys() - set(dropped) and containers is not None:
-        taken = take_apart(tree, plain=plain)
+    if containers is not None:
+        found = take_apart(containers, plain=False)
+        if {*found.tensors, *found.objects} == leaves.keys() - set(dropped):
+            tree = containers
+    taken = take_apart(tree, plain=not target.only_tensors, replaced=made)
     # The containers and the keys of an index are two accounts of one content.
-    kept = entries.keys() - dropped
-    assert taken.tensors.keys() == kept
+    assert {*map(taken.name_of, taken.tensors)} == entries.keys() - dropped
     becomes = becomes or partial(dtype_of, path=index.path)
     values = []
-    for key, entry in taken.tensors.items():
-        tensor = None if made is None else made(key, entry)
-        if tensor is None:
-            values.append(Value.of_entry(key, entry, views, becomes))
+    for key, source in taken.tensors.items():
+        part, entry = taken.parts.get(key), entries[taken.name_of(key)]
+        rule = becomes
+        if part is not None:
+            rule = partial(_dtype_of_part, becomes, entry, part, index.path)
+        if isinstance(source, TensorEntry):
+            values.append(Value.of_entry(key, source, views, rule))
             continue
-        seen = entry._replace(dtype=str(tensor.dtype).removeprefix("torch."))
-        values.append(replace(target.value_of(key, tensor), dtype=becomes(seen)))
+        seen = entry._replace(dtype=str(source.dtype).removeprefix("torch."))
+        values.append(replace(target.value_of(key, source), dtype=rule(seen)))
     return taken, values
+
+
+def _dtype_of_part(
+    becomes: Becomes, whole: TensorEntry, part: Part, path: str, entry: TensorEntry
+) -> torch.dtype:
+    """Return the dtype that a part of a tensor gets: of indices and numbers of codes their own."""
+    return becomes(whole) if part.has_values else dtype_of(entry, path)
 
 
 def finish(
@@ -794,9 +806,11 @@ def finish(
     with collection_paused():
         if format != "torch-zip":
             gone |= _versions_in(taken)
-        gone |= untied({**apart(values, output.shared), **output.untied})
+        name = taken.name_of
+        pairs = {**apart(values, output.shared), **output.untied}
+        gone |= untied({name(key): name(other) for key, other in pairs.items()})
         keys, left_out = compacted(values)
-        cast = {v.key: (v.source_dtype, v.stored.dtype) for v in values if v.is_cast}
+        cast = {name(v.key): (v.source_dtype, v.stored.dtype) for v in values if v.is_cast}
     folder = parent(output.head)
     files = [inside(folder, name) for name in output.files]
     files += [output.head] if output.content is not None else []
@@ -810,11 +824,11 @@ def finish(
         path=str(output.head if format != "dcp" else folder),
         format=format,
         files=tuple(map(str, files)),
-        tensors=len(values),
+        tensors=len({name(value.key) for value in values}),
         nbytes=output.nbytes,
-        tied=dict(output.tied),
+        tied=taken.tied_names(output.tied) if taken.parts else dict(output.tied),
         lost=gone,
-        compacted=tuple(keys),
+        compacted=tuple(dict.fromkeys(map(name, keys))),
         left_out=left_out,
         cast=cast,
         seconds=time.perf_counter() - start,

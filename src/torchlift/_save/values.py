@@ -8,14 +8,15 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from torchlift._checkpoint import FEW, MappedViews, dtype_of, not_dense
+from torchlift._checkpoint import FEW, MappedViews, TensorCall, call_of, dtype_of
 from torchlift._model import (
+    REBUILD_SPARSE,
     ModuleTree,
     Names,
     has_memory,
@@ -34,7 +35,7 @@ from torchlift._save.blocks import (
 from torchlift._save.pickling import MAX_DEPTH, Rebuilt, Shared, is_array, require_plain
 from torchlift._store import is_url
 from torchlift._system.text import clipped_list, printable
-from torchlift.errors import PlacementError
+from torchlift.errors import Argument, Hint, PlacementError
 from torchlift.formats import (
     ITEMSIZE,
     ROOT_OBJECT,
@@ -55,6 +56,7 @@ from torchlift.formats import (
 
 #: Callable from a tensor of a checkpoint to the dtype that it is saved with.
 Becomes = Callable[[TensorEntry], torch.dtype]
+Replaced = Callable[[str, TensorEntry], torch.Tensor | None]
 _PAIR = (dict, OrderedDict, Counter)
 _SMALL = 2 << 20  # bytes of a tensor of a URL that is read together with its neighbours
 
@@ -138,7 +140,7 @@ class Value:
         """
         index = views.index
         if entry.kind is not None:
-            raise not_dense(entry, index.path)
+            raise _not_kept(entry, index.path)
         dtype_of(entry, index.path)
         found: Hashable = object()
         first, whole, plain = 0, 0, False
@@ -271,6 +273,18 @@ def _recorded(entry: TensorEntry, dtype: torch.dtype, index: Index) -> int | Non
     return storage.crc32 if is_all and same else None
 
 
+class Part(NamedTuple):
+    """What a tensor is inside of another one.
+
+    Attributes:
+        name: the key of that one.
+        has_values: whether its numbers are that one's values, which may get another dtype.
+    """
+
+    name: str
+    has_values: bool = False
+
+
 @dataclass(slots=True)
 class Taken:
     """What was taken apart.
@@ -283,7 +297,8 @@ class Taken:
         paths: key -> the names of the containers that lead to it.
         containers: key of a container -> what names joined by dots do not tell of it.
         kinds: key of a container -> what no file tells of it.
-        subclasses: key of a tensor that is made of those inside of it -> its class.
+        made_of_others: key of a tensor that torch makes of those inside of it -> what it is.
+        parts: key of a tensor inside of another one -> which, and what it is there.
     """
 
     plain: bool
@@ -293,10 +308,24 @@ class Taken:
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
     containers: dict[str, Loss] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
-    subclasses: dict[str, str] = field(default_factory=dict)
+    made_of_others: dict[str, str] = field(default_factory=dict)
+    parts: dict[str, Part] = field(default_factory=dict)
+
+    def name_of(self, key: str) -> str:
+        """Return the key of the tensor that one is a part of, or its own."""
+        return self.parts[key].name if key in self.parts else key
+
+    def tied_names(self, tied: Mapping[str, str]) -> dict[str, str]:
+        """Return the tensors of which all parts are those of another one, and which."""
+        kept: dict[str, set[str]] = {}
+        for key in self.tensors:
+            kept.setdefault(self.name_of(key), set()).add(self.name_of(tied.get(key, key)))
+        return {name: min(own) for name, own in kept.items() if len(own) == 1 and name not in own}
 
 
-def take_apart(saved: object, *, plain: bool = True, lists: bool = True) -> Taken:
+def take_apart(
+    saved: object, *, plain: bool = True, lists: bool = True, replaced: Replaced | None = None
+) -> Taken:
     """Take containers apart; nothing of them is changed.
 
     What has a ``state_dict`` stands for that. Lists without tensors are one value, as in a
@@ -306,20 +335,22 @@ def take_apart(saved: object, *, plain: bool = True, lists: bool = True) -> Take
         saved: what is to be saved.
         plain: whether what is no tensor must be plain data; False where it is not saved.
         lists: whether arrays of numpy become lists, as they are saved.
+        replaced: callable from a key and the entry of a file to the tensor that is saved for it;
+            None: what the file has.
 
     Raises:
         PlacementError: a name that no file can hold, two values of one dotted name, containers that
             contain themselves.
     """
-    return _Walk(plain, lists).run(saved)
+    return _Walk(plain, lists, replaced).run(saved)
 
 
 class _Walk:
     """The walk through containers; objects are asked for their states on the way."""
 
-    def __init__(self, plain: bool, lists: bool) -> None:
+    def __init__(self, plain: bool, lists: bool, replaced: Replaced | None) -> None:
         self.taken = Taken(plain)
-        self._lists = lists
+        self._lists, self._replaced = lists, replaced
         self._rule = Containers((torch.Tensor, TensorEntry))
         # By identity, each with what has it: while that lives, nothing else has it.
         self._states: dict[int, tuple[object, Any]] = {}  # what was looked into -> what is saved
@@ -332,6 +363,9 @@ class _Walk:
     def _copied(self, value: Any, key: str, path: tuple[str | int, ...]) -> Any:
         taken = self.taken
         _check_depth(len(path), key)
+        if self._replaced is not None and isinstance(value, TensorEntry):
+            tensor = self._replaced(key if path else ROOT_TENSOR, value)
+            value = value if tensor is None else tensor
         if path and _is_bare(value):  # most are
             return self._filed(value, key, path, taken.tensors)
         notes = getattr(value, "_metadata", None)
@@ -357,16 +391,9 @@ class _Walk:
         is_tensor = isinstance(value, (torch.Tensor, TensorEntry))
         if isinstance(value, torch.Tensor) and (told := _beside(value)):
             taken.kinds[key or "(all)"] = told
-        call: tuple[Any, ...] = (
-            value.detach().__reduce_ex__(2) if taken.plain and _is_wrapper(value) else ()
-        )
-        if len(call) == 2:  # more would be what a class of its own adds
-            key = key if path else ROOT_TENSOR
-            taken.subclasses[key] = type(value).__name__
-            function, arguments = call
-            return Rebuilt(
-                function, tuple(self._inside(each, key, path or (key,)) for each in arguments)
-            )
+        call = call_of(value) if taken.plain and is_tensor else None
+        if call is not None:
+            return self._rebuilt(value, call, key if path else ROOT_TENSOR, path or (ROOT_TENSOR,))
         if not path:
             key = ROOT_TENSOR if is_tensor else ROOT_OBJECT
         if taken.plain and not is_tensor:
@@ -393,13 +420,33 @@ class _Walk:
         to[key] = value
         return Leaf(key)
 
-    def _inside(self, value: Any, key: str, path: tuple[str | int, ...]) -> Any:
-        """Return what a tensor of a subclass has, with a `Leaf` for each tensor inside."""
-        if isinstance(value, torch.Tensor):
+    def _rebuilt(
+        self,
+        value: torch.Tensor | TensorEntry,
+        call: TensorCall,
+        key: str,
+        path: tuple[str | int, ...],
+    ) -> Rebuilt:
+        """Return the call that makes a tensor of others, with a `Leaf` for each of these."""
+        taken, arguments, numbers = self.taken, call.arguments, None
+        taken.made_of_others[key] = _kind_of(value)
+        if call.dtype is not None:
+            taken.parts[key] = Part(key)
+            numbers = self._filed(arguments[0], key, path, taken.tensors)
+            arguments = arguments[1:]
+        made = tuple(self._inside(each, key, path, key) for each in arguments)
+        if call.function is REBUILD_SPARSE:  # of which the values come last
+            taken.parts[next(reversed(taken.tensors))] = Part(key, has_values=True)
+        return Rebuilt(call.function, made, numbers, call.dtype)
+
+    def _inside(self, value: Any, key: str, path: tuple[str | int, ...], of: str) -> Any:
+        """Return what a tensor is made of, with a `Leaf` for each tensor."""
+        if isinstance(value, (torch.Tensor, TensorEntry)):
+            self.taken.parts[key] = Part(of)
             return self._copied(value, key, path)
         if type(value) in (dict, list, tuple):
             made = {
-                name: self._inside(item, f"{key}.{name}", (*path, str(name)))
+                name: self._inside(item, f"{key}[{name}]", (*path, str(name)), of)
                 for name, item in items_of(value)
             }
             return made if type(value) is dict else type(value)(made.values())
@@ -473,17 +520,12 @@ def _state_of(value: Any) -> Any:
     return value
 
 
-def _is_wrapper(value: object) -> bool:
-    """Return whether it is a tensor that is made of others, such as those of torchao."""
-    is_strided = isinstance(value, torch.Tensor) and value.layout == torch.strided
-    is_ours = is_strided and not value.is_nested and not is_dtensor(value)  # type: ignore[attr-defined]
-    return is_ours and hasattr(value, "__tensor_flatten__")
-
-
-def _is_bare(value: object) -> bool:
-    """Return whether it is a tensor, and nothing beside its values."""
-    kind = type(value)
-    return kind is TensorEntry or (kind in (torch.Tensor, nn.Parameter) and not value.__dict__)
+def _is_bare(value: Any) -> bool:
+    """Return whether it is a tensor of strided numbers, and nothing beside its values."""
+    if type(value) is TensorEntry:
+        return value.kind is None
+    is_tensor = type(value) in (torch.Tensor, nn.Parameter) and not value.__dict__
+    return is_tensor and value.layout is torch.strided and not value.is_quantized
 
 
 def _beside(value: Any) -> str:
@@ -665,20 +707,75 @@ def require_name(key: object) -> None:
     )
 
 
+def _kind_of(value: torch.Tensor | TensorEntry) -> str:
+    """Return what a tensor is, where it is not one of strided numbers; else its class."""
+    if isinstance(value, TensorEntry):
+        kind, name = str(value.kind), value.dtype
+        if kind.startswith("per "):
+            return f"a quantised tensor of {name}"
+        return f"a {kind} tensor of {name}"
+    name = _name(value.dtype)
+    if value.is_quantized:
+        return f"a quantised tensor of {name}"
+    if value.is_nested:
+        return f"a nested tensor of {name}"
+    if value.layout is not torch.strided:
+        return f"a {_name(value.layout).replace('_', ' ')} tensor of {name}"
+    return type(value).__name__
+
+
+def dense_by(kind: str) -> str:
+    """Return what makes a dense tensor of one, by what it is; or nothing."""
+    if "nested" in kind or "jagged" in kind:
+        return "torch.nested.to_padded_tensor(tensor, 0)"
+    if "quantised" in kind:
+        return "tensor.dequantize()"
+    return "tensor.to_dense()" if "sparse" in kind else ""
+
+
+def _not_kept(entry: TensorEntry, path: str) -> PlacementError:
+    """Return the error of a tensor of a file that the new file cannot hold."""
+    found = _kind_of(entry)
+    keeps = "" if call_of(entry) is None else "A torch file keeps it. "
+    dense = dense_by(found)
+    other = f" or pass transform= to torchlift.convert, and return {dense} for it" if dense else ""
+    leave = Argument("exclude", f"[{entry.key!r}]", (entry.key,))
+    return PlacementError(
+        "cannot be stored in the new file",
+        file=path,
+        entry=entry.key,
+        expected="a dense tensor with values",
+        found=found,
+        hint=Hint(f"{keeps}Leave it out with ", leave, f",{other}." if other else "."),
+    )
+
+
 def stored_as(key: str, value: object, format: str) -> Stored:
     """Describe a tensor as it is going to be stored; refuse what has no values to store."""
-    found = type(value).__name__
+    found, hint = type(value).__name__, None
     if isinstance(value, torch.Tensor) and is_lazy(value):
         found += ", which gets its shape when the module is first called"
     elif isinstance(value, torch.Tensor):
-        name = str(value.dtype).removeprefix("torch.")
+        name = _name(value.dtype)
         # A wrapper has no address of its own: its bytes would be read from nowhere.
         if has_memory(local_tensor(value)) and not value.is_meta and name in ITEMSIZE:
             return Stored(key, name, tuple(value.shape))
-        found += f", {name}, {value.layout}, on {value.device}"
+        found = _kind_of(value)
+        if value.is_nested:
+            made = "nested_tensor(rows, layout=torch.jagged)"
+            made = made if value.layout is torch.jagged else "as_nested_tensor(rows)"
+            hint = f"Save rows = [*tensor.unbind()]; torch.nested.{made} makes it again."
+        elif dense := dense_by(found):
+            keeps = call_of(value) is not None
+            hint = f"Save as a torch file, which keeps it, or save {dense}."
+            hint = hint if keeps else f"Save {dense}."
+        else:
+            found += f", {name}, {value.layout}, on {value.device}"
+    what = "cannot be stored in a safetensors file"
     raise PlacementError(
-        f"cannot be stored in a {'safetensors' if format == 'safetensors' else 'torch'} file",
+        what if format == "safetensors" else "torchlift cannot save this tensor",
         entry=key,
         expected="a dense tensor with values",
         found=found,
+        hint=hint,
     )

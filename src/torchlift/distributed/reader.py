@@ -20,12 +20,12 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from torchlift._checkpoint import Checkpoint, MappedViews, dtype_of, not_dense
+from torchlift._checkpoint import Checkpoint, MappedViews, dtype_of
 from torchlift._checkpoint import open as open_checkpoint
 from torchlift._model import Spans, portable, world_of
 from torchlift._sources import Copy, FileTensor, copy_values
 from torchlift._store import is_url
-from torchlift.errors import CheckpointError
+from torchlift.errors import CheckpointError, PlacementError
 from torchlift.formats import TensorEntry
 
 
@@ -125,7 +125,13 @@ class CheckpointReader(StorageReader):
             if key in self._ckpt.blocked_keys:
                 raise self._ckpt._refusal(key)
             if entry is not None and entry.kind is not None:
-                raise not_dense(entry, self.path)
+                raise PlacementError(
+                    f"the file has a {entry.kind} tensor for it",
+                    file=self.path,
+                    entry=key,
+                    expected="a dense tensor with values",
+                    hint="Take it out of the checkpoint by its key, and set what you make of it.",
+                )
             if entry is not None:
                 dtype_of(entry, self.path)  # which raises where torch has none
         return plan

@@ -178,20 +178,38 @@ class _Gate:
         self.waited += perf_counter() - began
 
 
-def _resolved(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Return states without conjugate and negative views.
+class _Apart:
+    """A sparse or quantised tensor, of which torch's stager makes no copy."""
 
-    torch's stager copies the memory below them and forgets that it has to be negated.
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __deepcopy__(self, memo: object) -> torch.Tensor:
+        return self.tensor.detach().clone().cpu()
+
+
+def _is_apart(leaf: object) -> bool:
+    is_plain = not isinstance(leaf, torch.Tensor) or is_dtensor(leaf) or leaf.is_nested
+    return not is_plain and (leaf.is_quantized or leaf.layout is not torch.strided)  # type: ignore[attr-defined]
+
+
+def _resolved(states: Mapping[str, Any]) -> dict[str, Any]:
+    """Return states as torch's stager copies them.
+
+    Of conjugate and negative views it copies the memory below, and forgets to negate it.
     """
 
     def dense(leaf: Any, _: object) -> Any:
+        if _is_apart(leaf):
+            return _Apart(leaf)
         return leaf.resolve_conj().resolve_neg() if isinstance(leaf, torch.Tensor) else leaf
 
-    def is_view(leaf: object) -> bool:
-        return isinstance(leaf, torch.Tensor) and (leaf.is_conj() or leaf.is_neg())
+    def changes(leaf: object) -> bool:
+        is_view = isinstance(leaf, torch.Tensor) and (leaf.is_conj() or leaf.is_neg())
+        return is_view or _is_apart(leaf)
 
     # Only these: containers of other classes would become plain ones.
     return {
-        name: map_leaves(state, dense) if any(map(is_view, leaves(state).values())) else state
+        name: map_leaves(state, dense) if any(map(changes, leaves(state).values())) else state
         for name, state in states.items()
     }

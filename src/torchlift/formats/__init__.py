@@ -54,6 +54,7 @@ from torchlift.formats.flattening import under as under
 from torchlift.formats.index import GGUF_BLOCKS as GGUF_BLOCKS
 from torchlift.formats.index import ITEMSIZE as ITEMSIZE
 from torchlift.formats.index import OF_RANKS as OF_RANKS
+from torchlift.formats.index import QUANTIZED as QUANTIZED
 from torchlift.formats.index import SUBCLASS as SUBCLASS
 from torchlift.formats.index import UNRESOLVED as UNRESOLVED
 from torchlift.formats.index import Array as Array

@@ -1,0 +1,293 @@
+"""Sparse, quantised and nested tensors: kept as torch.save keeps them, or refused with a fix."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchlift
+from torchlift.errors import PlacementError
+
+#: Of torch.load, where it makes a quantised tensor.
+pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+
+with warnings.catch_warnings():  # torch warns once that compressed and quantised ones may change
+    warnings.simplefilter("ignore")
+    DENSE = torch.arange(48.0).view(8, 6).remainder(5)
+    SCALES = torch.linspace(0.1, 0.8, 8)
+    KINDS = {
+        "coo": DENSE.to_sparse(),
+        "uncoalesced": torch.sparse_coo_tensor(
+            torch.tensor([[0, 0, 1], [2, 2, 0]]), torch.tensor([1.0, 2, 3]), (2, 3)
+        ),
+        "hybrid": DENSE.view(8, 3, 2).to_sparse(1),
+        "csr": DENSE.to_sparse_csr(),
+        "csc": DENSE.double().to_sparse_csc(),
+        "bsr": DENSE.to_sparse_bsr((2, 2)),
+        "bsc": DENSE.bfloat16().to_sparse_bsc((2, 3)),
+        "integers": torch.eye(3, dtype=torch.int64).to_sparse_csr(),
+        "flags": (DENSE > 2).to_sparse(),
+        "nothing": torch.zeros(3, 3).to_sparse(),
+        "tensor": torch.quantize_per_tensor(DENSE, 0.1, 3, torch.quint8),
+        "wide": torch.quantize_per_tensor(DENSE, 0.1, 0, torch.qint32),
+        "turned": torch.quantize_per_tensor(DENSE, 0.1, 3, torch.quint8).t(),
+        "row": torch.quantize_per_tensor(torch.ones(1000, 3), 0.1, 1, torch.qint8)[5],
+        "channels": torch.quantize_per_channel(
+            DENSE, SCALES, torch.zeros(8, dtype=torch.int64), 0, torch.qint8
+        ),
+        "float zeros": torch.quantize_per_channel(DENSE, SCALES, SCALES, 0, torch.quint8),
+    }
+SPARSE = [name for name, tensor in KINDS.items() if not tensor.is_quantized]
+
+
+def parts(tensor: torch.Tensor) -> list[Any]:
+    """All there is of a tensor: numbers, as dense tensors, and facts."""
+    facts = [tensor.layout, tensor.dtype, tensor.shape, tensor.is_quantized]
+    if tensor.is_quantized:
+        if tensor.qscheme() == torch.per_tensor_affine:
+            scales = [tensor.q_scale(), tensor.q_zero_point()]
+        else:
+            scales = [tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()]
+            scales.append(tensor.q_per_channel_axis())
+        return [*facts, tensor.qscheme(), tensor.stride(), tensor.int_repr(), *scales]
+    if tensor.layout == torch.sparse_coo:
+        return [*facts, tensor.is_coalesced(), tensor._indices(), tensor._values()]
+    rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+    inner = ("crow_indices", "col_indices") if rows else ("ccol_indices", "row_indices")
+    return [*facts, *(getattr(tensor, name)() for name in inner), tensor.values()]
+
+
+def same(one: torch.Tensor, two: torch.Tensor) -> bool:
+    def equal(a: Any, b: Any) -> bool:
+        if isinstance(a, torch.Tensor):
+            return a.dtype == b.dtype and torch.equal(a, b)
+        return bool(a == b)
+
+    pairs = zip(parts(one), parts(two), strict=True)
+    return all(equal(*pair) for pair in pairs)
+
+
+def require_kept(path: Path, kinds: dict[str, torch.Tensor]) -> None:
+    """All readers give what torch.save and torch.load make of these tensors."""
+    file = io.BytesIO()
+    torch.save(kinds, file)
+    file.seek(0)
+    expected = torch.load(file, weights_only=True)
+    with torchlift.open(path) as ckpt:
+        found = [torch.load(path, weights_only=True), torch.load(path, mmap=True)]
+        for each in (*found, ckpt.state_dict()):
+            assert each.keys() == expected.keys()
+            for name, tensor in expected.items():
+                assert same(tensor, each[name]), name
+    assert torchlift.verify(path).ok
+
+
+def test_a_torch_file_keeps_them(tmp_path: Path) -> None:
+    """From memory, from a file as torch.save wrote it, and from one that is open."""
+    theirs, ours = tmp_path / "theirs.pt", tmp_path / "ours.pt"
+    torch.save(KINDS, theirs)
+    report = torchlift.save(KINDS, ours)
+    assert report.tensors == len(KINDS)
+    assert not report.lost
+    require_kept(ours, KINDS)
+    for source in (theirs, ours, KINDS):
+        assert torchlift.convert(source, ours, overwrite=True).tensors == len(KINDS)
+        require_kept(ours, KINDS)
+    with torchlift.open(theirs) as ckpt:
+        torchlift.save(ckpt, ours)
+    require_kept(ours, KINDS)
+    # A transform gets a clone, which torch makes contiguous, and of zero points of floats none.
+    odd = ["float zeros", "turned"]
+    torchlift.convert(theirs, ours, transform=lambda _, t: t, exclude=odd, overwrite=True)
+    require_kept(ours, {name: tensor for name, tensor in KINDS.items() if name not in odd})
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_one_is_kept_wherever_it_is(tmp_path: Path, name: str) -> None:
+    """Alone, in lists, tied, beside a dense view of its values, and as a buffer of a module."""
+    tensor, path = KINDS[name], tmp_path / "x.pt"
+    torchlift.save(tensor, path)
+    assert same(torch.load(path, weights_only=True), tensor)
+    torchlift.save({"a": [tensor, {3: tensor}], "step": 3}, path)
+    found = torch.load(path, weights_only=True)
+    assert found["step"] == 3
+    assert same(found["a"][0], tensor)
+    assert same(found["a"][1][3], tensor)
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("kind", tensor)
+    torchlift.save(model, path)
+    assert same(torch.load(path, weights_only=True)["kind"], tensor)
+    report = torchlift.save({"one": tensor, "two": tensor, "one.0": torch.ones(2)}, path)
+    assert report.tied == ({"two": "one"} if name != "nothing" else {})
+    with torchlift.open(path) as ckpt:
+        assert same(ckpt["two"], tensor)
+
+
+def test_tensors_that_share_indices_alone_are_not_tied(tmp_path: Path) -> None:
+    """They have values of their own; and the file has the indices once."""
+    one = KINDS["coo"]
+    two = torch.sparse_coo_tensor(one._indices(), one._values() * 2, one.shape, is_coalesced=True)
+    report = torchlift.save({"one": one, "two": two}, tmp_path / "x.pt")
+    assert not report.tied
+    assert report.tensors == 2
+    assert report.nbytes == one._indices().nbytes + 2 * one._values().nbytes
+    found = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert same(found["one"], one)
+    assert same(found["two"], two)
+
+
+def test_a_cast_is_of_values_alone(tmp_path: Path) -> None:
+    """Indices, integers, flags and quantised numbers stay what they are."""
+    source, path = tmp_path / "x.pt", tmp_path / "y.pt"
+    torch.save(KINDS, source)
+    report = torchlift.convert(source, path, dtype="float16")
+    found = torch.load(path, weights_only=True)
+    floats = {name for name in SPARSE if KINDS[name].is_floating_point()}
+    assert report.cast.keys() == floats
+    for name, tensor in KINDS.items():
+        assert same(found[name], tensor.half() if name in floats else tensor), name
+    seen = []
+
+    def rule(entry: Any) -> Any:
+        seen.append((entry.key, tuple(entry.shape)))
+        return torch.float64 if entry.key == "csr" else None
+
+    torchlift.convert(source, path, dtype=rule, include=["csr", "tensor"], overwrite=True)
+    found = torch.load(path, weights_only=True)
+    assert same(found["csr"], KINDS["csr"].double())
+    assert same(found["tensor"], KINDS["tensor"])
+    assert ("csr", (8, 6)) in seen
+
+
+def test_a_rename_and_containers_keep_them(tmp_path: Path) -> None:
+    """In a training state whose keys are stripped, and under a root."""
+    source, path = tmp_path / "x.pt", tmp_path / "y.pt"
+    state = {"model": {f"module.{name}": tensor for name, tensor in KINDS.items()}, "epoch": 3}
+    torch.save(state, source)
+    torchlift.convert(source, path, rename=torchlift.remap.strip("module."), root="model")
+    require_kept(path, KINDS)
+    torchlift.convert(source, path, rename=lambda key: key.replace("module.", "x."), overwrite=True)
+    found = torch.load(path, weights_only=True)
+    assert found["epoch"] == 3
+    assert all(same(found["model"][f"x.{name}"], tensor) for name, tensor in KINDS.items())
+
+
+def test_the_memory_of_a_conversion_does_not_grow_with_them(tmp_path: Path) -> None:
+    """Their values go a block at a time, as those of dense ones do."""
+    count = 24_000_000
+    rows = torch.arange(count)
+    big = torch.sparse_coo_tensor(rows[None], torch.ones(count), (count,), is_coalesced=True)
+    torch.save({"w": big}, tmp_path / "x.pt")
+    found = torchlift.measure.in_child(_convert, tmp_path / "x.pt", tmp_path / "y.pt")
+    assert found.memory.added_anonymous < 64 << 20
+    found = torch.load(tmp_path / "y.pt", mmap=True)["w"]
+    assert torch.equal(found._indices()[0], rows)
+
+
+def _convert(source: Path, path: Path) -> None:
+    torchlift.convert(source, path)
+
+
+@pytest.mark.parametrize("format", ["safetensors", "sharded", "dcp"])
+@pytest.mark.parametrize("name", ["coo", "bsr", "tensor", "channels"])
+def test_other_formats_name_what_keeps_them(tmp_path: Path, format: str, name: str) -> None:
+    """A torch file does; and what makes them dense is written there. Both fixes work."""
+    tensor, folder, source = KINDS[name], tmp_path / "out", tmp_path / "x.pt"
+    path = folder / "x.safetensors" if format == "safetensors" else folder
+    dense = tensor.dequantize() if tensor.is_quantized else tensor.to_dense()
+    fix = "dequantize" if tensor.is_quantized else "to_dense"
+    with pytest.raises(PlacementError) as caught:
+        torchlift.save({"w": tensor}, path, format=format)
+    assert caught.value.entry == "w"
+    assert caught.value.hint == f"Save as a torch file, which keeps it, or save tensor.{fix}()."
+    assert not folder.exists() or not any(folder.iterdir())
+    torchlift.save({"w": dense}, path, format=format)
+    with torchlift.open(path) as ckpt:
+        assert torch.equal(ckpt["w"], dense)
+    torch.save({"w": tensor, "v": torch.ones(2)}, source)
+    with pytest.raises(PlacementError, match=rf"'w'.*found a .*(torch file.*{fix}|{fix})"):
+        torchlift.convert(source, path, format=format, overwrite=True)
+    torchlift.convert(source, path, format=format, overwrite=True, exclude=["w"])
+    torchlift.convert(
+        source, path, format=format, overwrite=True,
+        transform=lambda key, tensor: getattr(tensor, fix)() if key == "w" else tensor,
+    )  # fmt: skip
+    with torchlift.open(path) as ckpt:
+        assert torch.equal(ckpt["w"], dense)
+        assert torch.equal(ckpt["v"], torch.ones(2))
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize("format", ["torch-zip", "safetensors", "dcp"])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+def test_a_nested_tensor_is_refused_and_its_rows_are_saved(
+    tmp_path: Path, layout: torch.layout, format: str
+) -> None:
+    """The message has the two lines that save it and make it again; and those of a conversion."""
+    rows = [torch.ones(2, 3), torch.zeros(4, 3)]
+    tensor = torch.nested.nested_tensor(rows, layout=layout)
+    path = tmp_path / "x.safetensors" if format == "safetensors" else tmp_path / "x"
+    with pytest.raises(PlacementError, match=r"'w'.*found a nested tensor of float32") as caught:
+        torchlift.save({"w": tensor}, path, format=format)
+    first, again = str(caught.value.hint).removesuffix(" makes it again.").split("; ")
+    assert first == "Save rows = [*tensor.unbind()]"
+    torchlift.save({"w": [*tensor.unbind()]}, path, format=format)
+    with torchlift.open(path) as ckpt:
+        found = [ckpt["w.0"], ckpt["w.1"]]
+    made = eval(again, {"torch": torch, "rows": found})
+    assert made.layout == tensor.layout
+    assert all(map(torch.equal, made.unbind(), rows))
+    torch.save({"w": tensor, "v": torch.ones(1)}, tmp_path / "in.pt")
+    options: dict[str, Any] = {"format": format, "overwrite": True}
+    with pytest.raises(PlacementError, match=r"exclude=\['w'\].*to_padded_tensor\(tensor, 0\)"):
+        torchlift.convert(tmp_path / "in.pt", path, **options)
+    torchlift.convert(tmp_path / "in.pt", path, exclude=["w"], **options)
+
+    def padded(key: str, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.nested.to_padded_tensor(tensor, 0) if key == "w" else tensor
+
+    torchlift.convert(tmp_path / "in.pt", path, transform=padded, **options)
+    with torchlift.open(path) as ckpt:
+        for row, dense in zip(rows, ckpt["w"], strict=True):
+            assert torch.equal(dense[: len(row)], row)
+            assert not dense[len(row) :].any()
+
+
+def test_numbers_of_two_bits_are_refused_with_a_fix(tmp_path: Path) -> None:
+    """torchlift reads no file with them either."""
+    scales = torch.ones(4), torch.zeros(4)
+    tensor = torch.quantize_per_channel(torch.ones(4, 8), *scales, 0, torch.quint4x2)
+    with pytest.raises(PlacementError, match=r"Save tensor\.dequantize\(\)\."):
+        torchlift.save({"w": tensor}, tmp_path / "x.pt")
+    torchlift.save({"w": tensor.dequantize()}, tmp_path / "x.pt")
+
+
+def test_a_keeper_keeps_them(tmp_path: Path) -> None:
+    """As buffers of its model, and in a state of the caller's."""
+    kinds = {name: KINDS[name] for name in ("coo", "csr", "bsc", "tensor", "channels")}
+
+    def model() -> torch.nn.Module:
+        made = torch.nn.Linear(2, 2)
+        for name, tensor in kinds.items():
+            made.register_buffer(name, tensor.clone())
+        return made
+
+    state = {"graph": KINDS["coo"], "table": [KINDS["bsr"], KINDS["wide"]]}
+    one, two = model(), model()
+    with torchlift.Keeper(tmp_path) as keeper:
+        keeper.save(1, model=one, mine=state)
+    path = keeper.latest()
+    assert path is not None
+    found = torch.load(path, weights_only=True)
+    assert same(found["mine"]["table"][0], KINDS["bsr"])
+    assert same(found["mine"]["table"][1], KINDS["wide"])
+    two.coo = torch.zeros(8, 6).to_sparse()
+    with torchlift.Keeper(tmp_path) as keeper:
+        keeper.resume(model=two)
+    for name, tensor in kinds.items():
+        assert same(getattr(two, name), tensor), name
