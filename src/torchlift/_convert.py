@@ -128,6 +128,9 @@ def convert(
     it; the results wait on the disk beside `dst`, in a file without a name. The new files appear
     when they are whole, as with `torchlift.save`; the old ones are only read.
 
+    A torch file keeps the sparse and quantised tensors of another one; other formats need a
+    `transform` that makes them dense. What a `transform` returns of such a kind waits in memory.
+
     Aliases and ties stay where the format can have them. Files of PyTorch and DCP keep their
     containers (lists, plain data and, of files, integer keys) in a torch file; what `rename` leaves
     below a dict of a file stays in it, but for names inside of lists: then all are flat.

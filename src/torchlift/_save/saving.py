@@ -191,8 +191,9 @@ def save(
     ============================================  =================================================
 
     **What is kept.** A torch file keeps containers as they are, plain data, strides, and which
-    tensors share memory: ties stay ties. Tensors that are made of others, such as torchao's, are in
-    it as ``torch.save`` has them: who loads it allows their classes. DCP keeps plain data, and
+    tensors share memory: ties stay ties. It keeps sparse and quantised tensors, and those of
+    classes that are made of others, such as torchao's, as ``torch.save`` does; who loads it allows
+    the classes. Save a nested tensor as a list of its rows. DCP keeps plain data, and
     gives each key values of its own. safetensors have tensors only: plain data is an error. Values
     of both lie in rows, those in ``channels_last``, too. Keys of containers are joined by dots; of
     tied names the first has the values and the metadata (``torchlift.ties``) names it for the
