@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import torchlift
-from torchlift.errors import PlacementError
+from torchlift.errors import IntegrityError, PlacementError
 
 #: Of torch.load, where it makes a quantised tensor.
 pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
@@ -105,6 +106,44 @@ def test_a_torch_file_keeps_them(tmp_path: Path) -> None:
     odd = ["float zeros", "turned"]
     torchlift.convert(theirs, ours, transform=lambda _, t: t, exclude=odd, overwrite=True)
     require_kept(ours, {name: tensor for name, tensor in KINDS.items() if name not in odd})
+
+
+def test_a_store_and_other_archives_give_and_take_them(tmp_path: Path) -> None:
+    """In one pass to a URL, where the file has empty tensors too; deflated; as old as torch 1.5."""
+    url, path, other = "memory://kinds/x.pt", tmp_path / "x.pt", tmp_path / "y.pt"
+    state = {"first": torch.empty(0, 4), **KINDS, "last": torch.empty(0)}
+    torchlift.save(state, url)
+    torchlift.convert(url, "memory://kinds/y.pt")
+    torchlift.convert("memory://kinds/y.pt", path)
+    assert torchlift.diff(path, url).equal
+    torchlift.convert(path, other, include=[*KINDS])
+    require_kept(other, KINDS)
+    with zipfile.ZipFile(path) as whole, zipfile.ZipFile(other, "w", zipfile.ZIP_DEFLATED) as made:
+        for name in whole.namelist():
+            made.writestr(name, whole.read(name))
+    dense = {name: tensor for name, tensor in KINDS.items() if name != "turned"}
+    torchlift.convert(other, path, include=[*dense], overwrite=True)  # which has no strides then
+    require_kept(path, dense)
+    torch.save(KINDS, other, _use_new_zipfile_serialization=False)
+    torchlift.convert(other, path, overwrite=True)
+    require_kept(path, KINDS)
+
+
+def test_damage_in_one_stops_a_conversion(tmp_path: Path) -> None:
+    """The error names the tensor that the source has."""
+    path = tmp_path / "x.pt"
+    torchlift.save(KINDS, path)
+    with torchlift.open(path) as ckpt:
+        kind = ckpt.entries["csr"].kind
+        assert kind is not None
+        at = kind.tensors[-1].chunks[0].offset
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(IntegrityError) as caught:
+        torchlift.convert(path, tmp_path / "y.pt")
+    assert caught.value.entry == "csr"
+    assert [each.name for each in tmp_path.iterdir()] == ["x.pt"]
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -912,7 +912,7 @@ def _damaged(value: Value, found: int) -> IntegrityError:
     return IntegrityError(
         "the checksum of its bytes is wrong",
         file=value.views.index.path,
-        entry=value.key,
+        entry=value.source.key if isinstance(value.source, TensorEntry) else value.key,
         expected=f"crc32 {value.crc32:08x}",
         found=f"crc32 {found:08x}",
         hint=Hint(

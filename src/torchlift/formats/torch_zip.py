@@ -459,8 +459,9 @@ def archive_layout(
         )
     holes, at, payloads = iter(starts), 0, []
     for tensor in tensors:
-        at = next(holes) if tensor.nbytes else at
+        at = next(holes) if tensor.nbytes else at  # none: where a writer in one pass is by then
         payloads.append(Payload(tensor, at))
+        at += tensor.nbytes
     frame = partial(_frame, gaps, tensors, places)
     return Layout(base + len(last), tuple(payloads), checked, frame)
 
