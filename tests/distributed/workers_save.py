@@ -119,7 +119,7 @@ def one_bad_rank_stops_all() -> None:
     cases: list[tuple[Any, Path, type[Exception], str]] = [
         (object(), path, PlacementError, "without running code"),
         ({"a": [object()]}, path, PlacementError, "'w.a': .*without running code"),
-        (torch.empty(2, device="meta"), path, PlacementError, "in a torch file"),
+        (torch.empty(2, device="meta"), path, PlacementError, "cannot save this tensor"),
         (DTensor.from_local(torch.ones(2), mesh, [Partial()]), path, PlacementError, "partial sum"),
         (torch.ones(2), path / "x.pt", CheckpointError, "cannot be written"),
     ]
@@ -127,7 +127,7 @@ def one_bad_rank_stops_all() -> None:
         uneven = torch.ones(2 + (rank == world - 1))
         cases.append((uneven, path, PlacementError, f"rank {world - 1} differs from rank 0"))
         unlike = torch.empty(2, device="meta") if rank == world - 1 else torch.ones(2)
-        cases.append((unlike, path, PlacementError, "in a torch file"))
+        cases.append((unlike, path, PlacementError, "cannot save this tensor"))
     for value, where, kind, text in cases:
         with pytest.raises(kind, match=text):
             save_consolidated({"w": value}, where)
@@ -688,6 +688,27 @@ def values_that_differ_between_ranks_are_never_mixed() -> None:
     dist.barrier()
 
 
+def keeps_sparse_and_quantised_tensors() -> None:
+    """In a torch file, of which each rank writes a part; DCP is refused on every rank."""
+    world = dist.get_world_size()
+    path, dense = SHARED / f"kinds-{world}.pt", torch.arange(12.0).view(3, 4)
+    state = {
+        "w": distribute_tensor(dense, cpu_mesh(), [Shard(0)]),
+        "sparse": dense.to_sparse(),
+        "codes": torch.quantize_per_tensor(dense, 0.1, 3, torch.quint8),
+    }
+    assert torchlift.save(state, path).tensors == 3
+    with torchlift.open(path) as found:
+        assert torch.equal(found["w"], dense)
+        assert torch.equal(found["sparse"].to_dense(), dense)
+        assert torch.equal(found["codes"].int_repr(), state["codes"].int_repr())
+    assert torchlift.verify(path).ok
+    with pytest.raises(PlacementError, match=r"'sparse'.* DCP.*as a torch file, which keeps it"):
+        torchlift.save(state, SHARED / f"kinds-{world}", format="dcp")
+    dist.barrier()
+    assert not (SHARED / f"kinds-{world}").exists()
+
+
 def saves_among_the_ranks_of_a_process_group() -> None:
     """The first of them does what rank 0 does, and the others are not asked."""
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -721,6 +742,7 @@ SAVES = (
     names_in_the_file_are_those_of_the_bare_model,
     merges_what_each_rank_has_under_names_of_its_own,
     values_that_differ_between_ranks_are_never_mixed,
+    keeps_sparse_and_quantised_tensors,
     saves_among_the_ranks_of_a_process_group,
     writes_files,
     writes_a_module,

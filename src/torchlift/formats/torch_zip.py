@@ -449,20 +449,21 @@ def archive_layout(
     base, last = gaps[-1]
     places = [at + _IN_HEADER for at, name, _ in _headers(gaps) if name.startswith(_DATA)]
     starts = [start + len(data) for start, data in gaps[:-1]]
-    sizes = [stop - start for start, (stop, _) in zip(starts, gaps[1:], strict=True)]
-    if sizes != [t.nbytes for t in tensors if t.nbytes] or len(places) != len(tensors):
+    found = [stop - start for start, (stop, _) in zip(starts, gaps[1:], strict=True)]
+    sizes = [tensor.nbytes for tensor in tensors]
+    if found != [*filter(None, sizes)] or len(places) != len(tensors):
         raise FormatError(
             "the installed torch does not leave the holes that skip_data is known to leave",
-            expected=f"{len(tensors)} storages of {sum(each.nbytes for each in tensors)} bytes",
-            found=f"{len(places)} storages, and holes of {sum(sizes)} bytes",
+            expected=f"{len(tensors)} storages of {sum(sizes)} bytes",
+            found=f"{len(places)} storages, and holes of {sum(found)} bytes",
             hint="Update torchlift, or install a version of torch that it is tested with.",
         )
     holes, at, payloads = iter(starts), 0, []
-    for tensor in tensors:
-        at = next(holes) if tensor.nbytes else at  # none: where a writer in one pass is by then
+    for tensor, nbytes in zip(tensors, sizes, strict=True):
+        at = next(holes) if nbytes else at  # none: where a writer in one pass is by then
         payloads.append(Payload(tensor, at))
-        at += tensor.nbytes
-    frame = partial(_frame, gaps, tensors, places)
+        at += nbytes
+    frame = partial(_frame, gaps, sizes, places)
     return Layout(base + len(last), tuple(payloads), checked, frame)
 
 
@@ -491,20 +492,20 @@ def _headers(
 
 def _frame(
     gaps: Sequence[tuple[int, bytes | bytearray]],
-    tensors: Sequence[Stored],
+    sizes: Sequence[int],
     places: Sequence[int],
     sums: Iterable[int],
 ) -> Iterator[tuple[int, bytes]]:
     """Yield what torch has written, with the CRC-32s of the payloads where it has left zeros."""
     known, left, number = [], iter(sums), 0
     start, data = gaps[0][0], bytearray(gaps[0][1])
-    for tensor in tensors:
-        if tensor.nbytes:
+    for nbytes in sizes:
+        if nbytes:
             yield start, bytes(data)  # before the sum: it may be that of what is written next
             number += 1
             start, data = gaps[number][0], bytearray(gaps[number][1])
         known.append(next(left, 0))
-        if tensor.nbytes:
+        if nbytes:
             _CRC.pack_into(data, _IN_DESCRIPTOR, known[-1])
     for place, crc in zip(places, known, strict=True):
         _CRC.pack_into(data, place, crc)
