@@ -178,10 +178,8 @@ plt.show()
 # Remember
 # --------
 #
-# - The store sends each shard once. Parts that are within 1 MiB of each other come in one request,
-#   with the bytes between them.
+# - The store sends each shard once, and no rank ever has the whole file, in memory or on its disk.
 # - Replicas of one model fetch the file once each. Download it first if a machine has many of them.
-# - No rank ever has the whole file, in memory or on its disk.
 # - A DCP folder, shards with an index or one torch file: any of them, on any mesh.
 #
 # Use this when

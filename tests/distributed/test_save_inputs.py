@@ -106,7 +106,7 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
             save_consolidated(nn.LazyLinear(3), path)
         with pytest.raises(TypeError, match="metadata: expected a mapping, found a list"):
             save_consolidated({}, path, metadata=["a"])
-        with pytest.raises(TypeError, match="not int"):
+        with pytest.raises(TypeError, match="not a int"):
             save_consolidated({}, 3)
     with pytest.raises(TypeError, match=r"metadata\['epoch'\] = 3: .* text only"):
         save_consolidated({}, path, metadata={"epoch": 3})

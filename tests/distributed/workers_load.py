@@ -7,7 +7,6 @@ does everything else, on checkpoints of every number of ranks.
 from __future__ import annotations
 
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -741,32 +740,6 @@ def every_kind_of_shard_comes_through_dcp_and_convert() -> None:
                 dcp.load(state, storage_reader=CheckpointReader(source))
                 assert torch.equal(made, local), (placements, onto, source)
                 assert not wide[..., local.shape[-1] :].any(), (placements, onto, source)
-
-
-@check
-def threads_of_every_rank_load_one_after_the_other() -> None:
-    """In any order: each exchanges the same with the other ranks, and never two at a time."""
-    path = SHARED / f"threads-{dist.get_world_size()}.pt"
-    if dist.get_rank() == 0:
-        torch.save(net(Untied).state_dict(), path)
-    dist.barrier()
-    model, expected = fsdp(net(Untied, 1)), net(Untied).state_dict()
-    errors: list[BaseException] = []
-
-    def work(mode: Any) -> None:
-        try:
-            for _ in range(5):
-                torchlift.load(model, path, mode=mode)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(mode,)) for mode in ("copy", "auto", "assign")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, repr(errors)
-    require_equal(model, expected, "threads")
 
 
 @check

@@ -237,7 +237,7 @@ def a_bad_path_of_one_rank_stops_all() -> None:
     save_consolidated(state, folder / ("link" if last else "inner") / "x.pt")
     dist.barrier()
     kind = (TypeError, CheckpointError)
-    with pytest.raises(kind, match="not NoneType"):
+    with pytest.raises(kind, match="not a NoneType"):
         save_consolidated(state, None if last else folder / "x.pt")
     if world > 1:
         for other in (folder / "y.pt", folder / "inner" / "x.pt"):
