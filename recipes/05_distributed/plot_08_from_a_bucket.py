@@ -171,9 +171,9 @@ axes.invert_yaxis()
 plt.show()
 
 # %%
-# *Two ranks load a file of 64 MiB from a server. Left: the bytes that the server sends. It sends the
-# file twice if every rank downloads it, and once with torchlift. Right: the most memory and disk that
-# one rank needs. With torchlift, a rank needs its shards of 32 MiB and nothing on its disk.*
+# *Two ranks load a file of 64 MiB from a server. Left: the bytes that the server sends. It sends
+# the file twice if every rank downloads it, and once with torchlift. Right: the most memory and
+# disk that one rank needs. With torchlift, a rank needs its shards of 32 MiB, and no disk.*
 #
 # Remember
 # --------
