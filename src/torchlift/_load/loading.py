@@ -540,11 +540,11 @@ def _intact(
         return found, (digest, about)
 
     known, answers = ranks.run(list_all)
-    told = {who: digest for who, (digest, _) in answers.items()}
+    digests = {who: digest for who, (digest, _) in answers.items()}
     abouts = {who: each for who, (_, each) in answers.items()}
-    if not any(told.values()):
+    if not any(digests.values()):
         return 0, abouts
-    peers = [who for who, digest in told.items() if digest == told[rank()]]
+    peers = [who for who, digest in digests.items() if digest == digests[rank()]]
     part = peers.index(rank()), len(peers)
 
     def add_up() -> tuple[None, list[tuple[list[int | None], dict[str, int]]]]:

@@ -68,7 +68,9 @@ from torchlift._model.names import is_flattened as is_flattened
 from torchlift._model.names import uses_fsdp1 as uses_fsdp1
 from torchlift._model.names import wrapped_names as wrapped_names
 from torchlift._model.ranks import Agree as Agree
+from torchlift._model.ranks import Exchange as Exchange
 from torchlift._model.ranks import RankGroup as RankGroup
+from torchlift._model.ranks import StepResult as StepResult
 from torchlift._model.ranks import has_group as has_group
 from torchlift._model.ranks import new_gloo_group as new_gloo_group
 from torchlift._model.ranks import portable as portable

@@ -268,11 +268,11 @@ class Mesh:
             own = replace(taken, tensors=tensors), dict(metadata)
             return (own, untied(apart(values, None))), (asked, _digest(own))
 
-        ((own, texts), lost), told = self.group.run(describe)
+        ((own, texts), lost), by_rank = self.group.run(describe)
         # All ranks know the same, so they raise together without another exchange.
-        require_alike({who: asked for who, (asked, _) in told.items()})
+        require_alike({who: asked for who, (asked, _) in by_rank.items()})
         holders: dict[str, list[int]] = {}
-        if len({digest for _, digest in told.values()}) > 1:
+        if len({digest for _, digest in by_rank.values()}) > 1:
             _, each_own = self.group.run(lambda: (None, (own, texts)))
             holders = self._holders({who: each for who, (each, _) in each_own.items()})
             texts = each_own[self.ranks[0]][1]
@@ -398,8 +398,8 @@ class Mesh:
                 return None, files.commit()
 
             try:
-                files, told = self.run(begin)
-                begun, number = told[self.ranks[0]], self.ranks.index(self.rank)
+                files, by_rank = self.run(begin)
+                begun, number = by_rank[self.ranks[0]], self.ranks.index(self.rank)
                 write = partial(write_files, output, begun, number, advance, files)
                 _, written = self.run(lambda: (None, write()))
                 self.written = written[self.rank].nbytes

@@ -685,9 +685,9 @@ def _read(
         # Ranks that no mesh ties to this one may have other stages, which would be lost.
         group = RankGroup.of_all(StateDictMismatch)
     with collection_paused(), torch.no_grad():
-        (state, steps), told = group.run(read)
-        require_alike(group, steps, (each for each, _ in told.values()))
-        every = all(offloads for _, offloads in told.values())
+        (state, steps), by_rank = group.run(read)
+        require_alike(group, steps, (each for each, _ in by_rank.values()))
+        every = all(offloads for _, offloads in by_rank.values())
         return [
             versioned(finish(each, chosen, every, group), getattr(each, "_metadata", None))
             for each in state
@@ -792,8 +792,8 @@ def _together(call: LoadCall) -> tuple[list[str], list[str], OptimizerReport]:
                     raise ValueError("broadcast_from_rank0=True is not for a rank that loads alone")
                 group = RankGroup.of_all(StateDictMismatch, call.process_group)
                 return _load(_received(group, begin, alike=len(asked) == 1), group)
-            (job, steps), told = group.run(begin_alike)
-            require_alike(group, steps, told.values())
+            (job, steps), by_rank = group.run(begin_alike)
+            require_alike(group, steps, by_rank.values())
 
             # This communicates: now, when no rank can be stopped by its modules' code.
             def laid_out(name: str, value: Any, live: Any) -> Any:
@@ -867,12 +867,12 @@ def _load(job: _Job, group: RankGroup) -> tuple[list[str], list[str], OptimizerR
             return (plan, plans), (refuses, options.strict, extra)
 
         source = _source(job)
-        (plan, plans), told = group.run(prepare)
+        (plan, plans), by_rank = group.run(prepare)
         # An optimizer's own code may still end the load; one strict rank is enough.
-        refuses, strict = (any(each[at] for each in told.values()) for at in (0, 1))
+        refuses, strict = (any(each[at] for each in by_rank.values()) for at in (0, 1))
         if broadcasts:
             # Unexpected is what no rank takes: the stages of a pipeline share one state dict.
-            nobodys = reduce(and_, (extra for *_, extra in told.values()))
+            nobodys = reduce(and_, (extra for *_, extra in by_rank.values()))
             unexpected = sorted(n for at, n in enumerate(state.model or ()) if nobodys >> at & 1)
             if unexpected and strict:
                 raise misfit("model", {UNEXPECTED: unexpected}, unexpected_keys=unexpected)
@@ -1030,8 +1030,8 @@ def _received(group: RankGroup, begin: Callable[[], _Job], alike: bool) -> _Job:
     def unpack() -> tuple[_State, None]:
         return pickle.loads(box[0] or b""), None  # an object in it may be unknown to this process
 
-    (job, message), told = group.run(pack)
-    if not all(told.values()):
+    (job, message), by_rank = group.run(pack)
+    if not all(by_rank.values()):
         raise StateDictMismatch("broadcast_from_rank0 must be the same on every rank")
     box = [message]
     torch.distributed.broadcast_object_list(box, src=0, group=group.groups[0])
