@@ -814,6 +814,66 @@ def test_a_thread_cannot_be_the_first_to_ask(tmp_path: Path) -> None:
     assert found[1] is False
 
 
+def ended(child: int) -> int:
+    """Send a child that was forked here SIGTERM; return how it ended."""
+    os.kill(child, signal.SIGTERM)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("former", ["default", "ignored", "handler"])
+def test_a_forked_child_ends_on_a_signal_as_it_did_before(tmp_path: Path, former: str) -> None:
+    """It has the handler of the keeper, but nobody in it asks whether to stop."""
+    before: Any = {
+        "default": signal.SIG_DFL,
+        "ignored": signal.SIG_IGN,
+        "handler": lambda *_: os._exit(7),
+    }[former]
+    kept = signal.signal(signal.SIGTERM, before)
+    try:
+        with torchlift.Keeper(tmp_path) as keeper:
+            assert not keeper.should_stop()
+            (reading, writing), (ready, done) = os.pipe(), os.pipe()
+            child = os.fork()
+            if not child:
+                os.write(done, b"1")  # Python forgets signals that come while it forks
+                os.read(reading, 1)  # until a signal ends it
+                os._exit(0)
+            os.read(ready, 1)
+            if former == "ignored":
+                os.kill(child, signal.SIGTERM)
+                os.kill(child, signal.SIGKILL)
+            for descriptor in (reading, writing, ready, done):
+                os.close(descriptor)
+            expected = {"default": -signal.SIGTERM, "ignored": -signal.SIGKILL, "handler": 7}
+            assert ended(child) == expected[former]
+            assert not keeper.should_stop()
+            os.kill(os.getpid(), signal.SIGUSR1)  # and the keeper still listens
+            assert keeper.should_stop()
+        assert signal.getsignal(signal.SIGTERM) is before
+    finally:
+        signal.signal(signal.SIGTERM, kept)
+
+
+_DAEMON = """
+import multiprocessing, sys, time, torchlift
+keeper = torchlift.Keeper(sys.argv[1])
+assert not keeper.should_stop()
+child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(3600,), daemon=True)
+child.start()
+print("ends", flush=True)
+"""
+
+
+def test_a_program_with_a_daemon_child_ends(tmp_path: Path) -> None:
+    """At its end, Python sends the child SIGTERM and waits for it."""
+    done = subprocess.run(
+        [sys.executable, "-c", _DAEMON, str(tmp_path)], stdout=subprocess.PIPE, text=True,
+        timeout=300, check=True,
+    )  # fmt: skip
+    assert done.stdout == "ends\n"
+    assert os.listdir(tmp_path) == []  # an end without close leaves no lock
+
+
 # ---- on several processes
 
 
@@ -838,6 +898,8 @@ results = saved_then_loaded(WORKERS, RANKS)
         "each_rank_verifies_its_part",
         "one_optimizer_may_have_several_modules",
         "what_ranks_have_of_their_own_is_theirs_again",
+        "a_second_job_is_refused_on_all_ranks",
+        "a_resume_that_fails_on_one_rank_changes_no_object_on_any",
         "other_ranks_are_told_of_what_each_had",
         "a_folder_on_a_network_is_read_in_slices",
         "another_model_is_an_error_that_lists_all_of_it",
@@ -866,7 +928,7 @@ def test_one_process_of_a_process_group_keeps_as_several_do(tmp_path: Path) -> N
     out = tmp_path / "save-1"
     out.mkdir()
     found = run_workers(WORKERS, 1, out)
-    assert len(found) == 17
+    assert len(found) == 19
     assert not any(found.values()), found
     again = runs["grouped"]
     with torch.no_grad():

@@ -512,6 +512,65 @@ def what_ranks_have_of_their_own_is_theirs_again() -> None:
         assert any(key in (*ckpt.objects, *ckpt.entries) for key in keys)
 
 
+def a_second_job_is_refused_on_all_ranks() -> None:
+    """Rank 0 alone looks at the lock, and all raise one error; then it is free again."""
+    folder = SHARED / f"locked-{dist.get_world_size()}"
+    pids: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    with torchlift.Keeper(folder) as keeper:
+        with pytest.raises(CheckpointError, match=f"found .*process {pids[0]} on host"):
+            torchlift.Keeper(folder)
+        assert keeper.save(1, model=nn.Linear(2, 1))
+    with torchlift.Keeper(folder) as keeper:
+        assert keeper.resume(model=nn.Linear(2, 1)) == 1
+    dist.barrier()
+    assert folder_lock.NAME not in os.listdir(folder)
+
+
+def a_resume_that_fails_on_one_rank_changes_no_object_on_any() -> None:
+    """An object that refuses its state there: models, optimizers and all else are as before."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    folder = SHARED / f"undone-{dist.get_world_size()}"
+
+    class Refusing(Loader):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            super().load_state_dict(state)
+            if rank == last and state["at"] != 7:
+                raise OSError("no such luck")
+
+    def pair() -> dict[str, Any]:
+        run = run_of("fsdp2")
+        other = torch.optim.SGD(run["model"].parameters(), lr=0.1, momentum=0.9)
+        return {**run, "other": other, "loader": Refusing(7)}
+
+    def moments_of(run: dict[str, Any]) -> list[torch.Tensor]:
+        found = run["other"].state.values()
+        return [state["momentum_buffer"].to_local().clone() for state in found]
+
+    run = pair()
+    train(run)
+    run["other"].step()
+    run["loader"].at = 100 + rank
+    for steps in (0, 2):
+        with torchlift.Keeper(folder, timeout=HANGS.seconds) as keeper:
+            keeper.save(steps, run)
+            again = pair()
+            train(again, steps)
+            for _ in range(steps):
+                again["other"].step()
+            numbers = torch.get_rng_state()
+            before, moments = values_of(again), moments_of(again)
+            with pytest.raises((OSError, CheckpointError), match="no such luck"):
+                keeper.resume(again)
+            assert same(values_of(again), before)
+            assert all(map(torch.equal, moments_of(again), moments))
+            assert len(moments_of(again)) == len(moments)
+            assert (again["loader"].at, again["scheduler"].last_epoch) == (7, steps)
+            assert torch.equal(torch.get_rng_state(), numbers)
+            assert keeper.resume(again, exclude=["loader"]) == steps
+            assert same(values_of(again), values_of(run))
+
+
 def a_folder_on_a_network_is_read_in_slices() -> None:
     """By this number of ranks: into a model that is there, and into one that is on meta."""
     world = dist.get_world_size()
@@ -668,6 +727,8 @@ if __name__ == "__main__":
                 each_rank_verifies_its_part,
                 one_optimizer_may_have_several_modules,
                 what_ranks_have_of_their_own_is_theirs_again,
+                a_second_job_is_refused_on_all_ranks,
+                a_resume_that_fails_on_one_rank_changes_no_object_on_any,
                 another_model_is_an_error_that_lists_all_of_it,
                 a_part_is_resumed_by_the_same_rules_on_all_ranks,
                 one_process_goes_on_where_one_without_a_group_was,
