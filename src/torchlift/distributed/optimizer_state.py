@@ -11,13 +11,17 @@ from typing import Any, TypeVar
 
 import torch
 
-from torchlift._model import Names, own
+from torchlift._model import Names, is_dtensor, own
+from torchlift._system.containers import leaves
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions
 from torchlift.formats import left_out
 
 T = TypeVar("T")
 
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
+#: Key in a group of a state dict: paths of plain tensors in the state of parameters that are
+#: DTensors. Such a matrix may have the shape of its parameter.
+_PLAIN = "plain_state"
 #: What a parameter is called that is in no model: by its place in its optimizer, one of several.
 PLACE = re.compile(rf"(\d+\.)?{_GROUPS}\.\d+\.{_PARAMS}\.\d+")
 
@@ -59,11 +63,39 @@ def read_optimizers(
                 name = first_name(param, names)
                 if not state.get(name) and (initial := initial_state(optimizer, group, param)):
                     state[name] = initial
-        for group in packed[_GROUPS]:
+        for group, live in zip(packed[_GROUPS], optimizer.param_groups, strict=True):
             named = [by_number[number] for number in once(group[_PARAMS])]
-            groups.append({**group, _PARAMS: named})
+            made = {**group, _PARAMS: named}
+            made.pop(_PLAIN, None)  # torch's functions leave the one that they loaded in a group
+            sharded = {first_name(param, names) for param in filter(is_dtensor, live[_PARAMS])}
+            if plain := _plain_paths(
+                state[name] for name in named if name in sharded & state.keys()
+            ):
+                made[_PLAIN] = plain
+            groups.append(made)
     found = {_STATE: state, _GROUPS: groups}
     return _flatten(found) if options.flatten_optimizer_state_dict else found
+
+
+def _plain_paths(states: Iterable[dict[Any, Any]]) -> list[str]:
+    """Return the paths of plain tensors with dimensions in the states of DTensors."""
+    found = {
+        path_text(path)
+        for state in states
+        for path, leaf in leaves(state).items()
+        if torch.is_tensor(leaf) and leaf.dim() and not is_dtensor(leaf)
+    }
+    return sorted(found)
+
+
+def path_text(path: tuple[Any, ...]) -> str:
+    """Write the path of a tensor in the state of a parameter as in a flat state dict.
+
+    Example:
+        >>> path_text(("GG", 0, "left"))
+        'GG.0.left'
+    """
+    return ".".join(map(_flat_key, path))
 
 
 def once(items: Iterable[T]) -> list[T]:
@@ -150,7 +182,10 @@ def _of_another(param: torch.Tensor) -> StateDictMismatch:
 
 @torch.no_grad()
 def initial_state(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], param: torch.Tensor
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    param: torch.Tensor,
+    blank: torch.Tensor | None = None,
 ) -> dict[Any, Any] | None:
     """Make the state that `param` has before its first step, without a step.
 
@@ -159,13 +194,19 @@ def initial_state(
     the model. Here ``_init_group`` is called on a copy of the optimizer that holds a copy of the
     parameter only: state may start from the weights (a copy in float32).
 
+    Args:
+        optimizer: the optimizer. It is not changed.
+        group: the parameter's group.
+        param: the parameter.
+        blank: a tensor that is taken in place of the copy.
+
     Returns:
         New tensors; an empty dict where the optimizer has no state to start with; None where only a
         step could tell.
     """
     if not param.requires_grad:
         return {}
-    moment = torch.zeros_like(param, requires_grad=False)
+    moment = torch.zeros_like(param if blank is None else blank, requires_grad=False)
     # Two of torch's make their state in step() only.
     if isinstance(optimizer, torch.optim.SGD):
         return {"momentum_buffer": moment} if group.get("momentum") else {}
@@ -175,7 +216,7 @@ def initial_state(
     init: Any = getattr(type(optimizer), "_init_group", None)
     if init is None:
         return None
-    stand_in = param.detach().clone().requires_grad_()
+    stand_in = (param.detach().clone() if blank is None else blank).requires_grad_()
     stand_in.grad = moment
     state: dict[torch.Tensor, dict[Any, Any]] = defaultdict(dict)
     shadow = object.__new__(type(optimizer))
@@ -236,6 +277,8 @@ class Saved:
         gone: canonical names that the caller left out.
         allow_missing: patterns of names that may be missing.
         by_order: whether only numbers told parameters apart: each is of one in the same place.
+        plain: canonical name -> the paths in its state that were plain tensors although it was a
+            DTensor, for groups of which that is recorded.
     """
 
     state: dict[str, Any] = field(default_factory=dict)
@@ -245,6 +288,7 @@ class Saved:
     gone: set[str] = field(default_factory=set)
     allow_missing: Collection[str] = ()
     by_order: bool = False
+    plain: dict[str, frozenset[str]] = field(default_factory=dict)
 
     def leave_out(
         self, include: Collection[str], exclude: Collection[str], allow_missing: Collection[str]
@@ -296,9 +340,11 @@ def normalised(
         # An optimizer has no entry for what it never stepped: none is missing here.
         found.state.setdefault(name, {})
     for group in groups:
-        hyper = {key: value for key, value in group.items() if key != _PARAMS}
+        hyper = {key: value for key, value in group.items() if key not in (_PARAMS, _PLAIN)}
         for key in group[_PARAMS]:
             found.hyper[numbered.get(key, key)] = hyper
+            if _PLAIN in group:
+                found.plain[numbered.get(key, key)] = frozenset(group[_PLAIN])
         if not group[_PARAMS]:
             found.empty.append(hyper)
     return found
@@ -347,7 +393,10 @@ def _unflatten(
         section, _, rest = str(key).partition(".")
         if section == _GROUPS:
             name, _, hyper = rest.rpartition(".")
-            found.hyper.setdefault(name, {})[hyper] = value
+            if hyper == _PLAIN:
+                found.plain[name] = frozenset(value)
+            else:
+                found.hyper.setdefault(name, {})[hyper] = value
         elif section == _STATE:
             name = _owner(rest, live)
             _insert(found.state.setdefault(name, {}), rest[len(name) + 1 :], value, live.get(name))

@@ -12,7 +12,7 @@ import os
 import pickle
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import partial, reduce
 from operator import and_
@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from torchlift._checkpoint import Allow, Checkpoint
-from torchlift._load import Agreed, fetch_all, place
+from torchlift._load import Agreed, Fetched, copy_in_place, fetch_all, place, put_new
 from torchlift._model import (
     PATCH,
     Commit,
@@ -55,7 +55,6 @@ from torchlift._sources import (
     StateSource,
     checkpoint,
     container,
-    copy_values,
     flat_state,
     is_state,
 )
@@ -75,14 +74,14 @@ from torchlift.distributed.gather import (
     require_within,
     sequence,
 )
-from torchlift.distributed.optimizer_load import (
-    OptimizerPlan,
+from torchlift.distributed.optimizer_slots import (
     OptimizerReport,
-    apply_optimizer,
+    OptimizerSlots,
     is_left_to_us,
     layout_for,
-    merged,
-    plan_optimizers,
+    require_matched,
+    set_states,
+    try_states,
 )
 from torchlift.distributed.optimizer_state import Saved, name_by_place, normalised, read_optimizers
 from torchlift.distributed.options import (
@@ -694,8 +693,14 @@ def _read(
         ]
 
 
-def load_states(call: LoadCall) -> LoadedKeys:
-    """Load what a call is about, or nothing at all, on every rank."""
+def load_states(call: LoadCall, commit: Commit | None = None) -> LoadedKeys:
+    """Load what a call is about, or nothing at all, on every rank.
+
+    Args:
+        call: the arguments.
+        commit: takes the load back if what the caller does afterwards fails. Values that are
+            written over are then in memory twice until it is left.
+    """
     require_module(call.model)
     with locked(call.model):
         if uses_fsdp1(call.model):
@@ -712,7 +717,7 @@ def load_states(call: LoadCall) -> LoadedKeys:
                     stacklevel=3,
                 )
             with collection_paused():
-                *keys, report = _together(call)
+                *keys, report = _together(call, commit)
     done = LoadedKeys(*keys)
     done.optimizer = report
     return done
@@ -752,7 +757,9 @@ class _Job:
     state: _State
 
 
-def _together(call: LoadCall) -> tuple[list[str], list[str], OptimizerReport]:
+def _together(
+    call: LoadCall, commit: Commit | None
+) -> tuple[list[str], list[str], OptimizerReport]:
     """Load a model and optimizers, or nothing at all, on every rank.
 
     Whatever is wrong with the arguments is found out inside what precedes an agreement: the other
@@ -791,7 +798,7 @@ def _together(call: LoadCall) -> tuple[list[str], list[str], OptimizerReport]:
                 if call.collective is False:
                     raise ValueError("broadcast_from_rank0=True is not for a rank that loads alone")
                 group = RankGroup.of_all(StateDictMismatch, call.process_group)
-                return _load(_received(group, begin, alike=len(asked) == 1), group)
+                return _load(_received(group, begin, alike=len(asked) == 1), group, commit)
             (job, steps), told = group.run(begin_alike)
             require_alike(group, steps, told.values())
 
@@ -808,7 +815,7 @@ def _together(call: LoadCall) -> tuple[list[str], list[str], OptimizerReport]:
                 return relaid(value, live)
 
             _each_other_layout(job, laid_out)
-            return _load(job, group)
+            return _load(job, group, commit)
     except CheckpointError as error:
         if isinstance(error, StateDictMismatch):
             raise
@@ -839,35 +846,56 @@ def _begin(call: LoadCall, tree: ModuleTree) -> _Job:
     return job
 
 
-def _load(job: _Job, group: RankGroup) -> tuple[list[str], list[str], OptimizerReport]:
+@dataclass
+class _OptimizerPart:
+    """What is planned for the optimizers.
+
+    Attributes:
+        slots: where it goes.
+        source: where it comes from.
+        plan: how it gets there.
+        fetched: the values, when they are here.
+    """
+
+    slots: OptimizerSlots
+    source: StateSource
+    plan: LoadPlan
+    fetched: Fetched | None = None
+
+
+def _load(
+    job: _Job, group: RankGroup, outer: Commit | None
+) -> tuple[list[str], list[str], OptimizerReport]:
     options, names, tree, state = job.options, job.names, job.tree, job.state
     broadcasts = options.broadcast_from_rank0
     missing: list[str] = []
     unexpected: list[str] = []
     numbers = {names.key(name): number for number, name in enumerate(state.model or ())}
     # The commit is the inner one: an interrupt while it takes things back would end that half-way.
-    with uninterrupted() as deliver, Commit() as commit:
+    with uninterrupted() as deliver, Commit() if outer is None else nullcontext(outer) as commit:
         asked = _engine_options(job)
 
-        def prepare() -> tuple[tuple[LoadPlan | None, list[OptimizerPlan]], Any]:
-            plan, plans = None, []
+        def prepare() -> tuple[tuple[LoadPlan | None, _OptimizerPart | None], Any]:
+            plan, part = None, None
+            source.reserve()  # before the ranks go on: one without memory stops all
             if state.model is not None:
                 check = partial(_check, job)
                 plan = make_plan(tree, source, asked, commit, check=check)
             if state.optimizer is not None:
-                plans = plan_optimizers(names, job.optimizers, state.optimizer, options)
-                with Interruptible():
-                    copy_values([item for each in plans for item in each.reads])
+                device = _device(job)
+                slots = OptimizerSlots(names, job.optimizers, state.optimizer, options, device)
+                values, buffers = source.beside(slots.values), ModuleTree(slots.module)
+                fill = make_plan(buffers, values, slots.options, commit, check=require_matched)
+                part = _OptimizerPart(slots, values, fill)
             extra = 0  # a bit for each name of rank 0's, which all ranks know in one order
             if broadcasts and plan is not None:
                 extra = sum(1 << numbers[name] for name in plan.unexpected_keys)
-            refuses = any(not is_left_to_us(each.optimizer) for each in plans)
-            source.reserve()  # before the ranks go on: one without memory stops all
+            refuses = not all(map(is_left_to_us, job.optimizers if part else ()))
             deliver()  # an interrupt: here the others are told of it
-            return (plan, plans), (refuses, options.strict, extra)
+            return (plan, part), (refuses, options.strict, extra)
 
         source = _source(job)
-        (plan, plans), told = group.run(prepare)
+        (plan, part), told = group.run(prepare)
         # An optimizer's own code may still end the load; one strict rank is enough.
         refuses, strict = (any(each[at] for each in told.values()) for at in (0, 1))
         if broadcasts:
@@ -876,11 +904,16 @@ def _load(job: _Job, group: RankGroup) -> tuple[list[str], list[str], OptimizerR
             unexpected = sorted(n for at, n in enumerate(state.model or ()) if nobodys >> at & 1)
             if unexpected and strict:
                 raise misfit("model", {UNEXPECTED: unexpected}, unexpected_keys=unexpected)
-        again = refuses or broadcasts
+        again = refuses or broadcasts or outer is not None
         with group.together() as agree:
             more = True
-            if plan is not None:
-                fetched = fetch_all(plan, source, None, _ignore)
+            # Of values that rank 0 sends, an interrupt would leave the others waiting.
+            with nullcontext() if broadcasts else Interruptible():
+                fetched = fetch_all(plan, source, None, _ignore) if plan is not None else None
+                if part is not None:
+                    part.fetched = fetch_all(part.plan, part.source, None, _ignore)
+                    try_states(part.slots, part.fetched)
+            if plan is not None and fetched is not None:
                 agreed = Agreed(agree, deliver, again)
                 judge = partial(_check, job, path=source.path, options=asked)
                 missing, extra, more = place(
@@ -889,17 +922,16 @@ def _load(job: _Job, group: RankGroup) -> tuple[list[str], list[str], OptimizerR
                 missing = [names.canonical(name) for name in missing]
                 if not broadcasts:
                     unexpected = [names.canonical(name) for name in extra]
-            for each in plans if refuses else ():
-                commit.keep_optimizer(each.optimizer)
-            more = more and agree(again and state.optimizer is not None)
-            if state.optimizer is not None:
-                source.fill([item for each in plans for item in each.copies])
-                for each in plans:
-                    apply_optimizer(each)
+            more = more and agree(again and part is not None)
+            if part is not None and part.fetched is not None:
+                steps = put_new(part.fetched, commit)
+                copy_in_place(steps, part.source, commit, backup=again, advance=_ignore)
+                set_states(part.slots, commit)
                 if more:
                     agree(False)
-            commit.finish()
-    return missing, unexpected, merged(plans)
+            if outer is None:
+                commit.finish()
+    return missing, unexpected, OptimizerReport() if part is None else part.slots.report()
 
 
 def _ignore(_: int) -> None:
