@@ -364,9 +364,9 @@ def whatever_fails_on_one_rank_ends_it_on_all() -> None:
     if not last:
         return
     calls = {
-        "save": ("get_model_state_dict", "get_optimizer_state_dict", "require_savable",
+        "save": ("read_states", "require_savable",
                  "Generators", "save"),
-        "resume": ("open_checkpoint", "require_intact", "slices_of", "get_model_state_dict",
+        "resume": ("open_checkpoint", "require_intact", "slices_of", "read_states",
                    "load_states", "Generators"),
     }  # fmt: skip
 

@@ -51,6 +51,7 @@ from torchlift._model.handlers import slice_of as slice_of
 from torchlift._model.holders import Blocker as Blocker
 from torchlift._model.holders import Hold as Hold
 from torchlift._model.holders import blocked_by as blocked_by
+from torchlift._model.holders import find_buffers as find_buffers
 from torchlift._model.holders import has_holders as has_holders
 from torchlift._model.holders import preflight as preflight
 from torchlift._model.holders import preserving_references as preserving_references

@@ -75,9 +75,8 @@ from torchlift.distributed.options import (
 from torchlift.distributed.signals import STOPS, StopSignals
 from torchlift.distributed.staging import Staging
 from torchlift.distributed.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
     load_states,
+    read_states,
     slices_of,
 )
 from torchlift.errors import CheckpointError, FormatError, IntegrityError, PlacementError
@@ -881,7 +880,7 @@ class Keeper:
 
 def _misfit(module: nn.Module, name: str, choice: Choice, rules: Options) -> _Misfit:
     """Return what of a model and its saved state does not fit on this rank."""
-    state, saved = get_model_state_dict(module), choice.states[name]
+    state, saved = read_states(module, part=Part.MODEL)[0], choice.states[name]
     shapes = {key: tuple(t.shape) for key, t in state.items() if isinstance(t, torch.Tensor)}
     mismatched = {
         key: (shape, tuple(saved[key].shape))
@@ -1072,9 +1071,9 @@ class _Model(NamedTuple):
     def states(self) -> dict[str, Any]:
         """Return the states of all by their names."""
         return {
-            **{name: get_model_state_dict(module) for name, module in self.modules.items()},
+            **{name: read_states(each, part=Part.MODEL)[0] for name, each in self.modules.items()},
             **{
-                name: get_optimizer_state_dict(self.holder(self.owners[name]), optimizer)
+                name: read_states(self.holder(self.owners[name]), optimizer)[1]
                 for name, optimizer in self.optimizers.items()
             },
         }

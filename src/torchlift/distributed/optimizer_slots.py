@@ -563,7 +563,7 @@ def _require_kind(
     """
     lacks = [
         key
-        for key, default in optimizer.defaults.items()
+        for key, default in getattr(optimizer, "defaults", {}).items()
         if key not in saved and not isinstance(default, (bool, type(None)))
     ]
     more = [key for key in saved if key not in group]

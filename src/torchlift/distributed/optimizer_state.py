@@ -13,7 +13,12 @@ import torch
 
 from torchlift._model import Names, is_dtensor, own
 from torchlift._system.containers import leaves
-from torchlift.distributed.options import StateDictMismatch, StateDictOptions
+from torchlift.distributed.options import (
+    StateDictMismatch,
+    StateDictOptions,
+    held_optimizers,
+    holder_error,
+)
 from torchlift.formats import left_out
 
 T = TypeVar("T")
@@ -35,14 +40,15 @@ def read_optimizers(
     gives the same keys. The optimizers are not changed.
 
     Raises:
-        StateDictMismatch: an optimizer is of another model, or two hold one parameter.
+        StateDictMismatch: an optimizer is of another model, two hold one parameter, or the state
+            dict of one lacks some of its state.
     """
     state: dict[Any, Any] = {}
     groups: list[dict[str, Any]] = []
     holder: dict[str, torch.optim.Optimizer] = {}
     optimizers = name_by_place(names, optimizers)
     for optimizer in optimizers:
-        packed = own(optimizer, "state_dict")()
+        packed = _own_state(optimizer)
         # By position: after a parameter that is listed twice torch leaves a number out.
         by_number = {
             number: first_name(param, names)
@@ -75,6 +81,46 @@ def read_optimizers(
             groups.append(made)
     found = {_STATE: state, _GROUPS: groups}
     return _flatten(found) if options.flatten_optimizer_state_dict else found
+
+
+def _own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what the ``state_dict`` of an optimizer returns, if that is all of its state.
+
+    Raises:
+        StateDictMismatch: If it is not, or is on another rank.
+    """
+    kind = type(optimizer).__name__
+    try:
+        packed: dict[str, Any] = own(optimizer, "state_dict")()
+    except RuntimeError as error:
+        if not hasattr(optimizer, "consolidate_state_dict"):
+            raise
+        raise StateDictMismatch(
+            "each rank has the state of some of its parameters, and no rank has all of it",
+            entry=kind,
+            found=str(error).partition(". ")[0],
+            hint="Call optimizer.consolidate_state_dict(to=0) on every rank, then save "
+            "optimizer.state_dict() on rank 0. Its load_state_dict takes that on every rank.",
+        ) from error
+    if not {_STATE, _GROUPS} <= packed.keys():
+        raise holder_error(optimizer, f"has a state dict without {_STATE!r} and {_GROUPS!r}")
+    if more := packed.keys() - {_STATE, _GROUPS}:
+        raise StateDictMismatch(
+            "an optimizer keeps more than the state and the groups of its parameters",
+            entry=kind,
+            found=", ".join(map(repr, sorted(more))),
+            hint="Save optimizer.state_dict() as it is, and load that with its load_state_dict.",
+        )
+    numbers = {
+        id(param): number
+        for group, live in zip(packed[_GROUPS], optimizer.param_groups, strict=True)
+        for number, param in zip(group[_PARAMS], live[_PARAMS], strict=True)
+    }
+    for inner in held_optimizers(optimizer).values():
+        for param, state in getattr(inner, "state", {}).items():
+            if set(state) - set(packed[_STATE].get(numbers.get(id(param)), ())):
+                raise holder_error(optimizer, "holds others, whose state its own lacks")
+    return packed
 
 
 def _plain_paths(states: Iterable[dict[Any, Any]]) -> list[str]:
@@ -170,6 +216,32 @@ def require_known(
     strange = next((own[n] for n in own if PLACE.fullmatch(n) and n not in saved), None)
     if strange is not None and any(n not in own and not PLACE.fullmatch(n) for n in saved):
         raise _of_another(strange)
+
+
+def require_same_groups(
+    optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], name: str
+) -> None:
+    """Refuse another number of parameter groups than was saved, where a scheduler is loaded, too.
+
+    It keeps a learning rate for each group. With fewer or more it fails in its next step.
+
+    Args:
+        optimizer: the scheduler's.
+        saved: the optimizer's saved state, nested.
+        name: what an error calls the optimizer.
+
+    Raises:
+        StateDictMismatch: If the numbers differ.
+    """
+    expected, found = len(optimizer.param_groups), len(saved.get(_GROUPS, ()))
+    if expected != found:
+        raise StateDictMismatch(
+            "the optimizer of a scheduler was saved with another number of parameter groups",
+            entry=f"{name}.{_GROUPS}",
+            expected=expected,
+            found=found,
+            hint="Give the optimizer the parameter groups it was saved with.",
+        )
 
 
 def _of_another(param: torch.Tensor) -> StateDictMismatch:

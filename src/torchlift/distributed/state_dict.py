@@ -16,7 +16,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import partial, reduce
 from operator import and_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -46,6 +46,7 @@ from torchlift._model import (
     versions_of,
 )
 from torchlift._plan import LoadPlan, Match, Options, Patterns, allowed, make_plan
+from torchlift._save import Checksum, HeldPart, checksums_of, difference_error, find_differences
 from torchlift._sources import (
     IN_MEMORY,
     FileTensor,
@@ -625,11 +626,14 @@ def _read(
     submodules: Any,
     options: Any,
     process_group: torch.distributed.ProcessGroup | None,
+    *,
+    compare: bool = True,
 ) -> list[dict[str, Any]]:
     """Return the state dicts of a model and its optimizers; empty where they are not asked for.
 
-    Ranks that gather do so when all have read theirs and are about to gather the same. Those that
-    do not gather do not talk: then every rank may ask for what it likes, or not ask at all.
+    Ranks that gather do so when all have read theirs and are about to gather the same. Ranks that
+    do not gather exchange nothing, unless there are plain values beside DTensors: whoever saves
+    these keeps one rank's, so they have to be equal.
     """
     require_module(model)
     chosen, found = checked(options), several(optimizers)
@@ -652,15 +656,17 @@ def _read(
             stacklevel=3,
         )
     shared: list[torch.Tensor] = []
+    tree = ModuleTree(model)
+    reshard(tree.modules)
+    if compare and not chosen.full_state_dict and _looks_replicated(tree, found):
+        shared = [group.tensor for group in tree.groups if is_dtensor(group.tensor)]
     if chosen.full_state_dict:
         # Submodules may have nothing to gather, and then not every rank need ask for them.
         only = inside if inside and not found else {model}
         shared = [tensor for module in only for tensor in tensors_of(module)]
 
-    def read() -> tuple[tuple[list[dict[str, Any]], Sequence], tuple[dict[str, str], bool]]:
+    def read() -> tuple[tuple[list[dict[str, Any]], Sequence], _ReadMessage]:
         check()
-        tree = ModuleTree(model)
-        reshard(tree.modules)
         names = Names(tree, chosen.dsd_fqn_modifiers)
         state = [
             read_model(
@@ -676,21 +682,87 @@ def _read(
         ]
         if chosen.full_state_dict and not chosen.cpu_offload:
             require_within(state)
-        steps = sequence({"model": state[0], "optimizer": state[1]}, shared) if group.groups else {}
-        return (state, steps), (digests(steps), chosen.cpu_offload)
+        if not group.groups:
+            return (state, {}), _ReadMessage({}, chosen.cpu_offload, {})
+        gathered = shared if chosen.full_state_dict else []
+        steps = sequence({"model": state[0], "optimizer": state[1]}, gathered)
+        checksums = checksums_of(_replicas(state, names)) if compare else {}
+        return (state, steps), _ReadMessage(digests(steps), chosen.cpu_offload, checksums)
 
     group = RankGroup.of_model(shared, kind=StateDictMismatch, process_group=process_group)
     if chosen.cpu_offload and process_group is None and any(map(is_dtensor, shared)):
         # Ranks that no mesh ties to this one may have other stages, which would be lost.
         group = RankGroup.of_all(StateDictMismatch)
     with collection_paused(), torch.no_grad():
-        (state, steps), told = group.run(read)
-        require_alike(group, steps, (each for each, _ in told.values()))
-        every = all(offloads for _, offloads in told.values())
-        return [
+        (state, steps), by_rank = group.run(read)
+        require_alike(group, steps, (each.digests for each in by_rank.values()))
+        every = all(each.offloads for each in by_rank.values())
+        whole = [
             versioned(finish(each, chosen, every, group), getattr(each, "_metadata", None))
             for each in state
         ]
+    differing = find_differences({who: each.checksums for who, each in by_rank.items()})
+    if differing:
+        names = {part.key: each for part, each in differing.items()}
+        raise portable(difference_error(names, _UNLIKE), StateDictMismatch)
+    return whole
+
+
+class _ReadMessage(NamedTuple):
+    """What a rank reports when it has read its state.
+
+    Attributes:
+        digests: of what it will gather.
+        offloads: whether it keeps its result on the CPU of the first rank.
+        checksums: of plain parameters and plain optimizer state.
+    """
+
+    digests: dict[str, str]
+    offloads: bool
+    checksums: dict[HeldPart, Checksum]
+
+
+def _looks_replicated(tree: ModuleTree, optimizers: tuple[torch.optim.Optimizer, ...]) -> bool:
+    """Return whether a sharded model has plain parameters, or its optimizers plain state."""
+    tensors = [group.tensor for group in tree.groups]
+    if not any(is_dtensor(tensor) and tensor.device_mesh.size() > 1 for tensor in tensors):
+        return False
+    states = [state for each in optimizers for state in each.state.values()]
+    moments = [leaf for leaf in leaves(states).values() if torch.is_tensor(leaf) and leaf.dim()]
+    parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
+    return not all(map(is_dtensor, [*parameters, *moments]))
+
+
+def _replicas(state: list[dict[str, Any]], names: Names) -> dict[str, torch.Tensor]:
+    """Return the plain values of a state that every rank must hold alike: of these one is saved."""
+    found: dict[str, torch.Tensor] = {
+        name: tensor
+        for name, tensor in names.tensors.items()
+        if isinstance(tensor, nn.Parameter) and name in state[0]
+    }
+    for path, leaf in leaves(state[1]).items():
+        if torch.is_tensor(leaf) and leaf.dim():
+            found[".".join(map(str, path))] = leaf
+    return {name: tensor for name, tensor in found.items() if not is_dtensor(tensor)}
+
+
+#: The way out for values that each rank has of its own.
+_UNLIKE = (
+    "torchlift.Keeper keeps them for each rank. Or give what is not the same other names, or make "
+    "the shards DTensors."
+)
+
+
+def read_states(
+    model: nn.Module,
+    optimizers: Optimizers = (),
+    options: StateDictOptions | None = None,
+    *,
+    part: Part = Part.BOTH,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what `get_state_dict` does, but compare nothing with other ranks."""
+    state, optimizer_state = _read(part, model, optimizers, None, options, None, compare=False)
+    return state, optimizer_state
 
 
 def load_states(call: LoadCall, commit: Commit | None = None) -> LoadedKeys:
