@@ -10,9 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from optimizer_kinds import Codes, Net, losses
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import torchlift
@@ -184,7 +186,7 @@ def refused_while_reading() -> None:
         name = r"'state\.expert\.exp_avg': the ranks hold different values"
         with pytest.raises(ours.StateDictMismatch, match=name) as caught:
             ours.get_optimizer_state_dict(model, optimizer, options=options)
-        assert "torchlift.Keeper keeps them for each rank" in str(caught.value)
+        assert "under a name of each rank" in str(caught.value)
     moment.copy_(kept)
     with torch.no_grad():
         model.expert.add_(dist.get_rank())
@@ -200,3 +202,33 @@ def test_plain_values_beside_shards_are_compared_when_they_are_read(
     """For torch's own writer keeps one rank's of them, and would not say so."""
     monkeypatch.syspath_prepend(Path(__file__).parent)
     on_ranks(2, refused_while_reading)
+
+
+def eight_bits_of_each_rank(folder: str) -> None:
+    """Follow the way out: each rank's state under a name of its own goes on to the bit."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2,))
+    model = fully_shard(Net(), mesh=mesh)
+    optimizer = Codes(model.parameters())
+    losses(model, optimizer, 3)
+    with pytest.raises(ours.StateDictMismatch, match=r"'state\..*codes': the ranks hold"):
+        ours.get_state_dict(model, optimizer)
+    own = {f"rank{rank}": optimizer.state_dict()}
+    state: dict[str, Any] = {"optimizer": own[f"rank{rank}"]}
+    with pytest.raises(CheckpointException, match="codes': the ranks hold different values"):
+        dcp.save(state, storage_writer=CheckpointWriter(folder + "/refused"))
+    state = {"model": ours.get_model_state_dict(model), **own}
+    dcp.save(state, storage_writer=CheckpointWriter(folder + "/saved"))
+    again = fully_shard(Net(seed=1), mesh=mesh)
+    loaded = Codes(again.parameters())
+    torchlift.load(again, folder + "/saved", root="model")
+    ours.load_optimizer(again, loaded, folder + "/saved", root=f"rank{rank}")
+    assert losses(again, loaded, 5) == losses(model, optimizer, 5)
+
+
+def test_8_bit_state_of_each_rank_is_refused_and_kept_under_its_own_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its codes are plain tensors of the rank's own shard (bitsandbytes#1840)."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    on_ranks(2, eight_bits_of_each_rank, str(tmp_path))

@@ -88,6 +88,7 @@ from torchlift._model.slots import locked as locked
 from torchlift._model.slots import walk as walk
 from torchlift._model.state import PATCH as PATCH
 from torchlift._model.state import by_name as by_name
+from torchlift._model.state import call_state_dict as call_state_dict
 from torchlift._model.state import own as own
 from torchlift._model.state import read_model as read_model
 from torchlift._model.state import unpatched as unpatched

@@ -260,7 +260,7 @@ class Commit:
 
         self.when_undone(undo, name)
 
-    def keep_optimizer(self, optimizer: torch.optim.Optimizer, *, values: bool) -> None:
+    def keep_optimizer(self, optimizer: torch.optim.Optimizer, *, values: bool = True) -> None:
         """Note an optimizer's attributes, groups and state.
 
         Args:

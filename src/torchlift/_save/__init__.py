@@ -22,6 +22,7 @@ from torchlift._save.mesh import Share as Share
 from torchlift._save.mesh import require_alike as require_alike
 from torchlift._save.pickling import is_array as is_array
 from torchlift._save.pickling import require_plain as require_plain
+from torchlift._save.replicas import OWN_NAMES as OWN_NAMES
 from torchlift._save.replicas import TAKE_FIRST as TAKE_FIRST
 from torchlift._save.replicas import Checksum as Checksum
 from torchlift._save.replicas import Difference as Difference

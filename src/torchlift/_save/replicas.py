@@ -12,8 +12,12 @@ from torchlift._model import Spans, inner_tensors, is_dtensor, is_wrapper, local
 from torchlift._save.blocks import Workspace, tensor_blocks
 from torchlift.errors import PlacementError
 
-#: The way out where it does not matter which rank's values are saved.
-TAKE_FIRST = 'Pass replicated="rank0" to save those of the first rank that has the name.'
+#: The way out for values that each rank has of its own.
+OWN_NAMES = (
+    'Save them under a name of each rank, such as {f"rank{rank}": state}, or make shards DTensors.'
+)
+#: And the one where it does not matter which rank's values are saved.
+TAKE_FIRST = f'{OWN_NAMES} If the first rank\'s values are the right ones, pass replicated="rank0".'
 
 Key = TypeVar("Key", bound=Hashable)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter, defaultdict
+from collections import ChainMap, Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -154,9 +154,27 @@ class OptimizerSlots:
         self.values: dict[str, Stored] = {}
         self._devices: dict[str, torch.device] = {}
         self._names, self._saved, self._options, self._device = names, saved, options, device
-        self._of_each_element = find_elementwise(names, optimizers, saved)
+        self._optimizers = optimizers
         self.states = [self._match(each) for each in optimizers]
-        self._require_all(optimizers)
+        self._require_all()
+
+    @cached_property
+    def _of_each_element(self) -> dict[tuple[Any, ...], bool]:
+        """Path in a state -> whether it has a number for each element of its parameter.
+
+        Parameters that are not square tell it: a moment has the shape of each of them, a matrix
+        for one side has not. A path that only square parameters have is left out.
+        """
+        found: dict[tuple[Any, ...], bool] = {}
+        for optimizer in self._optimizers:
+            for param in (p for group in optimizer.param_groups for p in group["params"]):
+                name = _saved_name(param, self._names, self._saved.state)
+                if name is None or _is_square(param):
+                    continue
+                for path, leaf in leaves(self._saved.state[name]).items():
+                    if isinstance(leaf, Stored) and leaf.shape:
+                        found[path] = found.get(path, True) and leaf.shape == param.shape
+        return found
 
     @property
     def options(self) -> Options:
@@ -164,9 +182,9 @@ class OptimizerSlots:
         # Read, not mapped: what trains a model never writes to the pages of a file.
         return Options(device=lambda entry: self._devices[entry.key], strict=False, source="read")
 
-    def filled(self, tree: Any, new: Mapping[str, torch.Tensor] | None = None) -> Any:
+    def filled(self, tree: Any, new: dict[str, torch.Tensor] | None = None) -> Any:
         """Return a new state with the tensors of its slots, or those that will be put there."""
-        found: Mapping[str, Any] = {**self.module._buffers, **(new or {})}
+        found = ChainMap[str, Any](new or {}, self.module._buffers)
         return map_leaves(tree, lambda leaf, _: found[leaf.key] if type(leaf) is Slot else leaf)
 
     def report(self) -> OptimizerReport:
@@ -214,7 +232,7 @@ class OptimizerSlots:
         new.report.unexpected_keys.extend(name for name in saved.state if name not in known)
         return new
 
-    def _require_all(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def _require_all(self) -> None:
         report, saved = self.report(), self._saved
         missing = list(dict.fromkeys(report.missing_keys + report.kept_hyperparameters))
         excused = allowed(missing, saved.allow_missing)
@@ -229,7 +247,7 @@ class OptimizerSlots:
         missing = [name for name in missing if name not in excused]
         if self._options.strict and missing:
             if any(map(PLACE.fullmatch, missing)):
-                require_known(self._names, optimizers, {*saved.state, *saved.hyper})
+                require_known(self._names, self._optimizers, {*saved.state, *saved.hyper})
             raise misfit("optimizer", problems, missing_keys=missing)
 
     def _slots_of(self, owner: _Owner) -> dict[Any, Any]:
@@ -350,10 +368,9 @@ class OptimizerSlots:
             return False  # several ranks wrote it
         if not _is_square(owner.param) or not self._options.full_state_dict:
             return False
-        initial = owner.layout.get(path)
-        if initial is not None:
-            return not is_dtensor(initial)
         known = self._of_each_element.get(path)
+        if known is None and path in owner.initial:
+            known = is_dtensor(owner.initial[path])
         if known is None:
             raise StateDictMismatch(
                 "nothing tells whether a square state is sharded as its parameter is",
@@ -370,24 +387,6 @@ def _is_square(tensor: torch.Tensor) -> bool:
     return tensor.dim() > 1 and len(set(tensor.shape)) == 1
 
 
-def find_elementwise(
-    names: Names, optimizers: Sequence[torch.optim.Optimizer], saved: Saved
-) -> dict[tuple[Any, ...], bool]:
-    """Return path in a state -> whether it has a number for each element of its parameter.
-
-    Parameters that are not square tell it: a moment has the shape of each of them, a matrix for one
-    side has not. A path that only square parameters have is left out.
-    """
-    found: dict[tuple[Any, ...], bool] = {}
-    for optimizer in optimizers:
-        for param in (p for group in optimizer.param_groups for p in group["params"]):
-            name = None if _is_square(param) else _saved_name(param, names, saved.state)
-            for path, leaf in leaves(saved.state[name]).items() if name is not None else ():
-                if isinstance(leaf, Stored) and leaf.shape:
-                    found[path] = found.get(path, True) and leaf.shape == param.shape
-    return found
-
-
 @dataclass(frozen=True)
 class _Owner:
     """The parameter whose state is being loaded, by its name, in a group of an optimizer."""
@@ -401,16 +400,6 @@ class _Owner:
     def initial(self) -> dict[tuple[Any, ...], torch.Tensor]:
         """The tensors that the optimizer itself would start from."""
         return _tensors(initial_state(self.optimizer, self.group, self.param))
-
-    @cached_property
-    def layout(self) -> dict[tuple[Any, ...], torch.Tensor]:
-        """The same without memory, where the optimizer can make its state on meta."""
-        assert is_dtensor(self.param)
-        blank = wrap(self.param, torch.empty_like(local_tensor(self.param), device="meta"))
-        try:
-            return _tensors(initial_state(self.optimizer, self.group, self.param, blank))
-        except Exception:  # one that looks at values, or refuses the device
-            return self.initial
 
     def entry(self, path: tuple[Any, ...]) -> str:
         """Return what an error calls the state at a path."""
@@ -619,12 +608,23 @@ def is_left_to_us(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+def runs_own_code(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether code that is not torch's may refuse the state, or write into it.
+
+    Example:
+        >>> runs_own_code(torch.optim.SGD([torch.ones(1)]))
+        False
+    """
+    is_torchs = type(optimizer).__setstate__.__module__.startswith("torch.optim.")
+    return not (is_left_to_us(optimizer) and is_torchs)
+
+
 def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
 
 
 def _loaded(
-    new: NewState, slots: OptimizerSlots, fetched: Mapping[str, torch.Tensor] | None = None
+    new: NewState, slots: OptimizerSlots, fetched: dict[str, torch.Tensor] | None = None
 ) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
     """Return the state and the groups that the optimizer is to have."""
     filled = {param: slots.filled(state, fetched) for param, state in new.state.items()}
@@ -645,7 +645,8 @@ def try_states(slots: OptimizerSlots, fetched: Fetched) -> None:
     found = {
         step.key: value
         for step, value in (*fetched.plain, *fetched.steps)
-        if not step.in_place and isinstance(value, torch.Tensor)
+        # Of a DTensor that is written over, the value here may be the whole tensor.
+        if isinstance(value, torch.Tensor) and not (step.in_place and is_dtensor(step.group.tensor))
     }
     for new in filter(lambda each: is_left_to_us(each.optimizer), slots.states):
         state, groups = _loaded(new, slots, found)
@@ -666,7 +667,7 @@ def set_states(slots: OptimizerSlots, commit: Commit) -> None:
     """Give the optimizers their new state, after the slots were filled."""
     for new in slots.states:
         optimizer = new.optimizer
-        commit.keep_optimizer(optimizer, values=not is_left_to_us(optimizer))
+        commit.keep_optimizer(optimizer, values=runs_own_code(optimizer))
         state, groups = _loaded(new, slots)
         if is_left_to_us(optimizer):
             # Optimizer.load_state_dict would cast every moment to its parameter's dtype, which

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from torchlift._model import Names, is_dtensor, own
+from torchlift._model import Names, call_state_dict, is_dtensor
 from torchlift._system.containers import leaves
 from torchlift.distributed.options import (
     StateDictMismatch,
@@ -90,18 +90,7 @@ def _own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         StateDictMismatch: If it is not, or is on another rank.
     """
     kind = type(optimizer).__name__
-    try:
-        packed: dict[str, Any] = own(optimizer, "state_dict")()
-    except RuntimeError as error:
-        if not hasattr(optimizer, "consolidate_state_dict"):
-            raise
-        raise StateDictMismatch(
-            "each rank has the state of some of its parameters, and no rank has all of it",
-            entry=kind,
-            found=str(error).partition(". ")[0],
-            hint="Call optimizer.consolidate_state_dict(to=0) on every rank, then save "
-            "optimizer.state_dict() on rank 0. Its load_state_dict takes that on every rank.",
-        ) from error
+    packed = call_state_dict(optimizer)
     if not {_STATE, _GROUPS} <= packed.keys():
         raise holder_error(optimizer, f"has a state dict without {_STATE!r} and {_GROUPS!r}")
     if more := packed.keys() - {_STATE, _GROUPS}:
@@ -254,10 +243,7 @@ def _of_another(param: torch.Tensor) -> StateDictMismatch:
 
 @torch.no_grad()
 def initial_state(
-    optimizer: torch.optim.Optimizer,
-    group: dict[str, Any],
-    param: torch.Tensor,
-    blank: torch.Tensor | None = None,
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], param: torch.Tensor
 ) -> dict[Any, Any] | None:
     """Make the state that `param` has before its first step, without a step.
 
@@ -266,19 +252,13 @@ def initial_state(
     the model. Here ``_init_group`` is called on a copy of the optimizer that holds a copy of the
     parameter only: state may start from the weights (a copy in float32).
 
-    Args:
-        optimizer: the optimizer. It is not changed.
-        group: the parameter's group.
-        param: the parameter.
-        blank: a tensor that is taken in place of the copy.
-
     Returns:
         New tensors; an empty dict where the optimizer has no state to start with; None where only a
         step could tell.
     """
     if not param.requires_grad:
         return {}
-    moment = torch.zeros_like(param if blank is None else blank, requires_grad=False)
+    moment = torch.zeros_like(param, requires_grad=False)
     # Two of torch's make their state in step() only.
     if isinstance(optimizer, torch.optim.SGD):
         return {"momentum_buffer": moment} if group.get("momentum") else {}
@@ -288,7 +268,7 @@ def initial_state(
     init: Any = getattr(type(optimizer), "_init_group", None)
     if init is None:
         return None
-    stand_in = (param.detach().clone() if blank is None else blank).requires_grad_()
+    stand_in = param.detach().clone().requires_grad_()
     stand_in.grad = moment
     state: dict[torch.Tensor, dict[Any, Any]] = defaultdict(dict)
     shadow = object.__new__(type(optimizer))

@@ -26,7 +26,7 @@ class StateDictOptions:
     Attributes:
         full_state_dict: gather every tensor; no DTensor is left in the result. For a load: the
             state dict holds whole tensors, of which every rank takes its own slice. Must be the
-            same on every rank: one that does not gather talks to nobody, and others wait for it.
+            same on every rank: the ranks that gather wait for each other.
         cpu_offload: move tensors to the CPU. With `full_state_dict` only rank 0 gets the result,
             the other ranks get an empty dict. Where the model has DTensors all ranks must call it,
             and what they have under names of their own, as the stages of a pipeline, is in that

@@ -46,7 +46,14 @@ from torchlift._model import (
     versions_of,
 )
 from torchlift._plan import LoadPlan, Match, Options, Patterns, allowed, make_plan
-from torchlift._save import Checksum, HeldPart, checksums_of, difference_error, find_differences
+from torchlift._save import (
+    OWN_NAMES,
+    Checksum,
+    HeldPart,
+    checksums_of,
+    difference_error,
+    find_differences,
+)
 from torchlift._sources import (
     IN_MEMORY,
     FileTensor,
@@ -78,9 +85,9 @@ from torchlift.distributed.gather import (
 from torchlift.distributed.optimizer_slots import (
     OptimizerReport,
     OptimizerSlots,
-    is_left_to_us,
     layout_for,
     require_matched,
+    runs_own_code,
     set_states,
     try_states,
 )
@@ -133,15 +140,17 @@ def get_model_state_dict(
         submodules: return only what lies under these modules.
         options: whether to gather, move to the CPU, leave frozen parameters out.
         process_group: the ranks that call this, over which they agree. By default, where DTensors
-            are gathered, those of the meshes, and with ``cpu_offload`` all; else nobody waits for
-            another. Stages of a pipeline without DTensors need it to be gathered on one rank.
+            are gathered or stand beside plain values, those of the meshes, and with
+            ``cpu_offload`` all. Otherwise no rank waits for another. Stages of a pipeline without
+            DTensors need it to be gathered on one rank.
 
     Returns:
         Canonical name -> tensor (sharing memory with the model unless gathered) or extra state.
 
     Raises:
-        StateDictMismatch: two keys have one canonical name; or, where ranks gather, another rank
-            met an error or asks for other tensors.
+        StateDictMismatch: If two keys have one canonical name, or if plain parameters beside
+            DTensors differ between ranks. If ranks gather, also if another rank met an error or
+            asks for other tensors.
 
     Example:
         >>> import torch
@@ -175,14 +184,19 @@ def get_optimizer_state_dict(
     A parameter that is nowhere in the model, such as a temperature, is named by its place in its
     optimizer: ``param_groups.1.params.0``; of several optimizers, after their numbers.
 
+    Some optimizers keep plain tensors for parameters that are DTensors, such as SOAP's square
+    matrices. Their paths are listed in the group's ``"plain_state"``, because a matrix may have the
+    shape of its parameter. All ranks must hold the same values of them.
+
     Args:
         model: the model whose parameters the optimizers hold; of several, a ``ModuleDict``.
         optimizers: one or several.
         submodules: accepted as torch accepts it; the state of every parameter is returned.
         options: whether to gather, move to the CPU, flatten.
         process_group: the ranks that call this, over which they agree. By default, where DTensors
-            are gathered, those of the meshes, and with ``cpu_offload`` all; else nobody waits for
-            another. Stages of a pipeline without DTensors need it to be gathered on one rank.
+            are gathered or stand beside plain values, those of the meshes, and with
+            ``cpu_offload`` all. Otherwise no rank waits for another. Stages of a pipeline without
+            DTensors need it to be gathered on one rank.
 
     Returns:
         ``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}]}``, or one flat
@@ -190,8 +204,10 @@ def get_optimizer_state_dict(
 
     Raises:
         RuntimeError: no optimizer was passed.
-        StateDictMismatch: the optimizers are of another model, or two hold one parameter; or,
-            where ranks gather, another rank met an error or asks for other tensors.
+        StateDictMismatch: If the optimizers are of another model, if two hold one parameter, if the
+            state dict of one lacks some of its state, or if plain state beside DTensors differs
+            between ranks. If ranks gather, also if another rank met an error or asks for other
+            tensors.
 
     Example:
         >>> import torch
@@ -221,8 +237,9 @@ def get_state_dict(
         submodules: return only the model state under these modules.
         options: see `StateDictOptions`.
         process_group: the ranks that call this, over which they agree. By default, where DTensors
-            are gathered, those of the meshes, and with ``cpu_offload`` all; else nobody waits for
-            another. Stages of a pipeline without DTensors need it to be gathered on one rank.
+            are gathered or stand beside plain values, those of the meshes, and with
+            ``cpu_offload`` all. Otherwise no rank waits for another. Stages of a pipeline without
+            DTensors need it to be gathered on one rank.
 
     Returns:
         The model's and the optimizers' state dict; the latter is empty without optimizers.
@@ -321,7 +338,9 @@ def set_optimizer_state_dict(
 
     Raises:
         RuntimeError: no optimizer was passed.
-        StateDictMismatch: state is missing, has another shape or another mesh, or cannot be copied.
+        StateDictMismatch: If state is missing, has another shape or another mesh, or cannot be
+            copied. Also if nothing tells whether a square state is sharded: it was saved by one
+            process, and neither the optimizer nor the shapes of other parameters' state tell.
 
     Example:
         >>> import torch
@@ -704,7 +723,7 @@ def _read(
     differing = find_differences({who: each.checksums for who, each in by_rank.items()})
     if differing:
         names = {part.key: each for part, each in differing.items()}
-        raise portable(difference_error(names, _UNLIKE), StateDictMismatch)
+        raise portable(difference_error(names, OWN_NAMES), StateDictMismatch)
     return whole
 
 
@@ -744,13 +763,6 @@ def _replicas(state: list[dict[str, Any]], names: Names) -> dict[str, torch.Tens
         if torch.is_tensor(leaf) and leaf.dim():
             found[".".join(map(str, path))] = leaf
     return {name: tensor for name, tensor in found.items() if not is_dtensor(tensor)}
-
-
-#: The way out for values that each rank has of its own.
-_UNLIKE = (
-    "torchlift.Keeper keeps them for each rank. Or give what is not the same other names, or make "
-    "the shards DTensors."
-)
 
 
 def read_states(
@@ -871,8 +883,8 @@ def _together(
                     raise ValueError("broadcast_from_rank0=True is not for a rank that loads alone")
                 group = RankGroup.of_all(StateDictMismatch, call.process_group)
                 return _load(_received(group, begin, alike=len(asked) == 1), group, commit)
-            (job, steps), told = group.run(begin_alike)
-            require_alike(group, steps, told.values())
+            (job, steps), by_rank = group.run(begin_alike)
+            require_alike(group, steps, by_rank.values())
 
             # This communicates: now, when no rank can be stopped by its modules' code.
             def laid_out(name: str, value: Any, live: Any) -> Any:
@@ -962,17 +974,17 @@ def _load(
             extra = 0  # a bit for each name of rank 0's, which all ranks know in one order
             if broadcasts and plan is not None:
                 extra = sum(1 << numbers[name] for name in plan.unexpected_keys)
-            refuses = not all(map(is_left_to_us, job.optimizers if part else ()))
+            refuses = any(map(runs_own_code, job.optimizers if part else ()))
             deliver()  # an interrupt: here the others are told of it
             return (plan, part), (refuses, options.strict, extra)
 
         source = _source(job)
-        (plan, part), told = group.run(prepare)
+        (plan, part), by_rank = group.run(prepare)
         # An optimizer's own code may still end the load; one strict rank is enough.
-        refuses, strict = (any(each[at] for each in told.values()) for at in (0, 1))
+        refuses, strict = (any(each[at] for each in by_rank.values()) for at in (0, 1))
         if broadcasts:
             # Unexpected is what no rank takes: the stages of a pipeline share one state dict.
-            nobodys = reduce(and_, (extra for *_, extra in told.values()))
+            nobodys = reduce(and_, (extra for *_, extra in by_rank.values()))
             unexpected = sorted(n for at, n in enumerate(state.model or ()) if nobodys >> at & 1)
             if unexpected and strict:
                 raise misfit("model", {UNEXPECTED: unexpected}, unexpected_keys=unexpected)
@@ -1134,8 +1146,8 @@ def _received(group: RankGroup, begin: Callable[[], _Job], alike: bool) -> _Job:
     def unpack() -> tuple[_State, None]:
         return pickle.loads(box[0] or b""), None  # an object in it may be unknown to this process
 
-    (job, message), told = group.run(pack)
-    if not all(told.values()):
+    (job, message), by_rank = group.run(pack)
+    if not all(by_rank.values()):
         raise StateDictMismatch("broadcast_from_rank0 must be the same on every rank")
     box = [message]
     torch.distributed.broadcast_object_list(box, src=0, group=group.groups[0])

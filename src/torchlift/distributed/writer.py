@@ -135,8 +135,8 @@ class CheckpointWriter(StorageWriter):
         format: see `torchlift.save`; None: the suffix says.
         max_shard_size: bytes of tensors in a file of safetensors; see `torchlift.save`.
         checksum: whether to record the CRC-32 of every tensor.
-        replicated: ``"equal"`` or ``"rank0"``. Default: values that several ranks hold under one
-            name must be equal, except for buffers of a live module. See `torchlift.save`.
+        replicated: ``"equal"`` or ``"rank0"``, as in `torchlift.save`. Default: values that several
+            ranks hold under one name must be equal, except for buffers of a live module.
         storage_options: of a URL, as in `torchlift.open`.
 
     Raises:
