@@ -330,7 +330,7 @@ def test_an_optimizer_that_only_holds_others_is_refused_by_name(tmp_path: Path) 
     model = nn.Linear(2, 1)
     both = Both(torch.optim.SGD([model.weight], lr=0.1), torch.optim.Adam([model.bias]))
     with torchlift.Keeper(tmp_path, background=False) as keeper:
-        with pytest.raises(PlacementError, match="'optimizer': the optimizer has no param_groups"):
+        with pytest.raises(CheckpointError, match=r"'optimizer': .*Both\.inner\[0\], Both\.inner"):
             keeper.save(1, model=model, optimizer=both)
         assert keeper.save(1, model=model, sgd=both.inner[0], adam=both.inner[1])
 
@@ -382,3 +382,113 @@ def test_a_model_on_meta_with_optimizers_of_one_parameter_is_refused(tmp_path: P
         one, two = (each[name].state[each["model"].weight]["exp_avg"] for each in (run, again))
         assert torch.equal(one, two)
     assert os.listdir(tmp_path) == ["step-000000001.pt"]
+
+
+def go_on(folder: str, saves: bool) -> list[float]:
+    """Train two sharded models with two optimizers from where the folder is; the next losses."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    torch.manual_seed(0 if saves else 1)
+    one, two = nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 1))
+    for module in (one, two[0], two) if ranks > 1 else ():
+        fully_shard(module, mesh=init_device_mesh("cpu", (ranks,)))
+    first = torch.optim.AdamW(one.parameters(), lr=0.02)
+    run: dict[str, Any] = {
+        "one": one,
+        "two": two,
+        "first": first,
+        "second": torch.optim.SGD(two.parameters(), lr=0.1, momentum=0.9),
+        "scheduler": torch.optim.lr_scheduler.StepLR(first, 2),
+    }
+    losses = []
+    with torchlift.Keeper(folder, background=False) as keeper:
+        step = 0 if saves else keeper.resume(run)
+        assert step is not None
+        for number in range(step, step + 3 + 3 * saves):
+            # All ranks have one batch: the mean of their gradients is that of one process.
+            inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
+            loss = run["two"](run["one"](inputs)).square().mean()
+            loss.backward()
+            for name in ("first", "second"):
+                run[name].step()
+                run[name].zero_grad()
+            run["scheduler"].step()
+            losses.append(loss.item())
+            if saves and number == 2:
+                keeper.save(3, run)
+    return losses[-3:]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 2), (2, 2)])
+def test_a_run_goes_on_with_equal_losses_on_any_number_of_ranks(
+    tmp_path: Path, before: int, now: int
+) -> None:
+    """To the bit, where the arithmetic is: a folder of several ranks, and a file of one."""
+    on_ranks = torchlift.distributed.on_ranks
+    expected = go_on(str(tmp_path), True) if before == 1 else None
+    expected = expected or on_ranks(before, go_on, str(tmp_path), True)[0]
+    (left,) = os.listdir(tmp_path)
+    assert left.endswith(".pt") == (before == 1)
+    found = [go_on(str(tmp_path), False)] if now == 1 else None
+    found = found or on_ranks(now, go_on, str(tmp_path), False)
+    assert found == [expected] * now
+
+
+def keep_own_codes(folder: str) -> None:
+    """Save a parameter, and an optimizer's state, of which each rank has its own values."""
+    import torch.distributed as dist
+
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with torch.no_grad():
+        model.weight.fill_(dist.get_rank())
+        model.bias.fill_(5)
+    optimizer.state[model.bias] = {"momentum_buffer": torch.full((1,), float(dist.get_rank()))}
+    with torchlift.Keeper(folder) as keeper:
+        keeper.save(1, model=model, optimizer=optimizer)
+
+
+@pytest.mark.distributed
+def test_another_number_of_ranks_does_not_take_the_values_of_one_rank(tmp_path: Path) -> None:
+    """They differed under one name: an error before anything changes, and its way out works."""
+    torchlift.distributed.on_ranks(2, keep_own_codes, str(tmp_path))
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    run = {"model": model, "optimizer": optimizer}
+    before = everything(run)
+    with torchlift.Keeper(tmp_path) as keeper:
+        with pytest.raises(
+            PlacementError, match=r"values of its own .* 2 ranks; found 1"
+        ) as caught:
+            keeper.resume(run)
+        assert same(everything(run), before)
+        assert caught.value.hint == (
+            "Pass exclude=['model.weight', 'optimizer'] to leave them as they are."
+        )
+        assert keeper.resume(run, exclude=["model.weight", "optimizer"]) == 1
+        assert torch.equal(model.weight, before["model"]["weight"])
+        assert model.bias.item() == 5
+
+
+def test_another_number_of_groups_is_refused_with_its_scheduler(tmp_path: Path) -> None:
+    """A scheduler keeps a learning rate for each group: it would fail at its next step."""
+
+    def made(groups: int) -> dict[str, Any]:
+        model = nn.Linear(2, 1)
+        params = [{"params": [p]} for p in model.parameters()] if groups > 1 else model.parameters()
+        optimizer = torch.optim.AdamW(params)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+    with torchlift.Keeper(tmp_path, background=False) as keeper:
+        keeper.save(1, made(1))
+        run = made(2)
+        before = everything(run)
+        with pytest.raises(CheckpointError, match="another number of parameter groups"):
+            keeper.resume(run)
+        assert same(everything(run), before)
+        assert keeper.resume(run, exclude=["scheduler"]) == 1

@@ -443,7 +443,7 @@ def test_an_own_state_is_not_copied_and_stays_where_it_is() -> None:
 
 def test_step_stays_where_it_was_saved_unless_its_group_needs_it_elsewhere() -> None:
     """As in torch; on meta as the only other device that every machine has."""
-    from torchlift.distributed.optimizer_load import OptimizerPlan, _device, _Target
+    from torchlift.distributed.optimizer_slots import _goal, _Owner
 
     param = torch.ones(2)
     optimizer = torch.optim.Adam([param])
@@ -453,9 +453,9 @@ def test_step_stays_where_it_was_saved_unless_its_group_needs_it_elsewhere() -> 
         ({"capturable": True}, (torch.device("cpu"), torch.float32)),
         ({"fused": True}, (torch.device("cpu"), torch.float32)),
     ):
-        target = _Target("w", param, group, OptimizerPlan(optimizer), StateDictOptions())
-        assert _device(target, there, None, ("step",)) == expected
-        assert _device(target, there, torch.ones(()), ("step",)) == expected
+        owner = _Owner("w", param, group, optimizer)
+        assert _goal(owner, there, None, ("step",), param.device) == expected
+        assert _goal(owner, there, torch.ones(()), ("step",), param.device) == expected
 
 
 def test_one_parameter_of_two_optimizers_is_an_error() -> None:

@@ -262,6 +262,70 @@ def what_all_ranks_have_is_one_ranks() -> None:
     assert rank == 0 or not same(own, mixed[0])
 
 
+class Coded(torch.optim.Optimizer):
+    """Keeps codes of this rank's shard in plain tensors, as 8-bit optimizers do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                shape = param.to_local().shape if isinstance(param, DTensor) else param.shape
+                codes = torch.full(shape, 10 + dist.get_rank(), dtype=torch.uint8)
+                self.state[param] = {"codes": codes, "step": 3}
+
+
+def plain_values_that_differ_are_each_ranks_own() -> None:
+    """Codes of shards, and experts under one name; none of it is the first rank's for all."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    folder = SHARED / f"differing-{ranks}"
+
+    def experts(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(4, 2 * ranks), nn.Linear(2 * ranks, 2))
+        fully_shard(model[0], mesh=cpu_mesh())
+        return {"model": model, "optimizer": Coded(model.parameters())}
+
+    run = experts(rank)  # of the second layer each rank has its own
+    run["optimizer"].step()
+    with torchlift.Keeper(folder, background=False) as keeper:
+        keeper.save(1, run)
+        again = experts(100)
+        assert keeper.resume(again) == 1
+        path = keeper.latest()
+    for one, two in zip(run["model"].parameters(), again["model"].parameters(), strict=True):
+        left, right = (t.to_local() if isinstance(t, DTensor) else t for t in (one, two))
+        assert torch.equal(left, right)
+        found = again["optimizer"].state[two]
+        assert found["codes"].unique().tolist() == [10 + rank]
+        assert found["codes"].shape == left.shape
+        assert found["step"] == 3
+    with torchlift.open(path) as ckpt:
+        assert ("model.1.weight" in ckpt.entries) == (ranks == 1)
+
+
+def other_ranks_do_not_take_values_of_one_rank() -> None:
+    """An error that names them, before anything changes, and its way out."""
+    for ranks in worlds():
+        if ranks in (1, dist.get_world_size()):
+            continue
+        model = nn.Sequential(nn.Linear(4, 2 * ranks), nn.Linear(2 * ranks, 2))
+        run = {"model": model, "optimizer": Coded(model.parameters())}
+        before = model[0].weight.detach().clone()
+        with torchlift.Keeper(SHARED / f"differing-{ranks}") as keeper:
+            with pytest.raises(
+                CheckpointError, match=f"values of its own.*{ranks} ranks"
+            ) as caught:
+                keeper.resume(run)
+            assert torch.equal(model[0].weight, before)
+            assert "'model.1.weight', 'optimizer'" in str(caught.value)
+            names = ["model.1.bias", "model.1.weight", "optimizer"]
+            assert f"Pass exclude={names} to" in str(caught.value)
+            assert keeper.resume(run, exclude=names) == 1
+        assert not torch.equal(model[0].weight, before)
+
+
 def what_cannot_be_resumed_is_not_saved() -> None:
     """Extra state that only running code could read back: save says so, at once and on all."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
@@ -352,9 +416,9 @@ def whatever_fails_on_one_rank_ends_it_on_all() -> None:
     if not last:
         return
     calls = {
-        "save": ("get_model_state_dict", "get_optimizer_state_dict", "require_savable",
+        "save": ("read_states", "require_savable",
                  "Generators", "save"),
-        "resume": ("open_checkpoint", "require_intact", "slices_of", "get_model_state_dict",
+        "resume": ("open_checkpoint", "require_intact", "slices_of", "read_states",
                    "load_states", "Generators"),
     }  # fmt: skip
     modules = (keeper_module, run_state)
@@ -718,6 +782,7 @@ if __name__ == "__main__":
                 a_rank_that_cannot_write_ends_the_save_on_all,
                 ranks_that_disagree_all_raise,
                 what_all_ranks_have_is_one_ranks,
+                plain_values_that_differ_are_each_ranks_own,
                 what_cannot_be_resumed_is_not_saved,
                 an_argument_of_one_rank_ends_it_on_all,
                 whatever_fails_on_one_rank_ends_it_on_all,
@@ -739,6 +804,7 @@ if __name__ == "__main__":
             for check in (
                 any_number_of_ranks_goes_on_with_what_another_kept,
                 other_ranks_are_told_of_what_each_had,
+                other_ranks_do_not_take_values_of_one_rank,
                 a_folder_on_a_network_is_read_in_slices,
             )
         },

@@ -51,6 +51,7 @@ from torchlift._model.handlers import slice_of as slice_of
 from torchlift._model.holders import Blocker as Blocker
 from torchlift._model.holders import Hold as Hold
 from torchlift._model.holders import blocked_by as blocked_by
+from torchlift._model.holders import find_buffers as find_buffers
 from torchlift._model.holders import has_holders as has_holders
 from torchlift._model.holders import preflight as preflight
 from torchlift._model.holders import preserving_references as preserving_references
@@ -89,6 +90,7 @@ from torchlift._model.slots import locked as locked
 from torchlift._model.slots import walk as walk
 from torchlift._model.state import PATCH as PATCH
 from torchlift._model.state import by_name as by_name
+from torchlift._model.state import call_state_dict as call_state_dict
 from torchlift._model.state import own as own
 from torchlift._model.state import read_model as read_model
 from torchlift._model.state import unpatched as unpatched

@@ -50,6 +50,7 @@ from torchlift._save.files import (
     write_files,
 )
 from torchlift._save.pickling import Rebuilt
+from torchlift._save.replicas import TAKE_FIRST, Difference, difference_error
 from torchlift._save.values import Taken, Value, apart, stored_as, untied
 from torchlift._store import is_url, parent
 from torchlift._system.interrupts import deliver_interrupt
@@ -531,7 +532,7 @@ def _require_equal(written: Mapping[int, Sums], output: Output, path: str) -> No
 
     They were written in turns: of two that differ, the file has some of each.
     """
-    wrong: list[tuple[str, int, int]] = []
+    wrong: dict[str, Difference] = {}
     for at, stored in enumerate(output.stored):
         seen: dict[int, tuple[int, int]] = {}
         for who, each in written.items():
@@ -539,16 +540,7 @@ def _require_equal(written: Mapping[int, Sums], output: Output, path: str) -> No
             if share:
                 other, expected = seen.setdefault(share, (who, crc))
                 if crc != expected:
-                    wrong.append((stored.key, other, who))
+                    wrong[stored.key] = Difference(other, who)
                     break
     if wrong:
-        key, other, who = wrong[0]
-        more = f" (and so do {len(wrong) - 1} more names)" if len(wrong) > 1 else ""
-        raise PlacementError(
-            "the ranks hold different values under one name",
-            entry=key,
-            file=path,
-            expected="the same on every rank, or a DTensor for what is sharded",
-            found=f"the values of rank {who} differ from those of rank {other}{more}",
-            hint='Pass replicated="rank0" to save those of the first rank that has the name.',
-        )
+        raise difference_error(wrong, TAKE_FIRST, path)

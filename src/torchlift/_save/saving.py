@@ -17,7 +17,14 @@ import torch
 from torch import nn
 
 from torchlift._checkpoint import Checkpoint, Tree, dtype_of, gathered
-from torchlift._model import is_dtensor, is_flattened, local_tensor, tensors_of, versioned
+from torchlift._model import (
+    call_state_dict,
+    is_dtensor,
+    is_flattened,
+    local_tensor,
+    tensors_of,
+    versioned,
+)
 from torchlift._save.files import (
     Output,
     dcp_output,
@@ -411,9 +418,12 @@ def _check_whole(obj: object, path: str) -> None:
     """Refuse an optimizer of which this rank has a flat piece only, before any rank goes on.
 
     Raises:
-        PlacementError: its parameters are those of a FullyShardedDataParallel.
+        PlacementError: If its parameters are those of a FullyShardedDataParallel.
+        StateDictMismatch: If it is a ZeroRedundancyOptimizer whose state is on other ranks.
     """
-    for item in _inside(obj) if "torch.distributed.fsdp" in sys.modules else ():
+    for item in _inside(obj) if "torch.distributed" in sys.modules else ():
+        if hasattr(item, "consolidate_state_dict") and isinstance(item, torch.optim.Optimizer):
+            call_state_dict(item)
         params = item.param_groups if isinstance(item, torch.optim.Optimizer) else ()
         if any(is_flattened(param) for group in params for param in group["params"]):
             raise PlacementError(

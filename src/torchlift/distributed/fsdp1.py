@@ -29,7 +29,7 @@ from torchlift._model import (
 )
 from torchlift._system.containers import leaves
 from torchlift.distributed.gather import Sequence, digests, require_alike
-from torchlift.distributed.optimizer_load import OptimizerReport, present
+from torchlift.distributed.optimizer_slots import OptimizerReport, present
 from torchlift.distributed.optimizer_state import first_name, initial_state
 from torchlift.distributed.options import (
     LoadCall,

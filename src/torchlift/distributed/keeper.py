@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial, reduce
 from hashlib import sha256
-from operator import and_
+from operator import and_, getitem
 from time import perf_counter
 from typing import Any, Literal, NamedTuple
 
@@ -35,7 +35,17 @@ from torchlift._model import (
     world_of,
 )
 from torchlift._plan import Options, Patterns, Rename, Rewriting
-from torchlift._save import SaveReport, make_folders, require_savable, savable_names, save
+from torchlift._save import (
+    Checksum,
+    HeldPart,
+    SaveReport,
+    checksums_of,
+    find_differences,
+    make_folders,
+    require_savable,
+    savable_names,
+    save,
+)
 from torchlift._store import inside, is_url, name_of, place_of, require_writable
 from torchlift._system.containers import leaves
 from torchlift._system.interrupts import Interruptible, uninterrupted
@@ -57,6 +67,7 @@ from torchlift.distributed.agreements import (
 from torchlift.distributed.folder import KeptFolder, NewCheckpoint, Policy, policies_of
 from torchlift.distributed.generators import Generators
 from torchlift.distributed.run_state import (
+    DIFFERING,
     GENERATORS,
     OnOtherRanks,
     RunObjects,
@@ -79,6 +90,7 @@ class _PendingSave:
         step: its step.
         metrics: its metrics.
         models: states of models and optimizers.
+        plain: path -> a value in these that looks replicated.
         equal: states of other objects that are equal on all ranks.
         own: states that only this rank has.
     """
@@ -87,6 +99,7 @@ class _PendingSave:
     step: int
     metrics: dict[str, float]
     models: dict[str, Any]
+    plain: dict[tuple[Any, ...], torch.Tensor]
     equal: dict[str, Any]
     own: dict[str, Any]
 
@@ -275,7 +288,7 @@ class Keeper:
             if self._closed:
                 raise ValueError("the keeper is closed")
             run = RunObjects.of(objects)
-            missing = [name for name in self._folder.metrics if name not in (metrics or {})]
+            missing = [name for name in self._folder.metrics if name not in _numbers(metrics)]
             if self._rank == 0 and missing:
                 raise ValueError(
                     f"metrics has no {missing[0]!r}, by which the best checkpoint is found (best=)"
@@ -305,14 +318,14 @@ class Keeper:
                 if name in models:
                     models[name] = {**models[name], "param_groups": merged}
         equal = SnapshotMessage.equal_names(messages.values())
-        numbers = {name: float(value) for name, value in (metrics or {}).items()}
         target = messages[0].target
         assert target is not None
         return _PendingSave(
             target,
             _require_step(step),
-            numbers,
+            _numbers(metrics),
             models,
+            run.find_plain(models) if self._count > 1 else {},
             {name: state for name, state in copies.others.items() if name in equal},
             {GENERATORS: Generators().state_dict()}
             | {name: state for name, state in copies.others.items() if name not in equal},
@@ -355,6 +368,7 @@ class Keeper:
         with self._writers.together() as agree:  # an error outside of `save` stops the others, too
             others = {**pending.equal, "ranks": {number: pending.own}}
             if self._count > 1:
+                self._separate_differing(pending)
                 others = self._writers.run(pack_state).value
             head = {"step": pending.step, "metrics": pending.metrics} if self._rank == 0 else {}
             state = {**head, **others, **pending.models}
@@ -366,6 +380,20 @@ class Keeper:
         except (CheckpointError, OSError) as error:  # the new one is complete
             problems = [f"older checkpoints are not removed; the next save tries again: {error}"]
         return _Written(report, problems)
+
+    def _separate_differing(self, pending: _PendingSave) -> None:
+        """Keep what differs under one name for each rank, and not the first one's for all."""
+        paths = {".".join(map(str, path)): path for path in pending.plain}
+
+        def add_up() -> StepResult[None, dict[HeldPart, Checksum]]:
+            values = {name: pending.plain[path] for name, path in paths.items()}
+            return StepResult(None, checksums_of(values))
+
+        different = find_differences(self._writers.run(add_up).by_rank)
+        for path in [paths[part.key] for part in different if part.key in paths]:
+            *places, last = path
+            value = reduce(getitem, places, pending.models).pop(last)
+            pending.own.setdefault(DIFFERING, []).append([[*path], value])
 
     @property
     def report(self) -> SaveReport | None:
@@ -704,6 +732,10 @@ def _require_step(step: object) -> int:
     if number < 0 or isinstance(step, bool):
         raise ValueError(f"step={step!r}: expected a number from 0 on")
     return number
+
+
+def _numbers(metrics: Mapping[str, float] | None) -> dict[str, float]:
+    return {name: float(value) for name, value in (metrics or {}).items()}
 
 
 def _warn_of_failure(saving: list[Future[_Written] | None]) -> None:

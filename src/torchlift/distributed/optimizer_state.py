@@ -11,13 +11,22 @@ from typing import Any, TypeVar
 
 import torch
 
-from torchlift._model import Names, own
-from torchlift.distributed.options import StateDictMismatch, StateDictOptions
+from torchlift._model import Names, call_state_dict, is_dtensor
+from torchlift._system.containers import leaves
+from torchlift.distributed.options import (
+    StateDictMismatch,
+    StateDictOptions,
+    held_optimizers,
+    holder_error,
+)
 from torchlift.formats import left_out
 
 T = TypeVar("T")
 
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
+#: Key in a group of a state dict: paths of plain tensors in the state of parameters that are
+#: DTensors. Such a matrix may have the shape of its parameter.
+_PLAIN = "plain_state"
 #: What a parameter is called that is in no model: by its place in its optimizer, one of several.
 PLACE = re.compile(rf"(\d+\.)?{_GROUPS}\.\d+\.{_PARAMS}\.\d+")
 
@@ -31,14 +40,15 @@ def read_optimizers(
     gives the same keys. The optimizers are not changed.
 
     Raises:
-        StateDictMismatch: an optimizer is of another model, or two hold one parameter.
+        StateDictMismatch: an optimizer is of another model, two hold one parameter, or the state
+            dict of one lacks some of its state.
     """
     state: dict[Any, Any] = {}
     groups: list[dict[str, Any]] = []
     holder: dict[str, torch.optim.Optimizer] = {}
     optimizers = name_by_place(names, optimizers)
     for optimizer in optimizers:
-        packed = own(optimizer, "state_dict")()
+        packed = _own_state(optimizer)
         # By position: after a parameter that is listed twice torch leaves a number out.
         by_number = {
             number: first_name(param, names)
@@ -59,11 +69,68 @@ def read_optimizers(
                 name = first_name(param, names)
                 if not state.get(name) and (initial := initial_state(optimizer, group, param)):
                     state[name] = initial
-        for group in packed[_GROUPS]:
+        for group, live in zip(packed[_GROUPS], optimizer.param_groups, strict=True):
             named = [by_number[number] for number in once(group[_PARAMS])]
-            groups.append({**group, _PARAMS: named})
+            made = {**group, _PARAMS: named}
+            made.pop(_PLAIN, None)  # torch's functions leave the one that they loaded in a group
+            sharded = {first_name(param, names) for param in filter(is_dtensor, live[_PARAMS])}
+            if plain := _plain_paths(
+                state[name] for name in named if name in sharded & state.keys()
+            ):
+                made[_PLAIN] = plain
+            groups.append(made)
     found = {_STATE: state, _GROUPS: groups}
     return _flatten(found) if options.flatten_optimizer_state_dict else found
+
+
+def _own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what the ``state_dict`` of an optimizer returns, if that is all of its state.
+
+    Raises:
+        StateDictMismatch: If it is not, or is on another rank.
+    """
+    kind = type(optimizer).__name__
+    packed = call_state_dict(optimizer)
+    if not {_STATE, _GROUPS} <= packed.keys():
+        raise holder_error(optimizer, f"has a state dict without {_STATE!r} and {_GROUPS!r}")
+    if more := packed.keys() - {_STATE, _GROUPS}:
+        raise StateDictMismatch(
+            "an optimizer keeps more than the state and the groups of its parameters",
+            entry=kind,
+            found=", ".join(map(repr, sorted(more))),
+            hint="Save optimizer.state_dict() as it is, and load that with its load_state_dict.",
+        )
+    numbers = {
+        id(param): number
+        for group, live in zip(packed[_GROUPS], optimizer.param_groups, strict=True)
+        for number, param in zip(group[_PARAMS], live[_PARAMS], strict=True)
+    }
+    for inner in held_optimizers(optimizer).values():
+        for param, state in getattr(inner, "state", {}).items():
+            if set(state) - set(packed[_STATE].get(numbers.get(id(param)), ())):
+                raise holder_error(optimizer, "holds others, whose state its own lacks")
+    return packed
+
+
+def _plain_paths(states: Iterable[dict[Any, Any]]) -> list[str]:
+    """Return the paths of plain tensors with dimensions in the states of DTensors."""
+    found = {
+        path_text(path)
+        for state in states
+        for path, leaf in leaves(state).items()
+        if torch.is_tensor(leaf) and leaf.dim() and not is_dtensor(leaf)
+    }
+    return sorted(found)
+
+
+def path_text(path: tuple[Any, ...]) -> str:
+    """Write the path of a tensor in the state of a parameter as in a flat state dict.
+
+    Example:
+        >>> path_text(("GG", 0, "left"))
+        'GG.0.left'
+    """
+    return ".".join(map(_flat_key, path))
 
 
 def once(items: Iterable[T]) -> list[T]:
@@ -138,6 +205,32 @@ def require_known(
     strange = next((own[n] for n in own if PLACE.fullmatch(n) and n not in saved), None)
     if strange is not None and any(n not in own and not PLACE.fullmatch(n) for n in saved):
         raise _of_another(strange)
+
+
+def require_same_groups(
+    optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], name: str
+) -> None:
+    """Refuse another number of parameter groups than was saved, where a scheduler is loaded, too.
+
+    It keeps a learning rate for each group. With fewer or more it fails in its next step.
+
+    Args:
+        optimizer: the scheduler's.
+        saved: the optimizer's saved state, nested.
+        name: what an error calls the optimizer.
+
+    Raises:
+        StateDictMismatch: If the numbers differ.
+    """
+    expected, found = len(optimizer.param_groups), len(saved.get(_GROUPS, ()))
+    if expected != found:
+        raise StateDictMismatch(
+            "the optimizer of a scheduler was saved with another number of parameter groups",
+            entry=f"{name}.{_GROUPS}",
+            expected=expected,
+            found=found,
+            hint="Give the optimizer the parameter groups it was saved with.",
+        )
 
 
 def _of_another(param: torch.Tensor) -> StateDictMismatch:
@@ -236,6 +329,8 @@ class Saved:
         gone: canonical names that the caller left out.
         allow_missing: patterns of names that may be missing.
         by_order: whether only numbers told parameters apart: each is of one in the same place.
+        plain: canonical name -> the paths in its state that were plain tensors although it was a
+            DTensor, for groups of which that is recorded.
     """
 
     state: dict[str, Any] = field(default_factory=dict)
@@ -245,6 +340,7 @@ class Saved:
     gone: set[str] = field(default_factory=set)
     allow_missing: Collection[str] = ()
     by_order: bool = False
+    plain: dict[str, frozenset[str]] = field(default_factory=dict)
 
     def leave_out(
         self, include: Collection[str], exclude: Collection[str], allow_missing: Collection[str]
@@ -296,9 +392,11 @@ def normalised(
         # An optimizer has no entry for what it never stepped: none is missing here.
         found.state.setdefault(name, {})
     for group in groups:
-        hyper = {key: value for key, value in group.items() if key != _PARAMS}
+        hyper = {key: value for key, value in group.items() if key not in (_PARAMS, _PLAIN)}
         for key in group[_PARAMS]:
             found.hyper[numbered.get(key, key)] = hyper
+            if _PLAIN in group:
+                found.plain[numbered.get(key, key)] = frozenset(group[_PLAIN])
         if not group[_PARAMS]:
             found.empty.append(hyper)
     return found
@@ -347,7 +445,10 @@ def _unflatten(
         section, _, rest = str(key).partition(".")
         if section == _GROUPS:
             name, _, hyper = rest.rpartition(".")
-            found.hyper.setdefault(name, {})[hyper] = value
+            if hyper == _PLAIN:
+                found.plain[name] = frozenset(value)
+            else:
+                found.hyper.setdefault(name, {})[hyper] = value
         elif section == _STATE:
             name = _owner(rest, live)
             _insert(found.state.setdefault(name, {}), rest[len(name) + 1 :], value, live.get(name))

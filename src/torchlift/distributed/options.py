@@ -14,6 +14,7 @@ from torchlift._model import is_dtensor, layout_of, local_tensor, oddity
 from torchlift._plan import look_alikes
 from torchlift._system.text import clipped_list
 from torchlift.errors import StateDictMismatch as StateDictMismatch
+from torchlift.formats import items_of
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
@@ -25,7 +26,7 @@ class StateDictOptions:
     Attributes:
         full_state_dict: gather every tensor; no DTensor is left in the result. For a load: the
             state dict holds whole tensors, of which every rank takes its own slice. Must be the
-            same on every rank: one that does not gather talks to nobody, and others wait for it.
+            same on every rank: the ranks that gather wait for each other.
         cpu_offload: move tensors to the CPU. With `full_state_dict` only rank 0 gets the result,
             the other ranks get an empty dict. Where the model has DTensors all ranks must call it,
             and what they have under names of their own, as the stages of a pipeline, is in that
@@ -98,6 +99,7 @@ def several(optimizers: Any, part: Part = Part.BOTH) -> tuple[torch.optim.Optimi
 
     Raises:
         TypeError: something in there is no optimizer.
+        StateDictMismatch: one only holds other optimizers.
         RuntimeError: there is none, and the call is about optimizers only; torch raises that too.
 
     Example:
@@ -106,6 +108,7 @@ def several(optimizers: Any, part: Part = Part.BOTH) -> tuple[torch.optim.Optimi
     """
     found = tuple(optimizers) if isinstance(optimizers, Iterable) else (optimizers,)
     for each in found:
+        require_groups(each)
         # Not by their class: wrappers of optimizers need not be optimizers.
         if not hasattr(each, "param_groups"):
             kind = type(each).__name__  # the text of a whole model would be pages long
@@ -113,6 +116,44 @@ def several(optimizers: Any, part: Part = Part.BOTH) -> tuple[torch.optim.Optimi
     if part is Part.OPTIMIZERS and not found:
         raise RuntimeError("the state dict of optimizers was asked for, and none was passed")
     return found
+
+
+def require_groups(optimizer: object) -> None:
+    """Refuse an optimizer without groups or state, which only steps the ones that it holds.
+
+    Raises:
+        StateDictMismatch: If it is one. The error names those that it holds.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return
+    needed = ["param_groups", "state"]
+    if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
+        needed.append("defaults")  # torch's method needs what torch's constructor makes
+    if not all(hasattr(optimizer, name) for name in needed):
+        raise holder_error(optimizer, "has no parameter groups or no state of its own")
+
+
+def held_optimizers(optimizer: object) -> dict[str, torch.optim.Optimizer]:
+    """Return the optimizers that an optimizer has in its attributes: how to get one -> it."""
+    found: dict[str, object] = {}
+    for name, value in getattr(optimizer, "__dict__", {}).items():
+        found[f".{name}"] = value
+        if isinstance(value, (list, tuple, dict)):
+            found |= {f".{name}[{key!r}]": item for key, item in items_of(value)}
+    return {how: item for how, item in found.items() if isinstance(item, torch.optim.Optimizer)}
+
+
+def holder_error(optimizer: object, what: str) -> StateDictMismatch:
+    """Return the error for an optimizer whose state is in others that it holds."""
+    held, kind = held_optimizers(optimizer), type(optimizer).__name__
+    names = ", ".join(f"{kind}{how}" for how in held) or "the optimizers that it steps"
+    return StateDictMismatch(
+        f"an optimizer {what}",
+        entry=kind,
+        expected="an optimizer whose state dict has all of its state",
+        found=clipped_list(f"{type(each).__name__} in {how}" for how, each in held.items()) or None,
+        hint=f"Pass, in its place, each of those that it holds: {names}.",
+    )
 
 
 def require_module(model: object) -> None:

@@ -7,9 +7,10 @@ import io
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from glob import escape
 from hashlib import sha256
+from operator import getitem
 from typing import Any
 
 import torch
@@ -17,28 +18,39 @@ from torch import nn
 
 from torchlift._checkpoint import Checkpoint, array_of, diff
 from torchlift._checkpoint import open as open_checkpoint
-from torchlift._model import Commit, StepResult, uses_fsdp1, versioned
+from torchlift._model import (
+    Commit,
+    ModuleTree,
+    Names,
+    StepResult,
+    is_dtensor,
+    uses_fsdp1,
+    versioned,
+)
 from torchlift._plan import Options, check_rename, renamed
 from torchlift._save import is_array, memory_of, require_savable
 from torchlift._sources import FileTensor
 from torchlift._system.containers import leaves, map_leaves
 from torchlift.distributed.agreements import FitMessage
 from torchlift.distributed.generators import Generators
-from torchlift.distributed.optimizer_state import PLACE
-from torchlift.distributed.options import LoadCall, Part, StateDictMismatch, StateDictOptions
-from torchlift.distributed.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    load_states,
-    slices_of,
+from torchlift.distributed.optimizer_state import PLACE, require_same_groups
+from torchlift.distributed.options import (
+    LoadCall,
+    Part,
+    StateDictMismatch,
+    StateDictOptions,
+    require_groups,
 )
+from torchlift.distributed.state_dict import load_states, read_states, slices_of
 from torchlift.errors import FormatError, MismatchError, PlacementError
 from torchlift.formats import Array, allowed, errors_name, left_out
 
 #: What rules call the states of the random number generators.
 GENERATORS = "rng"
 #: Names that a checkpoint needs for itself. In a DCP folder, plain data is packed.
-_RESERVED = ("step", "metrics", GENERATORS, "ranks", "packed")
+_RESERVED = ("step", "metrics", GENERATORS, "ranks", "packed", "differing")
+#: Where a rank has the values that differ from those of other ranks under one name.
+DIFFERING = "differing"
 #: The key of a dict that stands for an array of numpy. Its value is the array's dtype and shape.
 _ARRAY = "numpy.ndarray"
 
@@ -79,6 +91,11 @@ class RunObjects:
             if not isinstance(name, str) or not name or "." in name or name in _RESERVED:
                 known = ", ".join(_RESERVED)
                 raise ValueError(f"{name!r} cannot name an object: expected a word, not {known}")
+            try:
+                require_groups(obj)
+            except StateDictMismatch as error:
+                error.entry = name
+                raise
             problem = _why_not_resumable(obj)
             if problem is not None:
                 raise PlacementError(
@@ -119,13 +136,32 @@ class RunObjects:
 
     def read_models(self) -> dict[str, Any]:
         """Return the states of models and optimizers by the objects' names. No rank is asked."""
-        states: dict[str, Any] = {n: get_model_state_dict(each) for n, each in self.modules.items()}
+        states: dict[str, Any] = {name: _read(each) for name, each in self.modules.items()}
         for name, optimizer in self.optimizers.items():
             owners = self.owners[name]
             # Of one model the names are those in it, as `load_optimizer` expects them.
             holder = self.modules[owners[0]] if len(owners) == 1 else self.holder(owners)
-            states[name] = get_optimizer_state_dict(holder, optimizer)
+            states[name] = read_states(holder, optimizer, part=Part.OPTIMIZERS)[1]
         return states
+
+    def find_plain(self, states: Mapping[str, Any]) -> dict[tuple[Any, ...], torch.Tensor]:
+        """Return path -> a parameter or optimizer state that is no DTensor, out of the states.
+
+        Ranks may have other values for it, such as experts under one name, or 8-bit moments of
+        their shards (bitsandbytes#1840). Of buffers the first rank's count, as in torch.
+        """
+        found = leaves({name: states[name] for name in self.optimizers})
+        for name, module in self.modules.items():
+            for key, tensor in Names(ModuleTree(module)).tensors.items():
+                if isinstance(tensor, nn.Parameter) and key in states[name]:
+                    found[name, key] = states[name][key]
+        return {
+            path: leaf
+            for path, leaf in found.items()
+            if isinstance(leaf, torch.Tensor)
+            and not is_dtensor(leaf)
+            and isinstance(reduce(getitem, path[:-1], states), dict)
+        }
 
     def read_others(self) -> dict[str, Any]:
         """Return the states of all other objects, and the plain data, by name."""
@@ -141,6 +177,10 @@ class RunObjects:
         }
 
 
+def _read(module: nn.Module) -> dict[str, Any]:
+    return read_states(module, part=Part.MODEL)[0]
+
+
 def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
@@ -154,9 +194,6 @@ def _why_not_resumable(obj: Any) -> tuple[str, str] | None:
             "Shard the model with fully_shard; or torchlift.save what "
             "torchlift.distributed.get_state_dict returns with full_state_dict=True.",
         )
-    if isinstance(obj, torch.optim.Optimizer) and not hasattr(obj, "param_groups"):
-        way_out = "Pass the optimizers that it holds, each under its own name."
-        return "the optimizer has no param_groups of its own", way_out
     if _gives_state(obj) and not callable(getattr(obj, "load_state_dict", None)):
         way_out = "Add that method, or pass what state_dict() returns: plain data."
         return "has state_dict, but not load_state_dict", way_out
@@ -280,7 +317,7 @@ class Selection:
 
     def fit(self) -> FitMessage:
         """Return how it fits the models of this rank."""
-        known = get_model_state_dict(self.run.holder())
+        known = _read(self.run.holder())
         unexpected = sum(1 << at for at, name in enumerate(self.tensors) if name not in known)
         selected = sha256(repr([[*self.tensors], sorted(self.stays)]).encode()).digest()
         # One load knows one state for each parameter's name. Two optimizers may share a parameter,
@@ -293,6 +330,38 @@ class Selection:
                 apart.append(name)
             taken |= params
         return FitMessage(selected, unexpected, tuple(apart))
+
+    def require_none_of(self, differing: list[Any], before: int, now: int) -> None:
+        """Refuse values of which each rank that saved has its own, on another number of ranks.
+
+        Raises:
+            PlacementError: If one of them is selected.
+        """
+        selected = {*map(id, leaves([self.tensors, self.optimizers]).values())}
+        paths = [path for path, value in differing if id(value) in selected]
+        if paths:
+            # An optimizer's state of one parameter has no name for patterns.
+            names = {".".join(path) if path[0] in self.run.modules else path[0] for path in paths}
+            raise PlacementError(
+                "each rank that saved has values of its own under one name, and now there are "
+                "other ranks",
+                file=self.path,
+                entry=".".join(map(str, paths[0])),
+                expected=f"{before} ranks",
+                found=now,
+                hint=f"Pass exclude={sorted(names)} to leave them as they are.",
+            )
+
+    def require_groups_of_schedulers(self) -> None:
+        """Refuse another number of parameter groups than a scheduler was saved with.
+
+        Raises:
+            StateDictMismatch: If one was.
+        """
+        for name, obj in self.run.stateful.items():
+            for optimizer, state in self.optimizers.items() if name in self.others else ():
+                if getattr(obj, "optimizer", None) is self.run.optimizers[optimizer]:
+                    require_same_groups(obj.optimizer, state, optimizer)
 
     def load_optimizer(self, name: str, commit: Commit, group: Any) -> None:
         """Load one optimizer by itself. A copy of its state is kept, to undo it. All ranks call it.
@@ -307,8 +376,7 @@ class Selection:
                 entry=name,
                 hint="Call torchlift.materialize(model) before resume.",
             )
-        commit.keep_optimizer(self.run.optimizers[name])
-        self._load(Part.OPTIMIZERS, self.run.owners[name], [name], {}, group)
+        self._load(Part.OPTIMIZERS, self.run.owners[name], [name], {}, group, commit)
 
     def load_objects(self, commit: Commit) -> list[str]:
         """Load the generators, and all other objects whose own state can be given back.
@@ -345,7 +413,7 @@ class Selection:
         Raises:
             CheckpointError: If a name, a shape or a state does not fit.
         """
-        known, tensors = get_model_state_dict(self.run.holder()), dict[str, Any]()
+        known, tensors = _read(self.run.holder()), dict[str, Any]()
         free = allowed(self.tensors, self.rules.allow_unexpected)
         for at, (name, value) in enumerate(self.tensors.items()):
             # The stages of a pipeline share one checkpoint: other ranks have other names.
@@ -389,7 +457,13 @@ class Selection:
         self.run.stateful[name].load_state_dict(copy.deepcopy(_load_values(self.others[name])))
 
     def _load(
-        self, part: Part, models: list[str] | None, names: list[str], state: Any, group: Any
+        self,
+        part: Part,
+        models: list[str] | None,
+        names: list[str],
+        state: Any,
+        group: Any,
+        commit: Commit | None = None,
     ) -> None:
         """Load models and optimizers of some names."""
         states = [self.optimizers[name] for name in names]
@@ -413,7 +487,7 @@ class Selection:
             ],
         )
         try:
-            load_states(call)
+            load_states(call, commit)
         except StateDictMismatch as error:
             error.file = error.file or self.path
             self._name_way_out(error, names)
@@ -468,6 +542,10 @@ def read_selection(
     # DCP leaves out what is empty.
     saved = {**{n: {} for n, each in run.modules.items() if not each.state_dict()}, **saved}
     own, each_own = by_rank.get(own_number, {}), [by_rank[n] for n in sorted(by_rank, key=int)]
+    differing = (own if is_same else each_own[0]).get(DIFFERING, [])
+    for (*places, last), value in differing:
+        # DCP leaves out what is empty.
+        reduce(lambda inside, key: inside.setdefault(key, {}), places, saved)[last] = value
     if is_same:
         saved |= own
     else:
@@ -476,6 +554,9 @@ def read_selection(
             saved[name] = on_other_ranks[name](copy.deepcopy(_load_values(states)))
     with errors_name(path):
         selection = _select(path, run, rules, saved, own.get(GENERATORS))
+    if not is_same:
+        selection.require_none_of(differing, len(by_rank), count)
+    selection.require_groups_of_schedulers()
     needed_names = [name for name in run.names if name not in selection.stays]
     lost = [name for name in needed_names if name not in saved]
     lost = [name for name in lost if any(name in states for states in each_own)]
