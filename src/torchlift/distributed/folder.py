@@ -457,6 +457,8 @@ class KeptFolder(RunFolder):
 
     def adopt(self) -> list[Kept]:
         """Take all that is complete as the run's own, and return it."""
+        if self._lock is not None:
+            self._lock.use()
         self._is_adopted, self._foreign = True, set()
         self._note_uploads()
         return self.kept()
@@ -473,6 +475,8 @@ class KeptFolder(RunFolder):
             base: the step that was last resumed or saved, or None.
             is_file: whether it is a file and not a folder.
         """
+        if self._lock is not None:
+            self._lock.use()
         kept = self.kept()
         if not self._is_adopted:
             self._is_adopted = True

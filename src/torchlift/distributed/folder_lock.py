@@ -19,8 +19,8 @@ from torchlift.errors import CheckpointError
 
 #: The name of the file in the folder.
 NAME = ".keeper.lock"
-#: Paths of the locks that this process holds. A lock that it could not remove does not stop it.
-_HELD: set[str] = set()
+#: Path -> the lock that this process holds. One that it could not remove does not stop it.
+_HELD: dict[str, FolderLock] = {}
 
 
 class Holder(NamedTuple):
@@ -50,11 +50,22 @@ class Holder(NamedTuple):
 
 
 class FolderLock:
-    """Holds a folder for this process, until `release`."""
+    """Holds a folder for one Keeper of this process, until `release`."""
 
     def __init__(self, folder: str) -> None:
         self._folder, self._path = folder, os.path.join(os.path.realpath(folder), NAME)
         self._own: Holder | None = None
+        self._is_used = False
+
+    def use(self) -> None:
+        """Keep the folder from other Keepers of this process, too. One that only looks gives way.
+
+        Raises:
+            CheckpointError: If another one uses it.
+        """
+        if _HELD.get(self._path) is not self:
+            self.acquire()
+        self._is_used = True
 
     def acquire(self) -> None:
         """Take the folder, also from a process that has ended.
@@ -73,8 +84,7 @@ class FolderLock:
                 self._require_free(text.split("\n"), own)
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, "\n".join(own).encode(), 0)
-                self._own = own
-                _HELD.add(self._path)
+                self._own, _HELD[self._path] = own, self
         except OSError as error:
             # No job can save in such a folder, and one that only resumes needs no lock.
             if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
@@ -82,20 +92,20 @@ class FolderLock:
 
     def release(self) -> None:
         """Give the folder back. In a forked child, which has a copy of this object, do nothing."""
-        if self._own is None or self._own.process != str(os.getpid()):
+        is_own = self._own is not None and self._own.process == str(os.getpid())
+        if not is_own or _HELD.get(self._path) is not self:
             return
-        _HELD.discard(self._path)
+        del _HELD[self._path]
         # If the file stays, its holder ends with this process at the latest.
         with suppress(OSError), self._open(os.O_RDWR) as descriptor:
-            if os.read(descriptor, 1 << 16).decode().split("\n") == [*self._own]:
+            if os.read(descriptor, 1 << 16).decode().split("\n") == [*(self._own or ())]:
                 os.unlink(self._path)
-        self._own = None
 
     def _require_free(self, lines: list[str], own: Holder) -> None:
-        is_known = len(lines) == len(own)
+        is_known, other = len(lines) == len(own), _HELD.get(self._path)
         holder = Holder(*lines) if is_known else own
-        if lines == [""] or (holder == own and is_known and self._path not in _HELD):
-            return  # nobody's, or one that this process could not remove
+        if lines == [""] or (is_known and holder == own and not (other and other._is_used)):
+            return  # nobody's, or of a Keeper of this process that only looks, or is gone
         if is_known and not holder.may_be_alive(own):
             return  # it was killed
         is_here = is_known and holder.host == own.host
