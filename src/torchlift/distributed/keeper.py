@@ -302,7 +302,10 @@ class Keeper:
 
         def snapshot_state() -> StepResult[Copies, SnapshotMessage]:
             copies = self._copy_state(run)
-            digests = {name: self._digest({name: s}) for name, s in copies.others.items()}
+            digests = {
+                name: digest_of({name: state}, self.directory, compare=self._count > 1)
+                for name, state in copies.others.items()
+            }
             target = None
             if self._rank == 0:
                 target = self._folder.new_path(_require_step(step), self._base, self._count == 1)
@@ -351,9 +354,6 @@ class Keeper:
             require_savable(copies.models, self.directory)
             self._savable = names
         return copies
-
-    def _digest(self, state: Mapping[str, Any]) -> bytes:
-        return digest_of(state, self.directory, compare=bool(self._ranks.groups))
 
     def _write(self, pending: _PendingSave) -> _Written:
         """Write a checkpoint, and remove those that are not kept any more."""

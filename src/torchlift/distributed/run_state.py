@@ -42,7 +42,7 @@ from torchlift.distributed.options import (
     require_groups,
 )
 from torchlift.distributed.state_dict import load_states, read_states, slices_of
-from torchlift.errors import FormatError, MismatchError, PlacementError
+from torchlift.errors import CheckpointError, FormatError, MismatchError, PlacementError
 from torchlift.formats import Array, allowed, errors_name, left_out
 
 #: What rules call the states of the random number generators.
@@ -92,21 +92,16 @@ class RunObjects:
                 known = ", ".join(_RESERVED)
                 raise ValueError(f"{name!r} cannot name an object: expected a word, not {known}")
             try:
-                require_groups(obj)
-            except StateDictMismatch as error:
+                _require_resumable(obj)
+            except CheckpointError as error:
                 error.entry = name
                 raise
-            problem = _why_not_resumable(obj)
-            if problem is not None:
-                raise PlacementError(
-                    problem[0], entry=name, found=type(obj).__name__, hint=problem[1]
-                )
-            kinds: tuple[tuple[type, dict[str, Any]], ...] = (
-                (nn.Module, run.modules),
-                (torch.optim.Optimizer, run.optimizers),
-                (object, run.stateful if _gives_state(obj) else run.plain),
-            )
-            next(each for kind, each in kinds if isinstance(obj, kind))[name] = obj
+            if isinstance(obj, nn.Module):
+                run.modules[name] = obj
+            elif isinstance(obj, torch.optim.Optimizer):
+                run.optimizers[name] = obj
+            else:
+                (run.stateful if _gives_state(obj) else run.plain)[name] = obj
         ids = {name: set(map(id, module.parameters())) for name, module in run.modules.items()}
         for name, optimizer in run.optimizers.items():
             if not run.modules:
@@ -185,25 +180,31 @@ def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def _why_not_resumable(obj: Any) -> tuple[str, str] | None:
-    """Return why an object cannot be resumed, and the way out; None if it can."""
+def _require_resumable(obj: Any) -> None:
+    """Refuse an object that `Keeper.resume` could not put back.
+
+    Raises:
+        CheckpointError: If it is one. The caller adds its name.
+    """
+    require_groups(obj)
+    problem = hint = ""
     if uses_fsdp1(obj):
-        return (
+        problem = (
             "a Keeper does not keep a FullyShardedDataParallel, of whose state each rank has flat "
-            "pieces",
+            "pieces"
+        )
+        hint = (
             "Shard the model with fully_shard; or torchlift.save what "
-            "torchlift.distributed.get_state_dict returns with full_state_dict=True.",
+            "torchlift.distributed.get_state_dict returns with full_state_dict=True."
         )
-    if _gives_state(obj) and not callable(getattr(obj, "load_state_dict", None)):
-        way_out = "Add that method, or pass what state_dict() returns: plain data."
-        return "has state_dict, but not load_state_dict", way_out
-    if _holds_state(obj, set()):
-        return (
-            "a container of objects that have a state, which resume would not find",
-            "Pass each object under its own name, such as "
-            "**{f'model_{n}': each for n, each in enumerate(models)}.",
-        )
-    return None
+    elif _gives_state(obj) and not callable(getattr(obj, "load_state_dict", None)):
+        problem = "has state_dict, but not load_state_dict"
+        hint = "Add that method, or pass what state_dict() returns: plain data."
+    elif _holds_state(obj, set()):
+        problem = "a container of objects that have a state, which resume would not find"
+        hint = "Pass each under a name: **{f'model_{n}': each for n, each in enumerate(models)}."
+    if problem:
+        raise PlacementError(problem, found=type(obj).__name__, hint=hint)
 
 
 def _holds_state(obj: object, above: set[int]) -> bool:
@@ -376,7 +377,7 @@ class Selection:
                 entry=name,
                 hint="Call torchlift.materialize(model) before resume.",
             )
-        self._load(Part.OPTIMIZERS, self.run.owners[name], [name], {}, group, commit)
+        self._load([name], None, group, commit)
 
     def load_objects(self, commit: Commit) -> list[str]:
         """Load the generators, and all other objects whose own state can be given back.
@@ -421,7 +422,7 @@ class Selection:
                 tensors[name] = value
         state = versioned(tensors, getattr(self.tensors, "_metadata", None))
         names = [name for name in self.optimizers if name not in apart]
-        self._load(Part.BOTH, None, names, state, group)
+        self._load(names, state, group)
 
     def load_last(self, names: Iterable[str]) -> StepResult[None, None]:
         """Load the objects whose own state could not be read.
@@ -456,24 +457,16 @@ class Selection:
         # The object may keep what it gets, and a sweep removes the file: no maps.
         self.run.stateful[name].load_state_dict(copy.deepcopy(_load_values(self.others[name])))
 
-    def _load(
-        self,
-        part: Part,
-        models: list[str] | None,
-        names: list[str],
-        state: Any,
-        group: Any,
-        commit: Commit | None = None,
-    ) -> None:
-        """Load models and optimizers of some names."""
+    def _load(self, names: list[str], state: Any, group: Any, commit: Commit | None = None) -> None:
+        """Load all models and optimizers of some names; without a state, one optimizer alone."""
         states = [self.optimizers[name] for name in names]
         saved = {
             "state": {key: each for one in states for key, each in one["state"].items()},
             "param_groups": [each for one in states for each in one["param_groups"]],
         }
         call = LoadCall(
-            part,
-            self.run.holder(models),
+            Part.OPTIMIZERS if state is None else Part.BOTH,
+            self.run.holder(self.run.owners[names[0]] if state is None else None),
             [self.run.optimizers[name] for name in names],
             state,
             saved if names else {},
