@@ -266,6 +266,7 @@ def holding(models: list[nn.Module]) -> dict[str, Any]:
         "schedulers": (scheduler, scheduler),
         "a set": {models[0]},
         "a deque": deque(models),
+        "values": {"a": models[0]}.values(),
         "with data": {"epoch": 1, "ema": Stateful(1)},
     }
 
@@ -318,6 +319,31 @@ def test_an_object_that_cannot_take_its_state_back_is_refused_when_it_is_saved(
         assert "plain data" in (it.value.hint or "")
         assert keeper.save(1, giving=Giving().state_dict())
         assert keeper.resume(giving={"at": 3}) == 1
+
+
+class Renaming(nn.Linear):
+    """Its state has other names than its parameters, and only its own method loads it."""
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        return {f"x.{key}": value for key, value in super().state_dict().items()}
+
+
+class Prefixing(nn.Linear):
+    """Its method is as torch's."""
+
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
+        return super().state_dict(*args, **options)
+
+
+def test_a_model_whose_class_renames_its_state_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+    """Resume would not find the names. A method that keeps the names is no obstacle."""
+    with torchlift.Keeper(tmp_path, background=False) as keeper:
+        with pytest.raises(PlacementError, match="'model': its class has a state_dict of its own"):
+            keeper.save(1, model=Renaming(2, 1))
+        model, other = Prefixing(2, 1), Prefixing(2, 1)
+        assert keeper.save(1, model=model)
+        assert keeper.resume(model=other) == 1
+        assert same(model.state_dict(), other.state_dict())
 
 
 def test_an_optimizer_that_only_holds_others_is_refused_by_name(tmp_path: Path) -> None:

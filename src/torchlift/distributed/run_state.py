@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Set, ValuesView
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from glob import escape
@@ -24,6 +24,7 @@ from torchlift._model import (
     Names,
     StepResult,
     is_dtensor,
+    own,
     uses_fsdp1,
     versioned,
 )
@@ -200,6 +201,9 @@ def _require_resumable(obj: Any) -> None:
     elif _gives_state(obj) and not callable(getattr(obj, "load_state_dict", None)):
         problem = "has state_dict, but not load_state_dict"
         hint = "Add that method, or pass what state_dict() returns: plain data."
+    elif isinstance(obj, nn.Module) and not _keeps_names(obj):
+        problem = "its class has a state_dict of its own, whose names resume would not find"
+        hint = "Rename in hooks, such as those of register_state_dict_post_hook."
     elif _holds_state(obj, set()):
         problem = "a container of objects that have a state, which resume would not find"
         hint = "Pass each under a name: **{f'model_{n}': each for n, each in enumerate(models)}."
@@ -207,9 +211,22 @@ def _require_resumable(obj: Any) -> None:
         raise PlacementError(problem, found=type(obj).__name__, hint=hint)
 
 
+def _keeps_names(module: nn.Module) -> bool:
+    """Return whether a module's state has the same names where another module holds it."""
+    if type(module).state_dict is nn.Module.state_dict:
+        return True
+    holder = nn.ModuleDict()
+    holder._modules["it"] = module
+    try:
+        return [f"it.{key}" for key in own(module, "state_dict")()] == [*holder.state_dict()]
+    except TypeError:  # its method takes no prefix
+        return False
+
+
 def _holds_state(obj: object, above: set[int]) -> bool:
     """Return whether a container holds an object with a state, at any depth."""
-    if not isinstance(obj, (Mapping, list, tuple, set, frozenset, deque)) or id(obj) in above:
+    kinds = (Mapping, ValuesView, Set, list, tuple, deque)
+    if not isinstance(obj, kinds) or id(obj) in above:
         return False
     items: Iterable[object] = obj.values() if isinstance(obj, Mapping) else obj
     above = above | {id(obj)}  # a container may be inside of itself
@@ -534,19 +551,19 @@ def read_selection(
         by_rank |= {number: _unpack(by_rank[number]) for number in needed}
     # DCP leaves out what is empty.
     saved = {**{n: {} for n, each in run.modules.items() if not each.state_dict()}, **saved}
-    own, each_own = by_rank.get(own_number, {}), [by_rank[n] for n in sorted(by_rank, key=int)]
-    differing = (own if is_same else each_own[0]).get(DIFFERING, [])
+    mine, each_own = by_rank.get(own_number, {}), [by_rank[n] for n in sorted(by_rank, key=int)]
+    differing = (mine if is_same else each_own[0]).get(DIFFERING, [])
     for (*places, last), value in differing:
         # DCP leaves out what is empty.
         reduce(lambda inside, key: inside.setdefault(key, {}), places, saved)[last] = value
     if is_same:
-        saved |= own
+        saved |= mine
     else:
         for name in on_other_ranks.keys() - saved.keys():
             states = [states[name] for states in each_own if name in states]
             saved[name] = on_other_ranks[name](copy.deepcopy(_load_values(states)))
     with errors_name(path):
-        selection = _select(path, run, rules, saved, own.get(GENERATORS))
+        selection = _select(path, run, rules, saved, mine.get(GENERATORS))
     if not is_same:
         selection.require_none_of(differing, len(by_rank), count)
     selection.require_groups_of_schedulers()
