@@ -194,6 +194,13 @@ def refused_while_reading() -> None:
         with pytest.raises(ours.StateDictMismatch, match="'expert': the ranks hold different"):
             ours.get_state_dict(model, optimizer, options=options)
         ours.get_optimizer_state_dict(model, optimizer, options=options)
+    # Nothing ties the ranks of a plain model together, so the caller names them.
+    torch.manual_seed(0)
+    plain = nn.Linear(2, 1)
+    nn.init.constant_(plain.bias, dist.get_rank())
+    assert float(ours.get_model_state_dict(plain)["bias"]) == dist.get_rank()
+    with pytest.raises(ours.StateDictMismatch, match="'bias': the ranks hold different values"):
+        ours.get_model_state_dict(plain, process_group=dist.group.WORLD)
 
 
 def test_plain_values_beside_shards_are_compared_when_they_are_read(

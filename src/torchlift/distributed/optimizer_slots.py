@@ -324,6 +324,8 @@ class OptimizerSlots:
         elif expected is None:
             # Factored moments (Adafactor) have a shape of their own, so only the optimizer knows.
             expected = owner.initial.get(path)
+            if expected is None and self._was_sharded(owner, value, path):
+                raise _unknown_layout(owner, value, path)
         if expected is not None and expected.shape != value.shape:
             raise StateDictMismatch(
                 "a saved state has another shape than the optimizer's",
@@ -361,26 +363,37 @@ class OptimizerSlots:
         """
         if not is_dtensor(owner.param) or is_dtensor(value):
             return False
-        recorded = self._saved.plain.get(owner.name)
-        if recorded is not None:
-            return path_text(path) in recorded
-        if isinstance(value, FileTensor) and len(value.entry.chunks) > 1:
-            return False  # several ranks wrote it
+        if owner.name in self._saved.plain:
+            return path_text(path) in self._saved.plain[owner.name]
+        if self._was_sharded(owner, value, path):
+            return False
         if not _is_square(owner.param) or not self._options.full_state_dict:
             return False
         known = self._of_each_element.get(path)
         if known is None and path in owner.initial:
             known = is_dtensor(owner.initial[path])
         if known is None:
-            raise StateDictMismatch(
-                "nothing tells whether a square state is sharded as its parameter is",
-                entry=owner.entry(path),
-                expected="a state whose layout the checkpoint records",
-                found=f"a whole tensor of shape {list(value.shape)}",
-                hint="Let the optimizer take one step before you load: its own tensors then tell. "
-                "The load replaces all of their values.",
-            )
+            raise _unknown_layout(owner, value, path)
         return not known
+
+    def _was_sharded(self, owner: _Owner, value: Stored, path: tuple[Any, ...]) -> bool:
+        """Return whether it is known that a state, which is whole now, was a DTensor."""
+        if is_dtensor(value) or not is_dtensor(owner.param):
+            return False
+        if owner.name in self._saved.plain:
+            return path_text(path) not in self._saved.plain[owner.name]
+        return isinstance(value, FileTensor) and len(value.entry.chunks) > 1  # ranks wrote it
+
+
+def _unknown_layout(owner: _Owner, value: Stored, path: tuple[Any, ...]) -> StateDictMismatch:
+    return StateDictMismatch(
+        "nothing tells how a state is laid out on the mesh",
+        entry=owner.entry(path),
+        expected="a layout in the checkpoint, or in the optimizer's own state",
+        found=f"a whole tensor of shape {list(value.shape)}",
+        hint="Let the optimizer take one step before you load: its own tensors then tell. The load "
+        "replaces all of their values.",
+    )
 
 
 def _is_square(tensor: torch.Tensor) -> bool:

@@ -24,8 +24,8 @@ from torchlift.formats import left_out
 T = TypeVar("T")
 
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
-#: Key in a group of a state dict: paths of plain tensors in the state of parameters that are
-#: DTensors. Such a matrix may have the shape of its parameter.
+#: Key in a group of a state dict: the paths of plain tensors in the state of parameters that are
+#: DTensors. Only there if some state is plain, or has another shape than its parameter.
 _PLAIN = "plain_state"
 #: What a parameter is called that is in no model: by its place in its optimizer, one of several.
 PLACE = re.compile(rf"(\d+\.)?{_GROUPS}\.\d+\.{_PARAMS}\.\d+")
@@ -73,11 +73,16 @@ def read_optimizers(
             named = [by_number[number] for number in once(group[_PARAMS])]
             made = {**group, _PARAMS: named}
             made.pop(_PLAIN, None)  # torch's functions leave the one that they loaded in a group
-            sharded = {first_name(param, names) for param in filter(is_dtensor, live[_PARAMS])}
-            if plain := _plain_paths(
-                state[name] for name in named if name in sharded & state.keys()
-            ):
-                made[_PLAIN] = plain
+            odd = [
+                (path, leaf)
+                for param in filter(is_dtensor, once(live[_PARAMS]))
+                for path, leaf in leaves(state.get(first_name(param, names), {})).items()
+                if torch.is_tensor(leaf) and leaf.dim()
+                if not is_dtensor(leaf) or leaf.shape != param.shape
+            ]
+            if odd:
+                plain = {path_text(path) for path, leaf in odd if not is_dtensor(leaf)}
+                made[_PLAIN] = sorted(plain)
             groups.append(made)
     found = {_STATE: state, _GROUPS: groups}
     return _flatten(found) if options.flatten_optimizer_state_dict else found
@@ -110,17 +115,6 @@ def _own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
             if set(state) - set(packed[_STATE].get(numbers.get(id(param)), ())):
                 raise holder_error(optimizer, "holds others, whose state its own lacks")
     return packed
-
-
-def _plain_paths(states: Iterable[dict[Any, Any]]) -> list[str]:
-    """Return the paths of plain tensors with dimensions in the states of DTensors."""
-    found = {
-        path_text(path)
-        for state in states
-        for path, leaf in leaves(state).items()
-        if torch.is_tensor(leaf) and leaf.dim() and not is_dtensor(leaf)
-    }
-    return sorted(found)
 
 
 def path_text(path: tuple[Any, ...]) -> str:
