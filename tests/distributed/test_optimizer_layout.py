@@ -125,7 +125,7 @@ def of_one_process(folder: str) -> None:
     ours.load_optimizer(model, optimizer, known, root="optim")
     require_same(optimizer, stepped(False)[1])
     model, optimizer = stepped(True, square_only=True, times=0)
-    with pytest.raises(ours.StateDictMismatch, match="nothing tells how a state is laid out") as e:
+    with pytest.raises(ours.StateDictMismatch, match="the layout of a state on the mesh") as e:
         ours.load_optimizer(model, optimizer, unknown, root="optim")
     assert e.value.entry == "square.moment"
     assert not optimizer.state
@@ -214,7 +214,7 @@ def of_another_shape(folder: str) -> None:
     ]
     for load in loads:
         model, optimizer = made(0)
-        with pytest.raises(ours.StateDictMismatch, match="nothing tells how a state") as caught:
+        with pytest.raises(ours.StateDictMismatch, match="the layout of a state") as caught:
             load(model, optimizer)
         assert caught.value.entry == "square.rows"
         model, optimizer = made(1)

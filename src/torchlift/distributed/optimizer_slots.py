@@ -387,12 +387,12 @@ class OptimizerSlots:
 
 def _unknown_layout(owner: _Owner, value: Stored, path: tuple[Any, ...]) -> StateDictMismatch:
     return StateDictMismatch(
-        "nothing tells how a state is laid out on the mesh",
+        "the layout of a state on the mesh is unknown",
         entry=owner.entry(path),
         expected="a layout in the checkpoint, or in the optimizer's own state",
         found=f"a whole tensor of shape {list(value.shape)}",
-        hint="Let the optimizer take one step before you load: its own tensors then tell. The load "
-        "replaces all of their values.",
+        hint="Take one step with the optimizer, then load the model and the optimizer. The load "
+        "uses the layout of the optimizer's own tensors, and replaces their values.",
     )
 
 

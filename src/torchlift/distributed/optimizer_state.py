@@ -96,8 +96,8 @@ def _own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """
     kind = type(optimizer).__name__
     packed = call_state_dict(optimizer)
-    if not {_STATE, _GROUPS} <= packed.keys():
-        raise holder_error(optimizer, f"has a state dict without {_STATE!r} and {_GROUPS!r}")
+    if not isinstance(packed, dict) or not {_STATE, _GROUPS} <= packed.keys():
+        raise holder_error(optimizer, f"a state dict without {_STATE!r} and {_GROUPS!r}")
     if more := packed.keys() - {_STATE, _GROUPS}:
         raise StateDictMismatch(
             "an optimizer keeps more than the state and the groups of its parameters",
@@ -110,10 +110,10 @@ def _own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         for group, live in zip(packed[_GROUPS], optimizer.param_groups, strict=True)
         for number, param in zip(group[_PARAMS], live[_PARAMS], strict=True)
     }
-    for inner in held_optimizers(optimizer).values():
-        for param, state in getattr(inner, "state", {}).items():
+    for inner in held_optimizers(optimizer):
+        for param, state in getattr(inner.optimizer, "state", {}).items():
             if set(state) - set(packed[_STATE].get(numbers.get(id(param)), ())):
-                raise holder_error(optimizer, "holds others, whose state its own lacks")
+                raise holder_error(optimizer, "the state dict lacks state of an optimizer inside")
     return packed
 
 

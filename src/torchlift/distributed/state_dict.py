@@ -339,8 +339,8 @@ def set_optimizer_state_dict(
     Raises:
         RuntimeError: no optimizer was passed.
         StateDictMismatch: If state is missing, has another shape or another mesh, or cannot be
-            copied. Also if nothing tells how a state is laid out on the mesh: neither the saved
-            groups, nor the optimizer, nor the shapes of other parameters' state.
+            copied. Also if the layout of a state on the mesh is unknown from the saved groups,
+            the optimizer, and the shapes of the other parameters' state.
 
     Example:
         >>> import torch
