@@ -476,15 +476,15 @@ def _goal(
         blank: where the state of a parameter on meta goes.
     """
     param = owner.param
-    home = param.device
+    device = param.device
     if param.is_meta:
-        home = default_device(param) if is_dtensor(param) else blank
+        device = default_device(param) if is_dtensor(param) else blank
     if path[-1] == "step":
         if owner.group.get("capturable") or owner.group.get("fused"):
-            return home, torch.float32
+            return device, torch.float32
         here = value if isinstance(value, torch.Tensor) else live
         return torch.device("cpu") if here is None else here.device, value.dtype
-    return (live.device if live is not None and not value.shape else home), value.dtype
+    return (live.device if live is not None and not value.shape else device), value.dtype
 
 
 def _saved_name(param: torch.Tensor, names: Names, saved: Mapping[str, Any]) -> str | None:

@@ -16,8 +16,8 @@ from torchlift._system.containers import leaves
 from torchlift.distributed.options import (
     StateDictMismatch,
     StateDictOptions,
-    held_optimizers,
     holder_error,
+    inner_optimizers,
 )
 from torchlift.formats import left_out
 
@@ -110,7 +110,7 @@ def _own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         for group, live in zip(packed[_GROUPS], optimizer.param_groups, strict=True)
         for number, param in zip(group[_PARAMS], live[_PARAMS], strict=True)
     }
-    for inner in held_optimizers(optimizer):
+    for inner in inner_optimizers(optimizer):
         for param, state in getattr(inner.optimizer, "state", {}).items():
             if set(state) - set(packed[_STATE].get(numbers.get(id(param)), ())):
                 raise holder_error(optimizer, "the state dict lacks state of an optimizer inside")

@@ -133,7 +133,7 @@ def require_groups(optimizer: object) -> None:
         raise holder_error(optimizer, "an optimizer without parameter groups or state of its own")
 
 
-class HeldOptimizer(NamedTuple):
+class InnerOptimizer(NamedTuple):
     """An optimizer in an attribute of another one.
 
     Attributes:
@@ -145,7 +145,7 @@ class HeldOptimizer(NamedTuple):
     optimizer: torch.optim.Optimizer
 
 
-def held_optimizers(optimizer: object) -> list[HeldOptimizer]:
+def inner_optimizers(optimizer: object) -> list[InnerOptimizer]:
     """Return the optimizers that an optimizer has in its attributes, or in containers there."""
     found: list[tuple[str, object]] = []
     for name, value in getattr(optimizer, "__dict__", {}).items():
@@ -153,15 +153,15 @@ def held_optimizers(optimizer: object) -> list[HeldOptimizer]:
         for key, item in items_of(value) if isinstance(value, (list, tuple, dict)) else ():
             text = repr(key) if isinstance(key, (int, str)) else "..."
             found.append((f".{name}[{text}]", item))
-    return [HeldOptimizer(place, item) for place, item in found
+    return [InnerOptimizer(place, item) for place, item in found
             if isinstance(item, torch.optim.Optimizer)]  # fmt: skip
 
 
 def holder_error(optimizer: object, reason: str) -> StateDictMismatch:
     """Return the error for an optimizer whose state is in others that it holds."""
-    held, kind = held_optimizers(optimizer), type(optimizer).__name__
-    places = ", ".join(dict.fromkeys(f"{kind}{each.place}" for each in held))
-    kinds = [f"{type(each.optimizer).__name__} in {each.place}" for each in held]
+    inner, kind = inner_optimizers(optimizer), type(optimizer).__name__
+    places = ", ".join(dict.fromkeys(f"{kind}{each.place}" for each in inner))
+    kinds = [f"{type(each.optimizer).__name__} in {each.place}" for each in inner]
     return StateDictMismatch(
         reason,
         entry=kind,
