@@ -188,6 +188,11 @@ def refused_while_reading() -> None:
             ours.get_optimizer_state_dict(model, optimizer, options=options)
         assert "under a name of each rank" in str(caught.value)
     moment.copy_(kept)
+    count = optimizer.state[model.expert]["step"]
+    count += dist.get_rank()
+    with pytest.raises(ours.StateDictMismatch, match=r"'state\.expert\.step': the ranks hold"):
+        ours.get_optimizer_state_dict(model, optimizer)
+    count -= dist.get_rank()
     with torch.no_grad():
         model.expert.add_(dist.get_rank())
     for options in (None, full):

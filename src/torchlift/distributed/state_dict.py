@@ -742,7 +742,10 @@ class _ReadMessage(NamedTuple):
 
 
 def _looks_replicated(tree: ModuleTree, optimizers: tuple[torch.optim.Optimizer, ...]) -> bool:
-    """Return whether a sharded model has plain parameters, or its optimizers plain state."""
+    """Return whether a sharded model has plain parameters, or its optimizers plain state.
+
+    Numbers do not count: Adam's ``step`` is plain, and ranks would wait for each other every time.
+    """
     tensors = [group.tensor for group in tree.groups]
     if not any(is_dtensor(tensor) and tensor.device_mesh.size() > 1 for tensor in tensors):
         return False
@@ -759,9 +762,8 @@ def _replicas(state: list[dict[str, Any]], names: Names) -> dict[str, torch.Tens
         for name, tensor in names.tensors.items()
         if isinstance(tensor, nn.Parameter) and name in state[0]
     }
-    for path, leaf in leaves(state[1]).items():
-        if torch.is_tensor(leaf) and leaf.dim():
-            found[".".join(map(str, path))] = leaf
+    moments = {path: leaf for path, leaf in leaves(state[1]).items() if torch.is_tensor(leaf)}
+    found |= {".".join(map(str, path)): leaf for path, leaf in moments.items()}
     return {name: tensor for name, tensor in found.items() if not is_dtensor(tensor)}
 
 
