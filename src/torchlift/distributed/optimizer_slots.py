@@ -312,7 +312,7 @@ class OptimizerSlots:
 
         Raises:
             StateDictMismatch: If it has another shape than the optimizer's, is laid out in another
-                way, or if nothing tells how it was laid out.
+                way, or if its layout is unknown.
         """
         where = owner.entry(path)
         if not value.shape:

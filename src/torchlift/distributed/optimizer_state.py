@@ -95,7 +95,7 @@ def _own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         StateDictMismatch: If it is not, or is on another rank.
     """
     kind = type(optimizer).__name__
-    packed = call_state_dict(optimizer)
+    packed: Any = call_state_dict(optimizer)
     if not isinstance(packed, dict) or not {_STATE, _GROUPS} <= packed.keys():
         raise holder_error(optimizer, f"a state dict without {_STATE!r} and {_GROUPS!r}")
     if more := packed.keys() - {_STATE, _GROUPS}:
@@ -114,7 +114,8 @@ def _own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         for param, state in getattr(inner.optimizer, "state", {}).items():
             if set(state) - set(packed[_STATE].get(numbers.get(id(param)), ())):
                 raise holder_error(optimizer, "the state dict lacks state of an optimizer inside")
-    return packed
+    found: dict[str, Any] = packed
+    return found
 
 
 def path_text(path: tuple[Any, ...]) -> str:
