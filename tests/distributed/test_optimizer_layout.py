@@ -84,7 +84,7 @@ def recorded_on_a_mesh(folder: str) -> None:
     for square_only in (True, False):
         source = stepped(True, square_only)
         nested = ours.get_optimizer_state_dict(*source)
-        assert nested["param_groups"][0]["plain_state"] == ["whiten.right"]
+        assert nested["param_groups"][0]["state_layouts"] == ["whiten.right plain"]
         options = ours.StateDictOptions(full_state_dict=True)
         gathered = ours.get_optimizer_state_dict(*source, options=options)
         flat = ours.get_optimizer_state_dict(
@@ -98,7 +98,7 @@ def recorded_on_a_mesh(folder: str) -> None:
                 model, optimizer = stepped(True, square_only, times)
                 ours.set_optimizer_state_dict(model, optimizer, state, options=chosen)
                 require_same(optimizer, source[1])
-                assert "plain_state" not in optimizer.param_groups[0]
+                assert "state_layouts" not in optimizer.param_groups[0]
             for name in (path, path + " flat"):
                 model, optimizer = stepped(True, square_only, times)
                 ours.load_optimizer(model, optimizer, name, root="optim")
@@ -114,28 +114,29 @@ def test_the_layout_of_a_square_matrix_is_recorded(
 
 
 def of_one_process(folder: str) -> None:
-    """The other weight tells which path has a number for each element; else nothing does."""
+    """The other weight tells which path has a number for each element. Nothing tells the rest."""
     known, unknown = os.path.join(folder, "known.pt"), os.path.join(folder, "unknown.pt")
     if dist.get_rank() == 0:
         for path, square_only in ((known, False), (unknown, True)):
             saved = ours.get_optimizer_state_dict(*stepped(False, square_only))
             torch.save({"optim": saved}, path)
     dist.barrier()
-    model, optimizer = stepped(True, times=0)
-    ours.load_optimizer(model, optimizer, known, root="optim")
-    require_same(optimizer, stepped(False)[1])
-    model, optimizer = stepped(True, square_only=True, times=0)
-    with pytest.raises(ours.StateDictMismatch, match="the layout of a state on the mesh") as e:
-        ours.load_optimizer(model, optimizer, unknown, root="optim")
-    assert e.value.entry == "square.moment"
-    assert not optimizer.state
-    # The way out: its own tensors tell, once it has taken a step.
-    model, optimizer = stepped(True, square_only=True, times=1)
-    ours.load_optimizer(model, optimizer, unknown, root="optim")
-    require_same(optimizer, stepped(False, square_only=True)[1])
+    for path, square_only, entry in (
+        (known, False, "wide.whiten.right"),
+        (unknown, True, "square.moment"),
+    ):
+        model, optimizer = stepped(True, square_only, times=0)
+        with pytest.raises(ours.StateDictMismatch, match="the layout of a state") as caught:
+            ours.load_optimizer(model, optimizer, path, root="optim")
+        assert caught.value.entry == entry
+        assert not optimizer.state
+        # The way out: its own tensors tell, once it has taken a step.
+        model, optimizer = stepped(True, square_only, times=1)
+        ours.load_optimizer(model, optimizer, path, root="optim")
+        require_same(optimizer, stepped(False, square_only)[1])
 
 
-def test_a_square_state_of_one_process_is_told_by_other_weights_or_refused(
+def test_a_state_of_one_process_with_an_unknown_layout_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its shape alone never decides."""
@@ -190,7 +191,7 @@ class Rows(torch.optim.Optimizer):
 
 
 def of_another_shape(folder: str) -> None:
-    """A fresh optimizer cannot know; after one step its own tensors tell."""
+    """It is recorded; where it is not, the optimizer's own tensors tell, after one step."""
     path = os.path.join(folder, "rows")
 
     def made(times: int) -> Any:
@@ -206,25 +207,29 @@ def of_another_shape(folder: str) -> None:
     options = ours.StateDictOptions(full_state_dict=True)
     nested = ours.get_optimizer_state_dict(*source)
     gathered = ours.get_optimizer_state_dict(*source, options=options)
-    assert nested["param_groups"][0]["plain_state"] == []
+    assert nested["param_groups"][0]["state_layouts"] == ["rows S0"]
     torchlift.save({"optim": nested}, path, format="dcp")
+    unknown = {**gathered, "param_groups": [dict(gathered["param_groups"][0])]}
+    del unknown["param_groups"][0]["state_layouts"]
     loads: list[Any] = [
         lambda *to: ours.set_optimizer_state_dict(*to, gathered, options=options),
+        lambda *to: ours.set_optimizer_state_dict(*to, nested),
         lambda *to: ours.load_optimizer(*to, path, root="optim"),
+        lambda *to: ours.set_optimizer_state_dict(*to, unknown, options=options),
     ]
     for load in loads:
-        model, optimizer = made(0)
-        with pytest.raises(ours.StateDictMismatch, match="the layout of a state") as caught:
+        for times in (0, 1):
+            model, optimizer = made(times)
+            if load is loads[-1] and not times:
+                with pytest.raises(ours.StateDictMismatch, match="the layout of a state") as e:
+                    load(model, optimizer)
+                assert e.value.entry == "square.rows"
+                continue
             load(model, optimizer)
-        assert caught.value.entry == "square.rows"
-        model, optimizer = made(1)
-        load(model, optimizer)
-        for found, expected in zip(optimizer.state.values(), source[1].state.values(), strict=True):
-            assert found["rows"].placements == (Shard(0),)
-            assert torch.equal(found["rows"].full_tensor(), expected["rows"].full_tensor())
-    model, optimizer = made(0)
-    ours.set_optimizer_state_dict(model, optimizer, nested)  # its DTensors tell
-    assert optimizer.state[model.wide]["rows"].placements == (Shard(0),)
+            states = zip(optimizer.state.values(), source[1].state.values(), strict=True)
+            for found, expected in states:
+                assert found["rows"].placements == (Shard(0),)
+                assert torch.equal(found["rows"].full_tensor(), expected["rows"].full_tensor())
 
 
 def test_a_sharded_state_of_another_shape_never_becomes_plain(

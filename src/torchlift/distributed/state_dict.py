@@ -185,8 +185,9 @@ def get_optimizer_state_dict(
     optimizer: ``param_groups.1.params.0``; of several optimizers, after their numbers.
 
     Some optimizers keep plain tensors for parameters that are DTensors, such as SOAP's square
-    matrices. Their paths are listed in the group's ``"plain_state"``, because a matrix may have the
-    shape of its parameter. All ranks must hold the same values of them.
+    matrices, which may have the shape of their parameter. The group's ``"state_layouts"`` records
+    the layout of state that is not laid out like its parameter. All ranks must hold the same values
+    of plain tensors.
 
     Args:
         model: the model whose parameters the optimizers hold; of several, a ``ModuleDict``.
