@@ -120,11 +120,17 @@ def _own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _layout_text(tensor: torch.Tensor) -> str:
+    """Write the layout of a tensor: "S0,R" is sharded by rows on the first mesh dimension only."""
     if not is_dtensor(tensor):
         return PLAIN
-    texts = {"Replicate": "R", "Shard": "S"}
-    found = [(texts.get(type(each).__name__, "?"), each) for each in tensor.placements]
-    return ",".join(f"S{each.dim}" if text == "S" else text for text, each in found)
+    from torch.distributed.tensor import Replicate, Shard
+
+    # A shard of another class, such as FSDP's over tensor parallel, is not rebuilt from a text.
+    found = (
+        f"S{each.dim}" if type(each) is Shard else "R" if type(each) is Replicate else "?"
+        for each in tensor.placements
+    )  # fmt: skip
+    return ",".join(found)
 
 
 def path_text(path: tuple[Any, ...]) -> str:
