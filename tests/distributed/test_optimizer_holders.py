@@ -97,9 +97,7 @@ def test_an_optimizer_that_holds_others_is_refused_with_their_names(kind: Any) -
     names = ("Listed.parts['muon']", "Listed.parts['adamw']")
     if kind is not Listed:
         names = (f"{kind.__name__}.muon", f"{kind.__name__}.adamw")
-    assert (
-        caught.value.hint == f"Pass, in its place, each of those that it holds: {', '.join(names)}."
-    )
+    assert caught.value.hint == f"Pass the optimizers that it holds instead: {', '.join(names)}."
     held = list(holder.parts.values()) if kind is Listed else [holder.muon, holder.adamw]
     saved = copy.deepcopy(ours.get_state_dict(model, held))
     other = two_layers(1)
@@ -107,7 +105,7 @@ def test_an_optimizer_that_holds_others_is_refused_with_their_names(kind: Any) -
     ours.set_state_dict(other, fresh, model_state_dict=saved[0], optim_state_dict=saved[1])
     assert equal([each.state_dict() for each in fresh], [each.state_dict() for each in held])
     before = copy.deepcopy([each.state_dict() for each in fresh])
-    with pytest.raises(ours.StateDictMismatch, match="each of those that it holds"):
+    with pytest.raises(ours.StateDictMismatch, match="optimizers that it holds instead"):
         ours.set_optimizer_state_dict(other, kind(*fresh), saved[1] | {"state": {}})
     assert equal([each.state_dict() for each in fresh], before)
 
@@ -154,7 +152,7 @@ def test_what_an_optimizer_keeps_beside_its_parameters_is_not_dropped(tmp_path: 
     lost = Outer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     ours.get_optimizer_state_dict(model, lost)  # nothing is lost yet
     step(model, lost)
-    with pytest.raises(ours.StateDictMismatch, match="whose state its own lacks"):
+    with pytest.raises(ours.StateDictMismatch, match="lacks state of an optimizer"):
         ours.get_optimizer_state_dict(model, lost)
 
 

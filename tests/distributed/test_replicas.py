@@ -188,12 +188,24 @@ def refused_while_reading() -> None:
             ours.get_optimizer_state_dict(model, optimizer, options=options)
         assert "under a name of each rank" in str(caught.value)
     moment.copy_(kept)
+    count = optimizer.state[model.expert]["step"]
+    count += dist.get_rank()
+    with pytest.raises(ours.StateDictMismatch, match=r"'state\.expert\.step': the ranks hold"):
+        ours.get_optimizer_state_dict(model, optimizer)
+    count -= dist.get_rank()
     with torch.no_grad():
         model.expert.add_(dist.get_rank())
     for options in (None, full):
         with pytest.raises(ours.StateDictMismatch, match="'expert': the ranks hold different"):
             ours.get_state_dict(model, optimizer, options=options)
         ours.get_optimizer_state_dict(model, optimizer, options=options)
+    # Nothing ties the ranks of a plain model together, so the caller names them.
+    torch.manual_seed(0)
+    plain = nn.Linear(2, 1)
+    nn.init.constant_(plain.bias, dist.get_rank())
+    assert float(ours.get_model_state_dict(plain)["bias"]) == dist.get_rank()
+    with pytest.raises(ours.StateDictMismatch, match="'bias': the ranks hold different values"):
+        ours.get_model_state_dict(plain, process_group=dist.group.WORLD)
 
 
 def test_plain_values_beside_shards_are_compared_when_they_are_read(

@@ -70,6 +70,24 @@ class Soap(torch.optim.Optimizer):
         return loss
 
 
+class Lion(torch.optim.Optimizer):
+    """Makes its one moment in ``step``: only that can tell what state it has."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            loss = closure()
+        for group in self.param_groups:
+            for param in (p for p in group["params"] if p.grad is not None):
+                moment = self.state[param].setdefault("exp_avg", torch.zeros_like(param))
+                param.sub_(moment.lerp(param.grad, 0.1).sign(), alpha=group["lr"])
+                moment.lerp_(param.grad, 0.01)
+        return loss
+
+
 class Codes(torch.optim.Optimizer):
     """Keeps its moment in 8 bits, of the rank's own shard, as bitsandbytes does: plain tensors."""
 
@@ -127,13 +145,19 @@ ADAMS: dict[str, Callable[[Net], Any]] = {
     "ASGD": _simple(torch.optim.ASGD, lr=0.01),
     "SGD": _simple(torch.optim.SGD, lr=0.01),
     "SGD with momentum": _simple(torch.optim.SGD, lr=0.01, momentum=0.9, nesterov=True),
+    "Lion": _simple(Lion),
     "two groups": _two_groups,
 }
-#: These work with whole matrices, which a mesh multiplies in another order.
+#: These work with whole matrices or vectors, which a mesh multiplies in another order.
 MATRICES: dict[str, Callable[[Net], Any]] = {
     "Muon and AdamW": _muon,
     "SOAP": _simple(Soap),
+    "LBFGS": lambda model: torch.optim.LBFGS(
+        [param for param in model.parameters() if param.requires_grad], max_iter=2, history_size=3
+    ),
 }
+#: What one process saved of these does not say how it is laid out on a mesh: they take steps first.
+STEPPED = ("SOAP", "LBFGS")
 ONE_PROCESS: dict[str, Callable[[Net], Any]] = {
     **ADAMS,
     **MATRICES,
@@ -141,9 +165,6 @@ ONE_PROCESS: dict[str, Callable[[Net], Any]] = {
     # torch's do not step DTensors.
     "Rprop": _simple(torch.optim.Rprop, lr=0.01),
     "Adafactor": _simple(torch.optim.Adafactor, lr=0.05),
-    "LBFGS": lambda model: torch.optim.LBFGS(
-        [param for param in model.parameters() if param.requires_grad], max_iter=2, history_size=3
-    ),
 }
 
 

@@ -33,14 +33,14 @@ def own(obj: Any, method: str) -> Any:
     return found
 
 
-def call_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def call_state_dict(optimizer: torch.optim.Optimizer) -> Any:
     """Call the ``state_dict`` that an optimizer had before it was patched.
 
     Raises:
         StateDictMismatch: If this rank does not have all of its state (ZeroRedundancyOptimizer).
     """
     try:
-        found: dict[str, Any] = own(optimizer, "state_dict")()
+        return own(optimizer, "state_dict")()
     except RuntimeError as error:
         if not hasattr(optimizer, "consolidate_state_dict"):
             raise
@@ -51,7 +51,6 @@ def call_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
             hint="Call optimizer.consolidate_state_dict(to=0) on every rank, then save "
             "optimizer.state_dict() on rank 0. Its load_state_dict takes that on every rank.",
         ) from error
-    return found
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from torchlift._model import (
     RankGroup,
     Spans,
     everything,
+    find_buffers,
     first_rank,
     is_dtensor,
     local_tensor,
@@ -278,15 +279,23 @@ class Mesh:
             holders = self._holders({who: each for who, (each, _) in each_own.items()})
             texts = each_own[self.ranks[0]][1]
             own = _merged([each for each, _ in each_own.values()])
-        _, alike = self.group.run(lambda: (None, _same_as(own, local)))
-        same = _ties(own, [*alike.values()])
+
+        def list_ties() -> tuple[None, tuple[array[int], set[str]]]:
+            plain = {key: tensor for key, tensor in local.items() if not is_dtensor(tensor)}
+            compares = asked["replicated"] == "equal" and len(self.ranks) > 1
+            return None, (_same_as(own, local), find_buffers(plain) if compares else set())
+
+        _, listed = self.group.run(list_ties)
+        same = _ties(own, [ties for ties, _ in listed.values()])
+        # Statistics that each rank has of its own data: the first rank's count, as in torch.
+        buffers = set[str]().union(*(found for _, found in listed.values()))
 
         def share(turn: int, key: str, stored: Stored, first: int | None) -> Share:
             made = Share.of(stored, same.get(key, key), turn)
             if key not in local:
                 return made
-            ranks, is_equal = holders.get(key, self.ranks), asked["replicated"] == "equal"
-            return self._share_of(made, local[key], ranks, first, is_equal)
+            is_equal = asked["replicated"] == "equal" and key not in buffers
+            return self._share_of(made, local[key], holders.get(key, self.ranks), first, is_equal)
 
         is_apart = asked["format"] == "dcp" and len(self.ranks) > 1
 

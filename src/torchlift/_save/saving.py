@@ -243,9 +243,9 @@ def save(
         metadata: text for the header of safetensors; of a mesh rank 0's. Other formats have no
             place for any.
         replicated: what a mesh saves of values that several ranks hold under one name. ``"equal"``:
-            they must be equal, for which every rank reads all of its own. ``"rank0"``: those of the
-            first rank that has the name, unread on the others; for statistics that each rank has of
-            its own data, such as BatchNorm's.
+            they must be equal, for which every rank reads all of its own. Buffers of a live module,
+            such as BatchNorm's statistics, need not be: the first rank's are saved. ``"rank0"``:
+            those of the first rank that has the name, unread on the others.
         process_group: the ranks that save, which all call this; by default, where there are
             DTensors, all. What they agree on travels over it: over gloo, rank 0's ``fsync`` may
             take longer than NCCL would wait.

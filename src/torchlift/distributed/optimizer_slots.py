@@ -26,6 +26,7 @@ from torchlift._model import (
     overlaps,
     own,
     repeats,
+    shard_spans,
     slice_of,
     spans_of,
     spread_of,
@@ -37,6 +38,7 @@ from torchlift._system.containers import leaves, map_leaves
 from torchlift._system.text import Facts, Summary, clipped_list
 from torchlift.distributed.optimizer_state import (
     PLACE,
+    PLAIN,
     Saved,
     first_name,
     initial_state,
@@ -45,6 +47,7 @@ from torchlift.distributed.optimizer_state import (
     require_known,
 )
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions, check_value, misfit
+from torchlift.formats import row_major
 
 #: A saved tensor: here, in several places of files, or with rank 0.
 Stored = torch.Tensor | FileTensor | Sent
@@ -312,18 +315,23 @@ class OptimizerSlots:
 
         Raises:
             StateDictMismatch: If it has another shape than the optimizer's, is laid out in another
-                way, or if nothing tells how it was laid out.
+                way, or if its layout is unknown.
         """
         where = owner.entry(path)
-        if not value.shape:
+        recorded = self._recorded(owner, value, path)
+        if not value.shape and recorded is None:
             check_value(where, None, value, self._options)
             return value if is_dtensor(value) else None
         expected = live
-        if expected is None and value.shape == owner.param.shape:
-            expected = None if self._is_plain(owner, value, path) else owner.param
+        if expected is None and recorded is not None:
+            expected = None if recorded == PLAIN else _blank(recorded, owner, value, path)
+        elif expected is None and value.shape == owner.param.shape:
+            expected = owner.param if self._is_like_param(owner, value, path) else None
         elif expected is None:
             # Factored moments (Adafactor) have a shape of their own, so only the optimizer knows.
             expected = owner.initial.get(path)
+            if expected is None and is_dtensor(owner.param) and not is_dtensor(value):
+                raise _unknown_layout(owner, value, path)
         if expected is not None and expected.shape != value.shape:
             raise StateDictMismatch(
                 "a saved state has another shape than the optimizer's",
@@ -353,34 +361,69 @@ class OptimizerSlots:
                 )
         return value if is_dtensor(value) else expected
 
-    def _is_plain(self, owner: _Owner, value: Stored, path: tuple[Any, ...]) -> bool:
-        """Return whether a state with its parameter's shape is no DTensor although that is one.
+    def _recorded(self, owner: _Owner, value: Stored, path: tuple[Any, ...]) -> str | None:
+        """Return the layout that was recorded for a state that is whole now."""
+        if is_dtensor(value) or not is_dtensor(owner.param):
+            return None
+        return self._saved.layouts.get(owner.name, {}).get(path_text(path))
+
+    def _is_like_param(self, owner: _Owner, value: Stored, path: tuple[Any, ...]) -> bool:
+        """Return whether a state with its parameter's shape is laid out like that.
 
         SOAP and Shampoo keep square matrices for each side of a weight. If the weight is square,
         they have its shape, and every rank has all of them.
         """
-        if not is_dtensor(owner.param) or is_dtensor(value):
-            return False
-        recorded = self._saved.plain.get(owner.name)
-        if recorded is not None:
-            return path_text(path) in recorded
+        is_known = not is_dtensor(owner.param) or is_dtensor(value)
+        if is_known or owner.name in self._saved.layouts or not self._options.full_state_dict:
+            return True
         if isinstance(value, FileTensor) and len(value.entry.chunks) > 1:
-            return False  # several ranks wrote it
-        if not _is_square(owner.param) or not self._options.full_state_dict:
-            return False
+            return True  # several ranks wrote it
+        if not _is_square(owner.param):
+            return True
         known = self._of_each_element.get(path)
         if known is None and path in owner.initial:
             known = is_dtensor(owner.initial[path])
         if known is None:
-            raise StateDictMismatch(
-                "nothing tells whether a square state is sharded as its parameter is",
-                entry=owner.entry(path),
-                expected="a state whose layout the checkpoint records",
-                found=f"a whole tensor of shape {list(value.shape)}",
-                hint="Let the optimizer take one step before you load: its own tensors then tell. "
-                "The load replaces all of their values.",
-            )
-        return not known
+            raise _unknown_layout(owner, value, path)
+        return known
+
+
+def _blank(layout: str, owner: _Owner, value: Stored, path: tuple[Any, ...]) -> torch.Tensor:
+    """Return a DTensor without values on the mesh of a parameter, in a recorded layout.
+
+    Raises:
+        StateDictMismatch: If it is not a layout of this mesh.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    assert is_dtensor(owner.param)
+    mesh, texts = owner.param.device_mesh, layout.split(",")
+    if set(texts) == {"R"}:
+        texts = ["R"] * mesh.ndim
+    coordinate = mesh.get_coordinate()
+    fits = all(text == "R" or text[1:].isdecimal() for text in texts)
+    if len(texts) != mesh.ndim or not fits or coordinate is None:
+        raise _unknown_layout(owner, value, path)
+    placements = [Replicate() if text == "R" else Shard(int(text[1:])) for text in texts]
+    spans = shard_spans(value.shape, mesh.shape, placements, coordinate)
+    local = torch.empty(local_shape(spans), dtype=value.dtype, device="meta")
+    made: torch.Tensor = DTensor.from_local(
+        local, mesh, placements, run_check=False,
+        shape=torch.Size(value.shape), stride=row_major(value.shape),
+    )  # fmt: skip
+    return made
+
+
+def _unknown_layout(owner: _Owner, value: Stored, path: tuple[Any, ...]) -> StateDictMismatch:
+    return StateDictMismatch(
+        "the layout of a state on the mesh is unknown",
+        entry=owner.entry(path),
+        expected="a layout in the checkpoint, or in the optimizer's own state",
+        found=f"a whole tensor of shape {list(value.shape)}",
+        hint="Take steps with the optimizer until it has this state, then load the model and the "
+        "optimizer. The load uses the layout of the optimizer's own tensors and replaces their "
+        "values.",
+    )
 
 
 def _is_square(tensor: torch.Tensor) -> bool:
@@ -463,15 +506,15 @@ def _goal(
         blank: where the state of a parameter on meta goes.
     """
     param = owner.param
-    home = param.device
+    device = param.device
     if param.is_meta:
-        home = default_device(param) if is_dtensor(param) else blank
+        device = default_device(param) if is_dtensor(param) else blank
     if path[-1] == "step":
         if owner.group.get("capturable") or owner.group.get("fused"):
-            return home, torch.float32
+            return device, torch.float32
         here = value if isinstance(value, torch.Tensor) else live
         return torch.device("cpu") if here is None else here.device, value.dtype
-    return (live.device if live is not None and not value.shape else home), value.dtype
+    return (live.device if live is not None and not value.shape else device), value.dtype
 
 
 def _saved_name(param: torch.Tensor, names: Names, saved: Mapping[str, Any]) -> str | None:

@@ -11,22 +11,24 @@ from typing import Any, TypeVar
 
 import torch
 
-from torchlift._model import Names, call_state_dict, is_dtensor
+from torchlift._model import Names, call_state_dict, is_dtensor, spread_of
 from torchlift._system.containers import leaves
 from torchlift.distributed.options import (
     StateDictMismatch,
     StateDictOptions,
-    held_optimizers,
     holder_error,
+    inner_optimizers,
 )
 from torchlift.formats import left_out
 
 T = TypeVar("T")
 
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
-#: Key in a group of a state dict: paths of plain tensors in the state of parameters that are
-#: DTensors. Such a matrix may have the shape of its parameter.
-_PLAIN = "plain_state"
+#: Key in a group of a state dict: texts such as "GG.0 plain" or "rows S0,R". Each is a path in the
+#: state of a DTensor and its layout there. State with the layout of its parameter is not listed.
+_LAYOUTS = "state_layouts"
+#: The layout of a tensor that is no DTensor.
+PLAIN = "plain"
 #: What a parameter is called that is in no model: by its place in its optimizer, one of several.
 PLACE = re.compile(rf"(\d+\.)?{_GROUPS}\.\d+\.{_PARAMS}\.\d+")
 
@@ -72,12 +74,16 @@ def read_optimizers(
         for group, live in zip(packed[_GROUPS], optimizer.param_groups, strict=True):
             named = [by_number[number] for number in once(group[_PARAMS])]
             made = {**group, _PARAMS: named}
-            made.pop(_PLAIN, None)  # torch's functions leave the one that they loaded in a group
-            sharded = {first_name(param, names) for param in filter(is_dtensor, live[_PARAMS])}
-            if plain := _plain_paths(
-                state[name] for name in named if name in sharded & state.keys()
-            ):
-                made[_PLAIN] = plain
+            made.pop(_LAYOUTS, None)  # torch's functions leave what they loaded in a group
+            layouts = {
+                f"{path_text(path)} {_layout_text(leaf)}"
+                for param in filter(is_dtensor, once(live[_PARAMS]))
+                for path, leaf in leaves(state.get(first_name(param, names), {})).items()
+                if torch.is_tensor(leaf) and (leaf.dim() or is_dtensor(leaf))
+                if leaf.shape != param.shape or spread_of(leaf) != spread_of(param)
+            }
+            if layouts:
+                made[_LAYOUTS] = sorted(layouts)
             groups.append(made)
     found = {_STATE: state, _GROUPS: groups}
     return _flatten(found) if options.flatten_optimizer_state_dict else found
@@ -90,9 +96,9 @@ def _own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         StateDictMismatch: If it is not, or is on another rank.
     """
     kind = type(optimizer).__name__
-    packed = call_state_dict(optimizer)
-    if not {_STATE, _GROUPS} <= packed.keys():
-        raise holder_error(optimizer, f"has a state dict without {_STATE!r} and {_GROUPS!r}")
+    packed: Any = call_state_dict(optimizer)
+    if not isinstance(packed, dict) or not {_STATE, _GROUPS} <= packed.keys():
+        raise holder_error(optimizer, f"a state dict without {_STATE!r} and {_GROUPS!r}")
     if more := packed.keys() - {_STATE, _GROUPS}:
         raise StateDictMismatch(
             "an optimizer keeps more than the state and the groups of its parameters",
@@ -105,22 +111,26 @@ def _own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         for group, live in zip(packed[_GROUPS], optimizer.param_groups, strict=True)
         for number, param in zip(group[_PARAMS], live[_PARAMS], strict=True)
     }
-    for inner in held_optimizers(optimizer).values():
-        for param, state in getattr(inner, "state", {}).items():
+    for inner in inner_optimizers(optimizer):
+        for param, state in getattr(inner.optimizer, "state", {}).items():
             if set(state) - set(packed[_STATE].get(numbers.get(id(param)), ())):
-                raise holder_error(optimizer, "holds others, whose state its own lacks")
-    return packed
+                raise holder_error(optimizer, "the state dict lacks state of an optimizer inside")
+    found: dict[str, Any] = packed
+    return found
 
 
-def _plain_paths(states: Iterable[dict[Any, Any]]) -> list[str]:
-    """Return the paths of plain tensors with dimensions in the states of DTensors."""
-    found = {
-        path_text(path)
-        for state in states
-        for path, leaf in leaves(state).items()
-        if torch.is_tensor(leaf) and leaf.dim() and not is_dtensor(leaf)
-    }
-    return sorted(found)
+def _layout_text(tensor: torch.Tensor) -> str:
+    """Write the layout of a tensor: "S0,R" is sharded by rows on the first mesh dimension only."""
+    if not is_dtensor(tensor):
+        return PLAIN
+    from torch.distributed.tensor import Replicate, Shard
+
+    # A shard of another class, such as FSDP's over tensor parallel, is not rebuilt from a text.
+    found = (
+        f"S{each.dim}" if type(each) is Shard else "R" if type(each) is Replicate else "?"
+        for each in tensor.placements
+    )  # fmt: skip
+    return ",".join(found)
 
 
 def path_text(path: tuple[Any, ...]) -> str:
@@ -329,8 +339,8 @@ class Saved:
         gone: canonical names that the caller left out.
         allow_missing: patterns of names that may be missing.
         by_order: whether only numbers told parameters apart: each is of one in the same place.
-        plain: canonical name -> the paths in its state that were plain tensors although it was a
-            DTensor, for groups of which that is recorded.
+        layouts: canonical name -> path in its state -> its layout, where that was not the layout of
+            the parameter, a DTensor. Only of groups of which it is recorded.
     """
 
     state: dict[str, Any] = field(default_factory=dict)
@@ -340,7 +350,14 @@ class Saved:
     gone: set[str] = field(default_factory=set)
     allow_missing: Collection[str] = ()
     by_order: bool = False
-    plain: dict[str, frozenset[str]] = field(default_factory=dict)
+    layouts: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def add_layouts(self, name: str, texts: Iterable[str]) -> None:
+        """Add the layouts that a group has for a parameter. Two for one path tell nothing."""
+        found: dict[str, str] = {}
+        for path, _, layout in (text.rpartition(" ") for text in texts):
+            found[path] = layout if found.get(path, layout) == layout else "?"
+        self.layouts[name] = found
 
     def leave_out(
         self, include: Collection[str], exclude: Collection[str], allow_missing: Collection[str]
@@ -392,11 +409,11 @@ def normalised(
         # An optimizer has no entry for what it never stepped: none is missing here.
         found.state.setdefault(name, {})
     for group in groups:
-        hyper = {key: value for key, value in group.items() if key not in (_PARAMS, _PLAIN)}
+        hyper = {key: value for key, value in group.items() if key not in (_PARAMS, _LAYOUTS)}
         for key in group[_PARAMS]:
             found.hyper[numbered.get(key, key)] = hyper
-            if _PLAIN in group:
-                found.plain[numbered.get(key, key)] = frozenset(group[_PLAIN])
+            if _LAYOUTS in group:
+                found.add_layouts(numbered.get(key, key), group[_LAYOUTS])
         if not group[_PARAMS]:
             found.empty.append(hyper)
     return found
@@ -445,8 +462,8 @@ def _unflatten(
         section, _, rest = str(key).partition(".")
         if section == _GROUPS:
             name, _, hyper = rest.rpartition(".")
-            if hyper == _PLAIN:
-                found.plain[name] = frozenset(value)
+            if hyper == _LAYOUTS:
+                found.add_layouts(name, value)
             else:
                 found.hyper.setdefault(name, {})[hyper] = value
         elif section == _STATE:

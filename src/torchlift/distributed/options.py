@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from enum import Flag, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -130,29 +130,44 @@ def require_groups(optimizer: object) -> None:
     if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
         needed.append("defaults")  # torch's method needs what torch's constructor makes
     if not all(hasattr(optimizer, name) for name in needed):
-        raise holder_error(optimizer, "has no parameter groups or no state of its own")
+        raise holder_error(optimizer, "an optimizer without parameter groups or state of its own")
 
 
-def held_optimizers(optimizer: object) -> dict[str, torch.optim.Optimizer]:
-    """Return the optimizers that an optimizer has in its attributes: how to get one -> it."""
-    found: dict[str, object] = {}
+class InnerOptimizer(NamedTuple):
+    """An optimizer in an attribute of another one.
+
+    Attributes:
+        place: how a program gets it from that one, such as ``.muon`` or ``.parts[0]``.
+        optimizer: the optimizer.
+    """
+
+    place: str
+    optimizer: torch.optim.Optimizer
+
+
+def inner_optimizers(optimizer: object) -> list[InnerOptimizer]:
+    """Return the optimizers that an optimizer has in its attributes, or in containers there."""
+    found: list[tuple[str, object]] = []
     for name, value in getattr(optimizer, "__dict__", {}).items():
-        found[f".{name}"] = value
-        if isinstance(value, (list, tuple, dict)):
-            found |= {f".{name}[{key!r}]": item for key, item in items_of(value)}
-    return {how: item for how, item in found.items() if isinstance(item, torch.optim.Optimizer)}
+        found.append((f".{name}", value))
+        for key, item in items_of(value) if isinstance(value, (list, tuple, dict)) else ():
+            text = repr(key) if isinstance(key, (int, str)) else "..."
+            found.append((f".{name}[{text}]", item))
+    return [InnerOptimizer(place, item) for place, item in found
+            if isinstance(item, torch.optim.Optimizer)]  # fmt: skip
 
 
-def holder_error(optimizer: object, what: str) -> StateDictMismatch:
+def holder_error(optimizer: object, reason: str) -> StateDictMismatch:
     """Return the error for an optimizer whose state is in others that it holds."""
-    held, kind = held_optimizers(optimizer), type(optimizer).__name__
-    names = ", ".join(f"{kind}{how}" for how in held) or "the optimizers that it steps"
+    inner, kind = inner_optimizers(optimizer), type(optimizer).__name__
+    places = ", ".join(dict.fromkeys(f"{kind}{each.place}" for each in inner))
+    kinds = [f"{type(each.optimizer).__name__} in {each.place}" for each in inner]
     return StateDictMismatch(
-        f"an optimizer {what}",
+        reason,
         entry=kind,
-        expected="an optimizer whose state dict has all of its state",
-        found=clipped_list(f"{type(each).__name__} in {how}" for how, each in held.items()) or None,
-        hint=f"Pass, in its place, each of those that it holds: {names}.",
+        expected="an optimizer whose state dict contains all of its state",
+        found=clipped_list(dict.fromkeys(kinds)) or None,
+        hint=f"Pass the optimizers that it holds instead{f': {places}' if places else ''}.",
     )
 
 

@@ -185,8 +185,9 @@ def get_optimizer_state_dict(
     optimizer: ``param_groups.1.params.0``; of several optimizers, after their numbers.
 
     Some optimizers keep plain tensors for parameters that are DTensors, such as SOAP's square
-    matrices. Their paths are listed in the group's ``"plain_state"``, because a matrix may have the
-    shape of its parameter. All ranks must hold the same values of them.
+    matrices, which may have the shape of their parameter. The group's ``"state_layouts"`` records
+    the layout of state that is not laid out like its parameter. All ranks must hold the same values
+    of plain tensors.
 
     Args:
         model: the model whose parameters the optimizers hold; of several, a ``ModuleDict``.
@@ -339,8 +340,8 @@ def set_optimizer_state_dict(
     Raises:
         RuntimeError: no optimizer was passed.
         StateDictMismatch: If state is missing, has another shape or another mesh, or cannot be
-            copied. Also if nothing tells whether a square state is sharded: it was saved by one
-            process, and neither the optimizer nor the shapes of other parameters' state tell.
+            copied. Also if the layout of a state on the mesh is unknown from the saved groups,
+            the optimizer, and the shapes of the other parameters' state.
 
     Example:
         >>> import torch
@@ -674,15 +675,16 @@ def _read(
             FutureWarning,
             stacklevel=3,
         )
+    gathered: list[torch.Tensor] = []
     shared: list[torch.Tensor] = []
     tree = ModuleTree(model)
     reshard(tree.modules)
-    if compare and not chosen.full_state_dict and _looks_replicated(tree, found):
-        shared = [group.tensor for group in tree.groups if is_dtensor(group.tensor)]
     if chosen.full_state_dict:
         # Submodules may have nothing to gather, and then not every rank need ask for them.
         only = inside if inside and not found else {model}
-        shared = [tensor for module in only for tensor in tensors_of(module)]
+        shared = gathered = [tensor for module in only for tensor in tensors_of(module)]
+    elif compare and _looks_replicated(tree, found):
+        shared = [group.tensor for group in tree.groups]
 
     def read() -> tuple[tuple[list[dict[str, Any]], Sequence], _ReadMessage]:
         check()
@@ -701,15 +703,14 @@ def _read(
         ]
         if chosen.full_state_dict and not chosen.cpu_offload:
             require_within(state)
-        if not group.groups:
-            return (state, {}), _ReadMessage({}, chosen.cpu_offload, {})
-        gathered = shared if chosen.full_state_dict else []
-        steps = sequence({"model": state[0], "optimizer": state[1]}, gathered)
-        checksums = checksums_of(_replicas(state, names)) if compare else {}
+        steps: Sequence = {}
+        if group.groups and (chosen.full_state_dict or process_group is not None):
+            steps = sequence({"model": state[0], "optimizer": state[1]}, gathered)
+        checksums = checksums_of(_replicas(state, names)) if compare and group.groups else {}
         return (state, steps), _ReadMessage(digests(steps), chosen.cpu_offload, checksums)
 
     group = RankGroup.of_model(shared, kind=StateDictMismatch, process_group=process_group)
-    if chosen.cpu_offload and process_group is None and any(map(is_dtensor, shared)):
+    if chosen.cpu_offload and process_group is None and any(map(is_dtensor, gathered)):
         # Ranks that no mesh ties to this one may have other stages, which would be lost.
         group = RankGroup.of_all(StateDictMismatch)
     with collection_paused(), torch.no_grad():
@@ -742,11 +743,14 @@ class _ReadMessage(NamedTuple):
 
 
 def _looks_replicated(tree: ModuleTree, optimizers: tuple[torch.optim.Optimizer, ...]) -> bool:
-    """Return whether a sharded model has plain parameters, or its optimizers plain state."""
+    """Return whether a sharded model has plain parameters, or its optimizers plain state.
+
+    Numbers do not count: Adam's ``step`` is plain, and ranks would wait for each other every time.
+    """
     tensors = [group.tensor for group in tree.groups]
     if not any(is_dtensor(tensor) and tensor.device_mesh.size() > 1 for tensor in tensors):
         return False
-    states = [state for each in optimizers for state in each.state.values()]
+    states = [state for each in optimizers for state in getattr(each, "state", {}).values()]
     moments = [leaf for leaf in leaves(states).values() if torch.is_tensor(leaf) and leaf.dim()]
     parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
     return not all(map(is_dtensor, [*parameters, *moments]))
@@ -759,9 +763,8 @@ def _replicas(state: list[dict[str, Any]], names: Names) -> dict[str, torch.Tens
         for name, tensor in names.tensors.items()
         if isinstance(tensor, nn.Parameter) and name in state[0]
     }
-    for path, leaf in leaves(state[1]).items():
-        if torch.is_tensor(leaf) and leaf.dim():
-            found[".".join(map(str, path))] = leaf
+    moments = {path: leaf for path, leaf in leaves(state[1]).items() if torch.is_tensor(leaf)}
+    found |= {".".join(map(str, path)): leaf for path, leaf in moments.items()}
     return {name: tensor for name, tensor in found.items() if not is_dtensor(tensor)}
 
 

@@ -136,7 +136,8 @@ class CheckpointWriter(StorageWriter):
         max_shard_size: bytes of tensors in a file of safetensors; see `torchlift.save`.
         checksum: whether to record the CRC-32 of every tensor.
         replicated: ``"equal"`` or ``"rank0"``, as in `torchlift.save`. Default: values that several
-            ranks hold under one name must be equal, except for buffers of a live module.
+            ranks hold under one name must be equal, except for buffers of a live module. Pass
+            ``"rank0"`` if buffers differ and ``async_save`` saves copies of them.
         storage_options: of a URL, as in `torchlift.open`.
 
     Raises:
@@ -296,7 +297,8 @@ class CheckpointWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write what is this rank's; what goes wrong is raised on all in the end."""
         told: _Written | tuple[int, Exception]
-        self._planner = planner
+        if self._begun is not None:  # the first rank, which compares; others would keep the state
+            self._planner = planner
         try:
             with uninterrupted(), write_errors(self._target.head):
                 told = self._write(plan.storage_data, plan.items, planner)
@@ -403,7 +405,7 @@ class CheckpointWriter(StorageWriter):
 
 
 def _shared_items(
-    held: list[dict[MetadataIndex, WriteItem]], path: str
+    by_rank: list[dict[MetadataIndex, WriteItem]], path: str
 ) -> dict[MetadataIndex, int]:
     """Return what several ranks hold -> the number of the first of them.
 
@@ -412,7 +414,7 @@ def _shared_items(
     """
     first: dict[MetadataIndex, tuple[int, WriteItem]] = {}
     shared: dict[MetadataIndex, int] = {}
-    for number, items in enumerate(held):
+    for number, items in enumerate(by_rank):
         for index, item in items.items():
             other, expected = first.setdefault(index, (number, item))
             if other == number:
@@ -431,19 +433,11 @@ def _form(item: WriteItem) -> object:
 
 def _left_to_first(plans: list[SavePlan], shared: dict[MetadataIndex, int]) -> list[SavePlan]:
     """Return plans in which the first rank writes what several hold: DCP takes any of them."""
-    moved: dict[int, list[WriteItem]] = {}
-    for item in (item for plan in plans for item in plan.items if item.index in shared):
-        moved.setdefault(shared[item.index], []).append(item)
-    return [
-        replace(
-            plan,
-            items=[
-                *(item for item in plan.items if item.index not in shared),
-                *moved.get(number, ()),
-            ],
-        )
-        for number, plan in enumerate(plans)
-    ]
+    items: list[list[WriteItem]] = [[] for _ in plans]
+    for number, plan in enumerate(plans):
+        for item in plan.items:
+            items[shared.get(item.index, number)].append(item)
+    return [replace(plan, items=own) for plan, own in zip(plans, items, strict=True)]
 
 
 def _taken(plans: list[SavePlan], plain: bool) -> Taken:
