@@ -8,6 +8,7 @@ ranks as there are now. Without a GPU it runs on the CPU.
 
 import argparse
 import os
+import signal
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, Dataset
 
 import torchlift
 from torchlift.distributed import save_consolidated
@@ -45,7 +47,22 @@ def batch(step, size, width):
     return inputs, inputs.sin().roll(1, dims=1)
 
 
+class Batches(Dataset):
+    """The samples of each step."""
+
+    def __init__(self, size, width):
+        self.size, self.width = size, width
+
+    def __getitem__(self, step):
+        return batch(step, self.size, self.width)
+
+
 # ---- the run
+
+
+def ignore_sigterm(worker):
+    """Let a worker go on: a scheduler sends SIGTERM to it, too, and its rank needs its data."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def join():
@@ -86,10 +103,19 @@ def main(args):
         if rank == 0:
             print(f"from step {step} on {ranks} x {device.type}", flush=True)
 
-        # A preemption comes as SIGTERM, which torchrun hands on to its ranks.
+        loader = DataLoader(
+            Batches(args.batch, args.width),
+            batch_size=None,
+            sampler=range(step, args.steps),
+            num_workers=args.workers,
+            worker_init_fn=ignore_sigterm,
+        )
+        batches = iter(loader)
+
+        # A preemption comes as SIGTERM, which torchrun also sends to its ranks.
         stop = keeper.should_stop()
         while step < args.steps and not stop:
-            inputs, targets = batch(step, args.batch, args.width)
+            inputs, targets = next(batches)
             inputs = inputs.chunk(ranks)[rank].to(device)
             targets = targets.chunk(ranks)[rank].to(device)
             loss = (model(inputs) - targets).square().mean()
@@ -121,6 +147,7 @@ if __name__ == "__main__":
     parser.add_argument("--every", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--show", type=int, default=10, help="steps between printed losses")
     parser.add_argument("--batch", type=int, default=256, help="samples a step, of all ranks")
+    parser.add_argument("--workers", type=int, default=0, help="processes of each rank for data")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)

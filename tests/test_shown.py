@@ -15,7 +15,7 @@ from torch import nn
 import torchlift
 from torchlift import remap
 from torchlift.distributed import simulate
-from torchlift.distributed.optimizer_load import OptimizerReport
+from torchlift.distributed.optimizer_slots import OptimizerReport
 
 #: A name that a page, a terminal or a reader would obey.
 EVIL = "<b>evil</b>\x1b[2J"

@@ -38,7 +38,7 @@ from torchlift.distributed import on_ranks
 
 TABLE = Path(__file__).resolve().parent.parent / "docs" / "_includes" / "saves.rst"
 SIZE, RANKS, LAYERS = "2GiB", 2, 64
-COPY, KEEPER, OVERLAP = "copy", "keeper", "overlap"
+COPY, KEEPER = "copy", "keeper"
 DASH = "\N{EN DASH}"
 #: What a step frees leaves the process, whatever the steps before have freed: else the peaks of the
 #: steps differ by more than the Keeper adds.
@@ -46,7 +46,6 @@ GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**17)}
 WAYS = {
     COPY: "a bare copy of the shards, into memory that is there",
     KEEPER: "`torchlift.Keeper`",
-    OVERLAP: "`torchlift.Keeper`, ``overlap=True``",
     "disabled": "torchtitan, ``disabled``",
     "async": "torchtitan, ``async``",
     "async_with_pinned_mem": "torchtitan, ``async_with_pinned_mem``, not pinned",
@@ -119,10 +118,8 @@ class Copy:
 
 
 class Kept(Copy):
-    def __init__(
-        self, folder: str, model: nn.Module, optimizer: torch.optim.Optimizer, overlap: bool
-    ) -> None:
-        self.keeper = torchlift.Keeper(folder, keep=2, overlap=overlap)
+    def __init__(self, folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.keeper = torchlift.Keeper(folder, keep=2)
         self.state = {"model": model, "optimizer": optimizer}
 
     def save(self, step: int) -> Callable[[], bool]:
@@ -131,7 +128,7 @@ class Kept(Copy):
         return lambda: self.keeper.report is not None and path in self.keeper.report.path
 
     def wait(self) -> None:
-        self.keeper._staging.gate()  # what the optimizer's step begins with
+        """Nothing: the copy is made before `save` returns."""
 
     def close(self) -> None:
         self.keeper.close()
@@ -226,8 +223,8 @@ def run(way: str, size: int, saves: int, folder: str) -> Run:
     tensors = tensors_of(model, optimizer)
     if way == COPY:
         saver = Copy(tensors)
-    elif way in (KEEPER, OVERLAP):
-        saver = Kept(folder, model, optimizer, way == OVERLAP)
+    elif way == KEEPER:
+        saver = Kept(folder, model, optimizer)
     else:
         saver = Titan(folder, model, optimizer, way)
     blocked, total = [], []

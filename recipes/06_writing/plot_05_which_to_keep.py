@@ -153,8 +153,8 @@ plt.show()
 # the last one, the best two and every tenth end at 24, with the best.*
 #
 # What goes loses its name first, and a thread of its own removes it, so that no save waits and half
-# of one is never taken for a checkpoint. What a kill leaves, the next keeper removes. A second job
-# that saves into the same folder is warned of, and neither removes what the other has saved.
+# of one is never taken for a checkpoint. What a kill leaves, the next keeper removes. A lock file
+# keeps a second job out of the folder: its keeper raises an error that names the first one.
 #
 # Remember
 # --------

@@ -22,6 +22,7 @@ from torchlift.distributed import CheckpointReader, CheckpointWriter, on_ranks
 
 
 def save_and_load(path):
+    torch.manual_seed(0)  # each rank has the same replica
     state = {"model": torch.nn.Linear(512, 512).state_dict()}
     dcp.save(state, storage_writer=CheckpointWriter(path))
     dcp.load(state, storage_reader=CheckpointReader(path))

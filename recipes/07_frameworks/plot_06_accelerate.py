@@ -102,6 +102,7 @@ def go_on(way, folder):
                 keepers[0].save(10)
             elif step == 10:
                 first.accelerator.save_state(f"{folder}/state")
+    keepers[0].close()
     start = time.perf_counter()
     if way == "torchlift":
         keepers[1].resume()

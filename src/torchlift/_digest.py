@@ -166,7 +166,7 @@ def _of_memory(obj: Any, root: str | None, process_group: Any) -> int:
     members = {who for group in ranks.groups for who in ranks_of(group)}
 
     def add_up() -> tuple[None, _Told]:
-        told: _Told = {}
+        sums: _Told = {}
         with errors_name(IN_MEMORY), collection_paused():
             taken = take_apart(container(obj, root), plain=False, lists=False)
             if root is None and isinstance(taken.template, Leaf) and ROOT_OBJECT in taken.objects:
@@ -181,22 +181,22 @@ def _of_memory(obj: Any, root: str | None, process_group: Any) -> int:
                 # What is on a mesh of all ranks, none of them has elsewhere.
                 hashed = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
                 name, first = (b"", 0) if members <= who else (hashed, min(who))
-                before = told[name][1] if name in told else 0
-                told[name] = first, sum(_of_tensor(key, tensor, IN_MEMORY), before) & _MASK
-        return None, told
+                before = sums[name][1] if name in sums else 0
+                sums[name] = first, sum(_of_tensor(key, tensor, IN_MEMORY), before) & _MASK
+        return None, sums
 
-    def judge(told: Mapping[int, _Told]) -> None:
-        if not any(told.values()):
+    def require_tensors(by_rank: Mapping[int, _Told]) -> None:
+        if not any(by_rank.values()):
             raise _empty(IN_MEMORY, f"a {type(obj).__name__}")
 
-    _, told = ranks.run(add_up, judge)
+    _, by_rank = ranks.run(add_up, require_tensors)
     firsts: dict[bytes, int] = {}
-    for each in told.values():
+    for each in by_rank.values():
         for name, (first, _) in each.items():
             firsts[name] = min(first, firsts.get(name, first))
     return sum(
         value
-        for each in told.values()
+        for each in by_rank.values()
         for name, (first, value) in each.items()
         if first == firsts[name]
     )

@@ -17,7 +17,7 @@ MIB = 2**20
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("way", [saves.COPY, saves.KEEPER, saves.OVERLAP, "async_with_pinned_mem"])
+@pytest.mark.parametrize("way", [saves.COPY, saves.KEEPER, "async_with_pinned_mem"])
 def test_a_way_saves_the_whole_state_beside_the_steps(tmp_path: Path, way: str) -> None:
     """Both checkpoints are there and have all bytes; the call returns before these are written."""
     if way == "async_with_pinned_mem":

@@ -30,12 +30,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import torchlift
-from torchlift.distributed import keeper as keeper_module
+from torchlift.distributed import folder_lock
 from torchlift.errors import CheckpointError
 
 RANKS = 2
-MACHINES = ("one", "several")
-WAYS = [("one", "start"), *product(MACHINES, ("save", "resume", "close"))]
+WAYS = ("start", "save", "resume", "close")
 HANGS = 300  # seconds after which a rank that waits for another is ended, and says where it is
 
 
@@ -43,14 +42,12 @@ class Trial(NamedTuple):
     """A call of a rank that fails.
 
     Attributes:
-        machines: whether the ranks write one file, or one each.
         way: what the keepers do; to start is to make them.
         kind: how it fails, see `Fault`.
         who: the rank.
         nth: the number of the call from 1 on; 0 for none.
     """
 
-    machines: str
     way: str
     kind: str
     who: int
@@ -104,9 +101,8 @@ def one_trial(folder: Path, way: str, fault: Fault, least: int) -> dict[str, Any
     keeper.save(number, **run_of(number))
     keeper.wait()
     dist.barrier()
-    (left,) = os.listdir(folder)
-    if not left.endswith(".pt"):
-        assert len(os.listdir(folder / left)) == RANKS + 1, os.listdir(folder / left)
+    (left,) = {*os.listdir(folder)} - {folder_lock.NAME}
+    assert len(os.listdir(folder / left)) == RANKS + 1, os.listdir(folder / left)
     dist.barrier()
     run, outcome = run_of(number + 1), "done"
     if way == "close":
@@ -141,12 +137,9 @@ def be_rank(rank: int, folder: Path, trials: list[Trial], least: int) -> NoRetur
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=2 * HANGS)
     )
-    true = keeper_module._machine
     with open(folder / f"{rank}.json", "w", encoding="utf-8") as told:
         for trial in trials:
             faulthandler.dump_traceback_later(HANGS, exit=True)
-            several = trial.machines == "several"
-            keeper_module._machine = (lambda: f"of rank {rank}") if several else true
             fault = Fault(trial.kind, trial.nth if rank == trial.who else 0)
             found = one_trial(folder / "kept", trial.way, fault, least)
             least = found["least"]
@@ -215,19 +208,19 @@ def main(folder: Path, every: int) -> None:
     with torchlift.Keeper(folder / "warm") as keeper:  # imports what it needs before the forks
         keeper.save(1, model=torch.nn.Linear(2, 1))
     turn = 0
-    for machines, way in WAYS:
-        place = folder / f"{machines}-{way}"
-        ((_, wrong, told),) = all_of(place, [Trial(machines, way, "error", 0, 0)])
-        print(json.dumps([machines, way, wrong, ""]), flush=True)
+    for way in WAYS:
+        place = folder / way
+        ((_, wrong, told),) = all_of(place, [Trial(way, "error", 0, 0)])
+        print(json.dumps([way, wrong, ""]), flush=True)
         trials = []
         for kind, who in product(KINDS, range(RANKS)):
             count, turn = told[who]["count"], turn + 7
             step = min(every, count)
             numbers = range(1 + turn % step, count + 1, step)
-            trials += [Trial(machines, way, kind, who, nth) for nth in numbers]
+            trials += [Trial(way, kind, who, nth) for nth in numbers]
         for trial, wrong, told_now in all_of(place, trials):
             at = told_now.get(trial.who, {}).get("at", "")
-            print(json.dumps([machines, way, wrong and f"{trial} {at}: {wrong}", at]), flush=True)
+            print(json.dumps([way, wrong and f"{trial} {at}: {wrong}", at]), flush=True)
 
 
 if __name__ == "__main__":

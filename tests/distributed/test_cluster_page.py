@@ -64,6 +64,7 @@ def launch(
         "OMP_NUM_THREADS": "1",
         "OUT": "run",
         "SLURM_JOB_ID": str(port - 20000),
+        "SLURM_JOB_NAME": "train",
         "SLURM_JOB_NODELIST": "localhost",
         "SLURM_NNODES": "1",
         "SLURM_GPUS_ON_NODE": "2",
@@ -103,9 +104,10 @@ def kill_all(pid: int) -> None:
 
 
 def preempt(pid: int) -> None:
-    """Send what a scheduler sends before it takes a machine, to the one program of the job's step.
+    """Send what a scheduler sends before it takes a machine, to all processes of the job's step.
 
-    The ranks stand still until they have got it: else they might be done before.
+    The workers of the loaders get it first. The ranks stand still until they have got it: else they
+    might be done before.
     """
     while b"torch.distributed.run" not in Path(f"/proc/{pid}/cmdline").read_bytes():
         (pid,) = children(pid)
@@ -114,7 +116,10 @@ def preempt(pid: int) -> None:
         os.kill(rank, signal.SIGSTOP)
     # Of two signals that wait, the kernel delivers the one with the lower number first.
     wait_for(ranks, r"^State:\s*T")
-    os.kill(pid, signal.SIGTERM)
+    workers = [worker for rank in ranks for worker in children(rank)]
+    assert len(workers) == 2 * len(ranks)
+    for each in (*workers, *ranks, pid):
+        os.kill(each, signal.SIGTERM)
     wait_for(ranks, r"^ShdPnd:\s*\w*[4-7c-f]\w{3}$")  # bit 14: SIGTERM
     for rank in ranks:
         os.kill(rank, signal.SIGCONT)

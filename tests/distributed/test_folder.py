@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import threading
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from torchlift.distributed import (
     RunFolder,
 )
 from torchlift.distributed import folder as folder_module
-from torchlift.distributed import keeper as keeper_module
 from torchlift.errors import CheckpointError
 
 STATE = {"w": torch.ones(2)}
@@ -181,8 +179,7 @@ def test_removing_delays_no_save_and_half_of_one_is_none(
         left = [name.partition(".removed-")[0] for name in os.listdir(tmp_path)]
         assert {".step-000000001", ".step-000000002", ".step-000000003.pt"} <= {*left}
         goes_on.set()
-        keeper.wait()
-        assert os.listdir(tmp_path) == ["step-000000005.pt"]
+    assert os.listdir(tmp_path) == ["step-000000005.pt"]
 
 
 _KILLED = """
@@ -300,72 +297,26 @@ def test_a_folder_that_cannot_be_listed_after_a_save_is_a_warning(
     assert os.listdir(tmp_path) == [path_of(tmp_path, 3).name]
 
 
-# ---- two jobs in one folder
+# ---- a run that has not resumed
 
 
-_JOB = """
-import sys, torch, torchlift
-folder, first, resumes = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "True"
-model = torch.nn.Linear(1, 1)
-with torchlift.Keeper(folder, keep=2, background=False) as keeper:
-    if resumes:
-        keeper.resume(model=model)
-    for step in range(first, first + 3):
-        keeper.save(step, model=model, job="other")
-        print("saved", flush=True)
-        sys.stdin.readline()
-"""
-
-
-@pytest.mark.parametrize("resumes", [True, False])
-def test_two_jobs_in_one_folder_are_told_and_lose_nothing(tmp_path: Path, resumes: bool) -> None:
-    """Neither removes or replaces what the other has saved, whichever step that is."""
-    model, first = torch.nn.Linear(1, 1), 11 if resumes else 1
+def test_a_run_that_has_not_resumed_leaves_later_steps_alone(tmp_path: Path) -> None:
+    """They are of another run, which somebody forgot: no policy counts them, and one warning."""
+    fill(tmp_path, LOSSES, keep=None)
     with torchlift.Keeper(tmp_path, keep=2, background=False) as keeper:
-        keeper.save(10, model=model, job="this")
-        with Forked(_JOB, tmp_path, first, resumes, stdin=PIPE, stdout=PIPE, stderr=PIPE) as job:
-            assert job.stdin is not None
-            assert job.stdout is not None
-            assert job.stderr is not None
-            for step in (11, 12, 13):
-                assert job.stdout.readline() == "saved\n"
-                with pytest.warns(RuntimeWarning, match="neither saved nor resumed from stay"):
-                    keeper.save(step, model=model, job="this")
-                job.stdin.write("\n")
-                job.stdin.flush()
-            printed = job.stderr.read()
-    assert job.returncode == 0, printed
-    assert "neither saved nor resumed from stay" in printed
-    kept = set()
-    for name in os.listdir(tmp_path):
-        with torchlift.open(tmp_path / name) as ckpt:
-            kept.add((ckpt.objects["job"], ckpt.objects["step"]))
-    others = {("other", first + 1), ("other", first + 2)}
-    assert kept == {("this", 12), ("this", 13), *others}
-
-
-def test_two_jobs_that_save_one_step_at_one_time_both_have_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What one has told is saved, the other does not replace, nor mix with its own."""
-    begun, save = threading.Barrier(2), keeper_module.save
-
-    def at_one_time(*args: Any, **options: Any) -> Any:
-        begun.wait(60)
-        return save(*args, **options)
-
-    monkeypatch.setattr(keeper_module, "save", at_one_time)
-    with warnings.catch_warnings():  # one of them is told of the other's
-        warnings.simplefilter("ignore")
-        with torchlift.Keeper(tmp_path) as this, torchlift.Keeper(tmp_path) as other:
-            for step in (1, 2):
-                this.save(step, job="this")
-                other.save(step, job="other")
-    kept = {}
-    for path in tmp_path.iterdir():
-        with torchlift.open(path) as ckpt:
-            kept[ckpt.objects["job"], ckpt.objects["step"]] = path.name
-    assert sorted(kept) == [(job, step) for job in ("other", "this") for step in (1, 2)]
+        with pytest.warns(RuntimeWarning, match=r"has not resumed.*step-000000004\.pt.*resume\(\)"):
+            keeper.save(3, w=torch.zeros(2))
+        assert keeper.latest() == str(path_of(tmp_path, 3, 1))
+        keeper.save(4, w=torch.zeros(2))
+        keeper.save(5, w=torch.zeros(2))
+        assert keeper.steps() == [6, 7, 4, 5]
+        names = [path_of(tmp_path, step).name for step in (4, 5, 6, 7)]
+        assert {*names} < {*os.listdir(tmp_path)}
+    with torchlift.Keeper(tmp_path, keep=2, background=False) as keeper:
+        assert keeper.resume(step=5) == 5  # now they are its own
+        keeper.save(6, STATE)
+    assert keeper.steps() == [5, 6]
+    assert len(os.listdir(tmp_path)) == 2
 
 
 # ---- what another process sees

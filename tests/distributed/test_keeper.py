@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -510,7 +510,7 @@ def test_conjugate_and_negative_views_are_saved_as_what_they_show(tmp_path: Path
 def test_a_folder_that_was_removed_is_named(tmp_path: Path) -> None:
     """It is no error of Python's that a save, or whoever asks for the last one, raises."""
     with torchlift.Keeper(tmp_path / "kept", background=False) as keeper:
-        (tmp_path / "kept").rmdir()
+        shutil.rmtree(tmp_path / "kept")
         for ask in (keeper.latest, lambda: keeper.save(1, model=nn.Linear(2, 1))):
             with pytest.raises(CheckpointError, match="kept: the folder of the checkpoints cannot"):
                 ask()
@@ -528,7 +528,8 @@ def test_another_model_is_named_and_what_fits_of_it_loads(tmp_path: Path) -> Non
     with pytest.raises(CheckpointError) as caught:
         keeper.resume(model=larger, optimizer=optimizer)
     assert str(caught.value) == (
-        f"{file}: the state dict does not fit the model: Missing key(s) '4.weight', '4.bias'. "
+        f"{file}: the state dict does not fit the model: Missing key(s) "
+        "'model.4.weight', 'model.4.bias'. "
         "Pass allow_missing=['model.4.weight', ...] or rename=."
     )
     assert not optimizer.state
@@ -580,7 +581,7 @@ def test_an_optimizer_of_a_model_that_was_rebuilt_is_told_from_a_temperature(
     other, new = made(torch.zeros(1, requires_grad=True))
     with pytest.raises(CheckpointError) as caught:
         keeper.resume(model=other, optimizer=new)
-    assert str(caught.value).endswith("Pass exclude=['optimizer']: it begins anew.")
+    assert str(caught.value).endswith("Pass exclude=['optimizer'] to leave it as is.")
     assert keeper.resume(model=other, optimizer=new, exclude=["optimizer"]) == 1
     keeper.save(2, model=other, optimizer=new)
     again, temperature = made(torch.zeros(1, requires_grad=True))
@@ -588,7 +589,7 @@ def test_an_optimizer_of_a_model_that_was_rebuilt_is_told_from_a_temperature(
     alone = torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
     keeper.save(3, model=again, a=temperature, b=alone)
     bigger = torch.optim.AdamW([torch.zeros(1, requires_grad=True) for _ in "ab"])
-    with pytest.raises(CheckpointError, match=r"Pass exclude=\['b'\]: it begins anew"):
+    with pytest.raises(CheckpointError, match=r"Pass exclude=\['b'\] to leave it as is"):
         keeper.resume(model=again, a=temperature, b=bigger)
 
 
@@ -611,87 +612,6 @@ def test_a_save_may_be_skipped_while_another_is_on_its_way(
         keeper.wait()
         assert keeper.save(3, run)
     assert keeper.steps() == [1, 3]
-
-
-def held_up(keeper: torchlift.Keeper) -> threading.Event:
-    """Keep what copies and writes from beginning until the event is set."""
-    begin = threading.Event()
-    keeper._thread.submit(begin.wait, 60)
-    return begin
-
-
-def test_a_step_waits_for_the_copy_that_is_made_beside_training(tmp_path: Path) -> None:
-    """Statistics, and what no optimizer has, are copied before `save` returns."""
-    run = run_of()
-    run["model"][0].requires_grad_(False)
-    run["optimizer"] = torch.optim.AdamW(run["model"][3].parameters())
-    run["scheduler"] = torch.optim.lr_scheduler.StepLR(run["optimizer"], 1)
-    with torchlift.Keeper(tmp_path, overlap=True) as keeper:
-        for step in (1, 2):  # into the memory of the first copy
-            train(run, 2)
-            expected = copy.deepcopy(run["model"].state_dict())
-            moments = copy.deepcopy(run["optimizer"].state_dict())
-            begin = held_up(keeper)
-            keeper.save(step, run)
-            with torch.no_grad():
-                run["model"][0].weight.zero_()  # of no optimizer: nobody waits
-            other = threading.Thread(target=train, args=(run, 1))
-            other.start()
-            other.join(0.5)
-            assert other.is_alive()
-            assert not torch.equal(run["model"][2].running_mean, expected["2.running_mean"])
-            begin.set()
-            other.join()
-            keeper.wait()
-            assert not torch.equal(run["model"][3].weight, expected["3.weight"])
-            assert keeper.report is not None
-            assert keeper.report.blocked > keeper._blocked  # the step waited, too
-            with torchlift.open(tmp_path / f"step-00000000{step}.pt") as ckpt:
-                assert torchlift.diff(ckpt.tree("model"), expected).equal
-            assert keeper.resume(run) == step
-            assert torchlift.diff(run["optimizer"].state_dict(), moments).equal
-    assert not run["optimizer"]._optimizer_step_pre_hooks
-
-
-def test_another_write_beside_the_copy_is_an_error_of_the_save(tmp_path: Path) -> None:
-    """Half of the tensor would be of one step and half of another."""
-    run = run_of()
-    with torchlift.Keeper(tmp_path, overlap=True) as keeper:
-        train(run, 1)
-        begin = held_up(keeper)
-        keeper.save(1, run)
-        with torch.no_grad():
-            run["model"][0].weight.zero_()
-        begin.set()
-        with pytest.raises(
-            CheckpointError, match=r"written to .* beside training; .* 1 of 24 tensors"
-        ):
-            keeper.wait()
-        train(run, 1)
-        keeper.save(2, run)
-    assert keeper.steps() == [2]
-
-
-def test_a_step_does_not_wait_for_a_copy_that_has_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It would wait for ever; what failed is raised by the next call."""
-    run = run_of()
-    with torchlift.Keeper(tmp_path, overlap=True) as keeper:
-        train(run, 1)
-
-        def failing(*_: Any) -> Any:
-            raise MemoryError("no memory")
-
-        begin = held_up(keeper)
-        keeper.save(1, run)
-        monkeypatch.setattr(keeper._staging, "_stage", failing)
-        begin.set()
-        train(run, 1)
-        with pytest.raises(MemoryError, match="no memory"):
-            keeper.wait()
-        monkeypatch.undo()
-        keeper.save(2, run)
 
 
 @pytest.mark.parametrize(
@@ -890,8 +810,68 @@ def test_a_thread_cannot_be_the_first_to_ask(tmp_path: Path) -> None:
             thread.start()
             thread.join()
             keeper.should_stop()
-    assert "asked in the main thread first" in str(found[0])
+    assert "a first call in the main thread" in str(found[0])
     assert found[1] is False
+
+
+def ended(child: int) -> int:
+    """Send a child that was forked here SIGTERM; return how it ended."""
+    os.kill(child, signal.SIGTERM)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("former", ["default", "ignored", "handler"])
+def test_a_forked_child_ends_on_a_signal_as_it_did_before(tmp_path: Path, former: str) -> None:
+    """It has the handler of the keeper, but nobody in it asks whether to stop."""
+    before: Any = {
+        "default": signal.SIG_DFL,
+        "ignored": signal.SIG_IGN,
+        "handler": lambda *_: os._exit(7),
+    }[former]
+    kept = signal.signal(signal.SIGTERM, before)
+    try:
+        with torchlift.Keeper(tmp_path) as keeper:
+            assert not keeper.should_stop()
+            (reading, writing), (ready, done) = os.pipe(), os.pipe()
+            child = os.fork()
+            if not child:
+                os.write(done, b"1")  # Python forgets signals that come while it forks
+                os.read(reading, 1)  # until a signal ends it
+                os._exit(0)
+            os.read(ready, 1)
+            if former == "ignored":
+                os.kill(child, signal.SIGTERM)
+                os.kill(child, signal.SIGKILL)
+            for descriptor in (reading, writing, ready, done):
+                os.close(descriptor)
+            expected = {"default": -signal.SIGTERM, "ignored": -signal.SIGKILL, "handler": 7}
+            assert ended(child) == expected[former]
+            assert not keeper.should_stop()
+            os.kill(os.getpid(), signal.SIGUSR1)  # and the keeper still listens
+            assert keeper.should_stop()
+        assert signal.getsignal(signal.SIGTERM) is before
+    finally:
+        signal.signal(signal.SIGTERM, kept)
+
+
+_DAEMON = """
+import multiprocessing, sys, time, torchlift
+keeper = torchlift.Keeper(sys.argv[1])
+assert not keeper.should_stop()
+child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(3600,), daemon=True)
+child.start()
+print("ends", flush=True)
+"""
+
+
+def test_a_program_with_a_daemon_child_ends(tmp_path: Path) -> None:
+    """At its end, Python sends the child SIGTERM and waits for it."""
+    done = subprocess.run(
+        [sys.executable, "-c", _DAEMON, str(tmp_path)], stdout=subprocess.PIPE, text=True,
+        timeout=300, check=True,
+    )  # fmt: skip
+    assert done.stdout == "ends\n"
+    assert os.listdir(tmp_path) == []  # an end without close leaves no lock
 
 
 # ---- on several processes
@@ -909,6 +889,8 @@ results = saved_then_loaded(WORKERS, RANKS)
         "a_rank_that_cannot_write_ends_the_save_on_all",
         "ranks_that_disagree_all_raise",
         "what_all_ranks_have_is_one_ranks",
+        "plain_values_that_differ_are_each_ranks_own",
+        "other_ranks_do_not_take_values_of_one_rank",
         "what_cannot_be_resumed_is_not_saved",
         "an_argument_of_one_rank_ends_it_on_all",
         "whatever_fails_on_one_rank_ends_it_on_all",
@@ -918,6 +900,8 @@ results = saved_then_loaded(WORKERS, RANKS)
         "each_rank_verifies_its_part",
         "one_optimizer_may_have_several_modules",
         "what_ranks_have_of_their_own_is_theirs_again",
+        "a_second_job_is_refused_on_all_ranks",
+        "a_resume_that_fails_on_one_rank_changes_no_object_on_any",
         "other_ranks_are_told_of_what_each_had",
         "a_folder_on_a_network_is_read_in_slices",
         "another_model_is_an_error_that_lists_all_of_it",
@@ -946,7 +930,7 @@ def test_one_process_of_a_process_group_keeps_as_several_do(tmp_path: Path) -> N
     out = tmp_path / "save-1"
     out.mkdir()
     found = run_workers(WORKERS, 1, out)
-    assert len(found) == 17
+    assert len(found) == 20
     assert not any(found.values()), found
     again = runs["grouped"]
     with torch.no_grad():

@@ -13,7 +13,10 @@ from torch import nn
 
 import torchlift
 import torchlift.distributed as ours
+from torchlift._model import Commit
 from torchlift.distributed import StateDictOptions
+from torchlift.distributed.options import LoadCall, Part
+from torchlift.distributed.state_dict import load_states
 from torchlift.errors import FormatError
 
 
@@ -444,7 +447,7 @@ def test_an_own_state_is_not_copied_and_stays_where_it_is() -> None:
 
 def test_step_stays_where_it_was_saved_unless_its_group_needs_it_elsewhere() -> None:
     """As in torch; on meta as the only other device that every machine has."""
-    from torchlift.distributed.optimizer_load import OptimizerPlan, _device, _Target
+    from torchlift.distributed.optimizer_slots import _goal, _Owner
 
     param = torch.ones(2)
     optimizer = torch.optim.Adam([param])
@@ -454,9 +457,9 @@ def test_step_stays_where_it_was_saved_unless_its_group_needs_it_elsewhere() -> 
         ({"capturable": True}, (torch.device("cpu"), torch.float32)),
         ({"fused": True}, (torch.device("cpu"), torch.float32)),
     ):
-        target = _Target("w", param, group, OptimizerPlan(optimizer), StateDictOptions())
-        assert _device(target, there, None, ("step",)) == expected
-        assert _device(target, there, torch.ones(()), ("step",)) == expected
+        owner = _Owner("w", param, group, optimizer)
+        assert _goal(owner, there, None, ("step",), param.device) == expected
+        assert _goal(owner, there, torch.ones(()), ("step",), param.device) == expected
 
 
 def test_one_parameter_of_two_optimizers_is_an_error() -> None:
@@ -604,3 +607,54 @@ def test_half_a_flat_state_is_no_state() -> None:
     with pytest.raises(FormatError, match="no optimizer state here"):
         torchlift.load_optimizer(model, optimizer, mixed)
     assert not optimizer.state
+
+
+def test_what_comes_after_a_load_takes_it_back_when_it_fails() -> None:
+    """The caller's commit: values, state and groups are as before, also those written in place."""
+    for stepped in (0, 2):
+        model = two_layers(1)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
+        step(model, optimizer, stepped)
+        before = copy.deepcopy((dict(model.state_dict()), optimizer.state_dict()))
+        tensors = [t for state in optimizer.state.values() for t in state.values()]
+        states = copy.deepcopy(ours.get_state_dict(*trained()))
+        call = LoadCall(Part.BOTH, model, optimizer, *states, None)
+
+        def load_and_fail(call: LoadCall = call, expected: Any = states) -> None:
+            with Commit() as commit:
+                load_states(call, commit)
+                assert equal(dict(call.model.state_dict()), dict(expected[0]))
+                raise ValueError("a scheduler refuses its state")
+
+        with pytest.raises(ValueError, match="a scheduler"):
+            load_and_fail()
+        assert equal((dict(model.state_dict()), optimizer.state_dict()), before)
+        now = [t for state in optimizer.state.values() for t in state.values()]
+        assert all(one is two for one, two in zip(now, tensors, strict=True))
+
+
+class Late(torch.optim.Adam):
+    """Refuses a state in ``__setstate__`` when it is its own, which a copy of it does not show."""
+
+    refuses = False
+    real: object = None
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        if self.real is self and self.refuses:
+            raise ValueError("refused late")
+
+
+def test_an_optimizer_that_refuses_late_is_as_before() -> None:
+    """Its values were written by then."""
+    model, source = trained()
+    optimizer = Late(model.parameters(), lr=0.5)
+    step(model, optimizer)
+    before = copy.deepcopy(optimizer.state_dict())
+    optimizer.refuses, optimizer.real = True, optimizer
+    with pytest.raises(ValueError, match="refused late"):
+        ours.set_optimizer_state_dict(model, optimizer, source.state_dict())
+    assert equal(optimizer.state_dict(), before)
+    optimizer.refuses = False
+    ours.set_optimizer_state_dict(model, optimizer, source.state_dict())
+    assert equal(optimizer.state_dict()["state"], source.state_dict()["state"])

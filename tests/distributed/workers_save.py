@@ -647,11 +647,17 @@ def values_that_differ_between_ranks_are_never_mixed() -> None:
     before = path.read_bytes()
     norm = nn.BatchNorm1d(3)
     norm(torch.arange(6.0).view(2, 3) * (rank + 1))
+    for state in (norm, norm.state_dict()):  # of buffers the first rank's count, as in torch
+        save_consolidated(state, SHARED / f"norm-{world}.pt")
+        found = torch.load(SHARED / f"norm-{world}.pt")["running_mean"]
+        assert torch.equal(found, torch.arange(6.0).view(2, 3).mean(0) * 0.1)
+        dist.barrier()
+    copied = {key: value.clone() for key, value in norm.state_dict().items()}
     # Blocks that the ranks would take turns with, as shards of Megatron-style layers.
     shards = torch.full((9, 1 << 20), float(rank), dtype=torch.float32)
     replicas = DTensor.from_local(torch.full((2,), rank), line, [Replicate()], run_check=False)
     for state, key in [
-        (norm.state_dict(), "running_mean"),
+        (copied, "running_mean"),
         ({"same": torch.ones(2), "layer": shards}, "layer"),
         ({"copies": replicas}, "copies"),
     ]:

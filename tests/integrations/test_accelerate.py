@@ -71,6 +71,7 @@ def test_a_program_goes_on_bit_by_bit(step: int, tmp_path: Path) -> None:
     first = Run(tmp_path, 0)
     assert first.keeper.resume() is None
     first.train(3)
+    first.keeper.close()
     again = Run(tmp_path, 7)
     assert again.keeper.resume(step=step) == step
     assert again.seen.rows == step * 4

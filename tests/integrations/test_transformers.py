@@ -67,7 +67,7 @@ def test_a_trainer_goes_on_bit_by_bit(options: Any, step: int, tmp_path: Path) -
     assert first.resume(trainer) is None
     trainer.train()
     assert not list((tmp_path / "out").glob("checkpoint-*"))
-    kept = torchlift.Keeper(tmp_path / "kept")
+    kept = torchlift.distributed.RunFolder(tmp_path / "kept")
     later = [path for path in (tmp_path / "kept").iterdir() if path != kept.directory]
     for path in later:
         if int(path.name[5:14]) > step:

@@ -824,8 +824,6 @@ def _opened_again(
     return made
 
 
-
-
 def dtype_of(entry: TensorEntry, path: str) -> torch.dtype:
     """Return the torch dtype of `entry`.
 

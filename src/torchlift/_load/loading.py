@@ -310,10 +310,6 @@ def place(
         MismatchError: a post-hook of the model reports keys, or excuses too few.
     """
     work, agree = plan._work, agreed.agree
-    # Before anything is placed: what is on meta is live as soon as it has its content.
-    in_place, new = list[Prepared](), list[Prepared]()
-    for item in fetched.steps:
-        (in_place if item[0].in_place else new).append(item)
     # Code of the model's own may still refuse, on one rank of many: ask again after each.
     later = work.hooked or origin.collective or agreed.again
     # Before the ranks agree, after which this one would stop alone.
@@ -324,14 +320,7 @@ def place(
     if work.extra or work.hooked:
         commit.keep_attributes(tree.modules)
         before = [(group.fqn, group.tensor) for group in tree.groups]  # others may hold them
-    for group, tensor in fetched.made:
-        commit.put(group, tensor)
-    ways = {"assign": commit.assign, "copy": commit.put, "swap": commit.swap}
-    commit.fill([(step.group, value) for step, value in fetched.plain if step.mode == "swap"])
-    new += [one for one in fetched.plain if one[0].mode != "swap"]
-    for step, value in new:
-        assert isinstance(value, torch.Tensor)
-        ways[step.mode](step.group, _shaped(step.group.tensor, value))
+    in_place = put_new(fetched, commit)
     if work.extra:
         # As in torch, `set_extra_state` sees the new values of its module's own tensors. Those that
         # rank 0 sends come in its order: the code sees the old ones.
@@ -339,7 +328,7 @@ def place(
         seen = [i for i in in_place if any(id(s.module) in takers for s in i[0].group.slots)]
         in_place = [item for item in in_place if not any(item is each for each in seen)]
         if seen:
-            _copy_in_place(seen, origin, commit, True, advance)
+            copy_in_place(seen, origin, commit, backup=True, advance=advance)
         tree.walk()
         with commit.watch(tree, before):
             for module, state in work.extra:
@@ -349,7 +338,7 @@ def place(
     if more or not has_group():
         agreed.deliver()
     more = more and agree(later)
-    _copy_in_place(in_place, origin, commit, work.hooked or more, advance)
+    copy_in_place(in_place, origin, commit, backup=work.hooked or more, advance=advance)
     lists = plan.missing_keys, plan.unexpected_keys
     key_of, name_of = (
         (str, str) if work.naming is None else (work.naming.key, work.naming.canonical)
@@ -369,10 +358,28 @@ def place(
     return missing, unexpected, more
 
 
-def _copy_in_place(
+def put_new(fetched: Fetched, commit: Commit) -> list[Prepared]:
+    """Put new tensors into their slots; return the values that are to be copied in place."""
+    # Before anything is placed: what is on meta is live as soon as it has its content.
+    in_place, new = list[Prepared](), list[Prepared]()
+    for item in fetched.steps:
+        (in_place if item[0].in_place else new).append(item)
+    for group, tensor in fetched.made:
+        commit.put(group, tensor)
+    ways = {"assign": commit.assign, "copy": commit.put, "swap": commit.swap}
+    commit.fill([(step.group, value) for step, value in fetched.plain if step.mode == "swap"])
+    new += [one for one in fetched.plain if one[0].mode != "swap"]
+    for step, value in new:
+        assert isinstance(value, torch.Tensor)
+        ways[step.mode](step.group, _shaped(step.group.tensor, value))
+    return in_place
+
+
+def copy_in_place(
     steps: Sequence[Prepared],
     origin: Origin,
     commit: Commit,
+    *,
     backup: bool,
     advance: Advance,
 ) -> None:

@@ -51,6 +51,7 @@ from torchlift._model.handlers import slice_of as slice_of
 from torchlift._model.holders import Blocker as Blocker
 from torchlift._model.holders import Hold as Hold
 from torchlift._model.holders import blocked_by as blocked_by
+from torchlift._model.holders import find_buffers as find_buffers
 from torchlift._model.holders import has_holders as has_holders
 from torchlift._model.holders import preflight as preflight
 from torchlift._model.holders import preserving_references as preserving_references
@@ -74,7 +75,9 @@ from torchlift._model.own_loading import OwnLoading as OwnLoading
 from torchlift._model.own_loading import PassedState as PassedState
 from torchlift._model.own_loading import own_loaders as own_loaders
 from torchlift._model.ranks import Agree as Agree
+from torchlift._model.ranks import Exchange as Exchange
 from torchlift._model.ranks import RankGroup as RankGroup
+from torchlift._model.ranks import StepResult as StepResult
 from torchlift._model.ranks import has_group as has_group
 from torchlift._model.ranks import new_gloo_group as new_gloo_group
 from torchlift._model.ranks import portable as portable
@@ -93,6 +96,7 @@ from torchlift._model.slots import read_tree as read_tree
 from torchlift._model.slots import walk as walk
 from torchlift._model.state import PATCH as PATCH
 from torchlift._model.state import by_name as by_name
+from torchlift._model.state import call_state_dict as call_state_dict
 from torchlift._model.state import own as own
 from torchlift._model.state import read_model as read_model
 from torchlift._model.state import unpatched as unpatched

@@ -260,12 +260,17 @@ class Commit:
 
         self.when_undone(undo, name)
 
-    def keep_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note an optimizer's attributes, groups and state, in a second copy of its values."""
+    def keep_optimizer(self, optimizer: torch.optim.Optimizer, *, values: bool = True) -> None:
+        """Note an optimizer's attributes, groups and state.
+
+        Args:
+            optimizer: the optimizer.
+            values: whether its own code may write into its tensors, of which a copy is kept then.
+        """
         name = f"the state of {type(optimizer).__name__}"
         for container in _containers(vars(optimizer), set()):
             self.when_undone(_restore(container), name)
-        for leaf in leaves(list(optimizer.state.values())).values():
+        for leaf in leaves(list(optimizer.state.values())).values() if values else ():
             if isinstance(leaf, torch.Tensor):
                 self.keep_values(leaf, name)
 

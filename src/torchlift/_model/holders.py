@@ -12,11 +12,11 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -34,6 +34,8 @@ from torchlift._model.torch_private import (
     use_count,
 )
 from torchlift.errors import PlacementError
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 class Hold(Enum):
@@ -253,6 +255,22 @@ def _class_reason(tensor: torch.Tensor) -> str | None:
     if slots and nn.Parameter in kind.__mro__:
         return f"its class {kind.__name__} has slots that a plain tensor lacks: {', '.join(slots)}"
     return None
+
+
+def find_buffers(tensors: Mapping[Key, torch.Tensor]) -> set[Key]:
+    """Return the keys of tensors that lie in the memory of a live module's buffer.
+
+    A state dict does not tell buffers from parameters.
+
+    Example:
+        >>> norm = nn.BatchNorm1d(2)
+        >>> sorted(find_buffers(norm.state_dict()))
+        ['num_batches_tracked', 'running_mean', 'running_var']
+    """
+    modules = _instances(gc.get_objects(), nn.Module)
+    buffers = (b for module in modules for b in vars(module).get("_buffers", {}).values())
+    found = {memory_of(buffer) for buffer in buffers if buffer is not None} - {None}
+    return {key for key, tensor in tensors.items() if memory_of(tensor) in found}
 
 
 def _search(suspects: Sequence[Holders], own: set[int]) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,9 +28,10 @@ from torchlift._system.interrupts import uninterrupted
 from torchlift.errors import CheckpointError
 
 T = TypeVar("T")
+M = TypeVar("M")
 
-#: Of a thread: what the last exchange raised, and its process groups, by their identity; and an
-#: interrupt that came while something was sent.
+#: For each thread: the error of the last exchange and its process groups, by their identity; and an
+#: interrupt that came while a message was sent.
 _LAST = threading.local()
 
 #: Seconds in which processes that come at one time make a group; of thousands, 0.1 more for each.
@@ -38,6 +39,30 @@ _MEETING = 15
 
 #: Called with whether this process is to be asked again; says whether any is.
 Agree = Callable[[bool], bool]
+
+
+class StepResult(NamedTuple, Generic[T, M]):
+    """The result of one step of a collective on one rank.
+
+    Attributes:
+        value: what the step made. It stays on this rank.
+        message: what all ranks receive: a few bytes that can be pickled.
+    """
+
+    value: T
+    message: M
+
+
+class Exchange(NamedTuple, Generic[T, M]):
+    """The result of one step of a collective on all ranks.
+
+    Attributes:
+        value: what the step made on this rank.
+        by_rank: rank -> its message, in the order of ranks.
+    """
+
+    value: T
+    by_rank: dict[int, M]
 
 
 def has_group() -> bool:
@@ -86,6 +111,18 @@ def rank() -> int:
     return world_of()[0]
 
 
+class _Answer(NamedTuple):
+    """What one rank sends to the others in an exchange.
+
+    Attributes:
+        error: what its step raised, or None.
+        message: what its step returned for the others.
+    """
+
+    error: CheckpointError | None
+    message: Any
+
+
 class RankGroup:
     """Let processes do something together, and all of it or nothing.
 
@@ -97,8 +134,8 @@ class RankGroup:
         kind: what is raised for another's error is one of these; here a caller's ``except`` says.
 
     Example:
-        >>> RankGroup([]).run(lambda: ("made here", "told"))  # no other process
-        ('made here', {0: 'told'})
+        >>> RankGroup([]).run(lambda: StepResult("stays here", "is sent"))  # no other process
+        Exchange(value='stays here', by_rank={0: 'is sent'})
     """
 
     def __init__(self, groups: list[Any], kind: type[CheckpointError] = CheckpointError) -> None:
@@ -158,25 +195,22 @@ class RankGroup:
 
     def run(
         self,
-        step: Callable[[], tuple[T, Any]],
-        judge: Callable[[dict[int, Any]], None] = lambda _: None,
-    ) -> tuple[T, dict[int, Any]]:
-        """Take a step on every process; where it raised on any, raise one error on all.
+        step: Callable[[], tuple[T, M]],
+        validate: Callable[[dict[int, M]], None] = lambda _: None,
+    ) -> Exchange[T, M]:
+        """Run a step on every rank. If it raises on any rank, raise one error on all of them.
 
         Args:
-            step: returns what it made, and what the others are to know of it, in few bytes.
-            judge: called with what the processes tell; raises on all of them, or on none.
-
-        Returns:
-            What it made here, and what the processes tell, in the order of ranks.
+            step: returns a `StepResult`.
+            validate: called with the messages of all ranks. It raises on all ranks, or on none.
 
         Raises:
-            CheckpointError: what the first process met that met anything (see `raise_first`), or
-                one does not answer. A process that met an error itself may raise that.
+            CheckpointError: If the step raised on a rank (see `raise_first`), or a rank does not
+                answer. A rank whose own step raised may raise its own error.
         """
         groups, _LAST.heard, _LAST.late = self._talking, (None, []), None
         problem: BaseException | None = None
-        done: tuple[T, Any] | None = None
+        done: tuple[T, M] | None = None
         try:
             done = step()
         except BaseException as error:
@@ -184,8 +218,8 @@ class RankGroup:
         # An interrupt between two messages of one exchange would make the next one a wrong one.
         with uninterrupted():
             try:
-                known = self._agreed(groups, problem, done and done[1])
-                judge(known)
+                by_rank = self._exchange_messages(groups, problem, done and done[1])
+                validate(by_rank)
             except BaseException as error:
                 # Of this thread alone; the error itself would keep alive all that it has seen.
                 _LAST.heard = id(error), [*map(id, self.groups)]
@@ -194,7 +228,7 @@ class RankGroup:
                 if _LAST.late is not None:
                     raise _LAST.late
         assert done is not None
-        return done[0], known
+        return Exchange(done[0], by_rank)
 
     def _has_heard(self, error: BaseException | None) -> bool:
         """Say whether all have met an error, or one that it was made of, in an exchange."""
@@ -205,14 +239,14 @@ class RankGroup:
             error = error.__cause__ or error.__context__
         return False
 
-    def _agreed(
-        self, groups: list[Any], problem: BaseException | None, told: Any
+    def _exchange_messages(
+        self, groups: list[Any], problem: BaseException | None, message: Any
     ) -> dict[int, Any]:
-        """Return what the processes tell each other; raise where there is a problem on any."""
-        known = {rank(): (None if problem is None else portable(problem), told)}
+        """Return the messages of all ranks. Raise on all ranks if one of them has a problem."""
+        known = {rank(): _Answer(None if problem is None else portable(problem), message)}
         try:
             for group in groups:
-                known = _exchanged(known, group)
+                known = _gather(known, group)
         except BaseException as lost:
             if problem is not None:
                 raise problem from lost  # what went wrong first is what has to be mended
@@ -224,10 +258,10 @@ class RankGroup:
                 hint="Nothing has changed here; of a save the file is the old one, or the complete "
                 "new one if that rank was last.",
             ) from lost
-        raise_first({who: each for who, (each, _) in known.items()}, problem, self._kind)
+        raise_first({who: answer.error for who, answer in known.items()}, problem, self._kind)
         if problem is not None:
             raise problem
-        return {who: known[who][1] for who in sorted(known)}
+        return {who: known[who].message for who in sorted(known)}
 
     @contextmanager
     def together(self) -> Iterator[Agree]:
@@ -251,11 +285,11 @@ class RankGroup:
         def agree(again: bool) -> bool:
             nonlocal expected
             expected = False
-            again = any(self.run(lambda: (None, again))[1].values())
+            again = any(self.run(lambda: StepResult(None, again)).by_rank.values())
             expected = again and bool(self.groups)
             return again
 
-        def leave(error: BaseException) -> tuple[None, None]:
+        def leave(error: BaseException) -> StepResult[None, None]:
             raise error
 
         try:
@@ -267,11 +301,11 @@ class RankGroup:
             raise
 
 
-def _exchanged(known: dict[int, Any], group: Any) -> dict[int, Any]:
-    """Return what all processes of a group know together.
+def _gather(known: dict[int, _Answer], group: Any) -> dict[int, _Answer]:
+    """Return the answers that all ranks of a group know together.
 
-    As torch's ``all_gather_object`` does it, but that what fails here before a message is sent
-    does not stop the others, which wait for it: it is sent all the same.
+    It works as torch's ``all_gather_object`` does, with one difference. An error here, before a
+    message is sent, does not stop the other ranks: the message is sent all the same.
     """
     count = torch.distributed.get_world_size(group)
     if count == 1:
@@ -295,7 +329,7 @@ def _exchanged(known: dict[int, Any], group: Any) -> dict[int, Any]:
     lengths = gathered(torch.tensor([len(data)], device="cpu"))[:, 0].tolist()
     rows = gathered(nn.functional.pad(data, (0, max(lengths) - len(data))))
     found = [pickle.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, lengths, strict=True)]
-    return {who: told for each in found for who, told in each.items()}
+    return {who: answer for each in found for who, answer in each.items()}
 
 
 def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
@@ -420,15 +454,15 @@ def raise_first(
             one, each has its own. An error that is not about a checkpoint, such as a wrong
             argument, stays what it is on the rank that made it.
     """
-    met = {rank: error for rank, error in sorted(problems.items()) if error is not None}
-    if not met:
+    raised = {rank: error for rank, error in sorted(problems.items()) if error is not None}
+    if not raised:
         return
     if own is not None:
-        same = len(met) == len(problems) and len(set(map(str, met.values()))) == 1
+        same = len(raised) == len(problems) and len(set(map(str, raised.values()))) == 1
         if same or not isinstance(own, CheckpointError):
             return  # the caller raises it
-    rank, first = next(iter(met.items()))
-    others = len(met) - 1
+    rank, first = next(iter(raised.items()))
+    others = len(raised) - 1
     more = f" (and {others} other{'s' if others > 1 else ''})" if others else ""
     error = copy.copy(portable(first, kind))
     error.reason = f"on rank {rank}{more}: {first.reason}"

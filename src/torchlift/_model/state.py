@@ -33,6 +33,26 @@ def own(obj: Any, method: str) -> Any:
     return found
 
 
+def call_state_dict(optimizer: torch.optim.Optimizer) -> Any:
+    """Call the ``state_dict`` that an optimizer had before it was patched.
+
+    Raises:
+        StateDictMismatch: If this rank does not have all of its state (ZeroRedundancyOptimizer).
+    """
+    try:
+        return own(optimizer, "state_dict")()
+    except RuntimeError as error:
+        if not hasattr(optimizer, "consolidate_state_dict"):
+            raise
+        # torch's own message names another rank on each rank, where all must name one.
+        raise StateDictMismatch(
+            "this rank has the state of some of the optimizer's parameters only",
+            entry=type(optimizer).__name__,
+            hint="Call optimizer.consolidate_state_dict(to=0) on every rank, then save "
+            "optimizer.state_dict() on rank 0. Its load_state_dict takes that on every rank.",
+        ) from error
+
+
 @contextmanager
 def unpatched(*objects: nn.Module | torch.optim.Optimizer) -> Iterator[None]:
     """Take our patches off inside the block, where torch's functions call the methods.

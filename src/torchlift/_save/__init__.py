@@ -21,6 +21,15 @@ from torchlift._save.files import write_files as write_files
 from torchlift._save.mesh import Share as Share
 from torchlift._save.mesh import require_alike as require_alike
 from torchlift._save.pickling import is_array as is_array
+from torchlift._save.replicas import OWN_NAMES as OWN_NAMES
+from torchlift._save.replicas import TAKE_FIRST as TAKE_FIRST
+from torchlift._save.replicas import Checksum as Checksum
+from torchlift._save.replicas import Difference as Difference
+from torchlift._save.replicas import HeldPart as HeldPart
+from torchlift._save.replicas import checksum_of as checksum_of
+from torchlift._save.replicas import checksums_of as checksums_of
+from torchlift._save.replicas import difference_error as difference_error
+from torchlift._save.replicas import find_differences as find_differences
 from torchlift._save.saving import SaveReport as SaveReport
 from torchlift._save.saving import Target as Target
 from torchlift._save.saving import finish as finish

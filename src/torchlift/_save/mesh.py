@@ -26,6 +26,7 @@ from torchlift._model import (
     RankGroup,
     Spans,
     everything,
+    find_buffers,
     first_rank,
     is_dtensor,
     local_tensor,
@@ -51,6 +52,7 @@ from torchlift._save.files import (
     write_files,
 )
 from torchlift._save.pickling import Rebuilt
+from torchlift._save.replicas import TAKE_FIRST, Difference, difference_error
 from torchlift._save.values import Taken, Value, apart, stored_as, untied
 from torchlift._store import is_url, parent
 from torchlift._system.interrupts import Running, deliver_interrupt
@@ -269,24 +271,32 @@ class Mesh:
             own = replace(taken, tensors=tensors), dict(metadata)
             return (own, untied(apart(values, None))), (asked, _digest(own))
 
-        ((own, texts), lost), told = self.group.run(describe)
+        ((own, texts), lost), by_rank = self.group.run(describe)
         # All ranks know the same, so they raise together without another exchange.
-        require_alike({who: asked for who, (asked, _) in told.items()})
+        require_alike({who: asked for who, (asked, _) in by_rank.items()})
         holders: dict[str, list[int]] = {}
-        if len({digest for _, digest in told.values()}) > 1:
+        if len({digest for _, digest in by_rank.values()}) > 1:
             _, each_own = self.group.run(lambda: (None, (own, texts)))
             holders = self._holders({who: each for who, (each, _) in each_own.items()})
             texts = each_own[self.ranks[0]][1]
             own = _merged([each for each, _ in each_own.values()])
-        _, alike = self.group.run(lambda: (None, _same_as(own, local)))
-        same = _ties(own, [*alike.values()])
+
+        def list_ties() -> tuple[None, tuple[array[int], set[str]]]:
+            plain = {key: tensor for key, tensor in local.items() if not is_dtensor(tensor)}
+            compares = asked["replicated"] == "equal" and len(self.ranks) > 1
+            return None, (_same_as(own, local), find_buffers(plain) if compares else set())
+
+        _, listed = self.group.run(list_ties)
+        same = _ties(own, [ties for ties, _ in listed.values()])
+        # Statistics that each rank has of its own data: the first rank's count, as in torch.
+        buffers = set[str]().union(*(found for _, found in listed.values()))
 
         def share(turn: int, key: str, stored: Stored, first: int | None) -> Share:
             made = Share.of(stored, same.get(key, key), turn)
             if key not in local:
                 return made
-            ranks, is_equal = holders.get(key, self.ranks), asked["replicated"] == "equal"
-            return self._share_of(made, local[key], ranks, first, is_equal)
+            is_equal = asked["replicated"] == "equal" and key not in buffers
+            return self._share_of(made, local[key], holders.get(key, self.ranks), first, is_equal)
 
         is_apart = asked["format"] == "dcp" and len(self.ranks) > 1
 
@@ -400,8 +410,8 @@ class Mesh:
                 return None, files.commit()
 
             try:
-                files, told = self.run(begin)
-                begun, number = told[self.ranks[0]], self.ranks.index(self.rank)
+                files, by_rank = self.run(begin)
+                begun, number = by_rank[self.ranks[0]], self.ranks.index(self.rank)
                 write = partial(write_files, output, begun, number, advance, files)
                 _, written = self.run(lambda: (None, write()))
                 self.written = written[self.rank].nbytes
@@ -535,7 +545,7 @@ def _require_equal(written: Mapping[int, Sums], output: Output, path: str) -> No
 
     They were written in turns: of two that differ, the file has some of each.
     """
-    wrong: list[tuple[str, int, int]] = []
+    wrong: dict[str, Difference] = {}
     for at, stored in enumerate(output.stored):
         seen: dict[int, tuple[int, int]] = {}
         for who, each in written.items():
@@ -543,16 +553,7 @@ def _require_equal(written: Mapping[int, Sums], output: Output, path: str) -> No
             if share:
                 other, expected = seen.setdefault(share, (who, crc))
                 if crc != expected:
-                    wrong.append((stored.key, other, who))
+                    wrong[stored.key] = Difference(other, who)
                     break
     if wrong:
-        key, other, who = wrong[0]
-        more = f" (and so do {len(wrong) - 1} more names)" if len(wrong) > 1 else ""
-        raise PlacementError(
-            "the ranks hold different values under one name",
-            entry=key,
-            file=path,
-            expected="the same on every rank, or a DTensor for what is sharded",
-            found=f"the values of rank {who} differ from those of rank {other}{more}",
-            hint='Pass replicated="rank0" to save those of the first rank that has the name.',
-        )
+        raise difference_error(wrong, TAKE_FIRST, path)

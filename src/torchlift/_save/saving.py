@@ -16,7 +16,14 @@ import torch
 from torch import nn
 
 from torchlift._checkpoint import Checkpoint, Tree, dtype_of, gathered
-from torchlift._model import is_dtensor, is_flattened, local_tensor, tensors_of, versioned
+from torchlift._model import (
+    call_state_dict,
+    is_dtensor,
+    is_flattened,
+    local_tensor,
+    tensors_of,
+    versioned,
+)
 from torchlift._save.files import (
     Output,
     dcp_output,
@@ -246,9 +253,9 @@ def save(
         metadata: text for the header of safetensors; of a mesh rank 0's. Other formats have no
             place for any.
         replicated: what a mesh saves of values that several ranks hold under one name. ``"equal"``:
-            they must be equal, for which every rank reads all of its own. ``"rank0"``: those of the
-            first rank that has the name, unread on the others; for statistics that each rank has of
-            its own data, such as BatchNorm's.
+            they must be equal, for which every rank reads all of its own. Buffers of a live module,
+            such as BatchNorm's statistics, need not be: the first rank's are saved. ``"rank0"``:
+            those of the first rank that has the name, unread on the others.
         process_group: the ranks that save, which all call this; by default, where there are
             DTensors, all. What they agree on travels over it: over gloo, rank 0's ``fsync`` may
             take longer than NCCL would wait.
@@ -456,9 +463,12 @@ def _check_whole(obj: object, path: str) -> None:
     """Refuse an optimizer of which this rank has a flat piece only, before any rank goes on.
 
     Raises:
-        PlacementError: its parameters are those of a FullyShardedDataParallel.
+        PlacementError: If its parameters are those of a FullyShardedDataParallel.
+        StateDictMismatch: If it is a ZeroRedundancyOptimizer whose state is on other ranks.
     """
-    for item in _inside(obj) if "torch.distributed.fsdp" in sys.modules else ():
+    for item in _inside(obj) if "torch.distributed" in sys.modules else ():
+        if hasattr(item, "consolidate_state_dict") and isinstance(item, torch.optim.Optimizer):
+            call_state_dict(item)
         params = item.param_groups if isinstance(item, torch.optim.Optimizer) else ()
         if any(is_flattened(param) for group in params for param in group["params"]):
             raise PlacementError(

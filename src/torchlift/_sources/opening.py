@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections import ChainMap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, BinaryIO, TypeGuard
+from typing import Any, BinaryIO, Self, TypeGuard
 
 import torch
 
@@ -345,6 +346,17 @@ class Origin:
 
     def resolve(self, wanted: Mapping[str, Spans | None]) -> None:
         """Find out where the numbers of these keys lie, all of each or those of a slice."""
+        if self.views is None or not self.is_away:
+            return
+        found = {key: self.candidates[key] for key in wanted if key in self.candidates}
+        todo = {
+            key: one
+            for key, one in found.items()
+            if isinstance(one, FileTensor) and UNRESOLVED in one.entry.encoding
+        }
+        some = [within(one.entry, wanted[key]) for key, one in todo.items()]
+        for one, entry in zip(todo.values(), self.views.resolved(some), strict=True):
+            one.entry = entry
 
     def receive(self, keys: Sequence[str]) -> None:
         """Have the tensors of these keys here, for code that looks at values."""
@@ -379,19 +391,6 @@ class FileSource(Origin):
         self.templates = ckpt._index.templates
         self.noted = ckpt._index.noted
         self._ckpt = ckpt
-
-    def resolve(self, wanted: Mapping[str, Spans | None]) -> None:
-        if not self.is_away:
-            return
-        found = {key: self.candidates[key] for key in wanted if key in self.candidates}
-        todo = {
-            key: one
-            for key, one in found.items()
-            if isinstance(one, FileTensor) and UNRESOLVED in one.entry.encoding
-        }
-        some = [within(one.entry, wanted[key]) for key, one in todo.items()]
-        for one, entry in zip(todo.values(), self.views.resolved(some), strict=True):
-            one.entry = entry
 
     def receive(self, keys: Sequence[str]) -> None:
         found = map(self.candidates.get, keys)
@@ -452,6 +451,11 @@ class StateSource(Origin):
         *,
         whole: bool = False,
     ) -> None:
+        super().__init__({}, {}, versions or {})
+        self._hold(state)
+        self._whole = whole
+
+    def _hold(self, state: Mapping[str, Any]) -> None:
         candidates: dict[str, SourceTensor] = {}
         objects: dict[str, object] = {}
         for key, value in state.items():
@@ -463,8 +467,14 @@ class StateSource(Origin):
                     self.views = value.views  # of one file: what is read is read by them
             else:
                 objects[key] = value
-        super().__init__(candidates, objects, versions or {})
-        self._whole = whole
+        self.candidates, self.objects = candidates, objects
+
+    def beside(self, state: Mapping[str, Any]) -> Self:
+        """Return a source of other values, which come in the same way as those of this one."""
+        made = copy.copy(self)
+        made.versions = {}
+        made._hold(state)
+        return made
 
     @classmethod
     def of_flat(cls, flat: Flat[Any]) -> StateSource:

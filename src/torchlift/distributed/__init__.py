@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torchlift.distributed.folder import LatestN as LatestN
     from torchlift.distributed.folder import RunFolder as RunFolder
     from torchlift.distributed.generators import Generators as Generators
-    from torchlift.distributed.optimizer_load import OptimizerReport as OptimizerReport
+    from torchlift.distributed.optimizer_slots import OptimizerReport as OptimizerReport
     from torchlift.distributed.options import StateDictOptions as StateDictOptions
     from torchlift.distributed.planner import LenientPlanner as LenientPlanner
     from torchlift.distributed.ranks import on_ranks as on_ranks
@@ -49,7 +49,7 @@ __getattr__, __dir__, __all__ = lazy(
     {
         "folder": "BestN EveryNSeconds EveryNSteps Kept LatestN RunFolder",
         "generators": "Generators",
-        "optimizer_load": "OptimizerReport",
+        "optimizer_slots": "OptimizerReport",
         "options": "StateDictMismatch StateDictOptions",
         "planner": "LenientPlanner",
         "ranks": "on_ranks",

@@ -1,7 +1,7 @@
-"""The folder of a run: which checkpoints are complete, which are kept, and what becomes of others.
+"""The folder of a run: which checkpoints are complete, which are kept, and which are removed.
 
-It is looked into from any process, and swept by the keeper's first; nothing here waits for another
-rank. The policies are called what orbax calls them.
+Any process may look into it. Only the first rank of the keeper removes. Nothing here waits for
+another rank. The policies have the names that orbax gives them.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import re
 import secrets
 import shutil
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from time import monotonic, sleep
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from torchlift._checkpoint import open as open_checkpoint
 from torchlift._store import (
@@ -33,10 +33,10 @@ from torchlift._store import (
     remove,
     stamp_now,
     unfinished,
-    upload,
 )
 from torchlift._system.text import clipped_list
-from torchlift._transfer import AtomicFile, is_there, make_durable, remove_debris
+from torchlift._transfer import is_there, make_durable, remove_debris
+from torchlift.distributed.folder_lock import FolderLock
 from torchlift.errors import CheckpointError
 from torchlift.formats import DCP_METADATA
 
@@ -44,9 +44,9 @@ T = TypeVar("T")
 
 #: What a checkpoint is called: its step, and its generation from the second one on.
 _NAME = re.compile(r"step-([0-9]{9,})(?:-([0-9]+))?(\.pt)?")
-#: What a process that was killed leaves of one: its temporary file.
-_BEGUN = re.compile(r"\.(step-[\d-]+\.pt)\.torchlift-\w{8}\.part")
-#: What a checkpoint is called when it is none any more, until it is gone.
+#: The temporary file of one, which a process that was killed leaves.
+_UNFINISHED = re.compile(r"\.(step-[\d-]+\.pt)\.torchlift-\w{8}\.part")
+#: The name of a checkpoint from the moment it counts no more until it is gone.
 _REMOVED = re.compile(r"\.step-[\d-]+(?:\.pt)?\.removed-\w{8}")
 
 
@@ -397,63 +397,91 @@ def policies_of(
     return [*found, keep] if callable(keep) else [*found, *keep]
 
 
+class NewCheckpoint(NamedTuple):
+    """Where the next checkpoint goes.
+
+    Attributes:
+        name: of the file or folder.
+        before: the last step that may have led to it.
+    """
+
+    name: str
+    before: int
+
+
 class KeptFolder(RunFolder):
     """Names the next checkpoint of a run, and removes those that no policy keeps.
 
-    Another job that saves here is told of, and loses nothing: what this one has neither saved
-    itself, nor found when it resumed, stays, counts for no policy, and is never replaced.
+    A run that has not resumed leaves the checkpoints of later steps alone: they are of another run.
 
     Args:
-        directory: where; absolute.
-        policies: what any of them keeps stays.
+        directory: its absolute path, or a URL.
+
+    Attributes:
+        policies: a checkpoint stays if any of them keeps it.
     """
 
-    def __init__(self, directory: str, policies: Sequence[Policy]) -> None:
+    def __init__(self, directory: str) -> None:
         super().__init__(directory)  # a URL has its options with it
-        self._policies = policies
-        #: Metrics that each checkpoint has to have.
-        self.metrics = [each.metric for each in policies if isinstance(each, BestN)]
-        self._best = next((each for each in policies if isinstance(each, BestN)), None)
-        # Paths: of the run's own; that were not complete at first; of others; of other branches.
-        self._own: set[str] | None = None
-        self._begun: set[str] = set()
-        self._others: set[str] = set()
+        self.policies: Sequence[Policy] = ()
+        self._lock: FolderLock | None = None
+        self._is_adopted = self._is_warned = False
+        # Paths: of another run's later steps; of steps behind which this run went back.
+        self._foreign: set[str] = set()
         self._abandoned: set[str] = set()
-        self._debris: set[str] = set()  # in a store, where nobody can tell what is a dead writer's
-        self._unfinished: list[tuple[str, str]] = []
-        self._claim: AtomicFile | _Claim | None = None
+        self._uploads: list[tuple[str, str]] = []  # which nobody finishes any more
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="torchlift-remover")
         self._removing: list[Future[list[str]]] = []
 
-    def adopt(self, until: int | None = None) -> list[Kept]:
-        """Take what is here, of no later step than `until`, for the run's own; return what is kept.
+    @property
+    def metrics(self) -> list[str]:
+        """Return the names of the metrics that each checkpoint must have."""
+        return [each.metric for each in self.policies if isinstance(each, BestN)]
 
-        What is not complete is another job's if somebody completes it.
+    def best(self) -> str | None:
+        """Return the path of the complete checkpoint with the best metric, or None."""
+        self._best = next((each for each in self.policies if isinstance(each, BestN)), None)
+        return super().best()
+
+    def lock(self) -> None:
+        """Keep other jobs out of the folder until `close`. A store has no locks.
+
+        Raises:
+            CheckpointError: If another job holds it.
         """
-        kept, names = self.kept(), self._names()
-        found = [_NAME.fullmatch(name) for name in names]
-        if until is None and is_url(self.directory):
-            self._debris = {name for name in names if _BEGUN.fullmatch(name)}
-            self._unfinished = unfinished(self.directory)
-        here = [match for match in found if match and (until is None or int(match[1]) <= until)]
-        self._own = {self._path(match[0]) for match in here if self._is_complete(match)}
-        self._begun = {self._path(match[0]) for match in here} - self._own
-        return kept
+        if not is_url(self.directory):
+            self._lock = FolderLock(self.directory)
+            # A keeper that nobody closes must not keep the next one of this process out.
+            weakref.finalize(self, self._lock.release)
+            self._lock.acquire()
 
-    def new_path(self, step: int, base: int | None, is_file: bool) -> tuple[str, int]:
-        """Return what to call a step's checkpoint, and the last step that may have led to it.
+    def adopt(self) -> list[Kept]:
+        """Take all that is complete as the run's own, and return it."""
+        if self._lock is not None:
+            self._lock.use()
+        self._is_adopted, self._foreign = True, set()
+        self._note_uploads()
+        return self.kept()
 
-        No other job gets that name until `release`.
+    def _note_uploads(self) -> None:
+        if is_url(self.directory):
+            self._uploads = unfinished(self.directory)
+
+    def new_path(self, step: int, base: int | None, is_file: bool) -> NewCheckpoint:
+        """Return the name of a step's checkpoint, and remove what a killed save left under it.
 
         Args:
             step: its own.
-            base: that was last resumed or saved.
-            is_file: whether it is a file, and no folder.
+            base: the step that was last resumed or saved, or None.
+            is_file: whether it is a file and not a folder.
         """
-        if self._own is None:  # a run that has not resumed may not be that of a later step
-            self.adopt(step)
-        assert self._own is not None
+        if self._lock is not None:
+            self._lock.use()
         kept = self.kept()
+        if not self._is_adopted:
+            self._is_adopted = True
+            self._note_uploads()
+            self._foreign = {one.path for one in self._complete() if one.step > step}
         before = step - 1 if base is None else min(step - 1, base)
         generation = 0
         if kept:
@@ -461,42 +489,17 @@ class KeptFolder(RunFolder):
             is_replaced = step == last.step and is_file and last.path.endswith(".pt")
             # A run that went back; or a folder, which stays until the new one is complete.
             generation = last.generation + (last.step > before and not is_replaced)
-        while True:
-            name = f"step-{step:09d}" + (f"-{generation}" if generation else "")
-            path, file = self._path(name), self._path(f"{name}.pt")
-            markers = {path: inside(path, DCP_METADATA), file: file}
-            self.release()
-            # Before the look: of two jobs that look and then write, neither would see the other.
-            claim: Callable[[str], _Claim | AtomicFile] = _Claim if is_url(file) else AtomicFile
-            self._claim = self._use(claim, file)
-            # And those before what is there: who is done removes its claim last.
-            is_alone = self._is_alone(file)
-            there = {each for each in markers if self._use(_is_there, markers[each])}
-            if is_alone and there <= self._own:
-                break
-            generation += 1  # it is another job's
+        name = f"step-{step:09d}" + (f"-{generation}" if generation else "")
+        path = self._path(name)
         if self._use(_is_there, path) and path not in [one.path for one in kept]:
             # What a save that was killed left must not become a part of this one.
             failed = _remove_all(self.directory, [path]) if is_url(path) else _retire(path)
             if failed:
                 raise CheckpointError("cannot be removed", file=path, found=failed[0])
-        path = file if is_file else path
-        self._own.add(path)
-        return name_of(path), before
-
-    def _is_alone(self, file: str) -> bool:
-        """Return whether nobody but this job has claimed a name."""
-        assert self._claim is not None
-        others = list[str]()
-        if is_url(file):
-            begun = ((name, _BEGUN.fullmatch(name)) for name in self._names())
-            others = [self._path(name) for name, m in begun if m and m[1] == name_of(file)]
-        else:
-            remove_debris(os.path.realpath(file), live=others.append)
-        return {*others} <= {self._claim.temporary}
+        return NewCheckpoint(f"{name}.pt" if is_file else name, before)
 
     def sweep(self, newest: str, before: int) -> list[str]:
-        """Remove what is no longer to be kept, and what saves that were interrupted left.
+        """Remove the checkpoints that no policy keeps, and what interrupted saves left.
 
         Args:
             newest: path of the checkpoint that was saved last.
@@ -505,65 +508,62 @@ class KeptFolder(RunFolder):
         Returns:
             What went wrong, in sentences.
         """
-        assert self._own is not None
-        told, kept = [], self._complete()
-        own = _last_of_each_step(one for one in kept if one.path in self._own)
+        problems, complete = list[str](), {one.path: one for one in self._complete()}
+        own = {path: one for path, one in complete.items() if path not in self._foreign}
+        kept = _last_of_each_step(own.values())
         # Backwards, without the steps that a run did which went back behind them.
         self._abandoned.discard(newest)
-        for one in reversed(own):
+        for one in reversed(kept):
             if one.path != newest and one.path not in self._abandoned:
                 if one.step > before:
                     self._abandoned.add(one.path)
                 before = min(before, one.step - 1)
-        for one in own:
+        for one in kept:
             one.abandoned = one.path in self._abandoned
         try:
-            stays = {newest, *(one.path for policy in self._policies for one in policy(own))}
+            stays = {newest, *(one.path for policy in self.policies for one in policy(kept))}
         except Exception as error:  # of the caller's function: the new checkpoint is complete
-            told.append(f"keep= failed, and nothing is removed: {type(error).__name__}: {error}")
-            stays = self._own
-        failed, gone = [], (self._own | self._begun.difference(one.path for one in kept)) - stays
-        retired = list[str]()
+            problems.append(
+                f"keep= failed, and nothing is removed: {type(error).__name__}: {error}"
+            )
+            stays = {*own}
+        failed, retired = list[str](), list[str]()
         for name in self._names():
-            path = self._path(name)
-            begun = _BEGUN.fullmatch(name)
-            if begun and not is_url(path):
-                remove_debris(self._path(begun[1]))
-            if path in gone or (name in self._debris and is_url(path)):
+            path, temporary = self._path(name), _UNFINISHED.fullmatch(name)
+            if temporary and not is_url(path):
+                remove_debris(self._path(temporary[1]))
+            is_ours = _NAME.fullmatch(name) and path not in self._foreign
+            if is_ours and path not in stays:  # complete, or what a killed save left
                 try:
                     retired += _retire(path)
                 except (CheckpointError, OSError) as error:
                     failed.append(str(error))
-        if self._unfinished:
-            abandon(self.directory, self._unfinished)
-            self._unfinished = []
-        others = {one.path for one in kept} - self._own - self._others
-        if others:
-            self._others |= others
-            told.append(
-                "checkpoints that this run has neither saved nor resumed from stay, since another "
-                f"job may need them: {clipped_list(sorted(others))}. Call resume() first; and give "
-                "each job a folder of its own."
+        if self._uploads:
+            abandon(self.directory, self._uploads)
+            self._uploads = []
+        if self._foreign and not self._is_warned:
+            self._is_warned = True
+            names = clipped_list(sorted(map(name_of, self._foreign)))
+            problems.append(
+                f"checkpoints of later steps stay, since this run has not resumed from them: "
+                f"{names}. Call resume() first, or give each run a folder of its own."
             )
         retired += [self._path(name) for name in self._names() if _REMOVED.fullmatch(name)]
         if retired:
             self._removing.append(self._thread.submit(_remove_all, self.directory, retired))
-        return told + self._failures(failed, [each for each in self._removing if each.done()])
-
-    def release(self) -> None:
-        """Let other jobs have the name of the save that is done, or has failed."""
-        if self._claim is not None:
-            self._claim.close()
-            self._claim = None
+        return problems + self._failures(failed, [each for each in self._removing if each.done()])
 
     def removed(self) -> list[str]:
         """Wait until all is removed that is to be; return, in a sentence, what cannot be."""
         return self._failures([], list(self._removing))
 
     def close(self) -> None:
-        """End the thread that removes."""
-        self.release()
-        self._thread.shutdown()
+        """End the thread that removes, and let other jobs have the folder."""
+        try:
+            self._thread.shutdown()
+        finally:
+            if self._lock is not None:
+                self._lock.release()
 
     def _failures(self, failed: list[str], done: list[Future[list[str]]]) -> list[str]:
         for each in done:
@@ -576,25 +576,6 @@ class KeptFolder(RunFolder):
 
 def _last_of_each_step(kept: Iterable[Kept]) -> list[Kept]:
     return sorted({one.step: one for one in sorted(kept)}.values())
-
-
-class _Claim:
-    """An object of no bytes that tells other jobs of a name, where nothing can be locked.
-
-    Attributes:
-        temporary: its URL.
-    """
-
-    def __init__(self, path: str) -> None:
-        name = f".{name_of(path)}.torchlift-{secrets.token_hex(4)}.part"
-        self.temporary = inside(parent(path), name)
-        with upload(self.temporary) as made:
-            made.commit()
-
-    def close(self) -> None:
-        """Remove it; one that stays is removed by the next keeper."""
-        with suppress(CheckpointError):
-            remove(self.temporary)
 
 
 def _is_there(path: str) -> bool:
@@ -614,7 +595,7 @@ def _retire(path: str) -> list[str]:
         CheckpointError, OSError: it has its name.
     """
     if is_url(path):
-        if path.endswith((".pt", ".part")):
+        if path.endswith(".pt"):
             remove(path)
             return []
         if DCP_METADATA in listed(path):

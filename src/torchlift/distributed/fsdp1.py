@@ -29,7 +29,7 @@ from torchlift._model import (
 )
 from torchlift._system.containers import leaves
 from torchlift.distributed.gather import Sequence, digests, require_alike
-from torchlift.distributed.optimizer_load import OptimizerReport, present
+from torchlift.distributed.optimizer_slots import OptimizerReport, present
 from torchlift.distributed.optimizer_state import first_name, initial_state
 from torchlift.distributed.options import (
     LoadCall,
@@ -64,8 +64,8 @@ def read(
         return steps, digests(steps)
 
     group = _group(model, process_group)
-    steps, told = group.run(begin)
-    require_alike(group, steps, told.values())
+    steps, by_rank = group.run(begin)
+    require_alike(group, steps, by_rank.values())
     chosen = own.StateDictOptions(**vars(options))
     state: list[dict[str, Any]] = [{}, {}]
     with unpatched(model, *optimizers):
@@ -122,11 +122,11 @@ def write(call: LoadCall) -> tuple[list[str], list[str], OptimizerReport]:
             steps["optim_state_dict"] = ["on rank 0"] if offloads else _described(optim)
         return (model, optim, steps), (digests(steps), model is not None)
 
-    (model_state, optim_state, steps), told = group.run(begin)
-    require_alike(group, steps, (each for each, _ in told.values()))
+    (model_state, optim_state, steps), by_rank = group.run(begin)
+    require_alike(group, steps, (each for each, _ in by_rank.values()))
     if receives:
         # What else a dict here holds, torch would call unexpected on this rank only.
-        model_state = {} if 0 not in told or told[0][1] else None
+        model_state = {} if 0 not in by_rank or by_rank[0][1] else None
     # One by one, in torch's order: its set_state_dict leaves the model alone on ranks that have
     # nothing, and those that rank 0 sends to need nothing.
     report = OptimizerReport()

@@ -11,13 +11,24 @@ from typing import Any, TypeVar
 
 import torch
 
-from torchlift._model import Names, own
-from torchlift.distributed.options import StateDictMismatch, StateDictOptions
+from torchlift._model import Names, call_state_dict, is_dtensor, spread_of
+from torchlift._system.containers import leaves
+from torchlift.distributed.options import (
+    StateDictMismatch,
+    StateDictOptions,
+    holder_error,
+    inner_optimizers,
+)
 from torchlift.formats import left_out
 
 T = TypeVar("T")
 
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
+#: Key in a group of a state dict: texts such as "GG.0 plain" or "rows S0,R". Each is a path in the
+#: state of a DTensor and its layout there. State with the layout of its parameter is not listed.
+_LAYOUTS = "state_layouts"
+#: The layout of a tensor that is no DTensor.
+PLAIN = "plain"
 #: What a parameter is called that is in no model: by its place in its optimizer, one of several.
 PLACE = re.compile(rf"(\d+\.)?{_GROUPS}\.\d+\.{_PARAMS}\.\d+")
 
@@ -31,14 +42,15 @@ def read_optimizers(
     gives the same keys. The optimizers are not changed.
 
     Raises:
-        StateDictMismatch: an optimizer is of another model, or two hold one parameter.
+        StateDictMismatch: an optimizer is of another model, two hold one parameter, or the state
+            dict of one lacks some of its state.
     """
     state: dict[Any, Any] = {}
     groups: list[dict[str, Any]] = []
     holder: dict[str, torch.optim.Optimizer] = {}
     optimizers = name_by_place(names, optimizers)
     for optimizer in optimizers:
-        packed = own(optimizer, "state_dict")()
+        packed = _own_state(optimizer)
         # By position: after a parameter that is listed twice torch leaves a number out.
         by_number = {
             number: first_name(param, names)
@@ -59,11 +71,76 @@ def read_optimizers(
                 name = first_name(param, names)
                 if not state.get(name) and (initial := initial_state(optimizer, group, param)):
                     state[name] = initial
-        for group in packed[_GROUPS]:
+        for group, live in zip(packed[_GROUPS], optimizer.param_groups, strict=True):
             named = [by_number[number] for number in once(group[_PARAMS])]
-            groups.append({**group, _PARAMS: named})
+            made = {**group, _PARAMS: named}
+            made.pop(_LAYOUTS, None)  # torch's functions leave what they loaded in a group
+            layouts = {
+                f"{path_text(path)} {_layout_text(leaf)}"
+                for param in filter(is_dtensor, once(live[_PARAMS]))
+                for path, leaf in leaves(state.get(first_name(param, names), {})).items()
+                if torch.is_tensor(leaf) and (leaf.dim() or is_dtensor(leaf))
+                if leaf.shape != param.shape or spread_of(leaf) != spread_of(param)
+            }
+            if layouts:
+                made[_LAYOUTS] = sorted(layouts)
+            groups.append(made)
     found = {_STATE: state, _GROUPS: groups}
     return _flatten(found) if options.flatten_optimizer_state_dict else found
+
+
+def _own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what the ``state_dict`` of an optimizer returns, if that is all of its state.
+
+    Raises:
+        StateDictMismatch: If it is not, or is on another rank.
+    """
+    kind = type(optimizer).__name__
+    packed: Any = call_state_dict(optimizer)
+    if not isinstance(packed, dict) or not {_STATE, _GROUPS} <= packed.keys():
+        raise holder_error(optimizer, f"a state dict without {_STATE!r} and {_GROUPS!r}")
+    if more := packed.keys() - {_STATE, _GROUPS}:
+        raise StateDictMismatch(
+            "an optimizer keeps more than the state and the groups of its parameters",
+            entry=kind,
+            found=", ".join(map(repr, sorted(more))),
+            hint="Save optimizer.state_dict() as it is, and load that with its load_state_dict.",
+        )
+    numbers = {
+        id(param): number
+        for group, live in zip(packed[_GROUPS], optimizer.param_groups, strict=True)
+        for number, param in zip(group[_PARAMS], live[_PARAMS], strict=True)
+    }
+    for inner in inner_optimizers(optimizer):
+        for param, state in getattr(inner.optimizer, "state", {}).items():
+            if set(state) - set(packed[_STATE].get(numbers.get(id(param)), ())):
+                raise holder_error(optimizer, "the state dict lacks state of an optimizer inside")
+    found: dict[str, Any] = packed
+    return found
+
+
+def _layout_text(tensor: torch.Tensor) -> str:
+    """Write the layout of a tensor: "S0,R" is sharded by rows on the first mesh dimension only."""
+    if not is_dtensor(tensor):
+        return PLAIN
+    from torch.distributed.tensor import Replicate, Shard
+
+    # A shard of another class, such as FSDP's over tensor parallel, is not rebuilt from a text.
+    found = (
+        f"S{each.dim}" if type(each) is Shard else "R" if type(each) is Replicate else "?"
+        for each in tensor.placements
+    )  # fmt: skip
+    return ",".join(found)
+
+
+def path_text(path: tuple[Any, ...]) -> str:
+    """Write the path of a tensor in the state of a parameter as in a flat state dict.
+
+    Example:
+        >>> path_text(("GG", 0, "left"))
+        'GG.0.left'
+    """
+    return ".".join(map(_flat_key, path))
 
 
 def once(items: Iterable[T]) -> list[T]:
@@ -138,6 +215,32 @@ def require_known(
     strange = next((own[n] for n in own if PLACE.fullmatch(n) and n not in saved), None)
     if strange is not None and any(n not in own and not PLACE.fullmatch(n) for n in saved):
         raise _of_another(strange)
+
+
+def require_same_groups(
+    optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], name: str
+) -> None:
+    """Refuse another number of parameter groups than was saved, where a scheduler is loaded, too.
+
+    It keeps a learning rate for each group. With fewer or more it fails in its next step.
+
+    Args:
+        optimizer: the scheduler's.
+        saved: the optimizer's saved state, nested.
+        name: what an error calls the optimizer.
+
+    Raises:
+        StateDictMismatch: If the numbers differ.
+    """
+    expected, found = len(optimizer.param_groups), len(saved.get(_GROUPS, ()))
+    if expected != found:
+        raise StateDictMismatch(
+            "the optimizer of a scheduler was saved with another number of parameter groups",
+            entry=f"{name}.{_GROUPS}",
+            expected=expected,
+            found=found,
+            hint="Give the optimizer the parameter groups it was saved with.",
+        )
 
 
 def _of_another(param: torch.Tensor) -> StateDictMismatch:
@@ -236,6 +339,8 @@ class Saved:
         gone: canonical names that the caller left out.
         allow_missing: patterns of names that may be missing.
         by_order: whether only numbers told parameters apart: each is of one in the same place.
+        layouts: canonical name -> path in its state -> its layout, where that was not the layout of
+            the parameter, a DTensor. Only of groups of which it is recorded.
     """
 
     state: dict[str, Any] = field(default_factory=dict)
@@ -245,6 +350,14 @@ class Saved:
     gone: set[str] = field(default_factory=set)
     allow_missing: Collection[str] = ()
     by_order: bool = False
+    layouts: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def add_layouts(self, name: str, texts: Iterable[str]) -> None:
+        """Add the layouts that a group has for a parameter. Two for one path tell nothing."""
+        found: dict[str, str] = {}
+        for path, _, layout in (text.rpartition(" ") for text in texts):
+            found[path] = layout if found.get(path, layout) == layout else "?"
+        self.layouts[name] = found
 
     def leave_out(
         self, include: Collection[str], exclude: Collection[str], allow_missing: Collection[str]
@@ -296,9 +409,11 @@ def normalised(
         # An optimizer has no entry for what it never stepped: none is missing here.
         found.state.setdefault(name, {})
     for group in groups:
-        hyper = {key: value for key, value in group.items() if key != _PARAMS}
+        hyper = {key: value for key, value in group.items() if key not in (_PARAMS, _LAYOUTS)}
         for key in group[_PARAMS]:
             found.hyper[numbered.get(key, key)] = hyper
+            if _LAYOUTS in group:
+                found.add_layouts(numbered.get(key, key), group[_LAYOUTS])
         if not group[_PARAMS]:
             found.empty.append(hyper)
     return found
@@ -347,7 +462,10 @@ def _unflatten(
         section, _, rest = str(key).partition(".")
         if section == _GROUPS:
             name, _, hyper = rest.rpartition(".")
-            found.hyper.setdefault(name, {})[hyper] = value
+            if hyper == _LAYOUTS:
+                found.add_layouts(name, value)
+            else:
+                found.hyper.setdefault(name, {})[hyper] = value
         elif section == _STATE:
             name = _owner(rest, live)
             _insert(found.state.setdefault(name, {}), rest[len(name) + 1 :], value, live.get(name))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from enum import Flag, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from torchlift._model import is_dtensor, layout_of, local_tensor, oddity
 from torchlift._plan import empty_hint, look_alikes
 from torchlift._system.text import clipped_list
 from torchlift.errors import StateDictMismatch as StateDictMismatch
+from torchlift.formats import items_of
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
@@ -25,7 +26,7 @@ class StateDictOptions:
     Attributes:
         full_state_dict: gather every tensor; no DTensor is left in the result. For a load: the
             state dict holds whole tensors, of which every rank takes its own slice. Must be the
-            same on every rank: one that does not gather talks to nobody, and others wait for it.
+            same on every rank: the ranks that gather wait for each other.
         cpu_offload: move tensors to the CPU. With `full_state_dict` only rank 0 gets the result,
             the other ranks get an empty dict. Where the model has DTensors all ranks must call it,
             and what they have under names of their own, as the stages of a pipeline, is in that
@@ -98,6 +99,7 @@ def several(optimizers: Any, part: Part = Part.BOTH) -> tuple[torch.optim.Optimi
 
     Raises:
         TypeError: something in there is no optimizer.
+        StateDictMismatch: one only holds other optimizers.
         RuntimeError: there is none, and the call is about optimizers only; torch raises that too.
 
     Example:
@@ -106,6 +108,7 @@ def several(optimizers: Any, part: Part = Part.BOTH) -> tuple[torch.optim.Optimi
     """
     found = tuple(optimizers) if isinstance(optimizers, Iterable) else (optimizers,)
     for each in found:
+        require_groups(each)
         # Not by their class: wrappers of optimizers need not be optimizers.
         if not hasattr(each, "param_groups"):
             kind = type(each).__name__  # the text of a whole model would be pages long
@@ -113,6 +116,59 @@ def several(optimizers: Any, part: Part = Part.BOTH) -> tuple[torch.optim.Optimi
     if part is Part.OPTIMIZERS and not found:
         raise RuntimeError("the state dict of optimizers was asked for, and none was passed")
     return found
+
+
+def require_groups(optimizer: object) -> None:
+    """Refuse an optimizer without groups or state, which only steps the ones that it holds.
+
+    Raises:
+        StateDictMismatch: If it is one. The error names those that it holds.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return
+    needed = ["param_groups", "state"]
+    if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
+        needed.append("defaults")  # torch's method needs what torch's constructor makes
+    if not all(hasattr(optimizer, name) for name in needed):
+        raise holder_error(optimizer, "an optimizer without parameter groups or state of its own")
+
+
+class InnerOptimizer(NamedTuple):
+    """An optimizer in an attribute of another one.
+
+    Attributes:
+        place: how a program gets it from that one, such as ``.muon`` or ``.parts[0]``.
+        optimizer: the optimizer.
+    """
+
+    place: str
+    optimizer: torch.optim.Optimizer
+
+
+def inner_optimizers(optimizer: object) -> list[InnerOptimizer]:
+    """Return the optimizers that an optimizer has in its attributes, or in containers there."""
+    found: list[tuple[str, object]] = []
+    for name, value in getattr(optimizer, "__dict__", {}).items():
+        found.append((f".{name}", value))
+        for key, item in items_of(value) if isinstance(value, (list, tuple, dict)) else ():
+            text = repr(key) if isinstance(key, (int, str)) else "..."
+            found.append((f".{name}[{text}]", item))
+    return [InnerOptimizer(place, item) for place, item in found
+            if isinstance(item, torch.optim.Optimizer)]  # fmt: skip
+
+
+def holder_error(optimizer: object, reason: str) -> StateDictMismatch:
+    """Return the error for an optimizer whose state is in others that it holds."""
+    inner, kind = inner_optimizers(optimizer), type(optimizer).__name__
+    places = ", ".join(dict.fromkeys(f"{kind}{each.place}" for each in inner))
+    kinds = [f"{type(each.optimizer).__name__} in {each.place}" for each in inner]
+    return StateDictMismatch(
+        reason,
+        entry=kind,
+        expected="an optimizer whose state dict contains all of its state",
+        found=clipped_list(dict.fromkeys(kinds)) or None,
+        hint=f"Pass the optimizers that it holds instead{f': {places}' if places else ''}.",
+    )
 
 
 def require_module(model: object) -> None:

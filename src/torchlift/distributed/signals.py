@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterable
@@ -18,14 +19,14 @@ class StopSignals:
     """Notes signals until it is closed, and calls the handlers that were there before.
 
     Attributes:
-        met: whether there was one.
+        received: whether a signal came.
 
     Example:
         >>> import os, signal
         >>> from torchlift.distributed.signals import StopSignals
         >>> signals = StopSignals([signal.SIGUSR1])
         >>> os.kill(os.getpid(), signal.SIGUSR1)
-        >>> signals.met
+        >>> signals.received
         True
         >>> signals.close()
     """
@@ -34,9 +35,11 @@ class StopSignals:
         """Install the handlers.
 
         Raises:
-            CheckpointError: it is not the main thread, or a handler could not be restored.
+            CheckpointError: If this is not the main thread, or a handler is not one of Python's,
+                which could not be restored.
         """
-        self.met = False
+        self.received = False
+        self._process = os.getpid()
         self._former: dict[int, Any] = {}
         for number in numbers:
             former = signal.getsignal(number)
@@ -45,21 +48,27 @@ class StopSignals:
                 raise CheckpointError(
                     "the keeper cannot listen to a signal",
                     entry=signal.Signals(number).name,
-                    expected="to be asked in the main thread first, of a signal whose handler is "
-                    "one of Python's",
+                    expected="a first call in the main thread, and a signal whose handler is one "
+                    "of Python's",
                     hint="Call should_stop() once there, before the loop.",
                 )
             self._former[number] = former
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.met = True
+        if os.getpid() != self._process:
+            # A forked child has this handler, but nobody in it asks whether to stop. It would
+            # ignore SIGTERM, and a parent that ends its daemon children would wait for ever.
+            signal.signal(number, self._former[number])
+            os.kill(os.getpid(), number)
+            return
+        self.received = True
         former = self._former.get(number)
         if callable(former):
             former(number, frame)
 
     def close(self) -> None:
-        """Restore the former handlers, but where somebody has installed another one since."""
+        """Restore the former handlers, except where the program has installed another one since."""
         for number, former in self._former.items():
             if _is_main_thread() and signal.getsignal(number) == self._note:
                 signal.signal(number, former)

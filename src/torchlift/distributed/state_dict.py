@@ -12,17 +12,17 @@ import os
 import pickle
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import partial, reduce
 from operator import and_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from torchlift._checkpoint import Allow, Checkpoint
-from torchlift._load import Agreed, fetch_all, place
+from torchlift._load import Agreed, Fetched, copy_in_place, fetch_all, place, put_new
 from torchlift._model import (
     PATCH,
     Commit,
@@ -46,6 +46,14 @@ from torchlift._model import (
     versions_of,
 )
 from torchlift._plan import LoadPlan, Match, Options, Patterns, allowed, make_plan
+from torchlift._save import (
+    OWN_NAMES,
+    Checksum,
+    HeldPart,
+    checksums_of,
+    difference_error,
+    find_differences,
+)
 from torchlift._sources import (
     IN_MEMORY,
     FileTensor,
@@ -55,7 +63,6 @@ from torchlift._sources import (
     StateSource,
     checkpoint,
     container,
-    copy_values,
     flat_state,
     is_state,
     state_hint,
@@ -76,14 +83,14 @@ from torchlift.distributed.gather import (
     require_within,
     sequence,
 )
-from torchlift.distributed.optimizer_load import (
-    OptimizerPlan,
+from torchlift.distributed.optimizer_slots import (
     OptimizerReport,
-    apply_optimizer,
-    is_left_to_us,
+    OptimizerSlots,
     layout_for,
-    merged,
-    plan_optimizers,
+    require_matched,
+    runs_own_code,
+    set_states,
+    try_states,
 )
 from torchlift.distributed.optimizer_state import Saved, name_by_place, normalised, read_optimizers
 from torchlift.distributed.options import (
@@ -141,15 +148,17 @@ def get_model_state_dict(
         submodules: return only what lies under these modules.
         options: whether to gather, move to the CPU, leave frozen parameters out.
         process_group: the ranks that call this, over which they agree. By default, where DTensors
-            are gathered, those of the meshes, and with ``cpu_offload`` all; else nobody waits for
-            another. Stages of a pipeline without DTensors need it to be gathered on one rank.
+            are gathered or stand beside plain values, those of the meshes, and with
+            ``cpu_offload`` all. Otherwise no rank waits for another. Stages of a pipeline without
+            DTensors need it to be gathered on one rank.
 
     Returns:
         Canonical name -> tensor (sharing memory with the model unless gathered) or extra state.
 
     Raises:
-        StateDictMismatch: two keys have one canonical name; or, where ranks gather, another rank
-            met an error or asks for other tensors.
+        StateDictMismatch: If two keys have one canonical name, or if plain parameters beside
+            DTensors differ between ranks. If ranks gather, also if another rank met an error or
+            asks for other tensors.
 
     Example:
         >>> import torch
@@ -183,14 +192,20 @@ def get_optimizer_state_dict(
     A parameter that is nowhere in the model, such as a temperature, is named by its place in its
     optimizer: ``param_groups.1.params.0``; of several optimizers, after their numbers.
 
+    Some optimizers keep plain tensors for parameters that are DTensors, such as SOAP's square
+    matrices, which may have the shape of their parameter. The group's ``"state_layouts"`` records
+    the layout of state that is not laid out like its parameter. All ranks must hold the same values
+    of plain tensors.
+
     Args:
         model: the model whose parameters the optimizers hold; of several, a ``ModuleDict``.
         optimizers: one or several.
         submodules: accepted as torch accepts it; the state of every parameter is returned.
         options: whether to gather, move to the CPU, flatten.
         process_group: the ranks that call this, over which they agree. By default, where DTensors
-            are gathered, those of the meshes, and with ``cpu_offload`` all; else nobody waits for
-            another. Stages of a pipeline without DTensors need it to be gathered on one rank.
+            are gathered or stand beside plain values, those of the meshes, and with
+            ``cpu_offload`` all. Otherwise no rank waits for another. Stages of a pipeline without
+            DTensors need it to be gathered on one rank.
 
     Returns:
         ``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}]}``, or one flat
@@ -198,8 +213,10 @@ def get_optimizer_state_dict(
 
     Raises:
         RuntimeError: no optimizer was passed.
-        StateDictMismatch: the optimizers are of another model, or two hold one parameter; or,
-            where ranks gather, another rank met an error or asks for other tensors.
+        StateDictMismatch: If the optimizers are of another model, if two hold one parameter, if the
+            state dict of one lacks some of its state, or if plain state beside DTensors differs
+            between ranks. If ranks gather, also if another rank met an error or asks for other
+            tensors.
 
     Example:
         >>> import torch
@@ -229,8 +246,9 @@ def get_state_dict(
         submodules: return only the model state under these modules.
         options: see `StateDictOptions`.
         process_group: the ranks that call this, over which they agree. By default, where DTensors
-            are gathered, those of the meshes, and with ``cpu_offload`` all; else nobody waits for
-            another. Stages of a pipeline without DTensors need it to be gathered on one rank.
+            are gathered or stand beside plain values, those of the meshes, and with
+            ``cpu_offload`` all. Otherwise no rank waits for another. Stages of a pipeline without
+            DTensors need it to be gathered on one rank.
 
     Returns:
         The model's and the optimizers' state dict; the latter is empty without optimizers.
@@ -329,7 +347,9 @@ def set_optimizer_state_dict(
 
     Raises:
         RuntimeError: no optimizer was passed.
-        StateDictMismatch: state is missing, has another shape or another mesh, or cannot be copied.
+        StateDictMismatch: If state is missing, has another shape or another mesh, or cannot be
+            copied. Also if the layout of a state on the mesh is unknown from the saved groups,
+            the optimizer, and the shapes of the other parameters' state.
 
     Example:
         >>> import torch
@@ -642,11 +662,14 @@ def _read(
     submodules: Any,
     options: Any,
     process_group: torch.distributed.ProcessGroup | None,
+    *,
+    compare: bool = True,
 ) -> list[dict[str, Any]]:
     """Return the state dicts of a model and its optimizers; empty where they are not asked for.
 
-    Ranks that gather do so when all have read theirs and are about to gather the same. Those that
-    do not gather do not talk: then every rank may ask for what it likes, or not ask at all.
+    Ranks that gather do so when all have read theirs and are about to gather the same. Ranks that
+    do not gather exchange nothing, unless there are plain values beside DTensors: whoever saves
+    these keeps one rank's, so they have to be equal.
     """
     require_module(model)
     chosen, found = checked(options), several(optimizers)
@@ -668,16 +691,19 @@ def _read(
             FutureWarning,
             stacklevel=3,
         )
+    gathered: list[torch.Tensor] = []
     shared: list[torch.Tensor] = []
+    tree = ModuleTree(model)
+    reshard(tree.modules)
     if chosen.full_state_dict:
         # Submodules may have nothing to gather, and then not every rank need ask for them.
         only = inside if inside and not found else {model}
-        shared = [tensor for module in only for tensor in tensors_of(module)]
+        shared = gathered = [tensor for module in only for tensor in tensors_of(module)]
+    elif compare and _looks_replicated(tree, found):
+        shared = [group.tensor for group in tree.groups]
 
-    def read() -> tuple[tuple[list[dict[str, Any]], Sequence], tuple[dict[str, str], bool]]:
+    def read() -> tuple[tuple[list[dict[str, Any]], Sequence], _ReadMessage]:
         check()
-        tree = ModuleTree(model)
-        reshard(tree.modules)
         names = Names(tree, chosen.dsd_fqn_modifiers)
         state = [
             read_model(
@@ -693,25 +719,91 @@ def _read(
         ]
         if chosen.full_state_dict and not chosen.cpu_offload:
             require_within(state)
-        steps = sequence({"model": state[0], "optimizer": state[1]}, shared) if group.groups else {}
-        return (state, steps), (digests(steps), chosen.cpu_offload)
+        steps: Sequence = {}
+        if group.groups and (chosen.full_state_dict or process_group is not None):
+            steps = sequence({"model": state[0], "optimizer": state[1]}, gathered)
+        checksums = checksums_of(_replicas(state, names)) if compare and group.groups else {}
+        return (state, steps), _ReadMessage(digests(steps), chosen.cpu_offload, checksums)
 
     group = RankGroup.of_model(shared, kind=StateDictMismatch, process_group=process_group)
-    if chosen.cpu_offload and process_group is None and any(map(is_dtensor, shared)):
+    if chosen.cpu_offload and process_group is None and any(map(is_dtensor, gathered)):
         # Ranks that no mesh ties to this one may have other stages, which would be lost.
         group = RankGroup.of_all(StateDictMismatch)
     with collection_paused(), torch.no_grad():
-        (state, steps), told = group.run(read)
-        require_alike(group, steps, (each for each, _ in told.values()))
-        every = all(offloads for _, offloads in told.values())
-        return [
+        (state, steps), by_rank = group.run(read)
+        require_alike(group, steps, (each.digests for each in by_rank.values()))
+        every = all(each.offloads for each in by_rank.values())
+        whole = [
             versioned(finish(each, chosen, every, group), getattr(each, "_metadata", None))
             for each in state
         ]
+    differing = find_differences({who: each.checksums for who, each in by_rank.items()})
+    if differing:
+        names = {part.key: each for part, each in differing.items()}
+        raise portable(difference_error(names, OWN_NAMES), StateDictMismatch)
+    return whole
 
 
-def load_states(call: LoadCall) -> LoadedKeys:
-    """Load what a call is about, or nothing at all, on every rank."""
+class _ReadMessage(NamedTuple):
+    """What a rank reports when it has read its state.
+
+    Attributes:
+        digests: of what it will gather.
+        offloads: whether it keeps its result on the CPU of the first rank.
+        checksums: of plain parameters and plain optimizer state.
+    """
+
+    digests: dict[str, str]
+    offloads: bool
+    checksums: dict[HeldPart, Checksum]
+
+
+def _looks_replicated(tree: ModuleTree, optimizers: tuple[torch.optim.Optimizer, ...]) -> bool:
+    """Return whether a sharded model has plain parameters, or its optimizers plain state.
+
+    Numbers do not count: Adam's ``step`` is plain, and ranks would wait for each other every time.
+    """
+    tensors = [group.tensor for group in tree.groups]
+    if not any(is_dtensor(tensor) and tensor.device_mesh.size() > 1 for tensor in tensors):
+        return False
+    states = [state for each in optimizers for state in getattr(each, "state", {}).values()]
+    moments = [leaf for leaf in leaves(states).values() if torch.is_tensor(leaf) and leaf.dim()]
+    parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
+    return not all(map(is_dtensor, [*parameters, *moments]))
+
+
+def _replicas(state: list[dict[str, Any]], names: Names) -> dict[str, torch.Tensor]:
+    """Return the plain values of a state that every rank must hold alike: of these one is saved."""
+    found: dict[str, torch.Tensor] = {
+        name: tensor
+        for name, tensor in names.tensors.items()
+        if isinstance(tensor, nn.Parameter) and name in state[0]
+    }
+    moments = {path: leaf for path, leaf in leaves(state[1]).items() if torch.is_tensor(leaf)}
+    found |= {".".join(map(str, path)): leaf for path, leaf in moments.items()}
+    return {name: tensor for name, tensor in found.items() if not is_dtensor(tensor)}
+
+
+def read_states(
+    model: nn.Module,
+    optimizers: Optimizers = (),
+    options: StateDictOptions | None = None,
+    *,
+    part: Part = Part.BOTH,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what `get_state_dict` does, but compare nothing with other ranks."""
+    state, optimizer_state = _read(part, model, optimizers, None, options, None, compare=False)
+    return state, optimizer_state
+
+
+def load_states(call: LoadCall, commit: Commit | None = None) -> LoadedKeys:
+    """Load what a call is about, or nothing at all, on every rank.
+
+    Args:
+        call: the arguments.
+        commit: takes the load back if what the caller does afterwards fails. Values that are
+            written over are then in memory twice until it is left.
+    """
     require_module(call.model)
     if uses_fsdp1(call.model):
         from torchlift.distributed import fsdp1
@@ -727,7 +819,7 @@ def load_states(call: LoadCall) -> LoadedKeys:
                 stacklevel=3,
             )
         with collection_paused():
-            *keys, report = _together(call)
+            *keys, report = _together(call, commit)
     done = LoadedKeys(*keys)
     done.optimizer = report
     return done
@@ -767,7 +859,9 @@ class _Job:
     state: _State
 
 
-def _together(call: LoadCall) -> tuple[list[str], list[str], OptimizerReport]:
+def _together(
+    call: LoadCall, commit: Commit | None
+) -> tuple[list[str], list[str], OptimizerReport]:
     """Load a model and optimizers, or nothing at all, on every rank.
 
     Whatever is wrong with the arguments is found out inside what precedes an agreement: the other
@@ -805,9 +899,9 @@ def _together(call: LoadCall) -> tuple[list[str], list[str], OptimizerReport]:
                 if call.collective is False:
                     raise ValueError("broadcast_from_rank0=True is not for a rank that loads alone")
                 group = RankGroup.of_all(StateDictMismatch, call.process_group)
-                return _load(_received(group, begin, alike=len(asked) == 1), group)
-            (job, steps), told = group.run(begin_alike)
-            require_alike(group, steps, told.values())
+                return _load(_received(group, begin, alike=len(asked) == 1), group, commit)
+            (job, steps), by_rank = group.run(begin_alike)
+            require_alike(group, steps, by_rank.values())
 
             # This communicates: now, when no rank can be stopped by its modules' code.
             def laid_out(name: str, value: Any, live: Any) -> Any:
@@ -822,7 +916,7 @@ def _together(call: LoadCall) -> tuple[list[str], list[str], OptimizerReport]:
                 return relaid(value, live)
 
             _each_other_layout(job, laid_out)
-            return _load(job, group)
+            return _load(job, group, commit)
     except CheckpointError as error:
         if isinstance(error, StateDictMismatch):
             raise
@@ -853,48 +947,74 @@ def _begin(call: LoadCall, tree: ModuleTree) -> _Job:
     return job
 
 
-def _load(job: _Job, group: RankGroup) -> tuple[list[str], list[str], OptimizerReport]:
+@dataclass
+class _OptimizerPart:
+    """What is planned for the optimizers.
+
+    Attributes:
+        slots: where it goes.
+        source: where it comes from.
+        plan: how it gets there.
+        fetched: the values, when they are here.
+    """
+
+    slots: OptimizerSlots
+    source: StateSource
+    plan: LoadPlan
+    fetched: Fetched | None = None
+
+
+def _load(
+    job: _Job, group: RankGroup, outer: Commit | None
+) -> tuple[list[str], list[str], OptimizerReport]:
     options, names, tree, state = job.options, job.names, job.tree, job.state
     broadcasts = options.broadcast_from_rank0
     missing: list[str] = []
     unexpected: list[str] = []
     numbers = {names.key(name): number for number, name in enumerate(state.model or ())}
     # The commit is the inner one: an interrupt while it takes things back would end that half-way.
-    with uninterrupted() as deliver, Commit() as commit:
+    with uninterrupted() as deliver, Commit() if outer is None else nullcontext(outer) as commit:
         asked = _engine_options(job)
 
-        def prepare() -> tuple[tuple[LoadPlan | None, list[OptimizerPlan]], Any]:
-            plan, plans = None, []
+        def prepare() -> tuple[tuple[LoadPlan | None, _OptimizerPart | None], Any]:
+            plan, part = None, None
+            source.reserve()  # before the ranks go on: one without memory stops all
             if state.model is not None:
                 check = partial(_check, job)
                 plan = make_plan(tree, source, asked, commit, check=check)
             if state.optimizer is not None:
-                plans = plan_optimizers(names, job.optimizers, state.optimizer, options)
-                with Interruptible():
-                    copy_values([item for each in plans for item in each.reads])
+                device = _device(job)
+                slots = OptimizerSlots(names, job.optimizers, state.optimizer, options, device)
+                values, buffers = source.beside(slots.values), ModuleTree(slots.module)
+                fill = make_plan(buffers, values, slots.options, commit, check=require_matched)
+                part = _OptimizerPart(slots, values, fill)
             extra = 0  # a bit for each name of rank 0's, which all ranks know in one order
             if broadcasts and plan is not None:
                 extra = sum(1 << numbers[name] for name in plan.unexpected_keys)
-            refuses = any(not is_left_to_us(each.optimizer) for each in plans)
-            source.reserve()  # before the ranks go on: one without memory stops all
+            refuses = any(map(runs_own_code, job.optimizers if part else ()))
             deliver()  # an interrupt: here the others are told of it
-            return (plan, plans), (refuses, options.strict, extra)
+            return (plan, part), (refuses, options.strict, extra)
 
         source = _source(job)
-        (plan, plans), told = group.run(prepare)
+        (plan, part), by_rank = group.run(prepare)
         # An optimizer's own code may still end the load; one strict rank is enough.
-        refuses, strict = (any(each[at] for each in told.values()) for at in (0, 1))
+        refuses, strict = (any(each[at] for each in by_rank.values()) for at in (0, 1))
         if broadcasts:
             # Unexpected is what no rank takes: the stages of a pipeline share one state dict.
-            nobodys = reduce(and_, (extra for *_, extra in told.values()))
+            nobodys = reduce(and_, (extra for *_, extra in by_rank.values()))
             unexpected = sorted(n for at, n in enumerate(state.model or ()) if nobodys >> at & 1)
             if unexpected and strict:
                 raise misfit("model", {UNEXPECTED: unexpected}, unexpected_keys=unexpected)
-        again = refuses or broadcasts
+        again = refuses or broadcasts or outer is not None
         with group.together() as agree:
             more = True
-            if plan is not None:
-                fetched = fetch_all(plan, source, None, _ignore)
+            # Of values that rank 0 sends, an interrupt would leave the others waiting.
+            with nullcontext() if broadcasts else Interruptible():
+                fetched = fetch_all(plan, source, None, _ignore) if plan is not None else None
+                if part is not None:
+                    part.fetched = fetch_all(part.plan, part.source, None, _ignore)
+                    try_states(part.slots, part.fetched)
+            if plan is not None and fetched is not None:
                 agreed = Agreed(agree, deliver, again)
                 judge = partial(_check, job, path=source.path, options=asked)
                 missing, extra, more = place(
@@ -903,17 +1023,16 @@ def _load(job: _Job, group: RankGroup) -> tuple[list[str], list[str], OptimizerR
                 missing = [names.canonical(name) for name in missing]
                 if not broadcasts:
                     unexpected = [names.canonical(name) for name in extra]
-            for each in plans if refuses else ():
-                commit.keep_optimizer(each.optimizer)
-            more = more and agree(again and state.optimizer is not None)
-            if state.optimizer is not None:
-                source.fill([item for each in plans for item in each.copies])
-                for each in plans:
-                    apply_optimizer(each)
+            more = more and agree(again and part is not None)
+            if part is not None and part.fetched is not None:
+                steps = put_new(part.fetched, commit)
+                copy_in_place(steps, part.source, commit, backup=again, advance=_ignore)
+                set_states(part.slots, commit)
                 if more:
                     agree(False)
-            commit.finish()
-    return missing, unexpected, merged(plans)
+            if outer is None:
+                commit.finish()
+    return missing, unexpected, OptimizerReport() if part is None else part.slots.report()
 
 
 def _ignore(_: int) -> None:
@@ -1047,8 +1166,8 @@ def _received(group: RankGroup, begin: Callable[[], _Job], alike: bool) -> _Job:
     def unpack() -> tuple[_State, None]:
         return pickle.loads(box[0] or b""), None  # an object in it may be unknown to this process
 
-    (job, message), told = group.run(pack)
-    if not all(told.values()):
+    (job, message), by_rank = group.run(pack)
+    if not all(by_rank.values()):
         raise StateDictMismatch("broadcast_from_rank0 must be the same on every rank")
     box = [message]
     torch.distributed.broadcast_object_list(box, src=0, group=group.groups[0])

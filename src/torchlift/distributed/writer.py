@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import pickle
 import weakref
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -20,10 +20,13 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from torchlift._model import dcp_item, portable, raise_first, rank
+from torchlift._model import dcp_item, find_buffers, portable, raise_first, rank
 from torchlift._save import (
     DCP_FILES,
+    TAKE_FIRST,
     Begun,
+    Checksum,
+    Difference,
     Files,
     Objects,
     Output,
@@ -33,8 +36,12 @@ from torchlift._save import (
     Taken,
     Target,
     Value,
+    Workspace,
     behind,
+    checksum_of,
     dcp_layout,
+    difference_error,
+    find_differences,
     on_their_way,
     require_alike,
     require_one_writer,
@@ -66,12 +73,14 @@ class _Told(NamedTuple):
         begun: the files that it writes.
         asked: rank -> the arguments that all have to have in common.
         taken: what all of them save to these files; None: each to a file of its own.
+        shared: tensors, or parts of them, that several ranks hold.
     """
 
     number: int
     begun: Begun
     asked: Mapping[int, Mapping[str, object]]
     taken: Taken | None
+    shared: frozenset[MetadataIndex]
 
 
 class _Written(NamedTuple):
@@ -80,10 +89,12 @@ class _Written(NamedTuple):
     Attributes:
         sums: of the files of all.
         items: the place and length of each in its own file.
+        checksums: of what other ranks hold, too.
     """
 
     sums: Sums
     items: Mapping[MetadataIndex, tuple[int, int]]
+    checksums: Mapping[MetadataIndex, Checksum]
 
 
 @dataclass(slots=True, eq=False)
@@ -118,6 +129,9 @@ class CheckpointWriter(StorageWriter):
         format: ``"safetensors"``, ``"sharded"`` or ``"dcp"``; None: the suffix says.
         max_shard_size: bytes of tensors in a file of safetensors; see `torchlift.save`.
         checksum: whether to record the CRC-32 of every tensor.
+        replicated: ``"equal"`` or ``"rank0"``, as in `torchlift.save`. Default: values that several
+            ranks hold under one name must be equal, except for buffers of a live module. Pass
+            ``"rank0"`` if buffers differ and ``async_save`` saves copies of them.
         storage_options: of a URL, as in `torchlift.open`.
 
     Raises:
@@ -142,9 +156,16 @@ class CheckpointWriter(StorageWriter):
         format: str | None = None,
         max_shard_size: int | str | None = None,
         checksum: bool = True,
+        replicated: Literal["equal", "rank0"] = "equal",
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        if replicated not in ("equal", "rank0"):
+            raise ValueError(f'replicated={replicated!r}: expected "equal" or "rank0"')
+        self.replicated = replicated
+        # What this rank holds, before DCP leaves values of several ranks to one; and their source.
+        self._items: dict[MetadataIndex, WriteItem] = {}
+        self._planner: SavePlanner | None = None
         self._options = storage_options
         self.path = None if path is None else os.fspath(path)
         self.format, self.max_shard_size, self.checksum = format, max_shard_size, checksum
@@ -196,8 +217,9 @@ class CheckpointWriter(StorageWriter):
         self._target = Target.of(self.path, format, self.max_shard_size, self._options)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan as it is."""
-        return plan
+        """Note what this rank holds: DCP leaves what several ranks hold to one of them."""
+        self._items = {item.index: item for item in plan.items if item.tensor_data is not None}
+        return replace(plan, storage_data=self._items)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Lay the files out, and create them.
@@ -222,6 +244,9 @@ class CheckpointWriter(StorageWriter):
 
     def _begin(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Create the files, and tell each rank of them."""
+        shared = _shared_items([plan.storage_data or {} for plan in plans], self._target.head)
+        if self.replicated == "rank0":
+            plans, shared = _left_to_first(plans, shared), {}
         taken, names = None, [f"__{number}_0{DCP_SUFFIX}" for number in range(len(plans))]
         if self._target.format == "dcp":
             owners = {name: number for number, name in enumerate(names)}
@@ -240,14 +265,17 @@ class CheckpointWriter(StorageWriter):
         if taken is None:
             each = [begun._replace(temporary=[name]) for name in begun.temporary]
         return [
-            replace(plan, storage_data=_Told(number, own, asked, taken))
+            replace(plan, storage_data=_Told(number, own, asked, taken, frozenset(shared)))
             for number, (plan, own) in enumerate(zip(plans, each, strict=True))
         ]
 
     @property
     def _asked(self) -> dict[str, object]:
         found = self._target
-        return {"format": found.format, "max_shard_size": found.limit, "checksum": self.checksum}
+        return {
+            "format": found.format, "max_shard_size": found.limit, "checksum": self.checksum,
+            "replicated": self.replicated,
+        }  # fmt: skip
 
     def _laid_out(self, taken: Taken, boxes: Mapping[str, list[Share]] | None = None) -> Output:
         """Lay out what all ranks write together, with what this one has of it."""
@@ -260,11 +288,13 @@ class CheckpointWriter(StorageWriter):
     def _close(self) -> None:
         if self._end is not None:
             self._end()
-        self._begun = self._end = None
+        self._begun = self._end = self._planner = None
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write what is this rank's; what goes wrong is raised on all in the end."""
         told: _Written | tuple[int, Exception]
+        if self._begun is not None:  # the first rank, which compares; others would keep the state
+            self._planner = planner
         try:
             with uninterrupted(), write_errors(self._target.head):
                 told = self._write(plan.storage_data, plan.items, planner)
@@ -276,6 +306,9 @@ class CheckpointWriter(StorageWriter):
 
     def _write(self, told: _Told, plan: list[WriteItem], planner: SavePlanner) -> _Written:
         require_alike({**told.asked, rank(): self._asked})
+        work = Workspace()
+        shared = self._values_of(told.shared, planner)
+        checksums = {index: checksum_of(tensor, work) for index, tensor in shared.items()}
         items: dict[MetadataIndex, tuple[int, int]] = {}
         sections: list[Section] = []
         boxes: dict[str, list[Share]] = {}
@@ -295,7 +328,33 @@ class CheckpointWriter(StorageWriter):
         else:
             output = self._laid_out(told.taken, boxes)
         own = self._begun[0] if self._begun is not None else None
-        return _Written(write_files(output, told.begun, told.number, lambda _: None, own), items)
+        sums = write_files(output, told.begun, told.number, lambda _: None, own)
+        return _Written(sums, items, checksums)
+
+    def _values_of(
+        self, indexes: Container[MetadataIndex], planner: SavePlanner
+    ) -> dict[MetadataIndex, torch.Tensor]:
+        """Return what this rank holds of some tensors, or of parts of them."""
+        values = {
+            index: planner.resolve_data(item)
+            for index, item in self._items.items()
+            if index in indexes
+        }
+        return {i: each.detach() for i, each in values.items() if isinstance(each, torch.Tensor)}
+
+    def _require_equal(self, written: list[_Written]) -> None:
+        """Refuse values that differ between ranks, unless they are buffers of a module.
+
+        Raises:
+            PlacementError: If there are some.
+        """
+        found = find_differences({number: each.checksums for number, each in enumerate(written)})
+        if self._planner is not None and found:
+            for index in find_buffers(self._values_of(found, self._planner)):
+                del found[index]
+        if found:
+            names = {index.fqn: each for index, each in found.items()}
+            raise difference_error(names, TAKE_FIRST, self._target.head)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Let the checkpoint appear, when all ranks have written theirs.
@@ -309,6 +368,7 @@ class CheckpointWriter(StorageWriter):
         with write_errors(files.output.head), ExitStack() as stack:
             stack.callback(self._close)
             raise_first(dict(each for each in told if not isinstance(each, _Written)), None)
+            self._require_equal(told)
             if taken is None:
                 found = dict(zip(files.output.files, told, strict=True))
                 places = [each.items.items() for each in told]
@@ -332,6 +392,42 @@ class CheckpointWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether it is a path, or a URL that can be written to."""
         return not os.fspath(checkpoint_id).startswith(("http://", "https://"))
+
+
+def _shared_items(
+    by_rank: list[dict[MetadataIndex, WriteItem]], path: str
+) -> dict[MetadataIndex, int]:
+    """Return what several ranks hold -> the number of the first of them.
+
+    Raises:
+        PlacementError: If they hold tensors of other shapes or dtypes under one name.
+    """
+    first: dict[MetadataIndex, tuple[int, WriteItem]] = {}
+    shared: dict[MetadataIndex, int] = {}
+    for number, items in enumerate(by_rank):
+        for index, item in items.items():
+            other, expected = first.setdefault(index, (number, item))
+            if other == number:
+                continue
+            if _form(item) != _form(expected):
+                hint = "Give each its own name, or make them shards of a DTensor."
+                raise difference_error({index.fqn: Difference(other, number)}, hint, path)
+            shared[index] = other
+    return shared
+
+
+def _form(item: WriteItem) -> object:
+    data = item.tensor_data
+    return data and (data.size, data.chunk, data.properties.dtype)
+
+
+def _left_to_first(plans: list[SavePlan], shared: dict[MetadataIndex, int]) -> list[SavePlan]:
+    """Return plans in which the first rank writes what several hold: DCP takes any of them."""
+    items: list[list[WriteItem]] = [[] for _ in plans]
+    for number, plan in enumerate(plans):
+        for item in plan.items:
+            items[shared.get(item.index, number)].append(item)
+    return [replace(plan, items=own) for plan, own in zip(plans, items, strict=True)]
 
 
 def _taken(plans: list[SavePlan]) -> Taken:

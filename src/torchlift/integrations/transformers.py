@@ -61,6 +61,8 @@ class KeeperCallback(TrainerCallback):
         Raises:
             CheckpointError: the checkpoint cannot be read.
         """
+        if self.keeper is not None:  # of a training that failed: it still has the folder
+            self.keeper.close()
         self._trainer, self.keeper = trainer, Keeper(self.directory, **self.options)
         state = _TrainerState(trainer)
         # Ranks time their evaluations each for itself: the first one's log is all ranks' then.

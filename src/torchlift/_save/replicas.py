@@ -1,0 +1,125 @@
+"""Find values that only look replicated: different on two ranks, under one name."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Hashable, Mapping
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from torchlift._model import Spans, inner_tensors, is_dtensor, is_wrapper, local_tensor, spans_of
+from torchlift._save.blocks import Workspace, tensor_blocks
+from torchlift.errors import PlacementError
+
+#: The way out for values that each rank has of its own.
+OWN_NAMES = (
+    'Save them under a name of each rank, such as {f"rank{rank}": state}, or make shards DTensors.'
+)
+#: And the one where it does not matter which rank's values are saved.
+TAKE_FIRST = f'{OWN_NAMES} If the first rank\'s values are the right ones, pass replicated="rank0".'
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class HeldPart(NamedTuple):
+    """What several ranks may hold of a tensor.
+
+    Attributes:
+        key: the tensor's name.
+        spans: the ranges of a DTensor. None: a plain tensor, which counts as whole.
+    """
+
+    key: str
+    spans: Spans | None
+
+
+class Checksum(NamedTuple):
+    """What a rank reports of values that others may hold, too.
+
+    Attributes:
+        dtype: of the values.
+        shape: of the values.
+        crc: CRC-32 of their bytes in row-major order.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    crc: int
+
+
+class Difference(NamedTuple):
+    """Two ranks that hold different values under one name.
+
+    Attributes:
+        first: the first rank that holds some.
+        other: the first rank after it whose values differ.
+    """
+
+    first: int
+    other: int
+
+
+def checksums_of(tensors: Mapping[str, torch.Tensor]) -> dict[HeldPart, Checksum]:
+    """Sum up what this rank holds of tensors that other ranks may hold, too. Exchanges nothing.
+
+    A tensor without values, such as one on meta, is left out. So is a DTensor of partial sums,
+    and one that no two ranks hold the same part of.
+    """
+    work, found = Workspace(), dict[HeldPart, Checksum]()
+    for key, tensor in tensors.items():
+        if tensor.is_meta:
+            continue
+        spans = None
+        if is_dtensor(tensor):
+            is_repeated = any(each.is_replicate() for each in tensor.placements)
+            if not is_repeated or any(each.is_partial() for each in tensor.placements):
+                continue
+            spans = spans_of(tensor, key)
+        found[HeldPart(key, spans)] = checksum_of(local_tensor(tensor).detach(), work)
+    return found
+
+
+def checksum_of(tensor: torch.Tensor, work: Workspace) -> Checksum:
+    """Sum up the values of a tensor that is no DTensor."""
+    return Checksum(tensor.dtype, tuple(tensor.shape), _crc(tensor, work, 0))
+
+
+def _crc(tensor: torch.Tensor, work: Workspace, crc: int) -> int:
+    if is_wrapper(tensor):
+        for inner in inner_tensors(tensor):
+            crc = _crc(inner, work, crc)
+        return crc
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return crc  # a mesh saves no such tensor
+    for _, data in tensor_blocks(tensor, tensor.dtype, work):
+        crc = zlib.crc32(data, crc)
+    return crc
+
+
+def find_differences(by_rank: Mapping[int, Mapping[Key, Checksum]]) -> dict[Key, Difference]:
+    """Return what two ranks hold different values of, from the checksums of all ranks."""
+    first: dict[Key, tuple[int, Checksum]] = {}
+    found: dict[Key, Difference] = {}
+    for who, sums in sorted(by_rank.items()):
+        for key, checksum in sums.items():
+            other, expected = first.setdefault(key, (who, checksum))
+            if checksum != expected:
+                found.setdefault(key, Difference(other, who))
+    return found
+
+
+def difference_error(
+    names: Mapping[str, Difference], hint: str, path: str | None = None
+) -> PlacementError:
+    """Return the error for names under which ranks hold different values."""
+    name, found = next(iter(names.items()))
+    more = f" (and so do {len(names) - 1} more names)" if len(names) > 1 else ""
+    return PlacementError(
+        "the ranks hold different values under one name",
+        entry=name,
+        file=path,
+        expected="the same on every rank, or a DTensor for what is sharded",
+        found=f"the values of rank {found.other} differ from those of rank {found.first}{more}",
+        hint=hint,
+    )

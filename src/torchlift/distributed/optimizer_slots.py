@@ -1,0 +1,750 @@
+"""The state of optimizers as slots: matched by canonical names, and filled as models are."""
+
+from __future__ import annotations
+
+import copy
+from collections import ChainMap, Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchlift._load import Fetched
+from torchlift._model import (
+    Commit,
+    Names,
+    clone_of,
+    default_device,
+    is_dtensor,
+    is_wrapper,
+    layout_of,
+    local_shape,
+    local_tensor,
+    overlaps,
+    own,
+    repeats,
+    shard_spans,
+    slice_of,
+    spans_of,
+    spread_of,
+    wrap,
+)
+from torchlift._plan import Match, Options, allowed, listed
+from torchlift._sources import FileTensor, Sent
+from torchlift._system.containers import leaves, map_leaves
+from torchlift._system.text import Facts, Summary, clipped_list
+from torchlift.distributed.optimizer_state import (
+    PLACE,
+    PLAIN,
+    Saved,
+    first_name,
+    initial_state,
+    once,
+    path_text,
+    require_known,
+)
+from torchlift.distributed.options import StateDictMismatch, StateDictOptions, check_value, misfit
+from torchlift.formats import row_major
+
+#: A saved tensor: here, in several places of files, or with rank 0.
+Stored = torch.Tensor | FileTensor | Sent
+
+
+@dataclass(frozen=True, repr=False)
+class OptimizerReport(Summary):
+    """What a load did to the optimizers; every list holds canonical names.
+
+    Attributes:
+        loaded: parameters that received a saved state.
+        missing_keys: parameters the state dict has nothing for; they keep the state they had.
+        unexpected_keys: parameters that no optimizer here holds; several optimizers, or the
+            stages of a pipeline, may share one state dict, so these are never an error.
+        kept_hyperparameters: parameters whose group kept its hyperparameters.
+        left_out: parameters the state dict has nothing for, of optimizers that make their state in
+            ``step`` only: nobody can say whether anything is missing, so these are never an error.
+            They start without a state.
+
+    Example:
+        >>> from torchlift.distributed import OptimizerReport
+        >>> print(OptimizerReport(loaded=["a", "b"], missing_keys=["c"]))
+        loaded the state of 2 parameters
+          missing (1): c
+    """
+
+    loaded: list[str] = field(default_factory=list)
+    missing_keys: list[str] = field(default_factory=list)
+    unexpected_keys: list[str] = field(default_factory=list)
+    kept_hyperparameters: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+    def _summary(self) -> tuple[str, Facts]:
+        return f"loaded the state of {len(self.loaded)} parameters", [
+            *listed("missing", self.missing_keys),
+            *listed("unexpected", self.unexpected_keys),
+            *listed("hyperparameters kept", self.kept_hyperparameters),
+            *listed("without a state, which the first step makes", self.left_out),
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Stands in a new state for the tensor that a slot will hold.
+
+    Attributes:
+        key: the name of the slot.
+    """
+
+    key: str
+
+
+@dataclass
+class NewState:
+    """What an optimizer will have after the load; nothing has changed while there is only this.
+
+    Attributes:
+        optimizer: the optimizer.
+        report: what the load will report.
+        state: parameter -> its new state, with a `Slot` for each tensor.
+        other: state under keys that are no parameter.
+        hyper: for each group, the hyperparameters that change.
+        left_alone: names of parameters that the caller left out. Their state stays.
+    """
+
+    optimizer: torch.optim.Optimizer
+    report: OptimizerReport = field(default_factory=OptimizerReport)
+    state: dict[torch.Tensor, dict[Any, Any]] = field(default_factory=dict)
+    other: dict[Any, Any] = field(default_factory=dict)
+    hyper: list[dict[str, Any]] = field(default_factory=list)
+    left_alone: set[str] = field(default_factory=set)
+
+
+class OptimizerSlots:
+    """The slots of some optimizers, which one plan fills: buffers of a module.
+
+    A slot holds the optimizer's own tensor if that can take the values. A captured graph that uses
+    this tensor then sees the new values. Other slots hold a tensor on meta.
+
+    Attributes:
+        module: has a buffer for each slot.
+        values: name of a slot -> saved tensor.
+        states: one for each optimizer.
+
+    Args:
+        names: of the model's parameters.
+        optimizers: they are not changed.
+        saved: their saved state.
+        options: how to load.
+        device: where the state of a parameter on meta goes.
+
+    Raises:
+        StateDictMismatch: If a shape or a layout does not match. With ``strict``, also if a
+            trainable parameter has no saved state or is of another model, or if the parameters
+            of one group come from groups that differ.
+    """
+
+    def __init__(
+        self,
+        names: Names,
+        optimizers: Sequence[torch.optim.Optimizer],
+        saved: Saved,
+        options: StateDictOptions,
+        device: torch.device,
+    ) -> None:
+        self.module = nn.Module()
+        self.values: dict[str, Stored] = {}
+        self._devices: dict[str, torch.device] = {}
+        self._names, self._saved, self._options, self._device = names, saved, options, device
+        self._optimizers = optimizers
+        self.states = [self._match(each) for each in optimizers]
+        self._require_all()
+
+    @cached_property
+    def _of_each_element(self) -> dict[tuple[Any, ...], bool]:
+        """Path in a state -> whether it has a number for each element of its parameter.
+
+        Parameters that are not square tell it: a moment has the shape of each of them, a matrix
+        for one side has not. A path that only square parameters have is left out.
+        """
+        found: dict[tuple[Any, ...], bool] = {}
+        for optimizer in self._optimizers:
+            for param in (p for group in optimizer.param_groups for p in group["params"]):
+                name = _saved_name(param, self._names, self._saved.state)
+                if name is None or _is_square(param):
+                    continue
+                for path, leaf in leaves(self._saved.state[name]).items():
+                    if isinstance(leaf, Stored) and leaf.shape:
+                        found[path] = found.get(path, True) and leaf.shape == param.shape
+        return found
+
+    @property
+    def options(self) -> Options:
+        """Return how the slots are to be filled."""
+        # Read, not mapped: what trains a model never writes to the pages of a file.
+        return Options(device=lambda entry: self._devices[entry.key], strict=False, source="read")
+
+    def filled(self, tree: Any, new: dict[str, torch.Tensor] | None = None) -> Any:
+        """Return a new state with the tensors of its slots, or those that will be put there."""
+        found = ChainMap[str, Any](new or {}, self.module._buffers)
+        return map_leaves(tree, lambda leaf, _: found[leaf.key] if type(leaf) is Slot else leaf)
+
+    def report(self) -> OptimizerReport:
+        """Make one report of several optimizers: unexpected is what none of them holds."""
+        names = [each.name for each in fields(OptimizerReport)]
+        reports = [each.report for each in self.states]
+        every = {n: [key for report in reports for key in getattr(report, n)] for n in names}
+        counts = Counter(every["unexpected_keys"])
+        unexpected = [key for key, count in counts.items() if count == len(reports)]
+        return OptimizerReport(**{**every, "unexpected_keys": unexpected})
+
+    def _match(self, optimizer: torch.optim.Optimizer) -> NewState:
+        """Match saved state with one optimizer, parameter by parameter and by canonical name."""
+        names, saved, strict = self._names, self._saved, self._options.strict
+        new = NewState(optimizer, other=copy.deepcopy(present(saved.other)))
+        stateless = []
+        for group in optimizer.param_groups:
+            new.hyper.append(_hyper(group, names, saved, new.report))
+            if strict and new.hyper[-1] and group["params"]:
+                _require_kind(optimizer, group, new.hyper[-1])
+            for param in once(group["params"]):
+                name = _saved_name(param, names, saved.state)
+                if name is None and not saved.gone.isdisjoint(names.fqns(param)):
+                    name = first_name(param, names)
+                    new.left_alone.add(name)
+                    new.report.missing_keys.append(name)
+                elif name is None:
+                    stateless.append((group, param))
+                else:
+                    new.state[param] = self._slots_of(_Owner(name, param, group, optimizer))
+                    new.report.loaded.append(name)
+        stepped = bool(new.state)
+        for group, param in stateless:
+            name, live = first_name(param, names), optimizer.state.get(param)
+            initial = initial_state(optimizer, group, param)
+            if initial is None and not (live and stepped):
+                new.report.left_out.append(name)
+                if strict:
+                    # Nothing was saved of the whole optimizer: it had taken no step.
+                    new.state[param] = {}
+            elif param.requires_grad and (live or initial):
+                # A frozen parameter that was never trained has no state to miss.
+                new.report.missing_keys.append(name)
+        known = {fqn for g in optimizer.param_groups for p in g["params"] for fqn in names.fqns(p)}
+        new.report.unexpected_keys.extend(name for name in saved.state if name not in known)
+        return new
+
+    def _require_all(self) -> None:
+        report, saved = self.report(), self._saved
+        missing = list(dict.fromkeys(report.missing_keys + report.kept_hyperparameters))
+        excused = allowed(missing, saved.allow_missing)
+        excused = excused.union(*(each.left_alone for each in self.states))
+        problems = {
+            "missing the optimizer state of": report.missing_keys,
+            "missing in param_groups:": report.kept_hyperparameters,
+        }
+        problems = {
+            what: [n for n in found if n not in excused] for what, found in problems.items()
+        }
+        missing = [name for name in missing if name not in excused]
+        if self._options.strict and missing:
+            if any(map(PLACE.fullmatch, missing)):
+                require_known(self._names, self._optimizers, {*saved.state, *saved.hyper})
+            raise misfit("optimizer", problems, missing_keys=missing)
+
+    def _slots_of(self, owner: _Owner) -> dict[Any, Any]:
+        """Add the slots of one parameter, and return its new state with them in it.
+
+        It shares nothing with the saved one that can change.
+        """
+        saved = self._saved.state[owner.name]
+        if not isinstance(saved, dict):
+            raise StateDictMismatch(
+                "the state of a parameter is not a dict",
+                entry=owner.name,
+                found=type(saved).__name__,
+            )
+        state = owner.optimizer.state.get(owner.param, {})
+        tensors = _tensors(state)
+
+        def place(value: Any, path: tuple[Any, ...]) -> Any:
+            live = tensors.get(path)
+            for inside in range(1, len(path)):  # a list of numbers in place of a tensor
+                _require_no_tensor(owner, [], tensors.get(path[:inside]), path[:inside])
+            if not isinstance(value, Stored):
+                _require_no_tensor(owner, value, live, path)
+                return copy.deepcopy(value)
+            return self._slot(owner, value, live, path)
+
+        new: dict[Any, Any] = map_leaves(saved, place)
+        return new if self._options.strict else {**state, **new}
+
+    def _slot(
+        self, owner: _Owner, value: Stored, live: torch.Tensor | None, path: tuple[Any, ...]
+    ) -> Slot | torch.Tensor:
+        like = self._layout(owner, value, live, path)
+        device, dtype = _goal(owner, value, live, path, self._device)
+        if isinstance(value, torch.Tensor) and is_wrapper(local_tensor(value)):
+            if value is live:
+                return live
+            # A live one is replaced, not written to: what its class takes only it knows.
+            value, live = _sliced(owner.entry(path), value, like), None
+            like = value if is_dtensor(value) else None
+        needed = tuple(value.shape), device, dtype, spread_of(like)
+        if live is not None and _can_take(live) and _form(live) == needed:
+            slot = live
+        elif is_dtensor(like):
+            local = torch.empty(local_shape(spans_of(like)), dtype=dtype, device="meta")
+            slot = wrap(like, local)
+        else:
+            # On meta a tensor gets the saved dtype.
+            where = "meta" if dtype == value.dtype else device
+            slot = torch.empty(value.shape, dtype=dtype, device=where)
+        key = owner.entry(path)
+        while key in self.values:  # 0 and "0" in one dict, say
+            key += "'"
+        self.module._buffers[key] = slot
+        self.values[key], self._devices[key] = value, device
+        return Slot(key)
+
+    def _layout(
+        self, owner: _Owner, value: Stored, live: torch.Tensor | None, path: tuple[Any, ...]
+    ) -> torch.Tensor | None:
+        """Return the tensor that a saved one is to be laid out like. None: it is plain, and whole.
+
+        Raises:
+            StateDictMismatch: If it has another shape than the optimizer's, is laid out in another
+                way, or if its layout is unknown.
+        """
+        where = owner.entry(path)
+        recorded = self._recorded(owner, value, path)
+        if not value.shape and recorded is None:
+            check_value(where, None, value, self._options)
+            return value if is_dtensor(value) else None
+        expected = live
+        if expected is None and recorded is not None:
+            expected = None if recorded == PLAIN else _blank(recorded, owner, value, path)
+        elif expected is None and value.shape == owner.param.shape:
+            expected = owner.param if self._is_like_param(owner, value, path) else None
+        elif expected is None:
+            # Factored moments (Adafactor) have a shape of their own, so only the optimizer knows.
+            expected = owner.initial.get(path)
+            if expected is None and is_dtensor(owner.param) and not is_dtensor(value):
+                raise _unknown_layout(owner, value, path)
+        if expected is not None and expected.shape != value.shape:
+            raise StateDictMismatch(
+                "a saved state has another shape than the optimizer's",
+                entry=where,
+                expected=list(expected.shape),
+                found=list(value.shape),
+                mismatched={where: (tuple(expected.shape), tuple(value.shape))},
+                hint=_ORDER if self._saved.by_order else None,
+            )
+        check_value(where, expected, value, self._options)
+        if is_dtensor(value):
+            # One that has a shape of its own may be sharded as it likes, on its parameter's mesh.
+            other = (
+                spread_of(value) != spread_of(expected)
+                if expected is not None
+                else (not is_dtensor(owner.param) or value.device_mesh != owner.param.device_mesh)
+            )
+            if other:
+                raise StateDictMismatch(
+                    "a saved state is laid out in another way than its parameter",
+                    entry=where,
+                    expected=layout_of(owner.param if expected is None else expected)
+                    or "a plain tensor",
+                    found=layout_of(value),
+                    hint="Pass whole tensors and full_state_dict=True: each rank takes its own "
+                    "slice.",
+                )
+        return value if is_dtensor(value) else expected
+
+    def _recorded(self, owner: _Owner, value: Stored, path: tuple[Any, ...]) -> str | None:
+        """Return the layout that was recorded for a state that is whole now."""
+        if is_dtensor(value) or not is_dtensor(owner.param):
+            return None
+        return self._saved.layouts.get(owner.name, {}).get(path_text(path))
+
+    def _is_like_param(self, owner: _Owner, value: Stored, path: tuple[Any, ...]) -> bool:
+        """Return whether a state with its parameter's shape is laid out like that.
+
+        SOAP and Shampoo keep square matrices for each side of a weight. If the weight is square,
+        they have its shape, and every rank has all of them.
+        """
+        is_known = not is_dtensor(owner.param) or is_dtensor(value)
+        if is_known or owner.name in self._saved.layouts or not self._options.full_state_dict:
+            return True
+        if isinstance(value, FileTensor) and len(value.entry.chunks) > 1:
+            return True  # several ranks wrote it
+        if not _is_square(owner.param):
+            return True
+        known = self._of_each_element.get(path)
+        if known is None and path in owner.initial:
+            known = is_dtensor(owner.initial[path])
+        if known is None:
+            raise _unknown_layout(owner, value, path)
+        return known
+
+
+def _blank(layout: str, owner: _Owner, value: Stored, path: tuple[Any, ...]) -> torch.Tensor:
+    """Return a DTensor without values on the mesh of a parameter, in a recorded layout.
+
+    Raises:
+        StateDictMismatch: If it is not a layout of this mesh.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    assert is_dtensor(owner.param)
+    mesh, texts = owner.param.device_mesh, layout.split(",")
+    if set(texts) == {"R"}:
+        texts = ["R"] * mesh.ndim
+    coordinate = mesh.get_coordinate()
+    fits = all(text == "R" or text[1:].isdecimal() for text in texts)
+    if len(texts) != mesh.ndim or not fits or coordinate is None:
+        raise _unknown_layout(owner, value, path)
+    placements = [Replicate() if text == "R" else Shard(int(text[1:])) for text in texts]
+    spans = shard_spans(value.shape, mesh.shape, placements, coordinate)
+    local = torch.empty(local_shape(spans), dtype=value.dtype, device="meta")
+    made: torch.Tensor = DTensor.from_local(
+        local, mesh, placements, run_check=False,
+        shape=torch.Size(value.shape), stride=row_major(value.shape),
+    )  # fmt: skip
+    return made
+
+
+def _unknown_layout(owner: _Owner, value: Stored, path: tuple[Any, ...]) -> StateDictMismatch:
+    return StateDictMismatch(
+        "the layout of a state on the mesh is unknown",
+        entry=owner.entry(path),
+        expected="a layout in the checkpoint, or in the optimizer's own state",
+        found=f"a whole tensor of shape {list(value.shape)}",
+        hint="Take steps with the optimizer until it has this state, then load the model and the "
+        "optimizer. The load uses the layout of the optimizer's own tensors and replaces their "
+        "values.",
+    )
+
+
+def _is_square(tensor: torch.Tensor) -> bool:
+    return tensor.dim() > 1 and len(set(tensor.shape)) == 1
+
+
+@dataclass(frozen=True)
+class _Owner:
+    """The parameter whose state is being loaded, by its name, in a group of an optimizer."""
+
+    name: str
+    param: torch.Tensor
+    group: dict[str, Any]
+    optimizer: torch.optim.Optimizer
+
+    @cached_property
+    def initial(self) -> dict[tuple[Any, ...], torch.Tensor]:
+        """The tensors that the optimizer itself would start from."""
+        return _tensors(initial_state(self.optimizer, self.group, self.param))
+
+    def entry(self, path: tuple[Any, ...]) -> str:
+        """Return what an error calls the state at a path."""
+        return ".".join(map(str, (self.name, *path)))
+
+
+def _tensors(state: Any) -> dict[tuple[Any, ...], torch.Tensor]:
+    return {path: leaf for path, leaf in leaves(state).items() if torch.is_tensor(leaf)}
+
+
+def _can_take(live: torch.Tensor) -> bool:
+    """Return whether values can be written into a tensor of an optimizer."""
+    local = local_tensor(live)
+    if local.layout is not torch.strided or local.is_meta or is_wrapper(local):
+        return False
+    is_locked = local.is_inference() and not torch.is_inference_mode_enabled()
+    return not (is_locked or repeats(local.shape, local.stride()))
+
+
+def _form(live: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(live.shape), live.device, live.dtype, spread_of(live)
+
+
+def _sliced(where: str, value: torch.Tensor, like: torch.Tensor | None) -> torch.Tensor:
+    """Return this rank's slice of a tensor whose class keeps its values in others (low-bit state).
+
+    Raises:
+        StateDictMismatch: If its class cannot be sliced as the parameter is sharded.
+    """
+    if is_dtensor(value) or not is_dtensor(like):
+        return value
+    whole = [(0, size) for size in value.shape]
+    try:
+        ((_, out_of),) = overlaps(spans_of(like), whole)
+        return wrap(like, clone_of(slice_of(value, out_of)))
+    except Exception as error:
+        raise StateDictMismatch(
+            f"a whole {type(value).__name__} cannot be sliced as its parameter is sharded",
+            entry=where,
+            found=f"{type(error).__name__}: {error}",
+            hint="Save it without full_state_dict, on the same mesh.",
+        ) from error
+
+
+def _goal(
+    owner: _Owner,
+    value: Stored,
+    live: torch.Tensor | None,
+    path: tuple[Any, ...],
+    blank: torch.device,
+) -> tuple[torch.device, torch.dtype]:
+    """Decide as `torch.optim.Optimizer.load_state_dict` does, except that no dtype is changed.
+
+    It leaves ``step`` where it was saved, except in groups that need it beside the parameter.
+
+    Args:
+        owner: the parameter.
+        value: the saved tensor.
+        live: the optimizer's.
+        path: of both.
+        blank: where the state of a parameter on meta goes.
+    """
+    param = owner.param
+    device = param.device
+    if param.is_meta:
+        device = default_device(param) if is_dtensor(param) else blank
+    if path[-1] == "step":
+        if owner.group.get("capturable") or owner.group.get("fused"):
+            return device, torch.float32
+        here = value if isinstance(value, torch.Tensor) else live
+        return torch.device("cpu") if here is None else here.device, value.dtype
+    return (live.device if live is not None and not value.shape else device), value.dtype
+
+
+def _saved_name(param: torch.Tensor, names: Names, saved: Mapping[str, Any]) -> str | None:
+    return next((name for name in names.fqns(param) if name in saved), None)
+
+
+def layout_for(value: Any, live: Any, param: torch.Tensor) -> torch.Tensor | None:
+    """Return the optimizer's tensor that tells how a saved DTensor is laid out, if one does."""
+    if torch.is_tensor(live):
+        return live
+    return param if getattr(value, "shape", None) == param.shape else None
+
+
+def _require_no_tensor(
+    owner: _Owner, value: object, live: torch.Tensor | None, path: tuple[Any, ...]
+) -> None:
+    """Refuse a number, say, where the optimizer has a tensor with dimensions.
+
+    Raises:
+        StateDictMismatch: it has, and would only find out in its next step.
+    """
+    if value is None and isinstance(owner.optimizer, torch.optim.SGD):
+        return  # older ones saved no momentum as None, and make it then
+    expected = owner.initial.get(path) if live is None else live
+    if expected is not None and expected.dim():
+        raise StateDictMismatch(
+            "a saved state is no tensor",
+            entry=owner.entry(path),
+            expected=f"a tensor of shape {list(expected.shape)}",
+            found=type(value).__name__,
+        )
+
+
+# ---- groups
+
+
+def _hyper(
+    group: dict[str, Any], names: Names, saved: Saved, report: OptimizerReport
+) -> dict[str, Any]:
+    """Return the saved hyperparameters of a group, found by its parameters in whatever order.
+
+    They are copies, so that the optimizer and the caller's dict share nothing that can change.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for param in group["params"]:
+        name = _saved_name(param, names, saved.hyper)
+        if name is None:
+            report.kept_hyperparameters.append(first_name(param, names))
+        else:
+            found[name] = saved.hyper[name]
+    source = next(iter(found), "")
+    for name, other in found.items():
+        if other is not found[source]:
+            _require_same(found[source], other, source, name)
+    chosen = found.get(source, {})
+    if saved.empty and not group["params"]:
+        chosen = saved.empty.pop(0)  # each belongs to one group
+    hyper = {}
+    for key, value in chosen.items():
+        if key == "param_names":  # what this optimizer calls its own parameters
+            continue
+        hyper[key] = copy.deepcopy(value)
+        if isinstance(value, torch.Tensor) and isinstance(live := group.get(key), torch.Tensor):
+            hyper[key] = hyper[key].to(live.device)
+    return hyper
+
+
+def _require_kind(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], saved: dict[str, Any]
+) -> None:
+    """Refuse the group of an optimizer of another kind, whose state would be nobody's.
+
+    New versions of an optimizer add switches, and schedulers and callers keep numbers of their own
+    in groups: so only one that lacks a number of this kind, and has one that is none of it, is not.
+
+    Raises:
+        StateDictMismatch: it is.
+    """
+    lacks = [
+        key
+        for key, default in getattr(optimizer, "defaults", {}).items()
+        if key not in saved and not isinstance(default, (bool, type(None)))
+    ]
+    more = [key for key in saved if key not in group]
+    if lacks and more:
+        kind = type(optimizer).__name__
+        raise StateDictMismatch(
+            f"saved by another kind of optimizer than {kind}",
+            entry="param_groups",
+            expected=f"{clipped_list(lacks)} in each group",
+            found=clipped_list(more),
+            hint="Make an optimizer of the kind that was saved, or pass strict=False.",
+        )
+
+
+def _require_same(a: dict[str, Any], b: dict[str, Any], first: str, second: str) -> None:
+    for key in sorted((a.keys() & b.keys()) - {"param_names"}):
+        same = a[key] is b[key] or bool(torch.as_tensor(a[key] == b[key]).all())
+        if not same:
+            raise StateDictMismatch(
+                f"parameters of one group were saved with different values of {key!r}",
+                entry=second,
+                expected=f"{a[key]!r}, as for {first!r}",
+                found=repr(b[key]),
+                hint="Give the optimizer the parameter groups it was saved with.",
+            )
+
+
+#: The way out where numbers were all that told parameters apart.
+_ORDER = (
+    "Only numbers tell its parameters apart: give the optimizer them in the order of the one that "
+    "was saved. To save them by name, make it of model.named_parameters(), or use torchlift.Keeper."
+)
+
+
+# ---- the optimizer itself
+
+
+def require_matched(matched: Match, *_: object) -> None:
+    """Check that the plan has a step for each slot, whose shapes were compared before."""
+    assert not matched.unmatched
+
+
+def is_left_to_us(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether loading an optimizer runs no hooks and no method of its own.
+
+    Example:
+        >>> is_left_to_us(torch.optim.SGD([torch.ones(1)]))
+        True
+    """
+    return _is_plain(optimizer) and not (
+        optimizer._optimizer_load_state_dict_pre_hooks
+        or optimizer._optimizer_load_state_dict_post_hooks
+    )
+
+
+def runs_own_code(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether code that is not torch's may refuse the state, or write into it.
+
+    Example:
+        >>> runs_own_code(torch.optim.SGD([torch.ones(1)]))
+        False
+    """
+    is_torchs = type(optimizer).__setstate__.__module__.startswith("torch.optim.")
+    return not (is_left_to_us(optimizer) and is_torchs)
+
+
+def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
+
+
+def _loaded(
+    new: NewState, slots: OptimizerSlots, fetched: dict[str, torch.Tensor] | None = None
+) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
+    """Return the state and the groups that the optimizer is to have."""
+    filled = {param: slots.filled(state, fetched) for param, state in new.state.items()}
+    state = {**new.optimizer.state, **filled, **new.other}
+    # What was never stepped has no entry: some optimizers look into whichever comes first.
+    return {key: value for key, value in state.items() if not isinstance(value, dict) or value}, [
+        {**group, **hyper, "params": group["params"]}
+        for group, hyper in zip(new.optimizer.param_groups, new.hyper, strict=True)
+    ]
+
+
+def try_states(slots: OptimizerSlots, fetched: Fetched) -> None:
+    """Let copies of the optimizers take the new state, which ``__setstate__`` looks at.
+
+    Raises:
+        StateDictMismatch: If one cannot use it.
+    """
+    found = {
+        step.key: value
+        for step, value in (*fetched.plain, *fetched.steps)
+        # Of a DTensor that is written over, the value here may be the whole tensor.
+        if isinstance(value, torch.Tensor) and not (step.in_place and is_dtensor(step.group.tensor))
+    }
+    for new in filter(lambda each: is_left_to_us(each.optimizer), slots.states):
+        state, groups = _loaded(new, slots, found)
+        copies = {key: dict(v) if isinstance(v, dict) else v for key, v in state.items()}
+        kind = type(new.optimizer)
+        shadow = object.__new__(kind)
+        vars(shadow).update(vars(new.optimizer))
+        try:
+            shadow.__setstate__({"state": defaultdict(dict, copies), "param_groups": groups})
+        except Exception as error:
+            raise StateDictMismatch(
+                f"{kind.__name__} cannot use this state: {type(error).__name__}: {error}",
+                hint="Was it saved by an optimizer of another kind?",
+            ) from error
+
+
+def set_states(slots: OptimizerSlots, commit: Commit) -> None:
+    """Give the optimizers their new state, after the slots were filled."""
+    for new in slots.states:
+        optimizer = new.optimizer
+        commit.keep_optimizer(optimizer, values=runs_own_code(optimizer))
+        state, groups = _loaded(new, slots)
+        if is_left_to_us(optimizer):
+            # Optimizer.load_state_dict would cast every moment to its parameter's dtype, which
+            # loses what float32 moments of bfloat16 weights hold (pytorch/pytorch#43706).
+            for group, changed in zip(optimizer.param_groups, groups, strict=True):
+                group.update(changed)
+            kept = defaultdict(dict, state)
+            optimizer.__setstate__({"state": kept, "param_groups": optimizer.param_groups})
+        else:
+            _let_load(new, slots, state, groups)
+
+
+def _let_load(
+    new: NewState, slots: OptimizerSlots, state: dict[Any, Any], groups: list[dict[str, Any]]
+) -> None:
+    """Call the ``load_state_dict`` of an optimizer that has one of its own, or hooks."""
+    optimizer = new.optimizer
+    ids: dict[int, int] = {}
+    for group in groups:
+        group["params"] = [ids.setdefault(id(param), len(ids)) for param in group["params"]]
+    numbered = {ids.get(id(key), key): value for key, value in state.items()}
+    own(optimizer, "load_state_dict")({"state": numbered, "param_groups": groups})
+    if not _is_plain(optimizer):
+        return
+    for param, given in new.state.items():
+        # Put back what the base class cast to the dtype of the parameter, and nothing a hook did.
+        live = optimizer.state[param]
+        for key, value in slots.filled(given).items():
+            now = live.get(key)
+            both = isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor)
+            if both and now.dtype == param.dtype != value.dtype:
+                live[key] = value
+
+
+def present(tree: Any) -> Any:
+    """Return nested containers with whole tensors in memory for those of files."""
+    return map_leaves(tree, lambda leaf, _: leaf.tensor() if isinstance(leaf, FileTensor) else leaf)

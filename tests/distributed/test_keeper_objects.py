@@ -1,0 +1,520 @@
+"""What a Keeper saves it resumes: all objects or none, or it refuses one by name at the save."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+import torchlift
+from torchlift.errors import CheckpointError, PlacementError
+
+
+class Stateful:
+    """An object with a state, which may refuse another one."""
+
+    def __init__(self, value: int, refuses: bool = False) -> None:
+        self.value, self.refuses = value, refuses
+        self.values = torch.full((3,), float(value))
+        self.seen: list[int] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "values": self.values, "seen": [*self.seen]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value, self.seen = state["value"], state["seen"]
+        self.values.copy_(state["values"])
+        if self.refuses:
+            self.added = True
+            self.refuses = False
+            raise OSError("no such luck")
+
+
+def gan(seed: int) -> dict[str, Any]:
+    """A generator and a discriminator, each with an optimizer and a scheduler, an EMA, a scaler."""
+    torch.manual_seed(seed)
+    maker = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    judge = nn.Linear(3, 1)
+    one = torch.optim.Adam(maker.parameters(), lr=0.01)
+    two = torch.optim.RMSprop(judge.parameters(), lr=0.02, momentum=0.5)
+    return {
+        "maker": maker,
+        "judge": judge,
+        "one": one,
+        "two": two,
+        "decay": torch.optim.lr_scheduler.StepLR(one, 2),
+        "cycle": torch.optim.lr_scheduler.CyclicLR(two, 0.01, 0.1, cycle_momentum=False),
+        "ema": AveragedModel(maker),
+        "scaler": torch.amp.GradScaler("cpu", init_scale=2.0 ** (seed + 4)),
+        "loader": Stateful(seed),
+    }
+
+
+def step(run: dict[str, Any]) -> float:
+    """One step of both; the loss."""
+    loss = run["judge"](run["maker"](torch.randn(8, 4))).square().mean()
+    run["scaler"].scale(loss).backward()
+    for name in ("one", "two"):
+        run["scaler"].step(run[name])
+        run[name].zero_grad()
+    run["scaler"].update()
+    run["decay"].step()
+    run["cycle"].step()
+    run["ema"].update_parameters(run["maker"])
+    run["loader"].value += 1
+    run["loader"].values += 1
+    run["loader"].seen.append(run["loader"].value)
+    return float(loss.detach())
+
+
+def everything(run: dict[str, Any]) -> dict[str, Any]:
+    """A copy of all states, and of the generators."""
+    states = {name: copy.deepcopy(obj.state_dict()) for name, obj in run.items()}
+    return {**states, "rng": torch.get_rng_state()}
+
+
+def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    return bool(torchlift.diff(left, right).equal)
+
+
+def test_a_gan_with_all_around_it_goes_on_bit_by_bit(tmp_path: Path) -> None:
+    """Two models and optimizers, schedulers, an average, a scaler and a loader: the next losses."""
+    run = gan(0)
+    for _ in range(3):
+        step(run)
+    with torchlift.Keeper(tmp_path) as keeper:
+        keeper.save(3, run)
+        expected = [step(run) for _ in range(5)]
+        again = gan(1)
+        step(again)
+        assert keeper.resume(again) == 3
+    assert [step(again) for _ in range(5)] == expected
+    assert again["loader"].seen == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def other_class(run: dict[str, Any]) -> str:
+    run["two"] = torch.optim.Adagrad(run["judge"].parameters())
+    run["cycle"] = torch.optim.lr_scheduler.ConstantLR(run["two"])
+    return "another kind of optimizer than Adagrad"
+
+
+def fewer_schedulers(run: dict[str, Any]) -> str:
+    chain = torch.optim.lr_scheduler
+    run["decay"] = chain.SequentialLR(
+        run["one"], [chain.ConstantLR(run["one"]), chain.StepLR(run["one"], 2)], [2]
+    )
+    return "_schedulers"
+
+
+def refusing(run: dict[str, Any]) -> str:
+    run["loader"].refuses = True
+    return "no such luck"
+
+
+def another_shape(run: dict[str, Any]) -> str:
+    run["judge"] = nn.Linear(3, 2)
+    run["two"] = torch.optim.RMSprop(run["judge"].parameters(), momentum=0.5)
+    run["cycle"] = torch.optim.lr_scheduler.CyclicLR(run["two"], 0.01, 0.1, cycle_momentum=False)
+    return "size mismatch"
+
+
+@pytest.mark.parametrize("change", [other_class, fewer_schedulers, refusing, another_shape])
+@pytest.mark.parametrize("steps", [0, 2])  # a program that has just started, and one that goes back
+def test_a_resume_that_fails_changes_no_object(
+    tmp_path: Path, change: Callable[[dict[str, Any]], str], steps: int
+) -> None:
+    """Neither the models before the one that refuses, nor what comes after it."""
+    run = gan(0)
+    for _ in range(3):
+        step(run)
+    with torchlift.Keeper(tmp_path, background=False) as keeper:
+        keeper.save(3, run)
+        again = gan(1)
+        for _ in range(steps):
+            step(again)
+        text = change(again)
+        before, attributes = everything(again), {*vars(again["decay"])}
+        with pytest.raises((CheckpointError, OSError, KeyError), match=text):
+            keeper.resume(again)
+        assert same(everything(again), before)
+        assert {*vars(again["decay"])} == attributes
+        assert not hasattr(again["loader"], "added")
+        step(again) if change is not another_shape else None
+
+
+def test_a_scaler_that_refuses_its_state_changes_nothing(tmp_path: Path) -> None:
+    """One that was disabled gives an empty state, which one that is enabled does not take."""
+    model, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    before = copy.deepcopy(other.state_dict())
+    with torchlift.Keeper(tmp_path, background=False) as keeper:
+        keeper.save(1, scaler=torch.amp.GradScaler("cpu", enabled=False), model=model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        with pytest.raises(RuntimeError, match="source state dict is empty"):
+            keeper.resume(model=other, scaler=scaler)
+        assert same(before, other.state_dict())
+        assert scaler.get_scale() == 8.0
+        assert keeper.resume(model=other, scaler=scaler, exclude=["scaler"]) == 1
+        assert same(model.state_dict(), other.state_dict())
+
+
+class Lazy(Stateful):
+    """It has no state before it has started, as some loaders."""
+
+    def state_dict(self) -> dict[str, Any]:
+        if not self.seen:
+            raise RuntimeError("not started")
+        return super().state_dict()
+
+
+def test_an_object_without_a_state_before_is_loaded_last_and_named(tmp_path: Path) -> None:
+    """Nobody could give it back: all others are loaded, the error says so, its way out works."""
+    model, lazy = nn.Linear(2, 1), Lazy(1)
+    lazy.seen = [1]
+    with torchlift.Keeper(tmp_path, background=False) as keeper:
+        keeper.save(1, model=model, lazy=lazy)
+        fresh = Lazy(0)
+        assert keeper.resume(model=nn.Linear(2, 1), lazy=fresh) == 1
+        assert fresh.seen == [1]
+        other, refuses = nn.Linear(2, 1), Lazy(0, refuses=True)
+        with pytest.raises(
+            PlacementError, match=r"'lazy': .*All others are loaded.*in doubt"
+        ) as it:
+            keeper.resume(model=other, lazy=refuses)
+        assert it.value.hint == "Pass exclude=['lazy']: it stays as it is."
+        assert same(model.state_dict(), other.state_dict())
+        assert keeper.resume(model=other, lazy=Lazy(0, refuses=True), exclude=["lazy"]) == 1
+
+
+def test_generators_are_given_back_by_a_resume_that_fails(tmp_path: Path) -> None:
+    """A loader may draw numbers when it is asked for its state."""
+
+    class Drawing(Stateful):
+        def state_dict(self) -> dict[str, Any]:
+            torch.rand(1)
+            return super().state_dict()
+
+    with torchlift.Keeper(tmp_path, background=False) as keeper:
+        keeper.save(1, model=nn.Linear(2, 1), loader=Drawing(1))
+        now = torch.get_rng_state()
+        with pytest.raises(OSError, match="no such luck"):
+            keeper.resume(loader=Drawing(2, refuses=True))
+        assert torch.equal(torch.get_rng_state(), now)
+        assert keeper.resume(loader=Drawing(2), exclude=["rng"]) == 1
+        assert torch.equal(torch.get_rng_state(), now)
+
+
+def test_two_optimizers_of_one_parameter_each_have_their_state(tmp_path: Path) -> None:
+    """An actor and a critic that share an encoder; if a later object refuses, all are as before."""
+
+    def actors(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        encoder, actor, critic = nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(4, 1)
+        both = [*encoder.parameters(), *actor.parameters()]
+        return {
+            "encoder": encoder,
+            "actor": actor,
+            "critic": critic,
+            "first": torch.optim.Adam(both, lr=0.1),
+            "second": torch.optim.Adam([*encoder.parameters(), *critic.parameters()], lr=0.2),
+            "loader": Stateful(seed),
+        }
+
+    def steps(run: dict[str, Any]) -> list[float]:
+        losses = []
+        for name, optimizer in [("actor", "first"), ("critic", "second")] * 3:
+            loss = run[name](run["encoder"](torch.randn(4, 3))).square().mean()
+            loss.backward()
+            run[optimizer].step()
+            run[optimizer].zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    run, again = actors(0), actors(1)
+    steps(run)
+    steps(again)
+    with torchlift.Keeper(tmp_path, background=False) as keeper:
+        keeper.save(1, run)
+        expected, before = steps(run), everything(again)
+        again["loader"].refuses = True
+        with pytest.raises(OSError, match="no such luck"):
+            keeper.resume(again)
+        assert same(everything(again), before)
+        again["loader"].refuses = False
+        assert keeper.resume(again) == 1
+        assert steps(again) == expected
+
+
+def holding(models: list[nn.Module]) -> dict[str, Any]:
+    """Containers of objects that have a state."""
+    optimizer = torch.optim.SGD(models[0].parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    return {
+        "a list": models,
+        "a tuple": tuple(models),
+        "a dict": {"a": models[0], "b": models[1]},
+        "a deep one": {"all": [{"one": models[0]}]},
+        "optimizers": [optimizer],
+        "schedulers": (scheduler, scheduler),
+        "a set": {models[0]},
+        "a deque": deque(models),
+        "values": {"a": models[0]}.values(),
+        "with data": {"epoch": 1, "ema": Stateful(1)},
+    }
+
+
+@pytest.mark.parametrize("kind", holding([nn.Linear(1, 1), nn.Linear(1, 1)]))
+def test_a_container_of_objects_with_a_state_is_refused_when_it_is_saved(
+    tmp_path: Path, kind: str
+) -> None:
+    """It would count as plain data, and resume would load nothing, with success."""
+    models: list[nn.Module] = [nn.Linear(2, 1), nn.Linear(2, 1)]
+    with torchlift.Keeper(tmp_path, background=False) as keeper:
+        with pytest.raises(PlacementError, match="'things': a container of objects") as caught:
+            keeper.save(1, model=models[0], things=holding(models)[kind])
+        assert keeper.steps() == []
+        assert "each for n, each in enumerate(models)" in (caught.value.hint or "")
+        # The way out works.
+        named = {f"model_{n}": each for n, each in enumerate(models)}
+        assert keeper.save(1, **named)
+        others = {f"model_{n}": nn.Linear(2, 1) for n in range(2)}
+        assert keeper.resume(**others) == 1
+        assert all(same(named[name].state_dict(), others[name].state_dict()) for name in named)
+        with pytest.raises(PlacementError, match="'things': a container of objects"):
+            keeper.resume(things=holding(models)[kind])
+
+
+def test_containers_of_plain_data_are_saved_as_they_are(tmp_path: Path) -> None:
+    """Also one that nobody could mistake, and a class in place of an object is refused."""
+    plain = {"a": [1, (2, "x")], "b": {3: torch.ones(2)}, "c": (None, 1.5)}
+    with torchlift.Keeper(tmp_path, background=False) as keeper:
+        assert keeper.save(1, plain=plain)
+        assert torchlift.diff(torchlift.open(keeper.latest()).tree("plain"), plain).equal
+        for odd in (SimpleNamespace(model=nn.Linear(1, 1)), nn.Linear, iter([])):
+            with pytest.raises(CheckpointError):
+                keeper.save(2, odd=odd)
+        assert keeper.steps() == [1]
+
+
+def test_an_object_that_cannot_take_its_state_back_is_refused_when_it_is_saved(
+    tmp_path: Path,
+) -> None:
+    """It has state_dict alone; its state, passed as plain data, is kept."""
+
+    class Giving:
+        def state_dict(self) -> dict[str, int]:
+            return {"at": 3}
+
+    with torchlift.Keeper(tmp_path, background=False) as keeper:
+        with pytest.raises(PlacementError, match="'giving': has state_dict, but not load_") as it:
+            keeper.save(1, giving=Giving())
+        assert "plain data" in (it.value.hint or "")
+        assert keeper.save(1, giving=Giving().state_dict())
+        assert keeper.resume(giving={"at": 3}) == 1
+
+
+class Renaming(nn.Linear):
+    """Its state has other names than its parameters, and only its own method loads it."""
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        return {f"x.{key}": value for key, value in super().state_dict().items()}
+
+
+class Prefixing(nn.Linear):
+    """Its method is as torch's."""
+
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
+        return super().state_dict(*args, **options)
+
+
+def test_a_model_whose_class_renames_its_state_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+    """Resume would not find the names. A method that keeps the names is no obstacle."""
+    with torchlift.Keeper(tmp_path, background=False) as keeper:
+        with pytest.raises(PlacementError, match="'model': its class has a state_dict of its own"):
+            keeper.save(1, model=Renaming(2, 1))
+        model, other = Prefixing(2, 1), Prefixing(2, 1)
+        assert keeper.save(1, model=model)
+        assert keeper.resume(model=other) == 1
+        assert same(model.state_dict(), other.state_dict())
+
+
+def test_an_optimizer_that_only_holds_others_is_refused_by_name(tmp_path: Path) -> None:
+    """It has no groups; the optimizers in it are saved by their own names."""
+
+    class Both(torch.optim.Optimizer):
+        def __init__(self, *inner: torch.optim.Optimizer) -> None:
+            self.inner = inner
+
+    model = nn.Linear(2, 1)
+    both = Both(torch.optim.SGD([model.weight], lr=0.1), torch.optim.Adam([model.bias]))
+    with torchlift.Keeper(tmp_path, background=False) as keeper:
+        with pytest.raises(CheckpointError, match=r"'optimizer': .*Both\.inner\[0\], Both\.inner"):
+            keeper.save(1, model=model, optimizer=both)
+        assert keeper.save(1, model=model, sgd=both.inner[0], adam=both.inner[1])
+
+
+@pytest.mark.parametrize(
+    ("saved", "now"),
+    [
+        (lambda m: Stateful(1), lambda m: torch.optim.SGD(m.parameters(), lr=0.1)),
+        (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), lambda m: Stateful(1)),
+        (lambda m: [1, 2], lambda m: nn.Linear(1, 1)),
+        (lambda m: nn.Linear(1, 1), lambda m: Stateful(1)),
+    ],
+)
+def test_a_name_that_is_now_another_kind_of_object_changes_nothing(
+    tmp_path: Path, saved: Callable[[nn.Module], Any], now: Callable[[nn.Module], Any]
+) -> None:
+    """A state that is not one of its object: an error, and all are as before."""
+    model = nn.Linear(2, 1)
+    with torchlift.Keeper(tmp_path, background=False) as keeper:
+        keeper.save(1, model=model, thing=saved(model))
+        other = nn.Linear(2, 1)
+        run = {"model": other, "thing": now(other)}
+        before = everything(run)
+        with pytest.raises((CheckpointError, KeyError)):
+            keeper.resume(run)
+        assert same(everything(run), before)
+
+
+def test_a_model_on_meta_with_optimizers_of_one_parameter_is_refused(tmp_path: Path) -> None:
+    """Their moments would lie on meta. The way out works."""
+
+    def pair(device: str) -> dict[str, Any]:
+        with torch.device(device):
+            model = nn.Linear(2, 1)
+        optimizers = {name: torch.optim.Adam(model.parameters()) for name in ("one", "two")}
+        return {"model": model, **optimizers}
+
+    run = pair("cpu")
+    for name in ("one", "two"):
+        run["model"](torch.ones(1, 2)).sum().backward()
+        run[name].step()
+    with torchlift.Keeper(tmp_path, background=False) as keeper:
+        keeper.save(1, run)
+        with pytest.raises(PlacementError, match=r"parameters on meta.*materialize"):
+            keeper.resume(pair("meta"))
+        again = pair("cpu")
+        assert keeper.resume(again) == 1
+    for name in ("one", "two"):
+        one, two = (each[name].state[each["model"].weight]["exp_avg"] for each in (run, again))
+        assert torch.equal(one, two)
+    assert os.listdir(tmp_path) == ["step-000000001.pt"]
+
+
+def go_on(folder: str, saves: bool) -> list[float]:
+    """Train two sharded models with two optimizers from where the folder is; the next losses."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    torch.manual_seed(0 if saves else 1)
+    one, two = nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 1))
+    for module in (one, two[0], two) if ranks > 1 else ():
+        fully_shard(module, mesh=init_device_mesh("cpu", (ranks,)))
+    first = torch.optim.AdamW(one.parameters(), lr=0.02)
+    run: dict[str, Any] = {
+        "one": one,
+        "two": two,
+        "first": first,
+        "second": torch.optim.SGD(two.parameters(), lr=0.1, momentum=0.9),
+        "scheduler": torch.optim.lr_scheduler.StepLR(first, 2),
+    }
+    losses = []
+    with torchlift.Keeper(folder, background=False) as keeper:
+        step = 0 if saves else keeper.resume(run)
+        assert step is not None
+        for number in range(step, step + 3 + 3 * saves):
+            # All ranks have one batch: the mean of their gradients is that of one process.
+            inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
+            loss = run["two"](run["one"](inputs)).square().mean()
+            loss.backward()
+            for name in ("first", "second"):
+                run[name].step()
+                run[name].zero_grad()
+            run["scheduler"].step()
+            losses.append(loss.item())
+            if saves and number == 2:
+                keeper.save(3, run)
+    return losses[-3:]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 2), (2, 2)])
+def test_a_run_goes_on_with_equal_losses_on_any_number_of_ranks(
+    tmp_path: Path, before: int, now: int
+) -> None:
+    """To the bit, where the arithmetic is: a folder of several ranks, and a file of one."""
+    on_ranks = torchlift.distributed.on_ranks
+    expected = go_on(str(tmp_path), True) if before == 1 else None
+    expected = expected or on_ranks(before, go_on, str(tmp_path), True)[0]
+    (left,) = os.listdir(tmp_path)
+    assert left.endswith(".pt") == (before == 1)
+    found = [go_on(str(tmp_path), False)] if now == 1 else None
+    found = found or on_ranks(now, go_on, str(tmp_path), False)
+    assert found == [expected] * now
+
+
+def keep_own_codes(folder: str) -> None:
+    """Save a parameter, and an optimizer's state, of which each rank has its own values."""
+    import torch.distributed as dist
+
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with torch.no_grad():
+        model.weight.fill_(dist.get_rank())
+        model.bias.fill_(5)
+    optimizer.state[model.bias] = {"momentum_buffer": torch.full((1,), float(dist.get_rank()))}
+    with torchlift.Keeper(folder) as keeper:
+        keeper.save(1, model=model, optimizer=optimizer)
+
+
+@pytest.mark.distributed
+def test_another_number_of_ranks_does_not_take_the_values_of_one_rank(tmp_path: Path) -> None:
+    """They differed under one name: an error before anything changes, and its way out works."""
+    torchlift.distributed.on_ranks(2, keep_own_codes, str(tmp_path))
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    run = {"model": model, "optimizer": optimizer}
+    before = everything(run)
+    with torchlift.Keeper(tmp_path) as keeper:
+        with pytest.raises(
+            PlacementError, match=r"values of its own .* 2 ranks; found 1"
+        ) as caught:
+            keeper.resume(run)
+        assert same(everything(run), before)
+        assert caught.value.hint == (
+            "Pass exclude=['model.weight', 'optimizer'] to leave them as they are."
+        )
+        assert keeper.resume(run, exclude=["model.weight", "optimizer"]) == 1
+        assert torch.equal(model.weight, before["model"]["weight"])
+        assert model.bias.item() == 5
+
+
+def test_another_number_of_groups_is_refused_with_its_scheduler(tmp_path: Path) -> None:
+    """A scheduler keeps a learning rate for each group: it would fail at its next step."""
+
+    def made(groups: int) -> dict[str, Any]:
+        model = nn.Linear(2, 1)
+        params = [{"params": [p]} for p in model.parameters()] if groups > 1 else model.parameters()
+        optimizer = torch.optim.AdamW(params)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+    with torchlift.Keeper(tmp_path, background=False) as keeper:
+        keeper.save(1, made(1))
+        run = made(2)
+        before = everything(run)
+        with pytest.raises(CheckpointError, match="another number of parameter groups"):
+            keeper.resume(run)
+        assert same(everything(run), before)
+        assert keeper.resume(run, exclude=["scheduler"]) == 1

@@ -1,0 +1,240 @@
+"""The layout of optimizer state is what was saved, not what a shape suggests."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from optimizer_kinds import whole
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import torchlift
+import torchlift.distributed as ours
+from torchlift.distributed import on_ranks
+
+pytestmark = pytest.mark.distributed
+
+
+class Whitening(torch.optim.Optimizer):
+    """Keeps a moment, and a plain square matrix whose size is that of the last dimension."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                state, size = self.state[param], param.shape[-1]
+                if not state:
+                    state["moment"] = torch.zeros_like(param)
+                    state["whiten"] = {"right": torch.eye(size)}
+                state["moment"] += param.grad
+                state["whiten"]["right"] += torch.arange(float(size * size)).view(size, size)
+                param.sub_(state["moment"], alpha=group["lr"])
+
+
+class Weights(nn.Module):
+    """A square weight, and one that is not."""
+
+    def __init__(self, sharded: bool, square_only: bool = False) -> None:
+        super().__init__()
+        self.square = self._made(sharded, 4, 4)
+        if not square_only:
+            self.wide = self._made(sharded, 2, 4)
+
+    def _made(self, sharded: bool, *shape: int) -> nn.Parameter:
+        values = torch.arange(float(shape[0] * shape[1])).view(shape)
+        if sharded:
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            return nn.Parameter(distribute_tensor(values, mesh, [Shard(0)]))
+        return nn.Parameter(values)
+
+
+def stepped(sharded: bool, square_only: bool = False, times: int = 2) -> Any:
+    model = Weights(sharded, square_only)
+    optimizer = Whitening(model.parameters())
+    for _ in range(times):
+        for param in model.parameters():
+            param.grad = param.detach() / 10
+        optimizer.step()
+    return model, optimizer
+
+
+def require_same(optimizer: Any, expected: Any) -> None:
+    """Compare states tensor by tensor, with their layouts; of a DTensor the whole tensor."""
+    states = zip(optimizer.state.values(), expected.state.values(), strict=True)
+    for found, wanted in states:
+        right, other = found["whiten"]["right"], wanted["whiten"]["right"]
+        assert not isinstance(right, DTensor)
+        assert torch.equal(right, other)
+        moment, other = found["moment"], wanted["moment"]
+        assert isinstance(moment, DTensor)
+        assert torch.equal(moment.full_tensor(), whole(other))
+
+
+def recorded_on_a_mesh(folder: str) -> None:
+    """Into a fresh optimizer, and one that has stepped; out of every form of a state."""
+    for square_only in (True, False):
+        source = stepped(True, square_only)
+        nested = ours.get_optimizer_state_dict(*source)
+        assert nested["param_groups"][0]["state_layouts"] == ["whiten.right plain"]
+        options = ours.StateDictOptions(full_state_dict=True)
+        gathered = ours.get_optimizer_state_dict(*source, options=options)
+        flat = ours.get_optimizer_state_dict(
+            *source, options=ours.StateDictOptions(flatten_optimizer_state_dict=True)
+        )
+        path = os.path.join(folder, f"saved {square_only}")
+        torchlift.save({"optim": nested}, path, format="dcp")
+        torchlift.save({"optim": flat}, path + " flat", format="dcp")
+        for times in (0, 1):
+            for state, chosen in ((nested, None), (gathered, options), (flat, None)):
+                model, optimizer = stepped(True, square_only, times)
+                ours.set_optimizer_state_dict(model, optimizer, state, options=chosen)
+                require_same(optimizer, source[1])
+                assert "state_layouts" not in optimizer.param_groups[0]
+            for name in (path, path + " flat"):
+                model, optimizer = stepped(True, square_only, times)
+                ours.load_optimizer(model, optimizer, name, root="optim")
+                require_same(optimizer, source[1])
+
+
+def test_the_layout_of_a_square_matrix_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SOAP, Shampoo, whitening: on as many ranks, nested, gathered, flat and out of files."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    on_ranks(2, recorded_on_a_mesh, str(tmp_path))
+
+
+def of_one_process(folder: str) -> None:
+    """The other weight tells which path has a number for each element. Nothing tells the rest."""
+    known, unknown = os.path.join(folder, "known.pt"), os.path.join(folder, "unknown.pt")
+    if dist.get_rank() == 0:
+        for path, square_only in ((known, False), (unknown, True)):
+            saved = ours.get_optimizer_state_dict(*stepped(False, square_only))
+            torch.save({"optim": saved}, path)
+    dist.barrier()
+    for path, square_only, entry in (
+        (known, False, "wide.whiten.right"),
+        (unknown, True, "square.moment"),
+    ):
+        model, optimizer = stepped(True, square_only, times=0)
+        with pytest.raises(ours.StateDictMismatch, match="the layout of a state") as caught:
+            ours.load_optimizer(model, optimizer, path, root="optim")
+        assert caught.value.entry == entry
+        assert not optimizer.state
+        # The way out: its own tensors tell, once it has taken a step.
+        model, optimizer = stepped(True, square_only, times=1)
+        ours.load_optimizer(model, optimizer, path, root="optim")
+        require_same(optimizer, stepped(False, square_only)[1])
+
+
+def test_a_state_of_one_process_with_an_unknown_layout_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its shape alone never decides."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    on_ranks(2, of_one_process, str(tmp_path))
+
+
+def known_by_the_optimizer(folder: str) -> None:
+    """torch's optimizers say without a step, and without memory, how their state is laid out."""
+    path = os.path.join(folder, "adam.pt")
+    if dist.get_rank() == 0:
+        model = Weights(False, square_only=True)
+        optimizer = torch.optim.Adam(model.parameters())
+        model.square.grad = torch.ones(4, 4)
+        optimizer.step()
+        torch.save({"optim": ours.get_optimizer_state_dict(model, optimizer)}, path)
+    dist.barrier()
+    model = Weights(True, square_only=True)
+    for options in ({}, {"foreach": False}, {"amsgrad": True}, {"capturable": False}):
+        optimizer = torch.optim.Adam(model.parameters(), **options)
+        ours.load_optimizer(model, optimizer, path, root="optim")
+        moment = optimizer.state[model.square]["exp_avg"]
+        assert isinstance(moment, DTensor)
+        assert torch.allclose(moment.full_tensor(), torch.full((4, 4), 0.1))
+
+
+def test_an_optimizer_that_makes_its_state_apart_tells_its_layout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a square weight alone, saved by one process, loads on two ranks."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    on_ranks(2, known_by_the_optimizer, str(tmp_path))
+
+
+class Rows(torch.optim.Optimizer):
+    """Keeps a number for each row of a weight, sharded as the rows are."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if not self.state[param]:
+                    zeros = torch.zeros(param.shape[0])
+                    self.state[param]["rows"] = distribute_tensor(
+                        zeros, param.device_mesh, [Shard(0)]
+                    )
+                self.state[param]["rows"] += param.grad.sum(1)
+                param.sub_(self.state[param]["rows"].unsqueeze(1) * param, alpha=group["lr"])
+
+
+def of_another_shape(folder: str) -> None:
+    """It is recorded; where it is not, the optimizer's own tensors tell, after one step."""
+    path = os.path.join(folder, "rows")
+
+    def made(times: int) -> Any:
+        model = Weights(True)
+        optimizer = Rows(model.parameters())
+        for _ in range(times):
+            for param in model.parameters():
+                param.grad = param.detach() / 10
+            optimizer.step()
+        return model, optimizer
+
+    source = made(2)
+    options = ours.StateDictOptions(full_state_dict=True)
+    nested = ours.get_optimizer_state_dict(*source)
+    gathered = ours.get_optimizer_state_dict(*source, options=options)
+    assert nested["param_groups"][0]["state_layouts"] == ["rows S0"]
+    torchlift.save({"optim": nested}, path, format="dcp")
+    unknown = {**gathered, "param_groups": [dict(gathered["param_groups"][0])]}
+    del unknown["param_groups"][0]["state_layouts"]
+    loads: list[Any] = [
+        lambda *to: ours.set_optimizer_state_dict(*to, gathered, options=options),
+        lambda *to: ours.set_optimizer_state_dict(*to, nested),
+        lambda *to: ours.load_optimizer(*to, path, root="optim"),
+        lambda *to: ours.set_optimizer_state_dict(*to, unknown, options=options),
+    ]
+    for load in loads:
+        for times in (0, 1):
+            model, optimizer = made(times)
+            if load is loads[-1] and not times:
+                with pytest.raises(ours.StateDictMismatch, match="the layout of a state") as e:
+                    load(model, optimizer)
+                assert e.value.entry == "square.rows"
+                continue
+            load(model, optimizer)
+            states = zip(optimizer.state.values(), source[1].state.values(), strict=True)
+            for found, expected in states:
+                assert found["rows"].placements == (Shard(0),)
+                assert torch.equal(found["rows"].full_tensor(), expected["rows"].full_tensor())
+
+
+def test_a_sharded_state_of_another_shape_never_becomes_plain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next step would fail, of factored moments, say."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    on_ranks(2, of_another_shape, str(tmp_path))

@@ -1,0 +1,246 @@
+"""Values that only look replicated: different on two ranks, under one name."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from optimizer_kinds import Codes, Net, losses
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import torchlift
+import torchlift.distributed as ours
+from torchlift._save import checksums_of, find_differences
+from torchlift.distributed import CheckpointWriter, on_ranks
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
+]
+
+PLACES = ["folder", "x.pt", "x.safetensors"]
+
+
+def experts(scale: float = 1.0) -> dict[str, torch.Tensor]:
+    """Two plain tensors; one has values of its own on each rank."""
+    rank = dist.get_rank()
+    return {
+        "shared": torch.arange(6.0),
+        "expert": torch.full((3, 2), scale * rank),
+        "step": torch.tensor(7),
+    }
+
+
+def refused_by_the_writer(folder: str) -> None:
+    """Save what differs in each format: refused by name, and the older checkpoint stays."""
+    rank = dist.get_rank()
+    for name in PLACES:
+        path = os.path.join(folder, name)
+        dcp.save(experts(0.0), storage_writer=CheckpointWriter(path))
+        with pytest.raises(CheckpointException, match="'expert': the ranks hold different values"):
+            dcp.save(experts(), storage_writer=CheckpointWriter(path))
+        dist.barrier()
+        with torchlift.open(path) as ckpt:
+            assert torch.equal(ckpt["expert"], torch.zeros(3, 2))
+        # The way out: the values of the first rank, whichever one DCP would have chosen.
+        writer = CheckpointWriter(path, replicated="rank0")
+        state = {f"expert{number}": torch.full((5,), 1.0 + rank) for number in range(4)}
+        dcp.save(state, storage_writer=writer)
+        with torchlift.open(path) as ckpt:
+            assert all(torch.equal(ckpt[key], torch.ones(5)) for key in state)
+        dist.barrier()
+        shapes = {"codes": torch.ones(3 + rank)}
+        for asked in ("equal", "rank0"):
+            writer = CheckpointWriter(path, replicated=asked)  # type: ignore[arg-type]
+            with pytest.raises(CheckpointException, match="'codes': the ranks hold different"):
+                dcp.save(shapes, storage_writer=writer)
+        dist.barrier()
+    wrong = CheckpointWriter(folder, replicated="rank0" if rank else "equal")
+    with pytest.raises(CheckpointException, match="same replicated=; expected 'equal', as on"):
+        dcp.save(experts(0.0), storage_writer=wrong)
+
+
+def test_the_writer_refuses_what_differs_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DCP would keep the values of one rank for all (bitsandbytes#1840, KempnerForge#202)."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    on_ranks(2, refused_by_the_writer, str(tmp_path))
+    with pytest.raises(ValueError, match="replicated='all': expected"):
+        CheckpointWriter(tmp_path, replicated="all")  # type: ignore[arg-type]
+
+
+class Normed(nn.Module):
+    """A weight, beside statistics that each rank gathers of its own data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+        self.layer = nn.Linear(2, 2)
+
+
+def buffers_by_the_writer(folder: str) -> None:
+    """Statistics are saved once; a parameter of the same module that differs is refused."""
+    torch.manual_seed(0)
+    model = Normed()
+    rank = dist.get_rank()
+    model.norm.running_mean.fill_(1.0 + rank)  # type: ignore[union-attr]
+    for name in PLACES:
+        path = os.path.join(folder, name)
+        dcp.save(dict(model.state_dict()), storage_writer=CheckpointWriter(path))
+        with torchlift.open(path) as ckpt:
+            assert float(ckpt["norm.running_mean"][0]) in (1.0, 2.0)
+        dist.barrier()
+    with torch.no_grad():
+        model.norm.weight.fill_(1.0 + rank)
+    with pytest.raises(CheckpointException, match=r"'norm\.weight': the ranks hold different"):
+        dcp.save(dict(model.state_dict()), storage_writer=CheckpointWriter(folder + "/refused"))
+
+
+def test_buffers_are_saved_once_as_in_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """BatchNorm's statistics differ on the ranks of nearly every job."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    on_ranks(2, buffers_by_the_writer, str(tmp_path))
+
+
+def replicated_dtensors(folder: str) -> None:
+    """A replica of a DTensor that has drifted is refused; shards are not compared."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2,))
+    state: dict[str, Any] = {
+        "copied": distribute_tensor(torch.ones(4), mesh, [Replicate()]),
+        "sharded": distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]),
+    }
+    dcp.save(state, storage_writer=CheckpointWriter(folder + "/saved"))
+    with torchlift.open(folder + "/saved") as ckpt:
+        assert torch.equal(ckpt["sharded"], torch.arange(4.0))
+    assert {part.key for part in checksums_of(state)} == {"copied"}
+    state["copied"].to_local().add_(rank)
+    with pytest.raises(CheckpointException, match="'copied': the ranks hold different values"):
+        dcp.save(state, storage_writer=CheckpointWriter(folder + "/saved"))
+
+
+def test_replicas_of_dtensors_are_compared_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Part by part, so that shards are not."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    on_ranks(2, replicated_dtensors, str(tmp_path))
+
+
+def test_checksums_tell_values_shapes_and_dtypes_apart() -> None:
+    """However the values lie in memory; bits count, so that a NaN equals itself."""
+    values = torch.randn(3, 4)
+    values[0, 0] = torch.nan
+    first = checksums_of({"a": values, "b": values, "c": values, "d": values})
+    others = {
+        "a": values.t().contiguous().t(),
+        "b": values.view(4, 3),
+        "c": values.double(),
+        "d": values.nan_to_num(),
+        "e": values,
+    }
+    found = find_differences({0: first, 3: checksums_of(others)})
+    differing = {part.key: tuple(each) for part, each in found.items()}
+    assert differing == dict.fromkeys("bcd", (0, 3))
+
+
+class Experts(nn.Module):
+    """A sharded weight beside plain experts, which are others on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        self.router = nn.Parameter(distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)]))
+        self.expert = nn.Parameter(torch.randn(4, 4))
+        self.register_buffer("seen", torch.full((2,), float(dist.get_rank())))
+
+
+def refused_while_reading() -> None:
+    """Read what torch's writer would keep of one rank: refused, gathered or not."""
+    model = Experts()
+    optimizer = torch.optim.Adam(model.parameters())
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    full = ours.StateDictOptions(full_state_dict=True)
+    for options in (None, full, ours.StateDictOptions(full_state_dict=True, cpu_offload=True)):
+        assert len(ours.get_state_dict(model, optimizer, options=options)) == 2
+    moment = optimizer.state[model.expert]["exp_avg"]
+    kept = moment.clone()
+    moment.add_(dist.get_rank())
+    for options in (None, full):
+        assert ours.get_model_state_dict(model, options=options).keys() >= {"expert"}
+        name = r"'state\.expert\.exp_avg': the ranks hold different values"
+        with pytest.raises(ours.StateDictMismatch, match=name) as caught:
+            ours.get_optimizer_state_dict(model, optimizer, options=options)
+        assert "under a name of each rank" in str(caught.value)
+    moment.copy_(kept)
+    count = optimizer.state[model.expert]["step"]
+    count += dist.get_rank()
+    with pytest.raises(ours.StateDictMismatch, match=r"'state\.expert\.step': the ranks hold"):
+        ours.get_optimizer_state_dict(model, optimizer)
+    count -= dist.get_rank()
+    with torch.no_grad():
+        model.expert.add_(dist.get_rank())
+    for options in (None, full):
+        with pytest.raises(ours.StateDictMismatch, match="'expert': the ranks hold different"):
+            ours.get_state_dict(model, optimizer, options=options)
+        ours.get_optimizer_state_dict(model, optimizer, options=options)
+    # Nothing ties the ranks of a plain model together, so the caller names them.
+    torch.manual_seed(0)
+    plain = nn.Linear(2, 1)
+    nn.init.constant_(plain.bias, dist.get_rank())
+    assert float(ours.get_model_state_dict(plain)["bias"]) == dist.get_rank()
+    with pytest.raises(ours.StateDictMismatch, match="'bias': the ranks hold different values"):
+        ours.get_model_state_dict(plain, process_group=dist.group.WORLD)
+
+
+def test_plain_values_beside_shards_are_compared_when_they_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For torch's own writer keeps one rank's of them, and would not say so."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    on_ranks(2, refused_while_reading)
+
+
+def eight_bits_of_each_rank(folder: str) -> None:
+    """Follow the way out: each rank's state under a name of its own goes on to the bit."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2,))
+    model = fully_shard(Net(), mesh=mesh)
+    optimizer = Codes(model.parameters())
+    losses(model, optimizer, 3)
+    with pytest.raises(ours.StateDictMismatch, match=r"'state\..*codes': the ranks hold"):
+        ours.get_state_dict(model, optimizer)
+    own = {f"rank{rank}": optimizer.state_dict()}
+    state: dict[str, Any] = {"optimizer": own[f"rank{rank}"]}
+    with pytest.raises(CheckpointException, match="codes': the ranks hold different values"):
+        dcp.save(state, storage_writer=CheckpointWriter(folder + "/refused"))
+    state = {"model": ours.get_model_state_dict(model), **own}
+    dcp.save(state, storage_writer=CheckpointWriter(folder + "/saved"))
+    again = fully_shard(Net(seed=1), mesh=mesh)
+    loaded = Codes(again.parameters())
+    torchlift.load(again, folder + "/saved", root="model")
+    ours.load_optimizer(again, loaded, folder + "/saved", root=f"rank{rank}")
+    assert losses(again, loaded, 5) == losses(model, optimizer, 5)
+
+
+def test_8_bit_state_of_each_rank_is_refused_and_kept_under_its_own_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its codes are plain tensors of the rank's own shard (bitsandbytes#1840)."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    on_ranks(2, eight_bits_of_each_rank, str(tmp_path))
