@@ -330,7 +330,7 @@ class OptimizerSlots:
         elif expected is None:
             # Factored moments (Adafactor) have a shape of their own, so only the optimizer knows.
             expected = owner.initial.get(path)
-            if expected is None and is_dtensor(owner.param) and not is_dtensor(value):
+            if expected is None and is_dtensor(owner.param) and _is_in_shards(value):
                 raise _unknown_layout(owner, value, path)
         if expected is not None and expected.shape != value.shape:
             raise StateDictMismatch(
@@ -376,8 +376,8 @@ class OptimizerSlots:
         is_known = not is_dtensor(owner.param) or is_dtensor(value)
         if is_known or owner.name in self._saved.layouts or not self._options.full_state_dict:
             return True
-        if isinstance(value, FileTensor) and len(value.entry.chunks) > 1:
-            return True  # several ranks wrote it
+        if _is_in_shards(value):
+            return True
         if not _is_square(owner.param):
             return True
         known = self._of_each_element.get(path)
@@ -386,6 +386,11 @@ class OptimizerSlots:
         if known is None:
             raise _unknown_layout(owner, value, path)
         return known
+
+
+def _is_in_shards(value: Stored) -> bool:
+    """Return whether several ranks wrote a tensor of a file: it was no plain one."""
+    return isinstance(value, FileTensor) and len(value.entry.chunks) > 1
 
 
 def _blank(layout: str, owner: _Owner, value: Stored, path: tuple[Any, ...]) -> torch.Tensor:

@@ -82,7 +82,8 @@ def read_optimizers(
                 if torch.is_tensor(leaf) and (leaf.dim() or is_dtensor(leaf))
                 if leaf.shape != param.shape or spread_of(leaf) != spread_of(param)
             }
-            if layouts:
+            # One with this method shows the layout again when its state is loaded, as torch's do.
+            if layouts and not hasattr(type(optimizer), "_init_group"):
                 made[_LAYOUTS] = sorted(layouts)
             groups.append(made)
     found = {_STATE: state, _GROUPS: groups}
