@@ -322,28 +322,36 @@ def test_an_object_that_cannot_take_its_state_back_is_refused_when_it_is_saved(
 
 
 class Renaming(nn.Linear):
-    """Its state has other names than its parameters, and only its own method loads it."""
+    """Its state has other names than its parameters, and rows in another order."""
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        return {f"x.{key}": value for key, value in super().state_dict().items()}
+        return {f"x.{key}": value.flip(0) for key, value in super().state_dict().items()}
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]
+        found = {key.removeprefix("x."): value.flip(0) for key, value in state_dict.items()}
+        return super().load_state_dict(found, strict)
 
 
-class Prefixing(nn.Linear):
-    """Its method is as torch's."""
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_model_whose_class_renames_its_state_is_resumed(tmp_path: Path, count: int) -> None:
+    """Its own methods are called as those of a root, also if there are several models."""
 
-    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
-        return super().state_dict(*args, **options)
+    def build() -> dict[str, Any]:
+        models = {f"model{n}": Renaming(2, 3) for n in range(count)}
+        optimizers = {
+            f"adam{n}": torch.optim.Adam(m.parameters()) for n, m in enumerate(models.values())
+        }
+        for model, optimizer in zip(models.values(), optimizers.values(), strict=True):
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+        return {**models, **optimizers}
 
-
-def test_a_model_whose_class_renames_its_state_is_refused_when_it_is_saved(tmp_path: Path) -> None:
-    """Resume would not find the names. A method that keeps the names is no obstacle."""
+    objects, others = build(), build()
     with torchlift.Keeper(tmp_path, background=False) as keeper:
-        with pytest.raises(PlacementError, match="'model': its class has a state_dict of its own"):
-            keeper.save(1, model=Renaming(2, 1))
-        model, other = Prefixing(2, 1), Prefixing(2, 1)
-        assert keeper.save(1, model=model)
-        assert keeper.resume(model=other) == 1
-        assert same(model.state_dict(), other.state_dict())
+        assert keeper.save(1, **objects)
+        assert keeper.resume(**others) == 1
+    for name, obj in objects.items():
+        assert same(obj.state_dict(), others[name].state_dict())
 
 
 def test_an_optimizer_that_only_holds_others_is_refused_by_name(tmp_path: Path) -> None:

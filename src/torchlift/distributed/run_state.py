@@ -25,7 +25,6 @@ from torchlift._model import (
     Names,
     StepResult,
     is_dtensor,
-    own,
     uses_fsdp1,
     versioned,
 )
@@ -199,26 +198,11 @@ def _require_resumable(obj: Any) -> None:
     elif _gives_state(obj) and not callable(getattr(obj, "load_state_dict", None)):
         problem = "has state_dict, but not load_state_dict"
         hint = "Add that method, or pass what state_dict() returns: plain data."
-    elif isinstance(obj, nn.Module) and not _keeps_names(obj):
-        problem = "its class has a state_dict of its own, whose names resume would not find"
-        hint = "Rename in hooks, such as those of register_state_dict_post_hook."
     elif _holds_state(obj, set()):
         problem = "a container of objects that have a state, which resume would not find"
         hint = "Pass each under a name: **{f'model_{n}': each for n, each in enumerate(models)}."
     if problem:
         raise PlacementError(problem, found=type(obj).__name__, hint=hint)
-
-
-def _keeps_names(module: nn.Module) -> bool:
-    """Return whether a module's state has the same names where another module holds it."""
-    if type(module).state_dict is nn.Module.state_dict:
-        return True
-    holder = nn.ModuleDict()
-    holder._modules["it"] = module
-    try:
-        return [f"it.{key}" for key in own(module, "state_dict")()] == [*holder.state_dict()]
-    except TypeError:  # its method takes no prefix
-        return False
 
 
 def _holds_state(obj: object, above: set[int]) -> bool:
