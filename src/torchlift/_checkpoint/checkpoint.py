@@ -436,7 +436,7 @@ class MappedViews:
 
     def __init__(self, index: Index) -> None:
         self.index = index
-        self.files, self._storages = Files(index.files, index.confirm), index.storages
+        self.files, self._storages = Files(index.files), index.storages
         self.is_away = any(isinstance(file, Url) for file in index.files)
         self._bases: dict[tuple[str, torch.dtype | None], torch.UntypedStorage] = {}
         self._inflated: dict[Record, bytearray] = {}

@@ -457,7 +457,7 @@ def _plan_named(
     called = candidates if options.rename is not None or naming is not None or own_calls else {}
     plan = _assemble(origin, tree.groups, matched, work, called, excusable, later, canonical)
     extra = 0 if check_shapes else _transformed_bytes(work.steps)
-    requests = origin.requests - before + _requests(work.steps, origin)
+    requests = origin.requests - before + _requests(work.steps)
     if outcome.taken:
         found = {canonical(name): candidates[name] for name in outcome.taken}
         taken = {name: _taken_report(name, one, origin) for name, one in found.items()}
@@ -647,9 +647,9 @@ def _peak(work: Work, steps: Sequence[Step], origin: Origin) -> int:
     return new + made + kept + staged + _inflated_bytes(steps, origin)
 
 
-def _requests(steps: Sequence[Step], origin: Origin) -> int:
+def _requests(steps: Sequence[Step]) -> int:
     """Return how many ranges of URLs the steps that are not done yet ask for."""
-    views, found = origin.views, list[tuple[TensorEntry, bool]]()
+    found = list[tuple[TensorEntry, bool]]()
     for step in steps:
         entry = step.entry
         if entry is None or not entry.chunks or not isinstance(entry.chunks[0].file, Url):
@@ -659,7 +659,7 @@ def _requests(steps: Sequence[Step], origin: Origin) -> int:
         device, dtype = step.fetched_as
         if entry is not None:
             found.append((entry, device.type == "cpu" and dtype == step.candidate.dtype))
-    return count_ranges(found, views.files) if views is not None and found else 0
+    return count_ranges(found)
 
 
 def _transformed_bytes(steps: Sequence[Step]) -> int:

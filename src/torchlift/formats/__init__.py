@@ -59,7 +59,6 @@ from torchlift.formats.index import SUBCLASS as SUBCLASS
 from torchlift.formats.index import UNRESOLVED as UNRESOLVED
 from torchlift.formats.index import Array as Array
 from torchlift.formats.index import Chunk as Chunk
-from torchlift.formats.index import Header as Header
 from torchlift.formats.index import Index as Index
 from torchlift.formats.index import Kind as Kind
 from torchlift.formats.index import Leaf as Leaf

@@ -30,7 +30,6 @@ from torchlift.errors import (
     Argument,
     FormatError,
     Hint,
-    IntegrityError,
     MismatchError,
     did_you_mean,
 )
@@ -132,49 +131,6 @@ class Record(NamedTuple):
     size: int
     crc32: int
     method: int
-
-
-class Header(NamedTuple):
-    """What must stand before the payload of a record, in an archive behind a URL.
-
-    Both of its neighbours say that the payload begins where torch lays it; that is seen when the
-    payload is read, and before a byte of it counts.
-
-    Attributes:
-        at: first byte in the file.
-        name: of the record, as it is stored.
-        method: how it is compressed.
-    """
-
-    at: int
-    name: bytes
-    method: int
-
-    def check(self, data: bytes | bytearray | memoryview, file: str) -> None:
-        """Refuse bytes that are not this header, up to the first byte of the payload.
-
-        Raises:
-            IntegrityError: another header, or one of another length: the archive was made so that
-                programs see different bytes in it.
-        """
-        fixed = LOCAL.size
-        named = data[fixed : fixed + len(self.name)] == self.name
-        if len(data) >= fixed and named:
-            magic, flags, method, n_name, n_extra = LOCAL.unpack_from(data)
-            is_whole = n_name == len(self.name) and fixed + n_name + n_extra == len(data)
-            if (
-                magic == LOCAL_MAGIC
-                and is_whole
-                and method == self.method
-                and not flags & ENCRYPTED
-            ):
-                return
-        raise IntegrityError(
-            "a record does not begin where the records beside it say",
-            file=file,
-            entry=self.name.decode("utf-8", "replace"),
-            hint="Programs disagree on what is in such a file; fetch it, or write it again.",
-        )
 
 
 class Chunk(NamedTuple):
@@ -428,8 +384,6 @@ class Index:
             a list from a dict, nor 1 from "1".
         tree: the one object that was saved, made of records of the pickle; None where a
             format has names only.
-        confirm: file behind a URL -> first byte of a payload in it -> the header that must be
-            before it, for whoever reads the payload.
         beside: the `objects` of the whole, where this is what is under a root.
         noted: name that the file leaves out -> the key that has its values, where another library
             has noted a tie. A load uses it for a model that lacks a value; it is not a key.
@@ -451,7 +405,6 @@ class Index:
     aside: tuple[str, ...] = ()
     tree: tuple[object] | None = field(default=None, repr=False)
     guides: Mapping[str, Stamp] = field(default_factory=dict)
-    confirm: Mapping[str, Mapping[int, Header]] = field(default_factory=dict, repr=False)
     beside: Mapping[str, object] = field(default_factory=dict, repr=False)
     noted: Mapping[str, str] = field(default_factory=dict, repr=False)
 
@@ -500,7 +453,7 @@ def join(
         FormatError: two files have one key.
     """
     keyed = "entries", "objects", "blocked_keys"
-    rest = "blocked_tensors", "storages", "files", "module_versions", "templates", "confirm"
+    rest = "blocked_tensors", "storages", "files", "module_versions", "templates"
     names = (*keyed, *rest, "noted")
     merged: dict[str, Any] = {name: {} for name in names}
     for index in indexes:

@@ -148,7 +148,6 @@ def index_of(
         entries=entries,
         storages=resolver.storages,
         files={source.path: source.stamp},
-        confirm={source.path: source.foreseen} if source.foreseen else {},
         objects=flat.objects,
         metadata=metadata,
         blocked=tuple(dict.fromkeys((*world.blocked, *globals_in(flat.blocked)))),
