@@ -205,7 +205,7 @@ def test_a_dcp_folder_takes_its_metadata(server: RangeServer) -> None:
     """And the values that are no tensors, which lie together; a tensor's own item comes later."""
     distributed(server.folder / "step4")
     server.forget()
-    found = read_index(server.url("step4"))
+    found = read_index(server.url("step4/.metadata"))
     assert server.requests <= 4
     local = read_index(server.folder / "step4")
     assert found.objects == local.objects
@@ -229,7 +229,7 @@ def test_a_dcp_folder_takes_its_metadata(server: RangeServer) -> None:
 def test_a_dcp_folder_of_a_url_is_pickled(server: RangeServer) -> None:
     """Before its data was looked at, and after."""
     distributed(server.folder / "step4")
-    found = torchlift.open(server.url("step4"))
+    found = torchlift.open(server.url("step4/.metadata"))
     again = pickle.loads(pickle.dumps(found))
     assert list(again.entries) == list(found.entries)
     assert torch.equal(found["model.w3"], torchlift.open(server.folder / "step4")["model.w3"])
@@ -241,7 +241,7 @@ def test_items_that_are_not_what_the_metadata_says_are_refused(server: RangeServ
     """When they are resolved: nothing was shown of what only they could tell."""
     distributed(server.folder / "step4")
     (data,) = server.folder.glob("step4/*.distcp")
-    found = read_index(server.url("step4"))
+    found = read_index(server.url("step4/.metadata"))
     chunk = found.entries["model.w3"].chunks[0]
     with data.open("r+b") as file:
         file.seek(chunk.offset)

@@ -55,12 +55,16 @@ def test_a_url_shows_only_what_may_be_shown(tmp_path: Path, server: RangeServer)
 def test_every_format_is_the_same_from_a_url(
     place: Path, tmp_path: Path, server: RangeServer
 ) -> None:
-    """Entries, offsets, objects and notes; a folder by what it must hold."""
+    """Entries, offsets, objects and notes; a folder by its metadata."""
     name = str(place.relative_to(tmp_path / "served"))
     local = read_index(place)
-    if place.is_dir() and not (place / ".metadata").exists():
-        pytest.skip("HTTP lists no folders")
-    remote = read_index(server.url(name))
+    if place.is_dir():
+        with pytest.raises(FormatError, match="of a folder") as caught:
+            read_index(server.url(f"{name}/"))
+        assert ".metadata" in str(caught.value.hint)
+        if not (place / ".metadata").exists():
+            return
+    remote = read_index(server.url(f"{name}/.metadata" if place.is_dir() else name))
     assert facts(resolved(remote)) == facts(local)
     assert remote.path == server.url(name)
 

@@ -106,7 +106,7 @@ def test_every_format_gives_from_a_url_what_the_file_gives(
     folder.mkdir()
     for name, content in make(next(iter(seeds(tmp_path / "made")))).items():
         (folder / name).write_bytes(content)
-    path, url = folder / opened, server.url(f"d/{opened}")
+    path, url = folder / opened, server.url(f"d/{opened or '.metadata'}")
     if format in ("zero", "fsdp"):  # whose files have names of their own, and HTTP lists no folders
         url = f"memory://{tmp_path.name}/d"
         fsspec.filesystem("memory").put(str(folder), url, recursive=True)
@@ -451,7 +451,7 @@ def test_a_folder_of_dcp_costs_in_proportion_to_its_tensors(
             seen += event == "line"
             return trace if frame.f_code.co_filename.endswith("formats/source.py") else None
 
-        ckpt = torchlift.open(server.url(f"of{count}"))
+        ckpt = torchlift.open(server.url(f"of{count}/.metadata"))
         sys.settrace(trace)
         try:
             torchlift.load(model, ckpt)

@@ -755,9 +755,8 @@ def open(
             Only members of enums that ``torch.serialization.add_safe_globals`` knows are looked up,
             too.
         storage_options: of a URL: ``headers`` (a dict) for its host, ``tries`` without progress
-            (5), ``timeout`` in seconds without a byte (30), ``stream`` (whether a server that gives
-            no ranges may send the whole file, into a temporary one); and what fsspec takes for its
-            scheme.
+            (5), ``timeout`` in seconds without a byte (30), and options of fsspec for its scheme.
+            See :doc:`/remote`.
 
     Returns:
         The checkpoint, a lazy mapping and a context manager.

@@ -23,7 +23,6 @@ from torchlift._checkpoint import open as open_checkpoint
 from torchlift._store import (
     FileStamp,
     UrlStamp,
-    abandon,
     inside,
     is_url,
     listed,
@@ -32,7 +31,6 @@ from torchlift._store import (
     place_of,
     remove,
     stamp_now,
-    unfinished,
     upload,
 )
 from torchlift._system.text import clipped_list
@@ -420,7 +418,6 @@ class KeptFolder(RunFolder):
         self._others: set[str] = set()
         self._abandoned: set[str] = set()
         self._debris: set[str] = set()  # in a store, where nobody can tell what is a dead writer's
-        self._unfinished: list[tuple[str, str]] = []
         self._claim: AtomicFile | _Claim | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="torchlift-remover")
         self._removing: list[Future[list[str]]] = []
@@ -434,7 +431,6 @@ class KeptFolder(RunFolder):
         found = [_NAME.fullmatch(name) for name in names]
         if until is None and is_url(self.directory):
             self._debris = {name for name in names if _BEGUN.fullmatch(name)}
-            self._unfinished = unfinished(self.directory)
         here = [match for match in found if match and (until is None or int(match[1]) <= until)]
         self._own = {self._path(match[0]) for match in here if self._is_complete(match)}
         self._begun = {self._path(match[0]) for match in here} - self._own
@@ -534,9 +530,6 @@ class KeptFolder(RunFolder):
                     retired += _retire(path)
                 except (CheckpointError, OSError) as error:
                     failed.append(str(error))
-        if self._unfinished:
-            abandon(self.directory, self._unfinished)
-            self._unfinished = []
         others = {one.path for one in kept} - self._own - self._others
         if others:
             self._others |= others

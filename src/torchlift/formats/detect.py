@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from torchlift._store import (
+    exists,
     head_of,
     inside,
     is_folder,
@@ -167,6 +168,9 @@ def read_index(
     absolute = place_of(name, storage_options)
     try:
         with collection_paused(), errors_name(absolute):
+            # It names every file of its folder, which HTTP cannot list.
+            if name_of(absolute) == DCP_METADATA and exists(absolute):
+                return read_dcp(parent(absolute), [DCP_METADATA])
             if is_folder(absolute):
                 return _read_directory(absolute)
             return _read_file(absolute, Budget() if alone else None)
@@ -285,11 +289,12 @@ def _refuse(content: Content) -> Index:
 
 
 def _part_of_dcp(path: str) -> FormatError:
-    folder = printable(parent(path), 300)
+    # Not every server lists a folder, and not every folder on a disk has one file of metadata.
+    whole = inside(parent(path), DCP_METADATA) if is_url(path) else parent(path)
     return FormatError(
         "a part of a distributed checkpoint (DCP)",
-        expected="its folder",
-        hint=f"Open the folder, {folder!r}.",
+        expected="its folder, or its metadata",
+        hint=f"Open {printable(whole, 300)!r}.",
     )
 
 
