@@ -241,8 +241,6 @@ ROWS: dict[str, tuple[Make, str, str | None, str]] = {
         FORMAT, "archive/data/0", "a compressed record claims to hold more than it can"),
     "a bomb": (zipped(data=bytes(1 << 27), method=zipfile.ZIP_DEFLATED),
         FORMAT, "archive/data.pkl", "a record is too large to be read"),
-    "a bomb of code": (script(MODEL, code=bytes(1 << 27), method=zipfile.ZIP_DEFLATED),
-        FORMAT, "m/code/__torch__.py", "a record is too large to be read"),
     # 4. Notes.
     "version 0": (zipped(GOOD, notes={"version": b"0"}),
         FORMAT, "archive/version", "a record of the archive makes no sense"),
@@ -424,7 +422,7 @@ ROWS: dict[str, tuple[Make, str, str | None, str]] = {
     "an odd key of storages": (legacy({"w": legacy_tensor()}, keys=["0", LONG]),
         FORMAT, LONG, "a storage that no tensor uses"),
     "an odd name in a script": (script(Script("Model", {LONG: tensor(numel=5)})),
-        READ, None, "read"),  # nothing declares it, so torch drops it
+        FORMAT, "m/data/0", "does not have the size"),
     "an odd class": (script(Script("X" + LONG[:300].replace("\r", ""), {"w": tensor(numel=5)})),
         FORMAT, "m/data/0", "does not have the size"),
     "an odd name in a program": (program({LONG: weight(dtype=99)}),

@@ -741,9 +741,9 @@ def open(
             directories of ``torch.distributed.checkpoint`` (DCP), Megatron's among them, of
             DeepSpeed's ZeRO, and with a file for each rank of FSDP
             (``model_world_size_N_rank_R.pt``) or of DCP's ``HuggingFaceStorageWriter``, whose
-            slices are joined; GGUF; numpy's npz and npy. Of a program, the state
-            dict has its own names; what the program's text refers to comes below ``CONSTANTS``, and
-            other attributes of TorchScript modules below ``ATTRIBUTES``. Of ZeRO, the full weights
+            slices are joined; GGUF; numpy's npz and npy. Tensors of a program have their own names,
+            and its constants come below ``CONSTANTS``. The modules of a TorchScript archive give
+            every tensor that they hold, also one that no state dict has. Of ZeRO, the full weights
             have the model's names; the optimizer's state comes below ``optimizer`` and what else
             the training saved below ``training``, which loads into models leave out.
         root: keep only what is under this container and strip it: ``root="model"`` turns

@@ -197,7 +197,6 @@ def _join(path: str, files: Mapping[str, Index], budget: Budget, *, grows: bool 
         every={},
         storages=used_by(entries, storages),
         files={file: stamp for one in ranks for file, stamp in one.files.items()},
-        confirm={file: seen for one in ranks for file, seen in one.confirm.items()},
         objects={key: value for key, value in objects.items() if key not in blocked},
         metadata={},
         blocked=globals_in(blocked),
