@@ -196,16 +196,17 @@ class Http:
         known = self._located.get(origin)
         at = known or origin
         for _ in range(_MOST_REDIRECTS + 2):
-            parts, is_own = urlsplit(at), _host(at) == _host(origin)
+            host = _host(at)  # without a password, since stamps are shown
+            is_own = host == _host(origin)
             headers = {"Range": asked, "Accept-Encoding": "identity", "Accept": "*/*"}
             headers["User-Agent"] = "torchlift"
             if is_own:
                 headers |= self.secrets(url)
-            before = self._known(url, stamp, parts.netloc)
+            before = self._known(url, stamp, host[1])
             if before is not None and before.version[:1] == '"':  # a weak one matches nothing
                 headers["If-Match"] = before.version
-            key = os.getpid(), *_host(at)
-            connection, response = self._send(url, parts, key, headers)
+            key = os.getpid(), *host
+            connection, response = self._send(url, urlsplit(at), key, headers)
             try:
                 if is_own:
                     self.noted(url, response)
@@ -221,7 +222,7 @@ class Http:
                 elif status in (200, 206) or (stamp is None and _is_empty(response)):
                     if at != origin:
                         self._located[origin] = at
-                    yield response, parts.netloc
+                    yield response, host[1]
                     return
                 else:
                     _refuse(url, response, stamp)
