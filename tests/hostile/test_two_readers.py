@@ -183,7 +183,7 @@ POLYGLOTS = {
     "a storage in capitals": (
         lambda d: _names(d, (b"a/data/0", b"a/DATA/0")), "not written as torch writes it"),
     "a zero byte": (lambda d: _names(d, (b"a/byteorder", b"a/byte\0rder")), "zero byte"),
-    "a folder": (_folder, "a record that is a folder"),
+    "a folder": (_folder, r"a record that is a folder.*zip -0 -r -D"),
     "a name that is not UTF-8": (
         lambda d: _names(d, (b"a/byteorder", b"a/byte\xffrder")), "name is not UTF-8"),
 }  # fmt: skip

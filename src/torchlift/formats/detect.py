@@ -587,6 +587,7 @@ _DIRECTORIES: tuple[Reader, ...] = (
     _STATES[0],
     Reader(_indexes, _read_index_in),
     ranks.SLICES,
+    ranks.BARE_SAFETENSORS,
     _files(_ending(".safetensors")),
     *_STATES[1:],
     Reader(lambda content: any(map(_SHARDED.fullmatch, content.names)), _read_shards),

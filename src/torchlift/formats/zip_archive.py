@@ -396,7 +396,11 @@ def _entries(directory: bytes, count: int) -> Iterator[_Entry]:
         if flags & ENCRYPTED:
             raise FormatError("an encrypted record", entry=_text(name))
         if attributes & _FOLDER:
-            raise FormatError("a record that is a folder", entry=_text(name))
+            raise FormatError(
+                "a record that is a folder",
+                entry=_text(name),
+                hint="Zip the folder again, without records of folders: zip -0 -r -D.",
+            )
         if packed == FULL32 or size == FULL32 or header == FULL32:
             numbers = (size, packed, header)
             size, packed, header = _widened(numbers, directory[extra : extra + n_extra], name)
