@@ -432,5 +432,9 @@ def test_a_tensor_without_values_that_can_be_read_is_an_error_with_a_way_out() -
         with pytest.raises(PlacementError, match="the values of a tensor cannot be read") as caught:
             torchlift.digest(obj)
         assert caught.value.entry == entry
+    for one in (fake.bias, other):
+        with pytest.raises(PlacementError, match="'w': the values of a tensor cannot be read"):
+            torchlift.diff({"w": one}, {"w": torch.ones(one.shape)})
+    assert torchlift.diff({"w": other.to_dense()}, {"w": torch.ones(3)}).equal
     assert torchlift.digest({"w": other.to_dense()}) == torchlift.digest({"w": torch.ones(3)})
     assert len(torchlift.digest(nn.Linear(2, 2))) == 16

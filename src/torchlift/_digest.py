@@ -13,13 +13,12 @@ from typing import Any, BinaryIO
 import torch
 from torch import nn
 
-from torchlift._checkpoint import Checkpoint, dense_of, dtype_of
+from torchlift._checkpoint import Checkpoint, dtype_of, readable_parts
 from torchlift._model import (
     RankGroup,
     Spans,
     blocks,
     everything,
-    has_memory,
     is_dtensor,
     is_lazy,
     local_tensor,
@@ -266,23 +265,13 @@ def _of_tensor(key: str, tensor: torch.Tensor, path: str) -> Iterator[int]:
         name = _Name(key, tensor.dtype, tuple(tensor.shape))
         yield name.factor * total + (name.term if where and not any(coordinate) else 0)
         return
-    dense = dense_of(tensor)
+    dense = readable_parts(tensor, path, key)
     alone = len(dense) == 1 and dense[0] is tensor
     if not alone:
         # There may be none, and they are those of another layout or shape, too.
         shape = () if tensor.is_nested else tuple(tensor.shape)
         yield _Name(key, f"{tensor.dtype} {tensor.layout}", shape).term
     for number, each in enumerate(dense):
-        if not has_memory(each):  # a FakeTensor, or oneDNN's layout
-            raise PlacementError(
-                "the values of a tensor cannot be read",
-                file=path,
-                entry=key,
-                expected="a tensor whose values are in memory",
-                found=f"{type(each).__name__}, {each.dtype}, {each.layout}",
-                hint="Build the model outside of FakeTensorMode, and call to_dense() on a tensor "
-                "of a layout of its own.",
-            )
         name = _Name(key if alone else f"{key}\0{number}", each.dtype, tuple(each.shape))
         yield _weighted(name, _in_order(_blocks(each)))
 

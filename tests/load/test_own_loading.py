@@ -406,6 +406,24 @@ def test_two_loads_of_one_model_at_once_are_refused(tmp_path: Path) -> None:
     torchlift.load(model, path)
 
 
+def test_a_method_that_calls_load_is_refused_with_a_way_out(tmp_path: Path) -> None:
+    """It would call itself; the method of nn.Module is what it has to call."""
+
+    class Calling(nn.Linear):
+        through: Any = staticmethod(torchlift.load)
+
+        def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]
+            return self.through(self, state_dict)
+
+    torchlift.save(other := nn.Linear(2, 2), path := tmp_path / "a.pt")
+    model = Calling(2, 2)
+    with pytest.raises(torchlift.PlacementError, match=r"super\(\)\.load_state_dict"):
+        torchlift.load(model, path)
+    Calling.through = staticmethod(nn.Module.load_state_dict)
+    torchlift.load(model, path)
+    assert same(model, other)
+
+
 def test_a_method_that_loads_in_a_thread_of_its_own_is_refused(tmp_path: Path) -> None:
     """There it cannot wait for torchlift; the way out is torch's."""
 

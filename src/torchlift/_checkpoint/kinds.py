@@ -13,6 +13,7 @@ import torch
 from torchlift._model import (
     REBUILD_QUANTIZED,
     REBUILD_SPARSE,
+    has_memory,
     is_dtensor,
     make_wrapper,
     without_subclasses,
@@ -352,6 +353,27 @@ def dense_of(tensor: torch.Tensor, *, indices: bool = True) -> list[torch.Tensor
     tensor = tensor.coalesce() if tensor.layout == torch.sparse_coo else tensor
     found = [getattr(tensor, name)() for name in _INDICES[tensor.layout]]
     return [*(found if indices else ()), tensor.values()]
+
+
+def readable_parts(tensor: torch.Tensor, path: str, key: str) -> list[torch.Tensor]:
+    """Return what `dense_of` returns.
+
+    Raises:
+        PlacementError: torch shows no values of it: a FakeTensor, or oneDNN's layout.
+    """
+    parts = dense_of(tensor)
+    for each in parts:
+        if not has_memory(each):
+            raise PlacementError(
+                "the values of a tensor cannot be read",
+                file=path,
+                entry=key,
+                expected="a tensor whose values are in memory",
+                found=f"{type(each).__name__}, {each.dtype}, {each.layout}",
+                hint="Build the model outside of FakeTensorMode, and call to_dense() on a tensor "
+                "of a layout of its own.",
+            )
+    return parts
 
 
 def values_of(entry: TensorEntry, tensor: torch.Tensor, path: str) -> list[torch.Tensor]:

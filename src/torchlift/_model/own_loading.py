@@ -144,8 +144,13 @@ class OwnLoading:
             target=copy_context().run, args=(run,), name="load_state_dict", daemon=True
         )
         # Two loads of one model would take each other's events, and wait for ever.
-        if _RUNNING.setdefault(id(self._module), self) is not self:
+        if (other := _RUNNING.setdefault(id(self._module), self)) is not self:
             self._ended = True
+            if threading.current_thread() is other._thread:
+                raise self._refusal(
+                    "calls torchlift.load with its own model",
+                    "Call the method of nn.Module there: super().load_state_dict(state_dict).",
+                )
             raise self._refusal(
                 "runs in another thread, for another load", "Wait until that load has ended."
             )
