@@ -31,7 +31,7 @@ from torchlift.errors import CheckpointError, FormatError, NotAllowed, NotFound,
 from torchlift.formats import gguf, npz, pt2, ranks, torch_legacy, torchscript, zero
 from torchlift.formats.dcp import DCP_METADATA, DCP_SUFFIX, metadata_files, read_dcp
 from torchlift.formats.index import Index
-from torchlift.formats.reader import HEAD, Content, Reader, is_zip, read_by_others
+from torchlift.formats.reader import HEAD, Content, Reader, is_zip
 from torchlift.formats.safetensors import read_safetensors
 from torchlift.formats.sharded import (
     MOST_MISSING,
@@ -218,7 +218,7 @@ def _read_file(path: str, budget: Budget | None = None) -> Index:
         for reader in files:
             if reader.fits(content):
                 return reader.read(content)
-        return read_by_others(content) or _refuse(content)
+        return _refuse(content)
 
 
 def _is_safetensors(head: bytes) -> bool:
@@ -312,7 +312,10 @@ def _foreign(head: bytes, size: int) -> CheckpointError:
             kind = UnsafeError if name else FormatError
             return kind(what, expected=_EXPECTED, found=name, hint=hint)
     what, found = "not a checkpoint that torchlift reads", None
-    hint = "Check that the right file was fetched, completely."
+    hint = (
+        "Check that the right file was fetched, completely. If another library reads this format, "
+        "pass the dict of tensors that it returns."
+    )
     if not size:
         what = "an empty file"
     elif not head.strip(b"\0"):
@@ -374,8 +377,6 @@ def _read_directory(path: str) -> Index:
                 what = f"a directory with {len(found)} variants of a model: {', '.join(found)}"
                 raise _several(what, list(variants), path)
             return reader.read(content)
-    if index := read_by_others(content):
-        return index
     if components := _components(path, names):
         raise _several("a directory of directories with checkpoints", components, path)
     for folder in [path, *_folders(path, names)]:
