@@ -169,16 +169,14 @@ def tar_members(
     }
 
 
-def write_tar(path: Path, members: Mapping[str, bytes], *more: tarfile.TarInfo) -> Path:
-    """A tar of files, and of further members without content."""
+def write_tar(path: Path, members: Mapping[str, bytes]) -> Path:
+    """A tar of files."""
     with tarfile.open(path, "w:", format=tarfile.PAX_FORMAT) as archive:
         for name, content in members.items():
             info = tarfile.TarInfo(name)
             info.size = len(content)
             info.mtime = 1_480_000_000.25  # type: ignore[assignment]  # as of a real file
             archive.addfile(info, io.BytesIO(content))
-        for info in more:
-            archive.addfile(info)
     return path
 
 

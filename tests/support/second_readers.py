@@ -266,9 +266,6 @@ OWNERS: dict[str, dict[str, Callable[[Path], Any]]] = {
         "weights_only": lambda path: _loaded(path, weights_only=True),
         "pickle": lambda path: _loaded(path, weights_only=False, pickle_module=RESTRICTED),
     },
-    "torch-tar": {
-        "pickle": lambda path: _loaded(path, weights_only=False, pickle_module=RESTRICTED),
-    },
     "torchscript": {"jit.load": _script},
     "pt2": {"export.load": _program},
     "safetensors": {"safetensors": _safetensors},

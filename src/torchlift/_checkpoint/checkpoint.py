@@ -735,7 +735,7 @@ def open(
             own bytes count, from its position on: those that ``gzip.open`` decompresses, not those
             of the file behind it. They are read out of a temporary copy, unless the object is what
             ``open(path, "rb")`` returns. The format is found from the content. Files of
-            ``torch.save``: zip files, the stream from before torch 1.6 and the older tar;
+            ``torch.save``: zip files and the stream from before torch 1.6;
             TorchScript archives and exported programs (``.pt2``), of which only the weights are
             read; safetensors, Hugging Face's sharded ``*.index.json`` or a directory holding one;
             directories of ``torch.distributed.checkpoint`` (DCP), Megatron's among them, of

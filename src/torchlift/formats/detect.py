@@ -28,7 +28,7 @@ from torchlift._store import (
 from torchlift._system.memory import collection_paused
 from torchlift._system.text import printable
 from torchlift.errors import CheckpointError, FormatError, NotAllowed, NotFound, UnsafeError
-from torchlift.formats import gguf, npz, pt2, ranks, torch_legacy, torchscript, zero
+from torchlift.formats import gguf, npz, pt2, ranks, torchscript, zero
 from torchlift.formats.dcp import DCP_METADATA, DCP_SUFFIX, metadata_files, read_dcp
 from torchlift.formats.index import Index
 from torchlift.formats.reader import HEAD, Content, Reader, is_zip
@@ -42,7 +42,7 @@ from torchlift.formats.sharded import (
     read_sharded,
 )
 from torchlift.formats.source import Source, errors_name
-from torchlift.formats.torch_legacy import is_legacy, is_tar, read_torch_legacy
+from torchlift.formats.torch_legacy import is_legacy, is_tar, read_torch_legacy, refuse_tar
 from torchlift.formats.torch_zip import read_torch_zip
 from torchlift.formats.unpickle import Budget
 
@@ -258,7 +258,7 @@ _FILES: tuple[Reader, ...] = (
     Reader(
         lambda content: is_legacy(content.head), lambda content: read_torch_legacy(content.source)
     ),
-    torch_legacy.TARS,
+    Reader(lambda content: is_tar(content.head), lambda content: refuse_tar(content.source)),
     Reader(
         lambda content: _is_safetensors(content.head),
         lambda content: read_safetensors(content.source),

@@ -279,8 +279,7 @@ class _RecordFlattener(_Flattener):
 
     def _file(self, key: str, value: Any, depth: int) -> None:
         if isinstance(value, StorageRef) and value.dtype not in QUANTIZED:
-            numel = value.view[1] if value.view else value.numel
-            value = TensorRef(value, value.dtype or "uint8", 0, (numel,), (1,))
+            value = TensorRef(value, value.dtype or "uint8", 0, (value.numel,), (1,))
         needs = None
         if isinstance(value, TensorRef):
             self.budget.spend(value.cost if isinstance(value, KindRef) else ENTRY, key)

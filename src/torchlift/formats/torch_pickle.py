@@ -176,17 +176,12 @@ class StorageRef:
 
     torch makes a storage where it first meets its key, and later ones that differ are that one, too
     (torch/serialization.py, persistent_load).
-
-    Attributes:
-        view: (first element, number of elements) of a part of it that stands for the whole, as
-            files from before torch 1.6 can say; unchecked.
     """
 
     dtype: str | None
     key: str
     location: str
     numel: int
-    view: tuple[int, int] | None = None
 
 
 @dataclass(slots=True, eq=False)
