@@ -22,7 +22,7 @@ from torchlift.formats.torch_zip import Find, Resolver, index_of
 from torchlift.formats.unpickle import read_pickle
 
 _MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
-#: The magic number as pickles spell it: in binary, and in protocols 0 and 1 as text.
+#: The magic number as pickles spell it: in binary, and in protocols 0 and 1, which are refused.
 _MAGIC_BYTES = b"\x8a\x0a" + _MAGIC.to_bytes(10, "little") + b"."
 _MAGIC_TEXT = b"L%dL\n." % _MAGIC
 
