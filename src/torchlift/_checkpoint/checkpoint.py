@@ -310,7 +310,6 @@ class Checkpoint(Mapping[str, torch.Tensor]):
     def _tree(self, root: str | None, view: Callable[[TensorEntry], object]) -> Any:
         """Return the same with what `view` makes of the entry of each tensor."""
         tree = self._index.tree
-        # Of what lies beside a model (ZeRO) there are names only.
         if tree is not None and (root is None or below(*tree, root) is not MISSING):
             refusal = partial(self._refusal, loading=False)
             return Tree(self._index, view, refusal).rebuild(root)
@@ -743,9 +742,8 @@ def open(
             (``model_world_size_N_rank_R.pt``) or of DCP's ``HuggingFaceStorageWriter``, whose
             slices are joined; GGUF; numpy's npz and npy. Tensors of a program have their own names,
             and its constants come below ``CONSTANTS``. The modules of a TorchScript archive give
-            every tensor that they hold, also one that no state dict has. Of ZeRO, the full weights
-            have the model's names; the optimizer's state comes below ``optimizer`` and what else
-            the training saved below ``training``, which loads into models leave out.
+            every tensor that they hold, also one that no state dict has. Of ZeRO, only the weights
+            are read, in full and under the model's names.
         root: keep only what is under this container and strip it: ``root="model"`` turns
             ``model.layer.weight`` into ``layer.weight``, also where that is one name with dots in
             it. None keeps everything.

@@ -438,7 +438,6 @@ def under(index: Index, root: str) -> Index | None:
         templates={key: _strip_leaves(tree, f"{root}.") for key, tree in templates.items()},
         module_versions=paths_inside(index.module_versions, root),
         aside=(),
-        # Of what lies beside a model (ZeRO) there are names only.
         tree=None
         if index.tree is None or (inner := below(index.tree[0], root)) is MISSING
         else (inner,),

@@ -55,9 +55,11 @@ LOCAL_MAGIC = b"PK\x03\x04"
 ENCRYPTED = 0x1 | 0x20 | 0x40 | 0x2000
 
 #: What a key lacks whose value cannot be had, though no global is in the way: one of several values
-#: once containers are joined by dots, a slice, and a tensor that is not the same on all ranks.
-AMBIGUOUS, SLICED, UNEQUAL = (
-    "a name of its own", "the slices of the other ranks", "one value on all ranks"
+#: once containers are joined by dots, a slice, a tensor that is not the same on all ranks, and the
+#: optimizer's state of DeepSpeed's ZeRO.
+AMBIGUOUS, SLICED, UNEQUAL, PARTITIONED = (
+    "a name of its own", "the slices of the other ranks", "one value on all ranks",
+    "DeepSpeed's universal checkpoint",
 )  # fmt: skip
 #: Those of what a rank saved.
 OF_RANKS = (SLICED, UNEQUAL)
@@ -372,7 +374,7 @@ class Index:
         blocked: dotted names of globals that only an unpickler could rebuild; never imported.
         module_versions: torch's per-module ``_metadata`` (prefix -> local metadata), where present.
         blocked_keys: key -> the name of the global that its value would have needed, or what it
-            lacks: ``AMBIGUOUS``, ``SLICED`` or ``UNEQUAL``.
+            lacks: ``AMBIGUOUS``, ``SLICED``, ``UNEQUAL`` or ``PARTITIONED``.
         blocked_tensors: key of such a value -> the number of tensors in it, where there are any;
             each tensor counts for the first value that it is in.
         every: all tensors in file order, those of classes that a caller may allow by name among
@@ -500,7 +502,11 @@ def of_model(index: Index) -> Index:
     aside = tuple(name + "." for name in index.aside)
 
     def kept(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in values.items() if not key.startswith(aside)}
+        return {
+            key: value
+            for key, value in values.items()
+            if not (key.startswith(aside) or key in index.aside)
+        }
 
     entries, objects, blocked = map(kept, (index.entries, index.objects, index.blocked_keys))
     return replace(index, entries=entries, objects=objects, blocked_keys=blocked, aside=())
@@ -561,6 +567,16 @@ _LACKING: Mapping[str, tuple[str, Hint]] = {
         Hint(
             "If the value of one rank is the right one, pass [folder, "
             "{name: torchlift.open(file)[name]}] as the checkpoint, with the file of that rank."
+        ),
+    ),
+    PARTITIONED: (
+        "torchlift reads the weights of a DeepSpeed ZeRO checkpoint, not its optimizer's state",
+        Hint(
+            "To resume the training, load the folder with DeepSpeed. To resume on another number "
+            "of ranks, make a universal checkpoint first, with DeepSpeed's ds_to_universal.py. To "
+            "convert the weights, pass ",
+            Argument("exclude", "['optimizer']", ("optimizer",)),
+            ".",
         ),
     ),
 }  # fmt: skip
