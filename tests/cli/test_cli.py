@@ -501,7 +501,6 @@ def test_what_torch_thinks_of_a_kind_of_tensor_is_not_repeated_to_a_reader(tmp_p
         odd = {
             "csr": dense.to_sparse_csr(),
             "quantised": torch.quantize_per_tensor(dense, 0.1, 0, torch.qint8),
-            "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
         }
         torch.save(odd, tmp_path / "odd.pt")
     path = tmp_path / "odd.pt"

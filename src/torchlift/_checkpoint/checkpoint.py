@@ -103,7 +103,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
     It can be pickled where it was opened by a path: that is opened again in the other process, such
     as a worker of a data loader, and refused where the files are not those of this one.
 
-    What torch makes of other tensors (sparse in any layout, quantised, nested) or of none (on meta)
+    What torch makes of other tensors (sparse in any layout, quantised) or of none (on meta)
     is listed with dtype, shape and bytes, and made when it is asked for. A storage is a tensor of
     all its numbers.
 

@@ -61,6 +61,11 @@ AMBIGUOUS, SLICED, UNEQUAL, PARTITIONED = (
     "a name of its own", "the slices of the other ranks", "one value on all ranks",
     "DeepSpeed's universal checkpoint",
 )  # fmt: skip
+#: The globals that make a nested tensor, strided and jagged. An error names the tensor instead.
+NESTED = (
+    "torch._utils._rebuild_nested_tensor", "torch.nested._internal.nested_tensor._rebuild_njt",
+    "torch.nested._internal.nested_tensor.NestedTensor",
+)  # fmt: skip
 #: Those of what a rank saved.
 OF_RANKS = (SLICED, UNEQUAL)
 
@@ -165,8 +170,8 @@ class Kind:
 
     Attributes:
         name: ``"sparse_coo"``, ``"sparse_csr"``, ``"sparse_csc"``, ``"sparse_bsr"``,
-            ``"sparse_bsc"``, ``"per_tensor_affine"``, ``"per_channel_affine"``, ``"nested"``,
-            ``"jagged"``, ``"meta"``, ``"slice"`` (what one rank has of a tensor: its local one, and
+            ``"sparse_bsc"``, ``"per_tensor_affine"``, ``"per_channel_affine"``,
+            ``"meta"``, ``"slice"`` (what one rank has of a tensor: its local one, and
             the ranges that this is) or, of a class that the caller allowed, ``"subclass"``.
         tensors: what it is made of, in the order in which torch's rebuilder takes it.
         facts: what else that takes.
@@ -202,8 +207,7 @@ class TensorEntry(NamedTuple):
             of a type of GGUF, such as ``"Q4_K"``, and what a rename computes of its values. Empty
             if they do not differ.
         kind: what it is where it is not strided numbers. Its chunks and ``nbytes`` are then those
-            of what it is made of, and the shape of a nested or jagged one is that of all its values
-            in a row.
+            of what it is made of.
     """
 
     key: str
@@ -569,6 +573,17 @@ _LACKING: Mapping[str, tuple[str, Hint]] = {
             "{name: torchlift.open(file)[name]}] as the checkpoint, with the file of that rank."
         ),
     ),
+    **dict.fromkeys(
+        NESTED,
+        (
+            "torchlift does not read nested tensors",
+            Hint(
+                _LEAVE_OUT,
+                "load the file with torch.load(path), and save the rows of the tensor instead, "
+                "[*tensor.unbind()].",
+            ),
+        ),
+    ),
     PARTITIONED: (
         "torchlift reads the weights of a DeepSpeed ZeRO checkpoint, not its optimizer's state",
         Hint(
@@ -583,7 +598,7 @@ _LACKING: Mapping[str, tuple[str, Hint]] = {
 
 
 def lacking(path: str, key: str, why: str | None) -> FormatError | None:
-    """Return the error that says why a value cannot be had; None if a global is in the way.
+    """Return the error that says why a value cannot be had; None if another global is in the way.
 
     Args:
         path: of the checkpoint.
@@ -601,7 +616,8 @@ _DATA = re.compile(r"torch\.(Tensor|UntypedStorage|_utils\._rebuild_\w+)$|numpy\
 
 def globals_in(blocked_keys: Mapping[str, str]) -> tuple[str, ...]:
     """Return the globals that blocked values would have needed, each once."""
-    return tuple(dict.fromkeys(name for name in blocked_keys.values() if name not in _LACKING))
+    lacks = _LACKING.keys() - NESTED
+    return tuple(dict.fromkeys(name for name in blocked_keys.values() if name not in lacks))
 
 
 def allowed(names: Iterable[str], patterns: Collection[str]) -> set[str]:
