@@ -310,7 +310,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
     def _tree(self, root: str | None, view: Callable[[TensorEntry], object]) -> Any:
         """Return the same with what `view` makes of the entry of each tensor."""
         tree = self._index.tree
-        if tree is not None and (root is None or below(*tree, root) is not MISSING):
+        if tree is not None and (root is None or below(*tree, root, self.path) is not MISSING):
             refusal = partial(self._refusal, loading=False)
             return Tree(self._index, view, refusal).rebuild(root)
         index = self._index if root is None else select(self._index, root)
@@ -819,8 +819,6 @@ def _opened_again(
             hint="Open the checkpoint again once nobody writes to it.",
         )
     return made
-
-
 
 
 def dtype_of(entry: TensorEntry, path: str) -> torch.dtype:
