@@ -654,11 +654,8 @@ def _requests(steps: Sequence[Step]) -> int:
         entry = step.entry
         if entry is None or not entry.chunks or not isinstance(entry.chunks[0].file, Url):
             continue
-        if step.base is not None:
-            entry = step.base.entry if step.base.first else None
         device, dtype = step.fetched_as
-        if entry is not None:
-            found.append((entry, device.type == "cpu" and dtype == step.candidate.dtype))
+        found.append((entry, device.type == "cpu" and dtype == step.candidate.dtype))
     return count_ranges(found)
 
 
@@ -699,8 +696,6 @@ def _new_bytes(step: Step) -> int:
     if entry is not None and entry.kind is not None:
         return entry.nbytes
     shape = step.candidate.shape if step.spans is None else local_shape(step.spans)
-    if step.base is not None:
-        shape = step.base.entry.shape if step.base.first else (0,)
     return math.prod(shape) * step.dtype.itemsize
 
 
