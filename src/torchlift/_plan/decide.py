@@ -76,8 +76,6 @@ def steps_for(matched: Match, path: str, options: rules.Options) -> list[Step]:
             if kind is not None:
                 step.plain = (step.route, step.stride, step.raw) == ("view", None, False)
                 alike[kind] = _DECIDED(step)
-    if options.transform is None:  # which may still make other values
-        _check_classes(steps, path)
     _unshare(steps)
     _choose_modes(steps, options.mode)
     return steps
@@ -462,32 +460,6 @@ def swapped(step: Step) -> Step:
     return replace(step, mode="swap")
 
 
-def _check_classes(steps: Iterable[Step], path: str) -> None:
-    """Try, once for each kind of pair, whether classes take such values as they are to get.
-
-    Raises:
-        PlacementError: one does not.
-    """
-    tried = set()
-    for step in steps:
-        if step.plain:
-            continue
-        live, one = local_tensor(step.group.tensor), step.candidate
-        value = local_tensor(one.value) if isinstance(one, MemoryTensor) else None
-        if is_lazy(live) or not (is_wrapper(live) or (value is not None and is_wrapper(value))):
-            continue
-        pair = type(live), type(value), live.dtype, live.is_meta, one.dtype, step.in_place
-        if pair in tried:
-            continue
-        tried.add(pair)
-        if value is None:
-            value = torch.ones(live.shape, dtype=one.dtype, device=live.device)
-        if not step.handled:
-            check_class(step, value, path)
-        elif not handles(type(live), type(value)):  # whose handlers may look at values
-            check_class(step, taken(step, value, path), path)
-
-
 def taken(step: Step, value: torch.Tensor, path: str) -> torch.Tensor:
     """Return what a handler, or the class itself, makes of a value for a tensor of the model.
 
@@ -506,7 +478,9 @@ def taken(step: Step, value: torch.Tensor, path: str) -> torch.Tensor:
 
 
 def check_class(step: Step, value: Values, path: str) -> None:
-    """Refuse what a class does not take, tried on a copy: a live tensor would be half written.
+    """Refuse values that a class does not take, tried on a copy: a live tensor would be half set.
+
+    This runs before anything is placed, so that all ranks of a mesh end the same way.
 
     Raises:
         PlacementError: it does not, or a plain tensor would take the place of one of the class.
