@@ -55,9 +55,7 @@ COMPUTED = 1 << 20
 #: What a rename lets be computed of values: its name in an encoding -> how.
 _ARITHMETIC: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "minus one": lambda values: values - 1,
-    "plus one": lambda values: values + 1,
     "log of negative": lambda values: torch.log(-values),
-    "negative exp": lambda values: -torch.exp(values),
 }
 #: Types of GGUF that are plain numbers.
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
