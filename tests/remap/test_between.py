@@ -89,6 +89,29 @@ def test_the_model_computes_what_it_was_saved_from(tmp_path, name):
             assert torch.allclose(made(**inputs(model)).logits, expected, atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize("name", ["MambaForCausalLM", "Qwen2MoeForCausalLM", "Phi3ForCausalLM"])
+def test_a_model_without_a_head_takes_its_part_of_the_file(tmp_path, name):
+    """transformers' map alone gives the last norm's key to the first layer's norm in MambaModel."""
+    model = small_model(name)
+    path = write_gguf(model, tmp_path / "m.gguf")
+    base = torchlift.skeleton(type(model.base_model), model.config)
+    rule = remap.from_to("gguf->transformers", base)
+    torchlift.load(base, path, rename=rule, allow_unexpected=["output.weight"])
+    expected = loaded(model, path).base_model.state_dict()
+    assert base.state_dict().keys() == expected.keys()
+    for key, tensor in base.state_dict().items():
+        assert same_bits(tensor, expected[key]), key
+
+
+def test_a_decoder_may_have_more_layers_than_its_encoder():
+    """Each of them has its keys."""
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    config = hf.T5Config(**sizes, num_decoder_layers=3, vocab_size=24)
+    rule = remap.from_to("gguf->transformers", hf.T5ForConditionalGeneration(config))
+    name = "decoder.block.2.layer.0.SelfAttention.q.weight"
+    assert rule("dec.blk.2.attn_q.weight") == name
+
+
 def test_names_alone_load_cleanly_and_compute_something_else(tmp_path):
     """Which is what the rule is for."""
     model = small_model("LlamaForCausalLM")

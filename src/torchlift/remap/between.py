@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
 from torch import nn
@@ -399,19 +400,28 @@ def _gguf(model: nn.Module) -> Renaming:
 
 def _names(model: nn.Module, architecture: str) -> dict[str, str]:
     """Return key in GGUF files -> name in the model, by transformers' own map."""
-    from transformers import modeling_gguf_pytorch_utils as library
-
+    library: Any = import_module("transformers.modeling_gguf_pytorch_utils")
+    config: Any = model.config
     # The processor of Qwen2-MoE knows the experts of the other models, too.
     kinds = library.TENSOR_PROCESSORS
     processor = kinds.get(architecture, kinds["qwen2moe"])({})
+    count = max(config.num_hidden_layers, getattr(config, "num_decoder_layers", None) or 0)
+    # The map finds a base model inside of another one only: without its prefix MambaModel gets
+    # the norm of layer 0 for `output_norm`.
+    prefix = str(getattr(model, "base_model_prefix", ""))
+    whole = model if hasattr(model, prefix) else nn.Module()
+    if whole is not model:
+        whole.add_module(prefix or "model", model)
     try:
-        names = library.get_gguf_hf_weights_map(model, processor, architecture)
+        names = library.get_gguf_hf_weights_map(whole, processor, architecture, count)
     except ImportError as error:
         raise ImportError(
             "from_to needs the names of GGUF, which the gguf package has: pip install gguf"
         ) from error
     found: dict[str, str] = {}
     for key, name in names.items():
+        if whole is not model:
+            name = name.partition(".")[2]
         # The map has experts without the suffix that files have, and fused ones for Qwen3.5.
         key += ".weight" * key.endswith("_exps")
         found |= {key.replace("_gate_up_exps", f"_{one}_exps"): name for one in ("gate", "up")}
