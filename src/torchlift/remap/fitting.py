@@ -167,7 +167,7 @@ def fit(
         >>> from torchlift import remap
         >>> model = torchlift.skeleton(torch.nn.Transformer, 512, batch_first=True)
         >>> device_map = remap.fit(model, {"cuda:0": "100MiB", "cpu": "1GiB"})
-        >>> device_map["encoder.layers.0"], device_map.used["cuda:0"] < 100 * 2**20
+        >>> device_map["encoder"], device_map.used["cuda:0"] < 100 * 2**20
         ('cuda:0', True)
     """
     inventory = take(model_or_ckpt, root, dtype, rename)
