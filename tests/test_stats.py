@@ -125,17 +125,6 @@ def test_they_are_the_same_for_every_layout_and_format(tmp_path) -> None:
     assert stats(tmp_path / "m.pt", "e") == TensorStats(1, 3, 2, 1, 0, 0)
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-def test_those_of_rows_of_several_lengths_are_of_all_rows(tmp_path, layout) -> None:
-    """The first one, too, where the largest value is."""
-    lengths = [torch.tensor([9.0, 1.0]), torch.tensor([3.0])]
-    rows = torch.nested.nested_tensor(lengths, layout=layout)
-    torch.save({"w": rows}, tmp_path / "m.pt")
-    found = stats(tmp_path / "m.pt")
-    assert (found.min, found.max, found.mean) == (1, 9, pytest.approx(13 / 3))
-
-
 def test_one_block_is_in_memory_at_a_time(tmp_path) -> None:
     """256 MiB of a file, transposed ones too, in less than 32 MiB of the process's own memory."""
     state = {"w": torch.ones(4096, 8192), "t": torch.ones(4096, 8192).T}

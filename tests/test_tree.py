@@ -3,6 +3,7 @@
 import copy
 import re
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def test_a_tree_comes_back_as_it_was_saved(tmp_path_factory, zipped, tree):
 
 def test_a_container_of_a_tree_is_found_by_its_dotted_name(tmp_path):
     """Also one whose own names have dots, one in a list, and one of a checkpoint with a root."""
-    state = {"a.b": [{"c": torch.ones(1), 3: "x"}, [1, 2]], "a": {"d": (1,)}}
+    state = {"a.b": [{"c": torch.ones(1), 3: "x"}, [1, 2]], "a.d": (1,)}
     torch.save({"outer": state}, tmp_path / "x.pt")
     ckpt = torchlift.open(tmp_path / "x.pt", root="outer")
     assert same(ckpt.tree(), state)
@@ -327,3 +328,57 @@ def test_a_file_that_is_blocked_whole_is_refused_by_the_name_of_what_blocks_it(
                 UnsafeError, match=r"through torch\._utils\._rebuild_tensor_v2 with"
             ):
                 ckpt.tree(root)
+
+
+class Outer(nn.Module):
+    """One whose names are all below one name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x, self.y = (nn.Parameter(torch.zeros(2)) for _ in range(2))
+
+
+TWO_MEANINGS: dict[str, tuple[Any, str, str]] = {
+    "a container and names": (
+        {"a": {"x": torch.ones(2)}, "a.y": torch.ones(2)}, "a", r"\['a'\] and \['a\.\*'\]"),
+    "two containers": (
+        {"m": {"a": {"x": torch.ones(2)}}, "m.a": {"y": torch.ones(2)}}, "m.a",
+        r"\['m'\]\['a'\] and \['m\.a'\]"),
+    "a number and its text": (
+        {0: {"x": torch.ones(2)}, "0": {"y": torch.ones(2)}}, "0", r"\[0\] and \['0'\]"),
+    "names in two containers": (
+        {"m": {"a.x": torch.ones(2)}, "m.a.y": torch.ones(2)}, "m.a",
+        r"\['m'\]\['a\.\*'\] and \['m\.a\.\*'\]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TWO_MEANINGS)
+@pytest.mark.parametrize("where", ["file", "old file", "memory"])
+def test_a_root_that_could_mean_two_containers_is_an_error(
+    tmp_path: Path, name: str, where: str
+) -> None:
+    """It names both, by every door; the way out loads what both have."""
+    state, root, found = TWO_MEANINGS[name]
+    torch.save(state, tmp_path / "x.pt", _use_new_zipfile_serialization=where == "file")
+    given = state if where == "memory" else tmp_path / "x.pt"
+    model = Outer()
+    optimizer = torch.optim.SGD(model.parameters())
+    doors: list[Callable[[], object]] = [
+        lambda: torchlift.load(model, given, root=root),
+        lambda: torchlift.plan(model, given, root=root),
+        lambda: torchlift.convert(given, tmp_path / "x.safetensors", root=root),
+        lambda: torchlift.load_optimizer(model, optimizer, given, root=root),
+    ]
+    if where != "memory":
+        doors += [
+            lambda: torchlift.open(given, root=root),
+            lambda: torchlift.open(given).tree(root),
+        ]
+    for door in doors:
+        with pytest.raises(torchlift.FormatError, match=f"more than one container; found {found}"):
+            door()
+    assert not model.x.any()
+    chosen: dict[str, Any] = {"include": [f"{root}.*"], "rename": torchlift.remap.strip(f"{root}.")}
+    torchlift.load(model, given, **chosen)
+    assert torch.equal(model.x, torch.ones(2))
+    assert torch.equal(model.y, torch.ones(2))

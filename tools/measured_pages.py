@@ -3,7 +3,7 @@
     python tools/measured_pages.py
 
 The numbers are the committed ones: `tools/measured.py` measures those of the first page, and the
-files in ``docs/_includes/runs`` are what ``torchlift bench --json`` prints. What is written here is
+files in ``docs/_includes/runs`` are what ``tools/bench.py --json`` prints. What is written here is
 committed, too, so that the build of the site draws nothing; a test writes the texts again and
 compares them.
 """
@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import charts
 import measured
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,7 +71,7 @@ def texts() -> dict[str, str]:
 
 
 def runs() -> dict[str, dict[str, Any]]:
-    """What ``torchlift bench --json`` printed, by the names of the runs."""
+    """Return what ``tools/bench.py --json`` printed, by the names of the runs."""
     paths = sorted(RUNS.glob("*.json"))
     return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}
 
@@ -139,16 +140,14 @@ def picture(run: dict[str, Any]) -> str:
     )
 
 
-# ---- runs of ``torchlift bench``
+# ---- runs of ``tools/bench.py``
 
 
 def draw(name: str, data: dict[str, Any]) -> None:
     """Draw a chart twice, for the light page and the dark one."""
     from figures_twice import NIGHT, darken, save
 
-    from torchlift.bench import figure_of
-
-    figure = figure_of(data)
+    figure = charts.figure_of(data)
     save(figure, TARGET / f"{name}.png")
     darken(figure)
     figure.patch.set_facecolor(NIGHT)
@@ -157,9 +156,7 @@ def draw(name: str, data: dict[str, Any]) -> None:
 
 def width_of(data: dict[str, Any]) -> int:
     """The width of a chart in pixels of a page."""
-    from torchlift.bench import figure_of
-
-    return round(figure_of(data).get_figwidth() * 100)
+    return round(charts.figure_of(data).get_figwidth() * 100)
 
 
 def told(data: dict[str, Any]) -> str:

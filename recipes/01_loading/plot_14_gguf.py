@@ -13,8 +13,7 @@ else its files have otherwise.
 # In short
 # --------
 
-import tempfile
-
+import gguf
 import transformers
 
 import torchlift
@@ -23,14 +22,14 @@ sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
 config = transformers.LlamaConfig(**sizes, vocab_size=256)
 saved = transformers.LlamaForCausalLM(config).eval()
 rename = torchlift.remap.from_to("gguf->transformers", saved)
-file = tempfile.mkdtemp() + "/as_in_gguf.safetensors"
-torchlift.convert(saved.state_dict(), file, rename=rename.reversed())
-model = torchlift.skeleton(transformers.LlamaForCausalLM, saved.config)
-report = torchlift.load(model, file, rename=rename)
+names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+state = {names.get_name(k, [".weight"]): w for k, w in saved.state_dict().items()}
+model = torchlift.skeleton(transformers.LlamaForCausalLM, config)
+report = torchlift.load(model, state, rename=rename)
 print(len(report.loaded), "tensors, such as", rename("blk.0.attn_q.weight"))
 
 # %%
-# The file has the names and rows of llama.cpp's; the path of a ``.gguf`` goes in its place.
+# The dict has the names of llama.cpp. Pass the path of your ``.gguf`` instead.
 #
 # Everything loads, and the logits are wrong
 # ------------------------------------------
@@ -38,7 +37,8 @@ print(len(report.loaded), "tensors, such as", rename("blk.0.attn_q.weight"))
 # Here is a real one, written as llama.cpp's converter does it, with the ``gguf`` package:
 
 # fold: How llama.cpp writes it
-import gguf
+import tempfile
+
 import torch
 
 from torchlift import remap
@@ -58,7 +58,6 @@ def rotated(rows, heads):
 
 def write(model, path, kind=Kind.F32):
     config, writer = model.config, gguf.GGUFWriter(path, "llama")
-    name_there = remap.from_to("transformers->gguf", model)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     for key, name in FACTS.items():
         writer.add_uint32("llama." + key, getattr(config, name))
@@ -68,7 +67,9 @@ def write(model, path, kind=Kind.F32):
             rows = rotated(rows, config.num_attention_heads)
         stored = kind if rows.ndim > 1 else Kind.F32
         blocks = gguf.quants.quantize(rows, stored)
-        writer.add_tensor(name_there(name), blocks, raw_dtype=stored)
+        writer.add_tensor(
+            names.get_name(name, [".weight"]), blocks, raw_dtype=stored
+        )
     for part in ("header", "kv_data", "tensors"):
         getattr(writer, f"write_{part}_to_file")()
     writer.close()
@@ -80,7 +81,7 @@ write(saved, folder + "/tiny.gguf")
 # %%
 # The rule that everybody writes first: names by names. It is strict, and nothing is missing.
 
-names = remap.rules([
+by_names = remap.rules([
     (r"^token_embd\.", "model.embed_tokens."),
     (r"^output_norm\.", "model.norm."),
     (r"^output\.", "lm_head."),
@@ -105,7 +106,7 @@ with torch.no_grad():
     expected = saved(input_ids=words).logits
 print(
     "names alone, same logits:",
-    torch.allclose(logits_by(names), expected, atol=1e-3),
+    torch.allclose(logits_by(by_names), expected, atol=1e-3),
 )
 print("from_to, same logits:", torch.equal(logits_by(rename), expected))
 
@@ -194,7 +195,7 @@ plt.show()
 # Use this when
 # -------------
 #
-# - **llama.cpp's file, transformers' model:** `torchlift.remap.from_to`; for a ``.pt`` of
-#   openai-whisper, ``"whisper->transformers"`` and ``root="model_state_dict"``.
+# - **llama.cpp's file, transformers' model:** `torchlift.remap.from_to`. For a ``.pt`` of
+#   openai-whisper, the migration guide has the rules.
 # - **The file is to be safetensors for good:** `torchlift.convert` with the same rule.
 # - **The names are your own:** `torchlift.remap.rules`, and *Fused experts, split q, k, v*.

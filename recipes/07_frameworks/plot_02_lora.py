@@ -5,7 +5,7 @@ LoRA: load an adapter beside its base, merge it while loading, save it alone
 A base of many gigabytes, an adapter of a few megabytes: two libraries, two layouts of names. Does
 it take the wrapped model and all its memory to put them together?
 
-No: `torchlift.load` takes both files, or their sum, one weight at a time, with PEFT's own values.
+No: `torchlift.load` takes both files, and a ``transform`` of a few lines adds one to the other.
 """
 
 # %%
@@ -14,101 +14,114 @@ No: `torchlift.load` takes both files, or their sum, one weight at a time, with 
 
 import tempfile
 
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch.nn import TransformerEncoderLayer as Layer
 
 import torchlift
-from torchlift.integrations.peft import merge_lora
+from torchlift.integrations.peft import peft_names
 
-folder, lora = tempfile.mkdtemp(), LoraConfig(target_modules=["linear1", "linear2"])
-torchlift.save(Layer(64, 4).state_dict(), f"{folder}/base.safetensors")
-get_peft_model(Layer(64, 4), lora).save_pretrained(f"{folder}/adapter")
+lora = LoraConfig(target_modules=["linear1", "linear2"], init_lora_weights=False)
+base, adapter = (f"{tempfile.mkdtemp()}/{name}" for name in ("base.pt", "adapter"))
+torchlift.save(Layer(64, 4).state_dict(), base)
+get_peft_model(Layer(64, 4), lora).save_pretrained(adapter)
 
-model = torchlift.skeleton(Layer, 64, 4)
-merge = merge_lora(f"{folder}/adapter", model)
-report = torchlift.load(model, f"{folder}/base.safetensors", transform=merge)
-print(f"{len(report.loaded)} weights, {type(model).__name__}")
+wrapped = torchlift.skeleton(lambda: get_peft_model(Layer(64, 4), lora))
+report = torchlift.load(wrapped, [base, adapter], rename=peft_names(wrapped))
+print(f"{len(report.loaded)} weights, {type(wrapped).__name__}")
 
 # %%
-# ``model`` is the plain class, with base + B @ A * scale in place of each weight that the adapter
-# changes. A model of transformers goes the same way.
+# ``wrapped`` is PEFT's model, with the base and the adapter side by side.
 #
 # Missing keys: base_layer, lora_A.default
 # ----------------------------------------
 #
-# To train on, you need the wrapped model. It has other names than either file:
+# The wrapped model has other names than either file. Without ``rename``, nothing fits:
 
-base, adapter = f"{folder}/base.safetensors", f"{folder}/adapter"
-
-
-def build():
-    return get_peft_model(Layer(64, 4), lora)
-
-
-wrapped = torchlift.skeleton(build)
 try:
     torchlift.load(wrapped, [base, adapter])
 except torchlift.MismatchError as error:
-    print(
-        len(error.missing_keys),
-        "missing,",
-        len(error.unexpected_keys),
-        "unexpected",
-    )
+    print(len(error.missing_keys), "names are missing")
 
 # %%
 # ``peft_names`` asks PEFT for the names of the adapter, and takes off those of the base what its
 # wrappers add. The report says which file gave each key:
 
-from torchlift.integrations.peft import peft_names
-
-report = torchlift.load(wrapped, [base, adapter], rename=peft_names(wrapped))
 for key, item in report.loaded.items():
     if "linear1" in key:
-        print(
-            key.removeprefix("base_model.model."), "from", item.path.split("/")[-1]
-        )
+        place = item.path.split("/")[-1]
+        print(key.removeprefix("base_model.model."), "from", place)
 
 # %%
 # The adapter alone goes into a live model with ``allow_missing=["*"]``: the base's weights stay.
 #
-# Save the adapter alone
-# ----------------------
+# Merge the adapter while the base is loaded
+# ------------------------------------------
 #
-# PEFT's names and PEFT's configuration make a folder that ``PeftModel.from_pretrained`` reads:
+# A server that knows no adapters needs their sum. A plain LoRA of linear layers adds B @ A * scale:
 
-from peft import PeftModel, get_peft_model_state_dict
-
-state = get_peft_model_state_dict(wrapped)
-torchlift.save(state, f"{folder}/mine/adapter_model.safetensors")
-wrapped.peft_config["default"].save_pretrained(f"{folder}/mine")
+import json
 
 
+def lora_sum(adapter):
+    """Return a transform that adds a plain LoRA to the weights of linear layers."""
+    with open(f"{adapter}/adapter_config.json") as file:
+        config = json.load(file)
+    changes = torchlift.open(f"{adapter}/adapter_model.safetensors")
+    odd = [config[key] for key in ("use_rslora", "alpha_pattern", "fan_in_fan_out")]
+    odd += [key for key in changes if not key.endswith(("_A.weight", "_B.weight"))]
+    if any(odd) or config["init_lora_weights"] not in (True, False):
+        raise ValueError("not a plain LoRA: call merge_and_unload of PEFT")
+
+    def add(name, weight):
+        key = f"base_model.model.{name.removesuffix('.weight')}.lora_"
+        if f"{key}A.weight" not in changes:
+            return weight
+        b, a = changes[f"{key}B.weight"], changes[f"{key}A.weight"]
+        return weight + b @ a * (config["lora_alpha"] / len(a))
+
+    return add
+
+
+model = torchlift.skeleton(Layer, 64, 4)
+torchlift.load(model, base, transform=lora_sum(adapter))
+
+# %%
+# The same transform merges into a file, in the memory of some weights. PEFT's values are equal:
+
+
+# fold: PEFT's own way, to compare with
 def by_peft(place):
     live = Layer(64, 4)
     torchlift.load(live, base)
     return PeftModel.from_pretrained(live, place)
 
 
-assert torchlift.diff(
-    by_peft(f"{folder}/mine").state_dict(), wrapped.state_dict()
-).equal
-
 # %%
-# Merge into a file
-# -----------------
-#
-# For a server that knows no adapters, in the memory of some weights:
 
-merge = merge_lora(adapter, base)
-torchlift.convert(base, f"{folder}/merged.safetensors", transform=merge)
+torchlift.convert(base, f"{adapter}/merged.pt", transform=lora_sum(adapter))
 expected = by_peft(adapter).merge_and_unload().state_dict()
-print(torchlift.diff(f"{folder}/merged.safetensors", expected).equal)
+print(torchlift.diff(f"{adapter}/merged.pt", expected).equal)
 assert torchlift.diff(model.state_dict(), expected).equal
 
 # %%
-# Equal to the bit. What is no plain LoRA (DoRA, PiSSA, QA-LoRA) is refused by name.
+# Equal to the bit. These lines know linear layers only, and refuse DoRA, PiSSA, embeddings and
+# trained biases: ``merge_and_unload`` of PEFT merges those.
 #
+# Save the adapter alone
+# ----------------------
+#
+# PEFT's names and PEFT's configuration make a folder that ``PeftModel.from_pretrained`` reads:
+
+from peft import get_peft_model_state_dict
+
+state = get_peft_model_state_dict(wrapped)
+torchlift.save(state, f"{adapter}/mine/adapter_model.safetensors")
+wrapped.peft_config["default"].save_pretrained(f"{adapter}/mine")
+assert torchlift.diff(
+    by_peft(f"{adapter}/mine").state_dict(), wrapped.state_dict()
+).equal
+
+# %%
 # Proof
 # -----
 #
@@ -126,8 +139,8 @@ def stack():
 
 torch.manual_seed(0)
 every = LoraConfig(target_modules=["linear1", "linear2"], init_lora_weights=False)
-get_peft_model(stack(), every).save_pretrained(f"{folder}/changes")
-large, changes = f"{folder}/large.safetensors", f"{folder}/changes"
+large, changes = f"{adapter}/large.safetensors", f"{adapter}/changes"
+get_peft_model(stack(), every).save_pretrained(changes)
 torchlift.save(stack().state_dict(), large)
 
 
@@ -139,14 +152,14 @@ def merge_and_unload():
 
 def merge_while_loading():
     model = torchlift.skeleton(stack)
-    torchlift.load(model, large, transform=merge_lora(changes, model))
+    torchlift.load(model, large, transform=lora_sum(changes))
     return model
 
 
 def merge_into_a_file():
-    merge = merge_lora(changes, large)
-    torchlift.convert(large, f"{folder}/sum.safetensors", transform=merge)
-    return torchlift.open(f"{folder}/sum.safetensors")
+    merged = f"{adapter}/sum.safetensors"
+    torchlift.convert(large, merged, transform=lora_sum(changes))
+    return torchlift.open(merged)
 
 
 def timed(way):
@@ -188,7 +201,7 @@ plt.show()
 # Remember
 # --------
 #
-# - Merged: ``transform=merge_lora(adapter, model)``. Beside it: ``rename=peft_names(model)``.
+# - Merged: ``transform=lora_sum(adapter)``, written here. Beside it: ``rename=peft_names(model)``.
 # - A list of files is one checkpoint, and the report says which gave each key.
 # - Saved alone: PEFT's state dict and PEFT's configuration, in one folder.
 #

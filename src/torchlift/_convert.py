@@ -78,6 +78,7 @@ from torchlift.formats import (
     Leaf,
     TensorEntry,
     errors_name,
+    lacking,
     left_out,
     of_model,
     require_kept,
@@ -237,7 +238,9 @@ def convert(
                 raise PlacementError("an object cannot be converted", file=index.path, hint=hint)
         read = {key: entry for key, entry in index.entries.items() if key not in dropped}
         if target.only_tensors and index.aside:
-            lost |= dict.fromkeys(index.aside, _ASIDE)
+            for name in index.aside:
+                refusal = lacking(index.path, name, index.blocked_keys.get(name))
+                lost[name] = refusal.reason if refusal else _ASIDE
             model = of_model(index)
             beside = {*index.entries, *index.objects, *index.blocked_keys}
             dropped |= beside - {*model.entries, *model.objects, *model.blocked_keys}

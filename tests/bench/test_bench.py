@@ -21,7 +21,6 @@ import torchlift
 from torchlift import FormatError, bench
 from torchlift._system.text import parse_size
 from torchlift.bench import WAYS, Comparison, Result, Way, loading, machine
-from torchlift.bench.growth import GROWTHS, grow
 from torchlift.bench.ways import Task
 from torchlift.cli import main
 
@@ -52,8 +51,8 @@ def run_in_process(way: str, path: Path, root: str | None = None, cast: str = ""
     """Load one way in this process and give the digest."""
     entry = next(w for w in WAYS if w.name == way)
     with TemporaryDirectory() as scratch:
-        task = Task(str(path), root, (str(path),), path.stat().st_size, scratch, cast=cast)
-        return loading.digest(loading.run(entry, loading.prepare(entry, task)))
+        task = Task(str(path), root, path.stat().st_size, scratch, cast=cast)
+        return loading.digest(loading.prepare(entry, loading.Job(task))())
 
 
 # ---- generating
@@ -142,7 +141,7 @@ def test_importing_the_comparison_does_not_import_torch() -> None:
 def test_every_way_that_fits_loads_the_same_values(generated, request) -> None:
     """All ways for a format give the digest of its baseline, a cast one after casting."""
     format = request.node.callspec.params["generated"]
-    ways = [way for way in WAYS if not way.obstacle(format) and not way.name.startswith("limit")]
+    ways = [way for way in WAYS if not way.obstacle(format)]
     assert len(ways) >= 6
     reference = run_in_process(ways[0].name, generated)
     for way in ways[1:]:
@@ -163,7 +162,7 @@ def test_a_comparison_runs_every_way_in_a_process_and_reports_it(tmp_path) -> No
     assert comparison.speedup("torch-load") == 1.0
     for name, result in comparison.results.items():
         assert len(result.seconds) == 1
-        assert bool(result.digest) != name.startswith("limit")
+        assert result.digest, name
     assert "all ways loaded equal values" in str(comparison)
     assert json.loads(json.dumps(comparison.to_dict()))["nbytes"] == 8 * MIB
 
@@ -273,9 +272,10 @@ def test_a_way_that_fails_is_a_row_with_its_reason(tmp_path, monkeypatch) -> Non
     monkeypatch.setattr("builtins.Foreign", Foreign, raising=False)
     path = tmp_path / "foreign.pt"
     torch.save({"weight": torch.ones(3), "extra": Foreign()}, path)
-    comparison = bench.compare(path, only=["torch-load", "limit-read"], repeat=2)
+    other = bench.Way("other", "does nothing", lambda job: lambda: None)
+    comparison = bench.compare(path, only=["torch-load", "other"], ways=[*WAYS, other], repeat=2)
     assert "Error" in comparison.results["torch-load"].error
-    assert len(comparison.results["limit-read"].seconds) == 2
+    assert len(comparison.results["other"].seconds) == 2
     assert "failed: " in str(comparison)
     row = comparison.to_dict()["results"]["torch-load"]
     assert row["error"] == comparison.results["torch-load"].error
@@ -284,7 +284,7 @@ def test_a_way_that_fails_is_a_row_with_its_reason(tmp_path, monkeypatch) -> Non
 def test_every_run_is_reported_as_it_ends(small) -> None:
     """`on_run` sees the ways in turns, round after round."""
     seen: list[tuple[str, int]] = []
-    names = ["limit-read", "limit-copy"]
+    names = ["torch-load", "torchlift-mmap"]
     bench.compare(
         small,
         only=names,
@@ -322,16 +322,30 @@ def test_a_way_that_needs_a_missing_package_is_refused_by_name(generated, reques
     if request.node.callspec.params["generated"] == "torch-zip":
         pytest.skip("needs no package")
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    names = [way.name for way in WAYS if way.supports("safetensors")]
+    names = [way.name for way in WAYS if not way.obstacle("safetensors")]
     assert names[0] == "torchlift-mmap"
     with pytest.raises(ValueError, match="package safetensors is not installed"):
         bench.compare(generated, only=["safetensors-file"])
 
 
+def load_with_torch(job):
+    """Make the call to time."""
+    return lambda: torch.load(job.path)
+
+
+def test_a_way_of_the_caller_takes_part(small) -> None:
+    """A function that returns the call to time is compared like the others."""
+    own = bench.Way("own", "my loader", load_with_torch)
+    comparison = bench.compare(small, only=["torch-load", "own"], ways=[*WAYS, own], repeat=1)
+    assert comparison.different == []
+    assert len(comparison.results["own"].seconds) == 1
+    assert "my loader" in str(comparison)
+
+
 def test_a_missing_container_is_an_error_of_the_library(generated) -> None:
     """A root that the file lacks is reported like everywhere else."""
     with pytest.raises(FormatError, match="no such container"):
-        loading.Job(Task(str(generated), "nowhere", (), 0))
+        loading.Job(Task(str(generated), "nowhere", 0))
 
 
 @pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="asking the page cache needs Linux")
@@ -355,37 +369,6 @@ def test_a_cold_run_starts_without_the_file_in_the_page_cache(generated) -> None
 
 
 # ---- what the machine can do, and what it has already
-
-
-@pytest.mark.parametrize("reader", machine.PLAIN_READERS, ids=machine.name_of)
-def test_a_plain_reader_reads_every_byte(tmp_path, reader) -> None:
-    """Also of files that end in the middle of a page, and of one that is empty."""
-    contents = {"a": os.urandom(20 * MIB + 4097), "b": b"", "c": os.urandom(100)}
-    for name, content in contents.items():
-        (tmp_path / name).write_bytes(content)
-    files = [str(tmp_path / name) for name in contents]
-    try:
-        areas = machine.read_once(files, reader)
-    except OSError as error:
-        if error.errno == errno.EINVAL and reader[1]:
-            pytest.skip("this file system does not read directly")
-        raise
-    for area, content in zip(areas, contents.values(), strict=True):
-        assert area[: len(content)] == content
-
-
-@pytest.mark.slow
-def test_the_limit_is_the_best_of_the_plain_readers(small) -> None:
-    """All take part in the first round, the fastest four go on, and the best one is named."""
-    comparison = bench.compare(small, only=["torch-load", "limit-plain"], repeat=3)
-    result = comparison.results["limit-plain"]
-    rounds = sorted(len(run.seconds) for run in result.readers.values())
-    assert rounds == [1] * (len(machine.PLAIN_READERS) - 4) + [3] * 4
-    finalists = [run.median for run in result.readers.values() if len(run.seconds) == 3]
-    assert comparison.limit == result.median == min(finalists)
-    assert f"the best was {result.best_reader}" in str(comparison)
-    row = json.loads(json.dumps(comparison.to_dict()))["results"]["limit-plain"]
-    assert row["readers"][row["best_reader"]] == row["seconds"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the page cache is asked by Linux's calls")
@@ -412,7 +395,7 @@ def test_of_a_file_that_one_may_not_write_to_nothing_is_counted(generated, monke
 
 def test_a_cold_comparison_says_what_was_dropped_and_how(small) -> None:
     """The bytes that stayed in the cache are in every row, the most of them below the table."""
-    comparison = bench.compare(small, only=["torch-load", "limit-read"], repeat=1, cold=True)
+    comparison = bench.compare(small, only=["torch-load", "torchlift-read"], repeat=1, cold=True)
     assert "page cache: after fsync and posix_fadvise(DONTNEED), " in str(comparison)
     for row in comparison.to_dict()["results"].values():
         assert len(row["cached"]) == 1
@@ -429,7 +412,6 @@ def test_all_ways_cast_where_they_are_told_to(generated, request) -> None:
     """They agree on every bit; none of them maps, since nothing could be mapped."""
     format = request.node.callspec.params["generated"]
     ways = [w.name for w in WAYS if not w.obstacle(format, cast="bfloat16")]
-    ways = [name for name in ways if not name.startswith("limit")]
     assert not {"torchlift-mmap", "torch-mmap", "safetensors-file", "torchlift-bf16"} & {*ways}
     assert len(ways) >= 4
     digests = {name: run_in_process(name, generated, cast="bfloat16")["exact"] for name in ways}
@@ -442,26 +424,6 @@ def test_what_reads_because_it_casts_has_a_rate() -> None:
     comparison = Comparison("x.pt", "torch-zip", 1, 10**9, False, "m", results, cast="bfloat16")
     assert comparison.to_dict()["results"]["m"]["bytes_per_second"] == 2e9
     assert "1000.0 MB, cast to bfloat16; warm" in str(comparison)
-
-
-def test_a_peer_that_is_not_there_is_left_out_with_the_reason(small, monkeypatch) -> None:
-    """Of the installed ones, those that read the format take part; nobody fails."""
-    for package in ("tensorizer", "accelerate"):
-        monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.setattr(
-        "torchlift.bench.comparison.WAYS", [w for w in WAYS if w.peer or w == WAYS[0]]
-    )
-    comparison = bench.compare(small, peers=True, repeat=1)
-    assert list(comparison.results) == ["torch-load"]
-    assert comparison.left_out["tensorizer"] == "the package tensorizer is not installed"
-    assert comparison.left_out["runai"] == "it reads safetensors or sharded"
-    assert "is not installed: accelerate" in str(comparison)
-
-
-def test_a_way_for_another_device_is_refused(generated) -> None:
-    """Pinned memory means nothing on the CPU."""
-    with pytest.raises(ValueError, match=r"limit-pinned cannot read .* needs a device such as"):
-        bench.compare(generated, only=["limit-pinned"])
 
 
 def test_a_folder_of_dcp_and_shards_of_torch_files_are_compared(tmp_path) -> None:
@@ -479,84 +441,6 @@ def test_a_folder_of_dcp_and_shards_of_torch_files_are_compared(tmp_path) -> Non
         comparison = bench.compare(path, only=[way, "torchlift-read"], repeat=1)
         assert comparison.different == []
         assert not [result.error for result in comparison.results.values() if result.error]
-
-
-# ---- how costs grow
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("what", GROWTHS)
-def test_every_way_loads_all_that_there_are(what, tmp_path) -> None:
-    """Each way is asked for as many tensors, modules or shards as were written."""
-    growth = grow(what, sizes=[3, 2], repeat=1)
-    assert growth.sizes == (2, 3)
-    ran = {way for way, sizes in growth.seconds.items() if len(sizes) == 2}
-    assert ran | set(growth.left_out) == set(GROWTHS[what][1])
-    assert len(ran) >= 3
-    for way in ran:
-        assert f"{growth.seconds[way][1][0]:.4f}" in str(growth)
-
-
-def test_a_way_that_takes_too_long_goes_no_further(monkeypatch) -> None:
-    """What it did at smaller sizes stays, and the table says where it was left out."""
-    growth = grow("modules", sizes=[2, 4], repeat=1, timeout=0.001)
-    assert all(sizes == [] for sizes in growth.seconds.values())
-    assert "still running" in growth.left_out["torchlift.skeleton, load"]
-    assert "left out: torchlift.skeleton, load: at 2 modules" in str(growth)
-    assert growth.to_dict()["exponents"]["torchlift.skeleton, load"] is None
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (("nonsense",), "there are tensors, modules, shards"),
-        (("modules", [0]), "must be at least 1"),
-        (("modules", []), "must be at least 1"),
-    ],
-)
-def test_a_growth_that_makes_no_sense_is_refused(call, message) -> None:
-    """The message names what there is."""
-    with pytest.raises(ValueError, match=message):
-        grow(call[0], sizes=call[1] if len(call) > 1 else None)
-
-
-def test_the_power_of_a_growth_is_that_of_its_last_two_sizes() -> None:
-    """A cost that grows with the square has the power 2."""
-    seconds = {"square": [[9.0], [1.0], [100.0]], "one": [[1.0]]}
-    growth = bench.Growth("modules", (1, 10, 100), seconds, {}, {})
-    assert growth.exponent("square") == pytest.approx(2.0)
-    assert "n^2.0" in str(growth)
-
-
-# ---- the chart
-
-
-def test_the_chart_has_a_bar_for_each_way_and_a_line_for_each_limit(tmp_path) -> None:
-    """Bars are as long as the medians; the limits are lines across them."""
-    names = ("torch-load", "torchlift-read", "torchlift-mmap", "limit-plain", "limit-copy")
-    results = {
-        name: fake(name, "1", 1.0 + place, reads=name != "torchlift-mmap")
-        for place, name in enumerate(names)
-    }
-    data = Comparison("x.pt", "torch-zip", 1, 1, False, "torch-load", results).to_dict()
-    axes = bench.figure_of(data).axes[0]
-    assert [bar.get_width() for bar in axes.patches] == [1.0, 2.0, 3.0]
-    labels = [text.get_text().strip() for text in axes.texts]
-    assert labels == ["torch-load", "torchlift-read", "torchlift-mmap (mapped)"]
-    drawn = {
-        line.get_label(): line.get_xdata()[0] for line in axes.lines if line.get_label()[0] != "_"
-    }
-    assert drawn == {"best plain reader": 4.0, "memcpy": 5.0}
-    assert len({bar.get_facecolor() for bar in axes.patches}) == 3
-
-
-def test_the_chart_of_a_growth_has_a_line_for_each_way(tmp_path) -> None:
-    """Both axes are logarithmic: what is linear has one slope, whatever it costs."""
-    seconds = {"torch": [[1.0], [100.0]], "torchlift": [[1.0], [10.0]], "none": []}
-    growth = bench.Growth("shards", (1, 10), seconds, {}, {})
-    axes = bench.figure_of(growth.to_dict()).axes[0]
-    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
-    assert [list(line.get_ydata()) for line in axes.lines] == [[1.0, 100.0], [1.0, 10.0]]
 
 
 # ---- the command
@@ -580,23 +464,23 @@ def test_what_is_no_size_is_refused(text) -> None:
 
 def test_the_command_prints_a_table_for_a_file(small, capsys) -> None:
     """`torchlift bench FILE --only ...` compares what was asked for."""
-    only = ["--only", "limit-read,limit-copy", "--repeat", "1"]
+    only = ["--only", "torch-load,torchlift-read", "--repeat", "1"]
     assert main(["bench", str(small), *only]) == 0
     out = capsys.readouterr().out
-    assert "read into warm buffers" in out
-    assert "copy between warm buffers" in out
+    assert "torch.load " in out
+    assert 'torchlift.load(source="read")' in out
     assert "1.0 MB; warm page cache, 1 rounds" in out
 
 
 def test_the_command_generates_a_checkpoint_and_removes_it(tmp_path, capsys, monkeypatch) -> None:
     """`--generate SIZE --json` leaves a JSON document and nothing on disk."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    only = ["--only", "torch-load,limit-read", "--repeat", "1", "--cold", "--json"]
+    only = ["--only", "torch-load,torchlift-mmap", "--repeat", "1", "--cold", "--json"]
     assert main(["bench", "--generate", "1MiB", *only]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["cold"] is True
     assert data["nbytes"] == MIB
-    assert list(data["results"]) == ["torch-load", "limit-read"]
+    assert list(data["results"]) == ["torch-load", "torchlift-mmap"]
     assert not list(tmp_path.iterdir())
 
 
@@ -606,11 +490,7 @@ def test_the_command_generates_a_checkpoint_and_removes_it(tmp_path, capsys, mon
         [],
         ["x", "--generate", "1MiB"],
         ["x", "--format", "safetensors"],
-        ["x", "--grow", "modules"],
-        ["--grow", "nonsense"],
-        ["--grow", "modules=many"],
         ["x", "--cast", "int8"],
-        ["x", "--plot", "chart"],
         ["--generate", "?"],
         ["--generate", "1"],
     ],
@@ -621,10 +501,26 @@ def test_arguments_that_do_not_fit_together_are_status_2(args, capsys) -> None:
     assert "Traceback" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "args", [["--grow", "modules"], ["--grow"], ["x", "--peers"], ["--plot", "a.png", "x"]]
+)
+def test_an_option_that_moved_says_where_it_is(args, capsys) -> None:
+    """The message names `tools/bench.py`, which has the options."""
+    assert main(["bench", *args]) == 2
+    error = capsys.readouterr().err
+    assert "tools/bench.py" in error
+    tool = Path(__file__).parents[2] / "tools" / "bench.py"
+    assert tool.read_text(encoding="utf-8").count('"--grow"') == 1
+    with pytest.raises(AttributeError, match=r"tools/bench.py"):
+        bench.grow  # noqa: B018
+
+
 def test_an_unknown_way_on_the_command_line_is_status_2(generated, capsys) -> None:
     """The message lists the ways there are."""
-    assert main(["bench", str(generated), "--only", "nonsense"]) == 2
-    assert "there are torch-load" in capsys.readouterr().err
+    assert main(["bench", str(generated), "--only", "limit-copy"]) == 2
+    error = capsys.readouterr().err
+    assert "there are torch-load" in error
+    assert "tools/bench.py in torchlift's repository has limits" in error
 
 
 def test_a_bad_file_is_status_1(tmp_path, capsys) -> None:
@@ -651,31 +547,3 @@ def test_a_way_that_fails_makes_the_status_1(tmp_path, capsys, monkeypatch) -> N
     torch.save({"weight": torch.ones(3), "extra": Foreign()}, path)
     assert main(["bench", str(path), "--only", "torch-load", "--repeat", "1"]) == 1
     assert "failed: " in capsys.readouterr().out
-
-
-def test_the_command_draws_what_it_measured(small, tmp_path, capsys) -> None:
-    """`--plot OUT.svg` leaves a picture that names the ways."""
-    chart = tmp_path / "chart.svg"
-    options = ["--only", "torch-load,limit-copy", "--repeat", "1", "--plot", str(chart)]
-    assert main(["bench", str(small), *options]) == 0
-    assert "<svg" in chart.read_text(encoding="utf-8")
-    assert "torch.load" in capsys.readouterr().out
-
-
-def test_a_chart_without_matplotlib_is_refused_before_anything_runs(small, monkeypatch, capsys):
-    """The message names the package."""
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["bench", str(small), "--plot", "chart.png"]) == 2
-    assert "matplotlib" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_the_command_shows_how_costs_grow(tmp_path, capsys) -> None:
-    """`--grow modules=2,4 --json` has the seconds of each way and size, and the power."""
-    chart = str(tmp_path / "chart.png")
-    options = ["--repeat", "1", "--json", "--plot", chart]
-    assert main(["bench", "--grow", "modules=2,4", *options]) == 0
-    data = json.loads(capsys.readouterr().out)
-    assert data["sizes"] == [2, 4]
-    assert len(data["seconds"]["torchlift.skeleton, load"]) == 2
-    assert os.path.getsize(chart) > 1000

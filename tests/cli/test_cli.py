@@ -501,7 +501,6 @@ def test_what_torch_thinks_of_a_kind_of_tensor_is_not_repeated_to_a_reader(tmp_p
         odd = {
             "csr": dense.to_sparse_csr(),
             "quantised": torch.quantize_per_tensor(dense, 0.1, 0, torch.qint8),
-            "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
         }
         torch.save(odd, tmp_path / "odd.pt")
     path = tmp_path / "odd.pt"
@@ -591,3 +590,15 @@ def test_a_hint_names_the_options_of_the_command_and_nothing_of_python(tmp_path,
     path.write_bytes(content)
     assert cli.main(["convert", str(path), other, "--exclude", "the trap.", "--overwrite"]) == 1
     assert "from a copy; --no-verify takes what is in it." in capsys.readouterr().err
+
+
+def test_a_root_that_could_mean_two_containers_names_options_that_work(tmp_path) -> None:
+    """The keys of both are converted as the error says."""
+    state = {"a": {"x": torch.ones(2)}, "a.y": torch.ones(2)}
+    torch.save(state, tmp_path / "x.pt")
+    words = ["convert", tmp_path / "x.pt", tmp_path / "y.safetensors"]
+    done = torchlift(*words, "--root", "a")
+    assert done.returncode == 1
+    assert "Leave --root out, and choose by keys: --include 'a.*' and --strip a." in done.stderr
+    assert torchlift(*words, "--include", "a.*", "--strip", "a").returncode == 0
+    assert list(open_index(tmp_path / "y.safetensors")) == ["x", "y"]

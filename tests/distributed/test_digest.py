@@ -12,7 +12,7 @@ CHECKS = [
     "every_layout_has_the_number_of_the_whole",
     "every_wrapper_has_the_number_of_the_model",
     "meshes_inside_of_others_have_the_number_of_the_whole",
-    "a_mesh_of_all_sends_one_small_message",
+    "a_name_that_one_rank_lacks_ends_all",
     "stages_are_added_up",
     "stages_that_are_sharded_are_added_up",
     "ranks_without_tensors_add_nothing",

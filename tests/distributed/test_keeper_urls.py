@@ -167,7 +167,7 @@ with torchlift.Keeper({url!r}, storage_options={options!r}, background=False) as
 def test_a_job_that_is_killed_while_it_sends_has_its_last_complete_checkpoint(
     server: S3Server,
 ) -> None:
-    """The parts of what it was sending show nowhere, and go with the next one's first save."""
+    """The parts of what it was sending show nowhere. Only a rule of the bucket can delete them."""
     bucket = server.bucket()
     code = _KILLED.format(url=bucket.url, options=bucket.options)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -180,7 +180,6 @@ def test_a_job_that_is_killed_while_it_sends_has_its_last_complete_checkpoint(
         keeper.wait()
         assert keeper.steps() == [1, 2]
     assert all(name.startswith("step-") for name in bucket.names())
-    assert bucket.unfinished() == []
 
 
 def _on_two_ranks(url: str, options: dict[str, Any]) -> list[Any]:

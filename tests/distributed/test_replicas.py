@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
 ]
 
-PLACES = ["folder", "x.pt", "x.safetensors"]
+PLACES = ["folder", "x.safetensors"]
 
 
 def experts(scale: float = 1.0) -> dict[str, torch.Tensor]:

@@ -148,25 +148,18 @@ def meshes_inside_of_others_have_the_number_of_the_whole() -> None:
             assert torchlift.digest(held) == expected, placements
 
 
-def a_mesh_of_all_sends_one_small_message() -> None:
-    """However many names there are: its length, and then itself."""
-    names = {f"layers.{n}.weight": torch.full((4,), float(n)) for n in range(200)}
-    mesh = named_mesh()
-    sent: list[int] = []
-    real = dist.all_gather
-
-    def recorded(rows: list[torch.Tensor], here: torch.Tensor, **given: Any) -> Any:
-        sent.append(here.nbytes)
-        return real(rows, here, **given)
-
-    for placements in ([Replicate(), Shard(0)], [Shard(0), Shard(0)]):
-        held = {key: distribute_tensor(value, mesh, placements) for key, value in names.items()}
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dist, "all_gather", recorded)
-            assert torchlift.digest(held) == torchlift.digest(names)
-        assert len(sent) == 2, sent
-        assert max(sent) < 100, sent
-        sent.clear()
+def a_name_that_one_rank_lacks_ends_all() -> None:
+    """Its peers would wait for it: they all get one error. The order of names does not count."""
+    mesh, who = cpu_mesh(), dist.get_rank()
+    values = {"a": torch.randn(8, 3), "b": torch.randn(5)}
+    held = {key: distribute_tensor(value, mesh, [Shard(0)]) for key, value in values.items()}
+    if who == 1:
+        held = dict(reversed(held.items()))
+    assert torchlift.digest(held) == torchlift.digest(values)
+    if who == 1:
+        del held["b"]
+    with pytest.raises(CheckpointError, match="not on all ranks of its mesh"):
+        torchlift.digest(held)
 
 
 def stages_are_added_up() -> None:
@@ -255,7 +248,7 @@ if __name__ == "__main__":
                 every_layout_has_the_number_of_the_whole,
                 every_wrapper_has_the_number_of_the_model,
                 meshes_inside_of_others_have_the_number_of_the_whole,
-                a_mesh_of_all_sends_one_small_message,
+                a_name_that_one_rank_lacks_ends_all,
                 stages_are_added_up,
                 stages_that_are_sharded_are_added_up,
                 ranks_without_tensors_add_nothing,

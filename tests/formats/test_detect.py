@@ -85,12 +85,25 @@ def test_other_files_say_what_they_are(tmp_path, content, match):
     assert refused(path, match, kind).hint or content[:1] == b"{"
 
 
+def test_tensors_that_another_library_reads_are_passed_as_a_dict(tmp_path):
+    """The way out for a format that torchlift does not read."""
+    path = tmp_path / "weights.mine"
+    path.write_bytes(b"MINE" + torch.tensor([1.0, 2.0]).numpy().tobytes())
+    assert "the dict of tensors" in refused(path, "not a checkpoint that torchlift reads").hint
+    theirs = {"bias": torch.frombuffer(bytearray(path.read_bytes()[4:]), dtype=torch.float32)}
+    model = torch.nn.Linear(1, 2)
+    torchlift.load(model, {**theirs, "weight": torch.ones(2, 1)})
+    torchlift.convert(theirs, tmp_path / "mine.safetensors")
+    for found in (model.bias, torchlift.open(tmp_path / "mine.safetensors")["bias"]):
+        assert found.tolist() == [1.0, 2.0]
+
+
 def test_a_tar_archive_says_what_it_is(tmp_path):
     """Archives around a checkpoint are to be unpacked."""
     path = tmp_path / "x.tar"
     with tarfile.open(path, "w") as archive:
         archive.add(os.path.dirname(__file__), "folder", filter=_named_py)
-    refused(path, r"tar archive that torch\.save did not write.*Unpack it first")
+    refused(path, r"a tar archive\. Unpack it first")
 
 
 @pytest.mark.parametrize(
@@ -133,12 +146,28 @@ def test_a_part_of_a_distributed_checkpoint_names_the_folder(tmp_path, items):
     state = {f"w{number}": torch.ones(4) for number in range(items)}
     dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
     assert read_index(tmp_path).entries.keys() == state.keys()
-    for name in ("__0_0.distcp", ".metadata"):
+    (tmp_path / "__0.metadata").write_bytes((tmp_path / ".metadata").read_bytes())
+    for name in ("__0_0.distcp", "__0.metadata"):
         with pytest.raises(FormatError) as caught:
             read_index(tmp_path / name)
         assert caught.value.reason == "a part of a distributed checkpoint (DCP)"
-        assert caught.value.hint == f"Open the folder, {str(tmp_path)!r}."
+        assert caught.value.hint == f"Open {str(tmp_path)!r}."
         assert caught.value.file == str(tmp_path / name)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_metadata_of_a_distributed_checkpoint_is_all_of_it(tmp_path):
+    """It names every file, so it is enough where nobody can list the folder."""
+    state = {f"w{number}": torch.full((4,), float(number)) for number in range(3)}
+    dcp.save({"model": state, "step": 5}, checkpoint_id=tmp_path, no_dist=True)
+    folder, metadata = read_index(tmp_path), read_index(tmp_path / ".metadata")
+    assert metadata.entries == folder.entries
+    assert metadata.objects == folder.objects == {"step": 5}
+    assert metadata.path == folder.path == str(tmp_path)
+    (tmp_path / ".metadata").write_bytes(b"other")
+    with pytest.raises(FormatError) as caught:
+        read_index(tmp_path / ".metadata")
+    assert caught.value.file == str(tmp_path / ".metadata")
 
 
 def test_a_truncated_download_says_how_many_bytes_are_missing(tmp_path):

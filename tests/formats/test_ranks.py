@@ -639,6 +639,45 @@ def test_the_only_slice_is_the_model(tmp_path: Path) -> None:
             torchlift.convert(place, tmp_path / "to.pt", overwrite=True)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "consolidated.0{}.pt",
+        "consolidated.0{}.safetensors",
+        "tp_rank_0{}_pp_rank_000/model.ckpt",
+        "mp_rank_0{}/model_weights.ckpt",
+        "model-rank-{}-part-0.safetensors",
+        "rank{}.safetensors",
+        "reshard-model_part-{}.pt",
+        "model_weight_pp-rank-0-of-1_tp-rank-{}-of-2.safetensors",
+    ],
+)
+def test_one_of_the_slices_of_other_programs_is_not_the_model(tmp_path: Path, name: str) -> None:
+    """Neither the folder nor one file loads with half of each weight."""
+    files = [tmp_path / "slices" / name.format(rank) for rank in range(2)]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torchlift.save({"w": torch.ones(2)}, file)
+    model = torch.nn.Module()
+    model.w = torch.nn.Parameter(torch.zeros(2))
+    for place in (tmp_path / "slices", *files, str(files[1]), [*files]):
+        with pytest.raises(FormatError, match="do not say how they fit together"):
+            torchlift.load(model, place)
+    assert not model.w.any()
+    assert torchlift.open(files[0])["w"].sum() == 2  # as the way out says
+
+
+def test_names_that_look_like_slices_are_read(tmp_path: Path) -> None:
+    """Parts of the only rank of vLLM, and LoRAs that are named after their rank."""
+    for name in ("model-rank-0-part-0.safetensors", "model-rank-0-part-1.safetensors",
+                 "rank8.safetensors", "rank16.safetensors"):  # fmt: skip
+        torchlift.save({"w": torch.ones(2)}, tmp_path / name)
+        model = torch.nn.Module()
+        model.w = torch.nn.Parameter(torch.zeros(2))
+        torchlift.load(model, tmp_path / name)
+        assert model.w.sum() == 2
+
+
 def test_a_layout_with_two_states_is_refused(tmp_path: Path) -> None:
     """torch would take both, one over the other: what is read is what torch would read."""
     era, path = Era(), tmp_path / "x.pt"

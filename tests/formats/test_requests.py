@@ -61,8 +61,7 @@ def test_a_large_torch_file_takes_four_requests(server: RangeServer) -> None:
     with zipfile.ZipFile(path) as archive:
         infos = {info.filename: info for info in archive.infolist()}
     index = infos["model/data.pkl"].file_size + path.stat().st_size - archive.start_dir
-    found = opened(server, "model.pt", 4, index + 2 * WINDOW)
-    assert len(found.confirm[found.path]) >= 3_000
+    opened(server, "model.pt", 4, index + 2 * WINDOW)
 
 
 def test_ten_gigabytes_of_a_torch_file_take_four_requests(server: RangeServer) -> None:
@@ -100,35 +99,29 @@ def other_writers(path: Path, method: int) -> None:
 def test_headers_that_do_not_follow_torch_are_looked_at(server: RangeServer, method: int) -> None:
     """One request for each, several at once, and none for those that lie near each other."""
     other_writers(server.folder / "model.pt", method)
-    found = opened(server, "model.pt", 4 + 5, 12 * WINDOW)
-    assert not found.confirm
+    opened(server, "model.pt", 4 + 5, 12 * WINDOW)
 
 
-def test_a_header_that_deceives_is_seen_before_a_byte_counts(server: RangeServer) -> None:
-    """Both neighbours say where a payload begins, and its own header says something else."""
+@pytest.mark.parametrize("name", ["w", "data.pkl"])
+@pytest.mark.parametrize("field", ["extra", "method", "name"])
+def test_a_place_that_both_neighbours_give_stands(
+    server: RangeServer, name: str, field: str
+) -> None:
+    """A header that says something else changes nothing: it is not read."""
     path = server.folder / "model.pt"
-    torch.save({"w": torch.ones(100_000)}, path)
-    (chunk,) = read_index(path).entries["w"].chunks
+    torch.save({"w": torch.arange(100_000.0)}, path)
+    before = facts(read_index(path))
     data = bytearray(path.read_bytes())
-    at = data.rindex(b"PK\x03\x04", 0, chunk.offset)
-    extra = struct.unpack_from("<H", data, at + 28)[0]
-    struct.pack_into("<H", data, at + 28, extra + 64)
+    with zipfile.ZipFile(path) as archive:
+        records = {info.filename.rpartition("/")[2]: info for info in archive.infolist()}
+    at = records["0" if name == "w" else name].header_offset
+    place = {"method": at + 8, "extra": at + 28, "name": at + 30}[field]
+    data[place] ^= 8
     path.write_bytes(data)
-    found = read_index(server.url("model.pt"))
-    header = found.confirm[found.path][found.entries["w"].chunks[0].offset]
-    with pytest.raises(IntegrityError, match="does not begin where the records beside it say"):
-        header.check(data[header.at : found.entries["w"].chunks[0].offset], found.path)
-
-
-def test_a_pickle_whose_header_deceives_is_refused(server: RangeServer) -> None:
-    """It is read at once, and so is its header."""
-    path = server.folder / "model.pt"
-    torch.save({"w": torch.ones(100_000)}, path)
-    data = bytearray(path.read_bytes())
-    struct.pack_into("<H", data, 28, struct.unpack_from("<H", data, 28)[0] + 1)
-    path.write_bytes(data)
-    with pytest.raises(IntegrityError, match="does not begin where"):
-        read_index(server.url("model.pt"))
+    url = server.url("model.pt")
+    assert facts(read_index(url)) == before
+    assert torch.equal(torchlift.open(url)["w"], torch.arange(100_000.0))
+    assert torchlift.verify(url).ok
 
 
 def program(folder: Path) -> None:
@@ -212,7 +205,7 @@ def test_a_dcp_folder_takes_its_metadata(server: RangeServer) -> None:
     """And the values that are no tensors, which lie together; a tensor's own item comes later."""
     distributed(server.folder / "step4")
     server.forget()
-    found = read_index(server.url("step4"))
+    found = read_index(server.url("step4/.metadata"))
     assert server.requests <= 4
     local = read_index(server.folder / "step4")
     assert found.objects == local.objects
@@ -236,7 +229,7 @@ def test_a_dcp_folder_takes_its_metadata(server: RangeServer) -> None:
 def test_a_dcp_folder_of_a_url_is_pickled(server: RangeServer) -> None:
     """Before its data was looked at, and after."""
     distributed(server.folder / "step4")
-    found = torchlift.open(server.url("step4"))
+    found = torchlift.open(server.url("step4/.metadata"))
     again = pickle.loads(pickle.dumps(found))
     assert list(again.entries) == list(found.entries)
     assert torch.equal(found["model.w3"], torchlift.open(server.folder / "step4")["model.w3"])
@@ -248,7 +241,7 @@ def test_items_that_are_not_what_the_metadata_says_are_refused(server: RangeServ
     """When they are resolved: nothing was shown of what only they could tell."""
     distributed(server.folder / "step4")
     (data,) = server.folder.glob("step4/*.distcp")
-    found = read_index(server.url("step4"))
+    found = read_index(server.url("step4/.metadata"))
     chunk = found.entries["model.w3"].chunks[0]
     with data.open("r+b") as file:
         file.seek(chunk.offset)

@@ -265,7 +265,7 @@ def of_others(test):
     "options", [{}, {"pickle_protocol": 5}, {"_use_new_zipfile_serialization": False}], ids=str
 )
 def test_tensors_made_of_others_are_those_of_torch_load(path, options):
-    """Sparse, quantised, nested, on meta, storages: listed at once, made when asked for."""
+    """Sparse, quantised, on meta, storages: listed at once, made when asked for."""
     state = other_kinds()
     torch.save(state, path, **options)
     ckpt = torchlift.open(path)
@@ -273,7 +273,7 @@ def test_tensors_made_of_others_are_those_of_torch_load(path, options):
     assert [key for key in state if key not in ckpt] == ["dtypes"]
     assert ckpt.objects["dtypes"] == ["torch.qint8", "torch.int4"]
     assert_as_loaded(state, ckpt)
-    if ckpt.format == "torch-zip":  # of old files torch makes nested ones before it reads values
+    if ckpt.format == "torch-zip":  # of old files torch reads no untyped storages
         assert_as_loaded(torch.load(path, weights_only=False), ckpt)
     with torchlift.open(path) as again:
         assert torchlift.diff(ckpt, again).equal
@@ -293,7 +293,6 @@ def test_the_index_says_what_is_known_of_a_tensor_made_of_others(path):
     assert facts["per_tensor"] == ("qint8", (4, 6), 24, "per_tensor_affine")
     assert facts["per_channel"] == ("quint8", (4, 6), 24 + 4 * 16, "per_channel_affine")
     assert facts["meta"] == ("float32", (3, 2), 0, "meta")
-    assert facts["nested"] == ("float32", (18,), 18 * 4 + 10 * 8, "nested")
     assert facts["storage"] == ("float32", (12,), 48, None)
     assert facts["bytes"] == ("uint8", (6,), 6, None)
     assert index.entries["meta"].location == "meta"
@@ -322,19 +321,39 @@ def test_tensors_made_of_others_are_found_below_a_container_and_in_shards(path, 
 
 
 @of_others
-@pytest.mark.parametrize("kind", ["coo", "bsr", "per_tensor", "meta", "nested"])
+@pytest.mark.parametrize("kind", ["coo", "bsr", "per_tensor", "meta"])
 def test_a_model_is_not_filled_from_tensors_made_of_others(path, kind):
     """Before anything changes: torch has no copy from them either. A transform may make one."""
     model = nn.Linear(2, 2, bias=False)
     value = other_kinds()[kind]
-    if kind != "nested":
-        model.weight = nn.Parameter(torch.ones(value.shape))
+    model.weight = nn.Parameter(torch.ones(value.shape))
     before = model.weight.detach().clone()
     torch.save({"weight": value}, path)
-    match = "weight: model" if kind == "nested" else "'weight': its value cannot be .* transform="
-    with pytest.raises(CheckpointError, match=match):
+    with pytest.raises(CheckpointError, match=r"'weight': its value cannot be .* transform="):
         torchlift.load(model, path)
     assert torch.equal(model.weight, before)
+
+
+@of_others
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_tensor_is_blocked_and_its_rows_are_saved(path, layout):
+    """It is named, what lies beside it loads, and the way out keeps its values."""
+    rows, model = [torch.randn(2, 3), torch.randn(4, 3)], nn.Linear(1, 1, bias=False)
+    nested = torch.nested.nested_tensor(rows, layout=layout)
+    torch.save({"weight": torch.ones(1, 1), "n": nested, "p": nn.Parameter(nested)}, path)
+    with torchlift.open(path) as ckpt:
+        assert list(ckpt) == ["weight"]
+        assert ckpt.blocked_keys.keys() == {"n", "p"}
+        assert any("nested" in name for name in ckpt.blocked)
+        for door in (lambda: ckpt["n"], ckpt.tree, lambda: torchlift.load(model, ckpt)):
+            with pytest.raises(FormatError, match="does not read nested tensors") as caught:
+                door()
+        assert r"[*tensor.unbind()]" in str(caught.value)
+        torchlift.load(model, ckpt, allow_unexpected=["n", "p"])
+    loaded = torch.load(path)
+    torch.save({"n": [*loaded["n"].unbind()]}, path)
+    with torchlift.open(path) as ckpt:
+        assert all(map(torch.equal, ckpt.tree()["n"], rows))
 
 
 def test_the_tensors_in_what_is_blocked_are_counted(path):

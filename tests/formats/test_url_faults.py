@@ -11,6 +11,7 @@ import ssl
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,8 +21,7 @@ from range_server import Answer, Asked, RangeServer, facts, serving
 from valid_files import FORMATS
 
 import torchlift
-from torchlift._store import Store, Url, open_place, place_of
-from torchlift._store.http import Http
+from torchlift._store import Url, open_place, place_of
 from torchlift.errors import (
     CheckpointError,
     FormatError,
@@ -62,7 +62,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     folder.mkdir(parents=True)
     for name, content in make(next(iter(seeds(tmp_path / "made")))).items():
         (folder / name).write_bytes(content)
-    return folder / opened
+    return folder / (opened or ".metadata")
 
 
 @pytest.fixture
@@ -183,44 +183,42 @@ def test_a_server_that_lies_is_refused(
     assert what in refused(server, place, FormatError).reason
 
 
-def test_a_server_without_ranges_is_read_as_a_stream_when_that_is_asked_for(
-    server: RangeServer, place: Path
+@pytest.mark.parametrize("options", [{}, {"stream": True}], ids=["plain", "stream"])
+def test_a_server_without_ranges_is_refused_with_a_way_out(
+    server: RangeServer, tmp_path: Path, options: dict[str, object]
 ) -> None:
-    """It sends the whole file for each range: that is said, and not done unasked."""
+    """It sends the whole file for each range. A file that was downloaded first can be opened."""
+    np.savez(path := server.folder / "m.npz", w=np.arange(3.0))
 
     def whole(asked: Asked, answer: Answer) -> None:
         if answer.status in (206, 416):
-            path = server.folder / asked.path
             answer.status, answer.body = 200, memoryview(path.read_bytes())
             del answer.headers["Content-Range"]
 
     server.fault = whole
-    error = refused(server, place, FormatError)
+    error = refused(server, path, FormatError, **options)
     assert "ignores ranges" in error.reason
-    assert "stream" in str(error.hint)
-    server.forget()
-    assert read(server, place, stream=True) == facts(resolved(read_index(place)))
-    names = [asked.path for asked in server.asked if (server.folder / asked.path).is_file()]
-    assert len(names) == len(set(names))
+    assert "Download the file first" in str(error.hint)
+    with urllib.request.urlopen(server.url("m.npz")) as answer:
+        (tmp_path / "copy.npz").write_bytes(answer.read())
+    assert torchlift.open(tmp_path / "copy.npz")["w"].tolist() == [0.0, 1.0, 2.0]
 
 
-def test_what_was_received_whole_is_received_again_where_it_is_opened_again(
-    server: RangeServer,
-) -> None:
-    """By the path that a checkpoint says it has; and who has the old one open is told."""
-    path = server.folder / "m.npz"
+def test_a_page_that_asks_to_log_in_is_refused_for_what_it_is(server: RangeServer) -> None:
+    """Servers send one with status 200, and credentials are the way out."""
 
-    def whole(asked: Asked, answer: Answer) -> None:
-        answer.status, answer.body = 200, memoryview(path.read_bytes())
-        answer.headers.pop("Content-Range", None)
+    def page(asked: Asked, answer: Answer) -> None:
+        if asked.headers.get("x-api-key") != SECRET:
+            answer.status, answer.body = 200, memoryview(b"<html>log in</html>")
+            answer.headers = {"Content-Type": "text/html; charset=utf-8"}
 
-    server.fault = whole
-    np.savez(path, w=np.zeros(3))
-    old = torchlift.open(server.url("m.npz"), storage_options={"stream": True})
-    np.savez(path, w=np.ones(3))
-    assert torchlift.open(old.path)["w"].tolist() == [1.0, 1.0, 1.0]
-    with pytest.raises(IntegrityError, match="changed"):
-        old["w"]
+    np.savez(path := server.folder / "m.npz", w=np.ones(3))
+    server.fault = page
+    error = refused(server, path, FormatError)
+    assert "web page" in error.reason
+    assert "headers" in str(error.hint)
+    found = torchlift.open(server.url("m.npz"), storage_options={"headers": {"X-Api-Key": SECRET}})
+    assert found["w"].tolist() == [1.0, 1.0, 1.0]
 
 
 def replaced_after(server: RangeServer, number: int) -> None:
@@ -273,9 +271,11 @@ def test_a_redirect_is_followed_without_credentials(
                 answer.headers = {"Location": f"{other.url(asked.path)}?signed=1"}
 
         server.fault = redirect
-        assert read(server, place) == facts(resolved(read_index(place)))
-        assert all("authorization" in asked.headers for asked in server.asked)
-        assert not any("authorization" in asked.headers for asked in other.asked)
+        headers = {"Authorization": f"Bearer {SECRET}", "X-Api-Key": SECRET, "Cookie": SECRET}
+        assert read(server, place, headers=headers) == facts(resolved(read_index(place)))
+        names = {name.lower() for name in headers}
+        assert all(names <= asked.headers.keys() for asked in server.asked)
+        assert not any(names & asked.headers.keys() for asked in other.asked)
         assert {asked.query for asked in other.asked} == {"signed=1"}
         files = {asked.path for asked in other.asked}
         assert len([asked for asked in server.asked if asked.path in files]) == len(files)
@@ -458,16 +458,35 @@ def test_a_forked_process_has_connections_of_its_own(server: RangeServer, tmp_pa
     assert opened.read(300, 50) == content[300:350]
 
 
-def test_threads_of_a_forked_process_take_no_connection_of_the_other(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_forked_process_that_cancels_ends_no_read_of_the_other(
+    server: RangeServer, tmp_path: Path
 ) -> None:
-    """They are closed before any thread is told that all that is kept is of this process."""
-    transport, seen = Http(Store(Http, {})), list[int]()
-    monkeypatch.setattr(Http, "_drop_idle", lambda self: seen.append(self._process))
-    transport._process = -1
-    assert transport._take(("http", "host")) is None
-    assert seen == [-1]
-    assert transport._process == os.getpid()
+    """The two have one connection, which a cancelled read in the child must not shut down."""
+    content = os.urandom(1 << 16)
+    (tmp_path / "served" / "f").write_bytes(content)
+    url = place_of(server.url("f"))
+    assert isinstance(url, Url)
+    opened, waiting, ended = open_place(url), threading.Event(), threading.Event()
+
+    def waits(asked: Asked, answer: Answer) -> None:
+        waiting.set()
+        ended.wait(30)
+
+    server.fault = waits
+    found: list[bytes] = []
+    thread = threading.Thread(target=lambda: found.append(opened.read(100, 50)))
+    thread.start()
+    assert waiting.wait(30)
+    before = server.requests
+    child = os.fork()
+    if not child:  # pragma: no cover
+        url.store.cancel()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    ended.set()
+    thread.join(30)
+    assert found == [content[100:150]]
+    assert server.requests == before
 
 
 def test_the_proxy_of_the_environment_is_asked(

@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from range_server import RangeServer, facts, serving
 from valid_files import FORMATS
@@ -48,6 +49,10 @@ def test_a_url_shows_only_what_may_be_shown(tmp_path: Path, server: RangeServer)
         texts = f"{error} {error!r} {vars(error)} {error.__cause__!r} {error.__context__!r}"
         assert not any(secret in texts for secret in ("sss", "pass-word", "frag"))
         assert error.__context__ is None
+    np.save(tmp_path / "served" / "w.npy", np.ones(3))
+    found = read_index(url.replace("model.pt", "w.npy"))
+    texts = f"{found!r} {found.files!r} {found.entries!r} {found.storages!r}"
+    assert not any(secret in texts for secret in ("sss", "pass-word", "frag"))
     assert server.asked[0].headers["authorization"].startswith("Basic ")
     assert server.asked[0].query == "X-Signature=sss"
 
@@ -55,12 +60,16 @@ def test_a_url_shows_only_what_may_be_shown(tmp_path: Path, server: RangeServer)
 def test_every_format_is_the_same_from_a_url(
     place: Path, tmp_path: Path, server: RangeServer
 ) -> None:
-    """Entries, offsets, objects and notes; a folder by what it must hold."""
+    """Entries, offsets, objects and notes; a folder by its metadata."""
     name = str(place.relative_to(tmp_path / "served"))
     local = read_index(place)
-    if place.is_dir() and not (place / ".metadata").exists():
-        pytest.skip("HTTP lists no folders")
-    remote = read_index(server.url(name))
+    if place.is_dir():
+        with pytest.raises(FormatError, match="of a folder") as caught:
+            read_index(server.url(f"{name}/"))
+        assert ".metadata" in str(caught.value.hint)
+        if not (place / ".metadata").exists():
+            return
+    remote = read_index(server.url(f"{name}/.metadata" if place.is_dir() else name))
     assert facts(resolved(remote)) == facts(local)
     assert remote.path == server.url(name)
 

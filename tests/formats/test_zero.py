@@ -1,11 +1,10 @@
-"""DeepSpeed's ZeRO directories: the model's weights and the optimizer's state, put together."""
+"""DeepSpeed's ZeRO directories: the model's weights, put together; the rest is refused."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from torch import nn
 from zero_files import Zero
 
 import torchlift
-from torchlift.distributed import StateDictOptions, set_optimizer_state_dict
 from torchlift.errors import FormatError, UnsafeError
 from torchlift.formats import read_index
 
@@ -65,7 +63,7 @@ WAYS: dict[str, tuple[int, int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_weights_and_state_are_those_of_the_training(tmp_path: Path, way: str) -> None:
+def test_weights_are_those_of_the_training(tmp_path: Path, way: str) -> None:
     """Of every stage, without deepspeed: each value at its place, padding nowhere."""
     stage, world, how = WAYS[way]
     model, zero = training(stage, world, **how)
@@ -76,21 +74,10 @@ def test_weights_and_state_are_those_of_the_training(tmp_path: Path, way: str) -
         weights = zero.weights()
         for name, value in weights.items():
             assert torch.equal(ckpt[name], value), name
-        for group, named in enumerate(zero.groups):
-            for name in named:
-                prefix = f"optimizer.state.{name}."
-                for kind in ("exp_avg", "exp_avg_sq"):
-                    assert torch.equal(ckpt[prefix + kind], zero.state(kind, name))
-                assert ckpt[prefix + "step"].item() == 3
-                lr = None if zero.elastic else 0.1 + group
-                assert ckpt.objects.get(f"optimizer.param_groups.{name}.lr") == lr
-        assert len(ckpt) == len(weights) + 3 * sum(map(len, zero.groups))
+        assert len(ckpt) == len(weights)
         assert ("embedding.weight", "head.weight") in ckpt.aliases
-        assert ckpt.objects["training.epoch"] == 7
-        assert ckpt.objects["training.lr_scheduler.last_epoch"] == 3
-        assert "deepspeed.runtime.fp16.loss_scaler.LossScaler" in ckpt.blocked
-        with pytest.raises(UnsafeError, match=r"training\.loss_scaler.*LossScaler"):
-            ckpt["training.loss_scaler"]
+        assert not ckpt.objects
+        assert ckpt.blocked == ()
     assert not any(name.startswith("deepspeed") for name in sys.modules)
     assert torchlift.verify(path).ok
     loaded = Model()
@@ -108,29 +95,47 @@ def test_weights_and_state_are_those_of_the_training(tmp_path: Path, way: str) -
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_the_optimizer_goes_on_where_it_was(tmp_path: Path, stage: int) -> None:
-    """State and hyperparameters have the names of torch's flattened state dicts."""
-    _, zero = training(stage, 2)
-    model = Model()
-    groups = [
-        {"params": [p for p in model.parameters() if p.requires_grad and (p.dim() > 1) is matrices]}
-        for matrices in (True, False)
+def test_the_state_of_the_optimizer_is_refused(tmp_path: Path, stage: int) -> None:
+    """By every way to ask for it; the error names what DeepSpeed makes of the folder."""
+    path, model = training(stage, 2)[1].write(tmp_path / "run"), Model()
+    optimizer = torch.optim.Adam(model.parameters())
+    doors: list[Callable[[], object]] = [
+        lambda: torchlift.open(path)["optimizer"],
+        lambda: torchlift.open(path, root="optimizer"),
+        lambda: torchlift.open(path).tree("optimizer"),
+        lambda: torchlift.load_optimizer(model, optimizer, path),
+        lambda: torchlift.load_optimizer(model, optimizer, path, root="optimizer"),
     ]
-    optimizer = torch.optim.Adam(groups, lr=1.0)
-    with torchlift.open(zero.write(tmp_path / "run"), root="optimizer") as ckpt:
-        assert ckpt.nbytes >= 2 * 4 * sum(v.numel() for g in zero.groups for v in g.values())
-        set_optimizer_state_dict(
-            model,
-            optimizer,
-            {**ckpt, **ckpt.objects},
-            options=StateDictOptions(flatten_optimizer_state_dict=True, strict=False),
-        )
-    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 1.1]
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            state = optimizer.state[parameter]
-            assert torch.equal(state["exp_avg"], zero.state("exp_avg", name))
-            assert state["step"].item() == 3
+    for door in doors:
+        with pytest.raises(FormatError, match=r"universal.*ds_to_universal") as caught:
+            door()
+        assert caught.value.entry == "optimizer"
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_conversion_keeps_the_weights_and_names_the_rest(tmp_path: Path, stage: int) -> None:
+    """Tensors alone are converted with a note; a torch file needs what the error says."""
+    _, zero = training(stage, 2)
+    path = zero.write(tmp_path / "run")
+    report = torchlift.convert(path, tmp_path / "x.safetensors")
+    assert "weights of a DeepSpeed ZeRO checkpoint" in report.lost["optimizer"]
+    with pytest.raises(FormatError, match=r"exclude=\['optimizer'\]"):
+        torchlift.convert(path, tmp_path / "x.pt")
+    torchlift.convert(path, tmp_path / "x.pt", exclude=["optimizer"])
+    for made in (tmp_path / "x.safetensors", tmp_path / "x.pt"):
+        with torchlift.open(made) as ckpt:
+            assert all(torch.equal(ckpt[name], value) for name, value in zero.weights().items())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_other_values_of_the_training_are_in_the_first_file(tmp_path: Path, stage: int) -> None:
+    """The file opens by itself."""
+    folder = training(stage, 2)[1].write(tmp_path / "run") / "global_step3"
+    name = "mp_rank_00_model_states.pt"
+    with torchlift.open(folder / (f"zero_pp_rank_0_{name}" if stage == 3 else name)) as ckpt:
+        assert ckpt.objects["epoch"] == 7
+        assert ckpt.objects["lr_scheduler.last_epoch"] == 3
 
 
 @settings(max_examples=60, deadline=None)
@@ -155,8 +160,6 @@ def test_any_shapes_on_any_number_of_ranks(
     with torchlift.open(zero.write(tmp_path_factory.mktemp("z") / "run")) as ckpt:
         for name, value in zero.weights().items():
             assert torch.equal(ckpt[name], value)
-            state = ckpt[f"optimizer.state.{name}.exp_avg"]
-            assert torch.equal(state, zero.state("exp_avg", name))
 
 
 _LOADED = """
@@ -183,15 +186,13 @@ def test_a_load_takes_the_memory_of_one_copy(tmp_path: Path) -> None:
 
 
 def test_a_module_that_is_called_optimizer_keeps_its_name(tmp_path: Path) -> None:
-    """The containers beside the model are called otherwise, then."""
+    """Its weights are loaded, and nothing else has the name."""
     values = {"optimizer.net": torch.randn(3, 2), "training.x": torch.randn(2)}
     with torchlift.open(Zero(3, 2, [values]).write(tmp_path / "run")) as ckpt:
-        assert torch.equal(ckpt["optimizer.net"], values["optimizer.net"])
-        assert "_optimizer.state.optimizer.net.exp_avg" in ckpt
-        assert ckpt.objects["_training.epoch"] == 7
+        assert list(ckpt) == ["optimizer.net", "training.x"]
+        assert not ckpt.blocked_keys
     model = nn.Module()
     model.optimizer = nn.ParameterDict({"net": torch.zeros(3, 2)})
-    model.training_ = nn.Identity()
     torchlift.load(model, tmp_path / "run", rename=lambda key: None if key == "training.x" else key)
     assert torch.equal(model.optimizer["net"], values["optimizer.net"])
 
@@ -324,48 +325,3 @@ def test_files_that_do_not_fit_together_are_refused(tmp_path: Path, what: str) -
     path = zero.write(tmp_path / "run", edit)
     with pytest.raises(FormatError, match=f"(?s){text}"):
         torchlift.open(path)
-
-
-def test_state_that_fits_no_parameter_is_left_out(tmp_path: Path) -> None:
-    """A state of another length is not one number for each element; a number for all is kept."""
-    _, zero = training(2, 2)
-
-    def edit(name: str, content: Any) -> None:
-        if "optim" in name:
-            state = content["optimizer_state_dict"]["base_optimizer_state"]["state"]
-            state[0].update(error=torch.ones(2), beta=0.5, maximum=torch.tensor(2.0))
-
-    with torchlift.open(zero.write(tmp_path / "run", edit)) as ckpt:
-        prefix = "optimizer.state.embedding.weight."
-        assert ckpt[prefix + "maximum"].item() == 2
-        assert ckpt.objects[prefix + "beta"] == 0.5
-        assert prefix + "error" not in ckpt
-
-
-def test_a_state_that_one_rank_lacks_is_left_out(tmp_path: Path) -> None:
-    """Of its parameters only: what other groups have stays."""
-    _, zero = training(3, 2)
-
-    def edit(name: str, content: Any) -> None:
-        if "rank_1" in name and "optim" in name:
-            state = content["optimizer_state_dict"]["optimizer_state_dict"]["state"]
-            del state[0]["exp_avg"]
-
-    with torchlift.open(replace(zero).write(tmp_path / "run", edit)) as ckpt:
-        assert "optimizer.state.embedding.weight.exp_avg" not in ckpt
-        assert "optimizer.state.embedding.weight.exp_avg_sq" in ckpt
-        assert "optimizer.state.norm.weight.exp_avg" in ckpt
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_what_lies_beside_the_model_is_had_as_a_tree(tmp_path: Path, stage: int) -> None:
-    """By its names, as there are no containers of it; and the model in those that were saved."""
-    model = torch.nn.Linear(3, 2)
-    path = Zero(stage, 2, [dict(model.state_dict())]).write(tmp_path / "run")
-    with torchlift.open(path) as ckpt:
-        state = ckpt.tree("optimizer")
-        assert list(ckpt.tree()) == ["weight", "bias"]
-    assert state["param_groups.weight.lr"] == 0.1
-    assert torch.equal(state["state.weight.exp_avg"], model.weight * -0.5)
-    with torchlift.open(path, root="optimizer") as ckpt:
-        assert list(ckpt.tree()) == list(state)

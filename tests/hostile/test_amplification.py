@@ -11,7 +11,6 @@ import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -369,15 +368,14 @@ def test_one_shard_is_read_once_however_it_is_spelled(
 
 
 def _zero(
-    path: Path, shapes: list[dict[str, tuple[int, ...]]], vectors: list[torch.Tensor], *,
-    world: int = 20, **state: Any
-) -> Path:  # fmt: skip
-    """A ZeRO directory of stage 3, in which every rank has these vectors and this state."""
+    path: Path, shapes: list[dict[str, tuple[int, ...]]], vectors: list[torch.Tensor]
+) -> Path:
+    """A ZeRO directory of stage 3, in which every rank of twenty has these vectors."""
     path.mkdir()
     module = {"module": {"b": torch.ones(1)}, "param_shapes": shapes, "buffer_names": ["b"]}
     torch.save(module, path / "zero_pp_rank_0_mp_rank_00_model_states.pt")
-    optimizer = {"fp32_flat_groups": vectors, "partition_count": world, **state}
-    for rank in range(world):
+    optimizer = {"fp32_flat_groups": vectors, "partition_count": 20}
+    for rank in range(20):
         name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         torch.save({"optimizer_state_dict": optimizer}, path / name)
     return path
@@ -392,25 +390,6 @@ def test_a_parameter_in_many_ranks_costs_in_proportion_to_their_bytes(tmp_path: 
     first, second = answers(true, false)
     assert first.kind == "Index"
     assert "unfolds to far more than it stores" in second.text
-
-
-def test_state_that_many_parameters_share_is_paid_for(tmp_path: Path) -> None:
-    """Thousands of kinds of state, or of groups of hyperparameters, for thousands of parameters."""
-    names = {f"k{at}": (1,) for at in range(3_000)}
-    vector, one = torch.zeros(3_000), torch.ones(())
-    kinds = {f"s{at}": one for at in range(3_000)}
-    groups = [{"params": [0] * 10_000, "lr": 0.1, "betas": (0.9, 0.99)}]
-    for number, base in enumerate(
-        (
-            {"state": {0: kinds}},
-            {"state": {0: dict.fromkeys(kinds, vector)}},
-            {"state": {0: dict.fromkeys(kinds, 5)}},
-            {"state": {0: {"step": one}}, "param_groups": groups},
-        )
-    ):
-        path = _zero(tmp_path / str(number), [names], [vector], world=2, optimizer_state_dict=base)
-        (answer,) = answers(path)
-        assert "unfolds to far more than it stores" in answer.text
 
 
 def _dtensors(era: Era, path: Path, count: int, placements: object, mesh: tuple[int, ...]) -> Path:

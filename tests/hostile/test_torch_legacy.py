@@ -16,15 +16,12 @@ from checkpoint_files import (
     TarId,
     legacy_id,
     legacy_tensor,
-    pickled,
-    tar_members,
     write_legacy,
-    write_tar,
 )
 from damaged_files import refused
 
 import torchlift
-from torchlift.errors import CheckpointError, FormatError, UnsafeError
+from torchlift.errors import FormatError, UnsafeError
 from torchlift.formats import read_index
 
 INFO = {"little_endian": True}
@@ -111,32 +108,12 @@ def test_storage_keys_that_are_not_those_of_the_tensors_are_refused(path, keys, 
 
 
 @pytest.mark.parametrize(
-    ("view", "match"),
-    [
-        (("v", 3, 2), "view reaches outside its storage"),
-        (("v", -1, 2), "impossible view of its storage"),
-        (("v", 0, -2), "impossible view of its storage"),
-        (("v", 2**62, 2**62), "view reaches outside its storage"),
-        (("v", 1, 1), "tensor reaches outside its storage"),
-        (("v", True, 4), "impossible view of its storage"),
-        (("v", 0), "a view of a storage is not"),
-        ((["v"], 0, 4), "a view of a storage is not"),
-        ("view", "a view of a storage is not"),
-    ],
+    "view", [("v", 3, 2), ("v", 2**62, 2**62), ("v", 0), (["v"], 0, 4), "view"]
 )
-def test_a_view_outside_its_storage_is_refused(path, view, match):
-    """A view lies inside its storage, and a tensor inside its view."""
+def test_a_view_of_a_storage_is_refused_whatever_it_says(path, view):
+    """Nothing is computed with its numbers."""
     write_legacy(path, {"w": legacy_tensor((2,), (1,), identity=legacy_id(view=view))})
-    assert refused(path, match).entry in ("w", "0")
-
-
-def test_two_views_of_one_key_are_refused(path):
-    """Torch would take the first for both."""
-    views = [legacy_id(view=("v", first, 2)) for first in (0, 2)]
-    write_legacy(
-        path, {f"w{i}": legacy_tensor((2,), (1,), identity=v) for i, v in enumerate(views)}
-    )
-    assert refused(path, "two views of storages have one key").entry == "v"
+    assert refused(path, "a view of another storage").entry == "0"
 
 
 @pytest.mark.parametrize(
@@ -167,198 +144,6 @@ def test_impossible_tensors_are_refused(path, size, stride, offset, match):
     assert refused(path, match).entry == "w"
 
 
-# ---- the tar
-
-
-def members_of(**changes):
-    right = {
-        "obj": {"w": TarId("11")},
-        "storages": [(1, "cpu", torch.FloatStorage, 4, VALUES)],
-        "tensors": [(11, 1, (2, 2), (2, 1), 0)],
-        "views": [],
-    }
-    return tar_members(**{**right, **changes})
-
-
-def test_a_truncated_tar_is_refused_wherever_it_ends(path):
-    """Cut at any block or inside one, its files are incomplete."""
-    write_tar(path, members_of())
-    data = path.read_bytes()
-    with tarfile.open(path) as archive:
-        *_, last = archive.getmembers()
-    end = last.offset_data + last.size
-    for stop in [*range(512, end, 100), end - 1]:
-        path.write_bytes(data[:stop])
-        refused(path, "truncated|did not write|reaches past")
-
-
-def special(name, kind, link=""):
-    info = tarfile.TarInfo(name)
-    info.type, info.linkname = kind, link
-    return info
-
-
-@pytest.mark.parametrize(
-    "info",
-    [
-        special("link", tarfile.SYMTYPE, "/etc/passwd"), special("hard", tarfile.LNKTYPE, "pickle"),
-        special("null", tarfile.CHRTYPE), special("disk", tarfile.BLKTYPE),
-        special("pipe", tarfile.FIFOTYPE), special("/etc/cron.d/x", tarfile.REGTYPE),
-        special("../x", tarfile.REGTYPE), special("a/../../x", tarfile.REGTYPE),
-    ],
-    ids=lambda info: info.name,
-)  # fmt: skip
-def test_members_that_are_no_plain_files_are_refused(path, info):
-    """Links, devices, pipes, absolute names and names that leave the directory."""
-    write_tar(path, members_of(), info)
-    assert refused(path, "leaves the directory", UnsafeError).entry == info.name
-
-
-def with_header(path, change):
-    """The tar with its first header changed and its checksum made right."""
-    data = bytearray(path.read_bytes())
-    at = next(i for i in range(0, len(data), 512) if data[i : i + 8] == b"sys_info")
-    change(data, at)
-    data[at + 148 : at + 156] = b"%06o\0 " % (
-        sum(data[at : at + 512]) - sum(data[at + 148 : at + 156]) + 256
-    )
-    path.write_bytes(bytes(data))
-
-
-@pytest.mark.parametrize(
-    "size", [b"77777777777\0", b"-0000000001\0", b"\x80" + b"\xff" * 11, b"x" * 12]
-)
-def test_impossible_sizes_are_refused(path, size):
-    """Larger than the file, negative, in base 256, or no number."""
-    write_tar(path, members_of())
-    with_header(path, lambda data, at: data.__setitem__(slice(at + 124, at + 136), size))
-    assert refused(path, "impossible size|past the end").entry == "sys_info"
-
-
-def test_a_damaged_header_is_refused(path):
-    """The checksum of a header is checked."""
-    write_tar(path, members_of())
-    data = path.read_bytes()
-    path.write_bytes(data.replace(b"sys_info\0", b"sys_infp\0", 1))
-    refused(path, "header of a member of the tar is damaged")
-
-
-def test_two_members_of_one_name_are_refused(path):
-    """Programs disagree on which of the two counts."""
-    write_tar(path, members_of(), special("pickle", tarfile.REGTYPE))
-    assert refused(path, "two members").entry == "pickle"
-
-
-def test_an_extended_header_that_renames_or_resizes_is_refused(path):
-    """Python's tarfile would obey it."""
-    info = tarfile.TarInfo("extra")
-    info.pax_headers = {"size": "99999999"}
-    write_tar(path, members_of(), info)
-    refused(path, "extended header")
-
-
-@pytest.mark.parametrize(
-    ("changes", "match"),
-    [
-        ({"storages": [(1, "cpu", torch.FloatStorage, -1, VALUES)]}, "impossible size"),
-        ({"storages": [(1, "cpu", torch.FloatStorage, 2**61, VALUES)]}, "past the end"),
-        ({"storages": [(1, "cpu", os.system, 4, VALUES)]}, "a storage is not"),
-        ({"storages": [(1, "cpu", torch.float32, 4, VALUES)]}, "no known type"),
-        ({"storages": [(1, "cpu", torch.FloatStorage, 4, VALUES)] * 2}, "twice"),
-        ({"storages": [((1,), "cpu", torch.FloatStorage, 4, VALUES)]}, "key is not a number"),
-        ({"views": [(3, 1, 3, 2)], "tensors": [(11, 3, (1,), (1,), 0)]}, "outside its storage"),
-        ({"views": [(3, 1, -1, 2)], "tensors": [(11, 3, (1,), (1,), 0)]}, "impossible view"),
-        ({"views": [(3, 9, 0, 2)]}, "that is not there"),
-        ({"views": [(1, 1, 0, 2)]}, "twice"),
-        ({"views": [(3, 1, 0, 2), (4, 3, 0, 1)]}, "that is not there"),
-        ({"views": [3]}, "a view of a storage is not"),
-        ({"views": [Call(os.system, "true")]}, "would run code"),
-        ({"tensors": [(11, 9, (1,), (1,), 0)]}, "without its storage"),
-        ({"tensors": [(1, 1, (1,), (1,), 0)]}, "twice"),
-        ({"tensors": [(11, 1, (5,), (1,), 0)]}, "outside its storage"),
-        ({"tensors": [(11, 1, (-1,), (1,), 0)]}, "impossible size"),
-        ({"obj": {"w": TarId("99")}}, "a tensor that is not there"),
-        ({"obj": {"w": TarId([1])}}, "key is not a number"),
-    ],
-)
-def test_impossible_storages_views_and_tensors_are_refused(path, changes, match):
-    """Every number in the tar is checked against its bytes."""
-    write_tar(path, members_of(**changes))
-    with pytest.raises(CheckpointError, match=match):
-        read_index(path)
-
-
-def test_a_global_among_the_tensors_types_is_listed(path):
-    """Torch would import it; only the types of tensors are expected there."""
-    members = members_of()
-    members["tensors"] = pickled(1) + pickled((11, 1, os.system)) + struct.pack(
-        "<i4x5q", 2, 2, 2, 2, 1, 0
-    )  # fmt: skip
-    write_tar(path, members)
-    assert torchlift.open(path).blocked == ("posix.system",)
-
-
-def test_a_count_larger_than_the_file_is_refused(path):
-    """Before anything is made of it."""
-    write_tar(path, {**members_of(), "tensors": pickled(2**60)})
-    assert refused(path, "an impossible count").entry == "tensors"
-
-
-# ---- what torch, and tarfile for it, reads in another way
-
-
-def _header_changed(path, member, start, content):
-    """Change a tar's header of a member, with the sum set right again."""
-    data = bytearray(path.read_bytes())
-    with tarfile.open(path) as archive:
-        at = archive.getmember(member).offset
-        at = (
-            archive.getmember(member).offset_data - 512 if data[at + 156 : at + 157] == b"x" else at
-        )
-    data[at + start : at + start + len(content)] = content
-    data[at + 148 : at + 156] = b" " * 8
-    data[at + 148 : at + 156] = b"%06o\0 " % sum(data[at : at + 512])
-    path.write_bytes(data)
-    return path
-
-
-@pytest.fixture
-def tar(path):
-    """A tar of one tensor."""
-    state, storages = {"w": TarId("2")}, [(1, "cpu", torch.FloatStorage, 4, VALUES)]
-    return write_tar(path, tar_members(state, storages, [(2, 1, (2, 2), (2, 1), 0)]))
-
-
-def test_a_folder_with_a_size_is_refused(path, tar):
-    """tarfile takes what is behind it for the next member, and others skip it."""
-    folder = tarfile.TarInfo("folder")
-    folder.type, folder.size = tarfile.DIRTYPE, 512
-    members = tar_members({}, [], [])
-    refused(write_tar(path, members, folder), "impossible size")
-    write_tar(path, {**members, "older.": bytes(512)})
-    _header_changed(_header_changed(path, "older.", 156, b"\0"), "older.", 5, b"/")
-    refused(path, "impossible size")
-
-
-def test_a_name_ends_at_its_first_zero(tar):
-    """As tarfile ends it: the member is one of the four, and not a fifth."""
-    _header_changed(tar, "storages", len("storages"), b"\0x")
-    assert torchlift.open(tar)["w"].tolist() == torch.load(tar, weights_only=False)["w"].tolist()
-
-
-def test_the_folders_of_a_long_name_are_a_part_of_it(tar):
-    """tarfile would not find the member that the short field alone names."""
-    with pytest.raises(UnsafeError, match="leaves the directory"):
-        read_index(_header_changed(tar, "storages", 345, b"elsewhere"))
-    with pytest.raises(KeyError):
-        torch.load(tar, weights_only=False)
-
-
-def test_a_size_ends_at_its_first_zero(tar):
-    """A number behind it is none to tarfile."""
-    refused(_header_changed(tar, "tensors", 124, b"\0" + b"0000001000\0"), "impossible size")
-
-
 def test_a_stream_that_is_a_tar_too_is_refused(path):
     """torch looks for a tar first, and for nothing of one but the sum of its header."""
     info = {"little_endian": True, "pad": "x" * 1000}
@@ -373,13 +158,3 @@ def test_a_stream_that_is_a_tar_too_is_refused(path):
     with tarfile.open(path) as archive:  # what torch takes it for
         assert archive.getnames()
     refused(path, "a tar archive, too")
-
-
-def test_a_view_with_the_key_of_a_storage_is_refused(path):
-    """torch keeps both in one table, where the first that has a key counts."""
-    view = legacy_id(view=("1", 0, 2))
-    tensor = legacy_tensor((2,), (1,), identity=view)
-    other = legacy_tensor(identity=legacy_id("1"))
-    storages = {"0": (4, VALUES), "1": (4, VALUES[::-1])}
-    write_legacy(path, {"w": tensor, "v": other}, storages)
-    assert refused(path, "a view of a storage has the key of a storage").entry == "1"

@@ -6,6 +6,7 @@ import copy
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -253,9 +254,15 @@ def test_a_method_that_loads_by_itself_is_refused_with_a_way_out(tmp_path: Path)
     with pytest.raises(torchlift.PlacementError, match="load_state_dict of Manual") as caught:
         torchlift.load(model, path)
     assert all(torch.equal(before[name], value) for name, value in values_of(model).items())
-    assert "model.load_state_dict(torchlift.open(path).state_dict())" in str(caught.value)
-    model.load_state_dict(torchlift.open(path).state_dict())
+    assert "model.load_state_dict(torchlift.open(path).tree())" in str(caught.value)
+    model.load_state_dict(torchlift.open(path).tree())
     assert same(model, other)
+    skeleton = torchlift.skeleton(Manual, 2, 2)
+    with pytest.raises(torchlift.PlacementError, match=r"torchlift\.materialize\(model\), then"):
+        torchlift.load(skeleton, path)
+    torchlift.materialize(skeleton)
+    skeleton.load_state_dict(torchlift.open(path).tree())
+    assert same(skeleton, other)
 
 
 def test_a_method_that_loads_two_parts_is_refused_with_a_way_out(tmp_path: Path) -> None:
@@ -277,7 +284,159 @@ def test_a_method_that_loads_two_parts_is_refused_with_a_way_out(tmp_path: Path)
     with pytest.raises(torchlift.PlacementError, match="load_state_dict of Twice"):
         torchlift.load(model, path)
     assert all(torch.equal(before[name], value) for name, value in values_of(model).items())
-    model.load_state_dict(torchlift.open(path).state_dict())
+    model.load_state_dict(torchlift.open(path).tree())
+    assert same(model, other)
+
+
+class Two(nn.Module):
+    """Saves and loads a dict of two state dicts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {name: child.state_dict() for name, child in self.named_children()}
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:  # type: ignore[override]
+        for name, child in self.named_children():
+            child.load_state_dict(state_dict[name], strict)
+
+
+def test_the_error_of_a_method_says_what_it_got_and_the_way_out(tmp_path: Path) -> None:
+    """It expects containers, and gets dotted names; or it lacks what was left out."""
+    torchlift.save(other := Two(), path := tmp_path / "a.pt")
+    model = Two()
+    with pytest.raises(KeyError, match="one") as caught:
+        torchlift.load(model, path)
+    (note,) = caught.value.__notes__
+    assert "load_state_dict of Two raised this. It got one.weight, one.bias, two.weight" in note
+    assert "model.load_state_dict(torchlift.open(path).tree())" in note
+    model.load_state_dict(torchlift.open(path).tree())
+    assert same(model, other)
+
+
+class Writing(nn.Module):
+    """Writes one parameter by itself, and passes on the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Parameter(torch.zeros(3)), nn.Linear(2, 2)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]
+        rest = dict(state_dict)
+        with torch.no_grad():
+            self.table.copy_(rest.pop("table"))
+        return super().load_state_dict(rest, strict=False)
+
+
+@pytest.mark.parametrize("way", ["copy", "data", "made of one"])
+def test_what_is_written_on_meta_is_refused_with_a_way_out(tmp_path: Path, way: str) -> None:
+    """On meta nothing is written, so that the first values of the constructor would come back."""
+
+    class Other(Writing):
+        def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:
+            if way == "copy":
+                return super().load_state_dict(state_dict, strict)
+            rest = dict(state_dict)
+            value = rest.pop("table")
+            if way == "data":
+                self.table.data.copy_(value)
+            else:
+                rest["table"] = self.table + 1
+            return nn.Module.load_state_dict(self, rest, strict=False)
+
+    (state := Other().state_dict())["table"] = torch.arange(3.0)
+    torch.save(state, path := tmp_path / "a.pt")
+    (right := Other()).load_state_dict(torch.load(path))
+    torchlift.load(live := Other(), path)
+    assert same(live, right)
+    skeleton = torchlift.skeleton(Other)
+    with pytest.raises(torchlift.PlacementError, match=r"table.*torchlift\.materialize\(model\)"):
+        torchlift.load(skeleton, path)
+    assert skeleton.table.is_meta
+    torchlift.materialize(skeleton)
+    torchlift.load(skeleton, path)
+    assert same(skeleton, right)
+
+
+def test_what_a_method_passes_on_of_the_model_s_own_stays_as_it_is(tmp_path: Path) -> None:
+    """It updates its own state dict with what fits: a skeleton makes the rest as its class does."""
+
+    class Updating(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(2, 2), nn.Parameter(torch.full((3,), 7.0))
+
+        def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]
+            own = self.state_dict()
+            own.update({k: v for k, v in state_dict.items() if own[k].shape == v.shape})
+            return super().load_state_dict(own, strict)
+
+    (state := Updating().state_dict())["head"] = torch.zeros(9)
+    torch.save(state, path := tmp_path / "a.pt")
+    (right := Updating()).load_state_dict(torch.load(path))
+    torchlift.load(live := Updating(), path)
+    with pytest.warns(UserWarning, match="head"):
+        torchlift.load(skeleton := torchlift.skeleton(Updating), path)
+    assert same(live, right)
+    assert same(skeleton, right)
+
+
+def test_two_loads_of_one_model_at_once_are_refused(tmp_path: Path) -> None:
+    """The second names the first; neither waits for the other's events."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Slow(nn.Linear):
+        def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]
+            inside.set()
+            assert go_on.wait(60)
+            return super().load_state_dict(state_dict, strict)
+
+    torchlift.save(other := nn.Linear(2, 2), path := tmp_path / "a.pt")
+    model = Slow(2, 2)
+    first = threading.Thread(target=torchlift.load, args=(model, path))
+    first.start()
+    assert inside.wait(60)
+    with pytest.raises(torchlift.PlacementError, match="another load"):
+        torchlift.load(model, path)
+    go_on.set()
+    first.join()
+    assert same(model, other)
+    torchlift.load(model, path)
+
+
+def test_a_method_that_calls_load_is_refused_with_a_way_out(tmp_path: Path) -> None:
+    """It would call itself; the method of nn.Module is what it has to call."""
+
+    class Calling(nn.Linear):
+        through: Any = staticmethod(torchlift.load)
+
+        def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]
+            return self.through(self, state_dict)
+
+    torchlift.save(other := nn.Linear(2, 2), path := tmp_path / "a.pt")
+    model = Calling(2, 2)
+    with pytest.raises(torchlift.PlacementError, match=r"super\(\)\.load_state_dict"):
+        torchlift.load(model, path)
+    Calling.through = staticmethod(nn.Module.load_state_dict)
+    torchlift.load(model, path)
+    assert same(model, other)
+
+
+def test_a_method_that_loads_in_a_thread_of_its_own_is_refused(tmp_path: Path) -> None:
+    """There it cannot wait for torchlift; the way out is torch's."""
+
+    class Pooled(nn.Linear):
+        def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]
+            with ThreadPoolExecutor(1) as pool:
+                return pool.submit(super().load_state_dict, state_dict, strict).result()
+
+    torchlift.save(other := nn.Linear(2, 2), path := tmp_path / "a.pt")
+    model = Pooled(2, 2)
+    with pytest.raises(torchlift.PlacementError, match="in another thread"):
+        torchlift.load(model, path)
+    model.load_state_dict(torchlift.open(path).tree())
     assert same(model, other)
 
 

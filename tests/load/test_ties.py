@@ -228,6 +228,31 @@ def test_a_copied_alias_is_explained(tmp_path: Path) -> None:
     assert all("shares bytes with another key of the file" in note for note in notes.values())
 
 
+class Views(nn.Module):
+    """Two parameters that overlap in one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        flat = torch.arange(12.0)
+        self.a, self.b = nn.Parameter(flat[:8].view(2, 4)), nn.Parameter(flat[4:].view(2, 4))
+
+
+@every_way
+@pytest.mark.parametrize("transform", [None, lambda key, value: value.mul_(2)])
+def test_two_parameters_over_one_memory_get_a_memory_each(
+    transform: Any, mode: Any, source: Any, tmp_path: Path
+) -> None:
+    """Only a parameter with two names is tied: a new one has no view into another one's memory."""
+    state = Views().state_dict()
+    path, model = write(state, tmp_path), torchlift.skeleton(Views)
+    torchlift.load(model, path, mode=mode, source=source, transform=transform)
+    factor = 1 if transform is None else 2
+    with torch.no_grad():
+        model.a.add_(100)
+    assert torch.equal(model.a, state["a"] * factor + 100)
+    assert torch.equal(model.b, state["b"] * factor)
+
+
 @every_way
 def test_a_tie_made_after_the_skeleton_counts(mode: Any, source: Any, tmp_path: Path) -> None:
     """What is tied is read from the module at the time of the load."""

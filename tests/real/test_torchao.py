@@ -102,20 +102,17 @@ def test_a_quantised_checkpoint_fills_plain_and_quantised_models(
 def test_a_float_checkpoint_never_makes_a_quantised_model_plain(
     name: str, options: Any, tmp_path: Path
 ) -> None:
-    """The class says how, or one error names the weight; a plan says the same, nothing changes."""
+    """The class says how, or one error names the weight, and nothing changes."""
     path = tmp_path / "f.pt"
     torch.save(plain().state_dict(), path)
     for what, model in targets(name).items():
         if what == "skeleton":
             continue
         kind = type(model[0].weight)
-        before = None if model[0].weight.is_meta else model(X)
-        errors = []
-        for call in (torchlift.plan, torchlift.load):
-            with pytest.raises(torchlift.PlacementError, match=r"'0\.weight'.*transform=") as error:
-                call(model, path, **options)
-            errors.append(str(error.value))
-        assert errors[0] == errors[1], what
+        with torch.no_grad():  # a graph would keep the biases from being swapped
+            before = None if model[0].weight.is_meta else model(X)
+        with pytest.raises(torchlift.PlacementError, match=r"'0\.weight'.*transform="):
+            torchlift.load(model, path, **options)
         assert type(model[0].weight) is kind
         assert before is None or torch.equal(model(X), before)
 
@@ -126,9 +123,8 @@ def test_a_plain_live_model_does_not_take_quantised_values(tmp_path: Path) -> No
     torch.save(expected.state_dict(), path)
     model = plain(2)
     before = model(X)
-    for call in (torchlift.plan, torchlift.load):
-        with pytest.raises(torchlift.PlacementError, match=r"'0\.weight'.*does not take such val"):
-            call(model, path, allow_classes=[Int8Tensor])
+    with pytest.raises(torchlift.PlacementError, match=r"'0\.weight'.*does not take such val"):
+        torchlift.load(model, path, allow_classes=[Int8Tensor])
     assert torch.equal(model(X), before)
     torchlift.load(model, path, allow_classes=[Int8Tensor], mode="assign")
     assert torch.equal(model(X), expected(X))

@@ -591,3 +591,10 @@ def test_an_interrupt_leaves_all_of_a_skeleton_made_or_nothing(nth: int) -> None
     remember = [CONSTRUCTION in vars(module) for module in model]
     assert remember == [bool(on_meta)] * 2, step.at
     assert torchlift.materialize(model) == on_meta
+
+
+def test_materialize_takes_a_module() -> None:
+    """What is passed instead is named: the state dict, or the class."""
+    for other, name in (({"weight": torch.ones(2)}, "dict"), (nn.Linear, "type"), (None, "None")):
+        with pytest.raises(TypeError, match=f"takes a module .* not {name}"):
+            torchlift.materialize(other)

@@ -169,16 +169,14 @@ def tar_members(
     }
 
 
-def write_tar(path: Path, members: Mapping[str, bytes], *more: tarfile.TarInfo) -> Path:
-    """A tar of files, and of further members without content."""
+def write_tar(path: Path, members: Mapping[str, bytes]) -> Path:
+    """A tar of files."""
     with tarfile.open(path, "w:", format=tarfile.PAX_FORMAT) as archive:
         for name, content in members.items():
             info = tarfile.TarInfo(name)
             info.size = len(content)
             info.mtime = 1_480_000_000.25  # type: ignore[assignment]  # as of a real file
             archive.addfile(info, io.BytesIO(content))
-        for info in more:
-            archive.addfile(info)
     return path
 
 
@@ -329,12 +327,6 @@ def other_kinds() -> dict[str, object]:
         "floats": torch.quantize_per_channel(numbers, scales, zeros.float(), 0, torch.quint8),
         "scalar": torch.quantize_per_tensor(torch.tensor(1.0), 0.1, 0, torch.quint8),
         "meta": torch.empty(2, 3, device="meta").t(),
-        "nested": torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)]),
-        "no rows": torch.nested.nested_tensor([torch.randn(0, 3), torch.randn(1, 3)]),
-        "jagged": torch.nested.nested_tensor([numbers[:2], numbers], layout=torch.jagged),
-        "holes": torch.nested.nested_tensor_from_jagged(
-            numbers.T, torch.tensor([0, 2, 6]), torch.tensor([1, 3])
-        ).transpose(1, 2),
         "parameter": torch.nn.Parameter(dense.to_sparse()),
         "shared": shared, "part": shared[3:7].to_sparse(), "storage": shared.storage(),
         "bytes": torch.arange(6, dtype=torch.uint8).untyped_storage(), "w": shared[2:5],
@@ -344,10 +336,7 @@ def other_kinds() -> dict[str, object]:
 
 def _facts(tensor: torch.Tensor) -> tuple[list[object], list[torch.Tensor]]:
     """What tells a tensor from others of its shape, and the dense tensors that it is made of."""
-    facts: list[object] = [tensor.dtype, tensor.layout, tensor.device, tensor.is_nested]
-    if tensor.is_nested:
-        return facts, list(tensor.unbind())
-    facts.append(tensor.shape)
+    facts: list[object] = [tensor.dtype, tensor.layout, tensor.device, tensor.shape]
     if tensor.layout == torch.sparse_coo:
         return [*facts, tensor.is_coalesced()], [tensor._indices(), tensor._values()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

@@ -22,10 +22,8 @@ from torchlift._system.text import printable
 from torchlift.errors import CheckpointError
 from torchlift.formats import Index, read_index
 from torchlift.formats.integrity import verify_index
-from torchlift.formats.reader import entry_points
 from torchlift.formats.summary import to_html, to_json, to_text
 
-entry_points()  # what other packages bring is looked for once
 for _codec in ("raw-unicode-escape", "unicode_escape", "latin1"):
     "x".encode(_codec).decode(_codec)
 

@@ -27,7 +27,7 @@ import gguf
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint_files import Call, Script, StorageId, TarId, pickled, tensor, weight
+from checkpoint_files import Call, Script, StorageId, pickled, tensor, weight
 from rank_files import Era
 from zero_files import Zero
 
@@ -96,20 +96,6 @@ def _end_records(count: int, start: int, nbytes: int) -> bytes:
         + LOCATOR64.pack(LOCATOR64_MAGIC, 0, start + nbytes, 1)
         + END.pack(END_MAGIC, 0, 0, count, count, nbytes, start, 0)
     )
-
-
-def _tar(parts: Parts) -> bytes:
-    """A tar of names and contents, with right checksums; a name with a ~ is an extended header."""
-    found = bytearray()
-    for name, content in zip(parts[0::2], parts[1::2], strict=False):
-        header = bytearray(512)
-        header[: len(name[:100])] = name[:100]
-        header[124:136] = b"%011o\0" % len(content)
-        header[148:156], header[156:157] = b" " * 8, b"x" if name.startswith(b"~") else b"0"
-        header[257:265] = b"ustar\x0000"
-        header[148:156] = b"%06o\0 " % sum(header)
-        found += header + content + bytes(-len(content) % 512)
-    return _changed(bytes(found) or bytes(512), parts[-1] if len(parts) % 2 else b"")
 
 
 def _plain(parts: Parts) -> bytes:
@@ -185,23 +171,11 @@ base = torch.arange(6.0).reshape(2, 3)
 
 def _legacy_seeds(path: Path) -> Iterator[Parts]:
     for value in (torch.nn.Linear(2, 2).state_dict(), {"w": base, "t": base.t(), "n": [3, "x"]}):
-        for protocol in (1, 2):
+        for protocol in (2, 4):
             torch.save(value, path, _use_new_zipfile_serialization=False, pickle_protocol=protocol)
             yield [path.read_bytes()]
-    view = StorageId("storage", torch.FloatStorage, "0", "cpu", 4, ("v", 1, 2))
-    viewed = Call(torch._utils._rebuild_tensor_v2, view, 0, (2,), (1,), False, {})
-    yield [cf.write_legacy(path, {"w": viewed, "evil": Call(os.getenv, "HOME")}).read_bytes()]
-
-
-def _tar_seeds(path: Path) -> Iterator[Parts]:
-    values = struct.pack("<4f", 1, 2, 3, 4)
-    storages = [(1, "cpu", torch.FloatStorage, 4, values), ("7", "cpu", torch.ByteStorage, 1, b"x")]
-    tensors = [(2, 1, (2, 2), (2, 1), 0), (3, 9, (), (), 0)]
-    state = {"w": TarId("2"), "n": 5, "v": TarId("3")}
-    members = cf.tar_members(state, storages, tensors, [(9, 1, 1, 2)])
-    parts = [part for name, content in members.items() for part in (name.encode(), content)]
-    yield [*parts, b""]
-    yield [b"~x", b"20 mtime=1480000000.25\n"[:23], *parts, b""]
+    state = {"w": cf.legacy_tensor(), "evil": Call(os.getenv, "HOME")}
+    yield [cf.write_legacy(path, state).read_bytes()]
 
 
 def _script_seeds(path: Path) -> Iterator[Parts]:
@@ -357,7 +331,6 @@ FORMATS: dict[str, tuple[str, Callable[[Parts], dict[str, bytes]], Callable[...,
 FORMATS = {
     "torch-zip": ("x", _one(_archive), _zip_seeds),
     "torch-legacy": ("x", _one(_plain), _legacy_seeds),
-    "torch-tar": ("x", _one(_tar), _tar_seeds),
     "torchscript": ("x", _one(_archive), _script_seeds),
     "pt2": ("x", _one(_archive), _program_seeds),
     "safetensors": ("x", _one(_safetensors), _safetensors_seeds),

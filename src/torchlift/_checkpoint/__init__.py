@@ -15,6 +15,7 @@ from torchlift._checkpoint.kinds import calculated as calculated
 from torchlift._checkpoint.kinds import call_of as call_of
 from torchlift._checkpoint.kinds import classes as classes
 from torchlift._checkpoint.kinds import dense_of as dense_of
+from torchlift._checkpoint.kinds import readable_parts as readable_parts
 from torchlift._checkpoint.tree import Tree as Tree
 from torchlift._checkpoint.tree import arranged as arranged
 from torchlift._checkpoint.tree import gathered as gathered

@@ -103,7 +103,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
     It can be pickled where it was opened by a path: that is opened again in the other process, such
     as a worker of a data loader, and refused where the files are not those of this one.
 
-    What torch makes of other tensors (sparse in any layout, quantised, nested) or of none (on meta)
+    What torch makes of other tensors (sparse in any layout, quantised) or of none (on meta)
     is listed with dtype, shape and bytes, and made when it is asked for. A storage is a tensor of
     all its numbers.
 
@@ -310,8 +310,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
     def _tree(self, root: str | None, view: Callable[[TensorEntry], object]) -> Any:
         """Return the same with what `view` makes of the entry of each tensor."""
         tree = self._index.tree
-        # Of what lies beside a model (ZeRO) there are names only.
-        if tree is not None and (root is None or below(*tree, root) is not MISSING):
+        if tree is not None and (root is None or below(*tree, root, self.path) is not MISSING):
             refusal = partial(self._refusal, loading=False)
             return Tree(self._index, view, refusal).rebuild(root)
         index = self._index if root is None else select(self._index, root)
@@ -436,7 +435,7 @@ class MappedViews:
 
     def __init__(self, index: Index) -> None:
         self.index = index
-        self.files, self._storages = Files(index.files, index.confirm), index.storages
+        self.files, self._storages = Files(index.files), index.storages
         self.is_away = any(isinstance(file, Url) for file in index.files)
         self._bases: dict[tuple[str, torch.dtype | None], torch.UntypedStorage] = {}
         self._inflated: dict[Record, bytearray] = {}
@@ -735,17 +734,16 @@ def open(
             own bytes count, from its position on: those that ``gzip.open`` decompresses, not those
             of the file behind it. They are read out of a temporary copy, unless the object is what
             ``open(path, "rb")`` returns. The format is found from the content. Files of
-            ``torch.save``: zip files, the stream from before torch 1.6 and the older tar;
+            ``torch.save``: zip files and the stream from before torch 1.6;
             TorchScript archives and exported programs (``.pt2``), of which only the weights are
             read; safetensors, Hugging Face's sharded ``*.index.json`` or a directory holding one;
             directories of ``torch.distributed.checkpoint`` (DCP), Megatron's among them, of
             DeepSpeed's ZeRO, and with a file for each rank of FSDP
             (``model_world_size_N_rank_R.pt``) or of DCP's ``HuggingFaceStorageWriter``, whose
-            slices are joined; GGUF; numpy's npz and npy. Of a program, the state
-            dict has its own names; what the program's text refers to comes below ``CONSTANTS``, and
-            other attributes of TorchScript modules below ``ATTRIBUTES``. Of ZeRO, the full weights
-            have the model's names; the optimizer's state comes below ``optimizer`` and what else
-            the training saved below ``training``, which loads into models leave out.
+            slices are joined; GGUF; numpy's npz and npy. Tensors of a program have their own names,
+            and its constants come below ``CONSTANTS``. The modules of a TorchScript archive give
+            every tensor that they hold, also one that no state dict has. Of ZeRO, only the weights
+            are read, in full and under the model's names.
         root: keep only what is under this container and strip it: ``root="model"`` turns
             ``model.layer.weight`` into ``layer.weight``, also where that is one name with dots in
             it. None keeps everything.
@@ -755,9 +753,8 @@ def open(
             Only members of enums that ``torch.serialization.add_safe_globals`` knows are looked up,
             too.
         storage_options: of a URL: ``headers`` (a dict) for its host, ``tries`` without progress
-            (5), ``timeout`` in seconds without a byte (30), ``stream`` (whether a server that gives
-            no ranges may send the whole file, into a temporary one); and what fsspec takes for its
-            scheme.
+            (5), ``timeout`` in seconds without a byte (30), and options of fsspec for its scheme.
+            See :doc:`/remote`.
 
     Returns:
         The checkpoint, a lazy mapping and a context manager.

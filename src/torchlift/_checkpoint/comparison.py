@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from torchlift._checkpoint.checkpoint import Checkpoint, blocks_of, open
-from torchlift._checkpoint.kinds import dense_of
+from torchlift._checkpoint.kinds import dense_of, readable_parts
 from torchlift._model import is_dtensor, is_lazy
 from torchlift._system.memory import collection_paused
 from torchlift._system.text import Facts, Summary, count_of, human, printable
@@ -279,6 +279,7 @@ class _Side:
                     entry=key,
                     hint="Run the module once before its state dict is taken.",
                 )
+            readable_parts(value, _IN_MEMORY, key)
         specs = {key: _Spec.of(value) for key, value in tensors.items()}
         return cls(tensors, specs, flat.objects, flat.blocked)
 
@@ -447,7 +448,9 @@ def _values(a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> Value
 
 def _form(tensor: Any) -> list[Any] | None:
     """Return what a tensor that is made of others says of itself beside them; None: of no other."""
-    if tensor.is_nested or not hasattr(tensor, "__tensor_flatten__"):
+    if tensor.is_nested:
+        return ["nested"]  # one of one part has the shape of that part here
+    if not hasattr(tensor, "__tensor_flatten__"):
         return None
     names, context = tensor.__tensor_flatten__()
     return [type(tensor), context, *((name, _form(getattr(tensor, name))) for name in names)]

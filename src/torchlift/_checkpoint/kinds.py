@@ -13,6 +13,7 @@ import torch
 from torchlift._model import (
     REBUILD_QUANTIZED,
     REBUILD_SPARSE,
+    has_memory,
     is_dtensor,
     make_wrapper,
     without_subclasses,
@@ -54,9 +55,7 @@ COMPUTED = 1 << 20
 #: What a rename lets be computed of values: its name in an encoding -> how.
 _ARITHMETIC: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "minus one": lambda values: values - 1,
-    "plus one": lambda values: values + 1,
     "log of negative": lambda values: torch.log(-values),
-    "negative exp": lambda values: -torch.exp(values),
 }
 #: Types of GGUF that are plain numbers.
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -96,10 +95,6 @@ def made_of(
             return _subclass(entry, inner, path)
         if kind.name == "meta":
             return torch.empty_strided(entry.shape, entry.stride, dtype=dtype, device="meta")
-        if kind.name == "nested":
-            return _nested(*inner)
-        if kind.name == "jagged":
-            return _jagged(*kind.facts, *inner)
         if kind.name == "sparse_coo":
             indices, values = inner
             # Unlike in torch.load: what lies outside would be written to outside, too.
@@ -129,40 +124,6 @@ def made_of(
             found=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
             hint=hint,
         ) from error
-
-
-def _nested(
-    values: torch.Tensor, sizes: torch.Tensor, strides: torch.Tensor, offsets: torch.Tensor
-) -> torch.Tensor:
-    """Return a nested tensor of slices of `values`, each of which torch checks."""
-    rows = zip(sizes.tolist(), strides.tolist(), offsets.tolist(), strict=True)
-    whole = values.untyped_storage()
-    slices = []
-    for size, stride, offset in rows:
-        span = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-        # A negative stride is no error of `set_` where a slice has one row, or none.
-        if min((offset, *size, *stride)) < 0 or (0 not in size and span >= values.numel()):
-            raise ValueError(f"a slice of {size} reaches outside its {values.numel()} values")
-        first = values.storage_offset() + offset
-        slices.append(values.new_empty(0).set_(whole, first, size, stride))
-    return torch.nested.as_nested_tensor(slices, dtype=values.dtype)
-
-
-def _jagged(
-    dim: int, values: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return rows of several lengths in one dimension, as a view of `values`."""
-    if offsets.dim() != 1 or offsets.is_floating_point() or not 1 <= dim <= values.dim():
-        raise ValueError(f"offsets of shape {list(offsets.shape)}, for dimension {dim}")
-    *starts, last = offsets.tolist()
-    ends = [*starts[1:], last]
-    if lengths is not None:
-        ends = [a + n for a, n in zip(starts, lengths.tolist(), strict=True)]
-    # torch looks at none of this, and its kernels read where they are told to.
-    rows = zip(starts, ends, strict=True)
-    if any(not 0 <= a <= b <= values.shape[dim - 1] for a, b in rows):
-        raise ValueError(f"rows reach outside of their {values.shape[dim - 1]} values")
-    return torch.nested.nested_tensor_from_jagged(values, offsets, lengths, jagged_dim=dim)
 
 
 def _quantized(
@@ -352,6 +313,27 @@ def dense_of(tensor: torch.Tensor, *, indices: bool = True) -> list[torch.Tensor
     tensor = tensor.coalesce() if tensor.layout == torch.sparse_coo else tensor
     found = [getattr(tensor, name)() for name in _INDICES[tensor.layout]]
     return [*(found if indices else ()), tensor.values()]
+
+
+def readable_parts(tensor: torch.Tensor, path: str, key: str) -> list[torch.Tensor]:
+    """Return what `dense_of` returns.
+
+    Raises:
+        PlacementError: torch shows no values of it: a FakeTensor, or oneDNN's layout.
+    """
+    parts = dense_of(tensor)
+    for each in parts:
+        if not has_memory(each):
+            raise PlacementError(
+                "the values of a tensor cannot be read",
+                file=path,
+                entry=key,
+                expected="a tensor whose values are in memory",
+                found=f"{type(each).__name__}, {each.dtype}, {each.layout}",
+                hint="Build the model outside of FakeTensorMode, and call to_dense() on a tensor "
+                "of a layout of its own.",
+            )
+    return parts
 
 
 def values_of(entry: TensorEntry, tensor: torch.Tensor, path: str) -> list[torch.Tensor]:

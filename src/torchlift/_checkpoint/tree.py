@@ -94,7 +94,7 @@ class Tree(Values):
         """
         assert self.index.tree is not None
         (saved,) = self.index.tree
-        found = saved if root is None else below(saved, root)
+        found = saved if root is None else below(saved, root, self.path)
         if found is MISSING and root is not None:
             select(self.index, root)  # says what there is instead
         made = self.made(found, root)

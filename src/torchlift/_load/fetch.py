@@ -155,7 +155,6 @@ def _by_route(steps: Sequence[Step], origin: Origin, advance: Advance) -> list[V
     tensors: list[Values] = []
     requests: list[Request] = []
     copies: list[Copy] = []
-    vectors: dict[object, torch.Tensor] = {}
     for step in steps:
         one = step.candidate
         if step.route == "view":
@@ -169,7 +168,7 @@ def _by_route(steps: Sequence[Step], origin: Origin, advance: Advance) -> list[V
                 copies.append(_copy(step))
                 tensors.append(copies[-1].target)
         elif step.route == "read":
-            tensors.append(_read(step, one, requests, vectors))
+            tensors.append(_read(step, one, requests))
             continue
         elif step.route == "fill":
             tensors.append(one.views.fill(_new(step, one.entry).view(one.shape), one.entry))
@@ -192,26 +191,16 @@ def _new(step: Step, entry: TensorEntry) -> torch.Tensor:
     return allocate(entry.numel, dtype, device)
 
 
-def _read(
-    step: Step, one: FileTensor, requests: list[Request], vectors: dict[object, torch.Tensor]
-) -> torch.Tensor:
+def _read(step: Step, one: FileTensor, requests: list[Request]) -> torch.Tensor:
     """Return the tensor that the requests, of which it adds some, will fill."""
-    entry = one.entry
-    run, owner = (step.base.entry, id(step.base.entry)) if step.base else (entry, step.key)
-    if owner not in vectors:
-        flat = vectors[owner] = _new(step, run)
-        if run.needs_assembly:
-            requests += requests_for(run, flat.view(run.shape), one.dtype)
-        else:
-            (chunk,) = run.chunks
-            place = chunk.file, chunk.offset, chunk.nbytes
-            requests.append(Request(*place, flat, one.dtype))
-    if step.base is not None:
-        return step.base.view(vectors[owner], entry)
+    entry, flat = one.entry, _new(step, one.entry)
     if entry.needs_assembly:
-        return vectors[owner].view(entry.shape)
+        requests += requests_for(entry, flat.view(entry.shape), one.dtype)
+        return flat.view(entry.shape)
+    (chunk,) = entry.chunks
+    requests.append(Request(chunk.file, chunk.offset, chunk.nbytes, flat, one.dtype))
     # Dense, so the file's own order of the dimensions fits the same number of elements.
-    return vectors[owner].as_strided(entry.shape, entry.stride)
+    return flat.as_strided(entry.shape, entry.stride)
 
 
 def _copy(step: Step) -> Copy:

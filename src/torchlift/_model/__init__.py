@@ -128,4 +128,5 @@ from torchlift._model.torch_private import typed_storage as typed_storage
 from torchlift._model.torch_private import unseen_storage as unseen_storage
 from torchlift._model.torch_private import without_subclasses as without_subclasses
 from torchlift._model.torch_private import writes_into_leaf as writes_into_leaf
+from torchlift._model.watch import Watch as Watch
 from torchlift._model.watch import version_of as version_of

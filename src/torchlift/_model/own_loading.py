@@ -28,12 +28,15 @@ from torchlift._model.slots import ModuleTree, walk
 from torchlift._model.state import own
 from torchlift._model.torch_private import strict_of_caller
 from torchlift._model.watch import Watch
-from torchlift.errors import MismatchError, PlacementError
+from torchlift._system.text import clipped_list
+from torchlift.errors import CheckpointError, MismatchError, PlacementError, note
 
 #: Attributes of a module in which torch looks for these.
 _LOAD, _POST_HOOKS = "_load_from_state_dict", "_load_state_dict_post_hooks"
-#: Torch's own way, which is right for any class.
-_CALL_IT = "Load it as torch does: model.load_state_dict(torchlift.open(path).state_dict())."
+#: Torch's own way, which is right for any class. A method may expect the containers of the file.
+_CALL_IT = "model.load_state_dict(torchlift.open(path).tree()), or with the state dict in memory."
+#: Identity of a module -> the call that loads it now.
+_RUNNING: dict[int, OwnLoading] = {}
 
 
 class ModuleHolder(nn.ModuleDict):
@@ -115,7 +118,7 @@ class OwnLoading:
         """
         grad, device = torch.is_grad_enabled(), torch.get_default_device()
         default_device = nullcontext() if device.type == "cpu" else device
-        accelerator = torch.accelerator.is_available()
+        accelerator, names = torch.accelerator.is_available(), [*values]
         index = torch.accelerator.current_device_index() if accelerator else -1
 
         def run() -> None:
@@ -128,12 +131,29 @@ class OwnLoading:
                     method(values) if strict else method(values, strict=False)
                 self._events.put(None)
             except BaseException as error:
+                if not isinstance(error, (CheckpointError, _Refused, _Abandoned)):
+                    note(
+                        error,
+                        f"{self._name} raised this. It got {clipped_list(names)}, under "
+                        f"dotted names, as the arguments of the load leave them. {self._hint()}",
+                    )
                 self._events.put(error)
 
         # A daemon: a method that never ends does not keep the program from ending.
         self._thread = threading.Thread(
             target=copy_context().run, args=(run,), name="load_state_dict", daemon=True
         )
+        # Two loads of one model would take each other's events, and wait for ever.
+        if (other := _RUNNING.setdefault(id(self._module), self)) is not self:
+            self._ended = True
+            if threading.current_thread() is other._thread:
+                raise self._refusal(
+                    "calls torchlift.load with its own model",
+                    "Call the method of nn.Module there: super().load_state_dict(state_dict).",
+                )
+            raise self._refusal(
+                "runs in another thread, for another load", "Wait until that load has ended."
+            )
         self._intercept()
         self._thread.start()
         return self._require(self._wait())
@@ -206,6 +226,7 @@ class OwnLoading:
             self.passed = event
             return event
         self._ended = True
+        _RUNNING.pop(id(self._module), None)
         if self._thread is not None:
             self._thread.join()
         if event is not None and not isinstance(event, _Refused):
@@ -215,11 +236,20 @@ class OwnLoading:
     def _require(self, found: PassedState | None) -> PassedState:
         if found is not None:
             return found
-        raise PlacementError(
-            f"the load_state_dict of {type(self._module).__name__} loads without the method of "
-            "nn.Module, which is where torchlift loads",
-            entry=self.prefix[:-1] or None,
-            hint=_CALL_IT,
+        raise self._refusal("loads without the method of nn.Module, which is where torchlift loads")
+
+    @property
+    def _name(self) -> str:
+        return f"the load_state_dict of {type(self._module).__name__}"
+
+    def _hint(self) -> str:
+        # Torch copies nothing into what is on meta.
+        first = any(t.is_meta for t in self._module.parameters())
+        return f"Load as torch does: {'torchlift.materialize(model), then ' * first}{_CALL_IT}"
+
+    def _refusal(self, what: str, hint: str = "") -> PlacementError:
+        return PlacementError(
+            f"{self._name} {what}", entry=self.prefix[:-1] or None, hint=hint or self._hint()
         )
 
     def _receive(
@@ -229,12 +259,12 @@ class OwnLoading:
         """Stand in for `_load_from_state_dict` of each module, in the thread of the method."""
         if prefix:
             return  # torch has come to the children, which torchlift loads with the module
+        if threading.current_thread() is not self._thread:
+            raise self._refusal("calls the method of nn.Module in another thread")
         if self._placed:
-            raise PlacementError(
-                f"the load_state_dict of {type(self._module).__name__} calls the method of "
-                "nn.Module more than once, and torchlift loads everything in the first call",
-                entry=self.prefix[:-1] or None,
-                hint=_CALL_IT,
+            raise self._refusal(
+                "calls the method of nn.Module more than once, and torchlift loads everything in "
+                "the first call"
             )
         strict = strict_of_caller()
         self._events.put(PassedState(module, OrderedDict(values), strict))

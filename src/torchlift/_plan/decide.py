@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from operator import attrgetter
 from typing import Any
@@ -38,17 +37,16 @@ from torchlift._model import (
     repeats,
     shard_of_entry,
     spans_of,
-    storage_key,
 )
 from torchlift._plan import rules
 from torchlift._plan.report import Mode, Route, Source
-from torchlift._plan.steps import Base, Making, Match, Step
+from torchlift._plan.steps import Making, Match, Step
 from torchlift._skeleton import changed_on_meta, constructions_of
 from torchlift._sources import Copy, FileTensor, MemoryTensor, SourceTensor, Values, copy_values
 from torchlift._store import Url
 from torchlift._transfer import is_network, is_readable
 from torchlift.errors import PlacementError
-from torchlift.formats import ITEMSIZE, Chunk, TensorEntry, row_major
+from torchlift.formats import ITEMSIZE, TensorEntry, row_major
 
 _RELEASE = (
     'Release what holds it (swap.preflight lists all of it), or load with mode="auto", which '
@@ -78,9 +76,6 @@ def steps_for(matched: Match, path: str, options: rules.Options) -> list[Step]:
             if kind is not None:
                 step.plain = (step.route, step.stride, step.raw) == ("view", None, False)
                 alike[kind] = _DECIDED(step)
-    if options.transform is None:  # which may still make other values
-        _check_classes(steps, path)
-    _share(steps)
     _unshare(steps)
     _choose_modes(steps, options.mode)
     return steps
@@ -273,14 +268,13 @@ def _source_of(
     return "mmap", None
 
 
-def _route(one: SourceTensor, source: Source, *, owned: bool, based: bool = False) -> Route:
+def _route(one: SourceTensor, source: Source, *, owned: bool) -> Route:
     """Decide how the values get into memory.
 
     Args:
         one: what there is.
         source: where its bytes come from.
         owned: whether new memory is needed.
-        based: whether it is a view of memory that several tensors share.
     """
     if not isinstance(one, FileTensor):
         return "compute" if owned else "view"
@@ -289,7 +283,7 @@ def _route(one: SourceTensor, source: Source, *, owned: bool, based: bool = Fals
     if not owned and not (assembled and (len(entry.chunks) > 1 or not _is_aligned(entry))):
         return "view"
     readable = is_readable(entry) if assembled else is_dense(entry)
-    if based or (source == "read" and entry.chunks and readable):
+    if source == "read" and entry.chunks and readable:
         return "read"
     return "fill" if assembled else "copy"
 
@@ -398,89 +392,23 @@ def _is_aligned(entry: TensorEntry) -> bool:
 # ---- tensors that share memory
 
 
-def _share(steps: Sequence[Step]) -> None:
-    """Let tensors that share memory in the model and in the file do so after the load.
-
-    Two parameters that only the file stores together are not among them: the model keeps them
-    apart, and over one memory they would train each other. Those that a rule sends to another
-    device or dtype than the first are copies; a note says so.
-    """
-    sharing: dict[object, list[Step]] = defaultdict(list)
-    of_files = [
-        (one.entry.storage, step) for step in steps if isinstance(one := step.candidate, FileTensor)
-    ]
-    stored = Counter([storage for storage, _ in of_files])
-    for step in [step for storage, step in of_files if stored[storage] > 1]:
-        sharing[_memory(step) or step.key].append(step)
-    for together in sharing.values():
-        if len(together) == 1:
-            continue
-        first = together[0]
-        alike: dict[object, list[Step]] = defaultdict(list)
-        for step in together:
-            alike[step.device, step.dtype].append(step)
-        for members in alike.values():
-            run, owned = _run(members), any(step.owned for step in members)
-            for step in members:
-                is_elsewhere = step.device != first.device
-                if is_elsewhere or step.dtype != first.dtype:
-                    fate = f"goes to {first.device}" if is_elsewhere else f"becomes {first.dtype}"
-                    step.note = f"a copy: {first.key!r}, whose memory it shared, {fate}"
-                step.base = Base(run, step is members[0]) if len(members) > 1 else None
-                based = step.base is not None
-                step.plain = step.plain and not based
-                step.route = _route(step.candidate, step.source, owned=owned, based=based)
-
-
-def _memory(step: Step) -> object:
-    """Return what steps have in common that look into one memory alike in model and file."""
-    entry, tensor = step.entry, step.group.tensor
-    if entry is None or len(entry.chunks) != 1 or step.in_place or step.raw or entry.encoding:
-        return None
-    if type(tensor) not in (torch.Tensor, nn.Parameter) or is_lazy(tensor):
-        return None
-    chunk = entry.chunks[0]
-    if chunk.offset % entry.itemsize or chunk.shape != entry.shape or any(chunk.start):
-        return None
-    if tuple(tensor.shape) != entry.shape or tuple(tensor.stride()) != entry.stride:
-        return None
-    distance = chunk.offset // entry.itemsize - tensor.storage_offset()
-    memory = storage_key(tensor)
-    return memory, entry.storage, chunk.file, entry.dtype, tensor.dtype, distance
-
-
-def _run(steps: Sequence[Step]) -> TensorEntry:
-    """Return the bytes from the first of these tensors to the last, as one vector."""
-    entries = [step.entry for step in steps if step.entry is not None]
-    chunks = [entry.chunks[0] for entry in entries]
-    start = min(chunk.offset for chunk in chunks)
-    nbytes = max(chunk.offset + chunk.nbytes for chunk in chunks) - start
-    shape = (nbytes // entries[0].itemsize,)
-    chunk = Chunk(chunks[0].file, start, nbytes, (0,), shape)
-    return entries[0]._replace(shape=shape, stride=(1,), nbytes=nbytes, chunks=(chunk,))
-
-
-def _unshare(steps: Sequence[Step]) -> None:
+def _unshare(steps: Iterable[Step]) -> None:
     """Give mapped tensors that overlap in the file memory of their own, all but the first.
 
-    Those that share memory in the model too keep sharing it. A class or a transform may write to
-    what it gets: of two views of the same bytes, each would see what became of the other.
+    Over the same memory, two parameters would train each other. A class or a transform may write
+    to the tensor that it gets, so such a tensor shares memory with none before or after it.
     """
     mapped: list[tuple[str, int, int, int, Step]] = []
     for step in steps:
-        entry = step.base.entry if step.base else step.candidate.entry
         viewed = step.plain or (step.route == "view" and (step.raw or not step.in_place))
-        if viewed and entry and entry.chunks:
+        if viewed and (entry := step.candidate.entry) and entry.chunks:
             chunk = entry.chunks[0]
             mapped.append((chunk.file, chunk.offset, len(mapped), chunk.nbytes, step))
     for first, second in _overlapping(mapped):
-        apart = [step for step in (first, second) if step.raw]
-        if not apart and (step := first if second.base else second).base is None:
-            step.source = "read"
+        for step in (first, second) if first.raw else (second,):
+            step.source, step.plain = "read", False
+            step.route = _route(step.candidate, "read", owned=True)
             step.note = "shares bytes with another key of the file, which the model does not tie"
-            apart = [step]
-        for step in apart:
-            step.route, step.plain = _route(step.candidate, step.source, owned=True), False
 
 
 def _overlapping(
@@ -532,32 +460,6 @@ def swapped(step: Step) -> Step:
     return replace(step, mode="swap")
 
 
-def _check_classes(steps: Iterable[Step], path: str) -> None:
-    """Try, once for each kind of pair, whether classes take such values as they are to get.
-
-    Raises:
-        PlacementError: one does not.
-    """
-    tried = set()
-    for step in steps:
-        if step.plain:
-            continue
-        live, one = local_tensor(step.group.tensor), step.candidate
-        value = local_tensor(one.value) if isinstance(one, MemoryTensor) else None
-        if is_lazy(live) or not (is_wrapper(live) or (value is not None and is_wrapper(value))):
-            continue
-        pair = type(live), type(value), live.dtype, live.is_meta, one.dtype, step.in_place
-        if pair in tried:
-            continue
-        tried.add(pair)
-        if value is None:
-            value = torch.ones(live.shape, dtype=one.dtype, device=live.device)
-        if not step.handled:
-            check_class(step, value, path)
-        elif not handles(type(live), type(value)):  # whose handlers may look at values
-            check_class(step, taken(step, value, path), path)
-
-
 def taken(step: Step, value: torch.Tensor, path: str) -> torch.Tensor:
     """Return what a handler, or the class itself, makes of a value for a tensor of the model.
 
@@ -576,7 +478,9 @@ def taken(step: Step, value: torch.Tensor, path: str) -> torch.Tensor:
 
 
 def check_class(step: Step, value: Values, path: str) -> None:
-    """Refuse what a class does not take, tried on a copy: a live tensor would be half written.
+    """Refuse values that a class does not take, tried on a copy: a live tensor would be half set.
+
+    This runs before anything is placed, so that all ranks of a mesh end the same way.
 
     Raises:
         PlacementError: it does not, or a plain tensor would take the place of one of the class.

@@ -14,9 +14,11 @@ from torchlift._model import (
     ModuleTree,
     OwnLoading,
     PassedState,
+    Watch,
     gather,
     identity_of,
     is_dtensor,
+    memory_of,
     ordinary_tensors,
     templates_by_name,
     version_of,
@@ -25,6 +27,7 @@ from torchlift._model import (
 from torchlift._plan.rules import Options
 from torchlift._plan.steps import Named
 from torchlift._sources import MemoryTensor, Origin, SourceTensor, flat_state
+from torchlift.errors import PlacementError
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +48,14 @@ class OwnCalls:
         passed: what each passes on first.
         named: what the source has.
         shown: identity of a tensor -> what was shown.
+        watch: what the methods have written to.
     """
 
     calls: tuple[OwnLoading, ...]
     passed: list[PassedState]
     named: Named
     shown: Mapping[tuple[object, ...], _Shown]
+    watch: Watch
 
     def name_passed(
         self, passed: Sequence[PassedState], tree: ModuleTree, options: Options
@@ -71,6 +76,11 @@ class OwnCalls:
             flat = flat_state(state.values, None)
             for name, tensor in flat.tensors.items():
                 full = prefix + name
+                if tensor.is_meta and identity_of(tensor) not in self.shown:
+                    if not _is_of(like.get(full), tensor):
+                        raise _lost(full, "passes on a tensor that has no values, made of one")
+                    left_out.add(full)  # it is the model's own: it stays as it is
+                    continue
                 candidates[full] = self._candidate(full, tensor, like.get(full))
             for name, value in flat.objects.items():
                 values[prefix + name], objects[prefix + name] = value, prefix + name
@@ -82,6 +92,14 @@ class OwnCalls:
                 for name in group.names
                 if name.startswith(call.prefix) and not name.startswith(prefix)
             }
+        for group in tree.groups:
+            # What the method has written itself needs no value.
+            if self.watch.moment_of(group.tensor) is not None and candidates.keys().isdisjoint(
+                group.names
+            ):
+                if group.tensor.is_meta:
+                    raise _lost(group.fqn, "writes into it, and nothing can be written")
+                left_out |= {*group.names}
         named = named._replace(
             candidates=candidates, objects=objects, values=values, templates=templates,
             left_out=left_out,
@@ -99,6 +117,20 @@ class OwnCalls:
             # An operation on a DTensor may choose another layout: torch copies from any.
             tensor = tensor.redistribute(placements=like.placements)
         return MemoryTensor(name, tensor)
+
+
+def _is_of(own: torch.Tensor | None, tensor: torch.Tensor) -> bool:
+    """Return whether a tensor on meta is one of the model's, as its `state_dict` gives it."""
+    return own is not None and own.shape == tensor.shape and memory_of(own) == memory_of(tensor)
+
+
+def _lost(name: str, what: str) -> PlacementError:
+    return PlacementError(
+        f"the load_state_dict of the model's class {what} on meta",
+        entry=name,
+        hint="Build the model with torchlift.skeleton, and call torchlift.materialize(model) "
+        "before you load; or load into a model that has values.",
+    )
 
 
 @ordinary_tensors()
@@ -138,4 +170,4 @@ def call_own_loading(
         )
         calls.append(OwnLoading(prefix, module, commit, watch))
         passed.append(calls[-1].start(state, options.strict))
-    return OwnCalls(tuple(calls), passed, named, shown)
+    return OwnCalls(tuple(calls), passed, named, shown, watch)

@@ -457,7 +457,7 @@ def _plan_named(
     called = candidates if options.rename is not None or naming is not None or own_calls else {}
     plan = _assemble(origin, tree.groups, matched, work, called, excusable, later, canonical)
     extra = 0 if check_shapes else _transformed_bytes(work.steps)
-    requests = origin.requests - before + _requests(work.steps, origin)
+    requests = origin.requests - before + _requests(work.steps)
     if outcome.taken:
         found = {canonical(name): candidates[name] for name in outcome.taken}
         taken = {name: _taken_report(name, one, origin) for name, one in found.items()}
@@ -647,19 +647,16 @@ def _peak(work: Work, steps: Sequence[Step], origin: Origin) -> int:
     return new + made + kept + staged + _inflated_bytes(steps, origin)
 
 
-def _requests(steps: Sequence[Step], origin: Origin) -> int:
+def _requests(steps: Sequence[Step]) -> int:
     """Return how many ranges of URLs the steps that are not done yet ask for."""
-    views, found = origin.views, list[tuple[TensorEntry, bool]]()
+    found = list[tuple[TensorEntry, bool]]()
     for step in steps:
         entry = step.entry
         if entry is None or not entry.chunks or not isinstance(entry.chunks[0].file, Url):
             continue
-        if step.base is not None:
-            entry = step.base.entry if step.base.first else None
         device, dtype = step.fetched_as
-        if entry is not None:
-            found.append((entry, device.type == "cpu" and dtype == step.candidate.dtype))
-    return count_ranges(found, views.files) if views is not None and found else 0
+        found.append((entry, device.type == "cpu" and dtype == step.candidate.dtype))
+    return count_ranges(found)
 
 
 def _transformed_bytes(steps: Sequence[Step]) -> int:
@@ -699,8 +696,6 @@ def _new_bytes(step: Step) -> int:
     if entry is not None and entry.kind is not None:
         return entry.nbytes
     shape = step.candidate.shape if step.spans is None else local_shape(step.spans)
-    if step.base is not None:
-        shape = step.base.entry.shape if step.base.first else (0,)
     return math.prod(shape) * step.dtype.itemsize
 
 

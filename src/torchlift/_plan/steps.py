@@ -24,24 +24,6 @@ Transform = Callable[[str, torch.Tensor], torch.Tensor]
 Advance = Callable[[int], object]
 
 
-@dataclass(frozen=True, slots=True)
-class Base:
-    """The run of a file that several tensors look into, as one vector.
-
-    Attributes:
-        entry: that vector.
-        first: whether it is counted with this tensor.
-    """
-
-    entry: TensorEntry
-    first: bool
-
-    def view(self, vector: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
-        """Return the tensor of `entry` as a view of the vector."""
-        offset = entry.chunks[0].offset - self.entry.chunks[0].offset
-        return vector.as_strided(entry.shape, entry.stride, offset // entry.itemsize)
-
-
 class Named(NamedTuple):
     """What a source has, by its names in the model.
 
@@ -121,7 +103,6 @@ class Step:
         handled: whether the class of the model's tensor says how it is loaded.
         raw: whether it is fetched as the source has it: a class or a transform makes the rest.
         note: why it is done this way, where that is not what was asked for.
-        base: what it is a view of, together with other tensors of the model.
         stride: strides that it gets, in elements, where they are not those of the source.
         plain: whether it is a dense tensor of a file, as it is, for a plain one on meta and of its
             shape: what is looked for in all others is not there.
@@ -141,7 +122,6 @@ class Step:
     handled: bool = False
     raw: bool = False
     note: str | None = None
-    base: Base | None = None
     stride: tuple[int, ...] | None = None
     plain: bool = False
 
@@ -161,8 +141,6 @@ class Step:
         if self.entry is None:
             made_of = self.candidate.entry
             return made_of.nbytes if made_of is not None and made_of.kind is not None else 0
-        if self.base is not None:
-            return self.base.entry.nbytes if self.base.first else 0
         if self.entry.needs_assembly:
             return self.entry.nbytes
         return sum(chunk.nbytes for chunk in self.entry.chunks)

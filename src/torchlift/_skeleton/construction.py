@@ -111,6 +111,7 @@ def materialize(
         The names of the tensors that were made, in the order of ``state_dict``.
 
     Raises:
+        TypeError: `model` is no module.
         PlacementError: a tensor on meta was not made by `skeleton`, a name is not one of the
             module's, or the device does not exist. Or a tensor cannot be replayed: it is random
             and the constructor seeds torch, or it is made of a NumPy array that changed. Nothing
@@ -122,6 +123,10 @@ def materialize(
         >>> torchlift.materialize(model)
         ['weight', 'bias']
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"materialize() takes a module that torchlift.skeleton made, not {type(model).__name__}"
+        )
     where = usable_device("cpu" if device is None else device, "materialize")
     tree = read_tree(model)
     groups = tree.on_meta

@@ -170,7 +170,7 @@ def container(state: Any, root: str | None) -> Any:
     Raises:
         FormatError: `root` names nothing in it.
     """
-    found = state if root is None else below(state, root)
+    found = state if root is None else below(state, root, IN_MEMORY)
     if found is MISSING:
         names = [name_text(name) for name, _ in items_of(state)]
         raise no_container(IN_MEMORY, str(root), names)
@@ -187,6 +187,8 @@ def flat_state(state: Mapping[str, Any], root: str | None) -> Flat[Any]:
         flat = flatten_state(state, Containers((torch.Tensor, Sent), Mapping))
         if root is not None and (hint := state_hint({root: flat.objects.get(root)})):
             raise FormatError("it is an object, not a container", entry=root, hint=hint)
+        if root is not None:
+            below(state, root, IN_MEMORY)  # raises an error if the root could mean two containers
     return flat if root is None else flat_under(flat, root, IN_MEMORY)
 
 

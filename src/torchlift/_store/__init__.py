@@ -29,14 +29,12 @@ from torchlift._store.url import UrlStamp as UrlStamp
 
 if TYPE_CHECKING:
     from torchlift._store.uploads import Upload as Upload
-    from torchlift._store.uploads import abandon as abandon
     from torchlift._store.uploads import is_object as is_object
     from torchlift._store.uploads import listed as listed
     from torchlift._store.uploads import remove as remove
     from torchlift._store.uploads import require_writable as require_writable
-    from torchlift._store.uploads import unfinished as unfinished
     from torchlift._store.uploads import upload as upload
 else:
     # What reads does without threads and queues.
-    _NAMES = "Upload abandon is_object listed remove require_writable unfinished upload"
+    _NAMES = "Upload is_object listed remove require_writable upload"
     __getattr__ = lazy(__name__, {"uploads": _NAMES})[0]

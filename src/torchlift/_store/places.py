@@ -43,7 +43,7 @@ def place_of(
 
     Args:
         path: a path or a URL.
-        storage_options: of URLs: ``tries``, ``timeout`` (seconds), ``stream``, ``headers``; and
+        storage_options: of URLs: ``tries``, ``timeout`` (seconds) and ``headers``; and
             what fsspec takes for the scheme.
 
     Raises:
@@ -129,13 +129,11 @@ def shared_folder(places: Iterable[str]) -> str:
 
 
 def is_folder(place: str) -> bool:
-    """Return whether a place is that of a folder.
-
-    HTTP cannot list: what has nothing under its own name, and something that a checkpoint's folder
-    holds below it, is one.
+    """Return whether a place is that of a folder. HTTP has files only.
 
     Raises:
-        NotFound: nothing is at that URL.
+        FormatError: If the URL is that of a folder of HTTP.
+        NotFound: If nothing is at that URL.
     """
     if isinstance(place, Url):
         store = place.store
@@ -182,7 +180,7 @@ def in_parallel(place: str, function: Callable[[_A], _T], items: Sequence[_A]) -
 
 
 def names_in(folder: str) -> list[str]:
-    """Return the names in a folder; of HTTP's, the first one that counts."""
+    """Return the names in a folder."""
     if isinstance(folder, Url):
         store = folder.store
         return store.patiently(folder, lambda: store.transport.names(folder))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from queue import Full, Queue
 from threading import Thread
@@ -12,7 +12,7 @@ from typing import Any, Self
 from torchlift._store.objects import object_store
 from torchlift._store.others import Others
 from torchlift._store.places import names_in, stamp_now
-from torchlift._store.url import Failed, Url
+from torchlift._store.url import Url
 from torchlift._system.interrupts import Interruptible
 from torchlift.errors import CheckpointError, NotFound, PlacementError
 
@@ -210,35 +210,6 @@ def remove(place: str) -> None:
         place.store.patiently(
             place, lambda: _others(place).call(place, lambda fs, path: fs.rm_file(path))
         )
-
-
-def unfinished(folder: str) -> list[tuple[str, str]]:
-    """Return (key, number) of each upload into a folder of S3 that is not whole: who sends it, or
-    did, has not deleted its parts. Empty where that cannot be asked for.
-    """
-    if not isinstance(folder, Url) or folder.partition("://")[0] not in ("s3", "s3a"):
-        return []
-
-    def ask(fs: Any, path: str) -> list[tuple[str, str]]:
-        bucket, _, prefix = path.partition("/")
-        found = fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/")
-        return [(each["Key"], each["UploadId"]) for each in found.get("Uploads", [])]
-
-    with suppress(CheckpointError):  # s3fs is not there, or one may not list them
-        return folder.store.patiently(folder, lambda: _others(folder).call(folder, ask))
-    return []
-
-
-def abandon(folder: str, uploads: Iterable[tuple[str, str]]) -> None:
-    """Delete the parts of unfinished uploads into a folder; some may be whole, or gone."""
-    assert isinstance(folder, Url)
-    for key, number in uploads:
-
-        def abort(fs: Any, path: str, key: str = key, number: str = number) -> None:
-            fs.abort_mpu(path.partition("/")[0], key, number)
-
-        with suppress(Failed):
-            _others(folder).call(folder, abort)
 
 
 def _others(place: Url) -> Others:

@@ -31,7 +31,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 10.0
 #: Seconds after which what does not get better is an error.
 _PATIENCE = 60.0
 #: Options of ours -> what they are without being given.
-_DEFAULTS: dict[str, Any] = {"tries": 5, "timeout": 30.0, "stream": False, "headers": {}}
+_DEFAULTS: dict[str, Any] = {"tries": 5, "timeout": 30.0, "headers": {}}
 
 
 class Url(str):
@@ -239,7 +239,7 @@ class Transport(Protocol):
         """Return whether a URL is that of a folder; raise `NotFound` where it is nothing."""
 
     def names(self, url: Url) -> list[str]:
-        """Return the names in a folder, or those that count where they cannot be listed."""
+        """Return the names in a folder; raise `FormatError` if it cannot be listed."""
 
     def cancel(self) -> None:
         """End requests that wait in other threads."""
@@ -250,7 +250,6 @@ class Store:
 
     Attributes:
         timeout: seconds without a byte after which a server is given up.
-        stream: whether a server that sends whole bodies only is read so, into a temporary file.
         headers: of every request to the host of the URL; no other host sees them.
         rest: options for fsspec.
         requests: how many were made.
@@ -262,7 +261,7 @@ class Store:
         self._made_by = transport, dict(options)
         ours = {name: options.get(name, default) for name, default in _DEFAULTS.items()}
         self.tries, self.timeout = ours["tries"], ours["timeout"]
-        self.stream, self.headers = bool(ours["stream"]), ours["headers"]
+        self.headers = ours["headers"]
         if type(self.tries) is not int or self.tries < 1:
             raise ValueError(f'storage_options["tries"] is a number from 1 on, not {self.tries!r}')
         if not isinstance(self.timeout, (int, float)) or not self.timeout > 0:

@@ -5,7 +5,6 @@ And whether they lie on a disk of this machine or behind a network.
 
 from __future__ import annotations
 
-import bisect
 import errno
 import mmap
 import os
@@ -13,7 +12,7 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 
@@ -21,7 +20,7 @@ import torch
 
 from torchlift._store import Opened, Stamp
 from torchlift.errors import CheckpointError, FormatError, IntegrityError
-from torchlift.formats import Header, Record, inflated
+from torchlift.formats import Record, inflated
 
 # Mapping a file there turns every page fault into a round trip: 30-50x slower than reading
 # (huggingface/safetensors#562, sgl-project/sglang#37806).
@@ -42,21 +41,14 @@ class Files:
 
     Args:
         stamps: every file -> what identifies it.
-        confirm: as of an `Index`.
 
     Attributes:
         stamps: every file -> what identifies it.
         ahead: (file, first byte, number of bytes) -> what was read of a URL before it is asked for.
     """
 
-    def __init__(
-        self,
-        stamps: Mapping[str, Stamp],
-        confirm: Mapping[str, Mapping[int, Header]] | None = None,
-    ) -> None:
-        self.stamps, self._confirm = stamps, confirm or {}
-        self._starts: dict[str, list[int]] = {}
-        self._confirmed: set[tuple[str, int]] = set()
+    def __init__(self, stamps: Mapping[str, Stamp]) -> None:
+        self.stamps = stamps
         self._opened: dict[str, Opened] = {}
         self._maps: dict[str, mmap.mmap] = {}
         self._lock = threading.Lock()
@@ -87,27 +79,6 @@ class Files:
         """
         with self._lock:
             return self._open(file)
-
-    def unconfirmed(self, file: str, spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return first byte and end of the headers that bytes of a file are to be behind."""
-        headers, found = self._confirm.get(file), set[int]()
-        if not headers:
-            return []
-        starts = self._starts.get(file) or self._starts.setdefault(file, sorted(headers))
-        for start, end in spans:
-            first = max(bisect.bisect_right(starts, start) - 1, 0)
-            found.update(starts[first : bisect.bisect_left(starts, end)])
-        todo = (at for at in sorted(found) if (file, at) not in self._confirmed)
-        return [(headers[at].at, at) for at in todo]
-
-    def confirm(self, file: str, end: int, data: bytes) -> None:
-        """Refuse a record that is not behind the header that it is to be behind.
-
-        Raises:
-            IntegrityError: it is not.
-        """
-        self._confirm[file][end].check(data, self.stamps[file].shown or file)
-        self._confirmed.add((file, end))
 
     def mapped(
         self, file: str, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8
@@ -155,11 +126,8 @@ class Files:
         stamp, at, whole = self.stamps[file], 0, bytearray(record.size)
         try:
             with _failing("cannot be read", file, stamp):
-                opened, span = self.opened(file), (record.offset, record.offset + record.nbytes)
-                for start, end in self.unconfirmed(file, [span]):
-                    self.confirm(file, end, opened.read(start, end - start))
                 # Of a URL, each step is a request of its own.
-                for block in inflated(opened.read, record, _STEP):
+                for block in inflated(self.opened(file).read, record, _STEP):
                     whole[at : at + len(block)] = block
                     at += len(block)
         except FormatError as error:

@@ -25,7 +25,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from operator import attrgetter
 
 import torch
@@ -91,13 +90,11 @@ def read(
     todo = sorted(requests, key=lambda request: (request.file, request.offset))
     kinds = {request.destination.device.type for request in todo}
     total = sum(request.nbytes for request in todo)
-    away, headers = list[Job](), list[Request]()
+    away = list[Job]()
     if remote := [request for request in todo if isinstance(request.file, Url)]:
         todo = [request for request in todo if not isinstance(request.file, Url)]
-        for direct in True, False:  # as the bytes behind them, to be in one range with them
-            wanted = [each for each in remote if each.direct is direct]
-            headers += (ahead := _headers_of(wanted, files, headers))
-            away += _ranges_of([*wanted, *ahead], direct)
+        for direct in True, False:
+            away += _ranges_of([each for each in remote if each.direct is direct], direct)
     block, most = BLOCK, min(_STAGES, THREADS)
     if away or kinds - {"cpu"}:
         block, most = STAGE, _STAGED if away else COUNT
@@ -149,9 +146,6 @@ def read(
                 report(job.asked)
             elif some:
                 _read_parallel(some, opened, pages, report, Stages(free), threads)
-    for header in headers:
-        data = bytes(_buffer(header.destination, 0, header.nbytes))
-        files.confirm(header.file, header.end, data)
     if urls := sorted({job.file for job in away}):
         in_parallel(urls[0], lambda file: files.opened(file).check(), urls)
     return total
@@ -652,22 +646,7 @@ def _jobs_of(requests: Iterable[Request], block: int) -> Iterator[Job]:
         yield job
 
 
-def _headers_of(
-    requests: Iterable[Request], files: Files, known: Sequence[Request]
-) -> list[Request]:
-    """Return requests, but for known ones, for what is to be before the bytes of requests."""
-    found, host = list[Request](), torch.device("cpu")
-    ends = {(header.file, header.end) for header in known}
-    for file, some in groupby(requests, attrgetter("file")):
-        for start, end in files.unconfirmed(file, ((each.offset, each.end) for each in some)):
-            if (file, end) in ends:
-                continue
-            into = torch.empty(end - start, dtype=torch.uint8, device=host)
-            found.append(Request(file, start, end - start, into, torch.uint8))
-    return found
-
-
-def count_ranges(wanted: Iterable[tuple[TensorEntry, bool]], files: Files) -> int:
+def count_ranges(wanted: Iterable[tuple[TensorEntry, bool]]) -> int:
     """Return how many ranges of URLs `read` asks for, given entries and whether they are `direct`.
 
     What is no run of numbers, such as quantised blocks, is read whole.
@@ -681,11 +660,7 @@ def count_ranges(wanted: Iterable[tuple[TensorEntry, bool]], files: Files) -> in
             places = ((each.file, each.offset, each.nbytes) for each in entry.chunks)
             nowhere = torch.empty(0, dtype=torch.uint8, device="meta")
             requests[True] += [Request(*place, nowhere, torch.uint8) for place in places]
-    count, headers = 0, list[Request]()
-    for direct, some in requests.items():
-        headers += (ahead := _headers_of(some, files, headers))
-        count += sum(1 for _ in _ranges_of([*some, *ahead], direct))
-    return count
+    return sum(1 for direct, some in requests.items() for _ in _ranges_of(some, direct))
 
 
 def _ranges_of(requests: Iterable[Request], direct: bool) -> Iterator[Job]:

@@ -9,24 +9,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from torchlift.bench.comparison import Comparison, Result, compare
-from torchlift.bench.drawing import figure_of
 from torchlift.bench.ways import WAYS, Way
 
 if TYPE_CHECKING:
     from torchlift.bench.generate import Stack, make_checkpoint
-    from torchlift.bench.growth import Growth, grow
 
-__all__ = [
-    "WAYS", "Comparison", "Growth", "Result", "Stack", "Way", "compare", "figure_of", "grow",
-    "make_checkpoint",
-]  # fmt: skip
+__all__ = ["WAYS", "Comparison", "Result", "Stack", "Way", "compare", "make_checkpoint"]
 
-_WITH_TORCH = {
-    "Stack": "generate", "make_checkpoint": "generate", "Growth": "growth", "grow": "growth",
-}  # fmt: skip
+_WITH_TORCH = {"Stack", "make_checkpoint"}
 
 
 def __getattr__(name: str) -> object:
     if name in _WITH_TORCH:
-        return getattr(import_module(f"torchlift.bench.{_WITH_TORCH[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module("torchlift.bench.generate"), name)
+    moved = name in ("grow", "Growth", "figure_of")
+    hint = ". tools/bench.py in torchlift's repository measures and draws growth" if moved else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

@@ -11,7 +11,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -21,9 +20,6 @@ from torchlift.bench.ways import WAYS, Task, Way
 from torchlift.errors import FormatError
 from torchlift.formats import Index, read_index
 from torchlift.measure import ChildError, in_child, memory
-
-_WITHOUT_TORCH = ("limit-read", "limit-plain", "limit-copy")
-_FINALISTS = 4  # plain readers that go on after the first round, in which all of them take part
 
 
 @dataclass
@@ -39,7 +35,6 @@ class Result:
         error: why it failed, or "".
         cached: bytes of the files that were in the page cache as each round began; nan where that
             cannot be counted.
-        readers: the runs of each plain reader, by its name; what is above is the best one's.
     """
 
     way: Way
@@ -49,18 +44,11 @@ class Result:
     digest: dict[str, str] = field(default_factory=dict)
     error: str = ""
     cached: list[float] = field(default_factory=list)
-    readers: dict[str, Result] = field(default_factory=dict)
 
     @property
     def median(self) -> float:
         """Seconds of the middle round; nan when it failed."""
         return median(self.seconds) if self.seconds and not self.error else float("nan")
-
-    @property
-    def best_reader(self) -> str:
-        """Name of the plain reader with the lowest median of those that ran most often, or ""."""
-        runs = {name: run for name, run in self.readers.items() if not run.error}
-        return min(runs, key=lambda name: (-len(runs[name].seconds), runs[name].median), default="")
 
     def has_values_of(self, other: Result) -> bool:
         """Return whether both loaded the same values, cast if one of them casts."""
@@ -83,7 +71,6 @@ class Comparison:
         device: where the tensors were loaded to.
         cast: dtype that all ways cast floating-point numbers to, or "".
         machine: cores, memory in bytes, system, and versions of what was compared.
-        left_out: name -> why a way that was asked for took no part.
     """
 
     path: str
@@ -96,7 +83,6 @@ class Comparison:
     device: str = "cpu"
     cast: str = ""
     machine: dict[str, Any] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
 
     @property
     def different(self) -> list[str]:
@@ -104,11 +90,6 @@ class Comparison:
         loaded = {n: r for n, r in self.results.items() if r.digest and not r.error}
         reference = loaded.get(self.baseline) or next(iter(loaded.values()), None)
         return [n for n, r in loaded.items() if reference and not r.has_values_of(reference)]
-
-    @property
-    def limit(self) -> float:
-        """Seconds of the best plain reader; nan where none was run."""
-        return self.results["limit-plain"].median if "limit-plain" in self.results else float("nan")
 
     def speedup(self, name: str) -> float:
         """Return how many times faster than the baseline it is; nan when one of the two failed."""
@@ -121,7 +102,7 @@ class Comparison:
 
     def _row(self, name: str) -> dict[str, Any]:
         result = self.results[name]
-        row = {
+        return {
             "summary": result.way.summary,
             "median_seconds": result.median,
             "seconds": result.seconds,
@@ -132,8 +113,6 @@ class Comparison:
             "cached": [None if n != n else n for n in result.cached],
             "error": result.error,
         }
-        readers = {reader: run.seconds for reader, run in result.readers.items()}
-        return row | ({"best_reader": result.best_reader, "readers": readers} if readers else {})
 
     def _rate(self, result: Result) -> float | None:
         """Return bytes per second, None of what is only mapped; casting or sending reads."""
@@ -152,14 +131,7 @@ class Comparison:
         ]
         lines += [self._line(name) for name in self.results]
         lines.append(f"speed: medians compared with {self.results[self.baseline].way.summary}")
-        if "limit-plain" in self.results:
-            lines.append(f"plain reader: the best was {self.results['limit-plain'].best_reader}")
         lines.append(self._cache_line())
-        if self.left_out:
-            reasons = dict.fromkeys(self.left_out.values(), "")
-            for name, why in self.left_out.items():
-                reasons[why] += f", {name}" if reasons[why] else name
-            lines += [f"left out, since {why}: {names}" for why, names in reasons.items()]
         if self.different:
             lines.append(f"different values loaded by: {', '.join(self.different)}")
         else:
@@ -203,7 +175,7 @@ def compare(
     cold: bool = False,
     cast: str = "",
     device: str = "cpu",
-    peers: bool = False,
+    ways: Sequence[Way] = WAYS,
     timeout: float = 600.0,
     on_run: Callable[[Result, int], object] | None = None,
 ) -> Comparison:
@@ -223,7 +195,7 @@ def compare(
             beforehand, so that every run finds it there.
         cast: dtype that every way casts floating-point numbers to, such as ``"bfloat16"``.
         device: where every way loads to, such as ``"cuda"``.
-        peers: take other libraries' ways too, those that are installed.
+        ways: The ways to choose from. Add a `Way` of your own to compare your loader.
         timeout: seconds per run.
         on_run: called with the result so far and the round after every run.
 
@@ -253,19 +225,12 @@ def compare(
         )
     index = read_index(path)
     kind = _kind(index)
-    ways = _select(kind, only, baseline, peers, device, cast)
-    names = {way.name for way in ways}
-    left_out = {
-        way.name: way.obstacle(kind, device, cast)
-        for way in WAYS
-        if peers and only is None and way.peer and way.name not in names
-    }
+    chosen = _select(ways, kind, only, baseline, device, cast)
     if not cold:
         _warm(index)
-    results = {way.name: Result(way) for way in ways}
-    files = tuple(index.files)
+    results = {way.name: Result(way) for way in chosen}
     with tempfile.TemporaryDirectory(prefix="torchlift-bench-", dir=_near(index.path)) as scratch:
-        task = Task(os.fspath(path), root, files, index.nbytes, scratch, cold, device, cast)
+        task = Task(os.fspath(path), root, index.nbytes, scratch, cold, device, cast)
         for turn in range(repeat):
             for result in results.values():
                 if not result.error:
@@ -278,12 +243,11 @@ def compare(
         len(index.entries),
         index.nbytes,
         cold,
-        baseline or ways[0].name,
+        baseline or chosen[0].name,
         results,
         device,
         cast,
-        machine.describe(["torch", *sorted({way.package for way in ways} - {""})]),
-        left_out,
+        machine.describe(["torch", *sorted({way.package for way in chosen} - {""})]),
     )
 
 
@@ -300,53 +264,37 @@ def _near(path: str) -> str | None:
 
 
 def _select(
+    ways: Sequence[Way],
     format: str,
     only: Iterable[str] | None,
     baseline: str | None,
-    peers: bool,
     device: str,
     cast: str,
 ) -> list[Way]:
     """Return the ways that are named, or all that can read the format."""
-    known = {way.name: way for way in WAYS}
+    known = {way.name: way for way in ways}
     if only is None:
-        fits = [way for way in WAYS if not way.obstacle(format, device, cast)]
-        only = [way.name for way in fits if peers or not way.peer]
+        only = [way.name for way in ways if not way.obstacle(format, device, cast)]
     names = [*only, *([baseline] if baseline else [])]
     for name in names:
         if name not in known:
-            raise ValueError(f"there is no way called {name!r}; there are {', '.join(known)}")
+            more = "; tools/bench.py in torchlift's repository has limits and other libraries"
+            raise ValueError(
+                f"there is no way called {name!r}; there are {', '.join(known)}"
+                f"{more if ways is WAYS else ''}"
+            )
         why = known[name].obstacle(format, device, cast)
         if why:
             raise ValueError(f"{name} cannot read a {format} checkpoint here: {why}")
     if not names:
         raise ValueError("there is nothing to compare: no way was asked for")
-    return [way for way in WAYS if way.name in names]
+    return [way for way in ways if way.name in names]
 
 
 def _run(result: Result, task: Task, timeout: float) -> None:
-    """Run a way once; of the plain readers all in the first round, then those that were fastest."""
-    if result.way.function != "limit_plain":
-        _run_once(result, task, timeout)
-        return
-    runs = result.readers
-    names = {machine.name_of(reader): reader for reader in machine.PLAIN_READERS}
-    fastest = sorted(runs, key=lambda name: (-len(runs[name].seconds), runs[name].median))
-    for name in fastest[:_FINALISTS] or names:
-        run = runs.setdefault(name, Result(result.way))
-        _run_once(run, task, timeout, names[name])
-    best = runs.get(result.best_reader)
-    if best is None:
-        result.error = next(run.error for run in runs.values())
-        return
-    result.seconds, result.cached = best.seconds, best.cached
-    result.added_anonymous, result.added_file_backed = best.added_anonymous, best.added_file_backed
-
-
-def _run_once(result: Result, task: Task, timeout: float, *how: object) -> None:
-    """Run a way in a child and take down what it took, or why it failed."""
+    """Run a way in a child and note what it took, or why it failed."""
     try:
-        measured = in_child(_measure, result.way, task, *how, timeout=timeout).value
+        measured = in_child(_measure, result.way, task, timeout=timeout).value
     except ChildError as error:
         result.error = _reason(str(error))
         return
@@ -355,30 +303,25 @@ def _run_once(result: Result, task: Task, timeout: float, *how: object) -> None:
         getattr(result, name).append(number)
 
 
-def _measure(way: Way, task: Task, *how: object) -> dict[str, Any]:
+def _measure(way: Way, task: Task) -> dict[str, Any]:
     """Load in one way, in the child; return what a `Result` keeps of a round."""
-    files: Sequence[str] = task.files
-    digest: Callable[[Any], dict[str, str]] | None = None
-    if way.name in _WITHOUT_TORCH:
-        run = machine.prepare(way.function, files, task.nbytes)
-    else:
-        from torchlift.bench import loading
+    from torchlift.bench import loading
 
-        job = loading.prepare(way, task)
-        run, files, digest = partial(loading.run, way, job), job.files, loading.digest
+    job = loading.Job(task)
+    run = loading.prepare(way, job)
     if task.cold:
-        machine.drop_pages(files)
-    cached = machine.cached_bytes(files)
+        machine.drop_pages(job.files)
+    cached = machine.cached_bytes(job.files)
     with memory(sampler="process") as use:
         start = time.perf_counter()
-        state = run(*how)
+        state = run()
         seconds = time.perf_counter() - start
     return {
         "seconds": seconds,
         "added_anonymous": use.added_anonymous,
         "added_file_backed": use.added_file_backed,
         "cached": cached,
-        "digest": digest(state) if digest else {},
+        "digest": loading.digest(state),
     }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import importlib
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 State = nn.Module | Mapping[str, torch.Tensor]
 
 _SAMPLES = 8  # elements per tensor that a checksum looks at: one page each of a mapped tensor
-_AREA = 256 << 20  # bytes of pinned memory that is copied from
 
 
 class Tree(nn.Module):
@@ -67,8 +65,7 @@ class Job:
         nbytes: bytes of unique storage.
         device: where the tensors are loaded to.
         dtype: what floating-point numbers are cast to, or None.
-        scratch: a folder for what a library wants beside the file.
-        buffers: pinned memory and the device's own, where a limit copies between them.
+        scratch: a folder for files that a way needs in addition to the checkpoint.
     """
 
     def __init__(self, task: Task) -> None:
@@ -79,7 +76,6 @@ class Job:
             self.entries = list(ckpt.entries.values())
             self.has_objects = bool(ckpt.objects)
         self.files = sorted({chunk.file for entry in self.entries for chunk in entry.chunks})
-        self.buffers: list[torch.Tensor] = []
 
     def build(self) -> Tree:
         """Build the model as it will be; on meta inside ``with torch.device("meta")``."""
@@ -105,33 +101,34 @@ class Job:
         }
 
 
-def prepare(way: Way, task: Task) -> Job:
-    """Do everything that is not part of loading: imports, the model's shapes, the device."""
-    job = Job(task)
+def prepare(way: Way, job: Job) -> Callable[[], State | None]:
+    """Do everything that is not part of loading; return the call that is.
+
+    That is imports, the model's shapes and the start of the device.
+    """
     if way.package:
         importlib.import_module(_IMPORTS.get(way.package, way.package))
-    if way.name == "tensorizer":
-        _write_tensorizer(job)
-    if way.name == "limit-pinned":
-        job.buffers = [torch.ones(_AREA, dtype=torch.uint8, pin_memory=True)]
-        job.buffers.append(job.buffers[0].to(job.device))
+    load_it = (
+        partial(globals()[way.function], job)
+        if isinstance(way.function, str)
+        else way.function(job)
+    )
     if job.device.type != "cpu":
         torch.ones(1, device=job.device).add_(1)  # starting a device takes a second
         torch.accelerator.synchronize()
     # Importing torch leaves a full garbage collection due: 50 ms that would fall on whichever way
     # allocates the next few hundred objects, which is several times what mapping a file takes.
     gc.collect()
-    return job
+    return partial(_run, load_it, job)
 
 
 #: What is imported of a package before the clock starts, if not its top.
-_IMPORTS = {"safetensors": "safetensors.torch", "transformers": "transformers.modeling_utils"}
+_IMPORTS = {"safetensors": "safetensors.torch"}
 
 
-def run(way: Way, job: Job) -> State | None:
+def _run(load_it: Callable[[], State | None], job: Job) -> State | None:
     """Load, and wait for the device."""
-    function: Callable[[Job], State | None] = globals()[way.function]
-    state = function(job)
+    state = load_it()
     if job.device.type != "cpu":
         torch.accelerator.synchronize()
     return state
@@ -238,100 +235,6 @@ torchlift_mmap = partial(_torchlift, source="mmap")
 torchlift_read = partial(_torchlift, source="read")
 #: Every tensor is cast on the way.
 torchlift_bf16 = partial(_torchlift, dtype=torch.bfloat16)
-
-
-# ---- other libraries, as their own pages say to call them
-
-
-def accelerate_model(job: Job) -> State:
-    """Load into a model on meta; accelerate maps what stays on the CPU as it is."""
-    from accelerate import load_checkpoint_in_model
-
-    model = job.build_on_meta()
-    load_checkpoint_in_model(model, job.path, {"": str(job.device)}, dtype=job.dtype)
-    return model
-
-
-def transformers_model(job: Job) -> State:
-    """Load a model of transformers whose modules are those of the file."""
-    transformers: Any = importlib.import_module("transformers")
-
-    class Model(transformers.PreTrainedModel):  # type: ignore[misc]
-        config_class = transformers.PretrainedConfig
-
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            self._modules.update(job.build()._modules)
-            self.post_init()
-
-        def _init_weights(self, module: nn.Module) -> None:
-            """Leave what is loaded as it is."""
-
-    folder, link = job.path, os.path.join(job.scratch, "model.safetensors")
-    if not os.path.isdir(folder):
-        folder = job.scratch
-        if not os.path.exists(link):
-            os.symlink(os.path.abspath(job.path), link)
-    config, place = transformers.PretrainedConfig(), {"": str(job.device)}
-    dtype = job.dtype or "auto"
-    model: nn.Module = Model.from_pretrained(folder, config=config, device_map=place, dtype=dtype)
-    return model
-
-
-def runai(job: Job) -> State:
-    """Stream all files; each tensor is a part of a buffer that is used again."""
-    from runai_model_streamer import SafetensorsStreamer
-
-    with SafetensorsStreamer() as streamer:
-        streamer.stream_files(job.files)
-        return {key: job.place(tensor, copy=True) for key, tensor in streamer.get_tensors()}
-
-
-def fastsafetensors(job: Job) -> State:
-    """Read all files to the device; the tensors are parts of one buffer, which they keep."""
-    from fastsafetensors import fastsafe_open
-
-    options = {"device": str(job.device), "nogds": job.device.type != "cuda"}
-    with fastsafe_open(job.files, **options) as opened:
-        names: list[str] = opened.keys()  # it cannot be iterated over itself
-        return {key: job.place(opened.get_tensor(key)) for key in names}
-
-
-def instanttensor(job: Job) -> State:
-    """Read all files to a GPU."""
-    from instanttensor import safe_open
-
-    with safe_open(job.files, framework="pt", device=job.device) as opened:
-        return {key: job.place(tensor) for key, tensor in opened.tensors()}
-
-
-def _write_tensorizer(job: Job) -> None:
-    """Write the tensors in its own format, once, and have that be what is read."""
-    from tensorizer import TensorSerializer
-
-    path = os.path.join(job.scratch, "model.tensors")
-    if not os.path.exists(path):
-        with open_checkpoint(job.path, root=job.root) as ckpt:
-            serializer = TensorSerializer(path)
-            serializer.write_state_dict(ckpt.state_dict())
-            serializer.close()
-    job.files = [path]
-
-
-def tensorizer(job: Job) -> State:
-    """Read a file of tensorizer's own."""
-    from tensorizer import TensorDeserializer
-
-    with TensorDeserializer(job.files[0], device=job.device, dtype=job.dtype) as tensors:
-        return dict(tensors)
-
-
-def limit_pinned(job: Job) -> None:
-    """Copy as many bytes from pinned memory to the device as the tensors have."""
-    source, destination = job.buffers
-    for start in range(0, job.nbytes, _AREA):
-        size = min(_AREA, job.nbytes - start)
-        destination[:size].copy_(source[:size], non_blocking=True)
 
 
 def digest(state: State | None) -> dict[str, str]:

@@ -1,7 +1,4 @@
-"""What the machine can do at best, and what of a file it has in memory already.
-
-Standard library only: a limit is measured in a process that has not imported torch.
-"""
+"""What the machine is, and what of a file it has in memory already."""
 
 from __future__ import annotations
 
@@ -9,119 +6,11 @@ import ctypes
 import mmap
 import os
 import platform
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from itertools import cycle, product
 from typing import Any
 
 from torchlift._system.memory import c_function
-
-_READ = 8 << 20  # bytes per read into warm buffers
-_AREA = 256 << 20  # bytes per buffer of the copying limit: far above any cache
-_HUGE = 2 << 20
-_CPUS = os.cpu_count() or 1
-
-#: The plain readers, of which the best is the limit of reading: threads, past the page cache or
-#: through it, into huge or small pages. Measured, 2.1 GB, 2 cores, in one run: none of them wins
-#: both warm and cold, and none of them wins cold on every day.
-PLAIN_READERS: tuple[tuple[int, bool, bool], ...] = tuple(
-    product(
-        (4, 8, 16, 32),
-        (False, True) if hasattr(os, "O_DIRECT") else (False,),
-        (True, False) if hasattr(mmap, "MADV_HUGEPAGE") else (False,),
-    )
-)
-
-
-def name_of(reader: tuple[int, bool, bool]) -> str:
-    """Return a plain reader in words."""
-    threads, direct, huge = reader
-    how, pages = "direct" if direct else "buffered", "huge" if huge else "small"
-    return f"{threads} threads, {how}, {pages} pages"
-
-
-def prepare(limit: str, files: Sequence[str], nbytes: int) -> Callable[..., object]:
-    """Return what measures a limit, with all memory that it may find at hand.
-
-    Args:
-        limit: ``"limit_read"``, ``"limit_copy"`` or ``"limit_plain"``, which takes one of
-            `PLAIN_READERS`.
-        files: the files that hold the tensors.
-        nbytes: bytes of unique storage.
-    """
-    if limit == "limit_plain":
-        return partial(read_once, files)
-    if limit == "limit_read":
-        return partial(read_again, files, [bytearray(b"\1") * _READ for _ in range(_CPUS)])
-    source, destination = (bytearray(b"\1") * min(_AREA, max(nbytes, 1)) for _ in range(2))
-    return partial(copy, source, destination, nbytes)
-
-
-def read_again(files: Sequence[str], buffers: Sequence[bytearray]) -> None:
-    """Read the files with one thread per CPU into small buffers whose pages exist already."""
-    for name in files:
-        with open(name, "rb", buffering=0) as file, ThreadPoolExecutor(len(buffers)) as pool:
-            read = partial(os.preadv, file.fileno())
-            turns = ([buffer] for buffer in cycle(buffers))
-            list(pool.map(read, turns, range(0, os.path.getsize(name), _READ)))
-
-
-def copy(source: bytearray, destination: bytearray, nbytes: int) -> None:
-    """Copy as many bytes between two buffers that no cache holds, with a thread per CPU."""
-    first, last = (ctypes.addressof(ctypes.c_char.from_buffer(x)) for x in (source, destination))
-
-    def share(number: int) -> None:
-        left = nbytes
-        while left > 0:
-            size = min(left, len(source))
-            start, end = (size * (number + more) // _CPUS for more in (0, 1))
-            ctypes.memmove(last + start, first + start, end - start)
-            left -= size
-
-    with ThreadPoolExecutor(_CPUS) as pool:
-        list(pool.map(share, range(_CPUS)))
-
-
-def read_once(files: Sequence[str], reader: tuple[int, bool, bool]) -> list[mmap.mmap]:
-    """Read the files once into memory that nobody has touched; return it, so that it stays.
-
-    A thread waits in the kernel and copies there, without Python's lock: 16 MiB at a time for few
-    threads, 8 for many, as a loop in C would.
-
-    Raises:
-        OSError: the file system does not read directly, or the file ended early.
-    """
-    threads, direct, huge = reader
-    block = (16 if threads <= 8 else 8) << 20
-    areas = []
-    with ThreadPoolExecutor(threads) as pool:
-        for name in files:
-            size = os.path.getsize(name)
-            area = mmap.mmap(-1, -(-size // _HUGE) * _HUGE or _HUGE, mmap.MAP_PRIVATE)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                area.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
-            areas.append(area)
-            descriptor = os.open(name, os.O_RDONLY | (os.O_DIRECT if direct else 0))
-            try:
-                read = partial(_read_block, descriptor, memoryview(area), block)
-                got = sum(pool.map(read, range(0, size, block)))
-            finally:
-                os.close(descriptor)
-            if got < size:
-                raise OSError(f"{name}: {got} of {size} bytes could be read")
-    return areas
-
-
-def _read_block(descriptor: int, area: memoryview, block: int, start: int) -> int:
-    at, end = start, min(start + block, len(area))
-    while at < end:
-        got = os.preadv(descriptor, [area[at:end]], at)
-        if got == 0 or got % mmap.PAGESIZE:  # the end; a direct read could not go on from there
-            return at + got - start
-        at += got
-    return at - start
 
 
 def drop_pages(files: Sequence[str]) -> None:

@@ -1,13 +1,14 @@
-"""The ways to load that are compared, and the limits of the machine that they are held against.
+"""The ways to load that are compared.
 
-This does not import torch: what a way does is in ``loading``, a limit in ``machine``.
+This does not import torch: what a way does is in ``loading``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -17,51 +18,37 @@ class Way:
     Attributes:
         name: what ``--only`` selects.
         summary: what it does, for a reader.
-        function: its name in ``torchlift.bench.loading``; called with a ``Job``, it returns the
-            loaded module or state dict, or None where there is nothing to compare. Of a limit of
-            the machine, its name in ``torchlift.bench.machine``.
+        function: its name in ``torchlift.bench.loading``. The function is called with a ``Job``.
+            It returns the loaded module or state dict. Or a function of your own, which is called
+            with the ``Job`` before the clock starts and returns the call to time.
         formats: values of ``Index.format`` that it reads; empty for all.
         package: a package that it needs and torchlift does not.
         reads: whether every byte is in memory afterwards. A mapped checkpoint is read as it is
             used, so its megabytes per second would mean nothing.
-        cast: ``"bfloat16"`` where floating-point numbers are cast to it.
-        peer: whether it is another library's, which is compared where it is asked for.
-        needs: ``"cuda"`` where it loads to such devices only, ``"device"`` for any but the CPU.
+        cast: ``"bfloat16"`` if it casts floating-point numbers.
     """
 
     name: str
     summary: str
-    function: str
+    function: str | Callable[[Any], Callable[[], Any]]
     formats: tuple[str, ...] = ()
     package: str = ""
     reads: bool = True
     cast: Literal["", "bfloat16"] = ""
-    peer: bool = False
-    needs: Literal["", "cuda", "device"] = ""
-
-    def supports(self, format: str) -> bool:
-        """Return whether it reads this format and what it needs is installed."""
-        return not self.obstacle(format)
 
     def obstacle(self, format: str, device: str = "cpu", cast: str = "") -> str:
         """Return why it cannot take part, or ""."""
-        kind = device.partition(":")[0]
         if self.formats and format not in self.formats:
             return f"it reads {' or '.join(self.formats)}"
         if self.package and find_spec(self.package) is None:
             return f"the package {self.package} is not installed"
-        if self.needs and kind != self.needs and (self.needs == "cuda" or kind == "cpu"):
-            return (
-                f"it needs a device such as {'cuda' if self.needs == 'cuda' else '--device cuda'}"
-            )
-        if (cast or kind != "cpu") and (self.cast or (not self.reads and not self.peer)):
+        if (cast or not device.startswith("cpu")) and (self.cast or not self.reads):
             return "it does not cast to this dtype, or not for this device"
         return ""
 
 
 _TORCH = ("torch-zip", "torch-legacy", "sharded-torch")
 _SAFE = ("safetensors", "sharded")
-_ALL = (*_TORCH[:1], *_SAFE)
 
 #: In the order of the report; the first one that reads the file is the baseline.
 WAYS: tuple[Way, ...] = (
@@ -81,22 +68,6 @@ WAYS: tuple[Way, ...] = (
     Way("torchlift-mmap", 'torchlift.load(source="mmap")', "torchlift_mmap", reads=False),
     Way("torchlift-read", 'torchlift.load(source="read")', "torchlift_read"),
     Way("torchlift-bf16", "torchlift.load(dtype=bfloat16)", "torchlift_bf16", cast="bfloat16"),
-    Way("accelerate", "accelerate load_checkpoint_in_model", "accelerate_model", _ALL, "accelerate",
-        reads=False, peer=True),
-    Way("transformers", "transformers from_pretrained", "transformers_model", _SAFE, "transformers",
-        reads=False, peer=True),
-    Way("runai", "Run:ai model streamer + clone", "runai", _SAFE, "runai_model_streamer",
-        peer=True),
-    Way("fastsafetensors", "fastsafetensors fastsafe_open", "fastsafetensors", _SAFE,
-        "fastsafetensors", peer=True),
-    Way("instanttensor", "InstantTensor safe_open", "instanttensor", _SAFE, "instanttensor",
-        peer=True, needs="cuda"),
-    Way("tensorizer", "tensorizer, a file of its own", "tensorizer", (), "tensorizer",
-        peer=True),
-    Way("limit-read", "raw read into warm buffers", "limit_read"),
-    Way("limit-plain", "plain reader into new memory", "limit_plain"),
-    Way("limit-copy", "raw copy between warm buffers", "limit_copy"),
-    Way("limit-pinned", "copy of pinned memory", "limit_pinned", needs="device"),
 )  # fmt: skip
 
 
@@ -107,9 +78,8 @@ class Task:
     Attributes:
         path: the checkpoint, as the user named it.
         root: container to load from, or None.
-        files: the files that hold the tensors.
         nbytes: bytes of unique storage.
-        scratch: a folder for what a library wants beside the file, or in a format of its own.
+        scratch: a folder for files that a way needs in addition to the checkpoint.
         cold: whether the files' pages are to be dropped from the page cache.
         device: where the tensors are loaded to.
         cast: dtype that floating-point numbers are cast to, or "".
@@ -117,7 +87,6 @@ class Task:
 
     path: str
     root: str | None
-    files: tuple[str, ...]
     nbytes: int
     scratch: str = ""
     cold: bool = False

@@ -6,17 +6,13 @@ import argparse
 import os
 import sys
 import tempfile
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from torchlift._system.text import parse_size, printable
-from torchlift.bench import WAYS, Comparison, Result, compare, figure_of
+from torchlift.bench import WAYS, Comparison, Result, compare
 from torchlift.cli import UsageError
 from torchlift.cli.output import report
 from torchlift.measure import ChildError, in_child
-
-if TYPE_CHECKING:
-    from torchlift.bench import Growth
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -26,11 +22,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("path", metavar="FILE", nargs="?", help="a checkpoint file or directory")
     what.add_argument("--generate", metavar="SIZE", help="make a temporary one, such as 2GiB")
-    what.add_argument(
-        "--grow",
-        metavar="WHAT[=N,N]",
-        help="how the cost grows with the number of tensors, modules or shards",
-    )
     parser.add_argument(
         "--format", choices=["torch-zip", "safetensors"], help="of the generated one"
     )
@@ -52,22 +43,32 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="every way casts floating-point numbers to it (default: bfloat16)",
     )
     parser.add_argument("--device", metavar="DEV", default="cpu", help="where to, such as cuda")
-    parser.add_argument(
-        "--peers", action="store_true", help="other libraries too, those that are installed"
-    )
-    parser.add_argument("--plot", metavar="OUT", help="draw a chart: a file .png, .svg or .pdf")
+    for moved in "--grow", "--peers", "--plot":
+        parser.add_argument(moved, nargs="?", action=_Moved, help=argparse.SUPPRESS)
+
+
+class _Moved(argparse.Action):
+    """An option that the command had before."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        args: object,
+        value: object,
+        option: str | None = None,
+    ) -> None:
+        raise UsageError(
+            f"{option} is not an option of this command. Run `python tools/bench.py --help` in a "
+            "copy of torchlift's repository: it has growth, other libraries, limits and charts"
+        )
 
 
 def run(args: argparse.Namespace) -> int:
     """Compare and print; 1 when a way failed or loaded other values."""
     if args.format and args.generate is None:
         raise UsageError("--format needs --generate: a file has the format it has")
-    _check_plot(args.plot)
-    failed = False
     try:
-        if args.grow is not None:
-            found: Comparison | Growth = _grow(args)
-        elif args.generate is None:
+        if args.generate is None:
             found = _compare(args, args.path)
         else:
             with tempfile.TemporaryDirectory(prefix="torchlift-bench-") as folder:
@@ -78,32 +79,8 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from error
     report(args, str(found), found.to_dict())
-    if args.plot:
-        figure_of(found.to_dict()).savefig(args.plot, dpi=200)
-    if isinstance(found, Comparison):
-        failed = any(result.error for result in found.results.values()) or bool(found.different)
+    failed = any(result.error for result in found.results.values()) or bool(found.different)
     return 1 if failed else 0
-
-
-def _check_plot(path: str | None) -> None:
-    """Refuse a picture that could not be written, before anything is measured."""
-    if path is None:
-        return
-    if not path.endswith((".png", ".svg", ".pdf")):
-        raise UsageError(f"--plot {path!r}: expected a file .png, .svg or .pdf")
-    if find_spec("matplotlib") is None:
-        raise UsageError("--plot needs matplotlib, which is not installed")
-
-
-def _grow(args: argparse.Namespace) -> Growth:
-    from torchlift.bench import grow
-
-    what, _, sizes = args.grow.partition("=")
-    try:
-        numbers = [int(size) for size in sizes.split(",")] if sizes else None
-    except ValueError:
-        raise UsageError(f"--grow {args.grow!r}: expected numbers, as in {what}=100,1000") from None
-    return grow(what, sizes=numbers, repeat=args.repeat, on_run=_say)
 
 
 def _say(line: str) -> None:
@@ -135,7 +112,6 @@ def _compare(args: argparse.Namespace, path: str) -> Comparison:
         cold=args.cold,
         cast=args.cast,
         device=args.device,
-        peers=args.peers,
         on_run=_progress,
     )
 

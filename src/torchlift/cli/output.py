@@ -19,6 +19,7 @@ _OPTIONS = {
     "budgets": "--budget",
     "dtype": "--dtype",
     "exclude": "--exclude",
+    "include": "--include",
     "overwrite": "--overwrite",
     "rename": "--rename",
     "root": "--root",

@@ -23,7 +23,6 @@ from torchlift._checkpoint import open as open_checkpoint
 from torchlift._store import (
     FileStamp,
     UrlStamp,
-    abandon,
     inside,
     is_url,
     listed,
@@ -32,7 +31,6 @@ from torchlift._store import (
     place_of,
     remove,
     stamp_now,
-    unfinished,
 )
 from torchlift._system.text import clipped_list
 from torchlift._transfer import is_there, make_durable, remove_debris
@@ -429,7 +427,6 @@ class KeptFolder(RunFolder):
         # Paths: of another run's later steps; of steps behind which this run went back.
         self._foreign: set[str] = set()
         self._abandoned: set[str] = set()
-        self._uploads: list[tuple[str, str]] = []  # which nobody finishes any more
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="torchlift-remover")
         self._removing: list[Future[list[str]]] = []
 
@@ -460,12 +457,7 @@ class KeptFolder(RunFolder):
         if self._lock is not None:
             self._lock.use()
         self._is_adopted, self._foreign = True, set()
-        self._note_uploads()
         return self.kept()
-
-    def _note_uploads(self) -> None:
-        if is_url(self.directory):
-            self._uploads = unfinished(self.directory)
 
     def new_path(self, step: int, base: int | None, is_file: bool) -> NewCheckpoint:
         """Return the name of a step's checkpoint, and remove what a killed save left under it.
@@ -480,7 +472,6 @@ class KeptFolder(RunFolder):
         kept = self.kept()
         if not self._is_adopted:
             self._is_adopted = True
-            self._note_uploads()
             self._foreign = {one.path for one in self._complete() if one.step > step}
         before = step - 1 if base is None else min(step - 1, base)
         generation = 0
@@ -538,9 +529,6 @@ class KeptFolder(RunFolder):
                     retired += _retire(path)
                 except (CheckpointError, OSError) as error:
                     failed.append(str(error))
-        if self._uploads:
-            abandon(self.directory, self._uploads)
-            self._uploads = []
         if self._foreign and not self._is_warned:
             self._is_warned = True
             names = clipped_list(sorted(map(name_of, self._foreign)))

@@ -505,6 +505,7 @@ def load_optimizer(
                 )
             )
             path, keys = opened.path, (*opened.entries, *opened.objects, *opened.blocked_keys)
+            keys += tuple(f"{name}.param_groups" for name in opened._index.aside)
             root = _root_in(keys, path) if root is None else root
             saved = opened._tree(root, partial(slices_of, opened))
         with errors_name(path):

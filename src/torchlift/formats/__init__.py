@@ -59,7 +59,6 @@ from torchlift.formats.index import SUBCLASS as SUBCLASS
 from torchlift.formats.index import UNRESOLVED as UNRESOLVED
 from torchlift.formats.index import Array as Array
 from torchlift.formats.index import Chunk as Chunk
-from torchlift.formats.index import Header as Header
 from torchlift.formats.index import Index as Index
 from torchlift.formats.index import Kind as Kind
 from torchlift.formats.index import Leaf as Leaf
@@ -85,15 +84,12 @@ from torchlift.formats.layout import Stored as Stored
 from torchlift.formats.layout import format_for as format_for
 from torchlift.formats.layout import is_unicode as is_unicode
 from torchlift.formats.ranks import refuse_bare_slice as refuse_bare_slice
-from torchlift.formats.reader import Content as Content
-from torchlift.formats.reader import Reader as Reader
 from torchlift.formats.safetensors import TIED_KEYS as TIED_KEYS
 from torchlift.formats.safetensors import safetensors_layout as safetensors_layout
 from torchlift.formats.sharded import index_content as index_content
 from torchlift.formats.sharded import is_index as is_index
 from torchlift.formats.sharded import put_together as put_together
 from torchlift.formats.sharded import shards_of as shards_of
-from torchlift.formats.source import Source as Source
 from torchlift.formats.source import errors_name as errors_name
 from torchlift.formats.torch_pickle import CONSTANTS as CONSTANTS
 from torchlift.formats.torch_pickle import STORAGE_DTYPES as STORAGE_DTYPES

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from torchlift._store import (
+    exists,
     head_of,
     inside,
     is_folder,
@@ -27,10 +28,10 @@ from torchlift._store import (
 from torchlift._system.memory import collection_paused
 from torchlift._system.text import printable
 from torchlift.errors import CheckpointError, FormatError, NotAllowed, NotFound, UnsafeError
-from torchlift.formats import gguf, npz, pt2, ranks, torch_legacy, torchscript, zero
+from torchlift.formats import gguf, npz, pt2, ranks, torchscript, zero
 from torchlift.formats.dcp import DCP_METADATA, DCP_SUFFIX, metadata_files, read_dcp
 from torchlift.formats.index import Index
-from torchlift.formats.reader import HEAD, Content, Reader, is_zip, read_by_others
+from torchlift.formats.reader import HEAD, Content, Reader, is_zip
 from torchlift.formats.safetensors import read_safetensors
 from torchlift.formats.sharded import (
     MOST_MISSING,
@@ -41,7 +42,7 @@ from torchlift.formats.sharded import (
     read_sharded,
 )
 from torchlift.formats.source import Source, errors_name
-from torchlift.formats.torch_legacy import is_legacy, is_tar, read_torch_legacy
+from torchlift.formats.torch_legacy import is_legacy, is_tar, read_torch_legacy, refuse_tar
 from torchlift.formats.torch_zip import read_torch_zip
 from torchlift.formats.unpickle import Budget
 
@@ -167,6 +168,9 @@ def read_index(
     absolute = place_of(name, storage_options)
     try:
         with collection_paused(), errors_name(absolute):
+            # It names every file of its folder, which HTTP cannot list.
+            if name_of(absolute) == DCP_METADATA and exists(absolute):
+                return read_dcp(parent(absolute), [DCP_METADATA])
             if is_folder(absolute):
                 return _read_directory(absolute)
             return _read_file(absolute, Budget() if alone else None)
@@ -214,7 +218,7 @@ def _read_file(path: str, budget: Budget | None = None) -> Index:
         for reader in files:
             if reader.fits(content):
                 return reader.read(content)
-        return read_by_others(content) or _refuse(content)
+        return _refuse(content)
 
 
 def _is_safetensors(head: bytes) -> bool:
@@ -254,7 +258,7 @@ _FILES: tuple[Reader, ...] = (
     Reader(
         lambda content: is_legacy(content.head), lambda content: read_torch_legacy(content.source)
     ),
-    torch_legacy.TARS,
+    Reader(lambda content: is_tar(content.head), lambda content: refuse_tar(content.source)),
     Reader(
         lambda content: _is_safetensors(content.head),
         lambda content: read_safetensors(content.source),
@@ -285,11 +289,12 @@ def _refuse(content: Content) -> Index:
 
 
 def _part_of_dcp(path: str) -> FormatError:
-    folder = printable(parent(path), 300)
+    # Not every server lists a folder, and not every folder on a disk has one file of metadata.
+    whole = inside(parent(path), DCP_METADATA) if is_url(path) else parent(path)
     return FormatError(
         "a part of a distributed checkpoint (DCP)",
-        expected="its folder",
-        hint=f"Open the folder, {folder!r}.",
+        expected="its folder, or its metadata",
+        hint=f"Open {printable(whole, 300)!r}.",
     )
 
 
@@ -307,7 +312,10 @@ def _foreign(head: bytes, size: int) -> CheckpointError:
             kind = UnsafeError if name else FormatError
             return kind(what, expected=_EXPECTED, found=name, hint=hint)
     what, found = "not a checkpoint that torchlift reads", None
-    hint = "Check that the right file was fetched, completely."
+    hint = (
+        "Check that the right file was fetched, completely. If another library reads this format, "
+        "pass the dict of tensors that it returns."
+    )
     if not size:
         what = "an empty file"
     elif not head.strip(b"\0"):
@@ -369,8 +377,6 @@ def _read_directory(path: str) -> Index:
                 what = f"a directory with {len(found)} variants of a model: {', '.join(found)}"
                 raise _several(what, list(variants), path)
             return reader.read(content)
-    if index := read_by_others(content):
-        return index
     if components := _components(path, names):
         raise _several("a directory of directories with checkpoints", components, path)
     for folder in [path, *_folders(path, names)]:
@@ -582,6 +588,7 @@ _DIRECTORIES: tuple[Reader, ...] = (
     _STATES[0],
     Reader(_indexes, _read_index_in),
     ranks.SLICES,
+    ranks.BARE_SAFETENSORS,
     _files(_ending(".safetensors")),
     *_STATES[1:],
     Reader(lambda content: any(map(_SHARDED.fullmatch, content.names)), _read_shards),

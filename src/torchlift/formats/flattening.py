@@ -279,8 +279,7 @@ class _RecordFlattener(_Flattener):
 
     def _file(self, key: str, value: Any, depth: int) -> None:
         if isinstance(value, StorageRef) and value.dtype not in QUANTIZED:
-            numel = value.view[1] if value.view else value.numel
-            value = TensorRef(value, value.dtype or "uint8", 0, (numel,), (1,))
+            value = TensorRef(value, value.dtype or "uint8", 0, (value.numel,), (1,))
         needs = None
         if isinstance(value, TensorRef):
             self.budget.spend(value.cost if isinstance(value, KindRef) else ENTRY, key)
@@ -410,6 +409,7 @@ def under(index: Index, root: str) -> Index | None:
     Storages that only other keys use are left out, so that sizes are those of what is left.
 
     Raises:
+        FormatError: the root could mean more than one container.
         TypeError: `root` is no text.
     """
     _require_text(root)
@@ -420,6 +420,7 @@ def under(index: Index, root: str) -> Index | None:
     objects, blocked_keys = _inside(index.objects, root), _inside(index.blocked_keys, root)
     if not (entries or objects or blocked_keys):
         return None
+    inner = MISSING if index.tree is None else below(index.tree[0], root, index.path)
     templates = _inside(index.templates, root)
     return replace(
         index,
@@ -439,10 +440,7 @@ def under(index: Index, root: str) -> Index | None:
         templates={key: _strip_leaves(tree, f"{root}.") for key, tree in templates.items()},
         module_versions=paths_inside(index.module_versions, root),
         aside=(),
-        # Of what lies beside a model (ZeRO) there are names only.
-        tree=None
-        if index.tree is None or (inner := below(index.tree[0], root)) is MISSING
-        else (inner,),
+        tree=None if inner is MISSING else (inner,),
     )
 
 
@@ -487,46 +485,58 @@ def select(index: Index, root: str) -> Index:
     return selected
 
 
-def below(saved: object, root: str) -> Any:
+def below(saved: object, root: str, path: str = "") -> Any:
     """Return what containers have under a dotted prefix of keys, or `MISSING`.
 
-    It is the container of that name where there is one; where names with dots in them begin with
-    it, or several containers have it, it is a dict with what all of them have.
+    That is the container of this name, or a dict of the values whose names begin with it.
+
+    Args:
+        saved: the containers.
+        root: the prefix.
+        path: what an error calls them.
+
+    Raises:
+        FormatError: the root could mean more than one of them.
 
     Example:
-        >>> below({"a.b": 1, "a": {"c": 2}}, "a"), below({"a": {"b.c": [3]}}, "a.b")
-        ({'b': 1, 'c': 2}, {'c': [3]})
+        >>> below({"a.b": 1, "a.c.d": 2}, "a"), below({"a": {"b.c": [3]}}, "a.b")
+        ({'b': 1, 'c.d': 2}, {'c': [3]})
     """
     _require_text(root)
-    found: list[tuple[object, object]] = []
-    _find(saved, root, found)
+    found: dict[str, object] = {}
+    _find(saved, root, "", found)
     # A leaf of this name is not below it.
-    found = [pair for pair in found if items_of(pair[1])] or found
-    if len(found) == 1:
-        return found[0][1]
-    if not found:
-        return MISSING
-    if not items_of(found[0][1]):
-        return Blocked(AMBIGUOUS)
-    made = _emptied(found[0][0])
-    for _, container in found:
-        for name, item in items_of(container):
-            _put(made, name_text(name), item)
-    return made
+    found = {name: value for name, value in found.items() if items_of(value)} or found
+    if len(found) > 1:
+        raise FormatError(
+            "this root could mean more than one container",
+            file=path,
+            entry=root,
+            found=" and ".join(list(found)[:3]),
+            hint=Hint(
+                "Leave ",
+                Argument("root"),
+                " out, and choose by keys: ",
+                Argument("include", f"[{f'{root}.*'!r}]", (f"{root}.*",)),
+                " and ",
+                Argument("rename", f"torchlift.remap.strip({f'{root}.'!r})", (f"{root}.",)),
+                ".",
+            ),
+        )
+    return next(iter(found.values()), MISSING)
 
 
-def _find(value: object, root: str, found: list[tuple[object, object]]) -> None:
-    """Collect what lies under a prefix, each with the container that it is in."""
+def _find(value: object, root: str, place: str, found: dict[str, object]) -> None:
+    """Collect what lies under a prefix, by the place where it was found."""
     loose = _emptied(value)
     for name, item in items_of(value):
         key = name_text(name)
         if key == root:
-            found.append((value, item))
+            found[f"{place}[{name!r}]"] = item
         elif root.startswith(f"{key}."):
-            _find(item, root[len(key) + 1 :], found)
+            _find(item, root[len(key) + 1 :], f"{place}[{name!r}]", found)
         elif key.startswith(f"{root}."):
-            if not loose:
-                found.append((value, loose))
+            found[f"{place}[{f'{root}.*'!r}]"] = loose
             loose[key[len(root) + 1 :]] = item
     notes = _metadata_of(value)
     if loose and isinstance(notes, Mapping):
@@ -538,20 +548,6 @@ def _emptied(container: object) -> dict[Any, Any]:
     """Return an empty container of a kind, for what has names."""
     kinds = (OrderedRecord, OrderedDict)
     return next((kind() for kind in kinds if isinstance(container, kind)), {})
-
-
-def _put(made: dict[Any, Any], name: str, item: object) -> None:
-    """Put an item into a container in which its name may be another container's already."""
-    if name not in made:
-        made[name] = item
-        return
-    if items_of(made[name]) and not items_of(item):
-        made[name], item = item, made[name]
-    inner = items_of(item)
-    for below_it, value in inner:
-        _put(made, f"{name}.{name_text(below_it)}", value)
-    if not inner:
-        made[name] = Blocked(AMBIGUOUS)
 
 
 def state_dicts_in(saved: object, depth: int = 3) -> list[str]:

@@ -30,7 +30,6 @@ from torchlift.errors import (
     Argument,
     FormatError,
     Hint,
-    IntegrityError,
     MismatchError,
     did_you_mean,
 )
@@ -56,9 +55,16 @@ LOCAL_MAGIC = b"PK\x03\x04"
 ENCRYPTED = 0x1 | 0x20 | 0x40 | 0x2000
 
 #: What a key lacks whose value cannot be had, though no global is in the way: one of several values
-#: once containers are joined by dots, a slice, and a tensor that is not the same on all ranks.
-AMBIGUOUS, SLICED, UNEQUAL = (
-    "a name of its own", "the slices of the other ranks", "one value on all ranks"
+#: once containers are joined by dots, a slice, a tensor that is not the same on all ranks, and the
+#: optimizer's state of DeepSpeed's ZeRO.
+AMBIGUOUS, SLICED, UNEQUAL, PARTITIONED = (
+    "a name of its own", "the slices of the other ranks", "one value on all ranks",
+    "DeepSpeed's universal checkpoint",
+)  # fmt: skip
+#: The globals that make a nested tensor, strided and jagged. An error names the tensor instead.
+NESTED = (
+    "torch._utils._rebuild_nested_tensor", "torch.nested._internal.nested_tensor._rebuild_njt",
+    "torch.nested._internal.nested_tensor.NestedTensor",
 )  # fmt: skip
 #: Those of what a rank saved.
 OF_RANKS = (SLICED, UNEQUAL)
@@ -134,49 +140,6 @@ class Record(NamedTuple):
     method: int
 
 
-class Header(NamedTuple):
-    """What must stand before the payload of a record, in an archive behind a URL.
-
-    Both of its neighbours say that the payload begins where torch lays it; that is seen when the
-    payload is read, and before a byte of it counts.
-
-    Attributes:
-        at: first byte in the file.
-        name: of the record, as it is stored.
-        method: how it is compressed.
-    """
-
-    at: int
-    name: bytes
-    method: int
-
-    def check(self, data: bytes | bytearray | memoryview, file: str) -> None:
-        """Refuse bytes that are not this header, up to the first byte of the payload.
-
-        Raises:
-            IntegrityError: another header, or one of another length: the archive was made so that
-                programs see different bytes in it.
-        """
-        fixed = LOCAL.size
-        named = data[fixed : fixed + len(self.name)] == self.name
-        if len(data) >= fixed and named:
-            magic, flags, method, n_name, n_extra = LOCAL.unpack_from(data)
-            is_whole = n_name == len(self.name) and fixed + n_name + n_extra == len(data)
-            if (
-                magic == LOCAL_MAGIC
-                and is_whole
-                and method == self.method
-                and not flags & ENCRYPTED
-            ):
-                return
-        raise IntegrityError(
-            "a record does not begin where the records beside it say",
-            file=file,
-            entry=self.name.decode("utf-8", "replace"),
-            hint="Programs disagree on what is in such a file; fetch it, or write it again.",
-        )
-
-
 class Chunk(NamedTuple):
     """A run of bytes in one file that holds one box of a tensor.
 
@@ -207,8 +170,8 @@ class Kind:
 
     Attributes:
         name: ``"sparse_coo"``, ``"sparse_csr"``, ``"sparse_csc"``, ``"sparse_bsr"``,
-            ``"sparse_bsc"``, ``"per_tensor_affine"``, ``"per_channel_affine"``, ``"nested"``,
-            ``"jagged"``, ``"meta"``, ``"slice"`` (what one rank has of a tensor: its local one, and
+            ``"sparse_bsc"``, ``"per_tensor_affine"``, ``"per_channel_affine"``,
+            ``"meta"``, ``"slice"`` (what one rank has of a tensor: its local one, and
             the ranges that this is) or, of a class that the caller allowed, ``"subclass"``.
         tensors: what it is made of, in the order in which torch's rebuilder takes it.
         facts: what else that takes.
@@ -244,8 +207,7 @@ class TensorEntry(NamedTuple):
             of a type of GGUF, such as ``"Q4_K"``, and what a rename computes of its values. Empty
             if they do not differ.
         kind: what it is where it is not strided numbers. Its chunks and ``nbytes`` are then those
-            of what it is made of, and the shape of a nested or jagged one is that of all its values
-            in a row.
+            of what it is made of.
     """
 
     key: str
@@ -416,7 +378,7 @@ class Index:
         blocked: dotted names of globals that only an unpickler could rebuild; never imported.
         module_versions: torch's per-module ``_metadata`` (prefix -> local metadata), where present.
         blocked_keys: key -> the name of the global that its value would have needed, or what it
-            lacks: ``AMBIGUOUS``, ``SLICED`` or ``UNEQUAL``.
+            lacks: ``AMBIGUOUS``, ``SLICED``, ``UNEQUAL`` or ``PARTITIONED``.
         blocked_tensors: key of such a value -> the number of tensors in it, where there are any;
             each tensor counts for the first value that it is in.
         every: all tensors in file order, those of classes that a caller may allow by name among
@@ -428,8 +390,6 @@ class Index:
             a list from a dict, nor 1 from "1".
         tree: the one object that was saved, made of records of the pickle; None where a
             format has names only.
-        confirm: file behind a URL -> first byte of a payload in it -> the header that must be
-            before it, for whoever reads the payload.
         beside: the `objects` of the whole, where this is what is under a root.
         noted: name that the file leaves out -> the key that has its values, where another library
             has noted a tie. A load uses it for a model that lacks a value; it is not a key.
@@ -451,7 +411,6 @@ class Index:
     aside: tuple[str, ...] = ()
     tree: tuple[object] | None = field(default=None, repr=False)
     guides: Mapping[str, Stamp] = field(default_factory=dict)
-    confirm: Mapping[str, Mapping[int, Header]] = field(default_factory=dict, repr=False)
     beside: Mapping[str, object] = field(default_factory=dict, repr=False)
     noted: Mapping[str, str] = field(default_factory=dict, repr=False)
 
@@ -500,7 +459,7 @@ def join(
         FormatError: two files have one key.
     """
     keyed = "entries", "objects", "blocked_keys"
-    rest = "blocked_tensors", "storages", "files", "module_versions", "templates", "confirm"
+    rest = "blocked_tensors", "storages", "files", "module_versions", "templates"
     names = (*keyed, *rest, "noted")
     merged: dict[str, Any] = {name: {} for name in names}
     for index in indexes:
@@ -547,7 +506,11 @@ def of_model(index: Index) -> Index:
     aside = tuple(name + "." for name in index.aside)
 
     def kept(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in values.items() if not key.startswith(aside)}
+        return {
+            key: value
+            for key, value in values.items()
+            if not (key.startswith(aside) or key in index.aside)
+        }
 
     entries, objects, blocked = map(kept, (index.entries, index.objects, index.blocked_keys))
     return replace(index, entries=entries, objects=objects, blocked_keys=blocked, aside=())
@@ -610,11 +573,32 @@ _LACKING: Mapping[str, tuple[str, Hint]] = {
             "{name: torchlift.open(file)[name]}] as the checkpoint, with the file of that rank."
         ),
     ),
+    **dict.fromkeys(
+        NESTED,
+        (
+            "torchlift does not read nested tensors",
+            Hint(
+                _LEAVE_OUT,
+                "load the file with torch.load(path), and save the rows of the tensor instead, "
+                "[*tensor.unbind()].",
+            ),
+        ),
+    ),
+    PARTITIONED: (
+        "torchlift reads the weights of a DeepSpeed ZeRO checkpoint, not its optimizer's state",
+        Hint(
+            "To resume the training, load the folder with DeepSpeed. To resume on another number "
+            "of ranks, make a universal checkpoint first, with DeepSpeed's ds_to_universal.py. To "
+            "convert the weights, pass ",
+            Argument("exclude", "['optimizer']", ("optimizer",)),
+            ".",
+        ),
+    ),
 }  # fmt: skip
 
 
 def lacking(path: str, key: str, why: str | None) -> FormatError | None:
-    """Return the error that says why a value cannot be had; None if a global is in the way.
+    """Return the error that says why a value cannot be had; None if another global is in the way.
 
     Args:
         path: of the checkpoint.
@@ -632,7 +616,8 @@ _DATA = re.compile(r"torch\.(Tensor|UntypedStorage|_utils\._rebuild_\w+)$|numpy\
 
 def globals_in(blocked_keys: Mapping[str, str]) -> tuple[str, ...]:
     """Return the globals that blocked values would have needed, each once."""
-    return tuple(dict.fromkeys(name for name in blocked_keys.values() if name not in _LACKING))
+    lacks = _LACKING.keys() - NESTED
+    return tuple(dict.fromkeys(name for name in blocked_keys.values() if name not in lacks))
 
 
 def allowed(names: Iterable[str], patterns: Collection[str]) -> set[str]:

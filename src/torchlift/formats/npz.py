@@ -27,7 +27,6 @@ from torchlift.formats.source import Source, dense_shape
 from torchlift.formats.zip_archive import (
     STORED,
     check_method,
-    confirm,
     expect_records,
     inflated,
 )
@@ -129,7 +128,6 @@ def _index(source: Source, records: Mapping[str, Record]) -> Index:
 
 def _header(source: Source, key: str, record: Record) -> tuple[str, tuple[int, ...], bool, int]:
     """Return the type code, the shape, whether columns come first, and where the data start."""
-    confirm(source, record)
     if record.method == STORED:
         most = source.read(record.offset, min(record.size, _MOST), key)
     else:

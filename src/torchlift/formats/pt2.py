@@ -23,7 +23,7 @@ from torchlift.formats.torch_zip import (
     zip_resolver,
 )
 from torchlift.formats.torchscript import CONSTANTS
-from torchlift.formats.zip_archive import STORED, confirm, expect_records
+from torchlift.formats.zip_archive import STORED, expect_records
 
 #: (suffix of the records that list tensors, their folder, under which name they come).
 _KINDS = (
@@ -120,7 +120,6 @@ def _nested(source: Source, record: Record, under: str) -> Index:
                 "a compressed file in an archive, whose bytes are not numbers",
                 hint="Unpack the archive and pack it again without compression.",
             )
-        confirm(source, record)
         window = source.window(record.offset, record.nbytes)
         return read_torch_zip(window, under or None, f"{record.name}/")
 
@@ -179,7 +178,6 @@ def _listed(
         entries=entries,
         storages=resolver.storages,
         files={source.path: source.stamp},
-        confirm={source.path: source.foreseen} if source.foreseen else {},
         blocked=tuple(dict.fromkeys(blocked.values())),
         blocked_keys=blocked,
         blocked_tensors=inside,

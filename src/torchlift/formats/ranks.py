@@ -38,9 +38,17 @@ from torchlift.formats.unpickle import ENTRY, STEP, Budget
 
 _FSDP = re.compile(r"(model|optim)_world_size_(\d{1,9})_rank_(\d{1,9})\.pt", re.ASCII)
 _SHARD = re.compile(r"shard-(\d{5,9})-model-(\d{5,9})-of-(\d{5,9})\.safetensors", re.ASCII)
-#: Slices that nothing says how to join: llama's, and those of Megatron and of DeepSpeed with it.
+#: Slices that nothing says how to join, and the number of the rank: llama's and Mistral's, those of
+#: Megatron, of DeepSpeed with it and of NeMo, vLLM's, TensorRT-LLM's, metaseq's and nanotron's.
 _BARE = re.compile(
-    r"consolidated\.(\d\d+)\.pth|mp_rank_(\d\d+)(?:_\d{3})*(?:_model_states\.pt)?", re.ASCII
+    r"consolidated\.(\d\d+)\.(?:pth?|safetensors)"
+    r"|mp_rank_(\d\d+)(?:_\d{3})*(?:_model_states\.pt)?"
+    r"|tp_rank_(\d\d+)(?:_pp_rank_\d{3})?"
+    r"|model-rank-(\d+)-part-\d+\.safetensors"
+    r"|rank(\d+)\.safetensors"
+    r"|.+-model_part-(\d+)(?:-shard\d+)?\.pt"
+    r"|.+_tp-rank-(\d+)-of-\d+\.safetensors",
+    re.ASCII,
 )
 _SAVE_AGAIN = "Load it with torch.load, and save it again with torch.save."
 #: In the metadata of slices: the version of what they note.
@@ -197,7 +205,6 @@ def _join(path: str, files: Mapping[str, Index], budget: Budget, *, grows: bool 
         every={},
         storages=used_by(entries, storages),
         files={file: stamp for one in ranks for file, stamp in one.files.items()},
-        confirm={file: seen for one in ranks for file, seen in one.confirm.items()},
         objects={key: value for key, value in objects.items() if key not in blocked},
         metadata={},
         blocked=globals_in(blocked),
@@ -297,10 +304,15 @@ def bare_slices(names: Collection[str]) -> list[str]:
         ['consolidated.00.pth', 'consolidated.01.pth']
         >>> bare_slices(["consolidated.00.pth", "params.json"])
         []
+        >>> bare_slices(["rank8.safetensors", "rank16.safetensors"])
+        []
     """
-    found = sorted(filter(_BARE.fullmatch, names))
-    # Of one kind: the first letters tell.
-    return found if len(found) > 1 and found[0][:2] == found[-1][:2] else []
+    found = {name: match for name in sorted(names) if (match := _BARE.fullmatch(name))}
+    ranks = {(match.lastindex, int(match[match.lastindex or 0])) for match in found.values()}
+    # Of one kind: vLLM's may be parts of one rank, and LoRAs are named after their rank, too.
+    several = len(ranks) > 1 and len({kind for kind, _ in ranks}) == 1
+    is_lora = several and min(found).startswith("rank") and min(ranks)[1] > 0
+    return [*found] if several and not is_lora else []
 
 
 def bare_slices_error(names: list[str], path: str) -> FormatError:
@@ -328,6 +340,11 @@ def refuse_bare_slice(path: str) -> None:
             raise bare_slices_error(several, os.path.join(path, name))
 
 
+def _are_all_slices(content: Content) -> bool:
+    names = sorted(name for name in content.names if name.endswith(".safetensors"))
+    return bool(names) and bare_slices(names) == names
+
+
 def _raise_bare(content: Content) -> Index:
     raise bare_slices_error(bare_slices(content.names), content.path)
 
@@ -335,3 +352,5 @@ def _raise_bare(content: Content) -> Index:
 FSDP = Reader(lambda content: any(map(_FSDP.fullmatch, content.names)), read_fsdp)
 SLICES = Reader(lambda content: any(map(_SHARD.fullmatch, content.names)), read_slices)
 BARE = Reader(lambda content: bare_slices(content.names), _raise_bare)
+#: Where no safetensors file is the whole model.
+BARE_SAFETENSORS = Reader(_are_all_slices, _raise_bare)

@@ -15,7 +15,6 @@ from typing import Any
 
 from torchlift._store import Opened, Stamp, in_parallel, open_place
 from torchlift.errors import CheckpointError, FormatError
-from torchlift.formats.index import Header
 from torchlift.formats.unpickle import Budget
 
 #: Bytes that a `Cursor` reads ahead, and that are asked of a URL at least.
@@ -42,15 +41,12 @@ class Source:
         size: bytes of the window.
         stamp: identity of the file.
         budget: what reading it, and the files that belong to it, may still cost.
-        foreseen: first byte of a payload in the file -> the header of the record of an archive that
-            must be before it, which has not been looked at: of a URL, that is a request for each.
     """
 
     def __init__(self, path: str, budget: Budget | None = None, stamp: Stamp | None = None) -> None:
         self._opened = opened = open_place(path) if stamp is None else stamp.open(path)
         self._windows = None if opened.is_local else _Windows(opened)
         self._read = opened.read if self._windows is None else self._windows.read
-        self.foreseen: dict[int, Header] = {}
         self.budget = budget or Budget()
         self.path, self.descriptor, self.stamp = path, opened.descriptor, opened.stamp
         self.start, self.size = 0, opened.size

@@ -57,10 +57,6 @@ ACTING = ("__class__", "__dict__", "data", "imag", "names", "real", "requires_gr
 _PARAMETER = "torch.nn.parameter.Parameter"
 _PLAIN_TYPES = ("torch.Tensor", _PARAMETER, "torch.nn.parameter.Buffer")
 
-#: Ragged rows in one tensor, which `torch.load` rebuilds too, and what marking a dimension as
-#: dynamic, as their cached lengths are, leaves in a tensor's attributes.
-_JAGGED = "torch.nested._internal.nested_tensor.NestedTensor"
-_DYNAMIC = "torch._dynamo.decorators._DimRange"
 
 #: Python 2 names of modules, which pickle protocols up to 2 write to this day.
 _RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}
@@ -176,17 +172,12 @@ class StorageRef:
 
     torch makes a storage where it first meets its key, and later ones that differ are that one, too
     (torch/serialization.py, persistent_load).
-
-    Attributes:
-        view: (first element, number of elements) of a part of it that stands for the whole, as
-            files from before torch 1.6 can say; unchecked.
     """
 
     dtype: str | None
     key: str
     location: str
     numel: int
-    view: tuple[int, int] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -510,24 +501,6 @@ def _sparse(world: TorchWorld, layout: object, data: object) -> object:
     return _kind(f"sparse_{name}", replace(found[-1], size=size, stride=()), found, *facts)
 
 
-def _nested(
-    world: TorchWorld, values: object, sizes: object, strides: object, offsets: object
-) -> object:
-    found = _inner([values, sizes, strides, offsets], 4)
-    return _kind("nested", found[0], found)
-
-
-def _jagged(world: TorchWorld, arguments: object) -> object:
-    """Return a record of a tensor of rows of several lengths in one dimension."""
-    given = _checked(arguments, dict)
-    parts = [given.get("values"), given.get("offsets")]
-    parts += [] if given.get("lengths") is None else [given["lengths"]]
-    found = _inner(parts, len(parts))
-    like = replace(found[0], requires_grad=given.get("requires_grad", False))
-    dim = _checked(given.get("_ragged_idx", 1), int)
-    return _kind("jagged", like, found, dim)
-
-
 def _meta(
     world: TorchWorld, dtype: object, size: object, stride: object, requires_grad: object = False
 ) -> KindRef:
@@ -612,17 +585,6 @@ def _from_type(
         raise TypeError("not a function that makes a tensor")
     made: Any = world.call(function, arguments)
     wrapper = isinstance(made, KindRef) and made.kind == SUBCLASS
-    jagged = isinstance(made, KindRef) and made.kind == "jagged"
-    is_kind = isinstance(new_type, Global) and new_type.name == _JAGGED
-    if jagged or is_kind:
-        values, offsets, *rest = made.tensors if jagged else (None, None)
-        given = {"_values": values, "_offsets": offsets, "_lengths": rest[0] if rest else None}
-        # The state sets them again; others than those that it was made of would show other numbers.
-        known = state if isinstance(state, dict) else {}
-        same = jagged and known.get("_ragged_idx") == made.facts[0]
-        same = same and all(known.get(name) is one for name, one in given.items())
-        same = same and is_kind and not _acts(state)
-        return made if same else world.block(_JAGGED, True, made, state)
     if isinstance(new_type, Blocked):
         if wrapper and made.facts[0] == new_type.name and (parts := _parts(new_type.name, state)):
             made = _kind(SLICE, made, [parts["_local_tensor"]], parts)
@@ -820,9 +782,6 @@ _CALLS: dict[str, Callable[..., object]] = {
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor_v3,
     "torch._utils._rebuild_sparse_tensor": _sparse,
-    "torch._utils._rebuild_nested_tensor": _nested,
-    "torch.nested._internal.nested_tensor._rebuild_njt": _jagged,
-    _DYNAMIC: lambda world: Blocked(_DYNAMIC, True),
     "torch._utils._rebuild_meta_tensor_no_storage": _meta,
     "torch._utils._rebuild_qtensor": _quantized,
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": _on_device,
@@ -855,7 +814,7 @@ _CALLS: dict[str, Callable[..., object]] = {
 }
 
 _TENSOR_CALLS = (
-    _tensor_v1, _tensor, _tensor_v3, _sparse, _nested, _jagged, _meta, _quantized, _on_device,
+    _tensor_v1, _tensor, _tensor_v3, _sparse, _meta, _quantized, _on_device,
     _parameter, _wrapper,
 )  # fmt: skip
 
@@ -879,7 +838,6 @@ _VALUES = {
     *CONSTANTS,
     *STORAGES,
     *_PLAIN_TYPES,
-    _JAGGED,
     "numpy.ndarray",
     *(f"builtins.{name}" for name in ("int", "float", "list", "dict", "str", "bool", "tuple")),
 }

@@ -148,7 +148,6 @@ def index_of(
         entries=entries,
         storages=resolver.storages,
         files={source.path: source.stamp},
-        confirm={source.path: source.foreseen} if source.foreseen else {},
         objects=flat.objects,
         metadata=metadata,
         blocked=tuple(dict.fromkeys((*world.blocked, *globals_in(flat.blocked)))),
@@ -290,8 +289,6 @@ class Resolver:
         name = self._prefix + stored.key
         self.storages[name] = storage = self._find(key, stored)
         start, room = storage.offset, storage.nbytes
-        if stored.view is not None:
-            start, room = _view_of(storage, stored, key)
         # By identity, not equality: (True,) equals (1,), and only one of them is a shape. The
         # tuples stay alive as long as this object's input does.
         layout = self._layouts.get((id(ref.size), id(ref.stride)))
@@ -347,20 +344,6 @@ class Resolver:
             key, ref.dtype, shape, stride, nbytes, ref.storage.location, storage, chunks,
             ref.requires_grad is True, ref.is_parameter, (), Kind(ref.kind, tensors, ref.facts),
         )  # fmt: skip
-
-
-def _view_of(storage: Storage, ref: StorageRef, key: str) -> tuple[int, int]:
-    """Return the first byte in the file, and the number, which a tensor may look into."""
-    itemsize = STORED_SIZE[ref.dtype]
-    first, numel = whole_numbers(ref.view, key, "view of its storage", "pair")
-    if (first + numel) * itemsize > storage.nbytes:
-        raise FormatError(
-            "a view reaches outside its storage",
-            entry=key,
-            expected=f"at most {storage.nbytes} bytes in storage {ref.key}",
-            found=f"{numel} elements from number {first} on",
-        )
-    return storage.offset + first * itemsize, numel * itemsize
 
 
 def zip_resolver(

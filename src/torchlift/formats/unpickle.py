@@ -4,7 +4,8 @@ Why not the standard library's C unpickler with a restricted ``find_class``: it 
 then, but a few hundred bytes can still make it hash a tuple nested a hundred thousand deep (a crash
 of the process), hash one that shares its items sixty levels down (a hang), or fill gigabytes of
 memo table from one index. Here every opcode is ours, so every such case is an error with a byte
-position. Opcodes are those of ``pickletools`` for protocols 0 to 5.
+position. Opcodes are those of ``pickletools`` for protocols 2 to 5. Of the older text opcodes only
+``I`` is read: Python 2 wrote integers of more than 32 bits with it in protocol 2, too.
 
 What a global, a call, a persistent id or a ``__setstate__`` means is decided by a `World`, so that
 every format that embeds pickles shares this interpreter.
@@ -12,7 +13,6 @@ every format that embeds pickles shares this interpreter.
 
 from __future__ import annotations
 
-import codecs
 import re
 import struct
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from torchlift.errors import FormatError
 #: stops near a thousand levels; integers of more digits cannot even be printed.
 MAX_MARKS, MAX_TEXT, MAX_INT = 1_000, 400, 128
 
-#: An integer as text, as every pickler writes it.
+#: An integer as text, as Python 2 writes it.
 _WHOLE = re.compile(rb"-?(?:0|[1-9][0-9]*)")
 
 #: What reading may cost, in bytes of memory: in any case, and for each byte that was read from
@@ -320,6 +320,16 @@ def _refused(what: str) -> Handler:
     return handler
 
 
+def _text(m: Machine) -> None:
+    raise FormatError(
+        "the pickle uses text opcodes, as protocols 0 and 1 write them",
+        expected="protocol 2 or newer",
+        found=_at(m.data, m.pos - 1),
+        hint="If you trust the file, load it with torch.load(path, weights_only=False), and save "
+        "the result with torch.save.",
+    )
+
+
 def _stop(m: Machine) -> None:
     raise _Stop
 
@@ -376,23 +386,9 @@ def _whole(line: bytes) -> int:
     return int(line)
 
 
-def _index_text(m: Machine) -> int:
-    index = _whole(m.line())
-    if index < 0:
-        raise ValueError("a negative index")
-    return index
-
-
 def _int_text(m: Machine) -> int:
     line = m.line()
     return line == b"01" if line in (b"00", b"01") else _whole(line)
-
-
-def _float_text(m: Machine) -> float:
-    line = m.line()
-    if b"_" in line or line != line.strip():  # Python's own reader takes them, C's does not
-        raise ValueError("not a number as pickles write it")
-    return float(line)
 
 
 def decoded(data: bytes) -> str:
@@ -413,13 +409,6 @@ def _string2(data: bytes) -> str | bytes:
         return data
 
 
-def _string_text(m: Machine) -> str | bytes:
-    line = m.line(1 << 20)
-    if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in b"'\"":
-        raise ValueError("an unquoted string")
-    return _string2(codecs.escape_decode(line[1:-1])[0])
-
-
 def _global(m: Machine) -> object:
     module, name = m.line().decode(), m.line().decode()
     return m.world.find(module, name)
@@ -430,11 +419,6 @@ def _stack_global(m: Machine) -> object:
     if type(name) is not str or type(module) is not str or len(name) + len(module) > MAX_TEXT:
         raise ValueError("a global whose name is not a short text")
     return m.world.find(module, name)
-
-
-def _inst(m: Machine) -> object:
-    function, arguments = _global(m), tuple(m.group())
-    return m.world.call(function, arguments)
 
 
 def _obj(m: Machine) -> object:
@@ -496,10 +480,6 @@ def _get(index: _Read) -> Handler:
     return lambda m: m.stack.append(m.memo[index(m)])
 
 
-def _number_text(m: Machine) -> int:
-    return _whole(m.line().removesuffix(b"L"))
-
-
 def _u1(m: Machine) -> int:
     value = m.data[m.pos]
     m.pos += 1
@@ -511,12 +491,11 @@ _u2, _i4, _u4, _u8 = map(_fixed, ("<H", "<i", "<I", "<Q"))
 _OPCODES: dict[bytes, Handler] = {
     b"(": Machine.mark, b".": _stop, b"0": Machine.drop, b"1": lambda m: (m.group(), None)[1],
     b"2": _push(lambda m: m.stack[-1]), b"\x80": _protocol, b"\x95": lambda m: (m.take(8), None)[1],
-    b"F": _push(_float_text), b"I": _push(_int_text), b"L": _push(_number_text),
+    **dict.fromkeys((b"F", b"L", b"S", b"V", b"p", b"g", b"i"), _text), b"I": _push(_int_text),
     b"J": _push(_i4), b"K": _push(_u1), b"M": _push(_u2), b"G": _push(_fixed(">d")),
     b"\x8a": _long_binary(_u1), b"\x8b": _long_binary(_i4),
     b"N": _constant(None), b"\x88": _constant(True), b"\x89": _constant(False),
-    b"S": _push(_string_text), b"T": _sized(_i4, _string2), b"U": _sized(_u1, _string2),
-    b"V": _push(lambda m: m.line(1 << 20).decode("raw-unicode-escape")),
+    b"T": _sized(_i4, _string2), b"U": _sized(_u1, _string2),
     b"X": _sized(_u4, decoded), b"\x8c": _sized(_u1, decoded), b"\x8d": _sized(_u8, decoded),
     b"B": _sized(_u4, bytes), b"C": _sized(_u1, bytes), b"\x8e": _sized(_u8, bytes),
     b"\x96": _sized(_u8, bytearray),
@@ -527,11 +506,11 @@ _OPCODES: dict[bytes, Handler] = {
     b"\x85": lambda m: m.fold(1), b"\x86": lambda m: m.fold(2), b"\x87": lambda m: m.fold(3),
     b"a": lambda m: m.append([m.stack.pop()]), b"e": lambda m: m.append(m.group()),
     b"s": _set_item, b"u": lambda m: m.set_items(m.group()), b"\x90": Machine.add_items,
-    b"c": _push(_global), b"\x93": _push(_stack_global), b"i": _push(_inst), b"o": _push(_obj),
+    b"c": _push(_global), b"\x93": _push(_stack_global), b"o": _push(_obj),
     b"R": _reduce, b"\x81": _newobj, b"\x92": _newobj_ex, b"b": _build,
     b"Q": _push(lambda m: m.world.persistent(m.stack.pop())),
-    b"p": _put(_index_text), b"q": _put(_u1), b"r": _put(_u4), b"\x94": _memoize,
-    b"g": _get(_index_text), b"h": _get(_u1), b"j": _get(_u4),
+    b"q": _put(_u1), b"r": _put(_u4), b"\x94": _memoize,
+    b"h": _get(_u1), b"j": _get(_u4),
     b"P": _refused("persistent ids in text form"),
     b"\x82": _refused("the extension registry"), b"\x83": _refused("the extension registry"),
     b"\x84": _refused("the extension registry"),

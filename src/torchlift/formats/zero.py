@@ -4,7 +4,8 @@ Facts: deepspeed, ``utils/zero_to_fp32.py`` and the optimizers' ``state_dict`` i
 stages 1 and 2 the vectors of all ranks, one behind the other, are the parameters of a group. In
 stage 3 each parameter is cut into equal shares, the last one padded, and the vectors of one rank,
 one behind the other, are its shares of all parameters. ``param_shapes`` has their order. Objects
-of deepspeed's classes are in the files, too: none is needed to find the numbers.
+of deepspeed's classes are in the files, too: none is needed to find the numbers. The weights are
+read, as ``zero_to_fp32`` gives them; the state of the optimizer is named, and refused.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ import bisect
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from torchlift._store import name_of
 from torchlift.errors import FormatError
 from torchlift.formats.boxes import flat_entry
 from torchlift.formats.flattening import under
-from torchlift.formats.index import Index, TensorEntry, used_by
+from torchlift.formats.index import PARTITIONED, Index, TensorEntry, used_by
 from torchlift.formats.reader import Content, Reader
 from torchlift.formats.sharded import claimed, locate, require_files
 from torchlift.formats.source import dense_shape
@@ -34,27 +35,17 @@ _FILE = re.compile(
 #: The number of a rank in such a name.
 _RANK = re.compile(r"(zero_pp_rank_)\d+")
 _OPTIM = "optimizer_state_dict"
-#: Where a rank has its vectors of weights, in stages 1 and 2 and in stage 3, and the state of them.
+#: Where a rank has its vectors of weights, in stages 1 and 2 and in stage 3.
 _WEIGHTS = "single_partition_of_fp32_groups.", "fp32_flat_groups."
-_STATES = "base_optimizer_state.state.", "optimizer_state_dict.state.", "base_optimizer_state."
-#: What only says how the model and its optimizer are stored.
-_LAYOUT = {
-    "module", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params",
-    "buffer_names", "base_optimizer_state", "optimizer_state_dict", "param_slice_mappings",
-    "group_paddings", "param_alignment_paddings", *(name.removesuffix(".") for name in _WEIGHTS),
-}  # fmt: skip
-_SMALL = (bool, int, float, type(None))
-
-_V = TypeVar("_V")
+#: The name under which the state of the optimizer is refused.
+_ASIDE = "optimizer"
 
 
 def read_zero(content: Content) -> Index:
     """Read the index of a ZeRO checkpoint of stage 1, 2 or 3.
 
-    Weights have the model's names, optimizer state is below ``optimizer.state.<name>`` and its
-    hyperparameters are below ``optimizer.param_groups.<name>``, as in torch's flattened state
-    dicts; what else rank 0 saved is below ``training``. State that is not one number for each
-    element, nor one for all of them, is left out.
+    Weights and buffers have the model's names. The key ``optimizer`` stands for the optimizer's
+    state. It is blocked: its error names DeepSpeed's universal checkpoint.
 
     Raises:
         FormatError: a rank's file is missing, the model is split in other ways too, or the vectors
@@ -113,7 +104,7 @@ class _Vector:
     """Flat tensors that follow each other.
 
     Attributes:
-        parts: the tensors; one without chunks stands for state that is not there.
+        parts: the tensors.
         ends: index of the first element behind each.
     """
 
@@ -190,10 +181,6 @@ class _Reader:
         self.weights = _WEIGHTS[self.is_stage_3]
         numbered = (f"{self.weights}{at}" for at in itertools.count())
         self.groups = sum(1 for _ in itertools.takewhile(first.entries.__contains__, numbered))
-        keys = (*first.entries, *first.objects)
-        starts = (base for base in _STATES if any(key.startswith(base + "0.") for key in keys))
-        self.state = next(starts, _STATES[0])
-        self.aside = ["optimizer", "training"]
 
     def index(self, path: str) -> Index:
         """Return the index of the whole."""
@@ -205,14 +192,10 @@ class _Reader:
                 "ds_to_universal.py.",
             )
         keys = (*module.entries, *module.objects, *module.blocked_keys)
-        tops = {key.partition(".")[0] for key in keys}
-        for at in range(2):
-            while self.aside[at] in tops:  # the model has one of that name
-                self.aside[at] = "_" + self.aside[at]
+        has_own = any(key.partition(".")[0] == _ASIDE for key in keys)
         vectors = self._vectors()
         layout = self._layout(vectors)
-        state, objects = self._optimizer(layout)
-        entries = {**self._module(module, layout, vectors), **state, **self._rest("entries")}
+        entries = self._module(module, layout, vectors)
         entries = {key: entry._replace(key=key) for key, entry in entries.items()}
         files = [*self.models, *self.optims]
         stage = "3" if self.is_stage_3 else "1 or 2"
@@ -226,15 +209,13 @@ class _Reader:
             entries=entries,
             storages=used_by(entries, {k: v for f in files for k, v in f.storages.items()}),
             files={name: stamp for file in files for name, stamp in file.files.items()},
-            objects={**module.objects, **objects, **self._rest("objects")},
-            blocked_keys={**module.blocked_keys, **self._rest("blocked_keys")},
-            blocked=tuple(dict.fromkeys(name for file in files for name in file.blocked)),
+            blocked_keys={**({} if has_own else {_ASIDE: PARTITIONED}), **module.blocked_keys},
             metadata=metadata,
-            aside=tuple(self.aside),
+            aside=() if has_own else (_ASIDE,),
         )
 
-    def _vectors(self, name: str | None = None) -> list[_Vector]:
-        """Return the vectors of the weights, or of a state: one a group, or in stage 3 one a rank.
+    def _vectors(self) -> list[_Vector]:
+        """Return the vectors of the weights: one a group, or in stage 3 one a rank.
 
         Raises:
             FormatError: a rank lacks one.
@@ -247,12 +228,7 @@ class _Reader:
             if None in row:
                 what = "a rank without one of the vectors of weights"
                 raise FormatError(what, entry=keys[row.index(None)], file=optim.path)
-            parts = list(filter(None, row))
-            if name is not None:
-                states = (f"{self.state}{group}.{name}" for group in range(self.groups))
-                found = zip(parts, map(optim.entries.get, states), strict=True)
-                parts = [state or part._replace(chunks=()) for part, state in found]
-            table.append(parts)
+            table.append(list(filter(None, row)))
         return [_Vector(row) for row in (table if self.is_stage_3 else zip(*table, strict=True))]
 
     def _layout(self, vectors: Sequence[_Vector]) -> dict[str, _Parameter]:
@@ -297,8 +273,8 @@ class _Reader:
             _check_length(vector, start, 1)
         return layout
 
-    def _flat(self, key: str, place: _Parameter, vectors: Sequence[_Vector]) -> TensorEntry | None:
-        """Return the entry of a parameter, or of its state; None where there is none."""
+    def _flat(self, key: str, place: _Parameter, vectors: Sequence[_Vector]) -> TensorEntry:
+        """Return the entry of a parameter."""
         shares = [(place.group, math.prod(place.shape))]
         if self.is_stage_3:
             numel = math.prod(place.shape)
@@ -309,8 +285,6 @@ class _Reader:
         places, kinds = [], set[tuple[str, str]]()
         for number, count in shares:
             for part, first, numel in vectors[number].runs(place.start, count):
-                if not part.chunks:
-                    return None
                 (chunk,) = part.chunks
                 places.append((chunk.file, chunk.offset + first * part.itemsize, numel))
                 kinds.add((part.dtype, part.location))
@@ -326,17 +300,13 @@ class _Reader:
         self, module: Index, layout: dict[str, _Parameter], vectors: Sequence[_Vector]
     ) -> dict[str, TensorEntry]:
         """Return the weights and buffers of the model, in its own order."""
-        found: dict[str, TensorEntry | None] = {
-            name: self._flat(name, place, vectors) for name, place in layout.items()
-        }
+        found = {name: self._flat(name, place, vectors) for name, place in layout.items()}
         found.update(self._frozen())
         shared = under(self.model, "shared_params")
         for name, first in shared.objects.items() if shared else ():
             if isinstance(first, str) and first in found:
-                entry = found[first]
-                chunks = len(entry.chunks) if entry is not None else 0
-                self.budget.spend(ENTRY + len(name) + 4 * STEP * chunks, name)
-                found.setdefault(name, entry)
+                self.budget.spend(ENTRY + len(name) + 4 * STEP * len(found[first].chunks), name)
+                found.setdefault(name, found[first])
         named = self.model.objects.get("buffer_names")
         buffers = {name for name in (named if isinstance(named, list) else ()) if type(name) is str}
         for name, entry in module.entries.items():
@@ -344,9 +314,9 @@ class _Reader:
             if not self.is_stage_3 or name in buffers:
                 found.setdefault(name, entry)
         order = dict.fromkeys((*module.entries, *found))
-        return {name: made for name in order if (made := found.get(name)) is not None}
+        return {name: found[name] for name in order if name in found}
 
-    def _frozen(self) -> Iterator[tuple[str, TensorEntry | None]]:
+    def _frozen(self) -> Iterator[tuple[str, TensorEntry]]:
         """Yield the parameters that are not trained."""
         shapes = under(self.model, "frozen_param_shapes")
         if shapes is None:
@@ -369,63 +339,6 @@ class _Reader:
                 )
             else:
                 yield name, whole
-
-    def _optimizer(
-        self, layout: dict[str, _Parameter]
-    ) -> tuple[dict[str, TensorEntry], dict[str, object]]:
-        """Return state and hyperparameters by parameter, as far as a state is one of elements."""
-        first, entries, objects = self.optims[0], dict[str, TensorEntry](), dict[str, object]()
-        groups: dict[str, list[str]] = {}
-        for name, place in layout.items():
-            groups.setdefault(str(place.group), []).append(name)
-        vectors: dict[str, list[_Vector]] = {}
-        for (group, kind), entry in self._by_group(first.entries):
-            weight = first.entries.get(f"{self.weights}{group}")
-            if weight and len(entry.shape) == 1 and entry.numel >= weight.numel:
-                vectors[kind] = vectors.get(kind) or self._vectors(kind)
-            for name in groups.get(group, ()):
-                made = f"{self.aside[0]}.state.{name}.{kind}"
-                self.budget.spend(ENTRY + len(made), name)
-                flat = self._flat(made, layout[name], vectors[kind]) if kind in vectors else None
-                if flat or (entry.numel == 1 and kind not in vectors):
-                    entries[made] = flat or entry
-        for (group, kind), value in self._by_group(first.objects):
-            self._note(objects, "state", groups.get(group, ()), {kind: value})
-        hypers = first.objects.get(self.state.removesuffix("state.") + "param_groups")
-        for hyper in hypers if isinstance(hypers, list) else ():
-            values = dict(hyper) if isinstance(hyper, dict) else {}
-            numbers = values.pop("params", None)
-            for number in numbers if isinstance(numbers, list) else ():
-                self._note(objects, "param_groups", groups.get(str(number), ()), values)
-        return entries, objects
-
-    def _by_group(self, values: Mapping[str, _V]) -> Iterator[tuple[tuple[str, str], _V]]:
-        """Yield what a rank has of its optimizer's state: number of the group, name, value."""
-        for key, value in values.items():
-            group, _, kind = key.removeprefix(self.state).partition(".")
-            if key.startswith(self.state) and kind:
-                yield (group, kind), value
-
-    def _note(
-        self, objects: dict[str, object], kind: str, names: Iterable[str], values: dict[str, object]
-    ) -> None:
-        """File small values under each of the parameters that they are of."""
-        for name in names:
-            for key, value in values.items():
-                many = value if isinstance(value, (list, tuple)) else (value,)
-                if len(many) <= 16 and all(type(x) in _SMALL for x in many):
-                    made = f"{self.aside[0]}.{kind}.{name}.{key}"
-                    self.budget.spend(STEP * (1 + len(many)) + len(made), name)
-                    objects[made] = value
-
-    def _rest(self, what: str) -> dict[str, Any]:
-        """Return what else rank 0 stored."""
-        both = {**getattr(self.model, what), **getattr(self.optims[0], what)}
-        return {
-            f"{self.aside[1]}.{key}": value
-            for key, value in both.items()
-            if key.partition(".")[0] not in _LAYOUT
-        }
 
 
 def _fits(content: Content) -> bool:

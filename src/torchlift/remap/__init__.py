@@ -3,8 +3,8 @@
 - For ``device=``, and for ``dtype=`` with dtypes as values: `by_key`, `by_pattern`, `first_of`; for
   ``device=`` alone `by_location`, and `fit`, which makes a `by_key` map within budgets of memory.
 - For ``rename=``: `strip` and `rules`, `merge` and `split`, which compose with ``|``;
-  `transformers`, the conversions that library makes while it loads a model; and `from_to`, between
-  its tensors and those of GGUF and openai-whisper.
+  `transformers`, the conversions that library makes while it loads a model; and `from_to`, from
+  the tensors of a GGUF file to its own.
 
 Rules are plain values: they print as the call that makes them, and they can be pickled.
 """

@@ -1,9 +1,10 @@
-"""`from_to`: what transformers calls and how it lays out what llama.cpp and openai-whisper saved.
+"""`from_to`: the names and the layout of transformers for what llama.cpp saved.
 
 llama.cpp's converter (ggml-org/llama.cpp, convert_hf_to_gguf.py) does more than rename: it puts
-the rows of q and k into another order, adds one to norms, joins and transposes. Each of these is a
-step here, which is taken back on boxes of the file, or its way back. The names are those of the
-``gguf`` package's own table.
+the rows of q and k into another order, adds one to norms, joins and transposes. A step here undoes
+each of these on byte ranges of the file. transformers' own ``TENSOR_PROCESSORS`` compute with NumPy
+arrays, so a rank could not read its shard alone, and there is none for Qwen3.5 and for the groups
+of heads of Falcon 40B. The names are those of the ``gguf`` package's own table.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
 from torch import nn
 
 from torchlift._plan import Made, Rewriting
-from torchlift._system.text import clipped_list
 from torchlift.errors import MismatchError
-from torchlift.formats import squeezed, unsqueezed
+from torchlift.formats import unsqueezed
 from torchlift.remap.conversion_table import model_of
 from torchlift.remap.merging import (
     Unfit,
@@ -32,18 +33,14 @@ from torchlift.remap.merging import (
 )
 from torchlift.remap.names import Renaming
 
-# ---- what is done to a tensor besides its name: from there to transformers, and back
+# ---- what is done to a tensor besides its name
 
 
 class _Step:
-    """What an operation of llama.cpp's converter is undone by, and done again."""
+    """The inverse of an operation of llama.cpp's converter."""
 
-    def here(self, item: Made) -> Made:
+    def apply(self, item: Made) -> Made:
         """Return the tensor as transformers has it."""
-        raise NotImplementedError
-
-    def there(self, item: Made) -> Made:
-        """Return the tensor as the file has it."""
         raise NotImplementedError
 
 
@@ -63,9 +60,9 @@ class _Rows(_Step):
     first: int = 0
     dim: int = 0
 
-    def here(self, item: Made) -> Made:
+    def apply(self, item: Made) -> Made:
         if self.dim:
-            upright = replace(self, dim=0).here(transposed(item, (0, self.dim)))
+            upright = replace(self, dim=0).apply(transposed(item, (0, self.dim)))
             return transposed(upright, (0, self.dim))
         count, known = item.entry.shape[0] - self.first, abs(math.prod(self.sizes))
         if count % known or (count != known and -1 not in self.sizes):
@@ -76,12 +73,6 @@ class _Rows(_Step):
         stay, rows = chunked(item, 0, [self.first, count])
         rows = reshaped(transposed(_divided(rows, full), self.levels), rows.entry.shape)
         return concatenated([stay, rows], 0) if self.first else rows
-
-    def there(self, item: Made) -> Made:
-        one, two = self.levels
-        sizes = [*self.sizes]
-        sizes[one], sizes[two] = sizes[two], sizes[one]
-        return replace(self, sizes=tuple(sizes)).here(item)
 
 
 def _divided(item: Made, sizes: Sequence[int]) -> Made:
@@ -101,7 +92,7 @@ class _Grouped(_Step):
     groups: int
     heads: int
 
-    def here(self, item: Made) -> Made:
+    def apply(self, item: Made) -> Made:
         rows = item.entry.shape[0]
         each = self._head(item)
         sizes = [each * self.groups * count for count in (self.heads, 1, 1)]
@@ -110,14 +101,6 @@ class _Grouped(_Step):
             for one, len_ in zip(chunked(item, 0, sizes), sizes, strict=True)
         ]
         return reshaped(concatenated(grouped, 1), (rows, *item.entry.shape[1:]))
-
-    def there(self, item: Made) -> Made:
-        rows, *rest = item.entry.shape
-        each = self._head(item)
-        grouped = _divided(item, (self.groups, rows // self.groups))
-        apart = chunked(grouped, 1, [each * self.heads, each, each])
-        flat = [reshaped(one, (math.prod(one.entry.shape[:2]), *rest)) for one in apart]
-        return concatenated(flat, 0)
 
     def _head(self, item: Made) -> int:
         rows, count = item.entry.shape[0], self.groups * (self.heads + 2)
@@ -130,10 +113,8 @@ class _Grouped(_Step):
 class _Transposed(_Step):
     """A matrix that transformers has the other way round."""
 
-    def here(self, item: Made) -> Made:
+    def apply(self, item: Made) -> Made:
         return transposed(item, (0, 1))
-
-    there = here
 
 
 @dataclass(frozen=True)
@@ -148,13 +129,10 @@ class _Squeezed(_Step):
     dim: int
     dims: int
 
-    def here(self, item: Made) -> Made:
+    def apply(self, item: Made) -> Made:
         if len(item.entry.shape) >= self.dims:
             return item
         return Made(unsqueezed(item.entry, self.dim), item.keys)
-
-    def there(self, item: Made) -> Made:
-        return Made(squeezed(item.entry, self.dim), item.keys)
 
 
 @dataclass(frozen=True)
@@ -162,18 +140,13 @@ class _Computed(_Step):
     """Numbers that are others in the file: computed as they are copied, in float32.
 
     Attributes:
-        back: what makes those of transformers of them.
-        forth: what makes them of those.
+        name: the operation, see `TensorEntry.encoding`.
     """
 
-    back: str
-    forth: str
+    name: str
 
-    def here(self, item: Made) -> Made:
-        return computed(item, self.back)
-
-    def there(self, item: Made) -> Made:
-        return computed(item, self.forth)
+    def apply(self, item: Made) -> Made:
+        return computed(item, self.name)
 
 
 #: dtype -> what GGUF calls it.
@@ -212,7 +185,7 @@ class _Line:
     here: str
     steps: tuple[_Step, ...] = ()
 
-    def to_here(self, items: Mapping[str, Made]) -> Made:
+    def make(self, items: Mapping[str, Made]) -> Made:
         """Return the tensor of the model."""
         if missing := [key for key in self.there if key not in items]:
             raise missing_members(self.here, missing)
@@ -220,69 +193,40 @@ class _Line:
         if len(self.there) > 1:
             item = concatenated([items[key] for key in self.there], -2)
         for step in self.steps:
-            item = step.here(item)
+            item = step.apply(item)
         return item
-
-    def to_there(self, item: Made) -> dict[str, Made]:
-        """Return key -> tensor of the file."""
-        for step in self.steps[::-1]:
-            item = step.there(item)
-        if len(self.there) == 1:
-            return {self.there[0]: item}
-        size, count = item.entry.shape[-2], len(self.there)
-        if size % count:
-            raise Unfit(f"{item.keys[0]!r} has {size} rows, which are not {count} equal slices")
-        slices = chunked(item, -2, [size // count] * count)
-        return dict(zip(self.there, slices, strict=True))
 
 
 @dataclass(frozen=True, repr=False)
-class _Between(Rewriting, Renaming):
-    """The tensors of another program's files, and those of a model of transformers.
+class _FromGguf(Rewriting, Renaming):
+    """The tensors of GGUF files as those of a model of transformers.
 
     Attributes:
-        program: whose files they are.
         architecture: the class of the model.
         lines: what there is.
-        computed: pattern of keys in the file, or of names in the model, that have no counterpart:
-            the other program computes them, or ties them.
-        tied: name in the model that the file has no key for -> one that it is tied to, for which
-            there is a line.
-        shared: key of the head, key of the embedding that is the head, too, in a file without one,
-            and name of the head.
-        facts: (key of the metadata or of a leaf, its text) of a file that belongs to this model.
-        saves: whether this is the way back.
+        computed: pattern of keys in the file that transformers computes itself.
+        head: key of the head, key of the embedding, and name of the head, if a file without a head
+            has its embedding as one.
+        facts: (key of the metadata, its text) of a file that belongs to this model.
     """
 
-    program: str
     architecture: str
     lines: tuple[_Line, ...]
     computed: str
-    tied: Mapping[str, str] = field(default_factory=dict, hash=False)
-    shared: tuple[str, str, str] | None = None
-    facts: tuple[tuple[str, str], ...] = ()
-    saves: bool = False
+    head: tuple[str, str, str] | None
+    facts: tuple[tuple[str, str], ...]
 
     def __repr__(self) -> str:
-        ends = (self.program, "transformers")
-        return f"from_to({'->'.join(ends[::-1] if self.saves else ends)!r}, {self.architecture})"
-
-    def reversed(self) -> _Between:
-        """Return the rule for the way back."""
-        return replace(self, saves=not self.saves)
+        return f"from_to('gguf->transformers', {self.architecture})"
 
     def __call__(self, key: str) -> str | None:
         """Return the name of the first tensor that values of `key` go to."""
-        if self.saves:
-            key = self.tied.get(key, key)
-        for line in self.lines:
-            if key == line.here if self.saves else key in line.there:
-                return line.there[0] if self.saves else line.here
-        return None if re.fullmatch(self.computed, key) else key
+        found = next((line.here for line in self.lines if key in line.there), key)
+        return None if re.fullmatch(self.computed, key) else found
 
     def check(self, plain: Mapping[str, object], path: str) -> None:
         """Refuse a file that says that it is of another model; see `Rewriting`."""
-        for key, expected in () if self.saves else self.facts:
+        for key, expected in self.facts:
             found = str(plain.get(key, expected))
             # Of a list, which has a number for each layer, the metadata has the length alone.
             if found != expected and not found.endswith(" values"):
@@ -299,43 +243,27 @@ class _Between(Rewriting, Renaming):
         """Return name -> tensor; see `Rewriting`."""
         lines: dict[str, list[_Line]] = {}
         for line in self.lines:
-            for key in (line.here,) if self.saves else line.there:
+            for key in line.there:
                 lines.setdefault(key, []).append(line)
         made: dict[str, Made] = {}
-        done: set[str] = set()
-        if self.saves:
-            # Of a name and those tied to it a file may have any, or several.
-            tied = self.tied
-            items = {
-                tied.get(key, key): v for key, v in items.items() if tied.get(key) not in items
-            }
-        others = {key for key in items if key not in lines and not re.fullmatch(self.computed, key)}
-        if self.saves and others:
-            names = [key for key in items if key in others]
-            raise MismatchError(
-                f"no rule says what {self.program} calls {clipped_list(map(repr, names))}",
-                hint="Leave out what its files are not to have: exclude=[...].",
-                unexpected_keys=names,
-            )
         for key, item in items.items():
-            if key in others:
+            if key not in lines and not re.fullmatch(self.computed, key):
                 add(made, key, item, path)
             for line in lines.get(key, ()):
-                if line.here in done:
+                # A tensor made of several keys is made at the first of them that the file has.
+                if key != next(one for one in line.there if one in items):
                     continue
-                done.add(line.here)
                 try:
-                    found = line.to_there(item) if self.saves else {line.here: line.to_here(items)}
+                    found = line.make(items)
                 except Unfit as error:
                     raise MismatchError(
-                        f"it is not what {self.program} makes of the model of this configuration: "
+                        "it is not what llama.cpp makes of the model of this configuration: "
                         f"{error}",
                         entry=key,
                     ) from None
-                for name, one in found.items():
-                    add(made, name, one, path)
-        if self.shared is not None and not self.saves:
-            head, embedding, name = self.shared
+                add(made, line.here, found, path)
+        if self.head is not None:
+            head, embedding, name = self.head
             if head not in items and embedding in items:
                 # Another entry: for a plan the same one is one tensor under another name.
                 item = items[embedding]
@@ -368,10 +296,10 @@ _ROTATED: _Steps = (
     (r"\.attn_q\.", lambda c: _Rows((_heads(c), -1, 2), (1, 2))),
     (r"\.attn_k\.", lambda c: _Rows((_heads(c, "num_key_value_heads"), -1, 2), (1, 2))),
 )
-_NORMS: _Steps = ((r"norm\.weight$", lambda _: _Computed("minus one", "plus one")),)
+_NORMS: _Steps = ((r"norm\.weight$", lambda _: _Computed("minus one")),)
 _MAMBA: _Steps = (
     (r"\.ssm_conv1d\.weight$", lambda _: _Squeezed(1, 3)),
-    (r"\.ssm_a$", lambda _: _Computed("log of negative", "negative exp")),
+    (r"\.ssm_a$", lambda _: _Computed("log of negative")),
 )
 _CONV1D = r"\.(attn_qkv|attn_output|ffn_up|ffn_down)\.weight$"
 _SHARED_GATE: _Steps = ((r"\.ffn_gate_inp_shexp\.", lambda _: _Squeezed(0, 2)),)
@@ -386,7 +314,7 @@ def _of_value_heads(config: Any, *sizes: int, dim: int = 0, behind_qk: bool = Fa
 
 
 _LINEAR: _Steps = (
-    (r"(?<!ssm)_norm\.weight$", lambda _: _Computed("minus one", "plus one")),
+    (r"(?<!ssm)_norm\.weight$", lambda _: _Computed("minus one")),
     (r"\.(ssm_a|ssm_dt\.bias|ssm_alpha\.weight|ssm_beta\.weight)$", _of_value_heads),
     (r"\.attn_gate\.weight$", lambda c: _of_value_heads(c, -1)),
     (r"\.(attn_qkv|ssm_conv1d)\.weight$", lambda c: _of_value_heads(c, -1, behind_qk=True)),
@@ -435,37 +363,21 @@ def _gguf(model: nn.Module) -> Renaming:
             f"from_to: no rule is known to be right for GGUF files of {kind!r}; there are rules "
             f"for {', '.join(sorted(_GGUF))}"
         )
-    try:
-        from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-    except ImportError as error:
-        raise ImportError(
-            "from_to needs the names of GGUF, which the gguf package has: pip install gguf"
-        ) from error
     architecture, rules = _GGUF[kind]
-    number = next(key for key, name in MODEL_ARCH_NAMES.items() if name == architecture)
-    count = max(config.num_hidden_layers, getattr(config, "num_decoder_layers", None) or 0)
-    table = get_tensor_name_map(number, count)
     steps = [(re.compile(pattern), make(config)) for pattern, make in rules]
+    keys: dict[str, list[str]] = {}
+    for key, name in _names(model, architecture).items():
+        keys.setdefault(name, []).append(key)
+    lines = []
+    for name, there in keys.items():
+        taken = tuple(step for pattern, step in steps if pattern.search(there[0]))
+        lines.append(_Line(tuple(there), name, taken))
+        if len(there) > 1:  # newer files may have them as one
+            lines.append(_Line((there[0].replace("_gate_", "_gate_up_"),), name, taken))
     parameters = {name: id(one) for name, one in model.named_parameters(remove_duplicate=False)}
-    lines: dict[tuple[object, ...], _Line] = {}
-    for name in model.state_dict():
-        keys = _keys(name, table, str(getattr(model, "base_model_prefix", "")))
-        taken = tuple(step for pattern, step in steps if keys and pattern.search(keys[0]))
-        if keys:  # of tied names that are one in the file, the first
-            lines.setdefault((keys, parameters.get(name)), _Line(keys, name, taken))
-        if len(keys) > 1:  # which newer files may have as one
-            fused = keys[0].replace("_gate_", "_gate_up_")
-            lines[fused, name] = _Line((fused,), name, taken)
-    names = {line.there[0]: line.here for line in lines.values()}
-    known = {line.here: None for line in lines.values()}
-    first = {parameters.get(name): name for name in reversed(known)}
-    tied = {
-        name: first[one] for name, one in parameters.items() if one in first and name not in known
-    }
-    head, embedding = names.get(_OUTPUT), names.get(_EMBEDDING)
-    shared = None
-    if head is not None and parameters[head] != parameters.get(str(embedding)):
-        shared = _OUTPUT, _EMBEDDING, head
+    names = {line.there[0]: line.here for line in lines}
+    head = names.get(_OUTPUT)
+    is_shared = head is None or parameters[head] == parameters.get(str(names.get(_EMBEDDING)))
     facts = {"general.architecture": architecture}
     for key, name in (
         ("head_count", "num_attention_heads"),
@@ -476,125 +388,86 @@ def _gguf(model: nn.Module) -> Renaming:
     without = _COMPUTED
     if architecture.startswith("qwen35"):
         # Behind the layers are those that predict further tokens, which transformers has not.
-        without += rf"|blk\.{count}\..*"
-    return _Between(
-        program="gguf",
+        without += rf"|blk\.{config.num_hidden_layers}\..*"
+    return _FromGguf(
         architecture=type(model).__name__,
-        lines=tuple(lines.values()),
+        lines=tuple(lines),
         computed=without,
-        tied=tied,
-        shared=shared,
+        head=None if is_shared or head is None else (_OUTPUT, _EMBEDDING, head),
         facts=tuple(facts.items()),
     )
 
 
-def _keys(name: str, table: Any, prefix: str) -> tuple[str, ...]:
-    """Return the keys that GGUF files have for a name of transformers, if any."""
-    base, end = name.replace("linear_attn.dt_bias", "linear_attn.dt_proj.bias"), ""
-    for suffix, key_suffix in ((".weight", ".weight"), (".bias", ".bias"), ("_bias", ".bias")):
-        if base.endswith(suffix):
-            base, end = base.removesuffix(suffix), key_suffix
-            break
-    fused = base.endswith(".experts.gate_up_proj")
-    if fused:
-        base = base.replace("gate_up_proj", "down_proj")
-    within = base.removeprefix(prefix + ".")
-    found = next(filter(None, map(table.get_name, (base, within, f"{prefix}.{base}"))), None)
-    if found is None:
-        return ()
-    end = end or ".weight" * found.endswith("_exps")
-    names = [found.replace("_down_", f"_{one}_") for one in ("gate", "up")] if fused else [found]
-    return tuple(one + end for one in names)
-
-
-# ---- openai-whisper
-
-
-#: Of names: what transformers has -> what openai-whisper has, each in turn.
-_WHISPER = (
-    (r"^(encoder|decoder)\.layers\.", r"\1.blocks."),
-    (r"\.self_attn_layer_norm\.", ".attn_ln."),
-    (r"\.encoder_attn_layer_norm\.", ".cross_attn_ln."),
-    (r"\.final_layer_norm\.", ".mlp_ln."),
-    (r"\.self_attn\.", ".attn."),
-    (r"\.encoder_attn\.", ".cross_attn."),
-    (r"\.q_proj\.", ".query."),
-    (r"\.k_proj\.", ".key."),
-    (r"\.v_proj\.", ".value."),
-    (r"\.out_proj\.", ".out."),
-    (r"\.fc1\.", ".mlp.0."),
-    (r"\.fc2\.", ".mlp.2."),
-    (r"^encoder\.layer_norm\.", "encoder.ln_post."),
-    (r"^decoder\.layer_norm\.", "decoder.ln."),
-    (r"\.embed_positions\.weight$", ".positional_embedding"),
-    (r"\.embed_tokens\.", ".token_embedding."),
-)
-
-
-def _whisper(model: nn.Module) -> Renaming:
+def _names(model: nn.Module, architecture: str) -> dict[str, str]:
+    """Return key in GGUF files -> name in the model, by transformers' own map."""
+    library: Any = import_module("transformers.modeling_gguf_pytorch_utils")
     config: Any = model.config
-    if config.model_type != "whisper":
-        raise ValueError(f"from_to: a {type(config).__name__} is no configuration of Whisper")
-    lines = []
+    # The processor of Qwen2-MoE knows the experts of the other models, too.
+    kinds = library.TENSOR_PROCESSORS
+    processor = kinds.get(architecture, kinds["qwen2moe"])({})
+    count = max(config.num_hidden_layers, getattr(config, "num_decoder_layers", None) or 0)
+    # The map finds a base model inside of another one only: without its prefix MambaModel gets
+    # the norm of layer 0 for `output_norm`.
+    prefix = str(getattr(model, "base_model_prefix", ""))
+    whole = model if hasattr(model, prefix) else nn.Module()
+    if whole is not model:
+        whole.add_module(prefix or "model", model)
+    try:
+        names = library.get_gguf_hf_weights_map(whole, processor, architecture, count)
+    except ImportError as error:
+        raise ImportError(
+            "from_to needs the names of GGUF, which the gguf package has: pip install gguf"
+        ) from error
+    found: dict[str, str] = {}
+    for key, name in names.items():
+        if whole is not model:
+            name = name.partition(".")[2]
+        # The map has experts without the suffix that files have, and fused ones for Qwen3.5.
+        key += ".weight" * key.endswith("_exps")
+        found |= {key.replace("_gate_up_exps", f"_{one}_exps"): name for one in ("gate", "up")}
     for name in model.state_dict():
-        key = name.removeprefix("model.")
-        if key.startswith(("encoder.", "decoder.")):
-            for pattern, replacement in _WHISPER:
-                key = re.sub(pattern, replacement, key)
-            lines.append(_Line((key,), name))
-    if not getattr(config, "tie_word_embeddings", True):
-        raise ValueError(
-            "from_to: openai-whisper has no head apart from its embeddings, as this has"
-        )
-    return _Between(
-        program="whisper",
-        architecture=type(model).__name__,
-        lines=tuple(lines),
-        computed=r"(decoder\.mask|alignment_heads|proj_out\.weight)",
-        facts=(
-            ("dims.n_audio_head", str(config.encoder_attention_heads)),
-            ("dims.n_text_head", str(config.decoder_attention_heads)),
-        ),
-    )
+        if layer := re.search(r"\.(\d+)\.linear_attn\.dt_bias$", name):  # the map lacks it
+            found[f"blk.{layer[1]}.ssm_dt.bias"] = name
+    return found
 
 
-_PROGRAMS: dict[str, Callable[[nn.Module], Renaming]] = {"gguf": _gguf, "whisper": _whisper}
+#: A kind that there was -> what to write instead.
+_GONE = {
+    "transformers->gguf": "Write GGUF files with llama.cpp's convert_hf_to_gguf.py.",
+    "whisper->transformers": "Use remap.rules with the table of the migration guide.",
+    "transformers->whisper": "Use remap.rules with the table of the migration guide.",
+}
 
 
 def from_to(kind: str, model_or_config: Any) -> Renaming:
-    """Return the rename between llama.cpp's or openai-whisper's tensors and those of transformers.
+    """Return the rename from the tensors of a GGUF file to those of a model of transformers.
 
-    Of GGUF it knows these kinds of models: ``bloom``, ``falcon``, ``gemma2``, ``gemma3_text``,
-    ``gpt2``, ``lfm2``, ``llama``, ``mamba``, ``minimax_m2``, ``mistral``, ``nemotron``,
-    ``phi3``, ``qwen2``, ``qwen2_moe``, ``qwen3``, ``qwen3_5_moe_text``, ``qwen3_5_text``,
-    ``qwen3_moe``, ``stablelm``, ``starcoder2``, ``t5``, ``umt5``.
+    It knows these kinds of models: ``bloom``, ``falcon``, ``gemma2``, ``gemma3_text``, ``gpt2``,
+    ``lfm2``, ``llama``, ``mamba``, ``minimax_m2``, ``mistral``, ``nemotron``, ``phi3``, ``qwen2``,
+    ``qwen2_moe``, ``qwen3``, ``qwen3_5_moe_text``, ``qwen3_5_text``, ``qwen3_moe``, ``stablelm``,
+    ``starcoder2``, ``t5``, ``umt5``.
 
     Names alone are not enough. llama.cpp has the rows of q and k of LLaMA in another order, adds
-    one to the norms of Gemma, puts experts and q, k and v together or apart: by rules of names
-    alone a GGUF file loads without an error and computes something else. This one does all of it,
-    on the bytes of the file: no tensor is in memory twice, on a mesh each rank reads its own
-    shards, and quantised blocks become numbers as they are copied, some at a time. Where a
-    parameter holds blocks (uint8, as many bytes in a row), they stay as they are.
+    one to the norms of Gemma, and puts experts and q, k and v together or apart. This rename undoes
+    all of it on the bytes of the file. On a mesh each rank reads its own shards. Quantised blocks
+    become numbers as they are copied, in blocks. A parameter that holds blocks (uint8, as many
+    bytes in a row) keeps them as they are.
 
     Args:
-        kind: ``"gguf->transformers"``, ``"transformers->gguf"``, ``"whisper->transformers"`` (a
-            ``.pt`` of openai-whisper, with ``root="model_state_dict"``) or
-            ``"transformers->whisper"``.
-        model_or_config: a model of transformers, live or a skeleton; or its configuration, which
-            must name its class (``architectures``). It is that of the file: sizes, heads. A file
-            that says that it has other heads (in its metadata; ``dims`` of Whisper) is refused.
+        kind: ``"gguf->transformers"``.
+        model_or_config: A model of transformers, live or a skeleton; or its configuration, which
+            must name its class (``architectures``). A file with other heads in its metadata is
+            refused.
 
     Returns:
-        A rename, which composes, and whose ``reversed()`` is the rule for the way back. What the
-        library computes itself (``rope_freqs.weight``) is dropped; a file without a head
-        (``output.weight``) has its embedding as one. From transformers, tied names for which the
-        other program has one become that one; what it has no name for is a `MismatchError`.
+        A rename, which composes. It drops tensors that transformers computes (``rope_freqs``). A
+        file without a head (``output.weight``) uses its embedding as the head.
 
     Raises:
-        ValueError: there is no such kind; no rule is known to be right for this architecture; or
-            the configuration lacks a number that the rule needs.
-        TypeError: it is no model of transformers and no configuration that names one.
-        ImportError: transformers is not installed or, for GGUF, the ``gguf`` package.
+        ValueError: If the kind or the architecture is not known, or if the configuration lacks a
+            number that the rule needs.
+        TypeError: If it is neither a model of transformers nor a configuration that names one.
+        ImportError: If transformers or the ``gguf`` package is not installed.
 
     Example:
         >>> import torchlift, transformers
@@ -604,18 +477,10 @@ def from_to(kind: str, model_or_config: Any) -> Renaming:
         ...     num_key_value_heads=1, vocab_size=16)
         >>> model = torchlift.skeleton(transformers.LlamaForCausalLM, config)
         >>> rename = remap.from_to("gguf->transformers", model)
-        >>> rename
-        from_to('gguf->transformers', LlamaForCausalLM)
         >>> rename("blk.0.attn_q.weight")
         'model.layers.0.self_attn.q_proj.weight'
-        >>> rename.reversed()("lm_head.weight")
-        'output.weight'
     """
-    kinds = [
-        way for name in _PROGRAMS for way in (f"{name}->transformers", f"transformers->{name}")
-    ]
-    if kind not in kinds:
-        raise ValueError(f"from_to({kind!r}): expected one of {', '.join(kinds)}")
-    program = next(name for name in kind.split("->") if name != "transformers")
-    rule = _PROGRAMS[program](model_of("from_to", model_or_config))
-    return rule if kind.startswith(program) else rule.reversed()
+    if kind != "gguf->transformers":
+        hint = _GONE.get(kind, "")
+        raise ValueError(f"from_to({kind!r}): expected 'gguf->transformers'. {hint}".rstrip())
+    return _gguf(model_of("from_to", model_or_config))

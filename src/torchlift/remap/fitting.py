@@ -2,7 +2,7 @@
 
 Works on meta tensors and on indices alike: no weight is read and no device is touched. In this
 order: the tensors with their sizes (`Inventory`), what must share a device (`_clusters`), devices
-filled one after the other (`_arrangements`), and the map (`placed`).
+filled one after the other (`_fill`), and the map (`placed`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -133,35 +133,34 @@ def fit(
     """Fill devices with modules in the order of execution, each up to its budget.
 
     None of the devices needs to exist, and nothing is allocated. Tensors that are tied or share
-    memory stay together and are counted once; the tensors that a module holds itself are never
-    separated. The members of numbered lists (``layers.0``), and what a transformers model names in
-    ``_no_split_modules``, stay whole as long as that does not take more devices. First accelerators
-    that have room for less than two layers are left out where that takes fewer devices.
+    memory stay together. A module's own tensors, members of numbered lists (``layers.0``) and
+    modules named in ``_no_split_modules`` (transformers) are never split, unless a list member is
+    larger than every budget.
 
     Args:
-        model_or_ckpt: a module, live or a skeleton; or a checkpoint, or its path. A module's order
+        model_or_ckpt: A module, live or a skeleton; or a checkpoint, or its path. A module's order
             is that of registration; a checkpoint's is that of its file, numbered lists in order.
-        budgets: device -> ``"20GiB"`` or bytes, filled in this order. ``"disk"`` is for what fits
-            nowhere else: `torchlift.load` leaves it mapped from the file. None is any number. Or a
-            `by_key` map, which says it all: what it puts where is counted.
-        no_split: what must stay on one device: module classes or their names, or dotted paths in
-            which ``*`` stands for part of a name (``"model.layers.*"``).
-        root: as for `torchlift.load`; for a checkpoint, so that the map has the model's names.
-        dtype: as for `torchlift.load`; sizes are those after casting. None: as they are.
-        rename: as for `torchlift.load`; for a checkpoint, as `root`.
-        largest_layer: when something is kept on the host or on disk beside an accelerator, leave
-            room on the first accelerator for the largest of these layers, which runs there.
+        budgets: Device -> ``"20GiB"`` or bytes, filled in this order; None means any number.
+            ``"disk"`` takes what fits nowhere else: `torchlift.load` leaves it mapped. Or a
+            `by_key` map, whose contents are counted.
+        no_split: Modules to keep on one device: classes or their names, or dotted paths in which
+            ``*`` stands for part of a name (``"model.layers.*"``).
+        root: The container of the checkpoint to fit, so that the map has the model's names.
+        dtype: As for `torchlift.load`. Sizes are those after casting. Default: as they are.
+        rename: As for `torchlift.load`, with a checkpoint.
+        largest_layer: Leave room on the first accelerator for the largest layer if something is
+            kept on the host or on disk, because it runs there. Without enough room, `main` is None.
 
     Returns:
-        A `by_key` map with the sizes per device: for ``device=``, and for
-        ``accelerate.dispatch_model``, whose hooks run a module that is on several devices. Tell it
-        ``"cpu"`` where the map says ``"disk"``, and what was loaded stays mapped; it would write
-        files of its own.
+        A `by_key` map with the sizes per device, for ``device=`` and for
+        ``accelerate.dispatch_model``. Give accelerate ``"cpu"`` in place of ``"disk"``: mapped
+        tensors stay mapped, and it writes no files of its own.
 
     Raises:
-        PlacementError: it does not fit, with numbers per device; or `no_split` names nothing.
-        FormatError: `root` names nothing.
-        ValueError: a budget is no size; or `root` or `rename` is given for a module.
+        PlacementError: If it does not fit, with numbers per device; or if `no_split` matches
+            nothing.
+        FormatError: If `root` does not exist.
+        ValueError: If a budget is not a size, or `root` or `rename` is given for a module.
 
     Example:
         >>> import torch, torchlift
@@ -177,27 +176,26 @@ def fit(
         given = {name: spelled_device(budgets.at(name) or "cpu") for name in inventory.names}
         return placed(inventory, given, dict.fromkeys(given.values()))
     limits = limits_of(budgets)
-    hard = _hard_paths(inventory, no_split)
-    room = max(float("inf") if size is None else size for size in limits.values())
-    found = [
-        arrangement
-        for soft in (_soft_paths(inventory, model_or_ckpt, room), set[str]())
-        for arrangement in _arrangements(_clusters(inventory, hard, soft), limits, largest_layer)
-    ]
-    # The first of the best: whole blocks are worth something (a residual then stays on its device),
-    # but not a device.
-    best = min(found, key=lambda arrangement: (bool(arrangement.left), arrangement.devices))
-    if best.left:
-        raise _misfit(
-            inventory, min(found, key=lambda arrangement: arrangement.nbytes_left), limits
-        )
-    where = {
+    clusters = _clusters(inventory, _whole_paths(inventory, model_or_ckpt, no_split, limits))
+    main = next(filter(is_accelerator, limits), None)
+    reserved: dict[str, int] = {}
+    where = _fill(clusters, limits, reserved)
+    if len(where) < len(clusters):
+        raise _misfit(inventory, clusters, where, limits)
+    if largest_layer and main is not None and not all(map(is_accelerator, where)):
+        largest, limit = max(cluster.layer for cluster in clusters), limits[main]
+        again = _fill(clusters, limits, {main: largest})
+        if (limit is None or largest <= limit) and len(again) == len(clusters):
+            where, reserved = again, {main: largest}
+        else:
+            main = None  # the host runs what it keeps
+    devices = {
         name: device
-        for cluster, device in zip(best.clusters, best.where, strict=True)
+        for cluster, device in zip(clusters, where, strict=True)
         for item in cluster.items
         for name in item.names
     }
-    return placed(inventory, where, limits, reserved=best.reserved, main=best.main)
+    return placed(inventory, devices, limits, reserved=reserved, main=main)
 
 
 def limits_of(
@@ -253,7 +251,7 @@ def placed(
         prefix = next(p for p in reversed(ancestors(item.names[0])) if p in result)
         result.tensors[result[prefix]] += 1
         contents = result.contents[result[prefix]]
-        contents[prefix] = contents.get(prefix, 0) + item.added
+        contents[prefix] = contents.get(prefix, 0) + item.nbytes
     result.used = {device: sum(sizes.values()) for device, sizes in result.contents.items()}
     return result
 
@@ -267,22 +265,15 @@ class Item:
 
     Attributes:
         names: the names; more than one where names are tied or the file has one tensor twice.
-        nbytes: bytes of the tensor by itself, after casting.
+        nbytes: bytes, after casting.
         dtype: what it becomes.
         storage: what tensors have in common that share memory.
-        start: its first byte in there, before casting.
-        stop: the byte after its last one.
-        added: bytes that it adds to the others, after casting: less than `nbytes` where views
-            overlap.
     """
 
     names: tuple[str, ...]
     nbytes: int
     dtype: torch.dtype
     storage: object
-    start: int
-    stop: int
-    added: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,33 +334,13 @@ def _of_model(model: nn.Module, dtype: DtypeRule) -> Inventory:
             continue
         if group.persistent:
             becomes = target_dtype(dtype, entry_like(group.fqn, group), tensor, becomes)
-        nbytes = tensor.numel() * becomes.itemsize
-        items.append(Item(group.names, nbytes, becomes, *_extent(tensor)))
+        # Some tensor subclasses have no storage.
+        is_plain = type(tensor) in (torch.Tensor, nn.Parameter)
+        storage = storage_key(tensor) if is_plain else id(tensor)
+        items.append(Item(group.names, tensor.numel() * becomes.itemsize, becomes, storage))
     kinds = {prefix.removesuffix("."): type(module) for prefix, module in walk(model)}
     holding = {name.rpartition(".")[0] for item in items for name in item.names}
-    return Inventory(_counted(items), [path for path in kinds if path in holding], kinds)
-
-
-def _counted(items: list[Item]) -> list[Item]:
-    """Set what each tensor adds: the bytes of overlapping views are counted once."""
-    ends: dict[object, int] = {}
-    for item in sorted(items, key=lambda item: item.start):
-        end = max(item.start, ends.get(item.storage, item.start))
-        ends[item.storage] = max(end, item.stop)
-        span, beyond = item.stop - item.start, max(0, item.stop - end)
-        item.added = item.nbytes if beyond == span else item.nbytes * beyond // span
-    return items
-
-
-def _extent(tensor: torch.Tensor) -> tuple[object, int, int]:
-    """Return the storage of a tensor, its first byte in there, and the byte after its last."""
-    size = tensor.dtype.itemsize
-    if type(tensor) not in (torch.Tensor, nn.Parameter):
-        return id(tensor), 0, tensor.numel() * size  # it may have no storage
-    start = tensor.storage_offset()
-    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    stop = start + reach + 1 if tensor.numel() else start
-    return storage_key(tensor), int(start) * size, int(stop) * size
+    return Inventory(items, [path for path in kinds if path in holding], kinds)
 
 
 def _of_checkpoint(ckpt: Checkpoint, dtype: DtypeRule, rename: Rename | None) -> Inventory:
@@ -385,16 +356,13 @@ def _of_checkpoint(ckpt: Checkpoint, dtype: DtypeRule, rename: Rename | None) ->
         entry = made[names[0]].entry
         becomes = stored_dtype(dtype, entry._replace(key=names[0]), ckpt.path)
         nbytes = entry.nbytes * becomes.itemsize // entry.itemsize
-        start = entry.chunks[0].offset if entry.chunks else 0
-        stop = start + sum(chunk.nbytes for chunk in entry.chunks)
         # A tensor that must be put together shares memory with no other.
-        alone = entry.needs_assembly or not entry.chunks
-        storage = (names[0],) if alone else entry.storage or entry.chunks[0].file
-        items.append(Item(tuple(names), nbytes, becomes, storage, start, stop))
+        alone = entry.needs_assembly or not entry.chunks or not entry.storage
+        items.append(Item(tuple(names), nbytes, becomes, names[0] if alone else entry.storage))
     place = {name: at for at, name in enumerate(_in_order(made))}
     items.sort(key=lambda item: min(place[name] for name in item.names))
     owners = dict.fromkeys(name.rpartition(".")[0] for name in place)
-    return Inventory(_counted(items), list(owners), path=ckpt.path)
+    return Inventory(items, list(owners), path=ckpt.path)
 
 
 def _in_order(names: Iterable[str]) -> list[str]:
@@ -426,7 +394,7 @@ class _Cluster:
     Attributes:
         units: paths of the modules in it.
         items: its tensors.
-        nbytes: their bytes, shared memory counted once.
+        nbytes: their bytes.
         layer: bytes of the largest of its modules by itself.
     """
 
@@ -436,17 +404,11 @@ class _Cluster:
     layer: int = 0
 
 
-def _clusters(inventory: Inventory, hard: Collection[str], soft: Collection[str]) -> list[_Cluster]:
-    """Group the tensors: by module, by what must or may stay whole, by ties and shared memory.
-
-    Args:
-        inventory: the tensors.
-        hard: paths that stay whole whatever it costs.
-        soft: paths that stay whole; inside a hard one they change nothing.
-    """
+def _clusters(inventory: Inventory, whole: Collection[str]) -> list[_Cluster]:
+    """Group the tensors by module, by the paths that stay whole, and by ties and shared memory."""
     unit_of = {
         # With a dot: a module's own tensors, without those of its submodules.
-        path: next((p for kept in (hard, soft) for p in ancestors(path) if p in kept), f"{path}.")
+        path: next((p for p in ancestors(path) if p in whole), f"{path}.")
         for path in inventory.owners
     }
     sizes = dict.fromkeys(unit_of.values(), 0)
@@ -469,7 +431,7 @@ def _clusters(inventory: Inventory, hard: Collection[str], soft: Collection[str]
     for item in inventory.items:
         cluster = clusters[id(together[unit_of[item.names[0].rpartition(".")[0]]])]
         cluster.items.append(item)
-        cluster.nbytes += item.added
+        cluster.nbytes += item.nbytes
     return list(clusters.values())
 
 
@@ -506,128 +468,66 @@ def _matches(path: str, pattern: str) -> bool:
     return len(segments) == len(patterns) and all(map(fnmatchcase, segments, patterns))
 
 
-def _soft_paths(inventory: Inventory, source: object, room: float) -> set[str]:
-    """Return paths that had better stay whole and fit into `room` bytes.
+def _whole_paths(
+    inventory: Inventory,
+    source: object,
+    no_split: Iterable[str | type[nn.Module]],
+    limits: _Limits,
+) -> set[str]:
+    """Return the paths that stay on one device.
 
-    Members of numbered lists, and what a model names in ``_no_split_modules`` (transformers).
+    These are the paths of `no_split`. Members of numbered lists, and the modules that a model names
+    in ``_no_split_modules``, are added if they are not larger than every budget.
     """
     modules = source.modules() if isinstance(source, nn.Module) else ()
     named = {name for m in modules for name in getattr(m, "_no_split_modules", None) or ()}
-    whole = {path for path, kind in inventory.kinds.items() if kind.__name__ in named}
-    whole |= {path for path in inventory.paths if path.rpartition(".")[2].isdecimal()}
-    sizes = dict.fromkeys(whole, 0)
+    blocks = {path for path, kind in inventory.kinds.items() if kind.__name__ in named}
+    blocks |= {path for path in inventory.paths if path.rpartition(".")[2].isdecimal()}
+    sizes = dict.fromkeys(blocks, 0)
     for item in inventory.items:
-        for path in prefixes(item.names) & whole:
+        for path in prefixes(item.names) & blocks:
             sizes[path] += item.nbytes
-    return {path for path, size in sizes.items() if size <= room}
+    room = max(float("inf") if size is None else size for size in limits.values())
+    fitting = {path for path, size in sizes.items() if size <= room}
+    return _hard_paths(inventory, no_split) | fitting
 
 
 # ---- filling
 
 
-@dataclass(frozen=True, slots=True)
-class _Arrangement:
-    """Clusters on devices.
+def _fill(clusters: Iterable[_Cluster], limits: _Limits, reserved: Mapping[str, int]) -> list[str]:
+    """Return the device of each cluster, until one does not fit.
 
-    Attributes:
-        clusters: all of them, in the order of execution.
-        where: the device of each one that fits, which are the first ones.
-        reserved: device -> bytes kept free on it.
-        main: the accelerator that runs what is kept on the host or on disk, or None.
+    A cluster goes to the first device, from the last one used on, that has room for it.
     """
-
-    clusters: Sequence[_Cluster]
-    where: Sequence[str]
-    reserved: Mapping[str, int]
-    main: str | None
-
-    @property
-    def left(self) -> Sequence[_Cluster]:
-        """What did not fit."""
-        return self.clusters[len(self.where) :]
-
-    @property
-    def nbytes_left(self) -> int:
-        """Bytes that did not fit."""
-        return sum(cluster.nbytes for cluster in self.left)
-
-    @property
-    def devices(self) -> int:
-        """Number of devices that hold something."""
-        return len(set(self.where))
-
-    @property
-    def largest_away(self) -> int:
-        """Bytes of the largest layer that is on the host or on disk."""
-        placed = zip(self.clusters, self.where, strict=False)
-        return max((c.layer for c, device in placed if not is_accelerator(device)), default=0)
-
-
-def _arrangements(
-    clusters: Sequence[_Cluster], limits: _Limits, largest_layer: bool
-) -> Iterator[_Arrangement]:
-    """Yield the ways to try, the simplest first.
-
-    Left out by turns are the first accelerators with room for less than two layers, which are worth
-    less than the transfers to and from them: accelerate keeps room there and so passes over small
-    ones, and took fewer devices in 38 of 299 cases without this.
-    """
-    yield _with_room(clusters, limits, largest_layer)
-    largest = max((cluster.layer for cluster in clusters), default=0)
-    for small in filter(is_accelerator, limits):
-        limit = limits[small]
-        if limit is None or limit >= 2 * largest:
-            return
-        limits = {device: limit for device, limit in limits.items() if device != small}
-        yield _with_room(clusters, limits, largest_layer)
-
-
-def _with_room(clusters: Sequence[_Cluster], limits: _Limits, largest_layer: bool) -> _Arrangement:
-    """Fill with room on the first accelerator for what is kept elsewhere; else the host runs it."""
-    main = next(filter(is_accelerator, limits), None)
-    found = plain = _fill(clusters, limits, {}, main)
-    reserve = 0
-    while largest_layer and found.largest_away > reserve:
-        # More room means more kept elsewhere, whose largest may be larger still.
-        reserve = found.largest_away
-        limit = None if main is None else limits[main]
-        if main is None or (limit is not None and reserve > limit):
-            return replace(plain, main=None)
-        found = _fill(clusters, limits, {main: reserve}, main)
-    return found
-
-
-def _fill(
-    clusters: Sequence[_Cluster], limits: _Limits, reserved: Mapping[str, int], main: str | None
-) -> _Arrangement:
-    """Put each cluster on the first device, from the last one used on, that has room for it."""
-    room = {
-        device: float("inf") if limit is None else limit - reserved.get(device, 0)
-        for device, limit in limits.items()
-    }
-    devices = iter(limits)
-    device = next(devices, None)
+    devices = iter(limits.items())
+    device, room = "", -1.0
     where: list[str] = []
     for cluster in clusters:
-        while device is not None and cluster.nbytes > room[device]:
-            device = next(devices, None)
-        if device is None:
-            break
-        room[device] -= cluster.nbytes
+        while cluster.nbytes > room:
+            device, limit = next(devices, ("", None))
+            if not device:
+                return where
+            room = float("inf") if limit is None else limit - reserved.get(device, 0)
+        room -= cluster.nbytes
         where.append(device)
-    return _Arrangement(clusters, where, reserved, main)
+    return where
 
 
-def _misfit(inventory: Inventory, found: _Arrangement, limits: _Limits) -> PlacementError:
+def _misfit(
+    inventory: Inventory,
+    clusters: Sequence[_Cluster],
+    where: Sequence[str],
+    limits: _Limits,
+) -> PlacementError:
     used = dict.fromkeys(limits, 0)
-    for cluster, device in zip(found.clusters, found.where, strict=False):
+    for cluster, device in zip(clusters, where, strict=False):
         used[device] += cluster.nbytes
-    left, first = found.nbytes_left, found.left[0]
+    left = sum(cluster.nbytes for cluster in clusters[len(where) :])
+    first = clusters[len(where)]
     lines = []
     for device, limit in limits.items():
-        reserved = found.reserved.get(device, 0)
-        room = f", {human(reserved)} kept for the largest layer" if reserved else ""
-        lines.append(f"{device} {human(used[device])} of {human(limit or 0)}{room}")
+        lines.append(f"{device} {human(used[device])} of {human(limit or 0)}")
     tied = f", which {len(first.units)} ties keep together," if len(first.units) > 1 else ""
     return PlacementError(
         f"does not fit: {human(left + sum(used.values()))} in all, budgets of "

@@ -29,13 +29,15 @@ class Renaming:
         return None
 
     def reversed(self) -> Renaming:
-        """Return the rename that leads back: of a `merge` the `split`, and the other way round.
+        """Return the rename for the way back: `split` for a `merge`, `merge` for a `split`.
 
         Raises:
-            ValueError: it has no way back, because it drops or shortens names, or a pattern fits
-                more than letters and groups after ``^``.
+            ValueError: If it is a `strip` or has `rules`.
         """
-        raise ValueError(f"{self!r} has no way back: what it drops is in no name")
+        raise ValueError(
+            f"{self!r} has no way back: only merge and split are reversible. Write the rules for "
+            "the way back as remap.rules([...])"
+        )
 
 
 @dataclass(frozen=True, repr=False)
@@ -127,9 +129,6 @@ class _Rules(Renaming):
         # Of several pairs one is enough: a table may be for more than one version of a model.
         return None if any(self(key) != key for key in keys) else self
 
-    def reversed(self) -> Renaming:
-        return _Rules(tuple(_turned(*pair) for pair in self.pairs[::-1]))
-
     def __repr__(self) -> str:
         pairs = [(pattern.pattern, replacement) for pattern, replacement in self.pairs]
         return f"rules({pairs!r})"
@@ -183,50 +182,8 @@ def rules(pairs: Iterable[tuple[str | re.Pattern[str], Replacement]]) -> Renamin
         >>> rename = remap.rules([(r"^encoder\.layer\.(\d+)", r"blocks.\1"), (r"^pooler\.", None)])
         >>> rename("encoder.layer.11.bias"), rename("pooler.bias")
         ('blocks.11.bias', None)
-        >>> remap.rules([(r"^encoder\.layer\.(\d+)", r"blocks.\1")]).reversed()("blocks.11.bias")
-        'encoder.layer.11.bias'
     """
     return _Rules(tuple((compiled(pattern), _checked(pattern, to)) for pattern, to in pairs))
-
-
-#: What can be turned round in a pattern (letters, perhaps escaped, and plain groups) and in what
-#: replaces it (references to these, and letters).
-_FROM = re.compile(r"(\((?!\?)(?:[^()\\]|\\.)*\))|\\([^\w\s\\])|([^\\.^$*+?{}\[\]|()])")
-_TO = re.compile(r"\\([1-9])|\\g<([1-9])>|\\(\\)|([^\\])")
-
-
-def _turned(pattern: re.Pattern[str], replacement: Replacement) -> tuple[re.Pattern[str], str]:
-    """Return the pair that leads back.
-
-    Raises:
-        ValueError: it drops names, or what it replaced cannot be told from what it made of it.
-    """
-    if replacement is None:
-        raise ValueError(f"{pattern.pattern!r} has no way back: what it drops is in no name")
-    text, end = pattern.pattern.removesuffix("$"), "$" * pattern.pattern.endswith("$")
-    found = list(_FROM.finditer(text, 1))
-    made = list(_TO.finditer(replacement)) if isinstance(replacement, str) else []
-    groups = [item[1] for item in found if item[1]]
-    order = [int(item[1] or item[2]) for item in made if item[1] or item[2]]
-    is_whole = text[:1] == "^" and "".join(item[0] for item in found) == text[1:]
-    letters = any(item[3] or item[4] for item in made)
-    if not (is_whole and letters and sorted(order) == [*range(1, len(groups) + 1)]) or (
-        pattern.flags != re.UNICODE
-    ):
-        raise ValueError(
-            f"{pattern.pattern!r} has no way back that is sure: turn it round yourself, or let it "
-            "begin with ^ and have letters and groups only, each group once in the replacement"
-        )
-    back = "".join(
-        groups[int(item[1] or item[2]) - 1] if item[1] or item[2] else re.escape(item[3] or item[4])
-        for item in made
-    )
-    numbers = iter(range(1, len(groups) + 1))
-    to = "".join(
-        rf"\g<{order.index(next(numbers)) + 1}>" if item[1] else (item[2] or item[3])
-        for item in found
-    )
-    return re.compile(f"^{back}{end}"), to
 
 
 def compiled(pattern: str | re.Pattern[str]) -> re.Pattern[str]:

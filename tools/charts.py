@@ -20,16 +20,10 @@ def figure_of(data: Mapping[str, Any]) -> Figure:
     read teal, the fastest of the others navy, the rest gray.
 
     Args:
-        data: what ``to_dict`` of a `Comparison` or a `Growth` gives, or the JSON of the command.
+        data: what ``tools/bench.py --json`` prints.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
-
-    Example:
-        >>> from torchlift import bench
-        >>> growth = bench.Growth("modules", (10, 100), {"torchlift": [[0.1], [1.0]]}, {}, {})
-        >>> bench.figure_of(growth.to_dict()).axes[0].get_xlabel()
-        'number of modules'
     """
     from matplotlib import style
     from matplotlib.figure import Figure

@@ -20,12 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchlift._checkpoint import open as open_checkpoint
-from torchlift._convert import convert
-from torchlift._load import load
-from torchlift._skeleton import skeleton
-from torchlift.bench import machine
-from torchlift.bench.generate import Stack, make_checkpoint
+import torchlift
+from torchlift.bench import Stack, machine, make_checkpoint
 from torchlift.measure import ChildError, in_child
 
 _TENSOR, _LAYER, _SHARD = 1024, 64, 64 << 10  # bytes of one of them
@@ -57,7 +53,7 @@ def _safetensors_tensors(folder: Path, count: int) -> object:
 
 
 def _torchlift_tensors(folder: Path, count: int, name: str = _FILE) -> object:
-    return open_checkpoint(folder / name).state_dict()
+    return torchlift.open(folder / name).state_dict()
 
 
 def _torch_modules(folder: Path, count: int, nested: bool = False) -> object:
@@ -69,8 +65,8 @@ def _torch_modules(folder: Path, count: int, nested: bool = False) -> object:
 
 
 def _torchlift_modules(folder: Path, count: int) -> object:
-    model = skeleton(Stack, count, 4, 4)
-    load(model, folder / _FILE)
+    model = torchlift.skeleton(Stack, count, 4, 4)
+    torchlift.load(model, folder / _FILE)
     return model
 
 
@@ -96,8 +92,8 @@ def _accelerate_shards(folder: Path, count: int) -> object:
 
 
 def _torchlift_shards(folder: Path, count: int) -> object:
-    model = skeleton(Stack, count, 128, 128)
-    load(model, folder)
+    model = torchlift.skeleton(Stack, count, 128, 128)
+    torchlift.load(model, folder)
     return model
 
 
@@ -143,7 +139,7 @@ def _make(what: str, count: int, folder: Path) -> None:
     else:
         whole = folder.with_suffix(".pt")
         make_checkpoint(whole, nbytes=count * _SHARD, tensors=count)
-        convert(whole, folder / _SET, max_shard_size=_SHARD)
+        torchlift.convert(whole, folder / _SET, max_shard_size=_SHARD)
 
 
 def _measure(way: Callable[[Path, int], object], small: Path, folder: Path, count: int) -> float:
@@ -226,12 +222,6 @@ def grow(
 
     Raises:
         ValueError: nothing grows by that name, or a size is none.
-
-    Example:
-        >>> from torchlift import bench
-        >>> growth = bench.grow("modules", sizes=[10, 100], repeat=1)
-        >>> sorted(growth.seconds)[-1], growth.sizes
-        ('torchlift.skeleton, load', (10, 100))
     """
     if what not in GROWTHS:
         raise ValueError(

@@ -1,0 +1,129 @@
+"""`tools/bench.py`: limits of the machine, other libraries, growth, and charts."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+
+import bench
+import charts
+import pytest
+from growth import GROWTHS, Growth, grow
+
+from torchlift.bench import Comparison, Result, Way, make_checkpoint
+
+MIB = 2**20
+
+
+def fake(name: str, seconds: float = 1.0, **way) -> Result:
+    """A finished result of a way that does not exist."""
+    return Result(Way(name, name, name, **way), [seconds], [0.0], [0.0])
+
+
+@pytest.mark.slow
+def test_the_tool_compares_peers_and_the_best_plain_reader(tmp_path, monkeypatch, capsys) -> None:
+    """The JSON has a row for each way, and names the libraries that are not installed."""
+    monkeypatch.setitem(sys.modules, "tensorizer", None)
+    monkeypatch.setattr(bench, "PLAIN_READERS", bench.PLAIN_READERS[:3])
+    path, chart = tmp_path / "small.safetensors", tmp_path / "chart.svg"
+    make_checkpoint(path, nbytes=MIB, tensors=4, format="safetensors")
+    assert bench.main([str(path), "--repeat", "2", "--json", "--plot", str(chart)]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["different"] == []
+    assert data["left_out"]["tensorizer"] == "the package tensorizer is not installed"
+    assert not [row["error"] for row in data["results"].values() if row["error"]]
+    row = data["results"]["limit-plain"]
+    assert row["readers"][row["best_reader"]] == row["seconds"]
+    assert len(row["readers"]) == 3
+    assert "<svg" in chart.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("reader", bench.PLAIN_READERS, ids=bench.name_of)
+def test_a_plain_reader_reads_every_byte(tmp_path, reader) -> None:
+    """Also of files that end in the middle of a page, and of one that is empty."""
+    contents = {"a": os.urandom(20 * MIB + 4097), "b": b"", "c": os.urandom(100)}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    files = [str(tmp_path / name) for name in contents]
+    try:
+        areas = bench.read_once(files, reader)
+    except OSError as error:
+        if error.errno == errno.EINVAL and reader[1]:
+            pytest.skip("this file system does not read directly")
+        raise
+    for area, content in zip(areas, contents.values(), strict=True):
+        assert area[: len(content)] == content
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", GROWTHS)
+def test_every_way_loads_all_that_there_are(what, tmp_path) -> None:
+    """Each way is asked for as many tensors, modules or shards as were written."""
+    growth = grow(what, sizes=[3, 2], repeat=1)
+    assert growth.sizes == (2, 3)
+    ran = {way for way, sizes in growth.seconds.items() if len(sizes) == 2}
+    assert ran | set(growth.left_out) == set(GROWTHS[what][1])
+    assert len(ran) >= 3
+    for way in ran:
+        assert f"{growth.seconds[way][1][0]:.4f}" in str(growth)
+
+
+def test_a_way_that_takes_too_long_goes_no_further(monkeypatch) -> None:
+    """What it did at smaller sizes stays, and the table says where it was left out."""
+    growth = grow("modules", sizes=[2, 4], repeat=1, timeout=0.001)
+    assert all(sizes == [] for sizes in growth.seconds.values())
+    assert "still running" in growth.left_out["torchlift.skeleton, load"]
+    assert "left out: torchlift.skeleton, load: at 2 modules" in str(growth)
+    assert growth.to_dict()["exponents"]["torchlift.skeleton, load"] is None
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (("nonsense",), "there are tensors, modules, shards"),
+        (("modules", [0]), "must be at least 1"),
+        (("modules", []), "must be at least 1"),
+    ],
+)
+def test_a_growth_that_makes_no_sense_is_refused(call, message) -> None:
+    """The message names what there is."""
+    with pytest.raises(ValueError, match=message):
+        grow(call[0], sizes=call[1] if len(call) > 1 else None)
+
+
+def test_the_power_of_a_growth_is_that_of_its_last_two_sizes() -> None:
+    """A cost that grows with the square has the power 2."""
+    seconds = {"square": [[9.0], [1.0], [100.0]], "one": [[1.0]]}
+    growth = Growth("modules", (1, 10, 100), seconds, {}, {})
+    assert growth.exponent("square") == pytest.approx(2.0)
+    assert "n^2.0" in str(growth)
+
+
+def test_the_chart_has_a_bar_for_each_way_and_a_line_for_each_limit(tmp_path) -> None:
+    """Bars are as long as the medians; the limits are lines across them."""
+    names = ("torch-load", "torchlift-read", "torchlift-mmap", "limit-plain", "limit-copy")
+    results = {
+        name: fake(name, 1.0 + place, reads=name != "torchlift-mmap")
+        for place, name in enumerate(names)
+    }
+    data = Comparison("x.pt", "torch-zip", 1, 1, False, "torch-load", results).to_dict()
+    axes = charts.figure_of(data).axes[0]
+    assert [bar.get_width() for bar in axes.patches] == [1.0, 2.0, 3.0]
+    labels = [text.get_text().strip() for text in axes.texts]
+    assert labels == ["torch-load", "torchlift-read", "torchlift-mmap (mapped)"]
+    drawn = {
+        line.get_label(): line.get_xdata()[0] for line in axes.lines if line.get_label()[0] != "_"
+    }
+    assert drawn == {"best plain reader": 4.0, "memcpy": 5.0}
+    assert len({bar.get_facecolor() for bar in axes.patches}) == 3
+
+
+def test_the_chart_of_a_growth_has_a_line_for_each_way(tmp_path) -> None:
+    """Both axes are logarithmic: what is linear has one slope, whatever it costs."""
+    seconds = {"torch": [[1.0], [100.0]], "torchlift": [[1.0], [10.0]], "none": []}
+    growth = Growth("shards", (1, 10), seconds, {}, {})
+    axes = charts.figure_of(growth.to_dict()).axes[0]
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+    assert [list(line.get_ydata()) for line in axes.lines] == [[1.0, 100.0], [1.0, 10.0]]
