@@ -101,7 +101,7 @@ def a_keeper_refuses_flat_pieces_on_all_ranks() -> None:
         ):
             with pytest.raises(CheckpointError, match=r"FullyShardedDataParallel.*fully_shard"):
                 call()
-        assert os.listdir(folder) == []
+        assert set(os.listdir(folder)) <= {".keeper.lock"}
         good = sharded()
         assert keeper.save(1, model=good)
         assert keeper.resume(model=good) == 1

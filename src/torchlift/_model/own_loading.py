@@ -95,7 +95,6 @@ class OwnLoading:
 
     def __init__(self, prefix: str, module: nn.Module, commit: Commit, watch: Watch) -> None:
         self.prefix = prefix
-        self.passed: PassedState | None = None
         self._module = module
         self._watch = watch
         self._events: SimpleQueue[PassedState | BaseException | None] = SimpleQueue()
@@ -223,7 +222,6 @@ class OwnLoading:
             for module in self._modules():
                 vars(module).pop(_LOAD, None)
         if isinstance(event, PassedState):
-            self.passed = event
             return event
         self._ended = True
         _RUNNING.pop(id(self._module), None)

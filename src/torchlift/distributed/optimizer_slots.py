@@ -32,7 +32,7 @@ from torchlift._model import (
     spread_of,
     wrap,
 )
-from torchlift._plan import Match, Options, allowed, listed
+from torchlift._plan import Match, Options, allowed, is_empty, listed
 from torchlift._sources import FileTensor, Sent
 from torchlift._system.containers import leaves, map_leaves
 from torchlift._system.text import Facts, Summary, clipped_list
@@ -333,13 +333,14 @@ class OptimizerSlots:
             if expected is None and is_dtensor(owner.param) and _is_in_shards(value):
                 raise _unknown_layout(owner, value, path)
         if expected is not None and expected.shape != value.shape:
+            shapes = tuple(expected.shape), tuple(value.shape)
             raise StateDictMismatch(
                 "a saved state has another shape than the optimizer's",
                 entry=where,
                 expected=list(expected.shape),
                 found=list(value.shape),
-                mismatched={where: (tuple(expected.shape), tuple(value.shape))},
-                hint=_ORDER if self._saved.by_order else None,
+                mismatched={where: shapes},
+                hint=_NO_VALUES if is_empty(*shapes) else _ORDER if self._saved.by_order else None,
             )
         check_value(where, expected, value, self._options)
         if is_dtensor(value):
@@ -628,6 +629,12 @@ def _require_same(a: dict[str, Any], b: dict[str, Any], first: str, second: str)
             )
 
 
+#: The fix if a rank saved its empty part of a sharded optimizer.
+_NO_VALUES = (
+    "A state of shape [0] holds no values: it is one rank's part of a sharded optimizer. Save the "
+    "result of torchlift.distributed.get_optimizer_state_dict(model, optimizer, "
+    "options=StateDictOptions(full_state_dict=True)), which all ranks call."
+)
 #: The way out where numbers were all that told parameters apart.
 _ORDER = (
     "Only numbers tell its parameters apart: give the optimizer them in the order of the one that "
