@@ -149,7 +149,7 @@ def fit(
         dtype: As for `torchlift.load`. Sizes are those after casting. Default: as they are.
         rename: As for `torchlift.load`, with a checkpoint.
         largest_layer: Leave room on the first accelerator for the largest layer if something is
-            kept on the host or on disk, because it runs there. Without enough room, ``main`` is None.
+            kept on the host or on disk, because it runs there. ``main`` is None without that room.
 
     Returns:
         A `by_key` map with the sizes per device, for ``device=`` and for
