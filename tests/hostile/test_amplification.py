@@ -368,14 +368,17 @@ def test_one_shard_is_read_once_however_it_is_spelled(
 
 
 def _zero(
-    path: Path, shapes: list[dict[str, tuple[int, ...]]], vectors: list[torch.Tensor]
+    path: Path,
+    shapes: list[dict[str, tuple[int, ...]]],
+    vectors: list[torch.Tensor],
+    world: int = 20,
 ) -> Path:
-    """A ZeRO directory of stage 3, in which every rank of twenty has these vectors."""
+    """A ZeRO directory of stage 3, in which every rank has these vectors."""
     path.mkdir()
     module = {"module": {"b": torch.ones(1)}, "param_shapes": shapes, "buffer_names": ["b"]}
     torch.save(module, path / "zero_pp_rank_0_mp_rank_00_model_states.pt")
-    optimizer = {"fp32_flat_groups": vectors, "partition_count": 20}
-    for rank in range(20):
+    optimizer = {"fp32_flat_groups": vectors, "partition_count": world}
+    for rank in range(world):
         name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         torch.save({"optimizer_state_dict": optimizer}, path / name)
     return path
