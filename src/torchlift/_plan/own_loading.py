@@ -16,6 +16,7 @@ from torchlift._model import (
     PassedState,
     Watch,
     gather,
+    hooked_modules,
     identity_of,
     is_dtensor,
     memory_of,
@@ -102,7 +103,7 @@ class OwnCalls:
                 left_out |= {*group.names}
         named = named._replace(
             candidates=candidates, objects=objects, values=values, templates=templates,
-            left_out=left_out,
+            left_out=left_out, hooked=hooked_modules(tree, candidates),
         )  # fmt: skip
         return named, options if strict == options.strict else replace(options, strict=strict)
 

@@ -366,9 +366,9 @@ def _name_tensors(tree: ModuleTree, origin: Origin, options: Options, *, wrapped
         {key: spans_of(t, key) if is_dtensor(t) and not own else None for key, t in needed.items()}
     )
     # Code of the model's looks at values: they have to be here.
-    looks = (*hooked_modules(tree, [*names.values(), *made]), *own)
-    if looks:
-        prefixes = tuple(prefix for prefix, _ in looks)
+    hooked = hooked_modules(tree, [*names.values(), *made])
+    if hooked or own:
+        prefixes = tuple(prefix for prefix, _ in (*hooked, *own))
         origin.receive([key for key, name in names.items() if name.startswith(prefixes)])
     candidates = {name: origin.candidates[key] for key, name in names.items()} | made
     ties = named({name: key for name, key in origin.noted.items() if key in names}, options.rename)
@@ -376,7 +376,16 @@ def _name_tensors(tree: ModuleTree, origin: Origin, options: Options, *, wrapped
     tied = [origin.candidates[origin.noted[name]] for name in ties]
     noted = dict(zip(tied_names, tied, strict=True))
     return Named(
-        candidates, objects, origin.objects, origin.templates, noted, left_out, ignored, naming, own
+        candidates,
+        objects,
+        origin.objects,
+        origin.templates,
+        noted,
+        left_out,
+        ignored,
+        naming,
+        hooked,
+        own,
     )
 
 
@@ -395,7 +404,7 @@ def _plan_named(
     check_shapes = options.transform is None
     naming, candidates = named.naming, named.candidates
     canonical = naming.canonical if naming is not None else str
-    modules = hooked_modules(tree, candidates)
+    modules = named.hooked
     on_meta = {group.fqn for group in tree.on_meta} if modules else set()
     found, outcome = dict(candidates), Outcome(unexpected=list(named.objects.values()))
     if modules:

@@ -36,6 +36,7 @@ class Named(NamedTuple):
         left_out: names whose keys the caller left out: they may be missing.
         ignored: names of values that are blocked, and that the model does not need.
         naming: names of a wrapped model.
+        hooked: (prefix, module) with loading code of its own for these names.
         own_loaders: (prefix, module) whose class overrides `load_state_dict`.
     """
 
@@ -47,6 +48,7 @@ class Named(NamedTuple):
     left_out: set[str]
     ignored: list[str]
     naming: Names | None
+    hooked: Sequence[tuple[str, nn.Module]]
     own_loaders: Sequence[tuple[str, nn.Module]]
 
 
