@@ -75,7 +75,6 @@ from torchlift._model.own_loading import OwnLoading as OwnLoading
 from torchlift._model.own_loading import PassedState as PassedState
 from torchlift._model.own_loading import own_loaders as own_loaders
 from torchlift._model.ranks import Agree as Agree
-from torchlift._model.ranks import Exchange as Exchange
 from torchlift._model.ranks import RankGroup as RankGroup
 from torchlift._model.ranks import StepResult as StepResult
 from torchlift._model.ranks import has_group as has_group

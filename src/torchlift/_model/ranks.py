@@ -187,12 +187,6 @@ class RankGroup:
     def _talking(self) -> list[Any]:
         return [_on_cpu(group) for group in self.groups]
 
-    @property
-    def patience(self) -> float:
-        """Seconds that a rank waits for another."""
-        limits = (timeout_of(group) for group in self._talking)
-        return max((limit.total_seconds() for limit in limits if limit is not None), default=1800.0)
-
     def run(
         self,
         step: Callable[[], tuple[T, M]],

@@ -15,7 +15,6 @@ from torchlift._save.files import few_of as few_of
 from torchlift._save.files import make_folders as make_folders
 from torchlift._save.files import on_their_way as on_their_way
 from torchlift._save.files import require_one_writer as require_one_writer
-from torchlift._save.files import torch_output as torch_output
 from torchlift._save.files import write_errors as write_errors
 from torchlift._save.files import write_files as write_files
 from torchlift._save.mesh import Share as Share

@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING
 
 from torchlift._lazy import lazy
 from torchlift._store.files import FileStamp as FileStamp
-from torchlift._store.files import LocalFile as LocalFile
 from torchlift._store.files import Opened as Opened
 from torchlift._store.places import Stamp as Stamp
 from torchlift._store.places import exists as exists

@@ -47,10 +47,6 @@ class PartialCrc:
         self._register = register_of([data], register)
         self._at = offset + len(data)
 
-    def add_sum(self, stop: int, value: int) -> None:
-        """Take in the sum that another has of a payload that ends where bytes of this one do."""
-        self._total ^= _past_zeros(value, self._nbytes - stop)
-
     def value(self) -> int:
         """Return the sum so far; 0 where nothing was added."""
         return self._total ^ _past_zeros(self._register, self._nbytes - self._at)
