@@ -26,7 +26,7 @@ import torchlift
 from torchlift._checkpoint.comparison import ValueChange
 from torchlift.cli import main
 from torchlift.errors import PlacementError
-from torchlift.formats import ITEMSIZE
+from torchlift.formats.index import ITEMSIZE
 
 
 class Noted(Int8):

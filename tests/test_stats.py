@@ -16,7 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import torchlift
 from torchlift._checkpoint.stats import TensorStats
 from torchlift.errors import FormatError
-from torchlift.formats import ITEMSIZE
+from torchlift.formats.index import ITEMSIZE
 
 
 class Plain(torch.Tensor):

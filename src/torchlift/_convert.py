@@ -13,54 +13,31 @@ from typing import IO, Any
 
 import torch
 
-from torchlift._checkpoint import (
-    Allow,
-    Checkpoint,
-    Tree,
-    arranged,
-    call_of,
-    gathered,
-    objects_as_saved,
-)
-from torchlift._load import require_intact, transformed
-from torchlift._model import is_dtensor, templates_by_name, versions_by_name
-from torchlift._plan import (
+from torchlift._checkpoint.checkpoint import Checkpoint
+from torchlift._checkpoint.kinds import Allow, call_of
+from torchlift._checkpoint.tree import Tree, arranged, gathered, objects_as_saved
+from torchlift._load.fetch import transformed
+from torchlift._load.loading import require_intact
+from torchlift._model.dtensor import is_dtensor
+from torchlift._model.hooks import templates_by_name, versions_by_name
+from torchlift._plan.names import Rewriting, others, rewritten
+from torchlift._plan.rules import (
     DtypeRule,
     Options,
     Patterns,
-    Rename,
-    Rewriting,
-    Transform,
     check_rename,
     check_rule,
-    others,
-    rewritten,
     same_name,
     stored_dtype,
 )
-from torchlift._save import (
-    Becomes,
-    SaveReport,
-    Target,
-    finish,
-    from_files,
-    memory_of,
-    stored_as,
-    unchanged,
-    untied,
-)
-from torchlift._sources import (
-    FileTensor,
-    Given,
-    SourceTensor,
-    index_of,
-    is_state,
-    opened,
-    state_hint,
-    tensor_of,
-    tensors_in,
-)
-from torchlift._store import FileStamp, exists, is_url, place_of
+from torchlift._plan.steps import Rename, Transform
+from torchlift._save.blocks import memory_of
+from torchlift._save.saving import SaveReport, Target, finish, from_files, unchanged
+from torchlift._save.values import Becomes, stored_as, untied
+from torchlift._sources.opening import Given, index_of, is_state, opened, state_hint, tensors_in
+from torchlift._sources.tensors import FileTensor, SourceTensor, tensor_of
+from torchlift._store.files import FileStamp
+from torchlift._store.places import exists, is_url, place_of
 from torchlift._system.containers import map_leaves
 from torchlift._system.memory import collection_paused, trim
 from torchlift.errors import (
@@ -72,20 +49,19 @@ from torchlift.errors import (
     explain_calls,
     wrong_call,
 )
-from torchlift.formats import (
+from torchlift.formats.flattening import select, state_dicts_in
+from torchlift.formats.index import (
     OF_RANKS,
     Index,
     Leaf,
     TensorEntry,
-    errors_name,
     lacking,
     left_out,
     of_model,
     require_kept,
-    select,
-    state_dicts_in,
     used_by,
 )
+from torchlift.formats.source import errors_name
 
 #: What a format without a place for it does not keep.
 _AN_OBJECT = "it is no tensor"

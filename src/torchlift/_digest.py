@@ -13,23 +13,23 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import nn
 
-from torchlift._checkpoint import Checkpoint, dtype_of, readable_parts
-from torchlift._model import (
-    RankGroup,
-    blocks,
-    is_dtensor,
-    is_lazy,
-    rank,
-    spans_of,
-    tensors_of,
-    uses_fsdp1,
-)
-from torchlift._save import Value, Workspace, few_of, is_array, take_apart
-from torchlift._sources import IN_MEMORY, checkpoint, container
+from torchlift._checkpoint.checkpoint import Checkpoint, dtype_of
+from torchlift._checkpoint.kinds import readable_parts
+from torchlift._model.dtensor import blocks, is_dtensor, spans_of
+from torchlift._model.names import uses_fsdp1
+from torchlift._model.ranks import RankGroup, rank, tensors_of
+from torchlift._model.slots import is_lazy
+from torchlift._save.blocks import Workspace
+from torchlift._save.files import few_of
+from torchlift._save.pickling import is_array
+from torchlift._save.values import Value, take_apart
+from torchlift._sources.opening import IN_MEMORY, checkpoint, container
 from torchlift._system.containers import leaves
 from torchlift._system.memory import collection_paused
 from torchlift.errors import FormatError, PlacementError, explain_calls
-from torchlift.formats import ROOT_OBJECT, Leaf, errors_name
+from torchlift.formats.flattening import ROOT_OBJECT
+from torchlift.formats.index import Leaf
+from torchlift.formats.source import errors_name
 
 #: Words that share a multiplier: as many keys as stay in the processor's cache.
 _ROW = 1 << 12

@@ -7,6 +7,7 @@ own conversions exchange it, and `module_load` lets a tensor subclass say how it
 
 from __future__ import annotations
 
-from torchlift._model import Blocker, Registration, module_load, preflight, preserving_references
+from torchlift._model.handlers import Registration, module_load
+from torchlift._model.holders import Blocker, preflight, preserving_references
 
 __all__ = ["Blocker", "Registration", "module_load", "preflight", "preserving_references"]

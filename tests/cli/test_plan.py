@@ -17,7 +17,7 @@ from small_models import saved
 from torch import nn
 
 from torchlift import cli
-from torchlift._plan import suggestion
+from torchlift._plan.suggest import suggestion
 from torchlift.cli.output import spelled
 
 MODEL = """

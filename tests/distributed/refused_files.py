@@ -17,7 +17,7 @@ from wrapped_models import WRAPPERS, fsdp, net
 
 import torchlift
 import torchlift.distributed as ours
-from torchlift._model import RankGroup
+from torchlift._model.ranks import RankGroup
 from torchlift.errors import CheckpointError
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import torchlift
 import torchlift.distributed as ours
-from torchlift._model import Commit
+from torchlift._model.commit import Commit
 from torchlift.distributed import StateDictOptions
 from torchlift.distributed.options import LoadCall, Part
 from torchlift.distributed.state_dict import load_states

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import torchlift
 import torchlift.distributed as ours
-from torchlift._save import checksums_of, find_differences
+from torchlift._save.replicas import checksums_of, find_differences
 from torchlift.distributed import CheckpointWriter, on_ranks
 
 pytestmark = [

@@ -25,10 +25,10 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import torchlift
-from torchlift._checkpoint import Checkpoint
+from torchlift._checkpoint.checkpoint import Checkpoint
 from torchlift.distributed import simulate
 from torchlift.distributed.simulation import parse_mesh
-from torchlift.formats import Chunk, Index, TensorEntry
+from torchlift.formats.index import Chunk, Index, TensorEntry
 
 WORKERS = Path(__file__).with_name("workers_simulate.py")
 

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import torchlift
-from torchlift._model import timeout_of
+from torchlift._model.torch_private import timeout_of
 from torchlift._plan import decide
 from torchlift.distributed import folder_lock, run_state
 from torchlift.distributed import keeper as keeper_module

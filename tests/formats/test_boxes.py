@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from torchlift.formats import Chunk, TensorEntry
 from torchlift.formats.boxes import (
     narrowed,
     row_major,
@@ -17,6 +16,7 @@ from torchlift.formats.boxes import (
     runs,
     shortest_run,
 )
+from torchlift.formats.index import Chunk, TensorEntry
 
 
 def entry(shape: tuple[int, ...], stride: tuple[int, ...] | None = None) -> TensorEntry:

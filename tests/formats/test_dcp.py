@@ -119,7 +119,7 @@ def test_a_directory_loads_into_one_process_without_a_group(saved: Path) -> None
 def test_reading_needs_no_torch(saved: Path) -> None:
     """The format room stays on the standard library, for DCP too."""
     code = (
-        "import sys; from torchlift.formats import read_index; "
+        "import sys; from torchlift.formats.detect import read_index; "
         f"print(len(read_index({str(saved)!r}).entries), 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -23,15 +23,15 @@ from torch.package import PackageExporter, PackageImporter
 
 import torchlift
 from torchlift.errors import CheckpointError, FormatError, UnsafeError
-from torchlift.formats import read_index
+from torchlift.formats.detect import read_index
 
 
 def test_formats_load_without_torch(tmp_path):
     """Importing the readers and reading a file loads neither torch nor an unpickler."""
     torch.save({"w": torch.ones(1)}, tmp_path / "x.pt")
     code = (
-        "import sys, torchlift.formats, torchlift.formats.summary as s\n"
-        "index = torchlift.formats.read_index(sys.argv[1])\n"
+        "import sys, torchlift.formats.detect, torchlift.formats.summary as s\n"
+        "index = torchlift.formats.detect.read_index(sys.argv[1])\n"
         "s.to_text(index), s.to_html(index), s.to_json(index)\n"
         "heavy = {'torch', 'numpy', 'safetensors', 'pickle', '_pickle', 'zipfile'}\n"
         "loaded = heavy & set(sys.modules)\n"

@@ -20,7 +20,7 @@ from torch import nn
 
 import torchlift
 from torchlift.errors import FormatError
-from torchlift.formats import read_index
+from torchlift.formats.detect import read_index
 from torchlift.formats.gguf import GGUF_BLOCKS
 
 VALUES = np.random.default_rng(0).standard_normal((4, 512)).astype(np.float32)

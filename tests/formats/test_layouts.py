@@ -22,6 +22,7 @@ import torchlift
 from torchlift._save.pickling import Shared, lay_out_torch_file, require_plain
 from torchlift.errors import FormatError, PlacementError
 from torchlift.formats.crc import PartialCrc, whole_crc
+from torchlift.formats.index import ITEMSIZE
 from torchlift.formats.layout import Layout, Stored, format_for
 from torchlift.formats.safetensors import safetensors_layout
 from torchlift.formats.torch_zip import archive_layout
@@ -48,7 +49,7 @@ def test_layouts_need_neither_torch_nor_other_processes() -> None:
         "import sys, torchlift.formats.crc, torchlift.formats.safetensors\n"
         "import torchlift.formats.torch_zip\n"
         "assert 'torch' not in sys.modules\n"
-        "import torchlift._save\n"
+        "import torchlift._save.saving\n"
         "assert 'torchlift.distributed' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True, env=os.environ)
@@ -283,7 +284,7 @@ def test_safetensors_refuses_what_it_has_no_word_for() -> None:
 
 def test_every_dtype_has_a_format() -> None:
     """A torch file takes all that torchlift reads."""
-    assert {str(dtype).removeprefix("torch.") for dtype in TYPES} < set(torchlift.formats.ITEMSIZE)
+    assert {str(dtype).removeprefix("torch.") for dtype in TYPES} < set(ITEMSIZE)
     assert format_for("a/b.PTH", None) == "torch-zip"
     with pytest.raises(ValueError, match="suffix ''"):
         format_for("a.pt/b", None)

@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as hnp
 
 import torchlift
 from torchlift.errors import FormatError, UnsafeError
-from torchlift.formats import read_index
+from torchlift.formats.detect import read_index
 
 CODES = ["?", "u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8", "c8", "c16"]
 

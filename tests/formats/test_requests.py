@@ -21,7 +21,9 @@ from safetensors.torch import save_file
 
 import torchlift
 from torchlift.errors import FormatError, IntegrityError
-from torchlift.formats import UNRESOLVED, Index, TensorEntry, read_index, resolved
+from torchlift.formats.dcp import resolved
+from torchlift.formats.detect import read_index
+from torchlift.formats.index import UNRESOLVED, Index, TensorEntry
 
 WINDOW = 1 << 16
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import torchlift
 from torchlift.errors import CheckpointError, FormatError, PlacementError
-from torchlift.formats import read_index
+from torchlift.formats.detect import read_index
 from torchlift.formats.layout import Stored
 from torchlift.formats.safetensors import DTYPES, safetensors_layout
 

@@ -11,7 +11,7 @@ from checkpoint_files import read_tensor
 from safetensors.torch import save_file
 
 from torchlift.errors import CheckpointError, FormatError, UnsafeError
-from torchlift.formats import read_index
+from torchlift.formats.detect import read_index
 
 INDEX = "model.safetensors.index.json"
 

@@ -12,7 +12,8 @@ import pytest
 from valid_files import FORMATS
 
 from torchlift.errors import FormatError
-from torchlift.formats import Index, read_index
+from torchlift.formats.detect import read_index
+from torchlift.formats.index import Index
 
 #: A read of a file: the true one and how many bytes are asked for -> what is had.
 Read = Callable[[Callable[[int], bytes], int], bytes]

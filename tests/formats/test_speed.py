@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from torchlift.formats import read_index
+from torchlift.formats.detect import read_index
 
 
 @pytest.mark.timed

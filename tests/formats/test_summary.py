@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchlift._system.text import human
-from torchlift.formats import read_index
+from torchlift.formats.detect import read_index
 from torchlift.formats.index import Index, TensorEntry
 from torchlift.formats.summary import (
     SORTS,

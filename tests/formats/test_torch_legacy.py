@@ -26,7 +26,7 @@ from range_server import serving
 from torch import nn
 
 import torchlift
-from torchlift.formats import ITEMSIZE
+from torchlift.formats.index import ITEMSIZE
 from torchlift.formats.torch_pickle import STORAGE_DTYPES
 
 

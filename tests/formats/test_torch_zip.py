@@ -27,11 +27,13 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 
 import torchlift
-from torchlift._checkpoint import MappedViews
-from torchlift._transfer import Files
+from torchlift._checkpoint.checkpoint import MappedViews
+from torchlift._transfer.files import Files
 from torchlift.distributed import CheckpointReader
 from torchlift.errors import CheckpointError, FormatError, PlacementError, UnsafeError
-from torchlift.formats import ITEMSIZE, narrowed, read_index
+from torchlift.formats.boxes import narrowed
+from torchlift.formats.detect import read_index
+from torchlift.formats.index import ITEMSIZE
 from torchlift.formats.summary import to_json, to_text
 
 

@@ -21,7 +21,8 @@ from range_server import Answer, Asked, RangeServer, facts, serving
 from valid_files import FORMATS
 
 import torchlift
-from torchlift._store import Url, open_place, place_of
+from torchlift._store.places import open_place, place_of
+from torchlift._store.url import Url
 from torchlift.errors import (
     CheckpointError,
     FormatError,
@@ -32,7 +33,9 @@ from torchlift.errors import (
     Unreachable,
     UnsafeError,
 )
-from torchlift.formats import read_index, resolved, verify
+from torchlift.formats.dcp import resolved
+from torchlift.formats.detect import read_index
+from torchlift.formats.integrity import verify
 
 pytestmark = pytest.mark.slow
 

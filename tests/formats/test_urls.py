@@ -13,7 +13,8 @@ from valid_files import FORMATS
 
 import torchlift
 from torchlift.errors import FormatError, NotFound
-from torchlift.formats import read_index, resolved
+from torchlift.formats.dcp import resolved
+from torchlift.formats.detect import read_index
 
 
 @pytest.fixture(params=FORMATS)

@@ -18,7 +18,7 @@ from zero_files import Zero
 
 import torchlift
 from torchlift.errors import FormatError, UnsafeError
-from torchlift.formats import read_index
+from torchlift.formats.detect import read_index
 
 
 class Model(nn.Module):

@@ -34,7 +34,7 @@ from checkpoint_files import assert_in_bounds
 from guarded import guard, look
 from valid_files import FORMATS, Parts
 
-from torchlift.formats import Index
+from torchlift.formats.index import Index
 
 _LONGEST = 8192  # bytes of an input
 _SHOWN = 8  # one input of so many is also listed in every form

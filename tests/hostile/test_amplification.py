@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 import torchlift
 from torchlift.errors import FormatError
-from torchlift.formats import read_index
+from torchlift.formats.detect import read_index
 from torchlift.formats.unpickle import Budget
 
 pytestmark = pytest.mark.slow

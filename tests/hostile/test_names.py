@@ -32,7 +32,7 @@ from torchlift.errors import (
     MismatchError,
     UnsafeError,
 )
-from torchlift.formats import read_index
+from torchlift.formats.detect import read_index
 
 EVIL = "\x1b[2J\x07\r\n\u202e" + "n" * 5_000
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchlift.errors import FormatError
-from torchlift.formats import read_index
+from torchlift.formats.detect import read_index
 from torchlift.formats.torch_pickle import TorchWorld, read_torch_pickle
 from torchlift.formats.unpickle import read_pickle
 

@@ -22,7 +22,7 @@ from damaged_files import refused
 
 import torchlift
 from torchlift.errors import FormatError, UnsafeError
-from torchlift.formats import read_index
+from torchlift.formats.detect import read_index
 
 INFO = {"little_endian": True}
 VALUES = struct.pack("<4f", 1, 2, 3, 4)

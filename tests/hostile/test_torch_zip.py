@@ -13,7 +13,7 @@ from damaged_files import refused
 
 import torchlift
 from torchlift.errors import FormatError, IntegrityError, UnsafeError
-from torchlift.formats import read_index
+from torchlift.formats.detect import read_index
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from torch._utils import _rebuild_parameter_with_state
 
 import torchlift
 from torchlift.errors import CheckpointError, FormatError
-from torchlift.formats import read_index
+from torchlift.formats.detect import read_index
 from torchlift.formats.torch_pickle import ACTING
 
 _END, _LOCATOR64, _END64 = b"PK\5\6", b"PK\6\7", b"PK\6\6"

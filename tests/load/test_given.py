@@ -18,7 +18,7 @@ from torch import nn
 
 import torchlift
 from torchlift._model.handlers import clone_of
-from torchlift._plan import allowed
+from torchlift._plan.rules import allowed
 
 
 def build() -> nn.Module:

@@ -14,7 +14,7 @@ from torch import nn
 import torchlift
 from torchlift import MismatchError, remap
 from torchlift.cli import main
-from torchlift.formats import allowed
+from torchlift.formats.index import allowed
 
 
 class Net(nn.Module):

@@ -28,7 +28,7 @@ SETUP = """
 import json, os, torch, tqdm, traceback, torchlift
 from torchlift import measure
 from torchlift.bench import Stack
-import torchlift._load, torchlift._skeleton.replay
+import torchlift._load.loading, torchlift._skeleton.replay
 
 torch.set_num_threads(2)
 half = torch.bfloat16

@@ -25,9 +25,9 @@ from torch import nn
 from valid_files import FORMATS
 
 import torchlift
-from torchlift._checkpoint import MappedViews
-from torchlift._sources import Copy, FileTensor, copy_values
-from torchlift._transfer import read, requests_for
+from torchlift._checkpoint.checkpoint import MappedViews
+from torchlift._sources.tensors import Copy, FileTensor, copy_values
+from torchlift._transfer.reading import read, requests_for
 from torchlift.distributed import CheckpointReader, load_optimizer, on_ranks
 from torchlift.errors import CheckpointError, IntegrityError, PlacementError
 

@@ -10,8 +10,10 @@ from torch import nn
 import torchlift
 from torchlift import remap
 from torchlift._model.slots import collect
-from torchlift._plan import look_alikes, match, renamed, suggestion
-from torchlift._sources import MemoryTensor
+from torchlift._plan.planner import match
+from torchlift._plan.rules import renamed
+from torchlift._plan.suggest import look_alikes, suggestion
+from torchlift._sources.tensors import MemoryTensor
 from torchlift.errors import MismatchError
 
 

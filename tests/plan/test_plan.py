@@ -15,7 +15,7 @@ from small_models import Holder, Mixed, Scalar, Tied, Two, randomised, saved, st
 from torch import nn
 
 import torchlift
-from torchlift._plan import LoadReport
+from torchlift._plan.report import LoadReport
 from torchlift._system.text import human
 from torchlift.errors import MismatchError, PlacementError
 

@@ -27,7 +27,7 @@ SETUP = """
 import torch, torchlift
 from torch import nn
 from torchlift import remap
-import torchlift._load
+import torchlift._load.loading
 torch.set_num_threads(2)
 
 class Model(nn.Module):

@@ -24,7 +24,7 @@ from torch import nn
 
 import torchlift
 from torchlift import remap
-from torchlift._transfer import Files
+from torchlift._transfer.files import Files
 from torchlift.errors import MismatchError, PlacementError, UnsafeError
 from torchlift.remap import Renaming
 
@@ -391,7 +391,7 @@ SETUP = """
 import torch, torchlift
 from torch import nn
 from torchlift import remap
-import torchlift._load
+import torchlift._load.loading
 torch.set_num_threads(2)
 
 class Model(nn.Module):

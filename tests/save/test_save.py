@@ -28,7 +28,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import torchlift
 from torchlift._checkpoint import checkpoint
 from torchlift._save import values
-from torchlift._transfer import Files
+from torchlift._transfer.files import Files
 from torchlift.errors import FormatError, IntegrityError, PlacementError
 
 #: format -> the name to save under.

@@ -330,7 +330,7 @@ def test_the_command_converts_to_a_bucket_with_credentials_of_the_environment(
 
 def test_a_large_object_is_sent_in_more_bytes_at_a_time() -> None:
     """S3 takes 10,000 parts, so those of a terabyte are larger."""
-    from torchlift._store import place_of
+    from torchlift._store.places import place_of
     from torchlift._store.uploads import PART, Upload
 
     place: Any = place_of("memory://x/y")

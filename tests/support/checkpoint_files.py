@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch._utils import _rebuild_tensor_v2
 
-from torchlift.formats import Index, TensorEntry
+from torchlift.formats.index import Index, TensorEntry
 
 
 class StorageId:

@@ -9,7 +9,7 @@ import pytest
 
 import torchlift
 from torchlift.errors import CheckpointError, FormatError
-from torchlift.formats import read_index
+from torchlift.formats.detect import read_index
 
 
 def refused(path: Path, match: str, kind: type[CheckpointError] = FormatError) -> CheckpointError:

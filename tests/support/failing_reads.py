@@ -6,8 +6,8 @@ import os
 import threading
 from pathlib import Path
 
-from torchlift._transfer import Files
-from torchlift.formats import FileStamp
+from torchlift._store.files import FileStamp
+from torchlift._transfer.files import Files
 
 
 def opened(*paths: Path) -> Files:

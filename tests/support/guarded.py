@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 from torchlift._system.text import printable
 from torchlift.errors import CheckpointError
-from torchlift.formats import Index, read_index
+from torchlift.formats.detect import read_index
+from torchlift.formats.index import Index
 from torchlift.formats.integrity import verify_index
 from torchlift.formats.summary import to_html, to_json, to_text
 

@@ -17,7 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from torchlift.formats import Index
+from torchlift.formats.index import Index
 
 
 @dataclass

@@ -15,8 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchlift
-from torchlift._transfer import Request, direct, file_system, read
+from torchlift._transfer import direct
 from torchlift._transfer import reading as transfer
+from torchlift._transfer.files import file_system
+from torchlift._transfer.reading import Request, read
 from torchlift.errors import IntegrityError
 
 NBYTES = 24 << 20

@@ -15,8 +15,10 @@ from failing_reads import failing, opened, readers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchlift._transfer import Files, Request, direct, read
+from torchlift._transfer import direct
 from torchlift._transfer import reading as transfer
+from torchlift._transfer.files import Files
+from torchlift._transfer.reading import Request, read
 from torchlift.errors import IntegrityError
 
 CONTENT = bytes(random.Random(0).randbytes(3000))

@@ -12,9 +12,11 @@ from fake_device import FakeDevice, OnDevice, Pinned
 
 import torchlift
 from torchlift._load import fetch
-from torchlift._transfer import Files, Request, pinned, read, reading
+from torchlift._store.files import FileStamp
+from torchlift._transfer import pinned, reading
+from torchlift._transfer.files import Files
+from torchlift._transfer.reading import Request, read
 from torchlift.errors import IntegrityError
-from torchlift.formats import FileStamp
 
 _STAGE = 64 << 10
 

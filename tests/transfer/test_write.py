@@ -12,7 +12,7 @@ import pytest
 
 from torchlift._transfer import write
 from torchlift._transfer.write import AtomicFile, NotDurable, Runs, remove_debris, write_at
-from torchlift.formats import PartialCrc, whole_crc
+from torchlift.formats.crc import PartialCrc, whole_crc
 
 
 def test_it_appears_under_its_name_when_it_is_committed(tmp_path: Path) -> None:

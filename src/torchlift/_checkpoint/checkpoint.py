@@ -28,11 +28,13 @@ from torchlift._checkpoint.kinds import (
 )
 from torchlift._checkpoint.stats import TensorStats, stats_of
 from torchlift._checkpoint.tree import Tree
-from torchlift._model import versioned
-from torchlift._store import Stamp, Url, UrlStamp, place_of
+from torchlift._model.state import versioned
+from torchlift._store.places import Stamp, place_of
+from torchlift._store.url import Url, UrlStamp
 from torchlift._system.memory import collection_paused
 from torchlift._system.text import clipped_list, printable
-from torchlift._transfer import Files, read_ahead, values_at
+from torchlift._transfer.files import Files
+from torchlift._transfer.reading import read_ahead, values_at
 from torchlift.errors import (
     Argument,
     CheckpointError,
@@ -43,9 +45,12 @@ from torchlift.errors import (
     did_you_mean,
     explain_calls,
 )
-from torchlift.formats import (
-    MISSING,
-    ROOT_OBJECT,
+from torchlift.formats.boxes import at_indices, grain, squeezed, steps_in_file
+from torchlift.formats.dcp import resolved
+from torchlift.formats.detect import read_index
+from torchlift.formats.file_object import index_of_object
+from torchlift.formats.flattening import MISSING, ROOT_OBJECT, below, select
+from torchlift.formats.index import (
     UNRESOLVED,
     Chunk,
     Index,
@@ -53,19 +58,9 @@ from torchlift.formats import (
     Storage,
     TensorEntry,
     allowing,
-    at_indices,
-    below,
-    grain,
-    index_of_object,
     lacking,
-    read_index,
-    resolved,
-    select,
-    squeezed,
-    steps_in_file,
-    to_html,
-    to_text,
 )
+from torchlift.formats.summary import to_html, to_text
 
 #: Bytes of a tensor that is taken as a whole: to map one costs more than to read it.
 FEW = 64 << 10

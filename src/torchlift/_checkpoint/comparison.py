@@ -18,12 +18,15 @@ import torch
 
 from torchlift._checkpoint.checkpoint import Checkpoint, blocks_of, open
 from torchlift._checkpoint.kinds import dense_of, readable_parts
-from torchlift._model import is_dtensor, is_lazy
+from torchlift._model.dtensor import is_dtensor
+from torchlift._model.slots import is_lazy
 from torchlift._system.memory import collection_paused
 from torchlift._system.text import Facts, Summary, count_of, human, printable
-from torchlift._transfer import BUDGET
+from torchlift._transfer.reading import BUDGET
 from torchlift.errors import PlacementError, explain_calls
-from torchlift.formats import Containers, errors_name, flatten_state, items_of, name_text, row_major
+from torchlift.formats.boxes import row_major
+from torchlift.formats.flattening import Containers, flatten_state, items_of, name_text
+from torchlift.formats.source import errors_name
 
 #: What errors call a state dict.
 _IN_MEMORY = "the state dict"

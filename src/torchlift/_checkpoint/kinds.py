@@ -10,39 +10,32 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchlift._model import (
+from torchlift._model.dtensor import is_dtensor
+from torchlift._model.handlers import has_memory
+from torchlift._model.torch_private import (
     REBUILD_QUANTIZED,
     REBUILD_SPARSE,
-    has_memory,
-    is_dtensor,
     make_wrapper,
     without_subclasses,
 )
 from torchlift._system.text import clipped_list
 from torchlift.errors import CheckpointError, FormatError, PlacementError, UnsafeError
-from torchlift.formats import (
+from torchlift.formats.boxes import steps_in_file
+from torchlift.formats.flattening import Containers, name_text
+from torchlift.formats.index import QUANTIZED, SUBCLASS, Array, Chunk, Kind, Leaf, TensorEntry
+from torchlift.formats.torch_pickle import (
     CONSTANTS,
-    QUANTIZED,
-    SUBCLASS,
-    Array,
     ArrayRef,
     Blocked,
-    Chunk,
-    Containers,
     CountRecord,
     DeviceName,
     Global,
-    Kind,
     LayoutName,
-    Leaf,
     NumpyDtype,
     OrderedRecord,
     SliceText,
     StorageRef,
-    TensorEntry,
     TensorRef,
-    name_text,
-    steps_in_file,
 )
 
 #: Classes that may be rebuilt, each with the name that files have for it where it is another one.

@@ -11,23 +11,18 @@ from torchlift._checkpoint.kinds import DROPPED, Values
 from torchlift._system.containers import leaves as leaves_of
 from torchlift._system.containers import map_leaves
 from torchlift.errors import CheckpointError, FormatError, PlacementError, UnsafeError
-from torchlift.formats import (
+from torchlift.formats.flattening import (
     MISSING,
     ROOT_TENSOR,
-    Blocked,
     Containers,
-    Index,
-    Leaf,
-    OrderedRecord,
-    StorageRef,
-    TensorEntry,
-    TensorRef,
     below,
     flatten_state,
     name_text,
     paths_inside,
     select,
 )
+from torchlift.formats.index import Index, Leaf, TensorEntry
+from torchlift.formats.torch_pickle import Blocked, OrderedRecord, StorageRef, TensorRef
 
 
 class _Beside(Values):

@@ -10,46 +10,28 @@ from typing import NamedTuple
 
 import torch
 
-from torchlift._model import (
-    Group,
-    clone_of,
-    everything,
-    handles,
-    is_dtensor,
-    is_lazy,
-    is_plain,
-    is_wrapper,
-    local_shape,
-    oddity,
-    ordinary_tensors,
-    unwrap,
-    wrap,
-)
-from torchlift._plan import (
-    Advance,
-    LoadPlan,
-    Making,
-    Step,
-    Transform,
-    check_class,
-    is_dense,
-    swapped,
-    taken,
-)
-from torchlift._skeleton import make, strided
-from torchlift._sources import (
+from torchlift._model.commit import ordinary_tensors
+from torchlift._model.dtensor import everything, is_dtensor, local_shape, unwrap, wrap
+from torchlift._model.handlers import clone_of, handles, is_plain, is_wrapper, oddity
+from torchlift._model.slots import Group, is_lazy
+from torchlift._plan.decide import check_class, is_dense, swapped, taken
+from torchlift._plan.planner import LoadPlan
+from torchlift._plan.steps import Advance, Making, Step, Transform
+from torchlift._skeleton.construction import make, strided
+from torchlift._sources.opening import Origin
+from torchlift._sources.tensors import (
     Copy,
     FileTensor,
     MemoryTensor,
-    Origin,
     SourceTensor,
     Values,
     is_in_place,
 )
 from torchlift._system.memory import trim
-from torchlift._transfer import BUDGET, Request, allocate, read, requests_for
+from torchlift._transfer.pages import allocate
+from torchlift._transfer.reading import BUDGET, Request, read, requests_for
 from torchlift.errors import MismatchError, PlacementError, note
-from torchlift.formats import TensorEntry
+from torchlift.formats.index import TensorEntry
 
 #: Bytes of untransformed tensors in memory at a time; the rest of the budget is for staging.
 _BATCH = BUDGET // 4

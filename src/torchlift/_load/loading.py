@@ -15,52 +15,37 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from torchlift._checkpoint import Allow, Checkpoint, dense_of
+from torchlift._checkpoint.checkpoint import Checkpoint
+from torchlift._checkpoint.kinds import Allow, dense_of
 from torchlift._load.fetch import Fetched, Prepared, fetch_all
-from torchlift._model import (
-    Agree,
-    Commit,
-    ModuleTree,
-    RankGroup,
-    blocks,
-    everything,
-    has_group,
-    is_dtensor,
-    is_lazy,
-    is_plain,
-    local_tensor,
-    rank,
-    read_tree,
-    refresh_shards,
-    run_post_hooks,
-    wrapped_names,
-)
-from torchlift._plan import (
-    Advance,
+from torchlift._model.commit import Commit
+from torchlift._model.dtensor import blocks, everything, is_dtensor, local_tensor, refresh_shards
+from torchlift._model.handlers import is_plain
+from torchlift._model.hooks import run_post_hooks
+from torchlift._model.names import wrapped_names
+from torchlift._model.ranks import Agree, RankGroup, has_group, rank
+from torchlift._model.slots import ModuleTree, is_lazy, read_tree
+from torchlift._plan.planner import LoadPlan, check_names, check_order, make_plan
+from torchlift._plan.report import LoadReport
+from torchlift._plan.rules import (
     AnyMode,
     AnySource,
     DeviceRule,
     DtypeRule,
-    LoadPlan,
-    LoadReport,
-    Match,
     Options,
     Patterns,
-    Rename,
-    Transform,
     allowed,
-    check_names,
-    check_order,
-    make_plan,
 )
-from torchlift._skeleton import forget
-from torchlift._sources import Copy, Given, JoinedTensor, Origin, apart, sources
-from torchlift._store import Url
+from torchlift._plan.steps import Advance, Match, Rename, Transform
+from torchlift._skeleton.construction import forget
+from torchlift._sources.opening import Given, Origin, sources
+from torchlift._sources.tensors import Copy, JoinedTensor, apart
+from torchlift._store.url import Url
 from torchlift._system.interrupts import Interruptible, uninterrupted
 from torchlift._system.memory import collection_paused
 from torchlift._system.text import clipped_list, count_of, printable, progress_bar
 from torchlift.errors import IntegrityError, MismatchError, explain_calls
-from torchlift.formats import (
+from torchlift.formats.integrity import (
     Checksums,
     VerifyReport,
     checksums,

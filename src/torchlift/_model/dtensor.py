@@ -16,9 +16,10 @@ from torch import nn
 
 from torchlift._model.torch_private import dtensor_like, local_of, shard_order
 from torchlift.errors import PlacementError
-from torchlift.formats import Placement, TensorEntry, narrowed, placed_spans, shape_of_spans
-from torchlift.formats import Span as Span
-from torchlift.formats import overlaps as boxes_overlaps
+from torchlift.formats.boxes import Placement, narrowed, placed_spans, shape_of_spans
+from torchlift.formats.boxes import Span as Span
+from torchlift.formats.boxes import overlaps as boxes_overlaps
+from torchlift.formats.index import TensorEntry
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

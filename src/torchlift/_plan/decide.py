@@ -10,43 +10,46 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchlift._model import (
-    DISK,
-    Blocker,
-    Group,
-    Hold,
+from torchlift._model.commit import check_mode, check_writable, repeats
+from torchlift._model.devices import DISK
+from torchlift._model.dtensor import (
     Spans,
-    apply,
-    blocked_by,
-    check_mode,
-    check_writable,
-    clone_of,
     everything,
-    handles,
-    has_holders,
-    is_blank,
     is_dtensor,
-    is_handled,
-    is_lazy,
-    is_plain,
-    is_wrapper,
     layout_of,
     local_tensor,
-    oddity,
-    refusal,
-    repeats,
     shard_of_entry,
     spans_of,
 )
+from torchlift._model.handlers import (
+    apply,
+    clone_of,
+    handles,
+    is_handled,
+    is_plain,
+    is_wrapper,
+    oddity,
+)
+from torchlift._model.holders import Blocker, Hold, blocked_by, has_holders, refusal
+from torchlift._model.slots import Group, is_blank, is_lazy
 from torchlift._plan import rules
 from torchlift._plan.report import Mode, Route, Source
 from torchlift._plan.steps import Making, Match, Step
-from torchlift._skeleton import changed_on_meta, constructions_of
-from torchlift._sources import Copy, FileTensor, MemoryTensor, SourceTensor, Values, copy_values
-from torchlift._store import Url
-from torchlift._transfer import is_network, is_readable
+from torchlift._skeleton.construction import changed_on_meta, constructions_of
+from torchlift._sources.tensors import (
+    Copy,
+    FileTensor,
+    MemoryTensor,
+    SourceTensor,
+    Values,
+    copy_values,
+)
+from torchlift._store.url import Url
+from torchlift._transfer.files import is_network
+from torchlift._transfer.reading import is_readable
 from torchlift.errors import PlacementError
-from torchlift.formats import ITEMSIZE, TensorEntry, row_major
+from torchlift.formats.boxes import row_major
+from torchlift.formats.index import ITEMSIZE, TensorEntry
 
 _RELEASE = (
     'Release what holds it (swap.preflight lists all of it), or load with mode="auto", which '

@@ -14,10 +14,12 @@ from typing import NamedTuple
 
 from torchlift._plan.rules import named, renamed
 from torchlift._plan.steps import Rename
-from torchlift._sources import Origin, SourceTensor, described, extra_state, tensor_of
+from torchlift._sources.opening import Origin, extra_state
+from torchlift._sources.tensors import SourceTensor, described, tensor_of
 from torchlift._system.text import clipped_list
 from torchlift.errors import MismatchError
-from torchlift.formats import TensorEntry, errors_name
+from torchlift.formats.index import TensorEntry
+from torchlift.formats.source import errors_name
 
 
 class Made(NamedTuple):

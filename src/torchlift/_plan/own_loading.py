@@ -9,25 +9,23 @@ from typing import Any
 
 import torch
 
-from torchlift._model import (
-    Commit,
-    ModuleTree,
-    OwnLoading,
-    PassedState,
-    Watch,
+from torchlift._model.commit import Commit, ordinary_tensors
+from torchlift._model.dtensor import is_dtensor
+from torchlift._model.hooks import (
     gather,
     hooked_modules,
     identity_of,
-    is_dtensor,
-    memory_of,
-    ordinary_tensors,
     templates_by_name,
-    version_of,
     versions_by_name,
 )
+from torchlift._model.own_loading import OwnLoading, PassedState
+from torchlift._model.slots import ModuleTree
+from torchlift._model.torch_private import memory_of
+from torchlift._model.watch import Watch, version_of
 from torchlift._plan.rules import Options
 from torchlift._plan.steps import Named
-from torchlift._sources import MemoryTensor, Origin, SourceTensor, flat_state
+from torchlift._sources.opening import Origin, flat_state
+from torchlift._sources.tensors import MemoryTensor, SourceTensor
 from torchlift.errors import PlacementError
 
 

@@ -10,29 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchlift._checkpoint import Allow, shared_records
-from torchlift._model import (
-    Commit,
-    Group,
-    ModuleTree,
-    Outcome,
-    OwnLoading,
-    Shown,
-    content_bytes,
-    has_post_hooks,
-    hooked_modules,
-    is_dtensor,
-    is_lazy,
-    is_plain,
-    local_shape,
-    local_tensor,
-    ordinary_tensors,
-    own_loaders,
-    read_tree,
-    run_hooks,
-    spans_of,
-    wrapped_names,
-)
+from torchlift._checkpoint.checkpoint import shared_records
+from torchlift._checkpoint.kinds import Allow
+from torchlift._model.commit import Commit, content_bytes, ordinary_tensors
+from torchlift._model.dtensor import is_dtensor, local_shape, local_tensor, spans_of
+from torchlift._model.handlers import is_plain
+from torchlift._model.hooks import Outcome, Shown, has_post_hooks, hooked_modules, run_hooks
+from torchlift._model.names import wrapped_names
+from torchlift._model.own_loading import OwnLoading, own_loaders
+from torchlift._model.slots import Group, ModuleTree, is_lazy, read_tree
 from torchlift._plan.decide import makings_for, owns_all, steps_for
 from torchlift._plan.names import Rewriting, assembled, names_of_left_out, others
 from torchlift._plan.own_loading import call_own_loading
@@ -59,20 +45,13 @@ from torchlift._plan.rules import (
 )
 from torchlift._plan.steps import Match, Named, Rename, Step, Transform, Work
 from torchlift._plan.suggest import empty_hint, is_empty, look_alikes, suggestion
-from torchlift._sources import (
-    FileTensor,
-    Given,
-    MemoryTensor,
-    Origin,
-    SourceTensor,
-    sources,
-    state_hint,
-)
-from torchlift._store import Url
+from torchlift._sources.opening import Given, Origin, sources, state_hint
+from torchlift._sources.tensors import FileTensor, MemoryTensor, SourceTensor
+from torchlift._store.url import Url
 from torchlift._system.interrupts import uninterrupted
 from torchlift._system.memory import free_memory
 from torchlift._system.text import Facts, clipped_list, count_of, human
-from torchlift._transfer import BUDGET, STAGING, STAGING_AWAY, count_ranges
+from torchlift._transfer.reading import BUDGET, STAGING, STAGING_AWAY, count_ranges
 from torchlift.errors import (
     Argument,
     CheckpointError,
@@ -82,7 +61,8 @@ from torchlift.errors import (
     explain_calls,
     wrong_call,
 )
-from torchlift.formats import TensorEntry, as_blocks
+from torchlift.formats.boxes import as_blocks
+from torchlift.formats.index import TensorEntry
 
 _DTYPE_LATER = "dtype= is not applied to what is left on meta: give it to the load that fills that"
 

@@ -8,13 +8,16 @@ from typing import Literal, get_args
 
 import torch
 
-from torchlift._checkpoint import dtype_of
-from torchlift._model import Group, default_device, is_dtensor, usable_device
+from torchlift._checkpoint.checkpoint import dtype_of
+from torchlift._model.devices import usable_device
+from torchlift._model.dtensor import default_device, is_dtensor
+from torchlift._model.slots import Group
 from torchlift._plan.steps import Rename, Transform
 from torchlift._system.text import clipped_list
 from torchlift.errors import MismatchError, PlacementError, did_you_mean, note
-from torchlift.formats import TensorEntry, row_major
-from torchlift.formats import allowed as allowed
+from torchlift.formats.boxes import row_major
+from torchlift.formats.index import TensorEntry
+from torchlift.formats.index import allowed as allowed
 
 DeviceRule = (
     torch.device | str | int | Callable[[TensorEntry], torch.device | str | int | None] | None

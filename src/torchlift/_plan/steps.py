@@ -13,10 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from torchlift._model import Group, Names, OwnLoading, Spans, is_blank
+from torchlift._model.dtensor import Spans
+from torchlift._model.names import Names
+from torchlift._model.own_loading import OwnLoading
+from torchlift._model.slots import Group, is_blank
 from torchlift._plan.report import Mismatch, Mode, Route, Source
-from torchlift._sources import FileTensor, SourceTensor
-from torchlift.formats import TensorEntry
+from torchlift._sources.tensors import FileTensor, SourceTensor
+from torchlift.formats.index import TensorEntry
 
 Rename = Callable[[str], str | None] | Mapping[str, str | None]
 Transform = Callable[[str, torch.Tensor], torch.Tensor]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from torchlift._model import CHECKPOINTED, COMPILED, FULLY_SHARDED
+from torchlift._model.torch_private import CHECKPOINTED, COMPILED, FULLY_SHARDED
 from torchlift.errors import Argument, Hint, nearest
 
 #: Names of each side from which rules are guessed; what they do is counted on all names.

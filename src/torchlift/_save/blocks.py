@@ -8,10 +8,12 @@ from functools import cached_property
 
 import torch
 
-from torchlift._checkpoint import MappedViews, dtype_of
-from torchlift._model import Span, blocks
-from torchlift._transfer import Request, allocate, is_readable, read, requests_for
-from torchlift.formats import TensorEntry, narrowed
+from torchlift._checkpoint.checkpoint import MappedViews, dtype_of
+from torchlift._model.dtensor import Span, blocks
+from torchlift._transfer.pages import allocate
+from torchlift._transfer.reading import Request, is_readable, read, requests_for
+from torchlift.formats.boxes import narrowed
+from torchlift.formats.index import TensorEntry
 
 #: Bytes that are copied from an accelerator, cast, read or made dense at a time.
 BLOCK = 16 << 20

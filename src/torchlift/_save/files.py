@@ -20,23 +20,15 @@ from zlib import crc32
 
 import torch
 
-from torchlift._model import dcp_item, rank
+from torchlift._model.ranks import rank
+from torchlift._model.torch_private import dcp_item
 from torchlift._save.blocks import BLOCK, Workspace, few_of_url
 from torchlift._save.pickling import Shared, lay_out_torch_file
 from torchlift._save.values import Taken, Value, storages_of, ties_of
-from torchlift._store import (
-    Upload,
-    inside,
-    is_object,
-    is_url,
-    listed,
-    name_of,
-    parent,
-    remove,
-    upload,
-)
+from torchlift._store.places import inside, is_url, name_of, parent
+from torchlift._store.uploads import Upload, is_object, listed, remove, upload
 from torchlift._system.interrupts import Running, deliver_interrupt, uninterrupted
-from torchlift._transfer import (
+from torchlift._transfer.write import (
     AtomicFile,
     AtomicSet,
     LockedFile,
@@ -49,23 +41,12 @@ from torchlift._transfer import (
     write_at,
 )
 from torchlift.errors import Argument, CheckpointError, Hint, IntegrityError, PlacementError
-from torchlift.formats import (
-    DCP_METADATA,
-    DCP_SUFFIX,
-    INDEX_SUFFIX,
-    TIED_KEYS,
-    Layout,
-    PartialCrc,
-    Stored,
-    TensorEntry,
-    dcp_items,
-    index_content,
-    is_index,
-    register_of,
-    safetensors_layout,
-    shards_of,
-    whole_crc,
-)
+from torchlift.formats.crc import PartialCrc, register_of, whole_crc
+from torchlift.formats.dcp import DCP_METADATA, DCP_SUFFIX, dcp_items
+from torchlift.formats.index import TensorEntry
+from torchlift.formats.layout import INDEX_SUFFIX, Layout, Stored
+from torchlift.formats.safetensors import TIED_KEYS, safetensors_layout
+from torchlift.formats.sharded import index_content, is_index, shards_of
 
 _BLOCK = BLOCK  # of what several ranks hold, each writes such blocks in turn
 _ENDING = 4  # objects of a set whose last parts are sent while the next one is begun

@@ -22,19 +22,17 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from torchlift._model import (
-    RankGroup,
+from torchlift._model.dtensor import (
     Spans,
     everything,
-    find_buffers,
     first_rank,
     is_dtensor,
     local_tensor,
-    rank,
-    ranks_of,
     spans_of,
     spread_of,
 )
+from torchlift._model.holders import find_buffers
+from torchlift._model.ranks import RankGroup, rank, ranks_of
 from torchlift._save.blocks import Workspace, tensor_blocks
 from torchlift._save.files import (
     Advance,
@@ -54,10 +52,12 @@ from torchlift._save.files import (
 from torchlift._save.pickling import Rebuilt
 from torchlift._save.replicas import TAKE_FIRST, Difference, difference_error
 from torchlift._save.values import Taken, Value, apart, stored_as, untied
-from torchlift._store import is_url, parent
+from torchlift._store.places import is_url, parent
 from torchlift._system.interrupts import Running, deliver_interrupt
 from torchlift.errors import CheckpointError, PlacementError
-from torchlift.formats import Chunk, Leaf, Stored, TensorEntry, narrowed, row_major, runs
+from torchlift.formats.boxes import narrowed, row_major, runs
+from torchlift.formats.index import Chunk, Leaf, TensorEntry
+from torchlift.formats.layout import Stored
 
 T = TypeVar("T")
 

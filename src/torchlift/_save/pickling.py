@@ -15,25 +15,15 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from torchlift._model import REBUILD_V2, REBUILD_V3, hollow_storage, typed_storage
+from torchlift._model.torch_private import REBUILD_V2, REBUILD_V3, hollow_storage, typed_storage
 from torchlift.errors import FormatError, PlacementError
-from torchlift.formats import (
-    MAX_INT,
-    STORAGE_DTYPES,
-    Budget,
-    Layout,
-    Leaf,
-    Stored,
-    TorchWorld,
-    archive_layout,
-    check_key,
-    flatten,
-    is_unicode,
-    lacking,
-    pickle_in,
-    read_torch_pickle,
-    row_major,
-)
+from torchlift.formats.boxes import row_major
+from torchlift.formats.flattening import flatten
+from torchlift.formats.index import Leaf, lacking
+from torchlift.formats.layout import Layout, Stored, is_unicode
+from torchlift.formats.torch_pickle import STORAGE_DTYPES, TorchWorld, read_torch_pickle
+from torchlift.formats.torch_zip import archive_layout, pickle_in
+from torchlift.formats.unpickle import MAX_INT, Budget, check_key
 
 #: Of these dtypes torch has storages of a class of their own.
 _TYPED = frozenset(getattr(torch, name) for name in STORAGE_DTYPES.values())

@@ -8,7 +8,8 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from torchlift._model import Spans, inner_tensors, is_dtensor, is_wrapper, local_tensor, spans_of
+from torchlift._model.dtensor import Spans, is_dtensor, local_tensor, spans_of
+from torchlift._model.handlers import inner_tensors, is_wrapper
 from torchlift._save.blocks import Workspace, tensor_blocks
 from torchlift.errors import PlacementError
 

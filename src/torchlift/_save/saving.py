@@ -15,15 +15,12 @@ from typing import IO, Any, Literal
 import torch
 from torch import nn
 
-from torchlift._checkpoint import Checkpoint, Tree, dtype_of, gathered
-from torchlift._model import (
-    call_state_dict,
-    is_dtensor,
-    is_flattened,
-    local_tensor,
-    tensors_of,
-    versioned,
-)
+from torchlift._checkpoint.checkpoint import Checkpoint, dtype_of
+from torchlift._checkpoint.tree import Tree, gathered
+from torchlift._model.dtensor import is_dtensor, local_tensor
+from torchlift._model.names import is_flattened
+from torchlift._model.ranks import tensors_of
+from torchlift._model.state import call_state_dict, versioned
 from torchlift._save.files import (
     Output,
     dcp_output,
@@ -46,16 +43,8 @@ from torchlift._save.values import (
     take_apart,
     untied,
 )
-from torchlift._store import (
-    inside,
-    is_folder,
-    is_url,
-    name_of,
-    names_in,
-    parent,
-    place_of,
-    require_writable,
-)
+from torchlift._store.places import inside, is_folder, is_url, name_of, names_in, parent, place_of
+from torchlift._store.uploads import require_writable
 from torchlift._system.interrupts import deliver_interrupt, uninterrupted
 from torchlift._system.memory import collection_paused
 from torchlift._system.text import (
@@ -77,21 +66,12 @@ from torchlift.errors import (
     explain_calls,
     wrong_call,
 )
-from torchlift.formats import (
-    DCP_METADATA,
-    FORMATS,
-    INDEX_SUFFIX,
-    OF_RANKS,
-    SETS,
-    Containers,
-    Leaf,
-    TensorEntry,
-    errors_name,
-    flatten_state,
-    format_for,
-    is_index,
-    metadata_files,
-)
+from torchlift.formats.dcp import DCP_METADATA, metadata_files
+from torchlift.formats.flattening import Containers, flatten_state
+from torchlift.formats.index import OF_RANKS, Leaf, TensorEntry
+from torchlift.formats.layout import FORMATS, INDEX_SUFFIX, SETS, format_for
+from torchlift.formats.sharded import is_index
+from torchlift.formats.source import errors_name
 
 #: As in Hugging Face's libraries.
 _SHARD = 5 * 10**9

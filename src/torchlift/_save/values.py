@@ -14,18 +14,14 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from torchlift._checkpoint import FEW, MappedViews, TensorCall, call_of, dtype_of
-from torchlift._model import (
-    REBUILD_SPARSE,
-    ModuleTree,
-    Names,
-    has_memory,
-    is_dtensor,
-    key_of,
-    local_tensor,
-    read_model,
-    reshard,
-)
+from torchlift._checkpoint.checkpoint import FEW, MappedViews, dtype_of
+from torchlift._checkpoint.kinds import TensorCall, call_of
+from torchlift._model.dtensor import is_dtensor, local_tensor, reshard
+from torchlift._model.handlers import has_memory
+from torchlift._model.names import Names
+from torchlift._model.slots import ModuleTree
+from torchlift._model.state import read_model
+from torchlift._model.torch_private import REBUILD_SPARSE, key_of
 from torchlift._save.blocks import (
     Workspace,
     entry_blocks,
@@ -33,26 +29,20 @@ from torchlift._save.blocks import (
     tensor_blocks,
 )
 from torchlift._save.pickling import MAX_DEPTH, Rebuilt, Shared, is_array, require_plain
-from torchlift._store import is_url
+from torchlift._store.places import is_url
 from torchlift._system.text import clipped_list, printable
 from torchlift.errors import Argument, Hint, PlacementError
-from torchlift.formats import (
-    ITEMSIZE,
+from torchlift.formats.flattening import (
     ROOT_OBJECT,
     ROOT_TENSOR,
-    Chunk,
     Containers,
-    Index,
-    Leaf,
-    Stored,
-    TensorEntry,
-    is_row_major,
-    is_unicode,
     items_of,
     key_text,
     name_text,
-    repeats_too_often,
 )
+from torchlift.formats.index import ITEMSIZE, Chunk, Index, Leaf, TensorEntry, is_row_major
+from torchlift.formats.layout import Stored, is_unicode
+from torchlift.formats.torch_zip import repeats_too_often
 
 #: Callable from a tensor of a checkpoint to the dtype that it is saved with.
 Becomes = Callable[[TensorEntry], torch.dtype]

@@ -8,25 +8,12 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from torchlift._model import (
-    CONSTRUCTION,
-    Commit,
-    Group,
-    ModuleTree,
-    clone_of,
-    exchange,
-    has_memory,
-    inner_tensors,
-    is_dtensor,
-    is_lazy,
-    ordinary_tensors,
-    read_tree,
-    shard_of_value,
-    successor_of,
-    usable_device,
-    without_subclasses,
-    wrap,
-)
+from torchlift._model.commit import Commit, exchange, ordinary_tensors, successor_of
+from torchlift._model.devices import usable_device
+from torchlift._model.dtensor import is_dtensor, shard_of_value, wrap
+from torchlift._model.handlers import clone_of, has_memory, inner_tensors
+from torchlift._model.slots import CONSTRUCTION, Group, ModuleTree, is_lazy, read_tree
+from torchlift._model.torch_private import without_subclasses
 from torchlift._skeleton.recorder import Recorder
 from torchlift._skeleton.recording import META, Construction, Ref
 from torchlift._skeleton.replay import replay, seeded_error, state_of

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchlift._model import key_of, storage_uses
+from torchlift._model.torch_private import key_of, storage_uses
 
 #: Element size in bytes -> a dtype that is compared and copied bit by bit.
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -24,15 +24,15 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from torchlift._model import (
+from torchlift._model.handlers import has_memory
+from torchlift._model.torch_private import (
     SET_GRAD_ENABLED,
     TRUNC_NORMAL,
     device_constructors,
-    has_memory,
     key_of,
-    version_of,
     writes_into_leaf,
 )
+from torchlift._model.watch import version_of
 from torchlift._skeleton.handed_out import Foreign, HandedOut, elements_of
 from torchlift._skeleton.recording import (
     META,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchlift._model import unseen_storage
+from torchlift._model.torch_private import unseen_storage
 from torchlift._skeleton.recording import (
     META,
     Call,

@@ -12,9 +12,11 @@ from typing import Any, BinaryIO, Self, TypeGuard
 
 import torch
 
-from torchlift._checkpoint import Allow, Checkpoint, MappedViews, classes, objects_as_saved
-from torchlift._checkpoint import open as open_checkpoint
-from torchlift._model import Spans, is_dtensor, shard_of_value, wrap
+from torchlift._checkpoint.checkpoint import Checkpoint, MappedViews
+from torchlift._checkpoint.checkpoint import open as open_checkpoint
+from torchlift._checkpoint.kinds import Allow, classes
+from torchlift._checkpoint.tree import objects_as_saved
+from torchlift._model.dtensor import Spans, is_dtensor, shard_of_value, wrap
 from torchlift._sources.tensors import (
     Copy,
     FileTensor,
@@ -26,27 +28,24 @@ from torchlift._sources.tensors import (
     described,
     within,
 )
-from torchlift._store import Url
+from torchlift._store.url import Url
 from torchlift._system.containers import leaves
 from torchlift.errors import CheckpointError, FormatError
-from torchlift.formats import (
+from torchlift.formats.flattening import (
     MISSING,
-    UNRESOLVED,
     Containers,
     Flat,
-    Index,
     below,
-    errors_name,
     flat_under,
     flatten_state,
     items_of,
-    left_out,
     name_text,
     no_container,
-    of_model,
-    put_together,
-    refuse_bare_slice,
 )
+from torchlift.formats.index import UNRESOLVED, Index, left_out, of_model
+from torchlift.formats.ranks import refuse_bare_slice
+from torchlift.formats.sharded import put_together
+from torchlift.formats.source import errors_name
 
 #: What a caller may pass as a checkpoint.
 Given = Checkpoint | str | os.PathLike[str] | BinaryIO | Mapping[str, Any]

@@ -15,23 +15,22 @@ from typing import ClassVar, NamedTuple, Self
 
 import torch
 
-from torchlift._checkpoint import MappedViews, calculated, dtype_of
-from torchlift._model import (
-    Span,
-    Spans,
+from torchlift._checkpoint.checkpoint import MappedViews, dtype_of
+from torchlift._checkpoint.kinds import calculated
+from torchlift._model.commit import repeats
+from torchlift._model.dtensor import Span, Spans, everything, is_dtensor, overlaps
+from torchlift._model.handlers import (
     clone_of,
-    everything,
     has_memory,
     inner_tensors,
-    is_dtensor,
     is_wrapper,
     oddity,
-    overlaps,
-    repeats,
     slice_of,
 )
-from torchlift._transfer import Request, Sender, is_readable, read, requests_for
-from torchlift.formats import UNRESOLVED, Chunk, TensorEntry, narrowed, row_major, steps_in_file
+from torchlift._transfer.pinned import Sender
+from torchlift._transfer.reading import Request, is_readable, read, requests_for
+from torchlift.formats.boxes import narrowed, row_major, steps_in_file
+from torchlift.formats.index import UNRESOLVED, Chunk, TensorEntry
 
 #: Stands before a key in place of a file, for a tensor in memory: no path has this character.
 _MEMORY = "\0"

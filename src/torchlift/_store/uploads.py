@@ -43,7 +43,8 @@ class Upload:
     """An object on its way, which another thread sends; whoever leaves it uncommitted gives it up.
 
     Example:
-        >>> from torchlift._store import place_of, upload
+        >>> from torchlift._store.places import place_of
+        >>> from torchlift._store.uploads import upload
         >>> with upload(place_of("memory://docs/x", None)) as made:
         ...     made.write(b"abc")
         ...     made.commit()

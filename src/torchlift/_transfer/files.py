@@ -18,9 +18,11 @@ from functools import lru_cache
 
 import torch
 
-from torchlift._store import Opened, Stamp
+from torchlift._store.files import Opened
+from torchlift._store.places import Stamp
 from torchlift.errors import CheckpointError, FormatError, IntegrityError
-from torchlift.formats import Record, inflated
+from torchlift.formats.index import Record
+from torchlift.formats.zip_archive import inflated
 
 # Mapping a file there turns every page fault into a round trip: 30-50x slower than reading
 # (huggingface/safetensors#562, sgl-project/sglang#37806).

@@ -29,13 +29,16 @@ from operator import attrgetter
 
 import torch
 
-from torchlift._store import Opened, Store, Url, in_parallel
+from torchlift._store.files import Opened
+from torchlift._store.places import in_parallel
+from torchlift._store.url import Store, Url
 from torchlift._transfer.direct import DEPTH, MOST, OpenFile, OwnStage
 from torchlift._transfer.files import Files
 from torchlift._transfer.pages import HugePages, allocate
 from torchlift._transfer.pinned import COUNT, STAGE, THREADS, Stages, pinned
 from torchlift.errors import IntegrityError
-from torchlift.formats import TensorEntry, rows, rows_count, shortest_run
+from torchlift.formats.boxes import rows, rows_count, shortest_run
+from torchlift.formats.index import TensorEntry
 
 #: Anonymous memory, in bytes, that a transfer may use beyond the destinations themselves.
 BUDGET = 64 << 20
@@ -794,7 +797,7 @@ def requests_for(entry: TensorEntry, target: torch.Tensor, dtype: torch.dtype) -
         dtype: what the bytes in the file are.
 
     Example:
-        >>> from torchlift.formats import Chunk
+        >>> from torchlift.formats.index import Chunk
         >>> half = Chunk("f", 8, 12, (0, 0), (2, 1), (2, 1))
         >>> entry = TensorEntry("w", "float32", (2, 1), (1, 1), 8, "cpu", "", (half,))
         >>> found = requests_for(entry, torch.empty(2, 1), torch.float32)

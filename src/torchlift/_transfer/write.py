@@ -29,7 +29,7 @@ from weakref import WeakValueDictionary
 from torchlift._system.interrupts import Running, deliver_interrupt, uninterrupted
 from torchlift._system.memory import c_function
 from torchlift.errors import CheckpointError
-from torchlift.formats import PartialCrc
+from torchlift.formats.crc import PartialCrc
 
 _MARK = ".torchlift-"  # without it, somebody's own unfinished download could be taken for ours
 _LONGEST = 200  # bytes of NAME in the name of a temporary file, which may have 255 in all

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from torchlift._store import is_url, place_of
+from torchlift._store.places import is_url, place_of
 from torchlift.bench import machine
 from torchlift.bench.ways import WAYS, Task, Way
 from torchlift.errors import FormatError
-from torchlift.formats import Index, read_index
+from torchlift.formats.detect import read_index
+from torchlift.formats.index import Index
 from torchlift.measure import ChildError, in_child, memory
 
 

@@ -12,7 +12,8 @@ from typing import Literal
 import torch
 from torch import nn
 
-from torchlift.formats import Stored, safetensors_layout
+from torchlift.formats.layout import Stored
+from torchlift.formats.safetensors import safetensors_layout
 
 _DTYPES = ("float64", "float32", "float16", "bfloat16")  # what `Tensor.normal_` fills
 _SHIFT = 4096  # bytes at most from one tensor's random numbers to the next one's

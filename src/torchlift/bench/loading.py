@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from torchlift._checkpoint import open as open_checkpoint
-from torchlift._load import load
-from torchlift._skeleton import skeleton
+from torchlift._checkpoint.checkpoint import open as open_checkpoint
+from torchlift._load.loading import load
+from torchlift._skeleton.construction import skeleton
 from torchlift._system.containers import leaves
-from torchlift.formats import TensorEntry
+from torchlift.formats.index import TensorEntry
 
 if TYPE_CHECKING:
     from torchlift.bench.ways import Task, Way

@@ -14,18 +14,10 @@ from torchlift._system.text import printable, progress_bar
 from torchlift.cli import add_model, check_model
 from torchlift.cli.output import print_json
 from torchlift.errors import FormatError
-from torchlift.formats import (
-    SORTS,
-    Index,
-    counted,
-    matching,
-    read_index,
-    select,
-    sorted_by,
-    to_json,
-    to_table,
-    to_text,
-)
+from torchlift.formats.detect import read_index
+from torchlift.formats.flattening import select
+from torchlift.formats.index import Index, matching
+from torchlift.formats.summary import SORTS, counted, sorted_by, to_json, to_table, to_text
 
 _STATS = ("min", "max", "mean", "std", "nan", "inf")
 

@@ -8,7 +8,9 @@ from dataclasses import asdict
 
 from torchlift._system.text import progress_bar
 from torchlift.cli.output import report
-from torchlift.formats import checksums, hub_checksums, read_index, resolved, verify_index
+from torchlift.formats.dcp import resolved
+from torchlift.formats.detect import read_index
+from torchlift.formats.integrity import checksums, hub_checksums, verify_index
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal
 
-from torchlift._model import RankGroup
+from torchlift._model.ranks import RankGroup
 from torchlift._system.interrupts import uninterrupted
 from torchlift.distributed.folder import NewCheckpoint
 

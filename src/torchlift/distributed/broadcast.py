@@ -8,18 +8,20 @@ from typing import Any, TypeVar
 
 import torch
 
-from torchlift._model import Span, blocks, is_wrapper, local_shape, oddity, rank, ranks_of
-from torchlift._sources import (
+from torchlift._model.dtensor import Span, blocks, local_shape
+from torchlift._model.handlers import is_wrapper, oddity
+from torchlift._model.ranks import rank, ranks_of
+from torchlift._sources.opening import StateSource
+from torchlift._sources.tensors import (
     Copy,
     MemoryTensor,
     Sent,
-    StateSource,
     apart,
     copy_values,
     place,
     whole_copy,
 )
-from torchlift._transfer import Sender
+from torchlift._transfer.pinned import Sender
 from torchlift.errors import PlacementError
 
 T = TypeVar("T")

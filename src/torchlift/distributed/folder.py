@@ -19,24 +19,16 @@ from functools import cached_property
 from time import monotonic, sleep
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from torchlift._checkpoint import open as open_checkpoint
-from torchlift._store import (
-    FileStamp,
-    UrlStamp,
-    inside,
-    is_url,
-    listed,
-    name_of,
-    parent,
-    place_of,
-    remove,
-    stamp_now,
-)
+from torchlift._checkpoint.checkpoint import open as open_checkpoint
+from torchlift._store.files import FileStamp
+from torchlift._store.places import inside, is_url, name_of, parent, place_of, stamp_now
+from torchlift._store.uploads import listed, remove
+from torchlift._store.url import UrlStamp
 from torchlift._system.text import clipped_list
-from torchlift._transfer import is_there, make_durable, remove_debris
+from torchlift._transfer.write import is_there, make_durable, remove_debris
 from torchlift.distributed.folder_lock import FolderLock
 from torchlift.errors import CheckpointError
-from torchlift.formats import DCP_METADATA
+from torchlift.formats.dcp import DCP_METADATA
 
 T = TypeVar("T")
 

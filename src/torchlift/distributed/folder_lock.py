@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from torchlift._system.interrupts import uninterrupted
-from torchlift._transfer import LockedFile
+from torchlift._transfer.write import LockedFile
 from torchlift.errors import CheckpointError
 
 #: The name of the file in the folder.

@@ -16,17 +16,11 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict as own
 
-from torchlift._model import (
-    ModuleTree,
-    Names,
-    RankGroup,
-    rank,
-    ranks_of,
-    require_fsdp1_state,
-    unpatched,
-    versioned,
-    versions_of,
-)
+from torchlift._model.names import Names
+from torchlift._model.ranks import RankGroup, rank, ranks_of
+from torchlift._model.slots import ModuleTree
+from torchlift._model.state import unpatched, versioned, versions_of
+from torchlift._model.torch_private import require_fsdp1_state
 from torchlift._system.containers import leaves
 from torchlift.distributed.gather import Sequence, digests, require_alike
 from torchlift.distributed.optimizer_slots import OptimizerReport, present

@@ -20,25 +20,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchlift._model import (
-    RankGroup,
+from torchlift._model.dtensor import (
     Slices,
     Spans,
     blocks,
     everything,
     is_dtensor,
-    is_wrapper,
     local_tensor,
     overlaps,
     placed,
-    rank,
-    ranks_of,
     shard_of_value,
-    shard_order,
     shard_spans,
     spread_of,
     wrap,
 )
+from torchlift._model.handlers import is_wrapper
+from torchlift._model.ranks import RankGroup, rank, ranks_of
+from torchlift._model.torch_private import shard_order
 from torchlift._system.containers import leaves, map_leaves
 from torchlift.distributed.broadcast import BUDGET, carrier, wire
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions

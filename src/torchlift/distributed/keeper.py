@@ -23,30 +23,19 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from torchlift._checkpoint import open as open_checkpoint
-from torchlift._load import require_intact
-from torchlift._model import (
-    Commit,
-    RankGroup,
-    StepResult,
-    has_group,
-    is_dtensor,
-    new_gloo_group,
-    world_of,
-)
-from torchlift._plan import Options, Patterns, Rename, Rewriting
-from torchlift._save import (
-    Checksum,
-    HeldPart,
-    SaveReport,
-    checksums_of,
-    find_differences,
-    make_folders,
-    require_savable,
-    savable_names,
-    save,
-)
-from torchlift._store import inside, is_url, name_of, place_of, require_writable
+from torchlift._checkpoint.checkpoint import open as open_checkpoint
+from torchlift._load.loading import require_intact
+from torchlift._model.commit import Commit
+from torchlift._model.dtensor import is_dtensor
+from torchlift._model.ranks import RankGroup, StepResult, has_group, new_gloo_group, world_of
+from torchlift._plan.names import Rewriting
+from torchlift._plan.rules import Options, Patterns
+from torchlift._plan.steps import Rename
+from torchlift._save.files import make_folders
+from torchlift._save.replicas import Checksum, HeldPart, checksums_of, find_differences
+from torchlift._save.saving import SaveReport, require_savable, savable_names, save
+from torchlift._store.places import inside, is_url, name_of, place_of
+from torchlift._store.uploads import require_writable
 from torchlift._system.containers import leaves
 from torchlift._system.interrupts import Interruptible, uninterrupted
 from torchlift._system.text import clipped_list

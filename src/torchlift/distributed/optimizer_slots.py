@@ -12,28 +12,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchlift._load import Fetched
-from torchlift._model import (
-    Commit,
-    Names,
-    clone_of,
+from torchlift._load.fetch import Fetched
+from torchlift._model.commit import Commit, repeats
+from torchlift._model.dtensor import (
     default_device,
     is_dtensor,
-    is_wrapper,
     layout_of,
     local_shape,
     local_tensor,
     overlaps,
-    own,
-    repeats,
     shard_spans,
-    slice_of,
     spans_of,
     spread_of,
     wrap,
 )
-from torchlift._plan import Match, Options, allowed, is_empty, listed
-from torchlift._sources import FileTensor, Sent
+from torchlift._model.handlers import clone_of, is_wrapper, slice_of
+from torchlift._model.names import Names
+from torchlift._model.state import own
+from torchlift._plan.report import listed
+from torchlift._plan.rules import Options, allowed
+from torchlift._plan.steps import Match
+from torchlift._plan.suggest import is_empty
+from torchlift._sources.tensors import FileTensor, Sent
 from torchlift._system.containers import leaves, map_leaves
 from torchlift._system.text import Facts, Summary, clipped_list
 from torchlift.distributed.optimizer_state import (
@@ -47,7 +47,7 @@ from torchlift.distributed.optimizer_state import (
     require_known,
 )
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions, check_value, misfit
-from torchlift.formats import row_major
+from torchlift.formats.boxes import row_major
 
 #: A saved tensor: here, in several places of files, or with rank 0.
 Stored = torch.Tensor | FileTensor | Sent

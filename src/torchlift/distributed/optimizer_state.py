@@ -11,7 +11,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from torchlift._model import Names, call_state_dict, is_dtensor, spread_of
+from torchlift._model.dtensor import is_dtensor, spread_of
+from torchlift._model.names import Names
+from torchlift._model.state import call_state_dict
 from torchlift._system.containers import leaves
 from torchlift.distributed.options import (
     StateDictMismatch,
@@ -19,7 +21,7 @@ from torchlift.distributed.options import (
     holder_error,
     inner_optimizers,
 )
-from torchlift.formats import left_out
+from torchlift.formats.index import left_out
 
 T = TypeVar("T")
 

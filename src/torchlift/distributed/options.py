@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from torchlift._model import is_dtensor, layout_of, local_tensor, oddity
-from torchlift._plan import empty_hint, look_alikes
+from torchlift._model.dtensor import is_dtensor, layout_of, local_tensor
+from torchlift._model.handlers import oddity
+from torchlift._plan.suggest import empty_hint, look_alikes
 from torchlift._system.text import clipped_list
 from torchlift.errors import StateDictMismatch as StateDictMismatch
-from torchlift.formats import items_of
+from torchlift.formats.flattening import items_of
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 

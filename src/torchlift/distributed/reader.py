@@ -20,13 +20,14 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from torchlift._checkpoint import Checkpoint, MappedViews, dtype_of
-from torchlift._checkpoint import open as open_checkpoint
-from torchlift._model import Spans, portable, world_of
-from torchlift._sources import Copy, FileTensor, copy_values
-from torchlift._store import is_url
+from torchlift._checkpoint.checkpoint import Checkpoint, MappedViews, dtype_of
+from torchlift._checkpoint.checkpoint import open as open_checkpoint
+from torchlift._model.dtensor import Spans
+from torchlift._model.ranks import portable, world_of
+from torchlift._sources.tensors import Copy, FileTensor, copy_values
+from torchlift._store.places import is_url
 from torchlift.errors import CheckpointError, PlacementError
-from torchlift.formats import TensorEntry
+from torchlift.formats.index import TensorEntry
 
 
 class CheckpointReader(StorageReader):

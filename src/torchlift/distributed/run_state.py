@@ -16,21 +16,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchlift._checkpoint import Checkpoint, array_of, diff
-from torchlift._checkpoint import open as open_checkpoint
-from torchlift._model import (
-    Commit,
-    ModuleHolder,
-    ModuleTree,
-    Names,
-    StepResult,
-    is_dtensor,
-    uses_fsdp1,
-    versioned,
-)
-from torchlift._plan import Options, check_rename, renamed
-from torchlift._save import is_array, memory_of, require_savable
-from torchlift._sources import FileTensor
+from torchlift._checkpoint.checkpoint import Checkpoint
+from torchlift._checkpoint.checkpoint import open as open_checkpoint
+from torchlift._checkpoint.comparison import diff
+from torchlift._checkpoint.kinds import array_of
+from torchlift._model.commit import Commit
+from torchlift._model.dtensor import is_dtensor
+from torchlift._model.names import Names, uses_fsdp1
+from torchlift._model.own_loading import ModuleHolder
+from torchlift._model.ranks import StepResult
+from torchlift._model.slots import ModuleTree
+from torchlift._model.state import versioned
+from torchlift._plan.rules import Options, check_rename, renamed
+from torchlift._save.blocks import memory_of
+from torchlift._save.pickling import is_array
+from torchlift._save.saving import require_savable
+from torchlift._sources.tensors import FileTensor
 from torchlift._system.containers import leaves, map_leaves
 from torchlift.distributed.agreements import FitMessage
 from torchlift.distributed.generators import Generators
@@ -44,7 +45,8 @@ from torchlift.distributed.options import (
 )
 from torchlift.distributed.state_dict import load_states, read_states, slices_of
 from torchlift.errors import CheckpointError, FormatError, MismatchError, PlacementError
-from torchlift.formats import Array, allowed, errors_name, left_out
+from torchlift.formats.index import Array, allowed, left_out
+from torchlift.formats.source import errors_name
 
 #: What rules call the states of the random number generators.
 GENERATORS = "rng"

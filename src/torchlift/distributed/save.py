@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from torchlift._model import has_group
-from torchlift._save import save
+from torchlift._model.ranks import has_group
+from torchlift._save.saving import save
 
 
 def save_consolidated(

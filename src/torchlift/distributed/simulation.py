@@ -23,37 +23,28 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from torchlift._checkpoint import Checkpoint
-from torchlift._model import (
-    Group,
-    ModuleTree,
-    Names,
-    Spans,
-    collect,
-    is_dtensor,
-    local_shape,
-    shard_order,
-    shard_spans,
-)
-from torchlift._plan import (
+from torchlift._checkpoint.checkpoint import Checkpoint
+from torchlift._model.dtensor import Spans, is_dtensor, local_shape, shard_spans
+from torchlift._model.names import Names
+from torchlift._model.slots import Group, ModuleTree, collect
+from torchlift._model.torch_private import shard_order
+from torchlift._plan.names import Made, rewritten
+from torchlift._plan.planner import LoadPlan, plan_only
+from torchlift._plan.report import LoadReport, summarise
+from torchlift._plan.rules import (
     DtypeRule,
-    LoadPlan,
-    LoadReport,
-    Made,
     Options,
-    Rename,
     check_rename,
     check_rule,
     entry_like,
-    plan_only,
-    rewritten,
     stored_dtype,
-    summarise,
     target_dtype,
 )
-from torchlift._sources import checkpoint
+from torchlift._plan.steps import Rename
+from torchlift._sources.opening import checkpoint
 from torchlift._system.text import Facts, Summary, count_of, human
-from torchlift.formats import Chunk, TensorEntry, narrowed, row_major, run_count, steps_in_file
+from torchlift.formats.boxes import narrowed, row_major, run_count, steps_in_file
+from torchlift.formats.index import Chunk, TensorEntry
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from torchlift._model import is_closed, is_dtensor, local_tensor, wrap
+from torchlift._model.dtensor import is_dtensor, local_tensor, wrap
+from torchlift._model.torch_private import is_closed
 from torchlift._system.containers import leaves, map_leaves
 
 if TYPE_CHECKING:

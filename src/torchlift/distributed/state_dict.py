@@ -21,32 +21,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from torchlift._checkpoint import Allow, Checkpoint
-from torchlift._load import Agreed, Fetched, copy_in_place, fetch_all, place, put_new
-from torchlift._model import (
-    PATCH,
-    Commit,
-    IncompatibleKeys,
-    ModuleTree,
-    Names,
-    RankGroup,
-    by_name,
-    is_dtensor,
-    layout_of,
-    portable,
-    rank,
-    ranks_of,
-    read_model,
-    read_tree,
-    reshard,
-    spread_of,
-    tensors_of,
-    uses_fsdp1,
-    versioned,
-    versions_of,
-)
-from torchlift._plan import LoadPlan, Match, Options, Patterns, allowed, make_plan
-from torchlift._save import (
+from torchlift._checkpoint.checkpoint import Checkpoint
+from torchlift._checkpoint.kinds import Allow
+from torchlift._load.fetch import Fetched, fetch_all
+from torchlift._load.loading import Agreed, copy_in_place, place, put_new
+from torchlift._model.commit import Commit
+from torchlift._model.dtensor import is_dtensor, layout_of, reshard, spread_of
+from torchlift._model.names import Names, uses_fsdp1
+from torchlift._model.ranks import RankGroup, portable, rank, ranks_of, tensors_of
+from torchlift._model.slots import ModuleTree, read_tree
+from torchlift._model.state import PATCH, by_name, read_model, versioned, versions_of
+from torchlift._model.torch_private import IncompatibleKeys
+from torchlift._plan.planner import LoadPlan, make_plan
+from torchlift._plan.rules import Options, Patterns, allowed
+from torchlift._plan.steps import Match
+from torchlift._save.replicas import (
     OWN_NAMES,
     Checksum,
     HeldPart,
@@ -54,12 +43,9 @@ from torchlift._save import (
     difference_error,
     find_differences,
 )
-from torchlift._sources import (
+from torchlift._sources.opening import (
     IN_MEMORY,
-    FileTensor,
     Given,
-    MemoryTensor,
-    Sent,
     StateSource,
     checkpoint,
     container,
@@ -67,7 +53,8 @@ from torchlift._sources import (
     is_state,
     state_hint,
 )
-from torchlift._store import Url
+from torchlift._sources.tensors import FileTensor, MemoryTensor, Sent
+from torchlift._store.url import Url
 from torchlift._system.containers import leaves, map_leaves
 from torchlift._system.interrupts import Interruptible, uninterrupted
 from torchlift._system.memory import collection_paused
@@ -116,7 +103,10 @@ from torchlift.errors import (
     explain_calls,
     wrong_call,
 )
-from torchlift.formats import TensorEntry, errors_name, items_of, optimizer_in
+from torchlift.formats.detect import optimizer_in
+from torchlift.formats.flattening import items_of
+from torchlift.formats.index import TensorEntry
+from torchlift.formats.source import errors_name
 
 
 class LoadedKeys(IncompatibleKeys):

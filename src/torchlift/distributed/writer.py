@@ -20,46 +20,42 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from torchlift._model import dcp_item, find_buffers, portable, raise_first, rank
-from torchlift._save import (
+from torchlift._model.holders import find_buffers
+from torchlift._model.ranks import portable, raise_first, rank
+from torchlift._model.torch_private import dcp_item
+from torchlift._save.blocks import Workspace
+from torchlift._save.files import (
     DCP_FILES,
-    TAKE_FIRST,
     Begun,
-    Checksum,
-    Difference,
     Files,
     Objects,
     Output,
     Section,
-    Share,
     Sums,
-    Taken,
-    Target,
-    Value,
-    Workspace,
     behind,
-    checksum_of,
     dcp_layout,
-    difference_error,
-    find_differences,
     on_their_way,
-    require_alike,
     require_one_writer,
     write_errors,
     write_files,
 )
-from torchlift._store import place_of
+from torchlift._save.mesh import Share, require_alike
+from torchlift._save.replicas import (
+    TAKE_FIRST,
+    Checksum,
+    Difference,
+    checksum_of,
+    difference_error,
+    find_differences,
+)
+from torchlift._save.saving import Target
+from torchlift._save.values import Taken, Value
+from torchlift._store.places import place_of
 from torchlift._system.interrupts import uninterrupted
 from torchlift.errors import PlacementError
-from torchlift.formats import (
-    DCP_SUFFIX,
-    FORMATS,
-    ITEMSIZE,
-    SETS,
-    Layout,
-    Stored,
-    format_for,
-)
+from torchlift.formats.dcp import DCP_SUFFIX
+from torchlift.formats.index import ITEMSIZE
+from torchlift.formats.layout import FORMATS, SETS, Layout, Stored, format_for
 
 #: Of the files that DCP writes; it says how names were joined.
 _VERSION = "1.0.0"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from torchlift._store import (
+from torchlift._store.places import (
     Stamp,
     exists,
     in_parallel,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torchlift._store import (
+from torchlift._store.places import (
     exists,
     head_of,
     inside,

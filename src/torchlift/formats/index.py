@@ -24,7 +24,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from torchlift._store import Stamp
+from torchlift._store.places import Stamp
 from torchlift._system.text import clipped_list, printable
 from torchlift.errors import (
     Argument,

@@ -16,7 +16,9 @@ from types import MappingProxyType
 from typing import Any, BinaryIO
 from zlib import crc32
 
-from torchlift._store import Opened, Stamp, Url, hub_checksum, relative, shared_folder
+from torchlift._store.files import Opened
+from torchlift._store.places import Stamp, hub_checksum, relative, shared_folder
+from torchlift._store.url import Url
 from torchlift._system.text import Facts, Summary, count_of, human, printable
 from torchlift.errors import CheckpointError, FormatError, IntegrityError
 from torchlift.formats.dcp import resolved

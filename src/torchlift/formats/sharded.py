@@ -17,7 +17,8 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from torchlift._store import Url, exists, in_parallel, inside, is_url, open_place, parent
+from torchlift._store.places import exists, in_parallel, inside, is_url, open_place, parent
+from torchlift._store.url import Url
 from torchlift._system.text import count_of, printable
 from torchlift.errors import FormatError, UnsafeError
 from torchlift.formats.index import Index, TensorEntry, join

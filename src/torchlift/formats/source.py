@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any
 
-from torchlift._store import Opened, Stamp, in_parallel, open_place
+from torchlift._store.files import Opened
+from torchlift._store.places import Stamp, in_parallel, open_place
 from torchlift.errors import CheckpointError, FormatError
 from torchlift.formats.unpickle import Budget
 

@@ -17,7 +17,7 @@ from itertools import islice
 from reprlib import repr as short_repr
 from typing import Any
 
-from torchlift._store import FileStamp
+from torchlift._store.files import FileStamp
 from torchlift._system.text import human, printable
 from torchlift._system.text import to_html as page
 from torchlift.formats.index import Index, TensorEntry

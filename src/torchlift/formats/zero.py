@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from torchlift._store import name_of
+from torchlift._store.places import name_of
 from torchlift.errors import FormatError
 from torchlift.formats.boxes import flat_entry
 from torchlift.formats.flattening import under

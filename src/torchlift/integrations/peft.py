@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from peft import get_peft_model_state_dict
 from torch import nn
 
-from torchlift._plan import Made, Rewriting, renamed
+from torchlift._plan.names import Made, Rewriting
+from torchlift._plan.rules import renamed
 
 #: What PEFT's wrappers put into the names of a base: of all of it, and of a layer.
 _WRAPPER = "base_model.model."

@@ -94,7 +94,7 @@ class Loader:
             )
 
     def _weights(self, ckpt: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        from torchlift._plan import renamed
+        from torchlift._plan.rules import renamed
         from torchlift.remap import rules
 
         pairs = [tuple(pair) for pair in self.options.get("rename", ())]
@@ -104,7 +104,7 @@ class Loader:
 
     def _open(self, model_config: Any) -> Any:
         """Open what `torchlift.load` would load."""
-        from torchlift._sources import checkpoint
+        from torchlift._sources.opening import checkpoint
 
         given = {name: self.options[name] for name in _OPTIONS[3:] if name in self.options}
         path = self.options.get("path", model_config.model)

@@ -18,9 +18,9 @@ from typing import Any
 
 from torch import nn
 
-from torchlift._plan import Made, Rewriting
+from torchlift._plan.names import Made, Rewriting
 from torchlift.errors import MismatchError
-from torchlift.formats import unsqueezed
+from torchlift.formats.boxes import unsqueezed
 from torchlift.remap.conversion_table import model_of
 from torchlift.remap.merging import (
     Unfit,

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchlift._model import without_subclasses
-from torchlift._plan import Made, Rewriting
+from torchlift._model.torch_private import without_subclasses
+from torchlift._plan.names import Made, Rewriting
 from torchlift.errors import CheckpointError, MismatchError, PlacementError
 from torchlift.remap.merging import (
     MOST_NAMED,

@@ -17,18 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchlift._checkpoint import Checkpoint
-from torchlift._model import (
-    Device,
-    checked_device,
-    collect,
-    is_lazy,
-    spelled_device,
-    storage_key,
-    walk,
-)
-from torchlift._plan import DtypeRule, Rename, entry_like, rewritten, stored_dtype, target_dtype
-from torchlift._sources import checkpoint
+from torchlift._checkpoint.checkpoint import Checkpoint
+from torchlift._model.devices import Device, checked_device, spelled_device
+from torchlift._model.slots import collect, is_lazy, walk
+from torchlift._model.torch_private import storage_key
+from torchlift._plan.names import rewritten
+from torchlift._plan.rules import DtypeRule, entry_like, stored_dtype, target_dtype
+from torchlift._plan.steps import Rename
+from torchlift._sources.opening import checkpoint
 from torchlift._system.text import Facts, Summary, count_of, human, parse_size
 from torchlift.errors import Argument, Hint, PlacementError, did_you_mean
 from torchlift.remap.maps import (

@@ -13,10 +13,10 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from torchlift._model import DEVICE_TAG, DISK, Device, checked_device, usable_device
-from torchlift._plan import check_rule, dtype_named, full_name, is_deferred
+from torchlift._model.devices import DEVICE_TAG, DISK, Device, checked_device, usable_device
+from torchlift._plan.rules import check_rule, dtype_named, full_name, is_deferred
 from torchlift.errors import PlacementError, did_you_mean
-from torchlift.formats import TensorEntry
+from torchlift.formats.index import TensorEntry
 from torchlift.remap.names import compiled
 
 V = TypeVar("V", bound=Device | torch.dtype)

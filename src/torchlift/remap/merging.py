@@ -18,10 +18,11 @@ from functools import cached_property
 from itertools import accumulate, islice, pairwise
 from typing import Any
 
-from torchlift._plan import Made, Rewriting, same_name
+from torchlift._plan.names import Made, Rewriting
+from torchlift._plan.rules import same_name
 from torchlift._system.text import clipped_list
 from torchlift.errors import MismatchError, PlacementError
-from torchlift.formats import at_indices, joined, permuted, squeezed, unsqueezed
+from torchlift.formats.boxes import at_indices, joined, permuted, squeezed, unsqueezed
 from torchlift.remap.names import Renaming
 
 #: What stands in a pattern for text, and what for a number.

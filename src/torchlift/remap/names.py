@@ -6,7 +6,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from torchlift._plan import Made, Rename, Rewriting, renamed
+from torchlift._plan.names import Made, Rewriting
+from torchlift._plan.rules import renamed
+from torchlift._plan.steps import Rename
 
 Replacement = str | Callable[["re.Match[str]"], str] | None
 
