@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import signal
 import sys
@@ -44,7 +45,11 @@ class _Hold:
     def __init__(self, handler: Callable[[int, FrameType | None], object]) -> None:
         self.handler = handler
         block = sys._getframe(1)
-        while block.f_back and block.f_code.co_filename in (__file__, contextlib.__file__):
+        # A context manager that is a generator is not on the stack while its block runs.
+        while block.f_back and (
+            block.f_code.co_flags & inspect.CO_GENERATOR
+            or block.f_code.co_filename == contextlib.__file__
+        ):
             block = block.f_back
         self.block = Running(block)
 
