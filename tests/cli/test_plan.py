@@ -183,11 +183,15 @@ def test_renames_are_applied_in_order_and_keys_can_be_dropped(run, path) -> None
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
-        (["--budget", "cuda:0=1KiB"], 1, "does not fit: 4.2 KiB in all, budgets of 1.0 KiB"),
+        (
+            ["--budget", "cuda:0=1KiB"],
+            1,
+            "does not fit: the tensors take 4.2 KiB, the budgets are 1.0 KiB",
+        ),
         (["--budget", "cdua=1KiB"], 2, "'cdua': is mapped to something that is no device"),
-        (["--budget", "meta"], 2, "--budget: 'meta': the device holds no values"),
-        (["--budget", "cpu", "--budget", "cpu=1GB"], 2, "--budget: a device is given twice"),
-        (["--budget", "cpu=1KiB"], 1, "give a smaller --dtype, or add --budget disk for what"),
+        (["--budget", "meta"], 2, "--budget: 'meta': the device cannot store values"),
+        (["--budget", "cpu", "--budget", "cpu=1GB"], 2, "--budget: a device occurs twice"),
+        (["--budget", "cpu=1KiB"], 1, "pass a smaller --dtype, or add --budget disk"),
         (["--no-split", "3"], 2, "--no-split: needs --budget"),
         (["--device-map", '{"3": "gpu"}'], 2, "--device-map: '3': is mapped to something that"),
         (["--device-map", '{"3": "float16"}'], 2, "expected devices; --dtype takes dtypes"),
@@ -201,13 +205,13 @@ def test_renames_are_applied_in_order_and_keys_can_be_dropped(run, path) -> None
         (["--device", "cpu", "--budget", "cpu"], 2, "not allowed with argument"),
         (["--dtype", "int8"], 2, "--dtype 'int8': not a floating-point dtype"),
         (["--dtype", "fp16"], 2, "floating-point dtype of torch. Did you mean 'float16'?"),
-        (["--rename", "(=x"], 2, "'(' is no regular expression"),
+        (["--rename", "(=x"], 2, "'(' is not a regular expression"),
         (["--rename", "x"], 2, "expected REGEX=REPLACEMENT"),
         (["--model", "mymodel"], 2, "expected MODULE:FACTORY"),
         (["--model", "mymodel:nothing"], 2, "has no attribute 'nothing'"),
         (["--model", "mymodel:Broken"], 2, "ValueError: no such thing"),
         (["--model", "nomodule:make"], 2, "No module named 'nomodule'"),
-        (["--budget", "cpu=1GB", "--no-split", "9"], 1, "no_split: no module has this"),
+        (["--budget", "cpu=1GB", "--no-split", "9"], 1, "no_split matches no class"),
     ],
 )
 def test_what_cannot_be_planned_is_one_line_and_a_status(run, path, words, status, message) -> None:

@@ -46,7 +46,7 @@ def test_strip_takes_a_whole_name_off_and_nothing_else(prefix) -> None:
 @pytest.mark.parametrize("prefix", ["", "."])
 def test_strip_of_nothing_is_refused(prefix) -> None:
     """It would change no key and hide a mistake."""
-    with pytest.raises(ValueError, match="nothing to strip"):
+    with pytest.raises(ValueError, match="the prefix is empty"):
         remap.strip(prefix)
 
 
@@ -78,11 +78,11 @@ def test_rules_take_functions_and_compiled_patterns() -> None:
 @pytest.mark.parametrize(
     ("pair", "message"),
     [
-        (("(", "x"), "'(' is no regular expression: missing )"),
-        (("[a", None), "'[a' is no regular expression"),
-        (("(a)", r"\2"), r"'\\2' does not fit its pattern '(a)': invalid group reference 2"),
+        (("(", "x"), "'(' is not a regular expression: missing )"),
+        (("[a", None), "'[a' is not a regular expression"),
+        (("(a)", r"\2"), r"'(a)' cannot have the replacement '\\2': invalid group reference 2"),
         (("(?x) a # c", r"\g<b>"), "unknown group name 'b'"),
-        (("a", 3), "the replacement 3 does not fit its pattern 'a'"),
+        (("a", 3), "'a' cannot have the replacement 3"),
     ],
 )
 def test_a_bad_rule_is_refused_at_once_and_named(pair, message) -> None:
@@ -117,7 +117,7 @@ def test_a_rename_loads_what_another_wrapper_saved(tmp_path) -> None:
 )
 def test_a_rename_of_names_is_not_reversed(rule) -> None:
     """A wrong name would be worse; the error says to write the rules for the way back."""
-    with pytest.raises(ValueError, match=r"only merge and split are reversible.*remap\.rules"):
+    with pytest.raises(ValueError, match=r"only merge and split can.*remap\.rules"):
         rule.reversed()
     merge = remap.merge(["b.x", "b.y"], "b.z", cat=0, sizes=[1, 1])
     there = {"a.x": torch.ones(1), "a.y": torch.zeros(1)}
@@ -192,7 +192,7 @@ def test_a_rule_without_an_answer_leaves_the_default(path) -> None:
 @pytest.mark.parametrize("make", [remap.by_key, remap.by_pattern])
 def test_a_short_name_of_a_dtype_is_told_the_one_that_torch_has(make) -> None:
     """It could be the name of a device that this machine has not."""
-    with pytest.raises(PlacementError, match=r"'norm': .* no dtype.*Did you mean 'bfloat16'\?"):
+    with pytest.raises(PlacementError, match=r"'norm': .* not a dtype.*Did you mean 'bfloat16'\?"):
         make({"norm": "bf16"})
 
 
@@ -226,7 +226,7 @@ def test_a_rule_prints_as_the_call_that_makes_it_and_travels_between_processes(r
     ("rule", "message"),
     [
         (remap.by_key({"inner": "cpu", "iner.0": "cpu"}), "'iner.0': .* Did you mean 'inner.0'"),
-        (remap.by_key({"inner.1": "cpu", "inner.10": "cpu"}), "'inner.10': is mapped, but no ten"),
+        (remap.by_key({"inner.1": "cpu", "inner.10": "cpu"}), "'inner.10': the map contains"),
         (remap.by_key({"scale": "nochip:0"}), "'scale': cannot go .* 'nochip:0'"),
         (remap.by_location({"cuda:1": "nochip"}), "'cuda:1': cannot go .* 'nochip'"),
         (remap.by_pattern({"^sc": "nochip"}), r"'\^sc': cannot go .* 'nochip'"),
@@ -290,7 +290,7 @@ def test_what_can_be_no_device_is_refused_when_the_map_is_made(value) -> None:
 @pytest.mark.parametrize("tag", ["cuda:x", "cuda:", "a b", ":0"])
 def test_what_can_be_no_tag_is_refused(tag) -> None:
     """It would never be found in a file."""
-    with pytest.raises(PlacementError, match="is no location tag"):
+    with pytest.raises(PlacementError, match="not a location tag"):
         remap.by_location({tag: "cpu"})
 
 

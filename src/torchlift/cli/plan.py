@@ -171,9 +171,9 @@ def _asked(args: argparse.Namespace) -> dict[str, str | None] | ByKey[Any]:
         split = [text.partition("=") for text in args.budget]
         budgets = {device: size if equals else None for device, equals, size in split}
         if len(budgets) < len(split):
-            raise UsageError("--budget: a device is given twice")
+            raise UsageError("--budget: a device occurs twice")
         if "meta" in budgets:
-            raise UsageError("--budget: 'meta': the device holds no values")
+            raise UsageError("--budget: 'meta': the device cannot store values")
         _map("--budget", dict(zip(budgets, budgets, strict=True)))
         return budgets
     if args.device_map is not None:

@@ -1,12 +1,12 @@
-"""Where tensors go, what they become, what they are called: rules for `torchlift.load`.
+"""Rules for the devices, dtypes and names of the tensors that `torchlift.load` loads.
 
-- For ``device=``, and for ``dtype=`` with dtypes as values: `by_key`, `by_pattern`, `first_of`; for
-  ``device=`` alone `by_location`, and `fit`, which makes a `by_key` map within budgets of memory.
-- For ``rename=``: `strip` and `rules`, `merge` and `split`, which compose with ``|``;
-  `transformers`, the conversions that library makes while it loads a model; and `from_to`, from
-  the tensors of a GGUF file to its own.
+- For ``device=`` and ``dtype=``: `by_key`, `by_pattern` and `first_of`.
+- For ``device=`` only: `by_location`, and `fit`, which makes a `by_key` map within memory budgets.
+- For ``rename=``: `strip`, `rules`, `merge` and `split`. They compose with ``|``.
+- For ``rename=`` with Hugging Face models: `transformers` applies that library's own conversions.
+  `from_to` converts the tensors of a GGUF file.
 
-Rules are plain values: they print as the call that makes them, and they can be pickled.
+A rule is a plain value. It prints as the call that makes it, and it can be pickled.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""`from_to`: the names and the layout of transformers for what llama.cpp saved.
+"""`from_to`: convert the names and layouts of a GGUF file to those of transformers.
 
-llama.cpp's converter (ggml-org/llama.cpp, convert_hf_to_gguf.py) does more than rename: it puts
-the rows of q and k into another order, adds one to norms, joins and transposes. A step here undoes
-each of these on byte ranges of the file. transformers' own ``TENSOR_PROCESSORS`` compute with NumPy
-arrays, so a rank could not read its shard alone, and there is none for Qwen3.5 and for the groups
-of heads of Falcon 40B. The names are those of the ``gguf`` package's own table.
+llama.cpp's converter (ggml-org/llama.cpp, convert_hf_to_gguf.py) does more than rename. It reorders
+the rows of q and k, adds one to norms, joins and transposes. Each step here undoes one of these on
+byte ranges of the file. transformers' own ``TENSOR_PROCESSORS`` need complete NumPy arrays, so a
+rank could not read only its shard. They also lack Qwen3.5 and the grouped heads of Falcon 40B. The
+names come from the table of the ``gguf`` package.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from torchlift.remap.merging import (
 )
 from torchlift.remap.names import Renaming
 
-# ---- what is done to a tensor besides its name
+# ---- changes of a tensor other than its name
 
 
 class _Step:
     """The inverse of an operation of llama.cpp's converter."""
 
     def apply(self, item: Made) -> Made:
-        """Return the tensor as transformers has it."""
+        """Return the tensor in the layout of transformers."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class _Rows(_Step):
-    """Rows in groups of groups, two levels of which are exchanged.
+    """Exchange two levels of rows that are grouped in several levels.
 
     Attributes:
-        sizes: of the levels in the file, -1 for what is left of the rows.
-        levels: the two.
-        first: how many rows before them stay where they are.
-        dim: the dimension that has the rows.
+        sizes: Sizes of the levels in the file. -1 is the remaining factor.
+        levels: The two levels to exchange.
+        first: Number of rows in front that keep their place.
+        dim: The dimension of the rows.
     """
 
     sizes: tuple[int, ...]
@@ -66,7 +66,7 @@ class _Rows(_Step):
             return transposed(upright, (0, self.dim))
         count, known = item.entry.shape[0] - self.first, abs(math.prod(self.sizes))
         if count % known or (count != known and -1 not in self.sizes):
-            raise Unfit(f"the {count} rows of {item.keys[0]!r} are not {known} equal groups")
+            raise Unfit(f"the {count} rows of {item.keys[0]!r} do not divide into {known} groups")
         full = [count // known if size == -1 else size for size in self.sizes]
         if 1 in (full[self.levels[0]], full[self.levels[1]]):
             return item
@@ -76,17 +76,17 @@ class _Rows(_Step):
 
 
 def _divided(item: Made, sizes: Sequence[int]) -> Made:
-    """Return a tensor whose first dimension is several."""
+    """Unfold the first dimension into several."""
     return reshaped(item, (*sizes, *item.entry.shape[1:]))
 
 
 @dataclass(frozen=True)
 class _Grouped(_Step):
-    """Rows of q, k and v one behind the other, which transformers has in groups of heads.
+    """Group the rows of q, k and v by heads. In the file, q, k and v follow each other.
 
     Attributes:
-        groups: heads of k and v.
-        heads: of q, in each group.
+        groups: Number of heads of k and v.
+        heads: Number of heads of q in each group.
     """
 
     groups: int
@@ -105,13 +105,13 @@ class _Grouped(_Step):
     def _head(self, item: Made) -> int:
         rows, count = item.entry.shape[0], self.groups * (self.heads + 2)
         if rows % count:
-            raise Unfit(f"the {rows} rows of {item.keys[0]!r} are not those of {count} heads")
+            raise Unfit(f"the {rows} rows of {item.keys[0]!r} do not divide into {count} heads")
         return rows // count
 
 
 @dataclass(frozen=True)
 class _Transposed(_Step):
-    """A matrix that transformers has the other way round."""
+    """Transpose a matrix."""
 
     def apply(self, item: Made) -> Made:
         return transposed(item, (0, 1))
@@ -119,11 +119,11 @@ class _Transposed(_Step):
 
 @dataclass(frozen=True)
 class _Squeezed(_Step):
-    """A tensor that the file has without a dimension of size 1, or with it.
+    """Add a dimension of size 1 that some files leave out.
 
     Attributes:
-        dim: which one.
-        dims: how many there are with it.
+        dim: The dimension.
+        dims: Number of dimensions with it.
     """
 
     dim: int
@@ -137,10 +137,10 @@ class _Squeezed(_Step):
 
 @dataclass(frozen=True)
 class _Computed(_Step):
-    """Numbers that are others in the file: computed as they are copied, in float32.
+    """Compute the values in float32 while they are copied.
 
     Attributes:
-        name: the operation, see `TensorEntry.encoding`.
+        name: The operation. See `TensorEntry.encoding`.
     """
 
     name: str
@@ -149,18 +149,18 @@ class _Computed(_Step):
         return computed(item, self.name)
 
 
-#: dtype -> what GGUF calls it.
+#: Dtype -> its name in GGUF.
 _TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 def computed(item: Made, name: str) -> Made:
-    """Return a tensor of which something is computed: see `TensorEntry.encoding`."""
+    """Add an operation to the encoding of a tensor. See `TensorEntry.encoding`."""
     entry = item.entry
     encoding = entry.encoding
     if entry.is_plain:
         if encoding or entry.dtype not in _TYPES:
             how = ", ".join([entry.dtype, *encoding])
-            raise Unfit(f"{item.keys[0]!r} is stored as {how}, of which nothing can be computed")
+            raise Unfit(f"{item.keys[0]!r} is stored as {how}, which cannot be computed with")
         encoding = (_TYPES[entry.dtype],)
     made = entry._replace(
         dtype="float32", nbytes=4 * entry.numel, storage="", encoding=(*encoding, name)
@@ -173,12 +173,12 @@ def computed(item: Made, name: str) -> Made:
 
 @dataclass(frozen=True)
 class _Line:
-    """A tensor of a model, and what a file has for it.
+    """A tensor of the model and its keys in the file.
 
     Attributes:
-        there: keys in the file: of several, the rows follow each other in one dimension.
-        here: name in the model.
-        steps: what else is done, from the file to the model.
+        there: Keys in the file. Several keys are concatenated.
+        here: Name in the model.
+        steps: Further changes, from the file to the model.
     """
 
     there: tuple[str, ...]
@@ -186,7 +186,7 @@ class _Line:
     steps: tuple[_Step, ...] = ()
 
     def make(self, items: Mapping[str, Made]) -> Made:
-        """Return the tensor of the model."""
+        """Make the tensor of the model."""
         if missing := [key for key in self.there if key not in items]:
             raise missing_members(self.here, missing)
         item = items[self.there[0]]
@@ -199,15 +199,15 @@ class _Line:
 
 @dataclass(frozen=True, repr=False)
 class _FromGguf(Rewriting, Renaming):
-    """The tensors of GGUF files as those of a model of transformers.
+    """The conversion of a GGUF file to one model of transformers.
 
     Attributes:
-        architecture: the class of the model.
-        lines: what there is.
-        computed: pattern of keys in the file that transformers computes itself.
-        head: key of the head, key of the embedding, and name of the head, if a file without a head
-            has its embedding as one.
-        facts: (key of the metadata, its text) of a file that belongs to this model.
+        architecture: Name of the model's class.
+        lines: Its tensors.
+        computed: Pattern of keys that transformers computes itself.
+        head: (key of the head, key of the embedding, name of the head), if the embedding is the
+            head of a file that does not contain one. Else None.
+        facts: (metadata key, text) that a file of this model contains.
     """
 
     architecture: str
@@ -220,18 +220,18 @@ class _FromGguf(Rewriting, Renaming):
         return f"from_to('gguf->transformers', {self.architecture})"
 
     def __call__(self, key: str) -> str | None:
-        """Return the name of the first tensor that values of `key` go to."""
+        """Return the name of the first tensor that `key` becomes a part of."""
         found = next((line.here for line in self.lines if key in line.there), key)
         return None if re.fullmatch(self.computed, key) else found
 
     def check(self, plain: Mapping[str, object], path: str) -> None:
-        """Refuse a file that says that it is of another model; see `Rewriting`."""
+        """Refuse a file whose metadata describes another model. See `Rewriting`."""
         for key, expected in self.facts:
             found = str(plain.get(key, expected))
-            # Of a list, which has a number for each layer, the metadata has the length alone.
+            # For a list with a number per layer, the metadata shows only its length.
             if found != expected and not found.endswith(" values"):
                 raise MismatchError(
-                    "the file is of another model than the configuration",
+                    "the file and the configuration describe different models",
                     file=path,
                     entry=key,
                     expected=f"{expected} for {self.architecture}",
@@ -240,7 +240,7 @@ class _FromGguf(Rewriting, Renaming):
                 )
 
     def rewrite(self, items: Mapping[str, Made], path: str) -> dict[str, Made]:
-        """Return name -> tensor; see `Rewriting`."""
+        """Return name -> tensor. See `Rewriting`."""
         lines: dict[str, list[_Line]] = {}
         for line in self.lines:
             for key in line.there:
@@ -250,22 +250,21 @@ class _FromGguf(Rewriting, Renaming):
             if key not in lines and not re.fullmatch(self.computed, key):
                 add(made, key, item, path)
             for line in lines.get(key, ()):
-                # A tensor made of several keys is made at the first of them that the file has.
+                # A tensor of several keys is made once, at its first key that the file contains.
                 if key != next(one for one in line.there if one in items):
                     continue
                 try:
                     found = line.make(items)
                 except Unfit as error:
                     raise MismatchError(
-                        "it is not what llama.cpp makes of the model of this configuration: "
-                        f"{error}",
+                        f"the tensor does not match the configuration: {error}",
                         entry=key,
                     ) from None
                 add(made, line.here, found, path)
         if self.head is not None:
             head, embedding, name = self.head
             if head not in items and embedding in items:
-                # Another entry: for a plan the same one is one tensor under another name.
+                # A copy of the entry: a plan takes the same entry for a tie.
                 item = items[embedding]
                 add(made, name, item._replace(entry=item.entry._replace()), path)
         return made
@@ -280,18 +279,18 @@ _Steps = tuple[tuple[str, Callable[[Any], _Step]], ...]
 def _heads(config: Any, name: str = "num_attention_heads") -> int:
     found = getattr(config, name, None)
     if not isinstance(found, int) or found < 1:
-        raise ValueError(f"the {type(config).__name__} does not say how many {name} there are")
+        raise ValueError(f"{name} is missing from the {type(config).__name__}")
     return found
 
 
 def _falcon(config: Any) -> _Step:
     if not (config.new_decoder_architecture or config.multi_query):
-        raise ValueError("falcon without multi_query: llama.cpp has no layout for it")
+        raise ValueError("falcon without multi_query: llama.cpp does not support it")
     groups = _heads(config, "num_kv_heads") if config.new_decoder_architecture else 1
     return _Grouped(groups, _heads(config) // groups)
 
 
-#: The rows of q and k, which llama.cpp has so that the two numbers of a rotation are neighbours.
+#: Rows of q and k. llama.cpp puts the two numbers of a rotation next to each other.
 _ROTATED: _Steps = (
     (r"\.attn_q\.", lambda c: _Rows((_heads(c), -1, 2), (1, 2))),
     (r"\.attn_k\.", lambda c: _Rows((_heads(c, "num_key_value_heads"), -1, 2), (1, 2))),
@@ -306,7 +305,7 @@ _SHARED_GATE: _Steps = ((r"\.ffn_gate_inp_shexp\.", lambda _: _Squeezed(0, 2)),)
 
 
 def _of_value_heads(config: Any, *sizes: int, dim: int = 0, behind_qk: bool = False) -> _Step:
-    """Return the step for heads of v, which llama.cpp has ordered by their number in a group."""
+    """Return the step for heads of v. llama.cpp orders them by their number in the group."""
     groups = _heads(config, "linear_num_key_heads")
     heads = _heads(config, "linear_num_value_heads") // groups
     first = 2 * groups * config.linear_key_head_dim if behind_qk else 0
@@ -321,8 +320,8 @@ _LINEAR: _Steps = (
     (r"\.ssm_out\.weight$", lambda c: _of_value_heads(c, -1, dim=1)),
     *_MAMBA,
 )
-#: model_type of transformers -> architecture of GGUF, and what is done besides renaming: (pattern
-#: of keys, step). Every one is compared with what transformers itself reads, in the tests.
+#: model_type of transformers -> (architecture of GGUF, steps by pattern of keys). The tests compare
+#: each with the values that transformers reads.
 _GGUF: dict[str, tuple[str, _Steps]] = {
     "bloom": ("bloom", ((r"\.attn_qkv\.", lambda c: _Rows((3, _heads(c), -1), (0, 1))),)),
     "falcon": ("falcon", ((r"\.attn_qkv\.", _falcon),)),
@@ -348,7 +347,7 @@ _GGUF: dict[str, tuple[str, _Steps]] = {
     "umt5": ("t5", ()),
 }
 _OUTPUT, _EMBEDDING = "output.weight", "token_embd.weight"
-#: What each side computes itself: factors in a file, and buffers that older transformers saved.
+#: Tensors that transformers computes: rope factors, and buffers that older versions saved.
 _COMPUTED = (
     r"(.*\.)?rope_(freqs|factors_long|factors_short)\.weight"
     r"|(.*\.)?(rotary_emb\.inv_freq|attn\.(masked_)?bias)"
@@ -360,8 +359,8 @@ def _gguf(model: nn.Module) -> Renaming:
     kind = config.model_type
     if kind not in _GGUF:
         raise ValueError(
-            f"from_to: no rule is known to be right for GGUF files of {kind!r}; there are rules "
-            f"for {', '.join(sorted(_GGUF))}"
+            f"from_to does not support GGUF files of {kind!r}. Supported: "
+            f"{', '.join(sorted(_GGUF))}"
         )
     architecture, rules = _GGUF[kind]
     steps = [(re.compile(pattern), make(config)) for pattern, make in rules]
@@ -372,7 +371,7 @@ def _gguf(model: nn.Module) -> Renaming:
     for name, there in keys.items():
         taken = tuple(step for pattern, step in steps if pattern.search(there[0]))
         lines.append(_Line(tuple(there), name, taken))
-        if len(there) > 1:  # newer files may have them as one
+        if len(there) > 1:  # newer files may contain them as one tensor
             lines.append(_Line((there[0].replace("_gate_", "_gate_up_"),), name, taken))
     parameters = {name: id(one) for name, one in model.named_parameters(remove_duplicate=False)}
     names = {line.there[0]: line.here for line in lines}
@@ -387,7 +386,7 @@ def _gguf(model: nn.Module) -> Renaming:
             facts[f"{architecture}.attention.{key}"] = str(value)
     without = _COMPUTED
     if architecture.startswith("qwen35"):
-        # Behind the layers are those that predict further tokens, which transformers has not.
+        # The layers after these predict further tokens. transformers does not have them.
         without += rf"|blk\.{config.num_hidden_layers}\..*"
     return _FromGguf(
         architecture=type(model).__name__,
@@ -399,15 +398,15 @@ def _gguf(model: nn.Module) -> Renaming:
 
 
 def _names(model: nn.Module, architecture: str) -> dict[str, str]:
-    """Return key in GGUF files -> name in the model, by transformers' own map."""
+    """Return key in GGUF files -> name in the model, by the map of transformers."""
     library: Any = import_module("transformers.modeling_gguf_pytorch_utils")
     config: Any = model.config
-    # The processor of Qwen2-MoE knows the experts of the other models, too.
+    # The processor of Qwen2-MoE also names the experts of the other models.
     kinds = library.TENSOR_PROCESSORS
     processor = kinds.get(architecture, kinds["qwen2moe"])({})
     count = max(config.num_hidden_layers, getattr(config, "num_decoder_layers", None) or 0)
-    # The map finds a base model inside of another one only: without its prefix MambaModel gets
-    # the norm of layer 0 for `output_norm`.
+    # The map needs a base model inside another model. Without the prefix, MambaModel gets the norm
+    # of layer 0 for `output_norm`.
     prefix = str(getattr(model, "base_model_prefix", ""))
     whole = model if hasattr(model, prefix) else nn.Module()
     if whole is not model:
@@ -415,23 +414,21 @@ def _names(model: nn.Module, architecture: str) -> dict[str, str]:
     try:
         names = library.get_gguf_hf_weights_map(whole, processor, architecture, count)
     except ImportError as error:
-        raise ImportError(
-            "from_to needs the names of GGUF, which the gguf package has: pip install gguf"
-        ) from error
+        raise ImportError("from_to needs the gguf package: pip install gguf") from error
     found: dict[str, str] = {}
     for key, name in names.items():
         if whole is not model:
             name = name.partition(".")[2]
-        # The map has experts without the suffix that files have, and fused ones for Qwen3.5.
+        # The map leaves out the suffix of experts, and has fused ones for Qwen3.5.
         key += ".weight" * key.endswith("_exps")
         found |= {key.replace("_gate_up_exps", f"_{one}_exps"): name for one in ("gate", "up")}
     for name in model.state_dict():
-        if layer := re.search(r"\.(\d+)\.linear_attn\.dt_bias$", name):  # the map lacks it
+        if layer := re.search(r"\.(\d+)\.linear_attn\.dt_bias$", name):  # missing from the map
             found[f"blk.{layer[1]}.ssm_dt.bias"] = name
     return found
 
 
-#: A kind that there was -> what to write instead.
+#: Removed kind -> its replacement.
 _GONE = {
     "transformers->gguf": "Write GGUF files with llama.cpp's convert_hf_to_gguf.py.",
     "whisper->transformers": "Use remap.rules with the table of the migration guide.",
@@ -440,32 +437,30 @@ _GONE = {
 
 
 def from_to(kind: str, model_or_config: Any) -> Renaming:
-    """Return the rename from the tensors of a GGUF file to those of a model of transformers.
+    """Make a rename from the tensors of a GGUF file to those of a model of transformers.
 
-    It knows these kinds of models: ``bloom``, ``falcon``, ``gemma2``, ``gemma3_text``, ``gpt2``,
+    Supported models: ``bloom``, ``falcon``, ``gemma2``, ``gemma3_text``, ``gpt2``,
     ``lfm2``, ``llama``, ``mamba``, ``minimax_m2``, ``mistral``, ``nemotron``, ``phi3``, ``qwen2``,
     ``qwen2_moe``, ``qwen3``, ``qwen3_5_moe_text``, ``qwen3_5_text``, ``qwen3_moe``, ``stablelm``,
     ``starcoder2``, ``t5``, ``umt5``.
 
-    Names alone are not enough. llama.cpp has the rows of q and k of LLaMA in another order, adds
-    one to the norms of Gemma, and puts experts and q, k and v together or apart. This rename undoes
-    all of it on the bytes of the file. On a mesh each rank reads its own shards. Quantised blocks
-    become numbers as they are copied, in blocks. A parameter that holds blocks (uint8, as many
-    bytes in a row) keeps them as they are.
+    llama.cpp changes more than names. It reorders the rows of q and k of LLaMA, adds one to the
+    norms of Gemma, and joins or splits experts and q, k and v. This rename undoes all of it on the
+    bytes of the file. On a mesh, each rank reads only its shards. Quantised blocks are dequantised
+    as they are copied. A uint8 parameter with rows of the same number of bytes keeps the blocks.
 
     Args:
         kind: ``"gguf->transformers"``.
-        model_or_config: A model of transformers, live or a skeleton; or its configuration, which
-            must name its class (``architectures``). A file with other heads in its metadata is
-            refused.
+        model_or_config: A model of transformers, live or a skeleton. Or its configuration, which
+            must name its class (``architectures``).
 
     Returns:
-        A rename, which composes. It drops tensors that transformers computes (``rope_freqs``). A
-        file without a head (``output.weight``) uses its embedding as the head.
+        A rename. It drops tensors that transformers computes (``rope_freqs``). If the file does not
+        contain a head (``output.weight``), the embedding is used as the head.
 
     Raises:
-        ValueError: If the kind or the architecture is not known, or if the configuration lacks a
-            number that the rule needs.
+        ValueError: If the kind or the architecture is not supported.
+        ValueError: If a number is missing from the configuration.
         TypeError: If it is neither a model of transformers nor a configuration that names one.
         ImportError: If transformers or the ``gguf`` package is not installed.
 

@@ -1,9 +1,8 @@
-"""`transformers`: that library's own conversion table as a rename.
+"""`transformers`: the conversion table of Hugging Face transformers as a rename.
 
-Its rules for names and its operations are run as they are. The operations get tensors on meta that
-stand for entries, of which nothing has been read: so views stay views, and of a shard only its own
-bytes are read. Given mapped tensors, they would copy what they make. For a loop over keys that is
-easy to follow there, see
+The table's rules and operations run unchanged, but on meta tensors that stand for entries. No bytes
+are read: a view stays a view, and a rank later reads only its shard. Mapped tensors would be
+copied. transformers applies the same table in
 ``transformers.core_model_loading.convert_and_load_state_dict_in_model``.
 """
 
@@ -36,18 +35,18 @@ from torchlift.remap.merging import (
 )
 from torchlift.remap.names import Renaming
 
-#: What Python takes for no number from 4300 digits on, and nobody for that of a list's member.
+#: Longer than the number of any list member. Python refuses to parse more than 4300 digits.
 _LONG = re.compile("[0-9]{10,}")
 
 
 @dataclass(frozen=True)
 class _Group:
-    """The tensors that one converter of the table takes together.
+    """The tensors that one converter of the table converts together.
 
     Attributes:
-        converter: of the table.
-        name: of the first target, by which they belong together.
-        tensors: pattern that a key fits -> tensors, in the order of numbers in their names.
+        converter: The converter.
+        name: Name of its first target. It identifies the group.
+        tensors: Source pattern -> the tensors that match, ordered by the numbers in their names.
     """
 
     converter: Any
@@ -56,23 +55,23 @@ class _Group:
 
     @property
     def absent(self) -> list[str]:
-        """Return the patterns that no key fits."""
+        """Source patterns that no key matches."""
         return [source for source in self.converter.source_patterns if source not in self.tensors]
 
 
 @dataclass(frozen=True, repr=False)
 class _Table(Rewriting, Renaming):
-    """The conversions that transformers makes while it loads a model.
+    """The conversions that transformers applies when it loads a model.
 
     Attributes:
-        architecture: the class of the model.
-        config: its configuration, which says how many heads and the like there are.
-        prefix: what the model calls its base model.
-        ignored: patterns of names that its class lacks, and says so.
-        shapes: name in the model -> shape.
-        rules: those of the table.
-        reversible: those of them that it also applies when it saves, reversed.
-        saves: whether this is the way back.
+        architecture: Name of the model's class.
+        config: Its configuration.
+        prefix: The model's name for its base model.
+        ignored: Patterns of checkpoint names that the class declares as not needed.
+        shapes: Name in the model -> shape.
+        rules: The rules of the table.
+        reversible: The rules that ``save_pretrained`` applies in reverse.
+        saves: Whether this is the inverse.
     """
 
     architecture: str
@@ -88,27 +87,29 @@ class _Table(Rewriting, Renaming):
         return f"transformers({self.architecture}){'.reversed()' if self.saves else ''}"
 
     def __call__(self, key: str) -> str:
-        """Return the name of the first tensor that values of `key` go to."""
+        """Return the name of the first tensor that `key` becomes a part of."""
         renamings, converters = self._rules()
         return self._name(key, renamings, converters)[0]
 
     def reversed(self) -> _Table:
-        """Return the rule from the model to what ``save_pretrained`` writes."""
+        """Return the inverse: from the model's names to those that ``save_pretrained`` writes."""
         made = replace(self, saves=not self.saves)
         try:
             made._rules()
         except NotImplementedError as error:
-            raise ValueError(f"{self!r} has no way back: an operation of it has none") from error
+            raise ValueError(
+                f"{self!r} cannot be reversed: one of its operations cannot"
+            ) from error
         return made
 
     def rewrite(self, items: Mapping[str, Made], path: str) -> dict[str, Made]:
-        """Return name in the model -> tensor; see `Rewriting`."""
+        """Return name in the model -> tensor. See `Rewriting`."""
         from transformers.core_model_loading import apply_renamings, dot_natural_key
 
         renamings, converters = self._rules()
         owner = {source: rule for rule in converters for source in rule.source_patterns}
         found: dict[str, _Group | Made] = {}
-        # In this order the table counts the members of a list, and decides groups of names.
+        # The table expects this order: it counts the members of a list and groups names by it.
         keys = sorted(items, key=lambda key: dot_natural_key(_LONG.sub("9" * 9, key)))
         names = {key: self._name(key, renamings, converters) for key in keys}
         others = () if self.saves else self._of_others({k: name for k, (name, _) in names.items()})
@@ -134,10 +135,10 @@ class _Table(Rewriting, Renaming):
         return made
 
     def _of_others(self, names: Mapping[str, str]) -> set[str]:
-        """Return the keys that the model lacks because it is a part of the one in the file.
+        """Return the keys to drop because the model is only a part of the model in the file.
 
-        Those that its class names so, and where all that it has is below one prefix of the file
-        (the vision tower of a CLIP, the body of a classifier), what is not below that.
+        These are the keys that its class declares as not needed. If all of its tensors are below
+        one prefix of the file, such as the vision tower of a CLIP, the keys outside of it, too.
         """
         found = {key: name for key, name in names.items() if name in self.shapes}
         prefixes = {key.removesuffix(name) for key, name in found.items() if key.endswith(name)}
@@ -154,13 +155,13 @@ class _Table(Rewriting, Renaming):
         }
 
     def get_parameter(self, name: str) -> torch.Tensor:
-        """Return one of the model's, without values: operations ask for its shape."""
+        """Return a meta tensor of the parameter's shape, which operations of the table request."""
         if name not in self.shapes:
-            raise Unfit(f"the model has no {name}")
+            raise Unfit(f"the model does not have a parameter {name}")
         return torch.empty(self.shapes[name], device="meta")
 
     def _rules(self) -> tuple[list[Any], list[Any]]:
-        """Return rules for names and for tensors; copies, because they note what they have seen."""
+        """Return (renamings, converters). Copies: rules remember keys they have seen."""
         from transformers.core_model_loading import WeightConverter
 
         if self.saves:
@@ -171,7 +172,7 @@ class _Table(Rewriting, Renaming):
         return [rule for rule in rules if not isinstance(rule, WeightConverter)], converters
 
     def _name(self, key: str, renamings: list[Any], converters: list[Any]) -> tuple[str, Any]:
-        """Return the name of a key, and the pattern of the converter that takes it, or None."""
+        """Return the name of a key, and the pattern of its converter or None."""
         from transformers.core_model_loading import (
             apply_converters,
             apply_renamings,
@@ -184,11 +185,11 @@ class _Table(Rewriting, Renaming):
         name, pattern = rename_source_key(key, renamings, converters, self.prefix, self.shapes)
         if name not in self.shapes and key in self.shapes:
             return rename_source_key(key, [], [], self.prefix, self.shapes)
-        # What the model lacks is not converted: it is unexpected under the name that it has.
+        # A tensor that the model does not have is not converted. It keeps its name, as unexpected.
         return (key, None) if pattern is not None and name not in self.shapes else (name, pattern)
 
     def _converted(self, group: _Group) -> dict[str, Made]:
-        """Return name -> tensor of what a converter makes of a group."""
+        """Convert a group and return name -> tensor."""
         _require_members(group)
         rule = group.converter
         tensors: dict[str, Any] = {
@@ -210,19 +211,19 @@ class _Table(Rewriting, Renaming):
                 raise
             except _Unknown as error:
                 raise PlacementError(
-                    f"transformers converts it by {name}, which computes ({error}): torchlift only "
-                    "moves what is in a file",
+                    f"transformers converts it by {name}, which computes new values ({error}). "
+                    "torchlift only rearranges the values of a file",
                     entry=group.name,
-                    hint="Load it with from_pretrained, and save the state dict of the model.",
+                    hint="Load the model with from_pretrained, and save its state dict.",
                 ) from None
-            except Exception as error:  # of its own kinds: ValueError, KeyError, torch's
-                if group.absent:  # it took the patterns that were found for all there are
+            except Exception as error:  # an operation may raise any: ValueError, KeyError, torch's
+                if group.absent:  # it failed because patterns are missing
                     raise missing_members(group.name, group.absent) from None
                 raise MismatchError(
-                    f"it cannot be converted as transformers does it, by {name}: {error}",
+                    f"the conversion {name} of transformers failed: {error}",
                     entry=group.name,
                 ) from error
-        # As there: what the operations name is the middle of the full name.
+        # As in transformers: an operation names only the middle of the full name.
         full = group.name.replace("*.", "0.")
         around = next((full.partition(name) for name in tensors if name in full), None)
         before, after = (around[0], around[2]) if around else ("", "")
@@ -237,8 +238,8 @@ class _Table(Rewriting, Renaming):
 
 
 def _require_members(group: _Group) -> None:
-    """Refuse a list of tensors in which one is missing: the table would take the others for it."""
-    lists: list[tuple[str, set[int]]] = []  # (name of a member with \0 for its number, numbers)
+    """Refuse a list with a missing member. The table would shift the others into its place."""
+    lists: list[tuple[str, set[int]]] = []  # (name with \0 for the number, numbers)
     for items in group.tensors.values():
         rows = [item.keys[0].split(".") for item in items]
         if len(rows) < 2 or len({len(row) for row in rows}) > 1:
@@ -252,7 +253,7 @@ def _require_members(group: _Group) -> None:
         if others or stem in texts:
             continue
         name = ".".join([*rows[0][:at], f"{stem}\0", *rows[0][at + 1 :]])
-        # Of a longer number, the first digits: all members before it are missing in any case.
+        # Ten digits are enough: a longer number also means that members are missing.
         lists.append((name, {int(text.removeprefix(stem)[:10]) for text in texts}))
     count = max((1 + max(numbers) for _, numbers in lists), default=0)
     lacking = (
@@ -265,25 +266,25 @@ def _require_members(group: _Group) -> None:
         raise missing_members(group.name, some)
 
 
-# ---- what its operations get instead of tensors
+# ---- stand-ins for tensors, for the operations of the table
 
 
 class _Unknown(Exception):
-    """What no entry can be made of: a function of torch that computes."""
+    """A function of torch that computes values, which an index cannot express."""
 
 
 class _Stand(torch.Tensor):
-    """A tensor on meta that stands for an entry: what is done to it is done to the entry's boxes.
+    """A meta tensor that stands for an entry. Operations on it rearrange the entry's boxes.
 
     Attributes:
-        made: the entry, and whose values it has.
+        made: The entry, and the keys that its values come from.
     """
 
     made: Made
 
     @classmethod
     def of(cls, item: Made) -> _Stand:
-        """Return the one for an entry."""
+        """Make the stand-in for an entry."""
         dtype = getattr(torch, item.entry.dtype, torch.uint8)
         blank = torch.empty(item.entry.shape, dtype=dtype, device="meta")
         stand = blank.as_subclass(cls)
@@ -294,7 +295,7 @@ class _Stand(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        # On meta first, where torch refuses what does not fit, and tells the shapes.
+        # Run it on meta first: torch checks the arguments and computes the shapes.
         with without_subclasses():
             found = func(*args, **(kwargs or {}))
         made = found if isinstance(found, (tuple, list)) else [found]
@@ -313,7 +314,7 @@ def _slices(
     made = [one.shape[dim] for one in found]
     if isinstance(sizes, int) and (len(found) != sizes or len(set(made)) > 1):
         size = tensor.shape[dim]
-        raise Unfit(f"{tensor.made.keys[0]!r} has {size} rows, which are not {sizes} equal slices")
+        raise Unfit(f"the {size} rows of {tensor.made.keys[0]!r} do not divide into {sizes} slices")
     return chunked(tensor.made, dim, made)
 
 
@@ -323,7 +324,7 @@ def _shaped(found: torch.Tensor, tensor: _Stand, *_: object, **__: object) -> Ma
     return reshaped(tensor.made, tuple(found.shape))
 
 
-#: Function of torch -> what it makes of the entries, from what it made on meta and its arguments.
+#: Function of torch -> the same for entries. It gets the result on meta and the arguments.
 _FOLLOWED: dict[str, Callable[..., Any]] = {
     "cat": lambda _, tensors, dim=0: concatenated([one.made for one in tensors], dim),
     "stack": lambda _, tensors, dim=0: stacked([one.made for one in tensors], dim),
@@ -339,25 +340,24 @@ _FOLLOWED: dict[str, Callable[..., Any]] = {
 
 
 def transformers(model_or_config: Any) -> Renaming:
-    """Return the conversions that transformers makes while it loads a model, as a rename.
+    """Make a rename of the conversions that transformers applies when it loads a model.
 
-    Since version 5 its models hold experts in one tensor, and q, k and v apart, where files do not:
-    ``from_pretrained`` converts them. This is its own table
-    (``transformers.conversion_mapping``), also for older names (``gamma`` and ``beta`` of BERT),
-    for what the model lacks or has as a prefix, and for what was registered there. A file that has
-    the model's own names is left as it is. A model that is a part of the one in the file, as
-    ``CLIPVisionModel`` is of a CLIP, takes its part: the rest is dropped.
+    In transformers 5, many models store all experts in one tensor, and q, k and v separately. Their
+    files do not, so ``from_pretrained`` converts them by ``transformers.conversion_mapping``. This
+    rename applies the same table, with its older names (``gamma`` and ``beta`` of BERT), prefixes
+    and registered conversions. Keys that already have the model's names are not changed. A model
+    that is a part of the file's model, such as ``CLIPVisionModel``, loads its part only.
 
     Args:
-        model_or_config: a model of transformers, live or a skeleton; or its configuration, which
+        model_or_config: A model of transformers, live or a skeleton. Or its configuration, which
             must name its class (``architectures``).
 
     Returns:
-        A rename. Its ``reversed()`` leads to what ``save_pretrained`` writes.
+        A rename. Its ``reversed()`` makes the names that ``save_pretrained`` writes.
 
     Raises:
-        TypeError: it is no model of transformers and no configuration that names one.
-        ImportError: transformers is not installed, or older than its conversion table.
+        TypeError: If it is neither a model of transformers nor a configuration that names one.
+        ImportError: If transformers is not installed, or is older than version 5.
 
     Example:
         >>> import torch, torchlift, transformers
@@ -380,7 +380,7 @@ def transformers(model_or_config: Any) -> Renaming:
         architecture=type(model).__name__,
         config=model.config,
         prefix=model.base_model_prefix,
-        # A set, in no order, which a model has with what its submodules say.
+        # A set without an order. It also contains the patterns of submodules.
         ignored=tuple(sorted(model._keys_to_ignore_on_load_unexpected or ())),
         shapes={
             name: tuple(value.shape)
@@ -388,17 +388,17 @@ def transformers(model_or_config: Any) -> Renaming:
             if hasattr(value, "shape")
         },
         rules=get_model_conversion_mapping(model, hf_quantizer=quantizer),
-        # As there: whether a prefix was in the file is known only once one was loaded.
+        # As in transformers: only a load shows whether the file had a prefix.
         reversible=[rule for rule in saved if not isinstance(rule, PrefixChange)],
     )
 
 
 def model_of(rule: str, model_or_config: Any) -> nn.Module:
-    """Return a model of transformers, or make that of a configuration, without storage.
+    """Return a model of transformers. A configuration gives a model on meta.
 
     Raises:
-        TypeError: it is neither.
-        ImportError: there is no transformers, or an old one.
+        TypeError: If it is neither a model nor a configuration.
+        ImportError: If transformers is not installed, or is older than version 5.
     """
     try:
         import transformers as library

@@ -1,8 +1,8 @@
-"""`fit`: will it fit, and where does each layer go.
+"""`fit`: distribute the layers of a model over devices, within a memory budget for each.
 
-Works on meta tensors and on indices alike: no weight is read and no device is touched. In this
-order: the tensors with their sizes (`Inventory`), what must share a device (`_clusters`), devices
-filled one after the other (`_fill`), and the map (`placed`).
+It works on meta tensors and on indices: it reads no weights and uses no device. The steps are: list
+the tensors with their sizes (`Inventory`), group those that must share a device (`_clusters`), fill
+one device after another (`_fill`), and make the map (`make_map`).
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _Limits = Mapping[str, "int | None"]
 
 
 class Fit(Summary, ByKey[str]):
-    """A `by_key` map that `fit` made, and the numbers behind it. Printing it shows a table.
+    """A `by_key` map made by `fit`, with its sizes. Printing it shows a table.
 
     Attributes:
-        budgets: device -> bytes it may take, in the order of filling; None means any number.
-        used: device -> bytes of tensors on it, after casting.
-        reserved: device -> bytes kept free for the largest layer that is kept elsewhere.
-        contents: device -> prefix of the map -> bytes below it.
-        main: the accelerator on which layers that are kept on the host or on disk run; None where
-            there is none, or none that could take the largest of them in.
-        tensors: device -> number of tensors on it.
-        dtypes: dtype, after casting -> number of tensors of it, the most first.
+        budgets: Device -> its budget in bytes, in the order of filling. None: unlimited.
+        used: Device -> bytes of the tensors on it, after casting.
+        reserved: Device -> bytes kept free for the largest layer that is stored elsewhere.
+        contents: Device -> prefix of the map -> bytes below it.
+        main: The accelerator that runs the layers stored in RAM or on disk. None if there is no
+            accelerator with room for the largest of these layers.
+        tensors: Device -> number of tensors on it.
+        dtypes: Dtype after casting -> number of its tensors, most frequent first.
     """
 
     budgets: dict[str, int | None]
@@ -84,7 +84,7 @@ class Fit(Summary, ByKey[str]):
             "device_map": dict(self),
         }
 
-    # A rule that a program can be given again, as that of every other rule; it is as short.
+    # The call that makes it, as for every other rule.
     __repr__ = ByKey.__repr__
 
     def _summary(self) -> tuple[str, Facts]:
@@ -103,7 +103,7 @@ class Fit(Summary, ByKey[str]):
 
 
 def _runs(prefixes: Iterable[str]) -> list[str]:
-    """Return prefixes for people: ``layers.3 to layers.7`` for members of a numbered list."""
+    """Shorten a list of prefixes: ``layers.3 to layers.7`` for members of a numbered list."""
     runs: list[tuple[str, str]] = []
     for prefix in prefixes:
         stem, _, number = prefix.rpartition(".")
@@ -166,18 +166,18 @@ def fit(
         >>> device_map["encoder"], device_map.used["cuda:0"] < 100 * 2**20
         ('cuda:0', True)
     """
-    inventory = take(model_or_ckpt, root, dtype, rename)
+    inventory = list_tensors(model_or_ckpt, root, dtype, rename)
     if isinstance(budgets, ByKey):
         budgets.check(inventory.names, present=False)
         given = {name: spelled_device(budgets.at(name) or "cpu") for name in inventory.names}
-        return placed(inventory, given, dict.fromkeys(given.values()))
-    limits = limits_of(budgets)
+        return make_map(inventory, given, dict.fromkeys(given.values()))
+    limits = parse_budgets(budgets)
     clusters = _clusters(inventory, _whole_paths(inventory, model_or_ckpt, no_split, limits))
     main = next(filter(is_accelerator, limits), None)
     reserved: dict[str, int] = {}
     where = _fill(clusters, limits, reserved)
     if len(where) < len(clusters):
-        raise _misfit(inventory, clusters, where, limits)
+        raise _make_error(inventory, clusters, where, limits)
     if largest_layer and main is not None and not all(map(is_accelerator, where)):
         largest, limit = max(cluster.layer for cluster in clusters), limits[main]
         again = _fill(clusters, limits, {main: largest})
@@ -191,34 +191,34 @@ def fit(
         for item in cluster.items
         for name in item.names
     }
-    return placed(inventory, devices, limits, reserved=reserved, main=main)
+    return make_map(inventory, devices, limits, reserved=reserved, main=main)
 
 
-def limits_of(
+def parse_budgets(
     budgets: Mapping[Device, str | int | None] | Mapping[str, str | int | None],
 ) -> _Limits:
-    """Return device -> bytes, or None for no limit.
+    """Parse the budgets into device -> bytes, or None for no limit.
 
     Raises:
-        PlacementError: what can be no device, or none with values; one given twice.
-        ValueError: a size is none, or there is no device.
+        PlacementError: If a key is not a device, is ``meta``, or occurs twice.
+        ValueError: If a size is not a size, or no device is given.
     """
     limits: dict[str, int | None] = {}
     for device, size in budgets.items():
         name = spelled_device(checked_device(device, str(device)))
         if name in limits or name == "meta":
-            reason = "is given twice" if name in limits else "holds no values"
+            reason = "occurs twice" if name in limits else "cannot store values"
             raise PlacementError(f"budgets: the device {reason}", entry=name)
         try:
             limits[name] = None if size is None else parse_size(size)
         except ValueError as error:
             raise ValueError(f"budgets[{name!r}]: {error}") from error
     if not limits:
-        raise ValueError("budgets: give at least one device and its size")
+        raise ValueError("budgets: pass at least one device and its size")
     return limits
 
 
-def placed(
+def make_map(
     inventory: Inventory,
     where: Mapping[str, str],
     limits: _Limits,
@@ -226,7 +226,7 @@ def placed(
     reserved: Mapping[str, int] | None = None,
     main: str | None = None,
 ) -> Fit:
-    """Return the map and its numbers, from the device of every name."""
+    """Make the map and its sizes from the device of every name."""
     below: dict[str, str | None] = {}  # prefix -> the device of all names below it, if they agree
     for name, device in where.items():
         for prefix in ancestors(name):
@@ -257,13 +257,13 @@ def placed(
 
 @dataclass(slots=True)
 class Item:
-    """One tensor under all of its names.
+    """One tensor with all of its names.
 
     Attributes:
-        names: the names; more than one where names are tied or the file has one tensor twice.
-        nbytes: bytes, after casting.
-        dtype: what it becomes.
-        storage: what tensors have in common that share memory.
+        names: Its names. Tied names, and keys with the same bytes, are one tensor.
+        nbytes: Bytes after casting.
+        dtype: Dtype after casting.
+        storage: Identity of its storage. Tensors that share memory have the same.
     """
 
     names: tuple[str, ...]
@@ -277,10 +277,10 @@ class Inventory:
     """The tensors of a model or checkpoint.
 
     Attributes:
-        items: in the order of execution, as far as registration or names tell it.
-        owners: paths of the modules that hold tensors themselves, in that order.
-        kinds: path -> class of the module; empty for a checkpoint.
-        path: the checkpoint, or None.
+        items: The tensors in order of execution, as far as registration or names show it.
+        owners: Paths of the modules with tensors of their own, in that order.
+        kinds: Path -> class of the module. Empty for a checkpoint.
+        path: Path of the checkpoint, or None.
     """
 
     items: Sequence[Item]
@@ -295,28 +295,28 @@ class Inventory:
 
     @property
     def paths(self) -> set[str]:
-        """Paths of the modules that hold tensors themselves or below."""
+        """Paths of all modules that contain tensors."""
         return prefixes(self.owners) - {""}
 
 
-def take(
+def list_tensors(
     source: nn.Module | Checkpoint | str | os.PathLike[str],
     root: str | None,
     dtype: DtypeRule,
     rename: Rename | None,
 ) -> Inventory:
-    """Take the inventory of a module, live or on meta, or of a checkpoint or its path.
+    """List the tensors of a module or a checkpoint with their sizes.
 
     Args:
-        source: what to look at.
-        root: as for `torchlift.load`; for a checkpoint only.
-        dtype: as for `torchlift.load`; None counts tensors as they are.
-        rename: as for `torchlift.load`; for a checkpoint only.
+        source: A module, live or on meta, a checkpoint or its path.
+        root: See `torchlift.load`. For a checkpoint only.
+        dtype: See `torchlift.load`. None: sizes without a cast.
+        rename: See `torchlift.load`. For a checkpoint only.
     """
     if isinstance(source, nn.Module):
         for name, value in {"root": root, "rename": rename}.items():
             if value is not None:
-                raise ValueError(f"{name}= is for a checkpoint: a model's names are what they are")
+                raise ValueError(f"{name}= applies to a checkpoint only. Leave it out for a model")
         return _of_model(source, dtype)
     with checkpoint(source, root) as ckpt:
         return _of_checkpoint(ckpt, dtype, rename)
@@ -344,7 +344,7 @@ def _of_checkpoint(ckpt: Checkpoint, dtype: DtypeRule, rename: Rename | None) ->
     made = rewritten(entries, rename, ckpt.path)
     same: dict[object, list[str]] = {}
     for name, (entry, _) in made.items():
-        # Two keys that show the same bytes in the same way are one tensor.
+        # Two keys with the same bytes, shape and strides are one tensor.
         spot = (entry.storage, entry.chunks[:1], entry.shape, entry.stride, entry.dtype)
         same.setdefault(spot if entry.chunks else name, []).append(name)
     items = []
@@ -352,7 +352,7 @@ def _of_checkpoint(ckpt: Checkpoint, dtype: DtypeRule, rename: Rename | None) ->
         entry = made[names[0]].entry
         becomes = stored_dtype(dtype, entry._replace(key=names[0]), ckpt.path)
         nbytes = entry.nbytes * becomes.itemsize // entry.itemsize
-        # A tensor that must be put together shares memory with no other.
+        # A tensor that is assembled from chunks gets memory of its own.
         alone = entry.needs_assembly or not entry.chunks or not entry.storage
         items.append(Item(tuple(names), nbytes, becomes, names[0] if alone else entry.storage))
     place = {name: at for at, name in enumerate(_in_order(made))}
@@ -362,10 +362,9 @@ def _of_checkpoint(ckpt: Checkpoint, dtype: DtypeRule, rename: Rename | None) ->
 
 
 def _in_order(names: Iterable[str]) -> list[str]:
-    """Return the names with the members of numbered lists in the order of their numbers.
+    """Sort the members of numbered lists by number. All other names keep the order of the file.
 
-    A safetensors file is in alphabetical order, layer 10 before layer 2. Everything else stays in
-    the order of the file.
+    A safetensors file is in alphabetical order: layer 10 comes before layer 2.
     """
     seen: dict[str, int] = {}
 
@@ -373,7 +372,7 @@ def _in_order(names: Iterable[str]) -> list[str]:
         at = ""
         for segment in name.split(".", 64):
             parent, at = at, f"{at}.{segment}" if at else segment
-            # Numbers take the place of the list's first member; the rest, of its own first.
+            # A list is placed where its first member is. Every other name, where it occurs first.
             first = seen.setdefault(f"{parent}.#" if segment.isdecimal() else at, len(seen))
             yield first, int(segment[:18]) if segment.isdecimal() else 0
 
@@ -385,13 +384,13 @@ def _in_order(names: Iterable[str]) -> list[str]:
 
 @dataclass(slots=True)
 class _Cluster:
-    """Tensors that go to one device together.
+    """Tensors that must share a device.
 
     Attributes:
-        units: paths of the modules in it.
-        items: its tensors.
-        nbytes: their bytes.
-        layer: bytes of the largest of its modules by itself.
+        units: Paths of its modules.
+        items: Its tensors.
+        nbytes: Bytes of all its tensors.
+        layer: Bytes of its largest module.
     """
 
     units: list[str] = field(default_factory=list)
@@ -401,21 +400,21 @@ class _Cluster:
 
 
 def _clusters(inventory: Inventory, whole: Collection[str]) -> list[_Cluster]:
-    """Group the tensors by module, by the paths that stay whole, and by ties and shared memory."""
+    """Group tensors by module, by the paths that are not split, and by ties and shared memory."""
     unit_of = {
-        # With a dot: a module's own tensors, without those of its submodules.
+        # The final dot marks a module's own tensors, without those of its submodules.
         path: next((p for p in ancestors(path) if p in whole), f"{path}.")
         for path in inventory.owners
     }
     sizes = dict.fromkeys(unit_of.values(), 0)
     together = {unit: [unit] for unit in sizes}
-    first: dict[object, str] = {}  # storage -> a unit that has a tensor in it
+    first: dict[object, str] = {}  # storage -> a unit with a tensor in it
     for item in inventory.items:
         for unit in {unit_of[name.rpartition(".")[0]] for name in item.names}:
             sizes[unit] += item.nbytes
             few, many = together[unit], together[first.setdefault(item.storage, unit)]
             if few is not many:
-                # The smaller joins the larger: a file of nothing but views is not quadratic.
+                # The smaller list joins the larger one: else a file of many views is quadratic.
                 few, many = sorted((few, many), key=len)
                 many += few
                 together.update(dict.fromkeys(few, many))
@@ -432,10 +431,10 @@ def _clusters(inventory: Inventory, whole: Collection[str]) -> list[_Cluster]:
 
 
 def _hard_paths(inventory: Inventory, no_split: Iterable[str | type[nn.Module]]) -> set[str]:
-    """Return the paths that `no_split` means.
+    """Return the paths that match `no_split`.
 
     Raises:
-        PlacementError: one of them means nothing.
+        PlacementError: If an item of `no_split` matches nothing.
     """
     if isinstance(no_split, (str, type)):
         no_split = (no_split,)
@@ -450,7 +449,7 @@ def _hard_paths(inventory: Inventory, no_split: Iterable[str | type[nn.Module]])
             text = asked.__name__ if isinstance(asked, type) else asked
             known = {kind.__name__ for kind in inventory.kinds.values()} | inventory.paths
             raise PlacementError(
-                "no_split: no module has this class or path",
+                "no_split matches no class and no path of the model",
                 file=inventory.path,
                 entry=text,
                 hint=did_you_mean(text, known) or None,
@@ -510,7 +509,7 @@ def _fill(clusters: Iterable[_Cluster], limits: _Limits, reserved: Mapping[str, 
     return where
 
 
-def _misfit(
+def _make_error(
     inventory: Inventory,
     clusters: Sequence[_Cluster],
     where: Sequence[str],
@@ -524,18 +523,18 @@ def _misfit(
     lines = []
     for device, limit in limits.items():
         lines.append(f"{device} {human(used[device])} of {human(limit or 0)}")
-    tied = f", which {len(first.units)} ties keep together," if len(first.units) > 1 else ""
+    tied = f" ({len(first.units)} tied modules)" if len(first.units) > 1 else ""
     return PlacementError(
-        f"does not fit: {human(left + sum(used.values()))} in all, budgets of "
-        f"{human(sum(size or 0 for size in limits.values()))}; used {'; '.join(lines)}; "
-        f"{human(left)} are left over, and the next to place{tied} takes {human(first.nbytes)}",
+        f"does not fit: the tensors take {human(left + sum(used.values()))}, the budgets are "
+        f"{human(sum(size or 0 for size in limits.values()))}. Used: {', '.join(lines)}. "
+        f"{human(left)} remain, and the next layer{tied} takes {human(first.nbytes)}",
         file=inventory.path,
         entry=first.units[0] or first.items[0].names[0],
         hint=Hint(
-            "Raise a budget, give a smaller ",
+            "Raise a budget, pass a smaller ",
             Argument("dtype"),
             ", or add ",
             Argument("budgets", '{..., "disk": None}', ("disk",)),
-            " for what fits nowhere.",
+            " to leave the remaining layers on disk.",
         ),
     )

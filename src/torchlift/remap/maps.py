@@ -1,7 +1,6 @@
-"""Rules that answer per tensor: by name, by pattern, by where it was saved, by the first answer.
+"""Rules that select the device or dtype of each tensor: by name, pattern or location tag.
 
-Each is a callable of a `TensorEntry`, for ``device=`` or ``dtype=`` of `torchlift.plan` and
-`torchlift.load`. None means that the rule says nothing of the tensor, and the default applies.
+A rule is a callable of a `TensorEntry`. It returns a device or dtype, or None for the default.
 """
 
 from __future__ import annotations
@@ -17,28 +16,28 @@ from torchlift._model.devices import DEVICE_TAG, DISK, Device, checked_device, u
 from torchlift._plan.rules import check_rule, dtype_named, full_name, is_deferred
 from torchlift.errors import PlacementError, did_you_mean
 from torchlift.formats.index import TensorEntry
-from torchlift.remap.names import compiled
+from torchlift.remap.names import compile_pattern
 
 V = TypeVar("V", bound=Device | torch.dtype)
 
-# No module is nested as deep as this, and a key of a hostile file may hold a million dots.
+# No module is nested this deep. A key of a hostile file may contain a million dots.
 _DEEPEST = 64
 
 
 class _Map(dict[str, V]):
-    """A dict that is a rule, so that libraries that take a device map take it too."""
+    """A dict that is a rule. Libraries that accept a device map accept it."""
 
     def check(self, names: Collection[str], *, present: bool = True) -> None:
-        """Refuse devices that this machine lacks.
+        """Refuse devices that this machine does not have.
 
-        A tag that the file lacks and a pattern that finds nothing are no mistakes.
+        A tag or a pattern that matches nothing is allowed.
 
         Args:
-            names: the names of the tensors that the map is for.
-            present: whether the devices must exist here.
+            names: The names of the tensors that the map is for.
+            present: Whether the devices must exist here.
 
         Raises:
-            PlacementError: the first entry that is wrong.
+            PlacementError: If an entry is wrong. The error names the first one.
         """
         for entry, value in self.items():
             if not isinstance(value, torch.dtype) and not is_deferred(value):
@@ -46,25 +45,25 @@ class _Map(dict[str, V]):
 
 
 class ByKey(_Map[V]):
-    """Dotted prefix -> device or dtype; made by `by_key` and `fit`. The longest prefix wins."""
+    """Dotted prefix -> device or dtype, made by `by_key` and `fit`. The longest prefix wins."""
 
     def __call__(self, entry: TensorEntry) -> V | None:
-        """Return what the longest prefix of the tensor's name is mapped to, or None."""
+        """Return the value of the longest prefix of the tensor's name, or None."""
         return self.at(entry.key)
 
     def at(self, name: str) -> V | None:
-        """Return what the longest prefix of `name` is mapped to, or None."""
+        """Return the value of the longest prefix of `name`, or None."""
         return next((self[p] for p in reversed(ancestors(name)) if p in self), None)
 
     def check(self, names: Collection[str], *, present: bool = True) -> None:
-        """Refuse prefixes that match none of `names` too."""
+        """Refuse prefixes that match no name, and devices that this machine does not have."""
         known = prefixes(names)
         tops = sorted(name for name in known if name and "." not in name)[:8]
-        at_the_top = f"At the top there are: {', '.join(tops)}." if tops else None
+        at_the_top = f"The top-level names are: {', '.join(tops)}." if tops else None
         for prefix in self:
             if prefix and prefix not in known:
                 raise PlacementError(
-                    "is mapped, but no tensor has that name or is below it",
+                    "the map contains a prefix that matches no tensor",
                     entry=prefix,
                     expected="a dotted prefix of a name",
                     hint=_root_left_out(self, known) or did_you_mean(prefix, known) or at_the_top,
@@ -76,19 +75,21 @@ class ByKey(_Map[V]):
 
 
 def _root_left_out(mapped: Iterable[str], known: Collection[str]) -> str:
-    """Return the way out where all that is mapped is known, but for one beginning; or no text."""
+    """Return a hint if all prefixes match after a common root is removed, or an empty text."""
     first, *others = sorted(mapped) or [""]
     for root in ancestors(first)[1:-1]:
         if all(p.startswith(f"{root}.") and p[len(root) + 1 :] in known for p in (first, *others)):
-            return f"The map's names begin with that of a container: remap.fit(..., root={root!r})."
+            return (
+                f"The prefixes start with the name of a container. Pass root={root!r} to remap.fit."
+            )
     return ""
 
 
 class ByLocation(_Map[Device]):
-    """Location tag -> device; made by `by_location`. The most specific tag wins."""
+    """Location tag -> device, made by `by_location`. The most specific tag wins."""
 
     def __call__(self, entry: TensorEntry) -> Device | None:
-        """Return what the tensor's tag is mapped to, or None."""
+        """Return the device for the tensor's tag, or None."""
         kind = entry.location.partition(":")[0]
         return next((self[tag] for tag in (entry.location, kind, "") if tag in self), None)
 
@@ -97,10 +98,10 @@ class ByLocation(_Map[Device]):
 
 
 class ByPattern(_Map[V]):
-    """Regular expression -> device or dtype; made by `by_pattern`. The first that is found wins."""
+    """Regular expression -> device or dtype, made by `by_pattern`. The first match wins."""
 
     def __call__(self, entry: TensorEntry) -> V | None:
-        """Return what the first pattern found in the tensor's name is mapped to, or None."""
+        """Return the value of the first pattern that matches the tensor's name, or None."""
         return next((value for text, value in self.items() if re.search(text, entry.key)), None)
 
     def __repr__(self) -> str:
@@ -109,7 +110,7 @@ class ByPattern(_Map[V]):
 
 @dataclass(frozen=True, repr=False)
 class FirstOf(Generic[V]):
-    """Rules of which the first that has an answer gives it; made by `first_of`."""
+    """Several rules, made by `first_of`. The first answer wins."""
 
     rules: tuple[Callable[[TensorEntry], V | None] | V, ...]
 
@@ -119,7 +120,7 @@ class FirstOf(Generic[V]):
         return next((answer for answer in answers if answer is not None), None)
 
     def check(self, names: Collection[str], *, present: bool = True) -> None:
-        """Let every rule check itself."""
+        """Check every rule."""
         for rule in self.rules:
             check_rule(rule, names, present=present)
 
@@ -128,23 +129,22 @@ class FirstOf(Generic[V]):
 
 
 def by_key(mapping: Mapping[str, V]) -> ByKey[V]:
-    """Say by name where tensors go, or what they become; the longest dotted prefix wins.
+    """Select the device or dtype of each tensor by its name.
 
-    Prefixes end at dots: ``model.layers.1`` is not about ``model.layers.10``. An empty prefix is
-    about everything. A tensor that no prefix is about is left to the default: a live one stays, one
-    on meta goes to the CPU and keeps the checkpoint's dtype.
+    The longest dotted prefix wins. Prefixes end at dots: ``model.layers.1`` does not match
+    ``model.layers.10``. An empty prefix matches every tensor. If no prefix matches a tensor, a live
+    tensor stays where it is, and a meta tensor goes to the CPU in the checkpoint's dtype.
 
     Args:
-        mapping: prefix of the model's names, or a whole name -> a device for ``device=``
-            (``"disk"`` leaves it mapped from the file, ``"meta"`` for a later load), or a
-            `torch.dtype` or its name for ``dtype=``.
+        mapping: Names or prefixes of names in the model -> devices for ``device=``, or dtypes for
+            ``dtype=``. ``"disk"`` leaves a tensor mapped. ``"meta"`` leaves it for later.
 
     Returns:
-        A dict that is a rule for ``device=`` or ``dtype=``. `torchlift.plan` and `torchlift.load`
-        refuse it when a prefix matches nothing or a device is not there, before anything happens.
+        A dict that is a rule. `torchlift.plan` and `torchlift.load` refuse it, before anything
+        changes, if a prefix matches no tensor or a device does not exist here.
 
     Raises:
-        PlacementError: a value can be no device and is no dtype.
+        PlacementError: If a value is neither a device nor a dtype.
 
     Example:
         >>> from torchlift import remap
@@ -152,24 +152,24 @@ def by_key(mapping: Mapping[str, V]) -> ByKey[V]:
         >>> rule.at("model.layers.10.weight"), rule.at("model.norm.weight")
         ('cuda:0', 'cpu')
     """
-    return ByKey({key: _valued(value, key) for key, value in mapping.items()})
+    return ByKey({key: _check_value(value, key) for key, value in mapping.items()})
 
 
 def by_pattern(mapping: Mapping[str, V]) -> ByPattern[V]:
-    """Say by regular expression where tensors go, or what they become; the first found wins.
+    """Select the device or dtype of each tensor by regular expressions.
 
-    Patterns are searched anywhere in the model's names, in the order given, so ``""`` at the end is
-    about all the rest. A tensor in whose name none is found is left to the default.
+    A pattern may match anywhere in the name. The first match wins, so ``""`` at the end matches all
+    other tensors. The default applies to a tensor that no pattern matches.
 
     Args:
-        mapping: pattern -> a device for ``device=``, or a `torch.dtype` or its name for ``dtype=``.
+        mapping: Patterns -> devices for ``device=``, or dtypes for ``dtype=``.
 
     Returns:
         A rule for ``device=`` or ``dtype=``.
 
     Raises:
-        ValueError: a pattern does not compile; the message shows it.
-        PlacementError: a value can be no device and is no dtype.
+        ValueError: If a pattern does not compile.
+        PlacementError: If a value is neither a device nor a dtype.
 
     Example:
         >>> import torch
@@ -178,27 +178,26 @@ def by_pattern(mapping: Mapping[str, V]) -> ByPattern[V]:
         by_pattern({'norm': torch.float32, '': torch.bfloat16})
     """
     for text in mapping:
-        compiled(text)
-    return ByPattern({text: _valued(value, text) for text, value in mapping.items()})
+        compile_pattern(text)
+    return ByPattern({text: _check_value(value, text) for text, value in mapping.items()})
 
 
 def by_location(mapping: Mapping[str, Device]) -> ByLocation:
-    """Say by where a tensor was saved where it goes; the most specific tag wins.
+    """Select the device of each tensor by its location tag: the device that it was saved from.
 
-    ``"cuda"`` is about ``cuda:0``, ``cuda:1`` and all others that have no entry of their own, and
-    ``""`` is about every tag, and about tensors that no file holds. What no entry is about is left
-    to the default: a live tensor stays, one on meta goes to the CPU. The backends that wrote the
-    tags need not exist here, and a tag that the file lacks is no mistake.
+    The most specific tag wins. ``"cuda"`` matches every ``cuda:N`` that has no entry of its own.
+    ``""`` matches every tag, and tensors that are not in a file. If no entry matches, a live tensor
+    stays where it is, and a meta tensor goes to the CPU. The saved devices need not exist here.
 
     Args:
-        mapping: location tag as the file has it -> device. As a device, ``"cuda"`` means the
-            current device of this process.
+        mapping: Location tags of the file -> devices. The device ``"cuda"`` is the current device
+            of this process. A tag that the file does not contain is allowed.
 
     Returns:
         A dict that is a rule for ``device=``.
 
     Raises:
-        PlacementError: a key can be no tag, or a value no device.
+        PlacementError: If a key is not a tag, or a value is not a device.
 
     Example:
         >>> from torchlift import remap
@@ -208,7 +207,7 @@ def by_location(mapping: Mapping[str, Device]) -> ByLocation:
     for tag in mapping:
         if tag and not DEVICE_TAG.fullmatch(tag):
             raise PlacementError(
-                "is no location tag",
+                "this key is not a location tag",
                 entry=tag,
                 expected='a tag such as "cuda:1", or "cuda" for all of that kind',
             )
@@ -216,10 +215,10 @@ def by_location(mapping: Mapping[str, Device]) -> ByLocation:
 
 
 def first_of(*rules: Callable[[TensorEntry], V | None] | V) -> FirstOf[V]:
-    """Combine rules: the first that has something to say about a tensor decides.
+    """Combine rules. The first rule that returns a value for a tensor wins.
 
     Args:
-        rules: rules for ``device=`` or for ``dtype=``; a plain device or dtype answers always.
+        rules: Rules for ``device=`` or for ``dtype=``. A plain device or dtype always answers.
 
     Returns:
         A rule of the same kind.
@@ -249,17 +248,17 @@ def prefixes(names: Iterable[str]) -> set[str]:
 
 
 def is_accelerator(device: str) -> bool:
-    """Return whether it is neither the host nor the disk."""
+    """Return whether a device is neither the CPU nor the disk."""
     return device.partition(":")[0] not in ("cpu", DISK)
 
 
-def _valued(value: Any, entry: str) -> Any:
-    """Return a dtype, also of a name; or what can be a device of some machine."""
+def _check_value(value: Any, entry: str) -> Any:
+    """Return the value as a dtype, or as a device that some machine can have."""
     if isinstance(value, str):
         value = dtype_named(value) or value
     if isinstance(value, str) and full_name(value):
         raise PlacementError(
-            "is mapped to something that is no dtype",
+            "the value in the map is not a dtype",
             entry=entry,
             found=repr(value),
             hint=full_name(value).removeprefix(". "),

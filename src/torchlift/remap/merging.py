@@ -1,11 +1,13 @@
-"""Renames that change how tensors are divided: `merge` makes one of many, `split` many of one.
+"""`merge` makes one tensor of several, and `split` makes several tensors of one.
 
-Which conversion of transformers' table takes which: experts of a list fused into one tensor
-(Mixtral, Qwen2-MoE and most of its kind) are ``merge(stack=0)``, with gate and up projection in one
-tensor ``merge(stack=0, cat=1)``; short convolutions of q, k and v in one (Qwen3.5, GLM-5)
-``merge(cat=0)``; fused q/k/v and gate/up weights taken apart (ViTs of timm and SAM, ModernBERT,
-Phi-3) ``split(chunk=0)``; grouped attention (Molmo) ``split(chunk=0, sizes=...)``; routers saved
-transposed (Ernie 4.5 VL) ``merge(transpose=(0, 1))``.
+The conversions of transformers' table, as calls of these two:
+
+- A list of experts fused into one tensor (Mixtral, Qwen2-MoE): ``merge(stack=0)``.
+- The same, with the gate and up projections in one tensor: ``merge(stack=0, cat=1)``.
+- Short convolutions of q, k and v in one tensor (Qwen3.5, GLM-5): ``merge(cat=0)``.
+- Fused q/k/v or gate/up weights that are separated (timm, SAM, Phi-3): ``split(chunk=0)``.
+- Grouped attention (Molmo): ``split(chunk=0, sizes=...)``.
+- Routers that are saved transposed (Ernie 4.5 VL): ``merge(transpose=(0, 1))``.
 """
 
 from __future__ import annotations
@@ -25,33 +27,37 @@ from torchlift.errors import MismatchError, PlacementError
 from torchlift.formats.boxes import at_indices, joined, permuted, squeezed, unsqueezed
 from torchlift.remap.names import Renaming
 
-#: What stands in a pattern for text, and what for a number.
+#: The fields of a pattern: ``*`` matches text, ``{...}`` matches a number.
 _FIELD = re.compile(r"\*|\{\w*\}")
-#: Numbers as a list of modules has them: of others, the way back would be another name.
+#: The numbers of a list of modules. Others, such as 007, would not survive a round trip.
 _NUMBER = r"(0|[1-9][0-9]{0,8})"
 MOST_NAMED = 100  # missing members in an error
 
 
-# ---- what can be done to tensors that nobody has read
+# ---- operations on tensors that have not been read
 
 
 class Unfit(ValueError):
-    """Tensors that an operation cannot take."""
+    """An operation does not support these tensors."""
 
 
-def _checked(item: Made) -> Made:
-    """Return a tensor of plain numbers."""
+def _require_plain(item: Made) -> Made:
+    """Return the tensor if it is a plain tensor of numbers.
+
+    Raises:
+        PlacementError: If it is sparse, quantised or a subclass.
+    """
     if not item.entry.can_be_sliced:
         raise PlacementError(
-            "only whole tensors of plain numbers can be merged or split",
+            "only plain tensors can be merged or split",
             entry=item.keys[0],
             found=item.entry.type_name,
-            hint="Load it without this rule, or save what it stands for as a plain tensor.",
+            hint="Load it without this rule, or save it as a plain tensor.",
         )
     return item
 
 
-def _dim(item: Made, dim: int, more: int = 0) -> int:
+def _check_dim(item: Made, dim: int, more: int = 0) -> int:
     size = len(item.entry.shape) + more
     if not -size <= dim < size:
         raise Unfit(f"{item.keys[0]!r} of shape {list(item.entry.shape)} has no dimension {dim}")
@@ -59,16 +65,16 @@ def _dim(item: Made, dim: int, more: int = 0) -> int:
 
 
 def transposed(item: Made, dims: tuple[int, int]) -> Made:
-    """Return a tensor with two dimensions exchanged, as `torch.transpose` does it."""
-    one, two = (_dim(_checked(item), dim) for dim in dims)
+    """Exchange two dimensions, as `torch.transpose` does."""
+    one, two = (_check_dim(_require_plain(item), dim) for dim in dims)
     order = list(range(len(item.entry.shape)))
     order[one], order[two] = two, one
     return item if one == two else Made(permuted(item.entry, order), item.keys)
 
 
 def concatenated(items: Sequence[Made], dim: int) -> Made:
-    """Return tensors one behind the other in a dimension, as `torch.cat` does it."""
-    dim = _dim(items[0], dim)
+    """Concatenate tensors along a dimension, as `torch.cat` does."""
+    dim = _check_dim(items[0], dim)
     _require_alike(items, dim)
     if len(items) == 1:
         return items[0]
@@ -77,45 +83,45 @@ def concatenated(items: Sequence[Made], dim: int) -> Made:
 
 
 def stacked(items: Sequence[Made], dim: int) -> Made:
-    """Return tensors along a dimension of their own, as `torch.stack` does it."""
+    """Stack tensors along a new dimension, as `torch.stack` does."""
     _require_alike(items, None)
-    dim = _dim(items[0], dim, 1)
+    dim = _check_dim(items[0], dim, 1)
     return concatenated([Made(unsqueezed(e, dim), keys) for e, keys in items], dim)
 
 
 def taken(item: Made, dim: int, indices: range) -> Made:
-    """Return what a tensor has at some indices of one dimension."""
-    return Made(at_indices(_checked(item).entry, _dim(item, dim), indices), item.keys)
+    """Select indices of one dimension."""
+    return Made(at_indices(_require_plain(item).entry, _check_dim(item, dim), indices), item.keys)
 
 
 def chunked(item: Made, dim: int, sizes: Sequence[int]) -> list[Made]:
-    """Return slices of a tensor, one behind the other, as `torch.split` does it."""
+    """Split a tensor into consecutive slices, as `torch.split` does."""
     edges = accumulate(sizes, initial=0)
     return [taken(item, dim, range(start, stop)) for start, stop in pairwise(edges)]
 
 
 def unstacked(item: Made, dim: int) -> list[Made]:
-    """Return the slices of a tensor along one dimension, without it, as `torch.unbind` does it."""
-    at = _dim(_checked(item), dim)
+    """Remove a dimension and return its slices, as `torch.unbind` does."""
+    at = _check_dim(_require_plain(item), dim)
     slices = chunked(item, at, [1] * item.entry.shape[at])
     return [Made(squeezed(entry, at), keys) for entry, keys in slices]
 
 
 def reshaped(item: Made, shape: Sequence[int]) -> Made:
-    """Return a tensor in another shape, as `torch.reshape` does it."""
+    """Change the shape of a tensor, as `torch.reshape` does."""
     old, fewer = item.entry.shape, min(len(item.entry.shape), len(shape)) - 1
     if fewer < 0 or 0 in old:
         raise Unfit(f"{item.keys[0]!r} of shape {list(old)} cannot have shape {list(shape)}")
     before = next((at for at in range(fewer) if old[at] != shape[at]), fewer)
     fewer -= before
     behind = next((at for at in range(fewer) if old[-1 - at] != shape[-1 - at]), fewer)
-    # The dimensions that differ become one, the last two first, and this one those of the shape.
+    # Fold the dimensions that differ into one, from the last on. Then unfold it to the new shape.
     for dim in range(len(old) - behind - 2, before - 1, -1):
         item = concatenated(unstacked(item, dim), dim)
     for dim in range(before, len(shape) - behind - 1):
         size, rows = item.entry.shape[dim], shape[dim]
         width = size // rows
-        if dim == 0 or rows < width:  # boxes of dimension 0 that follow each other become one
+        if dim == 0 or rows < width:  # consecutive boxes of dimension 0 become one
             ranges = [range(at, at + width) for at in range(0, size, width)]
             item = stacked([taken(item, dim, row) for row in ranges], dim)
         else:
@@ -127,13 +133,13 @@ def reshaped(item: Made, shape: Sequence[int]) -> Made:
 
 def _require_alike(items: Sequence[Made], dim: int | None) -> None:
     """Refuse tensors that differ in more than their sizes in one dimension."""
-    first = _checked(items[0])
+    first = _require_plain(items[0])
     for item in items[1:]:
-        a, b = first.entry, _checked(item).entry
+        a, b = first.entry, _require_plain(item).entry
         if a.dtype != b.dtype:
             raise Unfit(
-                f"{first.keys[0]!r} is {a.dtype} and {item.keys[0]!r} is {b.dtype}: bring them to "
-                "one dtype with torchlift.convert first"
+                f"{first.keys[0]!r} is {a.dtype} and {item.keys[0]!r} is {b.dtype}. Convert them "
+                "to one dtype first, with torchlift.convert"
             )
         sizes = zip(a.shape, b.shape, strict=False)
         same = len(a.shape) == len(b.shape)
@@ -146,8 +152,8 @@ def _require_alike(items: Sequence[Made], dim: int | None) -> None:
         if way != ways[0][0]:
             shown = (f"{k!r} ({', '.join(sorted(w)) or 'plain'})" for w, k in (ways[0], (way, key)))
             raise Unfit(
-                f"{' and '.join(shown)} are stored differently: write the file anew with "
-                "torchlift.convert first"
+                f"{' and '.join(shown)} are stored differently. Rewrite the file "
+                "first, with torchlift.convert"
             )
 
 
@@ -170,7 +176,7 @@ class _Pattern:
 
     @cached_property
     def _kinds(self) -> list[bool]:
-        """Return of every field whether it is text."""
+        """For each field, whether it matches text."""
         return [field == "*" for field in _FIELD.findall(self.text)]
 
     @cached_property
@@ -181,7 +187,7 @@ class _Pattern:
         return re.compile(first + "".join(rest), re.DOTALL)
 
     def fields(self, key: str) -> tuple[tuple[str, ...], int] | None:
-        """Return the texts and the number with which a key fits, or None; 0 for no number."""
+        """Return the texts and the number in a key, or None if it does not match. Default: 0."""
         found = self._regex.fullmatch(key)
         if found is None:
             return None
@@ -190,7 +196,7 @@ class _Pattern:
         return tuple(value for is_text, value in pairs if is_text), number
 
     def name(self, texts: Sequence[str], number: int) -> str:
-        """Return the name with these in the fields."""
+        """Fill in the fields and return the name."""
         values = iter(texts)
         return _FIELD.sub(lambda f: next(values) if f[0] == "*" else str(number), self.text)
 
@@ -200,15 +206,16 @@ class _Pattern:
 
 @dataclass(frozen=True, repr=False)
 class _Division(Rewriting, Renaming):
-    """Tensors of several names that are one of another, read in one of both directions.
+    """A rule between several tensors (the members) and one tensor (the whole).
 
     Attributes:
-        members: their names.
-        whole: name of the one.
-        stack, cat: dimension in which members are joined, where they are.
-        sizes: of the members along `cat`, in proportion; None where all are equal.
-        transpose: dimensions of a member that are exchanged in the whole.
-        merges: whether many become one, and not one many.
+        members: Patterns of the members' names.
+        whole: Pattern of the whole's name.
+        stack: Dimension along which numbered members are stacked, or None.
+        cat: Dimension along which members are concatenated, or None.
+        sizes: Proportions of the members along `cat`. None: all are equal.
+        transpose: Two dimensions of a member that are exchanged in the whole, or None.
+        merges: Whether members become the whole. False: the whole becomes members.
     """
 
     members: tuple[_Pattern, ...]
@@ -220,7 +227,7 @@ class _Division(Rewriting, Renaming):
     merges: bool
 
     def __call__(self, key: str) -> str:
-        """Return the name of the one, or of the first of many."""
+        """Return the name of the whole, or of the first member."""
         if self.merges:
             place = self._place(key)
             return key if place is None else self.whole.name(place[0], 0)
@@ -242,21 +249,21 @@ class _Division(Rewriting, Renaming):
         return f"{'merge' if self.merges else 'split'}({', '.join([*map(repr, names), *given])})"
 
     def reversed(self) -> _Division:
-        """Return the rule for the way back: of a merge the split, of a split the merge."""
+        """Return the inverse: `split` for a `merge`, `merge` for a `split`."""
         if self.merges and self.sizes is None and self.is_numbered and self.stack is None:
-            raise ValueError(f"{self!r} has no way back: pass sizes=, which say how many there are")
+            raise ValueError(f"{self!r} cannot be reversed without sizes=. Pass sizes= to merge")
         return replace(self, merges=not self.merges)
 
     @property
     def is_numbered(self) -> bool:
-        """Whether one name stands for a list of members."""
+        """Whether one pattern matches a numbered list of members."""
         return self.members[0].numbers > 0
 
     def rewrite(self, items: Mapping[str, Made], path: str) -> dict[str, Made]:
         return self._merged(items, path) if self.merges else self._divided(items, path)
 
     def _place(self, key: str) -> tuple[tuple[str, ...], tuple[int, int]] | None:
-        """Return the texts of a member's name, and which one it is: its pattern, its number."""
+        """Return the texts in a member's name, and (index of its pattern, its number), or None."""
         for at, part in enumerate(self.members):
             found = part.fields(key)
             if found is not None:
@@ -306,17 +313,17 @@ class _Division(Rewriting, Renaming):
                 return stacked(together, self.stack)
             return together[0]
         except Unfit as error:
-            raise MismatchError(f"what is to be merged does not fit: {error}", entry=name) from None
+            raise MismatchError(f"these tensors cannot be merged: {error}", entry=name) from None
 
     def _require_sizes(self, members: Sequence[Made], cat: int) -> None:
-        _require_alike(members, _dim(members[0], cat))
-        sizes = [member.entry.shape[_dim(member, cat)] for member in members]
+        _require_alike(members, _check_dim(members[0], cat))
+        sizes = [member.entry.shape[_check_dim(member, cat)] for member in members]
         wanted = [1] * len(sizes) if self.sizes is None else list(self.sizes)
-        if _least(sizes) != _least(wanted):
+        if _reduce(sizes) != _reduce(wanted):
             raise Unfit(
                 f"{clipped_list([repr(member.keys[0]) for member in members])} have "
-                f"{', '.join(map(str, sizes[:5]))} in dimension {cat}, which is not what the rule "
-                f"says; pass sizes={tuple(_least(sizes))}"
+                f"{', '.join(map(str, sizes[:5]))} in dimension {cat}. The rule expects the "
+                f"proportions {tuple(wanted[:5])}. Pass sizes={tuple(_reduce(sizes))}"
             )
 
     def _divided(self, items: Mapping[str, Made], path: str) -> dict[str, Made]:
@@ -329,7 +336,7 @@ class _Division(Rewriting, Renaming):
             try:
                 lists = self._lists(item)
             except Unfit as error:
-                raise MismatchError(f"it cannot be split: {error}", entry=key) from None
+                raise MismatchError(f"this tensor cannot be split: {error}", entry=key) from None
             for part, members in zip(self.members, lists, strict=True):
                 for number, member in enumerate(members):
                     if self.transpose is not None:
@@ -338,7 +345,7 @@ class _Division(Rewriting, Renaming):
         return made
 
     def _lists(self, item: Made) -> list[list[Made]]:
-        """Return the members of every pattern."""
+        """Return the members of each pattern."""
         count = len(self.members)
         if self.cat is None:
             if self.stack is None:
@@ -346,11 +353,11 @@ class _Division(Rewriting, Renaming):
             members = unstacked(item, self.stack)
             if not self.is_numbered and len(members) != count:
                 raise Unfit(
-                    f"dimension {self.stack} of shape {list(item.entry.shape)} is not {count}, the "
-                    "number of names"
+                    f"dimension {self.stack} of shape {list(item.entry.shape)} must be "
+                    f"{count}, the number of names"
                 )
             return [members] if self.is_numbered else [[member] for member in members]
-        total = item.entry.shape[_dim(item, self.cat)]
+        total = item.entry.shape[_check_dim(item, self.cat)]
         shares = (1,) * count if self.sizes is None else self.sizes
         if total % sum(shares):
             what = f"{count} equal slices" if self.sizes is None else f"slices of {self.sizes}"
@@ -364,17 +371,17 @@ class _Division(Rewriting, Renaming):
         return [members] if self.is_numbered else [[member] for member in members]
 
 
-def _least(sizes: Sequence[int]) -> list[int]:
-    """Return the same proportions in the smallest whole numbers."""
+def _reduce(sizes: Sequence[int]) -> list[int]:
+    """Reduce proportions to the smallest whole numbers."""
     divisor = math.gcd(*sizes) or 1
     return [size // divisor for size in sizes]
 
 
 def add(made: MutableMapping[str, Any], name: str, item: Made, path: str) -> None:
-    """Add a tensor under a name that no other one has.
+    """Add a tensor under a new name.
 
     Raises:
-        MismatchError: another one has it.
+        MismatchError: If another tensor already has the name.
     """
     if name in made:
         other = made[name]
@@ -384,11 +391,11 @@ def add(made: MutableMapping[str, Any], name: str, item: Made, path: str) -> Non
 
 
 def missing_members(name: str, missing: Sequence[str]) -> MismatchError:
-    """Return the error that names members that are not there."""
+    """Make the error that lists missing members."""
     return MismatchError(
-        f"not all that it is merged of is in the checkpoint; missing: {clipped_list(missing)}",
+        f"the checkpoint does not contain all its members. Missing: {clipped_list(missing)}",
         entry=name,
-        hint="Fetch the file that has them, or drop the others with remap.rules.",
+        hint="Add the file that contains them, or drop the other members with remap.rules.",
         missing_keys=missing,
     )
 
@@ -402,32 +409,30 @@ def merge(
     sizes: Sequence[int] | None = None,
     transpose: tuple[int, int] | None = None,
 ) -> Renaming:
-    """Make one tensor of several: experts of a list fused, q, k and v in one matrix.
+    """Merge several tensors into one, such as a list of experts, or q, k and v.
 
-    In a pattern ``*`` stands for any text, dots included, which the target has in the same place;
-    ``{...}``, with or without a name in it, for the number of a list's member. Each tensor is
-    transposed first, where that is asked for; the members of a list are then stacked, and what
-    the patterns gave is concatenated in their order. Values are read from the file straight into
-    their slices of the one tensor, each once, and on a mesh only those of a rank's shard. Keys
-    that fit no pattern stay as they are, and so do all of them where none fits. Where some members
-    are there and others are missing, that is an error, whatever ``allow_missing=`` and
-    ``strict=False`` say.
+    In a pattern, ``*`` matches any text, dots included. The target contains the same text in the
+    same place. ``{...}`` matches the number of a list's member, with or without a name inside.
+    Members are transposed first, then stacked, then concatenated in the order of the patterns.
+    Each value is read once, directly into its slice. On a mesh, a rank reads only its shard. Keys
+    that match no pattern keep their names. If some members of a tensor are missing, the load fails,
+    even with ``strict=False``.
 
     Args:
-        sources: pattern of a list's members, or patterns in their order, or both.
-        target: name of the one, with as many ``*``.
-        stack: dimension of the target that counts members, as for ``torch.stack``.
-        cat: dimension in which they follow each other, as for ``torch.cat``.
-        sizes: of the patterns along ``cat``, in proportion, such as ``(4, 1, 1)`` for grouped
-            attention. None: they are equal.
-        transpose: two dimensions of a source that are exchanged; alone, of a tensor that stays one.
+        sources: A pattern with ``{...}`` for a list, or several patterns in order.
+        target: The name of the merged tensor, with the same number of ``*``.
+        stack: The dimension of the target that counts list members, as for ``torch.stack``.
+        cat: The dimension along which members are concatenated, as for ``torch.cat``.
+        sizes: Proportions of the patterns along ``cat``, such as ``(4, 1, 1)`` for grouped
+            attention. Default: all are equal.
+        transpose: Two dimensions of each source to exchange. Alone, it transposes one tensor.
 
     Returns:
-        A rename, which composes: ``strip("model.") | merge(...)``. Its ``reversed()`` is the
-        `split` that leads back.
+        A rename. It composes: ``strip("model.") | merge(...)``. Its ``reversed()`` is the `split`
+        that undoes it.
 
     Raises:
-        ValueError: the patterns and dimensions do not say what is to be done.
+        ValueError: If the patterns and dimensions contradict each other.
 
     Example:
         >>> import torch, torchlift
@@ -451,24 +456,24 @@ def split(
     sizes: Sequence[int] | None = None,
     transpose: tuple[int, int] | None = None,
 ) -> Renaming:
-    """Make several tensors of one: a fused matrix into q, k and v, fused experts into a list.
+    """Split one tensor into several, such as a fused matrix into q, k and v.
 
-    The way back of `merge`, with the same patterns. Rows of a file stay mapped where they are; what
-    lies scattered in it is put together in memory.
+    This is the inverse of `merge`, with the same patterns. A target that is contiguous in the file
+    stays mapped. Any other target is copied into memory.
 
     Args:
-        source: name of the one.
-        targets: patterns in their order, with as many ``*``; one with ``{...}`` is a list.
-        unstack: dimension of the source that counts members, as for ``torch.unbind``.
-        chunk: dimension in which they follow each other, as for ``torch.chunk``.
-        sizes: of the targets along ``chunk``, in proportion. None: they are equal.
-        transpose: two dimensions of a target that are exchanged at last.
+        source: The name of the tensor to split.
+        targets: Patterns in order, with the same number of ``*``. ``{...}`` makes a numbered list.
+        unstack: The dimension of the source that counts members, as for ``torch.unbind``.
+        chunk: The dimension to cut, as for ``torch.chunk``.
+        sizes: Proportions of the targets along ``chunk``. Default: all are equal.
+        transpose: Two dimensions of each target to exchange at the end.
 
     Returns:
-        A rename; its ``reversed()`` is the `merge` that leads back.
+        A rename. Its ``reversed()`` is the `merge` that undoes it.
 
     Raises:
-        ValueError: the patterns and dimensions do not say what is to be done.
+        ValueError: If the patterns and dimensions contradict each other.
 
     Example:
         >>> import torch, torchlift
@@ -497,7 +502,7 @@ def _division(
     names = [members] if isinstance(members, str) else list(members)
     stacks, cats = ("stack=", "cat=") if what == "merge" else ("unstack=", "chunk=")
     if not all(isinstance(name, str) for name in (*names, whole)):
-        raise TypeError(f"{what}({members!r}, {whole!r}): expected patterns, which are text")
+        raise TypeError(f"{what}({members!r}, {whole!r}): expected patterns (text)")
     for word, number in ((stacks, stack), (cats, cat)):
         if number is not None and type(number) is not int:
             raise TypeError(f"{what}({word}{number!r}): expected the number of a dimension")
@@ -510,23 +515,23 @@ def _division(
     lists, several = any(p.numbers for p in patterns), len(patterns) > 1
     wrong = None
     if not patterns or len(set(names)) < len(names):
-        wrong = "expected one pattern, or several that differ"
+        wrong = "expected one pattern, or several different patterns"
     elif one.numbers or any(p.stars != one.stars for p in patterns):
-        wrong = f"what names have in common is *, as often in {whole!r} as in every other pattern"
+        wrong = f"every pattern must contain * as often as {whole!r} does"
     elif any(p.numbers != int(lists) for p in patterns):
-        wrong = "of the numbers {...}, every pattern has one or none has"
+        wrong = "either every pattern contains one {...}, or none does"
     elif lists and several and None in (stack, cat):
-        wrong = f"{stacks} is missing for the numbers, or {cats} for the patterns"
+        wrong = f"pass {stacks} for the numbers and {cats} for the patterns"
     elif not (lists and several) and None not in (stack, cat):
-        wrong = f"{stacks} and {cats} together are for numbers in several patterns"
+        wrong = f"pass {stacks} and {cats} together only for numbers in several patterns"
     elif (lists or several) and stack is None and cat is None:
-        wrong = f"expected {stacks} or {cats}, the dimension in which they are one"
+        wrong = f"pass {stacks} or {cats}, the dimension in which they are joined"
     elif sizes is not None and (cat is None or any(size < 1 for size in sizes)):
-        wrong = f"sizes= are numbers above 0, and go with {cats}"
+        wrong = f"sizes= must be numbers above 0, together with {cats}"
     elif sizes is not None and several and len(sizes) != len(patterns):
         wrong = f"{len(sizes)} sizes for {len(patterns)} patterns"
     elif what == "split" and lists and stack is None and sizes is None:
-        wrong = "sizes= are missing, which say how many there are"
+        wrong = "pass sizes=, one for each member"
     if wrong:
         shown = f"{members!r}, {whole!r}" if what == "merge" else f"{whole!r}, {members!r}"
         raise ValueError(f"{what}({shown}): {wrong}")

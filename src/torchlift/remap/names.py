@@ -1,4 +1,4 @@
-"""Renames: what a key of the checkpoint is called in the model. Each is a callable key -> key."""
+"""Renames: callables that return the model's name for a checkpoint key."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Replacement = str | Callable[["re.Match[str]"], str] | None
 
 
 class Renaming:
-    """A rename that composes: ``first | then`` applies one after the other; None stays None."""
+    """A rename that composes: ``first | then`` applies both. A dropped key stays dropped."""
 
     def __call__(self, key: str) -> str | None:
-        """Return the name in the model, or None for a key that is dropped."""
+        """Return the name in the model, or None to drop the key."""
         raise NotImplementedError
 
     def __or__(self, then: Rename) -> Renaming:
@@ -31,14 +31,14 @@ class Renaming:
         return None
 
     def reversed(self) -> Renaming:
-        """Return the rename for the way back: `split` for a `merge`, `merge` for a `split`.
+        """Return the inverse: `split` for a `merge`, `merge` for a `split`.
 
         Raises:
-            ValueError: If it is a `strip` or has `rules`.
+            ValueError: If the rename contains a `strip` or `rules`.
         """
         raise ValueError(
-            f"{self!r} has no way back: only merge and split are reversible. Write the rules for "
-            "the way back as remap.rules([...])"
+            f"{self!r} cannot be reversed: only merge and split can. Write the inverse as "
+            "remap.rules([...])"
         )
 
 
@@ -58,7 +58,7 @@ class _Chain(Renaming):
         for step in self.steps:
             keys = [*keys]
             if isinstance(step, Rewriting):
-                return None  # its names are known when it has seen the tensors
+                return None  # its names depend on the tensors, which are not known here
             if isinstance(step, Renaming) and (idle := step.find_idle(keys)) is not None:
                 return idle
             one = type(self)((step,))
@@ -72,14 +72,14 @@ class _Chain(Renaming):
         steps = []
         for step in reversed(self.steps):
             if not isinstance(step, Renaming):
-                raise ValueError(f"{step!r} has no way back: it is a function of its own")
+                raise ValueError(f"{step!r} cannot be reversed: it is a function that you wrote")
             steps.append(step.reversed())
         return type(self)(tuple(steps))
 
 
 @dataclass(frozen=True, repr=False)
 class _RewritingChain(_Chain, Rewriting):
-    """Renames of which some merge or split: each sees all tensors that the one before it made."""
+    """A chain in which some steps merge or split. Each step gets all tensors of the step before."""
 
     def check(self, plain: Mapping[str, object], path: str) -> None:
         for step in self.steps:
@@ -128,7 +128,7 @@ class _Rules(Renaming):
         return key
 
     def find_idle(self, keys: Iterable[str]) -> Renaming | None:
-        # Of several pairs one is enough: a table may be for more than one version of a model.
+        # One matching pair is enough: a table may serve several versions of a model.
         return None if any(self(key) != key for key in keys) else self
 
     def __repr__(self) -> str:
@@ -137,20 +137,20 @@ class _Rules(Renaming):
 
 
 def strip(prefix: str) -> Renaming:
-    """Take a dotted prefix off the keys that have it; leave the others as they are.
+    """Remove a dotted prefix from keys.
 
-    What `torch.nn.parallel.DistributedDataParallel` (``module.``) and `torch.compile`
-    (``_orig_mod.``) put in front of every name. Only whole names match: ``strip("module")`` leaves
-    ``modules.0`` alone. If no key has the prefix, a load or a conversion is an error.
+    `torch.nn.parallel.DistributedDataParallel` puts ``module.`` in front of every name, and
+    `torch.compile` puts ``_orig_mod.`` there. Only complete names match: ``strip("module")`` does
+    not change ``modules.0``. A load or a conversion raises an error if no key has the prefix.
 
     Args:
-        prefix: the prefix; its final dot may be left out.
+        prefix: The prefix, with or without its final dot.
 
     Returns:
-        A rename; ``strip("_orig_mod.") | strip("module.")`` takes off one, then the other.
+        A rename. ``strip("_orig_mod.") | strip("module.")`` removes both prefixes.
 
     Raises:
-        ValueError: the prefix is empty.
+        ValueError: If the prefix is empty.
 
     Example:
         >>> from torchlift import remap
@@ -159,25 +159,26 @@ def strip(prefix: str) -> Renaming:
         ('fc.weight', 'modules.fc.weight')
     """
     if not prefix.removesuffix("."):
-        raise ValueError(f"strip({prefix!r}): there is nothing to strip")
+        raise ValueError(f"strip({prefix!r}): the prefix is empty. Pass a name such as 'module.'")
     return _Strip(prefix.removesuffix("."))
 
 
 def rules(pairs: Iterable[tuple[str | re.Pattern[str], Replacement]]) -> Renaming:
-    r"""Rename by regular expressions: each pair in turn, as `re.sub` does it.
+    r"""Rename keys by regular expressions.
 
-    If the pairs change and drop no key at all, a load or a conversion is an error.
+    The pairs are applied in turn, as `re.sub` does. A load or a conversion raises an error if no
+    pair matches any key.
 
     Args:
-        pairs: (pattern, replacement). A replacement may refer to groups (``r"\1"``), or be a
-            function of the match. None drops every key in which the pattern is found.
+        pairs: Tuples of a pattern and its replacement. A replacement is a text, which may refer to
+            groups (``r"\1"``), or a function of the match. None drops the keys that match.
 
     Returns:
-        A rename, which composes: ``strip("module.") | rules([...])``.
+        A rename. It composes: ``strip("module.") | rules([...])``.
 
     Raises:
-        ValueError: a pattern does not compile, or a replacement refers to a group that its pattern
-            lacks. The message names it.
+        ValueError: If a pattern does not compile.
+        ValueError: If a replacement refers to a group that its pattern does not have.
 
     Example:
         >>> from torchlift import remap
@@ -185,32 +186,34 @@ def rules(pairs: Iterable[tuple[str | re.Pattern[str], Replacement]]) -> Renamin
         >>> rename("encoder.layer.11.bias"), rename("pooler.bias")
         ('blocks.11.bias', None)
     """
-    return _Rules(tuple((compiled(pattern), _checked(pattern, to)) for pattern, to in pairs))
+    return _Rules(
+        tuple((compile_pattern(pattern), _check_replacement(pattern, to)) for pattern, to in pairs)
+    )
 
 
-def compiled(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
-    """Return the compiled pattern.
+def compile_pattern(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
+    """Compile a pattern.
 
     Raises:
-        ValueError: it does not compile; the message shows it.
+        ValueError: If it does not compile.
     """
     try:
         return re.compile(pattern)
     except (re.error, TypeError, RecursionError, OverflowError) as error:
-        raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
 
 
-def _checked(pattern: str | re.Pattern[str], replacement: Replacement) -> Replacement:
+def _check_replacement(pattern: str | re.Pattern[str], replacement: Replacement) -> Replacement:
     if replacement is None or callable(replacement):
         return replacement
-    source = compiled(pattern)
-    # One alternative more, which matches nothing at all everywhere: so the replacement is expanded
-    # here and not when a key first matches. The line break ends a comment of a verbose pattern.
+    source = compile_pattern(pattern)
+    # The added alternative matches the empty text, so the replacement is expanded now and not when
+    # a key first matches. The line break ends a comment of a verbose pattern.
     probe = re.compile(source.pattern + "\n|", source.flags)
     try:
         probe.sub(replacement, "")
     except (re.error, IndexError, TypeError) as error:
         raise ValueError(
-            f"the replacement {replacement!r} does not fit its pattern {source.pattern!r}: {error}"
+            f"{source.pattern!r} cannot have the replacement {replacement!r}: {error}"
         ) from error
     return replacement
