@@ -162,7 +162,7 @@ def test_inspect_has_status_3_when_something_would_have_run_code(tmp_path) -> No
         assert done.returncode == 3, options
         assert ("builtins.print" in done.stdout) == shown
         assert ("elsewhere in the file: builtins.print" in done.stderr) != shown, options
-        assert ("no key fits 'nothing'" in done.stderr) == ("nothing" in options)
+        assert ("no key matches 'nothing'" in done.stderr) == ("nothing" in options)
         assert "called" not in done.stdout
     torch.save(torch.nn.Linear(2, 2), path)
     done = torchlift("inspect", path)

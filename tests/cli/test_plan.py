@@ -192,9 +192,9 @@ def test_renames_are_applied_in_order_and_keys_can_be_dropped(run, path) -> None
         (["--budget", "meta"], 2, "--budget: 'meta': the device cannot store values"),
         (["--budget", "cpu", "--budget", "cpu=1GB"], 2, "--budget: a device occurs twice"),
         (["--budget", "cpu=1KiB"], 1, "pass a smaller --dtype, or add --budget disk"),
-        (["--no-split", "3"], 2, "--no-split: needs --budget"),
+        (["--no-split", "3"], 2, "--no-split: pass --budget"),
         (["--device-map", '{"3": "gpu"}'], 2, "--device-map: '3': is mapped to something that"),
-        (["--device-map", '{"3": "float16"}'], 2, "expected devices; --dtype takes dtypes"),
+        (["--device-map", '{"3": "float16"}'], 2, "expected devices. Pass dtypes to --dtype"),
         (["--device", "gpu"], 2, "--device: 'gpu': is mapped to something that is no device"),
         (["--device", ""], 2, "--device: '': is mapped to something that is no device"),
         (["--budget", "cuda:0=much"], 2, "budgets['cuda:0']: not a size such as 2GiB"),
@@ -427,16 +427,16 @@ def test_what_that_function_raises_is_one_line(run, path, function: str, message
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--device", "cpu"], "--device: not with --mesh: the ranks of a mesh have the devices"),
-        (["--device-map", '{"": "cpu"}'], "--device-map: not with --mesh"),
-        (["--device-map", "{}"], "--device-map: not with --mesh"),
-        (["--budget", "cpu=1GiB"], "--budget: not with --mesh"),
-        (["--no-split", "0"], "--no-split: not with --mesh"),
-        (["--no-strict"], "--no-strict: needs --model with --mesh"),
+        (["--device", "cpu"], "--device: cannot be combined with --mesh"),
+        (["--device-map", '{"": "cpu"}'], "--device-map: cannot be combined with --mesh"),
+        (["--device-map", "{}"], "--device-map: cannot be combined with --mesh"),
+        (["--budget", "cpu=1GiB"], "--budget: cannot be combined with --mesh"),
+        (["--no-split", "0"], "--no-split: cannot be combined with --mesh"),
+        (["--no-strict"], "--no-strict: pass --model too"),
         (["--model", "mymodel:nothing"], "has no attribute 'nothing'"),
         (["--dtype", "int8"], "not a floating-point dtype"),
         (["--rename", "x"], "expected REGEX=REPLACEMENT"),
-        (["--parallelize", "mymodel:rows"], "--parallelize: needs --model with --mesh"),
+        (["--parallelize", "mymodel:rows"], "--parallelize: pass --model too"),
         (["--model", "mymodel:make", "--parallelize", "rows"], "expected MODULE:FUNCTION"),
         (["--mesh", ""], "'' is not a mesh dimension such as fsdp=8"),
         (
@@ -466,4 +466,4 @@ def test_a_function_without_a_mesh_is_wrong_usage(run, path) -> None:
     """It would be ignored."""
     status, _, err = run(path, "--model", "mymodel:make", "--parallelize", "mymodel:rows")
     assert status == 2
-    assert "--parallelize: needs --mesh" in err
+    assert "--parallelize: pass --mesh" in err

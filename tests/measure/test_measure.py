@@ -189,7 +189,7 @@ def test_a_block_can_be_entered_only_once() -> None:
     use = measure.memory()
     with use:
         pass
-    with pytest.raises(RuntimeError, match="entered once"), use:
+    with pytest.raises(RuntimeError, match="entered only once"), use:
         pass
 
 
@@ -330,7 +330,7 @@ def test_a_child_that_hangs_is_killed() -> None:
 
 def test_a_value_that_cannot_be_sent_back_is_told() -> None:
     """The child says what the function returned, and why it cannot travel."""
-    with pytest.raises(measure.ChildError, match="what the function returned cannot be sent"):
+    with pytest.raises(measure.ChildError, match="the returned value cannot be sent"):
         measure.in_child(threading.Lock)
 
 
@@ -347,7 +347,7 @@ def test_a_function_in_a_child_can_mark_its_timeline() -> None:
     start, block = child.memory.marks
     assert (start.label, block.label) == ("start", "block")
     assert 30 * MIB < block.anonymous - start.anonymous < 40 * MIB
-    with pytest.raises(RuntimeError, match="inside of a memory"):
+    with pytest.raises(RuntimeError, match="called in a memory"):
         measure.mark("nothing is measured")
 
 

@@ -1,4 +1,4 @@
-"""The ``torchlift`` command; each subcommand is a module with ``configure`` and ``run``."""
+"""The ``torchlift`` command. Each subcommand is a module with ``configure`` and ``run``."""
 
 from __future__ import annotations
 
@@ -16,24 +16,27 @@ from torchlift._system.text import printable
 from torchlift.cli.output import spelled
 from torchlift.errors import CheckpointError, UnsafeError
 
-#: name -> (what it does, module). The module is imported only when its command is the one to run,
-#: so that `inspect` neither pays for nor runs anything that belongs to another command.
+#: Name -> (summary, module). Only the module of the command that runs is imported, so `inspect`
+#: starts fast and runs no code of other commands.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "inspect": ("say what is in a checkpoint, without loading it", "torchlift.cli.inspect"),
+    "inspect": ("show the content of a checkpoint without loading it", "torchlift.cli.inspect"),
     "verify": ("recompute every checksum of a checkpoint", "torchlift.cli.verify"),
     "diff": ("compare two checkpoints, of any formats", "torchlift.cli.diff"),
-    "plan": ("say what goes where, and what it takes", "torchlift.cli.plan"),
+    "plan": ("show what a load would do, and the memory it needs", "torchlift.cli.plan"),
     "convert": ("write a checkpoint in another format, dtype or naming", "torchlift.cli.convert"),
-    "bench": ("compare the ways to load a checkpoint, on this machine", "torchlift.cli.bench"),
-    "completion": ("print what completes these commands in a shell", "torchlift.cli.completion"),
+    "bench": ("compare the ways to load a checkpoint on this machine", "torchlift.cli.bench"),
+    "completion": (
+        "print a script that completes these commands in a shell",
+        "torchlift.cli.completion",
+    ),
 }
 
 
 class UsageError(Exception):
-    """Arguments that make no sense.
+    """The arguments are wrong.
 
     Attributes:
-        usage: how to call the command, where they could not even be parsed.
+        usage: How to call the command, if the arguments could not be parsed.
     """
 
     usage = ""
@@ -41,7 +44,7 @@ class UsageError(Exception):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Report it where every other error is reported, as JSON too."""
+        """Raise the error, so that it is reported like every other one, also as JSON."""
         error = UsageError(message)
         error.usage = self.format_usage()
         raise error
@@ -51,12 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        argv: arguments without the program's name; None takes them from ``sys.argv``.
+        argv: Arguments without the program's name. Default: from ``sys.argv``.
 
     Returns:
-        the exit status: 0 for success, 1 for a file that is bad or missing, 2 for wrong usage, 3
-        for a file that would have run code or left its directory, 130 when interrupted, 141 when
-        the reader of a pipe went away.
+        The exit status: 0 for success, 1 for a bad or missing file, 2 for wrong usage, 3 for a file
+        that would run code or leave its directory, 130 after Ctrl-C, and 141 if the reader of the
+        pipe has ended.
 
     Example:
         >>> from torchlift.cli import main
@@ -64,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         1
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    # A key that the terminal's encoding lacks must not turn into a traceback.
+    # The terminal's encoding may lack a character of a key. That must not raise.
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
@@ -75,8 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if unknown:  # `parse_args` would show how to call torchlift, and not its command
             args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         with warnings.catch_warnings():
-            # What torch thinks of a kind of tensor, such as a sparse one, is nothing that a reader
-            # asked for. The process is the command's own.
+            # torch warns about some kinds of tensors, such as sparse ones. A reader cannot act on
+            # that. The filter changes only this process, which is the command's own.
             warnings.simplefilter("ignore", UserWarning)
             status = importlib.import_module(COMMANDS[args.command][1]).run(args)
         sys.stdout.flush()
@@ -91,14 +94,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             _print_error(error)
         return 2
     except BrokenPipeError:
-        # Python flushes stdout once more as it exits; without this that prints a second error.
+        # Python flushes stdout again when it exits. Without this, that prints a second error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (CheckpointError, OSError) as error:
         is_ours = isinstance(error, CheckpointError)
         if isinstance(error, CheckpointError):
             error.hint = spelled(error.hint, args.parser._option_string_actions)
-        # Our errors escape every name, and list names on lines of their own.
+        # Our errors escape every name, and may have several lines.
         print(f"torchlift: {printable(_describe(error), lines=is_ours)}", file=sys.stderr)
         if args.json:
             _print_error(error)
@@ -108,30 +111,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def add_model(parser: argparse.ArgumentParser, purpose: str) -> None:
-    """Declare the options that name a model."""
+    """Declare the options of a model."""
     parser.add_argument("--model", metavar="MODULE:FACTORY", help=purpose)
     parser.add_argument(
         "--model-args",
         metavar="JSON",
-        help="the factory's arguments by name, such as '{\"width\": 4}', or a file with them",
+        help="keyword arguments of the factory, such as '{\"width\": 4}', or a file with them",
     )
 
 
 def check_model(args: argparse.Namespace) -> None:
-    """Check the options that name a model, and read its arguments.
+    """Check the options of a model, and read its arguments.
 
     Raises:
-        UsageError: they mean nothing.
+        UsageError: If an option is wrong.
     """
     if args.model is not None and ":" not in args.model:
         raise UsageError(f"--model {args.model!r}: expected MODULE:FACTORY")
     if args.model_args is not None and args.model is None:
-        raise UsageError("--model-args: needs --model, whose arguments they are")
+        raise UsageError("--model-args: pass --model too")
     args.model_args = json_object("--model-args", args.model_args or "{}")
 
 
 def json_object(option: str, text: str) -> dict[str, Any]:
-    """Return a JSON object that is given as text or as the name of a file."""
+    """Parse a JSON object from a text, or from the file with this name."""
     if not text.lstrip().startswith("{"):
         with open(text, encoding="utf-8") as file:
             text = file.read()
@@ -161,12 +164,12 @@ def _describe(error: Exception) -> str:
 
 
 def make_parser(words: Sequence[str]) -> argparse.ArgumentParser:
-    """Return the parser; of commands that are not among the words, it knows the names only."""
+    """Make the parser. Only commands among the words get their options."""
     parser = _Parser(
         prog="torchlift", description="Look at, compare, convert and measure PyTorch checkpoints."
     )
     parser.add_argument("--version", action="version", version=f"torchlift {torchlift.__version__}")
-    # With `prog`, since argparse otherwise formats a usage to find it, which imports for 2 ms.
+    # With `prog`: else argparse formats a usage to find it, which takes 2 ms.
     commands = parser.add_subparsers(
         prog=parser.prog, dest="command", metavar="COMMAND", required=True
     )

@@ -1,4 +1,4 @@
-"""``torchlift bench``: the ways to load a file, compared on this machine."""
+"""``torchlift bench``: compare the ways to load a file on this machine."""
 
 from __future__ import annotations
 
@@ -18,18 +18,22 @@ from torchlift.measure import ChildError, in_child
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     names = "\n".join(f"  {way.name:<18} {way.summary}" for way in WAYS)
-    parser.epilog = f"Each run is a fresh process; imports are not timed. The ways:\n{names}"
+    parser.epilog = (
+        f"Each run is a new process. The time of imports does not count. The ways:\n{names}"
+    )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("path", metavar="FILE", nargs="?", help="a checkpoint file or directory")
-    what.add_argument("--generate", metavar="SIZE", help="make a temporary one, such as 2GiB")
+    what.add_argument(
+        "--generate", metavar="SIZE", help="make a temporary checkpoint, such as 2GiB"
+    )
     parser.add_argument(
-        "--format", choices=["torch-zip", "safetensors"], help="of the generated one"
+        "--format", choices=["torch-zip", "safetensors"], help="format of the generated checkpoint"
     )
     parser.add_argument("--root", metavar="KEY", help="load only this container of the file")
     parser.add_argument("--only", metavar="A,B", help="the ways to compare (default: all)")
     parser.add_argument("--baseline", metavar="A", help="the way to compare with (default: first)")
     parser.add_argument(
-        "--repeat", type=int, default=5, metavar="N", help="rounds (default: 5); medians are shown"
+        "--repeat", type=int, default=5, metavar="N", help="rounds (default: 5), for medians"
     )
     parser.add_argument(
         "--cold", action="store_true", help="drop the file from the page cache before each run"
@@ -40,15 +44,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="bfloat16",
         default="",
-        help="every way casts floating-point numbers to it (default: bfloat16)",
+        help="cast floating-point tensors to this dtype (default: bfloat16)",
     )
-    parser.add_argument("--device", metavar="DEV", default="cpu", help="where to, such as cuda")
+    parser.add_argument(
+        "--device", metavar="DEV", default="cpu", help="device to load to, such as cuda"
+    )
     for moved in "--grow", "--peers", "--plot":
         parser.add_argument(moved, nargs="?", action=_Moved, help=argparse.SUPPRESS)
 
 
 class _Moved(argparse.Action):
-    """An option that the command had before."""
+    """An option of an older version."""
 
     def __call__(
         self,
@@ -64,9 +70,9 @@ class _Moved(argparse.Action):
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare and print; 1 when a way failed or loaded other values."""
+    """Compare and print. Return 1 if a way failed or loaded other values."""
     if args.format and args.generate is None:
-        raise UsageError("--format needs --generate: a file has the format it has")
+        raise UsageError("--format: pass --generate too")
     try:
         if args.generate is None:
             found = _compare(args, args.path)
@@ -83,13 +89,13 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _say(line: str) -> None:
+def _print_progress(line: str) -> None:
     if sys.stderr.isatty():
         print(line, file=sys.stderr)
 
 
 def _generate(path: str, nbytes: int, format: Literal["torch-zip", "safetensors"]) -> None:
-    """Make a checkpoint in a process of its own: this one does without torch."""
+    """Make a checkpoint in another process, so that this one need not import torch."""
     try:
         in_child(_make, path, nbytes, format)
     except ChildError as error:
@@ -118,4 +124,4 @@ def _compare(args: argparse.Namespace, path: str) -> Comparison:
 
 def _progress(result: Result, turn: int) -> None:
     outcome = result.error or f"{result.seconds[-1]:.4f} s"
-    _say(f"round {turn + 1}: {result.way.summary}: {printable(outcome)}")
+    _print_progress(f"round {turn + 1}: {result.way.summary}: {printable(outcome)}")

@@ -1,4 +1,4 @@
-"""``torchlift completion``: a script that lets a shell complete the commands and their options."""
+"""``torchlift completion``: print a script that completes commands and options in a shell."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchlift.cli.output import print_json
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.epilog = (
-        "The script is made by shtab (pip install shtab).\n"
+        "shtab makes the script (pip install shtab).\n"
         'eval "$(torchlift completion bash)"   in ~/.bashrc, and so for zsh in ~/.zshrc\n'
         "torchlift completion fish | source    in ~/.config/fish/config.fish"
     )
@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         import shtab
     except ImportError as error:
-        raise UsageError("the script is made by shtab: pip install shtab") from error
+        raise UsageError("shtab is not installed. Run pip install shtab") from error
     parser = make_parser([*COMMANDS])
     (commands,) = (action.choices for action in parser._actions if action.dest == "command")
     assert isinstance(commands, dict)

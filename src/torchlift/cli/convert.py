@@ -1,4 +1,4 @@
-"""``torchlift convert``: a checkpoint into another format, dtype, layout or naming."""
+"""``torchlift convert``: write a checkpoint in another format, dtype, layout or naming."""
 
 from __future__ import annotations
 
@@ -33,10 +33,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--root",
         metavar="KEY",
-        help="only this container, such as model or state_dict; its name leaves the keys",
+        help="convert only this container, such as model or state_dict, without its name",
     )
     parser.add_argument(
-        "--include", metavar="GLOB", action="append", help="only keys that match; may be repeated"
+        "--include",
+        metavar="GLOB",
+        action="append",
+        help="convert only keys that match; may be repeated",
     )
     parser.add_argument(
         "--exclude",
@@ -48,14 +51,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_names(parser)
     add_dtype(parser)
     parser.add_argument(
-        "--max-shard-size", metavar="SIZE", help="several files of at most this size, such as 5GB"
+        "--max-shard-size", metavar="SIZE", help="write files of at most this size, such as 5GB"
     )
-    parser.add_argument("--no-checksum", action="store_true", help="record no checksums")
+    parser.add_argument("--no-checksum", action="store_true", help="do not record checksums")
     parser.add_argument(
         "--no-verify", action="store_true", help="do not compare the checksums of SRC"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be written")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing DST")
+    parser.add_argument("--dry-run", action="store_true", help="only show what would be written")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""``torchlift diff``: what two checkpoints do not have in common."""
+"""``torchlift diff``: show the differences of two checkpoints."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torchlift.cli.output import report
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.epilog = (
-        "Exit status: 0 when they are equal, 1 when they differ, 2 for trouble, and where all is "
-        "equal but for what could not be compared."
+        "Exit status: 0 if they are equal, 1 if they differ, 2 after an error, or if some values "
+        "could not be compared and all others are equal."
     )
     parser.set_defaults(trouble=2)
     parser.add_argument("a", metavar="A", help="a checkpoint file or directory")
-    parser.add_argument("b", metavar="B", help="what to compare it with, in any format")
-    parser.add_argument("--root", metavar="KEY", help="only this container of both")
-    parser.add_argument("--root-a", metavar="KEY", help="only this container of A")
-    parser.add_argument("--root-b", metavar="KEY", help="only this container of B")
+    parser.add_argument("b", metavar="B", help="the checkpoint to compare with, in any format")
+    parser.add_argument("--root", metavar="KEY", help="compare only this container of both")
+    parser.add_argument("--root-a", metavar="KEY", help="compare only this container of A")
+    parser.add_argument("--root-b", metavar="KEY", help="compare only this container of B")
     parser.add_argument(
         "--rtol", type=_tolerance, default=0.0, metavar="R", help="relative tolerance"
     )
@@ -31,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the differences; 1 when there are any."""
+    """Print the differences. Return 1 if there are any."""
     with (
         torchlift.open(args.a, root=args.root_a or args.root) as a,
         torchlift.open(args.b, root=args.root_b or args.root) as b,
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _tolerance(text: str) -> float:
-    """Return a number that is no less than 0."""
+    """Parse a number of 0 or more."""
     value = float(text)
     if not 0 <= value < math.inf:
         raise ValueError

@@ -1,4 +1,4 @@
-"""What ``--model`` and ``--parallelize`` name, MODULE:NAME, from code that may do anything."""
+"""Import and call the user's code that ``--model`` and ``--parallelize`` name (MODULE:NAME)."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 def make_model(name: str, arguments: Mapping[str, Any]) -> nn.Module:
-    """Return a skeleton of what a factory makes.
+    """Make a skeleton with the user's factory.
 
     Args:
         name: ``MODULE:FACTORY``.
-        arguments: what it is called with, by name.
+        arguments: Its keyword arguments.
 
     Raises:
-        UsageError: there is no such factory, or its module or itself raised an error.
+        UsageError: If the factory does not exist, or if it or its module raised an error.
 
     Example:
         >>> make_model("torch.nn:Linear", {"in_features": 2, "out_features": 1})
@@ -40,7 +40,7 @@ def make_model(name: str, arguments: Mapping[str, Any]) -> nn.Module:
 
 
 def make_parallelize(name: str) -> Callable[[nn.Module, DeviceMesh], nn.Module | None]:
-    """Return the function ``MODULE:FUNCTION``; what it raises becomes a `UsageError` too."""
+    """Import the function ``MODULE:FUNCTION``. An error inside it becomes a `UsageError`."""
     with _user_code("--parallelize", name):
         function = resolve_name(name)
 
@@ -54,43 +54,43 @@ def make_parallelize(name: str) -> Callable[[nn.Module, DeviceMesh], nn.Module |
 
 @contextmanager
 def _user_code(option: str, name: str) -> Iterator[None]:
-    """Run what an option names: modules are looked for in the working folder first."""
+    """Run user code. Modules are searched in the working folder first."""
     folder = os.getcwd()
-    sys.path.insert(0, folder)  # the command's own folder is there instead
+    sys.path.insert(0, folder)  # Python put the command's own folder there
     try:
         yield
     except Exception as error:
-        raise UsageError(f"{option} {name}: {_told(error)}") from error
+        raise UsageError(f"{option} {name}: {_describe_error(error)}") from error
     finally:
-        # What else the command line names means the folder that the command was started in.
+        # Other paths of the command line are relative to the folder that the command started in.
         os.chdir(folder)
         if folder in sys.path:
             sys.path.remove(folder)
 
 
-def _told(error: Exception) -> str:
-    """An error in one line: its type, its message, and where the user's code raised it."""
-    where = _where(error)
+def _describe_error(error: Exception) -> str:
+    """Describe an error in one line: type, message, and the line of the user's code."""
+    where = _find_user_line(error)
     text = error.msg if isinstance(error, SyntaxError) else str(error)
     line = f"{type(error).__name__}: {' '.join(text.split())}".removesuffix(": ")
     return f"{line} ({where})" if where else line
 
 
-def _where(error: Exception) -> str | None:
-    """``file:line`` of the innermost call that is neither torch's, torchlift's nor Python's."""
+def _find_user_line(error: Exception) -> str | None:
+    """Return ``file:line`` of the innermost call in the user's code."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not _is_inner(frame.filename):
+        if not _is_library_code(frame.filename):
             return f"{frame.filename}:{frame.lineno}"
     return None
 
 
-def _is_inner(file: str) -> bool:
+def _is_library_code(file: str) -> bool:
     folders = [
         os.path.join(path, "") for package in (torch, torchlift) for path in package.__path__
     ]
     if file.startswith(("<frozen ", *folders)):
         return True
-    # What is installed lies below the standard library where there is no virtual environment.
+    # Without a virtual environment, packages are installed below the standard library.
     return file.startswith(os.path.dirname(os.__file__)) and "-packages" not in file

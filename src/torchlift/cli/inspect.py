@@ -25,34 +25,35 @@ _STATS = ("min", "max", "mean", "std", "nan", "inf")
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.epilog = (
-        "The file is read, never executed: it is safe to look at one nobody trusts.\n"
-        "Exit status: 0; 1 for a file that is bad or missing; 2 for wrong usage; 3 when something\n"
-        "in the file would have run code: it names what is neither a tensor nor plain data\n"
-        "(listed as blocked), or the file was refused for it."
+        "No code of the file runs. It is safe to inspect a file that nobody trusts.\n"
+        "Exit status: 0 for success, 1 for a bad or missing file, 2 for wrong usage, 3 if the\n"
+        "file would run code. Such a file is refused, or its objects are listed as blocked."
     )
     parser.add_argument("path", metavar="FILE", help="a checkpoint file or directory")
-    parser.add_argument("--root", metavar="KEY", help="only this container of the file")
+    parser.add_argument("--root", metavar="KEY", help="show only this container of the file")
     parser.add_argument(
         "--filter",
         metavar="GLOB",
         action="append",
-        help="only keys that fit, such as '*.bias'; may be given again",
+        help="show only keys that match, such as '*.bias'; may be repeated",
     )
     parser.add_argument("--sort", choices=list(SORTS), default="file", help="default: file")
     parser.add_argument(
-        "--depth", type=_count, metavar="N", help="levels of the tree (default: what fits a screen)"
+        "--depth", type=_count, metavar="N", help="levels of the tree (default: about one screen)"
     )
     parser.add_argument(
-        "--tensors", action="store_true", help="a table of all tensors instead of the tree"
+        "--tensors", action="store_true", help="show a table of all tensors instead of the tree"
     )
     parser.add_argument(
         "--stats",
         action="store_true",
-        help="read the values: min, max, mean, std, NaN and Inf of every tensor",
+        help="read the values and show min, max, mean, std, NaN and Inf of every tensor",
     )
-    add_model(parser, "whose parameters and buffers are counted apart; imports and runs it")
-    parser.add_argument("--rows", type=_count, metavar="N", help="most lines of each list")
-    parser.add_argument("--all", action="store_true", help="no limit to any list")
+    add_model(parser, "count the parameters and buffers of this model; imports and runs it")
+    parser.add_argument(
+        "--rows", type=_count, metavar="N", help="maximum number of lines of each list"
+    )
+    parser.add_argument("--all", action="store_true", help="show all lines of every list")
 
 
 def _count(text: str) -> int:
@@ -62,8 +63,8 @@ def _count(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the summary; 3 when something in the file would have run code."""
-    with collection_paused():  # which would walk 100,000 entries again and again
+    """Print the summary. Return 3 if the file would run code."""
+    with collection_paused():  # the collector would walk 100,000 entries repeatedly
         return _run(args)
 
 
@@ -94,7 +95,9 @@ def _run(args: argparse.Namespace) -> int:
         print(to_text(index, rows=rows, depth=args.depth, by_size=by_size, kinds=kinds))
     if args.filter and not (index.entries or index.objects or index.blocked_keys):
         patterns = " or ".join(map(repr, args.filter))
-        _note(f"no key fits {patterns}; a pattern fits a whole key, as '*layers*' does")
+        _note(
+            f"no key matches {patterns}. A pattern must match the complete key, such as '*layers*'"
+        )
     elsewhere = [name for name in whole.blocked if name not in index.blocked]
     if elsewhere:
         _note(f"blocked elsewhere in the file: {', '.join(elsewhere[:5])}")
@@ -102,7 +105,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _kinds(index: Index, args: argparse.Namespace) -> dict[str, int]:
-    """Return how many elements are a model's parameters, its buffers, and neither."""
+    """Count the elements that are parameters of the model, buffers, and neither."""
     from torchlift.cli.factory import make_model
 
     model = make_model(args.model, args.model_args)
@@ -116,7 +119,7 @@ def _note(text: str) -> None:
 
 
 def _stats(index: Index) -> Mapping[str, dict[str, Any] | str]:
-    """Return what the values of every tensor are like, or why that is not known."""
+    """Return the statistics of every tensor, or the reason why they are not known."""
     found: dict[str, dict[str, Any] | str] = {}
     total = sum(entry.nbytes for entry in index.entries.values())
     with (
@@ -126,7 +129,7 @@ def _stats(index: Index) -> Mapping[str, dict[str, Any] | str]:
         for key, entry in index.entries.items():
             try:
                 found[key] = asdict(ckpt.stats(key))
-            except FormatError as error:  # quantised to what no package here computes
+            except FormatError as error:  # a quantisation that no installed package can decode
                 found[key] = error.reason
             advance(entry.nbytes)
     return found

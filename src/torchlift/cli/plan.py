@@ -1,4 +1,4 @@
-"""``torchlift plan``: what goes where, and what it takes, on a machine that has none of it."""
+"""``torchlift plan``: show what a load would do, on a machine without the devices."""
 
 from __future__ import annotations
 
@@ -21,46 +21,59 @@ if TYPE_CHECKING:
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.epilog = (
-        "None of the devices needs to be there. With --model, names, shapes and ties are checked\n"
-        "as torchlift.load would; --model imports and runs the module that you name.\n"
-        "With --mesh, what each rank of a cluster reads: of the model's tensors where --model is\n"
-        "given, else of all in the file. Without --parallelize, fsdp (or dp_shard, shard, cp, ep)\n"
-        "shards every parameter along its first dimension, and dp (or ddp, dp_replicate,\n"
-        "replicate, hsdp) replicates. --parallelize names your own function of the model and the\n"
-        "DeviceMesh, which calls fully_shard, parallelize_module and the like; it runs here, on a\n"
-        "fake process group, for any dimensions: fsdp=1024,tp=8, or pp=4,dp_shard=64,tp=8."
+        "The devices need not exist here.\n"
+        "--model checks names, shapes and ties as torchlift.load does. It imports and runs the\n"
+        "module that you name.\n"
+        "--mesh shows what each rank of a cluster reads: of the model's tensors with --model,\n"
+        "else of all tensors in the file. fsdp (or dp_shard, shard, cp, ep) shards every\n"
+        "parameter along its first dimension. dp (or ddp, dp_replicate, replicate, hsdp)\n"
+        "replicates.\n"
+        "--parallelize names your own function of the model and the DeviceMesh, which calls\n"
+        "fully_shard or parallelize_module. It runs here, on a fake process group, for any mesh:\n"
+        "fsdp=1024,tp=8 or pp=4,dp_shard=64,tp=8."
     )
     parser.add_argument("path", metavar="FILE", help="a checkpoint file or directory")
-    parser.add_argument("--root", metavar="KEY", help="only this container of the file")
-    add_model(parser, "what to load into")
-    parser.add_argument("--no-strict", action="store_true", help="names need not all match")
+    parser.add_argument("--root", metavar="KEY", help="load only this container of the file")
+    add_model(parser, "the model to load into")
+    parser.add_argument("--no-strict", action="store_true", help="allow names that do not match")
     add_names(parser)
     where = parser.add_argument_group("devices").add_mutually_exclusive_group()
-    where.add_argument("--device", metavar="DEVICE", help="one for everything (default: cpu)")
-    where.add_argument("--device-map", metavar="JSON", help="prefix -> device, or a file with it")
+    where.add_argument("--device", metavar="DEVICE", help="device of all tensors (default: cpu)")
     where.add_argument(
-        "--budget", metavar="DEVICE[=SIZE]", action="append", help="fill these, in this order"
+        "--device-map", metavar="JSON", help="prefix -> device as JSON, or a file with it"
+    )
+    where.add_argument(
+        "--budget",
+        metavar="DEVICE[=SIZE]",
+        action="append",
+        help="fill these devices in this order",
     )
     parser.add_argument(
-        "--no-split", metavar="NAME", action="append", default=[], help="with --budget: keep whole"
+        "--no-split",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="with --budget: modules to keep on one device",
     )
     add_dtype(parser)
     parser.add_argument(
         "--mesh",
         metavar="DIM=N,...",
-        help="what each rank would read, such as fsdp=1024; goes with none of the devices",
+        help="show what each rank reads, such as fsdp=1024 (without device options)",
     )
     parser.add_argument(
-        "--parallelize", metavar="MODULE:FUNCTION", help="what distributes the model over --mesh"
+        "--parallelize",
+        metavar="MODULE:FUNCTION",
+        help="function that distributes the model over --mesh",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Make the plan and print it."""
-    _check(args)  # before what takes torch a second
+    _check(args)  # first: importing torch takes a second
     planned = _on_mesh if args.mesh is not None else _alone if args.model is None else _for_model
     try:
-        # Otherwise as a whole: what is looked for below the root is told by its name in the file.
+        # With a model, the complete file is opened: errors then show the names of the file.
         root = args.root if planned is _alone else None
         with torchlift.open(args.path, root=root) as ckpt:
             text, data = planned(args, ckpt)
@@ -72,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse options that mean nothing, or would be ignored beside the others."""
+    """Refuse options that are wrong, or that another option would override."""
     check_model(args)
     if args.parallelize is not None and ":" not in args.parallelize:
         raise UsageError(f"--parallelize {args.parallelize!r}: expected MODULE:FUNCTION")
@@ -80,24 +93,22 @@ def _check(args: argparse.Namespace) -> None:
         args.device_map = json_object("--device-map", args.device_map)
     check_names(args)
     if args.no_split and not args.budget and args.mesh is None:
-        raise UsageError("--no-split: needs --budget, such as --budget cuda:0=20GiB")
+        raise UsageError("--no-split: pass --budget too, such as --budget cuda:0=20GiB")
     if args.mesh is None:
         if args.parallelize is not None:
-            raise UsageError("--parallelize: needs --mesh, such as --mesh fsdp=8,tp=2")
+            raise UsageError("--parallelize: pass --mesh too, such as --mesh fsdp=8,tp=2")
         return
     for name in ("device", "device_map", "budget", "no_split"):
         if getattr(args, name) not in (None, False, []):
             option = "--" + name.replace("_", "-")
-            raise UsageError(
-                f"{option}: not with --mesh: the ranks of a mesh have the devices that they have"
-            )
+            raise UsageError(f"{option}: cannot be combined with --mesh")
     if args.model is None and (args.no_strict or args.parallelize):
         option = "--no-strict" if args.no_strict else "--parallelize"
-        raise UsageError(f"{option}: needs --model with --mesh: a file alone has no modules")
+        raise UsageError(f"{option}: pass --model too")
 
 
 def _on_mesh(args: argparse.Namespace, ckpt: torchlift.Checkpoint) -> tuple[str, dict[str, Any]]:
-    """Return, as text and as data, which bytes each rank of a mesh would read."""
+    """Return, as text and as data, the bytes that each rank of a mesh would read."""
     from torchlift.cli.factory import make_model, make_parallelize
 
     found = torchlift.distributed.simulate(
@@ -114,10 +125,12 @@ def _on_mesh(args: argparse.Namespace, ckpt: torchlift.Checkpoint) -> tuple[str,
 
 
 def _alone(args: argparse.Namespace, ckpt: torchlift.Checkpoint) -> tuple[str, dict[str, Any]]:
-    """Return, as text and as data, what goes to which device."""
+    """Return, as text and as data, the device of each part of the file."""
     rename, dtype = rename_of(args), dtype_of(args)
-    found = torchlift.remap.fit(ckpt, _asked(args), args.no_split, dtype=dtype, rename=rename)
-    text, data = _shown(found)
+    found = torchlift.remap.fit(
+        ckpt, _read_devices(args), args.no_split, dtype=dtype, rename=rename
+    )
+    text, data = _format_fit(found)
     free = free_memory()
     if found.budgets.get("cpu", 0) is None and free is not None:
         data["free_bytes"] = free
@@ -126,7 +139,7 @@ def _alone(args: argparse.Namespace, ckpt: torchlift.Checkpoint) -> tuple[str, d
 
 
 def _for_model(args: argparse.Namespace, ckpt: torchlift.Checkpoint) -> tuple[str, dict[str, Any]]:
-    """Return, as text and as data, what goes to which device, and how the model is loaded."""
+    """Return, as text and as data, the device of each module, and the plan of the load."""
     from torchlift.cli.factory import make_model
 
     model = make_model(args.model, args.model_args)
@@ -143,29 +156,29 @@ def _for_model(args: argparse.Namespace, ckpt: torchlift.Checkpoint) -> tuple[st
             present=False,
         )
 
-    # A meta tensor takes the checkpoint's dtype: the sizes are those of what will be loaded.
+    # A meta tensor takes the checkpoint's dtype, so the sizes come from a plan.
     becomes = {name: one.dtype for name, one in plan(None).loaded.items()}
     found = torchlift.remap.fit(
-        model, _asked(args), args.no_split, dtype=lambda entry: becomes.get(entry.key)
+        model, _read_devices(args), args.no_split, dtype=lambda entry: becomes.get(entry.key)
     )
-    text, data = _shown(found)
+    text, data = _format_fit(found)
     planned = plan(found)
     planned = replace(planned, hint=spelled(planned.hint, args.parser._option_string_actions))
     return f"{text}\n{planned}", {**data, "plan": planned.to_dict()}
 
 
-def _shown(found: Fit) -> tuple[str, dict[str, Any]]:
+def _format_fit(found: Fit) -> tuple[str, dict[str, Any]]:
     data = found.to_dict()
     counted = ", ".join(f"{name} ({count:,})" for name, count in data["dtypes"].items())
     head = f"  {data['tensors']:,} tensors, {human(found.nbytes)}: {counted}"
     return "\n".join([head, *str(found).split("\n")[1:]]), data
 
 
-def _asked(args: argparse.Namespace) -> dict[str, str | None] | ByKey[Any]:
-    """Return the budgets, or the map, that the options make.
+def _read_devices(args: argparse.Namespace) -> dict[str, str | None] | ByKey[Any]:
+    """Make the budgets or the map from the options.
 
     Raises:
-        UsageError: a value can be no device on any machine.
+        UsageError: If a value is not a device.
     """
     if args.budget:
         split = [text.partition("=") for text in args.budget]
@@ -174,15 +187,15 @@ def _asked(args: argparse.Namespace) -> dict[str, str | None] | ByKey[Any]:
             raise UsageError("--budget: a device occurs twice")
         if "meta" in budgets:
             raise UsageError("--budget: 'meta': the device cannot store values")
-        _map("--budget", dict(zip(budgets, budgets, strict=True)))
+        _make_map("--budget", dict(zip(budgets, budgets, strict=True)))
         return budgets
     if args.device_map is not None:
-        return _map("--device-map", args.device_map)
+        return _make_map("--device-map", args.device_map)
     device = "cpu" if args.device is None else args.device
-    return torchlift.remap.by_key({"": _map("--device", {device: device})[device]})
+    return torchlift.remap.by_key({"": _make_map("--device", {device: device})[device]})
 
 
-def _map(option: str, devices: dict[str, str]) -> ByKey[Any]:
+def _make_map(option: str, devices: dict[str, str]) -> ByKey[Any]:
     try:
         rule: ByKey[Any] = torchlift.remap.by_key(devices)
     except PlacementError as error:
@@ -190,5 +203,5 @@ def _map(option: str, devices: dict[str, str]) -> ByKey[Any]:
     import torch
 
     if any(isinstance(value, torch.dtype) for value in rule.values()):
-        raise UsageError(f"{option}: expected devices; --dtype takes dtypes")
+        raise UsageError(f"{option}: expected devices. Pass dtypes to --dtype")
     return rule

@@ -1,4 +1,4 @@
-"""Options of several commands that become rules for names and dtypes."""
+"""Options for names and dtypes that several commands share."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def add_names(parser: argparse.ArgumentParser) -> None:
     """Declare the options for names."""
     names = parser.add_argument_group("names, applied in this order")
     for option, metavar, text in (
-        ("--strip", "PREFIX", "remove this from the start of keys, such as module."),
-        ("--rename", "REGEX=REPLACEMENT", r"re.sub in keys, such as '^net\.=model.'"),
-        ("--drop", "REGEX", r"drop keys in which this is found, such as '^loss\.'"),
+        ("--strip", "PREFIX", "remove a prefix of keys, such as module."),
+        ("--rename", "REGEX=REPLACEMENT", r"replace in keys, such as '^net\.=model.'"),
+        ("--drop", "REGEX", r"drop keys that match, such as '^loss\.'"),
     ):
         names.add_argument(
             option, metavar=metavar, action="append", default=[], help=f"{text}; may be repeated"
@@ -39,19 +39,19 @@ def add_dtype(parser: argparse.ArgumentParser) -> None:
         metavar="[REGEX=]DTYPE",
         action="append",
         default=[],
-        help="cast to this, such as bfloat16, or only keys with a match: 'mlp=bfloat16'",
+        help="cast to this dtype, or only keys that match: 'mlp=bfloat16'",
     )
 
 
 def check_names(args: argparse.Namespace) -> None:
-    """Refuse options for names that mean nothing, before torch is imported."""
+    """Refuse wrong options for names, before torch is imported."""
     for text in args.rename:
         if "=" not in text:
             raise UsageError(f"--rename {text!r}: expected REGEX=REPLACEMENT")
 
 
 def rename_of(args: argparse.Namespace) -> Rename | None:
-    """Return the rule for names that the options make."""
+    """Make the rule for names from the options."""
     from torchlift.remap import rules, strip
 
     steps: list[Rename] = [strip(prefix) for prefix in args.strip]
@@ -60,12 +60,12 @@ def rename_of(args: argparse.Namespace) -> Rename | None:
         pattern, _, replacement = text.rpartition("=")
         pairs.append((pattern, replacement))
     pairs += [(pattern, None) for pattern in args.drop]
-    steps += [rules([pair]) for pair in pairs]  # each is refused by itself if it matches no key
+    steps += [rules([pair]) for pair in pairs]  # one rule each: each must match a key
     return functools.reduce(operator.or_, steps) if steps else None
 
 
 def dtype_of(args: argparse.Namespace) -> ByPattern[torch.dtype] | None:
-    """Return the rule for dtypes that the options make."""
+    """Make the rule for dtypes from the options."""
     import torch
 
     from torchlift.remap import by_pattern

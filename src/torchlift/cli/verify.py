@@ -1,4 +1,4 @@
-"""``torchlift verify``: every checksum of a checkpoint computed again, without torch."""
+"""``torchlift verify``: recompute every checksum of a checkpoint, without torch."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from torchlift.formats.integrity import checksums, hub_checksums, verify_index
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.epilog = (
-        "Exit status: 0 when nothing is wrong, 1 when a checksum is or the file is damaged, 3\n"
-        "when it would run code as a whole, or leads out of its directory.\n"
-        "Files without checksums (most safetensors) are checked for structure only, and say so;\n"
-        "those of the Hugging Face Hub, in its cache or behind hf://, have one of the whole."
+        "Exit status: 0 if the file is intact, 1 if a checksum is wrong or the file is damaged, 3\n"
+        "if the file would run code or leave its directory.\n"
+        "Most safetensors files do not contain checksums: only their structure is checked. The\n"
+        "Hugging Face Hub records a checksum of each file, in its cache and behind hf://."
     )
     parser.add_argument("path", metavar="FILE", help="a checkpoint file or directory")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what was checked; 1 when a checksum is wrong."""
+    """Print the result. Return 1 if a checksum is wrong."""
     index = resolved(read_index(args.path))
     known = checksums(index)
     total = sum(item.nbytes for some in known for item in some.values())

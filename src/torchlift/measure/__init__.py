@@ -1,4 +1,4 @@
-"""Memory and time, measured the way the claims in these docs are: owned and mapped apart."""
+"""Measure time and memory: anonymous (owned) and file-backed (mapped) memory separately."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`in_child`: run a function in a new process and bring back its result, its time and its memory.
+"""`in_child`: run a function in a new process and measure its time and memory.
 
 A process that has already loaded something hides costs: imports are done, the allocator has free
-pages, file pages are mapped. A headline number therefore comes from a process of its own.
+pages, and file pages are mapped. Measure a number that you publish in a new process.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class ChildError(RuntimeError):
     """The child process failed, was killed, or ran out of time.
 
     Attributes:
-        returncode: its exit status, negative for a signal; None when it ran out of time.
-        stdout: what it had printed.
-        stderr: what it had printed there, the traceback included.
+        returncode: Its exit status, negative for a signal. None if it ran out of time.
+        stdout: Its standard output.
+        stderr: Its standard error, with the traceback.
     """
 
     def __init__(self, reason: str, returncode: int | None, stdout: str, stderr: str) -> None:
@@ -41,14 +41,14 @@ class ChildError(RuntimeError):
 
 @dataclass(frozen=True)
 class ChildResult:
-    """What a child process did.
+    """The result of a function in a child process.
 
     Attributes:
-        value: what the function returned.
-        seconds: time of the function itself, without the start of the process.
-        memory: its memory during that time; the baseline comes after the start.
-        stdout: what it printed.
-        stderr: what it printed there.
+        value: The value that the function returned.
+        seconds: Time of the function, without the start of the process.
+        memory: Memory during that time. The baseline is taken after the start.
+        stdout: Its standard output.
+        stderr: Its standard error.
     """
 
     value: Any
@@ -101,14 +101,14 @@ def in_child(
         >>> from torchlift import measure
         >>> def work(size):
         ...     block = bytearray(size)
-        ...     time.sleep(0.05)  # what is taken and given back within a millisecond is not seen
+        ...     time.sleep(0.05)  # memory that is freed within a millisecond is not seen
         ...     return len(block)
         >>> child = measure.in_child(work, 2**24)
         >>> child.value, 16 <= child.memory.added_anonymous / 2**20 < 24
         (16777216, True)
     """
     name = getattr(function, "__qualname__", repr(function))
-    call = packed((function, args), f"{name}, what it refers to, or an argument", "in_child")
+    call = packed((function, args), f"{name}, an object it refers to, or an argument", "in_child")
     with tempfile.TemporaryDirectory(prefix="torchlift-", ignore_cleanup_errors=True) as place:
         folder = Path(place)
         printed = folder / "stdout", folder / "stderr"
@@ -134,7 +134,7 @@ def in_child(
             how = f"exited with status {status}"
         answer = folder / "answer"
         if status == 0 and not answer.exists():
-            how = "left no result"
+            how = "did not return a result"
         elif status == 0:
             value, seconds, use = pickle.loads(answer.read_bytes())
             return ChildResult(pickle.loads(value), seconds, MemoryUse.from_dict(use), *texts)
@@ -146,28 +146,28 @@ def _measure(call: bytes, interval: float, answer: str) -> None:
     try:
         function, args = pickle.loads(call)
         _map_libraries()
-        trim()  # else what the imports have freed hides what the function takes
+        trim()  # else memory that the imports freed hides what the function allocates
         with memory(interval=interval, sampler="process") as use:
             start = time.perf_counter()
             value = function(*args)
             seconds = time.perf_counter() - start
-        sent = packed(value, "what the function returned", "in_child")
+        sent = packed(value, "the returned value", "in_child")
     except Exception as error:
         print(format_error(error, __file__), end="", file=sys.stderr)
         sys.exit(1)
     Path(answer).write_bytes(pickle.dumps((sent, seconds, use.to_dict())))
 
 
-_LONGEST = 1e6  # seconds that every clock here can count to, in milliseconds of 32 bits
+_LONGEST = 1e6  # seconds, which fit in milliseconds of 32 bits
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) r\S+ \S+ \S+ [1-9]\d* +/.*\.so\b")
 _POPULATE_READ = 22  # of madvise, since Linux 5.14
 
 
 def _map_libraries() -> None:
-    """Map all pages of the libraries, which would count as the function's when it touches them.
+    """Map all pages of the libraries. Otherwise they count as the function's when it uses them.
 
-    A fork inherits no mapped pages of files. A new interpreter has those that its imports touched.
-    Libraries for a GPU are left out: they are several GB, which work on the CPU never touches.
+    A fork does not inherit mapped pages of files. A new interpreter has those that imports touched.
+    GPU libraries are left out: they take several GB, and work on the CPU never touches them.
     """
     if not os.path.exists("/proc/self/maps"):
         return

@@ -1,4 +1,4 @@
-"""`memory`: what a block of code does to the memory of this process, over time."""
+"""`memory`: measure the memory of this process over time while a block runs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Mark(NamedTuple):
     """A labelled moment of a timeline.
 
     Attributes:
-        seconds: since the start of the block.
-        label: what happened then.
-        anonymous: bytes of RAM the process owned.
-        file_backed: bytes of page cache it mapped.
+        seconds: Seconds since the start of the block.
+        label: Its name.
+        anonymous: Bytes of RAM that the process owned.
+        file_backed: Bytes of page cache that it mapped.
     """
 
     seconds: float
@@ -34,8 +34,8 @@ class Mark(NamedTuple):
 class _ThreadSampler:
     """A daemon thread of this process.
 
-    It runs only when it gets the interpreter lock: 1.6 s of ``bytearray(1 << 30)`` was one gap,
-    while `torch.load` and tensor copies release the lock and were sampled every 1 to 9 ms.
+    It needs the interpreter lock. ``bytearray(1 << 30)`` holds the lock for 1.6 s without a sample.
+    `torch.load` and tensor copies release the lock, and were sampled every 1 to 9 ms.
     """
 
     def __init__(self, interval: float) -> None:
@@ -62,11 +62,11 @@ class _ThreadSampler:
 
 
 class _ProcessSampler:
-    """A helper process that reads this process's counters, whatever holds the interpreter lock."""
+    """A helper process that reads this process's counters. It needs no interpreter lock."""
 
     def __init__(self, interval: float) -> None:
-        # -I -S: neither the user's environment nor site-packages may change or slow down the
-        # helper; it starts in 15 ms.
+        # -I -S: the user's environment and site-packages must not change or slow down the helper.
+        # It starts in 15 ms.
         self._helper = subprocess.Popen(
             [sys.executable, "-I", "-S", sampling.__file__, str(os.getpid()), str(interval)],
             stdin=subprocess.PIPE,
@@ -97,14 +97,14 @@ _running: list[MemoryUse] = []
 
 
 class MemoryUse:
-    """The memory of a process during a block; `memory` makes it. All sizes are in bytes.
+    """The memory of a process during a block, made by `memory`. All sizes are in bytes.
 
-    Readable during the block and after it. A number is nan where the operating system does not tell
-    owned from mapped memory (see `snapshot`).
+    You can read it during the block and after it. A number is nan if the operating system does not
+    separate owned from mapped memory (see `snapshot`).
 
     Attributes:
-        baseline: the sample taken as the block began, at 0 seconds.
-        marks: what `mark` recorded, in order.
+        baseline: The sample at the start of the block, at 0 seconds.
+        marks: The moments that `mark` recorded, in order.
     """
 
     def __init__(self, sampler: Callable[[], _ThreadSampler | _ProcessSampler]) -> None:
@@ -112,13 +112,13 @@ class MemoryUse:
         self.marks: list[Mark] = []
         self._start_sampler = sampler
         self._sampler: _ThreadSampler | _ProcessSampler | None = None  # while the block runs
-        self._taken: list[Sample] = []  # baseline, marks, end: what the block itself sampled
+        self._taken: list[Sample] = []  # baseline, marks, end: samples of the block itself
         self._start = 0.0
         self._final = Timeline()
 
     def __enter__(self) -> MemoryUse:
         if self._taken:
-            raise RuntimeError("a memory() block can be entered once; make a new one")
+            raise RuntimeError("a memory() block can be entered only once. Make a new one")
         self._sampler = self._start_sampler()
         first = snapshot()
         self._start = first.seconds
@@ -131,7 +131,7 @@ class MemoryUse:
         _running.remove(self)
         try:
             self._final = self._sampler.stop()
-        except (EOFError, OSError):  # somebody killed the helper
+        except (EOFError, OSError):  # the helper was killed
             if kind is None:  # the block's own exception matters more
                 raise
         finally:
@@ -144,13 +144,13 @@ class MemoryUse:
         return sample
 
     def mark(self, label: str) -> Mark:
-        """Record this moment under a name, with a sample of its own.
+        """Record this moment with a name and a sample.
 
         Args:
-            label: text for a figure's annotation.
+            label: Text for the annotation in a figure.
 
         Returns:
-            the mark.
+            The mark.
 
         Example:
             >>> from torchlift import measure
@@ -169,7 +169,7 @@ class MemoryUse:
 
     @property
     def timeline(self) -> list[Sample]:
-        """Samples in order of time from the baseline on, marks included; about 4000 at most."""
+        """All samples and marks in order of time, at most about 4000."""
         start, taken = self._start, self._taken
         seen = [s._replace(seconds=s.seconds - start) for s in self._timeline().samples]
         return sorted({*taken, *(s for s in seen if s.seconds > 0)})
@@ -179,43 +179,43 @@ class MemoryUse:
 
     @property
     def peak_anonymous(self) -> float:
-        """The most anonymous memory (RAM the process owns) there was."""
+        """Peak of anonymous memory (RAM that the process owns)."""
         return self._peak(1)
 
     @property
     def peak_file_backed(self) -> float:
-        """The most file-backed memory (page cache the process maps) there was."""
+        """Peak of file-backed memory (page cache that the process maps)."""
         return self._peak(2)
 
     @property
     def added_anonymous(self) -> float:
-        """How far anonymous memory rose above the baseline at its peak."""
+        """Peak of anonymous memory above the baseline."""
         return self.peak_anonymous - self.baseline.anonymous
 
     @property
     def added_file_backed(self) -> float:
-        """How far file-backed memory rose above the baseline at its peak."""
+        """Peak of file-backed memory above the baseline."""
         return self.peak_file_backed - self.baseline.file_backed
 
     @property
     def unseen(self) -> float:
-        """How much higher a peak between two samples can have been, at most.
+        """Upper limit for a peak between two samples that was missed.
 
-        The kernel remembers the largest resident size of a process's life. Where that is above the
-        highest sample, the difference is either a spike that no sample caught or a peak from before
-        the block. 0 proves that nothing was missed.
+        The kernel records the largest resident size of a process. If it is above the highest
+        sample, the samples missed a peak, or the peak was before the block. 0 proves that nothing
+        was missed.
         """
         highest = max(self._timeline().peaks[0], *(sample.resident for sample in self._taken))
         return max(0.0, self._timeline().high - highest)
 
     @property
     def seconds(self) -> float:
-        """How long the block took, or has taken so far."""
+        """Duration of the block until its end, or until now."""
         now = snapshot().seconds - self._start
         return now if self._sampler is not None else self._taken[-1].seconds
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain lists and numbers, for JSON; `from_dict` reads it."""
+        """Return everything as plain lists and numbers for JSON. `from_dict` reads it."""
         timeline = self._timeline()
         return {
             "taken": [list(sample) for sample in self._taken],
@@ -227,8 +227,8 @@ class MemoryUse:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> MemoryUse:
-        """Return the finished measurement that `to_dict` wrote."""
-        use = cls(lambda: _ThreadSampler(1.0))  # which nobody starts
+        """Make the finished measurement that `to_dict` wrote."""
+        use = cls(lambda: _ThreadSampler(1.0))  # never started
         use._taken = [Sample(*row) for row in data["taken"]]
         use.baseline = use._taken[0]
         use.marks = [Mark(*row) for row in data["marks"]]
@@ -246,19 +246,18 @@ class MemoryUse:
 
 
 def mark(label: str) -> Mark:
-    """Record this moment in the measurement that runs, from inside of what is measured.
+    """Record this moment in the current measurement.
 
-    A function that `in_child` calls has no `MemoryUse` in its hands: the marks come back in
-    ``child.memory.marks``.
+    Call it in a function that `in_child` runs. The marks are then in ``child.memory.marks``.
 
     Args:
-        label: text for a figure's annotation.
+        label: Text for the annotation in a figure.
 
     Returns:
-        the mark.
+        The mark.
 
     Raises:
-        RuntimeError: nothing is measured now.
+        RuntimeError: If no measurement is running.
 
     Example:
         >>> from torchlift import measure
@@ -270,7 +269,9 @@ def mark(label: str) -> Mark:
         ['block']
     """
     if not _running:
-        raise RuntimeError("mark() belongs inside of a memory() block or a function of in_child()")
+        raise RuntimeError(
+            "mark() must be called in a memory() block or in a function of in_child()"
+        )
     return _running[-1].mark(label)
 
 
@@ -279,23 +280,21 @@ def memory(
 ) -> MemoryUse:
     """Measure the memory of this process while a block runs.
 
-    Cheap enough to leave on: entering and leaving takes 0.15 ms, and a pure Python loop beside the
-    thread ran 1 % slower. Blocks can be nested and can run in several threads; each sees the whole
-    process. Memory that the allocator keeps after a ``free`` still counts: the process still has
-    it.
+    The cost is low: a block takes 0.15 ms, and a pure Python loop ran 1 % slower. Blocks can be
+    nested and can run in several threads. Each measures the complete process. Memory that the
+    allocator keeps after a ``free`` counts, because the process still owns it.
 
     Args:
-        interval: pause between two samples, in seconds.
-        sampler: ``"thread"`` samples from a thread of this process, which has to wait while C code
-            holds the interpreter lock; `MemoryUse.unseen` says how much that can have hidden.
-            ``"process"`` samples from a helper process, which waits for nothing and takes 15 ms to
-            start: for a peak that will be quoted and for figures.
+        interval: Seconds between two samples.
+        sampler: ``"thread"`` uses a thread of this process. It cannot sample while C code holds the
+            interpreter lock, and `MemoryUse.unseen` limits the error. ``"process"`` uses a helper
+            process, which takes 15 ms to start. Use it for a number that you publish.
 
     Returns:
-        a context manager that gives a `MemoryUse`.
+        A context manager that gives a `MemoryUse`.
 
     Raises:
-        ValueError: the interval is not positive, or there is no such sampler.
+        ValueError: If the interval is not positive, or the sampler is not known.
 
     Example:
         >>> from torchlift import measure
@@ -308,7 +307,7 @@ def memory(
         raise ValueError(f"interval must be positive seconds, not {interval!r}")
     if sampler not in ("thread", "process"):
         raise ValueError(f'sampler must be "thread" or "process", not {sampler!r}')
-    # Where all numbers are nan a helper has nothing to see, and Windows cannot select() on a pipe.
+    # Without /proc a helper sees nothing, and Windows cannot select() on a pipe.
     outside = sampler == "process" and os.path.exists("/proc/self/status")
     return MemoryUse(partial(_ProcessSampler if outside else _ThreadSampler, interval))
 
@@ -317,9 +316,8 @@ def snapshot() -> Sample:
     """Return the memory of this process now, in bytes.
 
     Returns:
-        anonymous, file-backed and shared bytes. Where there is no ``/proc`` (macOS, Windows) every
-        number is nan: nothing there tells owned from mapped memory, so arithmetic goes on, figures
-        stay empty and no comparison passes by accident.
+        Anonymous, file-backed and shared bytes. Without ``/proc`` (macOS, Windows) every number is
+        nan, because owned and mapped memory cannot be separated there.
 
     Example:
         >>> from torchlift import measure

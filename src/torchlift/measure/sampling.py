@@ -1,9 +1,9 @@
-"""Reading a process's memory from the kernel, many times a second, in bounded space.
+"""Read the memory of a process from the kernel many times a second, in bounded space.
 
-Standard library only, and importable without the package around it: `meter` also starts this very
-file as a script, as the helper process that watches from outside.
+This file uses the standard library only, because `meter` also starts it as a script: the helper
+process that watches from outside.
 
-What was measured (2 cores, Linux 6.18), and why it is done this way:
+Measurements (2 cores, Linux 6.18) that led to this implementation:
 
 - One sample from ``/proc/PID/status`` takes 17 us, opening it and parsing included. ``statm`` would
   take less but adds shared memory to file-backed memory. ``smaps_rollup`` walks the page tables:
@@ -31,11 +31,10 @@ class Sample(NamedTuple):
     """Resident memory at one moment.
 
     Attributes:
-        seconds: when; since the start of the block in a timeline, on the clock of
-            `time.monotonic` in a snapshot.
-        anonymous: bytes of RAM the process owns. Pages in swap are not counted.
-        file_backed: bytes of page cache it maps: the kernel may drop and reread them.
-        shared: bytes of shared memory it maps (tmpfs, ``share_memory_()``).
+        seconds: Time since the start of the block. In a snapshot, the time of `time.monotonic`.
+        anonymous: Bytes of RAM that the process owns. Pages in swap do not count.
+        file_backed: Bytes of page cache that it maps. The kernel may drop and reread them.
+        shared: Bytes of shared memory that it maps (tmpfs, ``share_memory_()``).
     """
 
     seconds: float
@@ -45,20 +44,19 @@ class Sample(NamedTuple):
 
     @property
     def resident(self) -> float:
-        """All of it, in bytes."""
+        """The sum, in bytes."""
         return self.anonymous + self.file_backed + self.shared
 
 
 def read(pid: int | None = None) -> tuple[Sample, float]:
-    """Sample a process; the calling one when pid is None.
+    """Sample a process. Default: this process.
 
     Returns:
-        the sample, and the largest resident size the process ever had, in bytes. Where the
-        operating system has no ``/proc``, every number is nan: it cannot be known there which part
-        of the memory is owned and which is mapped, and a guess would pass for a measurement.
+        The sample, and the largest resident size that the process ever had, in bytes. Without
+        ``/proc`` every number is nan, because owned and mapped memory cannot be separated.
 
     Raises:
-        ProcessLookupError: the process is gone.
+        ProcessLookupError: If the process has ended.
     """
     try:
         file = os.open(f"/proc/{pid or 'self'}/status", os.O_RDONLY)
@@ -73,23 +71,22 @@ def read(pid: int | None = None) -> tuple[Sample, float]:
     finally:
         os.close(file)
     if found is None:
-        raise ProcessLookupError("the process has no memory any more")
+        raise ProcessLookupError("the process has ended")
     high, anonymous, file_backed, shared = (int(number) * 1024 for number in found.groups())
     return Sample(time.monotonic(), anonymous, file_backed, shared), high
 
 
 class Timeline:
-    """Samples in order, at most ``limit`` of them however long it runs, with exact peaks.
+    """At most ``limit`` samples in order of time, with exact peaks.
 
-    An hour at one sample per millisecond would take 700 MB, which the thing measured would then be
-    blamed for; 4096 samples take 0.8 MB. A run of equal samples is stored as its two ends. When the
-    limit is reached, of each two neighbours the larger survives, and from then on of each
-    2, 4, 8... new ones. Peaks are kept apart and miss no sample.
+    One sample per millisecond for an hour would take 700 MB. 4096 samples take 0.8 MB. A run of
+    equal samples is stored as its two ends. At the limit, the larger one of each two neighbours is
+    kept, and later of each 2, 4, 8... new samples. Peaks are exact.
 
     Attributes:
-        samples: what is kept, oldest first; times on the clock of `time.monotonic`.
-        peaks: the most there was, resident, anonymous, file-backed and shared, in bytes.
-        high: the process's largest resident size, in bytes.
+        samples: The samples that were kept, oldest first, with times of `time.monotonic`.
+        peaks: Largest resident, anonymous, file-backed and shared bytes.
+        high: Largest resident size of the process, in bytes.
     """
 
     def __init__(self, limit: int = 4096) -> None:
@@ -102,9 +99,9 @@ class Timeline:
         self._skipped = 0
 
     def add(self, sample: Sample, high: float = 0.0) -> None:
-        """Append a sample; ``high`` is the process's largest resident size so far, in bytes."""
+        """Append a sample. ``high`` is the process's largest resident size so far, in bytes."""
         values = (sample.resident, *sample[1:])
-        # Not max(): it would keep the initial -inf where every number is nan.
+        # Not max(): it would keep the initial -inf if every number is nan.
         self.peaks = [p if p > v else v for p, v in zip(self.peaks, values, strict=True)]
         self.high = self.high if self.high > high else high
         if self._largest is None or sample.resident >= self._largest.resident:
@@ -125,17 +122,17 @@ class Timeline:
 def watch(pid: int, interval: float) -> None:
     """Sample another process until it ends or stdin closes.
 
-    Each byte that comes from stdin asks for everything seen so far, which goes to stdout.
+    For each byte on stdin, it writes all samples so far to stdout.
 
     Args:
-        pid: the process to watch.
-        interval: pause between samples, in seconds.
+        pid: The process to watch.
+        interval: Seconds between samples.
     """
     requests = sys.stdin.fileno()
     timeline = Timeline()
     while True:
         asked = bool(select.select([requests], [], [], interval)[0])
-        # EOF is how this process learns that its parent is done, or was killed.
+        # EOF means that the parent has finished or was killed.
         if asked and not os.read(requests, 1):
             return
         try:
