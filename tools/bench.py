@@ -205,11 +205,12 @@ def fastsafetensors(job: Any) -> State:
         return {key: job.place(opened.get_tensor(key)) for key in names}
 
 
-def instanttensor(job: Any) -> State:
-    """Read all files to a GPU."""
-    from instanttensor import safe_open
+def instanttensor(job: Any, buffered: bool = False) -> State:
+    """Read all files to a GPU, from the disk or through the page cache."""
+    from instanttensor import BackendPolicy, safe_open
 
-    with safe_open(job.files, framework="pt", device=job.device) as opened:
+    backend = BackendPolicy.BUFFERED if buffered else None
+    with safe_open(job.files, framework="pt", device=job.device, backend=backend) as opened:
         return {key: job.place(tensor) for key, tensor in opened.tensors()}
 
 
@@ -270,8 +271,11 @@ def ways_for(device: str, cast: str) -> dict[str, list[Way]]:
         Way("limit-copy", "raw copy between warm buffers", make_copy),
     ]
     if device.startswith("cuda"):
-        peers.append(peer("instanttensor", "InstantTensor safe_open", instanttensor,
-                          "instanttensor"))  # fmt: skip
+        peers += [
+            peer("instanttensor", "InstantTensor safe_open", instanttensor, "instanttensor"),
+            peer("instanttensor-buffered", "InstantTensor safe_open, buffered",
+                 partial(instanttensor, buffered=True), "instanttensor"),
+        ]  # fmt: skip
     if device != "cpu":
         limits.append(Way("limit-pinned", "copy of pinned memory", make_pinned))
     plain = [Way(name_of(one), name_of(one), partial(make_plain, one)) for one in PLAIN_READERS]

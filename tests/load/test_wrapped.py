@@ -53,8 +53,11 @@ KEYS = list(Inner().state_dict())
 
 
 def values_of(model: nn.Module) -> list[torch.Tensor]:
-    """What a model has, in the order of the bare one."""
-    return list(model.state_dict().values())
+    """The values of a model on the CPU, in the order of the bare model.
+
+    DataParallel moves its module to a GPU if the machine has one.
+    """
+    return [value.cpu() for value in model.state_dict().values()]
 
 
 @pytest.mark.parametrize("saved", WAYS)

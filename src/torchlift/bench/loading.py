@@ -70,7 +70,8 @@ class Job:
 
     def __init__(self, task: Task) -> None:
         self.path, self.root, self.nbytes = task.path, task.root, task.nbytes
-        self.device, self.scratch = torch.device(task.device), task.scratch
+        # fastsafetensors and InstantTensor refuse "cuda" without a number.
+        self.device, self.scratch = torch.empty(0, device=task.device).device, task.scratch
         self.dtype: torch.dtype | None = getattr(torch, task.cast) if task.cast else None
         with open_checkpoint(task.path, root=task.root) as ckpt:
             self.entries = list(ckpt.entries.values())
