@@ -321,3 +321,13 @@ def test_a_plan_for_an_absent_device_takes_what_can_be_one() -> None:
     for wrong in ("gpu", "cuda:abc", "cudaa", -1):
         with pytest.raises(PlacementError, match="that is no device"):
             torchlift.plan(model, model.state_dict(), device=wrong, present=False)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_plan_for_a_device_counts_what_the_host_stages(tmp_path: Path, dtype) -> None:
+    """At most twelve pieces of 4 MiB. The host holds nothing else."""
+    for rows, expected in ((16384, 48 * 2**20), (1024, 1024 * 4096 + 4096)):
+        path = saved(nn.Linear(1024, rows).state_dict(), tmp_path)
+        model = torchlift.skeleton(nn.Linear, 1024, rows)
+        plan = torchlift.plan(model, path, device="cuda:0", dtype=dtype, present=False)
+        assert plan.peak_bytes == expected

@@ -14,6 +14,7 @@ import torchlift
 from torchlift._load import fetch
 from torchlift._store.files import FileStamp
 from torchlift._transfer import pinned, reading
+from torchlift._transfer.direct import DEPTH, STAGE
 from torchlift._transfer.files import Files
 from torchlift._transfer.reading import Request, read
 from torchlift.errors import IntegrityError
@@ -77,6 +78,27 @@ def test_values_arrive_through_a_few_stages_that_are_used_again(
     assert torch.equal(torch.cat(targets), values.to(dtype))
     assert len(made) == pinned.COUNT
     assert device.waited >= 40 - pinned.COUNT
+
+
+@pytest.mark.parametrize(("direct", "count"), [("never", 12), ("always", 10)])
+def test_the_stages_fit_in_the_budget(tmp_path, device, monkeypatch, direct, count) -> None:
+    """A thread that reads past the page cache holds one more stage of its own."""
+    made: list[torch.Tensor] = []
+
+    def take(nbytes: int) -> torch.Tensor:
+        made.append(torch.empty(nbytes, dtype=torch.uint8).as_subclass(Pinned))
+        return made[-1]
+
+    monkeypatch.setattr(reading, "pinned", take)
+    monkeypatch.setattr(pinned, "stream_of", lambda _: device)
+    monkeypatch.setenv("TORCHLIFT_DIRECT_IO", direct)
+    files, values = numbers_in(tmp_path / "f", 20 * pinned.STAGE // 4)
+    target = torch.empty(len(values))
+    read(requests(tmp_path / "f", device, target), files)
+    assert torch.equal(target, values)
+    assert len(made) == count
+    own = DEPTH // 2 if direct == "always" else 0
+    assert sum(stage.nbytes for stage in made) + own * STAGE <= reading.BUDGET
 
 
 def test_memory_that_cannot_be_pinned_is_plain_memory(tmp_path, device, monkeypatch) -> None:

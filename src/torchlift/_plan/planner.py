@@ -51,7 +51,7 @@ from torchlift._store.url import Url
 from torchlift._system.interrupts import uninterrupted
 from torchlift._system.memory import free_memory
 from torchlift._system.text import Facts, clipped_list, count_of, human
-from torchlift._transfer.reading import BUDGET, STAGING, STAGING_AWAY, count_ranges
+from torchlift._transfer.reading import BUDGET, RING, STAGING, count_ranges
 from torchlift.errors import (
     Argument,
     CheckpointError,
@@ -632,7 +632,8 @@ def _peak(work: Work, steps: Sequence[Step], origin: Origin) -> int:
         if step.group.tensor.device.type == "cpu"
     )
     new = sum(_new_bytes(step) for step in steps if step.owned)
-    staged = min(staged, STAGING_AWAY if origin.is_away else STAGING)
+    is_sent = any(step.route == "read" and step.memory.type != "cpu" for step in steps)
+    staged = min(staged, RING if is_sent or origin.is_away else STAGING)
     return new + made + kept + staged + _inflated_bytes(steps, origin)
 
 

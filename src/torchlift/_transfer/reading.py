@@ -8,6 +8,7 @@ Measured on 2 cores, 2.1 GB in the page cache: one thread of `read()` into fresh
 two threads of `preadv` into memory from `torchlift._transfer.pages` 0.14-0.35 s. To an H100 beside
 16 cores, 2.1 GB: staged in pageable memory 0.30 s, in 4 pinned pieces of 8 MiB 0.18, in 8 of 4 MiB
 0.13; cast on the device instead of the host 0.51 -> 0.20. Copying pinned memory alone takes 0.04.
+`torchlift._transfer.pinned` has the measurements of today's 12 pieces.
 
 From a server on the same 2 cores, 2.1 GB of safetensors into new memory, medians of three: 1.42 s;
 ranges of http.client into one map 1.33, obstore's copied into one map 2.04 (left where it has put
@@ -58,9 +59,8 @@ STAGING = min(_STAGES, THREADS) * BLOCK
 #: Bytes of a range of a URL. Of 2.1 GB by HTTP over the loopback 4, 8 and 32 at a time take 1.3 s
 #: each: what is far away answers late, and needs more of them.
 _RANGE = 8 << 20
-#: How many of them are staged at a time, of `STAGE` bytes each, and the memory that it takes.
-_STAGED = 12
-STAGING_AWAY = _STAGED * STAGE
+#: Bytes of all stages together, when the source is a URL or the target is on a device.
+RING = COUNT * STAGE
 #: The process in which torch's pool of threads is ready.
 _process = os.getpid()
 _SOON = 0.02  # seconds until what is still running is ended again
@@ -100,7 +100,7 @@ def read(
             away += _ranges_of([each for each in remote if each.direct is direct], direct)
     block, most = BLOCK, min(_STAGES, THREADS)
     if away or kinds - {"cpu"}:
-        block, most = STAGE, _STAGED if away else COUNT
+        block, most = STAGE, COUNT
     jobs = [
         job
         for direct in (True, False)
@@ -128,6 +128,10 @@ def read(
         warm, cold = _by_place(jobs, here)
         opened: dict[str, OpenFile | Opened] = {**here}
         opened |= {file: files.opened(file) for file in {job.file for job in away}}
+        depth = DEPTH
+        if cold and kinds - {"cpu"}:
+            # Each thread that reads past the page cache holds one more stage of its own.
+            depth, most = DEPTH // 2, min(most, BUDGET // STAGE - DEPTH // 2)
         # One read alone is not worth setting up memory that CUDA can fetch from by itself.
         fetched = len(warm) + len(cold) + len(away) > 1 and "cuda" in kinds
         while len(free) < min(sum(job.staged for job in (*warm, *cold, *away)), most):
@@ -135,9 +139,6 @@ def read(
             host = torch.device("cpu")
             free.append(pinned(block) if fetched else allocate(block, torch.uint8, host))
         pages = HugePages()
-        depth = (
-            DEPTH if kinds == {"cpu"} else DEPTH // 2
-        )  # beside the memory that devices fetch from
         stores = [job.file.store for job in away if isinstance(job.file, Url)]
         far = min((store.transport.at_once for store in stores), default=1)
         for some, threads in (cold, depth), (warm, THREADS), (away, far):
