@@ -82,11 +82,12 @@ test: lint $(WHEEL)  ## what everyone runs on each change: lint, types, the fast
 slow: unit-slow timed nbval  ## the rest: worlds of four ranks, kills, faults, fuzz, many models, all notebooks
 	@echo "make slow: everything passed"
 
-lint: $(VENV)  ## ruff: rules and format; import-linter: the house; codespell: words
+lint: $(VENV)  ## ruff: rules and format; import-linter: the house; codespell: words; prose: sentences
 	$(PY) -m ruff check $(CODE)
 	$(PY) -m ruff format --check $(CODE)
 	.venv/bin/lint-imports --no-cache
 	.venv/bin/codespell
+	$(PY) tools/prose.py
 
 types: $(VENV)  ## mypy --strict on src, and on what tests/typing says of its types
 	$(PY) -m mypy --strict src tests/typing
