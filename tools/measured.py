@@ -84,8 +84,8 @@ def conditions() -> str:
     rounds = len(next(iter(bench["results"].values()))["seconds"])
     return (
         f"A file of {bench['nbytes'] / 1e9:.1f} GB ({bench['tensors']} float32 tensors) in the "
-        f"page cache, into a model, on {machine}. Each way in {rounds} new processes: the median, "
-        "with the fastest and the slowest; building the model is included."
+        f"page cache, loaded into a model on {machine}. Each way ran in {rounds} new processes. "
+        "The table has the median, the fastest and the slowest run, with building the model."
     )
 
 

@@ -133,9 +133,10 @@ def picture(run: dict[str, Any]) -> str:
         f'<figure class="tl-picture"><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
         f'aria-label="Memory that a process owns while it loads a file. {escape("; ".join(told))}">'
         f"{''.join(drawn)}</svg><figcaption><strong>{slow / fast:.0f} times as fast with "
-        f"{read / before:.0%} of the memory; mapped, ready in {1000 * mapped:.0f} milliseconds "
-        f"with none.</strong> What a process owns while it loads {copy / 1e9:.1f} GB, in one "
-        "run of each way; a dot is a model that is ready. The table below has torch's other ways."
+        f"{read / before:.0%} of the memory. Mapped: ready in {1000 * mapped:.0f} milliseconds "
+        f"without any.</strong> Memory that a process owns while it loads {copy / 1e9:.1f} GB, in "
+        "one run of each way. A dot is a model that is ready. The table below has torch's other "
+        "ways."
         "</figcaption></figure>"
     )
 
@@ -209,20 +210,20 @@ def conditions_of(data: dict[str, Any]) -> str:
     """Return how it was measured: rounds, what the page cache held, what the limit is."""
     if "sizes" in data:
         rounds = max(len(rounds) for sizes in data["seconds"].values() for rounds in sizes)
-        return f"Medians of {rounds} rounds, each run in a process of its own."
+        return f"Medians of {rounds} rounds. Each run had a process of its own."
     rounds = max(len(result["seconds"]) for result in data["results"].values())
     cached = [n for row in data["results"].values() for n in row["cached"] if n is not None]
     cache = (
-        "Before each run the file was dropped from the page cache (fsync, then posix_fadvise); at "
-        f"most {max(cached) / 1e6:.0f} MB of it were there as the clock began."
+        "Before each run the file was dropped from the page cache (fsync, then posix_fadvise). At "
+        f"most {max(cached) / 1e6:.0f} MB of it were there when the clock started."
         if data["cold"]
         else "The file was in the page cache."
     )
     return (
-        f"{data['nbytes'] / 1e9:.1f} GB in {data['tensors']} tensors, {data['format']}; {rounds} "
-        "rounds in which all take turns, each run in a process of its own: the median, with the "
-        f"lowest and the highest. {cache} The limit is the best of sixteen plain readers into new "
-        f"memory, here {data['results']['limit-plain']['best_reader']}."
+        f"{data['nbytes'] / 1e9:.1f} GB in {data['tensors']} tensors, {data['format']}. All ways "
+        f"took turns in {rounds} rounds, each run in a process of its own. Numbers are the median, "
+        f"with the lowest and the highest. {cache} The limit is the best of sixteen plain readers "
+        f"into new memory, here {data['results']['limit-plain']['best_reader']}."
     )
 
 
@@ -235,7 +236,7 @@ def machine_of(data: dict[str, Any]) -> str:
     )
     return (
         f"Measured on a virtual machine with {found['cores']} cores and "
-        f"{found['memory'] / 1e9:.0f} GB, {found['system']}: {versions}."
+        f"{found['memory'] / 1e9:.0f} GB, {found['system']}. Versions: {versions}."
     )
 
 

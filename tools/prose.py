@@ -2,8 +2,8 @@
 
     python tools/prose.py [FILE ...]
 
-Without files it counts each area of the repository. More than its ceiling is an error. With files it prints
-the sentences of these files. A ceiling may only go down.
+Without files it counts each area of the repository. More than its ceiling is an error.
+With files it prints the sentences of these files. A ceiling may only go down.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CODE = (
 )
 DROPPED = {
     ".md": r"^```.*?^```|^\|.*?$|<!--.*?-->|^#+ ",
-    ".rst": rf"^( *)\.\. {CODE}::.*\n((\1 +.*)?\n)*|^ *\.\. .*$|^ *:[\w-]+:.*$|^([=~^-])\4{{2,}}$",
+    ".rst": rf"^( *)\.\. {CODE}::.*\n((\1 +.*)?\n)*|^ *\.\. .*$|^ *:[\w-]+:.*$|^[=~^-]{{3,}}$",
     ".py": r"^ *(>>>|\.\.\.).*$|^ *\w+(, \w+)*:(?= )|^ *[A-Z]\w+:$|^=+.*$",
 }
 #: A sentence may start with code, which is an X by then, or with the name of this library.
