@@ -27,11 +27,11 @@ PATTERNS = {
 }
 #: Area -> how many bad sentences it may have.
 CEILINGS = {
-    "README.md": 2,
-    "CONTRIBUTING.md": 25,
-    "SECURITY.md": 2,
+    "README.md": 0,
+    "CONTRIBUTING.md": 0,
+    "SECURITY.md": 0,
     "CHANGELOG.md": 1,
-    "docs": 196,
+    "docs": 0,
     "recipes": 257,
     "docstrings of src": 1228,
     "messages of src": 79,

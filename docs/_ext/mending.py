@@ -13,7 +13,7 @@ from sphinx.transforms import SphinxTransform
 from sphinx.util.typing import ExtensionMetadata
 
 PAGE = "guide/troubleshooting"
-OPENING = '<details class="tl-fold"><summary>Make it happen, and mend it</summary>'
+OPENING = '<details class="tl-fold"><summary>Reproduce the error, then mend it</summary>'
 
 
 class Mending(SphinxTransform):
