@@ -133,10 +133,10 @@ def picture(run: dict[str, Any]) -> str:
         f'<figure class="tl-picture"><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
         f'aria-label="Memory that a process owns while it loads a file. {escape("; ".join(told))}">'
         f"{''.join(drawn)}</svg><figcaption><strong>{slow / fast:.0f} times as fast with "
-        f"{read / before:.0%} of the memory. Mapped: ready in {1000 * mapped:.0f} milliseconds "
-        f"without any.</strong> Memory that a process owns while it loads {copy / 1e9:.1f} GB, in "
-        "one run of each way. A dot is a model that is ready. The table below has torch's other "
-        "ways."
+        f"{read / before:.0%} of the memory. Mapped: ready in {1000 * mapped:.0f} milliseconds, "
+        f"with almost no memory.</strong> Memory that a process owns while it loads "
+        f"{copy / 1e9:.1f} GB, in one run of each way. A dot is a model that is ready. The table "
+        "below has torch's other ways."
         "</figcaption></figure>"
     )
 
