@@ -1,9 +1,9 @@
-"""Train on one GPU or many, be killed at any moment, and go on where the run was.
+"""Train on one GPU or many, and resume after a kill at any moment.
 
     torchrun --standalone --nproc-per-node 8 cluster_train.py --out run --weights full.pt
 
-Started again with the same ``--out``, it goes on from the last complete checkpoint, on as many
-ranks as there are now. Without a GPU it runs on the CPU.
+If you start it again with the same ``--out``, it resumes from the last complete checkpoint, on any
+number of ranks. Without a GPU it runs on the CPU.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 import torchlift
 from torchlift.distributed import save_consolidated
 
-# ---- yours: the model and the data
+# ---- your model and your data
 
 
 class Block(nn.Module):
@@ -36,19 +36,19 @@ class Block(nn.Module):
 
 
 def build(width, layers):
-    """Build the model as on one machine: it knows nothing of ranks."""
+    """Build the model as on one machine, without ranks."""
     return nn.Sequential(*(Block(width) for _ in range(layers)))
 
 
 def batch(step, size, width):
-    """Return all samples of a step. The step alone says which: a run that resumes skips none."""
+    """Return all samples of a step. They depend on the step only, so a resume skips none."""
     numbers = torch.Generator().manual_seed(step)
     inputs = torch.randn(size, width, generator=numbers)
     return inputs, inputs.sin().roll(1, dims=1)
 
 
 class Batches(Dataset):
-    """The samples of each step."""
+    """All samples, by step."""
 
     def __init__(self, size, width):
         self.size, self.width = size, width
@@ -61,19 +61,19 @@ class Batches(Dataset):
 
 
 def ignore_sigterm(worker):
-    """Let a worker go on: a scheduler sends SIGTERM to it, too, and its rank needs its data."""
+    """Keep a worker alive: a scheduler sends SIGTERM to it, too, and its rank needs its data."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def join():
-    """Join the other ranks; return this rank's device."""
+    """Join the other ranks, and return the device of this rank."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         dist.init_process_group("gloo")
         return torch.device("cpu")
     device = torch.device(accelerator.type, int(os.environ["LOCAL_RANK"]))
     torch.accelerator.set_device_index(device.index)
-    # Weights travel over NCCL, or what the device has; what ranks agree on, over gloo.
+    # Tensors on a GPU use NCCL, or the backend of the device. Messages on the CPU use gloo.
     backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(f"cpu:gloo,{device.type}:{backend}", device_id=device)
     return device
@@ -84,7 +84,7 @@ def main(args):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh(device.type, (ranks,))
 
-    # A skeleton has no memory, so no rank has all of the model, not even for a moment.
+    # A skeleton takes no memory, so no rank ever holds the complete model.
     torch.manual_seed(0)
     model = torchlift.skeleton(build, args.width, args.layers)
     for block in model:
@@ -112,7 +112,7 @@ def main(args):
         )
         batches = iter(loader)
 
-        # A preemption comes as SIGTERM, which torchrun also sends to its ranks.
+        # A preemption sends SIGTERM. torchrun also sends it to its ranks.
         stop = keeper.should_stop()
         while step < args.steps and not stop:
             inputs, targets = next(batches)
@@ -129,7 +129,7 @@ def main(args):
                 dist.all_reduce(mean)
                 if rank == 0:
                     print(f"step {step} loss {mean.item()!r}", flush=True)
-            # On all ranks: one that stopped alone would leave the others waiting for it.
+            # True on all ranks together: if one rank stopped alone, the others would wait for it.
             stop = keeper.should_stop()
             if stop or step % args.every == 0:
                 keeper.save(step, state)
