@@ -38,8 +38,8 @@ CEILINGS = {
 }
 #: Directives of reStructuredText whose content is not prose.
 CODE = (
-    r"(code|code-block|raw|literalinclude|program-output|include|toctree|meta|auto\w+|"
-    r"currentmodule|minigallery|button-ref|image|figure)"
+    r"(code|code-block|parsed-literal|raw|literalinclude|\w+-output|include|toctree|meta|auto\w+|"
+    r"currentmodule|minigallery|button-ref|image|figure|index)"
 )
 DROPPED = {
     ".md": r"^```.*?^```|^\|.*?$|<!--.*?-->|^#+ ",
