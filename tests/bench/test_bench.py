@@ -16,6 +16,7 @@ import pytest
 import torch
 from in_code import in_code
 from safetensors.torch import load_file
+from torch import nn
 
 import torchlift
 from torchlift import FormatError, bench
@@ -215,6 +216,17 @@ def test_a_file_without_its_model_is_compared_too(tmp_path, way, root) -> None:
     path = tmp_path / "awkward.pt"
     torch.save(awkward_state(), path)
     assert run_in_process(way, path, root) == run_in_process("torch-load", path, root)
+
+
+def test_a_tie_that_a_file_notes_is_compared_under_its_first_name(tmp_path: Path) -> None:
+    """A safetensors file stores one of the two names, and other libraries load that one."""
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+    model["b"].weight = model["a"].weight
+    torchlift.save(model, tmp_path / "tied.safetensors")
+    ways = ["safetensors-file", "safetensors-model", "torchlift-mmap", "torchlift-read"]
+    found = bench.compare(tmp_path / "tied.safetensors", only=ways, repeat=1)
+    assert not any(result.error for result in found.results.values())
+    assert not found.different
 
 
 def test_a_cast_is_compared_as_a_cast(generated) -> None:

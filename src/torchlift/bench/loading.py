@@ -60,6 +60,7 @@ class Job:
         path: the checkpoint, as the user named it.
         root: container to load from, or None.
         entries: the tensors to load.
+        ties: further names of these tensors, which safetensors files note but do not store.
         has_objects: whether there are leaves that are not tensors.
         files: the files that hold the tensors.
         nbytes: bytes of unique storage.
@@ -74,7 +75,10 @@ class Job:
         self.device, self.scratch = torch.empty(0, device=task.device).device, task.scratch
         self.dtype: torch.dtype | None = getattr(torch, task.cast) if task.cast else None
         with open_checkpoint(task.path, root=task.root) as ckpt:
-            self.entries = list(ckpt.entries.values())
+            # A safetensors file stores tied names once, so other libraries see one of them.
+            stores_once = ckpt.format in ("safetensors", "sharded")
+            self.ties = [key for tie in ckpt.aliases for key in tie[1:] if stores_once]
+            self.entries = [one for key, one in ckpt.entries.items() if key not in self.ties]
             self.has_objects = bool(ckpt.objects)
         self.files = sorted({chunk.file for entry in self.entries for chunk in entry.chunks})
 
@@ -226,7 +230,8 @@ def _torchlift(job: Job, **options: Any) -> State:
     model = skeleton(Tree, job.entries)
     # What is no tensor (a step, a learning rate) has no place in the model made up from the file.
     options = {"dtype": job.dtype, "device": job.device, **options}
-    load(model, job.path, root=job.root, strict=not job.has_objects, **options)
+    strict = not job.has_objects
+    load(model, job.path, root=job.root, strict=strict, allow_unexpected=job.ties, **options)
     return model
 
 
