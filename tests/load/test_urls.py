@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -108,7 +109,7 @@ def test_every_format_gives_from_a_url_what_the_file_gives(
         (folder / name).write_bytes(content)
     path, url = folder / opened, server.url(f"d/{opened or '.metadata'}")
     if format in ("zero", "fsdp"):  # whose files have names of their own, and HTTP lists no folders
-        url = f"memory://{tmp_path.name}/d"
+        url = f"memory://{uuid.uuid4().hex}/d"
         fsspec.filesystem("memory").put(str(folder), url, recursive=True)
     here, there = torchlift.open(path), torchlift.open(url)
     assert bits({key: there[key] for key in there}) == bits({key: here[key] for key in here})
