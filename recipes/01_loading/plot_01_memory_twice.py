@@ -5,8 +5,8 @@ Killed while loading: why a checkpoint takes its memory twice
 Your checkpoint has 7 GB, the machine has 12 GB free, and the process is killed while it loads: out
 of memory. Where does the memory go?
 
-Into two copies, one in the model and one in the state dict. A `torchlift.skeleton` and
-`torchlift.load` take one copy, or none: the weights stay in the file until you write to them.
+It goes into two copies: one in the model and one in the state dict. `torchlift.skeleton` and
+`torchlift.load` need one copy or none. The weights stay in the file until you write to them.
 """
 
 # %%
@@ -28,11 +28,11 @@ print(f"{len(report.loaded)} tensors loaded, {report.bytes_read} bytes copied")
 print(model(torch.ones(4096)).shape)
 
 # %%
-# The skeleton has shapes and no memory. The load gave each parameter its place in the file, mapped
-# into the address space of your process: ready to use, and not a byte was copied.
+# The skeleton is the model with no weights allocated. The load mapped each parameter from the file
+# into the address space of your process. The model is ready to use, and no byte was copied.
 #
-# Killed between two lines
-# ------------------------
+# Reproduce the kill
+# ------------------
 #
 # Take a model of 256 MiB, load it the usual way, and use it. Then do the same with a skeleton.
 
@@ -73,10 +73,10 @@ def torchlift_mapped(path):
 
 
 # %%
-# To play the machine that is too small, a process may take one and a half copies and not a byte
-# more; Linux can enforce that.
+# The next cell simulates a machine that is too small. A process may take one and a half copies and
+# not a byte more. Linux enforces that limit.
 
-# fold: How a process gets no more memory than that
+# fold: How the memory of a process is limited
 import sys
 from pathlib import Path
 
@@ -112,25 +112,27 @@ print("usual:", in_a_small_machine(usual))
 print("torchlift:", in_a_small_machine(torchlift_mapped))
 
 # %%
-# The usual way dies in ``torch.load``, with a whole model in memory that is of no use yet: random
-# numbers, made to be overwritten. The skeleton loads and runs under the same limit.
+# The usual way dies in ``torch.load``. By then a complete model is in memory, but it is useless: it
+# holds random numbers that are about to be overwritten. The skeleton loads and runs under the same
+# limit.
 #
-# What torch.load does to the memory
-# ----------------------------------
+# How torch.load uses memory
+# --------------------------
 #
-# Building takes one copy of the memory, for random numbers. `torch.load` takes a second one, and
-# fills it from the file. ``load_state_dict`` copies the second over the first. Then you free the
-# second. Every weight is written three times, and two of the three are for nothing.
+# Building the model takes one copy of the memory for random numbers. `torch.load` takes a second
+# copy and fills it from the file. ``load_state_dict`` copies the second over the first. Then you
+# free the second. Every weight is written three times, and two of these writes are wasted.
 #
 # Proof
 # -----
 #
-# Four ways, each in a new process without a limit: the two from above, ``read`` for weights that
-# you own instead of map, and the best that torch does by itself, which is the next recipe. Each of
-# them uses the model afterwards, and writes to one layer.
+# Four ways run here, each in a new process without a limit. Two are from above. ``read`` copies the
+# weights into memory instead of mapping them. The fourth is the best that torch does by itself,
+# which the next recipe explains. Each way uses the model afterwards and writes to one layer.
 #
-# Look at *anonymous* memory: RAM that the process owns, and that nobody can take back. Pages of a
-# file that it only maps are *file-backed*; the kernel drops them when it needs room.
+# Look at *anonymous* memory. It is RAM that the process owns and that the kernel cannot take back.
+# Pages of a file that a process only maps are *file-backed*: the kernel drops them when it needs
+# room.
 
 
 def torchlift_read(path):
@@ -194,27 +196,28 @@ figure.legend(loc="outside upper center", ncols=2, fontsize=11)
 plt.show()
 
 # %%
-# *Memory that a process owns while it loads a model of 256 MiB, uses it once and writes to one of
-# its layers; a dot is the end. The usual way climbs to two copies, and a machine that has room for
-# one and a half would kill it. With torchlift, read, there is one copy. With torchlift as it comes,
-# and torch at its best, there is none but the layer that was written to, and both end early.*
+# *The lines show the memory that a process owns while it loads a model of 256 MiB, uses it once and
+# writes to one layer. A dot marks the end. The usual way climbs to two copies, and a machine with
+# room for one and a half would kill it. With torchlift, read, it owns one copy. With torchlift and
+# with torch at its best it owns only the layer that was written to, and both end early.*
 #
-# The reading has not vanished: it happens at the first use, page by page. And pages that you write
-# to become yours, so a model that you train ends up as one copy. Until then the bytes are the
-# file's. Replace such a file by renaming a new one over it; never overwrite it in place.
+# Mapped weights still have to be read. That happens page by page, at the first use. Pages that you
+# write to become yours, so a model that you train ends up as one copy. All other pages belong to
+# the file. Do not overwrite such a file in place. Rename a new file over it.
 #
 # Remember
 # --------
 #
-# - The usual way takes two copies: a model full of random numbers, *and* a state dict to overwrite
-#   them with. The peak decides whether your process survives.
-# - Look at anonymous memory. One number for all memory mixes what you own with what you only map.
-# - Mapped weights are read at the first use, and become yours where you write to them.
+# - The usual way takes two copies: a model full of random numbers and a state dict that overwrites
+#   them. The peak decides whether your process survives.
+# - Look at anonymous memory. One number for all memory mixes the pages that you own with the pages
+#   that you only map.
+# - Mapped weights are read at the first use. They become yours when you write to them.
 #
 # Use this when
 # -------------
 #
-# - **You load weights to run them or to train on:** `torchlift.skeleton`, then `torchlift.load`.
+# - **You load weights to run them or to train them:** `torchlift.skeleton`, then `torchlift.load`.
 # - **The file may be replaced while you run, or every first use must be fast:** `torchlift.load`
 #   with ``source="read"``.
-# - **You want to know before you load:** `torchlift.plan` says what the load would cost.
+# - **You want to know before you load:** `torchlift.plan` estimates the memory of the load.

@@ -5,8 +5,8 @@ torch.load with mmap=True, assign=True and the meta device: what each one saves
 PyTorch has three switches against the second copy of a checkpoint. What does each of them remove,
 which of them need each other, and is one of them enough?
 
-Only all three together leave no copy. `torchlift.skeleton` and `torchlift.load` have them built in,
-and go on working where the three alone do not.
+Only all three together leave no copy. `torchlift.skeleton` and `torchlift.load` have them built in.
+They also work for models that the three switches break.
 """
 
 # %%
@@ -30,24 +30,23 @@ torchlift.load(same, path)
 print(torchlift.diff(model.state_dict(), same.state_dict()))
 
 # %%
-# The two models are equal, and neither of them has copied a byte: their weights are views of the
-# file.
+# The two models are equal, and neither load copied a byte. Their weights are views of the file.
 #
-# What each switch removes
-# ------------------------
+# Copies that each switch removes
+# -------------------------------
 #
-# - **meta**, ``with torch.device("meta")``: a model with shapes and no memory. It removes the
-#   initialization, and the memory that is initialized.
+# - **meta**, ``with torch.device("meta")``: a model with shapes and without memory. It removes the
+#   initialization and the memory of the random weights.
 # - **mmap**, ``torch.load(path, mmap=True)``: a state dict that is a view of the file. It removes
-#   the copy that is the state dict, and puts off the reading until a weight is used.
+#   the copy in the state dict. Weights are read when they are first used.
 # - **assign**, ``load_state_dict(state, assign=True)``: the tensors of the state dict become the
 #   parameters. It removes the copying.
 #
 # Meta without assign loads nothing
 # ---------------------------------
 #
-# Start with the combination that looks right and is not. A model on meta has no memory to copy to.
-# PyTorch warns, once per tensor, and then reports success.
+# Start with a combination that looks right and is wrong. A model on meta has nothing allocated that
+# torch could copy to. PyTorch warns once per tensor and then reports success.
 
 import warnings
 
@@ -64,15 +63,15 @@ except NotImplementedError as error:
     print(type(error).__name__, str(error).split("! ")[0], sep=": ")
 
 # %%
-# The error comes later, and far from the line that caused it. So meta needs assign; the other two
-# work alone.
+# The error comes later, far from the line that caused it. So meta needs assign. The other two
+# switches work alone.
 #
 # Proof: one at a time and together
 # ---------------------------------
 #
-# Sixteen linear layers, 256 MiB, loaded by each combination in a new process. Afterwards each one
-# uses the model, and adds up the bits of all weights: this is where a mapped model pays for the
-# reading that it put off, and it shows that every way loads the same.
+# Each combination loads sixteen linear layers (256 MiB) in a new process. Afterwards it uses the
+# model and adds up the bits of all weights. A mapped model pays for its reading in that sum. The
+# sum also proves that every way loads the same values.
 
 from torch import nn
 
@@ -176,20 +175,20 @@ right.set_xlabel("load and use (s)")
 plt.show()
 
 # %%
-# *Left, the most memory that a process owns at one moment while it loads 256 MiB with each
-# combination of the three switches; right, the seconds to load and use all weights once, the
-# fastest of three runs. Without meta and mmap there are two copies. Two switches still leave one.
-# All three leave none, and so does torchlift; both are done in a fraction of the time.*
+# *Left, the bars show the most memory that a process owns while it loads 256 MiB with each
+# combination of the three switches. Right, they show the seconds to load and use all weights once,
+# the fastest of three runs. Without meta and mmap there are two copies, and two switches still
+# leave one. All three switches leave none, and so does torchlift, in a fraction of the time.*
 #
-# Assign alone saves nothing at the peak, because the random weights are freed only when the loaded
-# ones are there. Its worth is that meta needs it.
+# Assign alone saves nothing at the peak. The random weights are freed only after the loaded ones
+# exist. You still need assign, because meta needs it.
 #
-# Where the three stop working
-# ----------------------------
+# Models that break the three switches
+# ------------------------------------
 #
-# A chain of linear layers is the best case. After an assign, an optimizer that exists already goes
-# on with parameters that nobody uses; tied weights come apart; and a buffer that no file holds is
-# left on meta:
+# A chain of linear layers is the best case. An assign replaces the parameters, so an existing
+# optimizer updates tensors that the model does not use. Tied weights become separate tensors. A
+# buffer that the file does not contain stays on meta:
 
 with torch.device("meta"):
     model = nn.Sequential(nn.Linear(2048, 2048))
@@ -198,22 +197,22 @@ first = build()[:1].state_dict()
 print(model.load_state_dict(first, assign=True), "scale is on", model.scale.device)
 
 # %%
-# `torchlift.load` looks at the model, too: it keeps the parameters and changes what is in them,
-# keeps ties, and makes again what no file holds.
+# `torchlift.load` looks at the model too. It keeps the parameter objects and changes their content.
+# It keeps ties, and it computes the buffers that the file does not contain.
 #
 # Remember
 # --------
 #
 # - Each switch removes one thing: meta the initialization, mmap the second copy, assign the
 #   copying.
-# - Meta needs assign: without it the load reports success, and the model stays empty.
-# - Two switches leave one copy; it takes all three to leave none.
+# - Meta needs assign. Without it the load reports success, and the model stays empty.
+# - Two switches leave one copy. You need all three to leave none.
 #
 # Use this when
 # -------------
 #
-# - **You have torchlift:** `torchlift.skeleton` and `torchlift.load`, whatever the model has.
-# - **You have plain PyTorch, and a model of untied parameters only:** all three switches, and the
-#   optimizer after them.
+# - **You have torchlift:** `torchlift.skeleton` and `torchlift.load`, for any model.
+# - **You have plain PyTorch, and a model of untied parameters only:** all three switches. Create
+#   the optimizer after them.
 # - **The file may change while you run:** `torchlift.load` with ``source="read"``, or meta and
 #   assign without mmap.

@@ -2,10 +2,10 @@
 Load weights one by one with setattr: where the loop breaks
 ===========================================================
 
-You read somewhere that loading needs no second copy: put the model on the meta device, walk over
-the checkpoint, and set one parameter after the other. Six lines, no library. Is that all there is?
+You read that loading needs no second copy. Put the model on the meta device, walk over the
+checkpoint, and set one parameter after the other. It takes six lines and no library. Is that all?
 
-For memory, yes. For ties, buffers, frozen layers and the optimizer, no: `torchlift.load` looks at
+For memory, yes. For ties, buffers, frozen layers and the optimizer, no. `torchlift.load` looks at
 the model too, not only at the file.
 """
 
@@ -38,8 +38,9 @@ print("one tensor:", *torchlift.load(model, path).tied[0])
 # The loop that everybody writes
 # ------------------------------
 #
-# A key such as ``layers.3.weight`` is a path: before the last dot is the submodule that owns the
-# tensor, after it the name. Here is the loop, and beside it the best that torch has, and torchlift.
+# A key such as ``layers.3.weight`` is a path. The part before the last dot is the submodule that
+# owns the tensor, and the part after it is the tensor's name. Here is the loop, next to the best
+# way of torch and to torchlift.
 
 
 def by_hand(make, path):
@@ -80,7 +81,7 @@ def linear_layers():
 
 
 def only_load(way, *arguments):
-    way(*arguments)  # and return nothing: the model stays in the child
+    way(*arguments)  # return nothing, so that the model stays in the child
 
 
 torch.save(linear_layers().state_dict(), path)
@@ -91,13 +92,13 @@ for name, way in WAYS.items():
     assert copies < 1.3
 
 # %%
-# So the loop keeps its promise and never owns more than one copy; the other two map the file.
+# The loop keeps its promise and never owns more than one copy. The other two ways map the file.
 #
 # Ties, buffers, frozen layers: one small model each
 # --------------------------------------------------
 #
-# Each model has one property that real models have. The last two do not fit their file, which
-# lacks a weight or has another shape. There a way of loading is right if it refuses.
+# Each model has one property that real models have. The last two do not match their file: a weight
+# is missing from it, or has another shape. There a way of loading is right if it raises an error.
 
 from functools import partial
 
@@ -129,7 +130,7 @@ DOES_NOT_FIT = {
 #
 # Eight cases, three ways. After each load the model is compared with the one that was saved.
 
-# fold: How a loaded model is compared, and the table
+# fold: How a loaded model is compared, and how the table is made
 from collections import Counter
 from html import escape
 
@@ -185,8 +186,8 @@ assert [counts[RIGHT] for counts in counted] == [1, 6, len(cases)]
 table
 
 # %%
-# *Eight cases, and what each way makes of them. Right is a model that is what it was when it was
-# saved; where the file does not fit the model, right is an error.*
+# *Each row is a case, and each column a way to load. A way is right if the loaded model equals the
+# saved one. If the file does not match the model, an error is right.*
 
 import matplotlib.pyplot as plt
 
@@ -208,24 +209,27 @@ figure.legend(boxes, list(shades), loc="outside upper center", ncols=3)
 plt.show()
 
 # %%
-# *Eight models, each with one property that real models have, loaded in three ways: how many are
-# right, how many stop with an error, and how many are wrong and nobody is told. The loop is right
-# in one case, the three switches of torch in six, torchlift in all.*
+# *Each bar counts how many of eight small models one way loads right, stops with an error, or loads
+# wrong without an error. The loop is right in one case, the three switches of torch in six, and
+# torchlift in all eight. A wrong model without an error is the dangerous part, because nothing
+# warns you.*
 #
-# All but one of the failures raise no error: the model runs, and trains wrong.
+# All failures but one raise no error: the model runs and trains wrong.
 #
 # Remember
 # --------
 #
 # - A loop over a mapped checkpoint takes the memory of one copy. That part is easy.
-# - A checkpoint does not hold a whole model: ties, ``requires_grad``, non-persistent buffers and
-#   who is a parameter are in the code.
-# - Each case has a patch. All the patches together are a loader.
+# - A checkpoint does not describe a complete model. Ties, ``requires_grad``, non-persistent buffers
+#   and the list of parameters are in the code.
+# - You can patch each case. All the patches together are a loader.
 #
 # Use this when
 # -------------
 #
-# - **The model is of untied parameters only, and all of them are in the file:** the loop, or
+# - **The model has untied parameters only, and the file contains all of them:** the loop, or
 #   *torch.load with mmap=True, assign=True and the meta device: what each one saves*.
-# - **Anything else:** `torchlift.skeleton` and `torchlift.load`: two lines, all of it or nothing.
-# - **You are not sure which it is:** `torchlift.plan` lists names, ties and what is replayed.
+# - **Anything else:** `torchlift.skeleton` and `torchlift.load`. These two lines load everything or
+#   nothing.
+# - **You are not sure which case you have:** `torchlift.plan` lists names, ties and replayed
+#   tensors.

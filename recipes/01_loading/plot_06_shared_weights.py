@@ -5,8 +5,8 @@ Tied weights that come apart after loading
 Your language model uses one matrix twice, to read tokens and to predict them. After a load with
 ``assign=True`` it has one parameter more, and the optimizer takes more memory. What came apart?
 
-Which names are one tensor is written in the model's code, not in the file: `torchlift.load` asks
-the model, and leaves one tensor.
+The model's code decides which names are one tensor. The file does not record it. `torchlift.load`
+looks at the model and leaves one tensor.
 """
 
 # %%
@@ -35,14 +35,14 @@ print("one tensor:", *torchlift.load(model, path).tied[0])
 # %%
 # The file has two names for the matrix, and the model has one tensor again.
 #
-# One matrix, two parameters, two steps
-# -------------------------------------
+# assign=True makes two parameters of one matrix
+# ----------------------------------------------
 #
-# That was the smallest language model that can learn something, tied as GPT-2 and Gemma are. Its
-# task: each of 96 tokens has one successor.
+# The model above is the smallest language model that can learn something. It is tied as GPT-2 and
+# Gemma are. Its task is simple: each of 96 tokens has one successor.
 
 # fold: How it is trained
-torch.set_num_threads(1)  # tiny tensors: more threads would only wait
+torch.set_num_threads(1)  # more threads would only wait for tiny tensors
 torch.manual_seed(0)
 token, successor = torch.arange(96), torch.randperm(96)
 
@@ -78,21 +78,21 @@ for way, loaded in {"assign": by_assign(path), "torchlift": model}.items():
 
 # %%
 # Adam's first step moves every weight by the learning rate, 0.001. Assign gives each name a
-# parameter of its own, on the same bytes of the file, and the optimizer steps through them twice.
-# PyTorch knows: `pytorch#188346 <https://github.com/pytorch/pytorch/issues/188346>`_.
+# parameter of its own, on the same bytes of the file. The optimizer then updates these bytes twice.
+# PyTorch has an issue for it: `pytorch#188346 <https://github.com/pytorch/pytorch/issues/188346>`_.
 #
-# The loss says nothing, the next load does
-# -----------------------------------------
+# The damage appears at the next load
+# -----------------------------------
 #
-# As soon as something copies the parameters one by one, as a cast does or a GPU, the two drift
-# apart. Here the file is bfloat16 and you train in float32. Then you save, and somebody loads what
-# you saved into the class as it is.
+# A cast or a move to a GPU copies the parameters one by one. From then on the two tensors drift
+# apart. Here the file is bfloat16, and you train in float32. Then you save, and somebody loads your
+# file into the original class.
 
 release = language()
 torch.nn.init.normal_(release[0].weight, std=0.2)
 torch.save(release.bfloat16().state_dict(), path)
 apart, again = by_assign(path).float(), by_assign(path).float()
-again[2].weight = again[0].weight  # what you can do by hand
+again[2].weight = again[0].weight  # tie the weights by hand
 tied = torchlift.skeleton(language)
 torchlift.load(tied, path, dtype="float32")
 
@@ -111,8 +111,8 @@ assert history["assign"][150] > 5 * history["assign"][149]
 
 # %%
 # All keys matched, each time. But ``load_state_dict`` copied two values into one tensor, one after
-# the other: the embedding that you trained is gone. `torchlift.load` compares them before it
-# changes anything:
+# the other. The embedding that you trained is overwritten. `torchlift.load` compares the two values
+# before it changes anything:
 
 try:
     torchlift.load(torchlift.skeleton(language), f"{path}.assign")
@@ -123,8 +123,9 @@ except torchlift.MismatchError as error:
 # Proof
 # -----
 #
-# What does it cost to untie? A matrix that is worth sharing has 16,384 tokens and 32 MiB. In a new
-# process each: load, take one step of Adam, and see what the process owns.
+# How much memory do untied weights cost? The matrix here has 16,384 tokens and 32 MiB. Each way
+# runs in a new process: it loads the model, takes one step of Adam, and measures the memory that
+# the process owns.
 
 # fold: How the memory of one step is measured
 SIZE = 16384, 512
@@ -132,7 +133,7 @@ torch.save(language(*SIZE).state_dict(), path + ".large")
 
 
 def one_step(way):
-    torch.optim.Adam([torch.zeros(1)])  # a first use imports much
+    torch.optim.Adam([torch.zeros(1)])  # the first use imports many modules
     torchlift.load(torchlift.skeleton(language), path)
     torchlift.measure.mark("start")
     if way == "torchlift":
@@ -156,8 +157,8 @@ for way in history:
 assert 2.7 < (owned["assign"] - owned["torchlift"]) / 32 < 3.3
 
 # %%
-# Four times the matrix is what training with Adam takes: the weight, its gradient and two moments.
-# Untied there are a second gradient and two more moments.
+# Training with Adam takes four times the matrix: the weight, its gradient and two moments. Untied
+# weights add a second gradient and two more moments.
 
 import matplotlib.pyplot as plt
 
@@ -180,21 +181,23 @@ figure.legend(handles, labels, loc="outside upper center", ncols=3, fontsize=11)
 plt.show()
 
 # %%
-# *Left, the loss of a tied language model that was loaded and is trained: until the dotted line
-# nothing tells that assign=True has made two tensors of one. Then it is saved, and loaded once
-# more: its loss is back at more than five times what it was. Right, what a process owns after one
-# step with a matrix of 32 MiB: with two tensors, the optimizer has three matrices more.*
+# *Left, the lines show the loss of a tied language model in training. Until the dotted line the
+# loss does not reveal that assign=True made two tensors of one. Then the model is saved and loaded
+# again, and its loss jumps to more than five times its value. Right, the bars show the memory that
+# a process owns after one step with a matrix of 32 MiB: two tensors cost three matrices more.*
 #
 # Remember
 # --------
 #
-# - Which names are one tensor is written in the model's code. Whoever loads has to look at it.
-# - ``assign=True`` makes one parameter per name: two steps on shared bytes, or two that drift.
-# - You see it in the number of parameters and at the next load, not in the loss.
+# - The model's code decides which names are one tensor. A loader has to look at the model.
+# - ``assign=True`` makes one parameter per name. They share bytes and are updated twice, or they
+#   drift apart.
+# - Check the number of parameters. The loss shows nothing until the next load.
 #
 # Use this when
 # -------------
 #
-# - **The model is tied:** `torchlift.load`, in any mode; the file may hold one name or both.
+# - **The model is tied:** `torchlift.load`, in any mode. The file may contain one name or both.
 # - **You want to know before:** `torchlift.plan` lists the ties.
-# - **The head is to be free and the file is tied:** `torchlift.load` into the untied class copies.
+# - **The head should be free and the file is tied:** `torchlift.load` into the untied class copies
+#   the value.

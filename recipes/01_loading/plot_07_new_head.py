@@ -2,11 +2,11 @@
 Fine-tune with a new head: size mismatch and missing keys
 =========================================================
 
-The file has eight classes, your task has six. ``load_state_dict`` says *size mismatch*, with
-``strict=False`` too. How do you load what fits, and what is in the part that does not?
+The file has eight classes, your task has six. ``load_state_dict`` fails with *size mismatch*, even
+with ``strict=False``. How do you load the part that matches, and what is in the other part?
 
-Tell `torchlift.load` which names may be missing: the body comes from the file, and the new head is
-made as its constructor makes it.
+Pass `torchlift.load` the names that may be missing. The body comes from the file, and the
+constructor makes the new head.
 """
 
 # %%
@@ -30,19 +30,19 @@ print("from the file:", list(report.loaded))
 print("made now:", list(report.replayed))
 
 # %%
-# ``allow_missing`` names what may be new, ``ignore_mismatched`` takes a tensor of another shape as
-# missing. Everything else stays an error.
+# ``allow_missing`` names the tensors that may be new. ``ignore_mismatched`` treats a tensor of
+# another shape as missing. Everything else is still an error.
 #
 # Size mismatch, although strict=False
 # ------------------------------------
 #
-# The old network tells eight directions of stripes apart. Every name in its file starts with
-# ``module.``, which PyTorch's wrapper for several devices puts there.
+# The old network classifies stripes of eight directions. Every name in its file starts with
+# ``module.``, a prefix of PyTorch's wrapper for several devices.
 
 # fold: A network, images of stripes, and training
 from collections import OrderedDict
 
-torch.set_num_threads(1)  # tiny tensors: more threads would only wait
+torch.set_num_threads(1)  # more threads would only wait for tiny tensors
 torch.manual_seed(0)
 
 
@@ -75,14 +75,16 @@ state = {f"module.{key}": value for key, value in old.state_dict().items()}
 torch.save(state, path)
 
 # %%
-# Load it into a network for six: with the prefix, without it, and without the old head.
+# Load it into a network for six classes: with the prefix, without it, and without the old head.
 
 with torch.device("meta"):
     model = network(6)
 found = model.load_state_dict(torch.load(path), strict=False, assign=True)
 print(len(found.missing_keys), "missing,", len(found.unexpected_keys), "unexpected")
 
-state = {key[7:]: value for key, value in torch.load(path).items()}  # no module.
+state = {
+    key[7:]: value for key, value in torch.load(path).items()
+}  # without module.
 try:
     model.load_state_dict(state, strict=False, assign=True)
 except RuntimeError as error:
@@ -96,14 +98,15 @@ except NotImplementedError as error:
     print(error)
 
 # %%
-# With the prefix nothing is loaded, and nothing is raised. ``strict=False`` forgives names and not
-# shapes. Without the head it loads, but what is new stays on meta: the error comes when you move
-# the model, and its advice, ``to_empty``, would take away what you have just loaded.
+# With the prefix nothing is loaded, and nothing is raised. ``strict=False`` ignores wrong names,
+# but not wrong shapes. Without the head the load works, but the new head stays on meta. The error
+# comes when you move the model. Its advice, ``to_empty``, would discard the weights that you have
+# just loaded.
 #
-# Start strict, and read what does not fit
-# ----------------------------------------
+# Start strict, and read the list of mismatches
+# ---------------------------------------------
 #
-# The optimizer may be there before the load, which keeps the parameters that it holds.
+# You may create the optimizer before the load. The load keeps the parameter objects.
 
 model = torchlift.skeleton(network, 6)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
@@ -119,7 +122,7 @@ except torchlift.MismatchError as error:
     print(str(error).replace(path, "old.pt"))
 
 # %%
-# Now the list is short, and it is what you meant. The plan says what a load would do:
+# Now the list is short, and it contains only the head. The plan reports the effect of the load:
 
 new = {"allow_missing": ["head.*"], "ignore_mismatched": True, "rename": rename}
 print(str(torchlift.plan(model, path, **new)).replace(path, "old.pt"))
@@ -128,8 +131,8 @@ print(str(torchlift.plan(model, path, **new)).replace(path, "old.pt"))
 # What is in the new head?
 # ------------------------
 #
-# What its constructor puts there. It is drawn when you load, by the same calls, so that the seed of
-# the load decides; the body comes from the file and uses up no random numbers.
+# The new head has the initial values of its constructor. They are drawn during the load, so the
+# seed of the load decides. The body comes from the file and draws no random numbers.
 
 torch.manual_seed(7)
 expected = nn.Linear(128, 6)
@@ -156,7 +159,7 @@ by_hand.head = expected  # the same start for both
 nets = {"from scratch": scratch, "by hand": by_hand, "torchlift": model}
 losses = {way: [] for way in nets}
 for way, net in reversed(nets.items()):
-    if way != "torchlift":  # its optimizer was there before the load
+    if way != "torchlift":  # its optimizer already exists
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.003)
     for _ in range(41):
         loss = nn.functional.cross_entropy(net(tests), answers)
@@ -182,21 +185,22 @@ figure.legend(loc="outside lower center", ncols=3)
 plt.show()
 
 # %%
-# *Top, an image of each of the six new classes: noisy stripes in six directions. Bottom, the loss
-# on test images while a network learns them. With a body that was trained on another task a few
-# steps are enough, whether torchlift loaded it or somebody picked its weights by hand; from
-# scratch, six images of each class are not.*
+# *Top, one image of each of the six new classes: noisy stripes in six directions. Bottom, the lines
+# show the loss on test images while a network learns the classes. With a body that was trained on
+# another task, a few steps are enough, whether torchlift or you loaded it. From scratch, six images
+# of each class are too few.*
 #
 # Remember
 # --------
 #
-# - ``strict=False`` forgives names, not shapes; with a wrong prefix it silently loads nothing.
-# - Start strict: the error lists all that does not fit, and the rename that would fix it.
-# - A missing tensor of a skeleton is made as its constructor makes it, by the seed of the load.
+# - ``strict=False`` ignores names, not shapes. With a wrong prefix it silently loads nothing.
+# - Start strict. The error lists all mismatches and the rename that would fix them.
+# - The constructor makes a missing tensor of a skeleton, with the seed of the load.
 #
 # Use this when
 # -------------
 #
 # - **You want a new head:** `torchlift.load` with ``allow_missing`` and ``ignore_mismatched``.
-# - **Names come from a wrapper:** `torchlift.remap.strip`, and for more `torchlift.remap.rules`.
-# - **There is no file:** `torchlift.materialize`, for the whole model or for some names.
+# - **Names come from a wrapper:** `torchlift.remap.strip`, or `torchlift.remap.rules` for several
+#   rules.
+# - **You do not have a file:** `torchlift.materialize`, for the complete model or for some names.

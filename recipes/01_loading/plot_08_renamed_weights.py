@@ -2,12 +2,12 @@
 Fused experts, split q, k, v: load weights that were renamed
 ============================================================
 
-``gate_up_proj`` is missing, and hundreds of ``experts.0.gate_proj`` are unexpected: the file has
-every expert by itself, the model all of them in one tensor. How do you load what is only divided
-otherwise?
+``gate_up_proj`` is missing, and hundreds of ``experts.0.gate_proj`` are unexpected. The file has
+one tensor per expert and matrix, the model has all experts in one tensor. How do you load values
+that are only divided differently?
 
-With a rename that merges or splits: `torchlift.remap.transformers` where the library has the table,
-`torchlift.remap.merge` and `torchlift.remap.split` for your own.
+Use a rename that merges or splits. `torchlift.remap.transformers` has the library's table, and
+`torchlift.remap.merge` and `torchlift.remap.split` are for your own.
 """
 
 # %%
@@ -31,15 +31,14 @@ report = torchlift.load(model, folder, rename=torchlift.remap.transformers(model
 print("merged:", len(sum(report.merged.values(), ())), "->", len(report.merged))
 
 # %%
-# 48 tensors of the file became four of the model. ``rename`` is all that differs from any other
-# load.
+# 48 tensors of the file became four of the model. Only ``rename`` differs from any other load.
 #
 # Missing gate_up_proj, unexpected experts
 # ----------------------------------------
 #
 # Since version 5 ``transformers`` computes all experts of a layer in one product, from one tensor.
-# Files stay as they were: one matrix per expert. So the file that the library has just written does
-# not fit the model that it was written from:
+# Files are unchanged: one matrix per expert. So a file that the library has just written does not
+# match the model that it came from:
 
 import torch
 
@@ -59,8 +58,8 @@ except torchlift.MismatchError as error:
     print(f"{type(error).__name__}: {error.hint}")
 
 # %%
-# ``from_pretrained`` hides it: it has a table of conversions. `torchlift.remap.transformers` reads
-# the same table, and what comes out is equal, bit for bit:
+# ``from_pretrained`` hides this with a table of conversions. `torchlift.remap.transformers` reads
+# the same table. The result is equal, bit for bit:
 
 reference = transformers.Qwen3MoeForCausalLM.from_pretrained(folder).state_dict()
 assert torchlift.diff(model.state_dict(), reference).equal
@@ -69,8 +68,9 @@ assert torchlift.diff(model.state_dict(), reference).equal
 # Many to one: your own merge
 # ---------------------------
 #
-# What the table says, you can say yourself. In a pattern ``*`` stands for any text, ``{expert}``
-# for a number: one line covers all layers and experts. Members are stacked, patterns concatenated.
+# You can write the rules of the table yourself. In a pattern ``*`` stands for any text, and
+# ``{expert}`` for a number. One line covers all layers and experts. Members of a pattern are
+# stacked, and patterns are concatenated.
 
 experts = "*.experts.{expert}."
 gate_up = [experts + "gate_proj.weight", experts + "up_proj.weight"]
@@ -82,8 +82,9 @@ assert torchlift.diff(bare.state_dict(), reference).equal
 print(f"{report.bytes_read:,} bytes read")
 
 # %%
-# Every byte of an expert is read once, straight into its slice of the one tensor; what the rule
-# leaves alone stays mapped. A merge that lacks a member says which, before the model has changed:
+# Every byte of an expert is read once, straight into its slice of the merged tensor. Tensors that
+# no rule matches stay mapped. If a merge lacks a member, the error names it before the model has
+# changed:
 
 with torchlift.open(file) as ckpt:
     lacking = {key: ckpt[key] for key in ckpt if "1.mlp.experts.5.up" not in key}
@@ -96,7 +97,8 @@ except torchlift.MismatchError as error:
 # One to many: split q, k and v
 # -----------------------------
 #
-# The other direction: q, k and v in one matrix. ``sizes`` are their proportions.
+# Now the other direction. The file has q, k and v in one matrix, and ``sizes`` are their
+# proportions.
 
 fused = torch.randn(128, 64)
 divide = remap.split("qkv.*", ["q.*", "k.*", "v.*"], chunk=0, sizes=(2, 1, 1))
@@ -115,13 +117,14 @@ print(report.split, report.bytes_read, "bytes read")
 print("and back:", divide.reversed())
 
 # %%
-# Nothing was read: rows that follow each other in the file are views of its map.
+# Nothing was read. The rows of each part are contiguous in the file, so each part is a view of the
+# map.
 #
 # Proof
 # -----
 #
-# A model with 96 MiB in its experts, in a new process each: the library's own way, and its table as
-# a rename. Both own the merged experts afterwards.
+# A model has 96 MiB in its experts. One new process loads it in the library's own way, and another
+# with the library's table as a rename. Both own the merged experts afterwards.
 
 # fold: How both are measured
 kind = transformers.Qwen3MoeForCausalLM
@@ -130,7 +133,7 @@ kind(transformers.Qwen3MoeConfig(**wide)).save_pretrained(folder + "/large")
 
 
 def load_twice(way, *paths):
-    for path in paths:  # a small one first: what is imported is not the model's
+    for path in paths:  # a small model first, so that imports do not count
         torchlift.measure.mark(path)
         if way == "from_pretrained":
             model = kind.from_pretrained(path)
@@ -176,16 +179,18 @@ axes.spines[:].set_visible(False)
 plt.show()
 
 # %%
-# *A layer of eight experts, each with three matrices: gate, up (hatched) and down. The file has 24
-# tensors, expert after expert; the model has two. A band leads from a tensor's place in the file to
-# its place in memory: each is read once, straight to where it belongs.*
+# *The bars show one layer of eight experts: left the 24 tensors of the file, right the two tensors
+# of the model. Each expert has three matrices: gate, up (hatched) and down. A band leads from a
+# tensor's place in the file to its place in memory. Each tensor is read once, straight to its
+# target, so the merge needs no second copy.*
 #
 # Remember
 # --------
 #
-# - A merge or a split changes how tensors are divided, not their values: it is a rename.
-# - Every source is read once, straight into place. What is split along rows stays mapped.
-# - ``report.merged`` and ``report.split`` say which key gave what.
+# - A merge or a split changes how tensors are divided, not their values. It is a rename.
+# - Every source is read once, straight into its target. A part that is split along rows stays
+#   mapped.
+# - ``report.merged`` and ``report.split`` list which keys gave which parameter.
 #
 # Use this when
 # -------------
@@ -193,4 +198,4 @@ plt.show()
 # - **The model is one of transformers':** `torchlift.remap.transformers`.
 # - **Many to one, one to many:** `torchlift.remap.merge`, `torchlift.remap.split`.
 # - **Other names only:** `torchlift.remap.strip` and `torchlift.remap.rules`.
-# - **The file is to be divided otherwise for good:** `torchlift.convert` with the same rule.
+# - **You want a file with the other division:** `torchlift.convert` with the same rule.

@@ -2,12 +2,12 @@
 Resume training: model, optimizer, step and random state
 ========================================================
 
-The run stopped at step 300. One file holds the model, the optimizer and the step. How do you go on
-as if nothing had happened, without three copies in memory and a dictionary that you take apart?
+The run stopped at step 300. One file holds the model, the optimizer and the step. How do you resume
+without three copies in memory and a dictionary that you take apart by hand?
 
-`torchlift.load` takes the weights, `torchlift.load_optimizer` the optimizer's state, and the step
-is in ``objects``: each takes its entries from the file, and leaves the rest. This is the way by
-hand; `torchlift.Keeper` does all of it (*Save while training goes on, and resume after a kill*).
+`torchlift.load` takes the weights, `torchlift.load_optimizer` takes the optimizer's state, and
+``objects`` contains the step. Each reads only its own entries. `torchlift.Keeper` does all of it
+for you: *Save while training goes on, and resume after a kill*.
 """
 
 # %%
@@ -29,22 +29,22 @@ torchlift.save({"model": model, "optimizer": optimizer, "step": 1}, path)
 
 torchlift.load(model, path, root="model")
 print(torchlift.load_optimizer(model, optimizer, path, root="optimizer"))
-print("go on after step", torchlift.open(path).objects["step"])
+print("resume after step", torchlift.open(path).objects["step"])
 
 # %%
 # The loss jumps after a resume
 # -----------------------------
 #
-# With plain PyTorch you hold all of the file in memory beside the model and the optimizer, and hand
-# out its entries one by one. Forget one, and nothing complains. Here a small network learns a wavy
-# surface from random batches, so the state of the random numbers belongs to the file, too.
+# With plain PyTorch you hold the complete file in memory, next to the model and the optimizer. You
+# pass on its entries one by one. If you forget one, no error appears. Here a small network learns a
+# wavy surface from random batches. So the file also needs the state of the random numbers.
 
 # fold: The network, its batches, and training
 from pathlib import Path
 
 from torch import nn
 
-torch.set_num_threads(1)  # small tensors: more threads would only wait
+torch.set_num_threads(1)  # more threads would only wait for small tensors
 folder = Path(tempfile.mkdtemp())
 
 
@@ -75,11 +75,11 @@ straight = train(net, optimizer, 300)
 job = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
 job |= {"random": torch.get_rng_state(), "step": 300}
 torch.save(job, folder / "job.pt")
-straight += train(net, optimizer, 100)  # the run that never stops, to compare with
+straight += train(net, optimizer, 100)  # the reference: a run that never stops
 
 # %%
 # Load the weights alone, and Adam starts with empty moments. Its first steps are as large as the
-# learning rate allows, in directions that one batch suggests:
+# learning rate allows, in the direction of a single batch:
 
 forgetful, empty = build()
 saved = torch.load(folder / "job.pt")
@@ -93,8 +93,8 @@ print(
 )
 
 # %%
-# So bring the optimizer along. Which part of a file is an optimizer's state its groups tell, so the
-# only one needs no ``root``:
+# So load the optimizer too. An optimizer's state is recognised by its parameter groups. If the file
+# contains only one, you need no ``root``:
 
 resumed, optimizer = build()
 print(torchlift.load_optimizer(resumed, optimizer, folder / "job.pt"))
@@ -103,12 +103,12 @@ print(torchlift.load_optimizer(resumed, optimizer, folder / "job.pt"))
 # Resume a Lightning checkpoint
 # -----------------------------
 #
-# PyTorch Lightning keeps the weights under ``state_dict``, below the name of the attribute that has
-# the network, and a list of optimizer states. Lightning itself is not needed to read it.
+# PyTorch Lightning keeps the weights under ``state_dict``, below the name of the network's
+# attribute. It also keeps a list of optimizer states. You do not need Lightning to read the file.
 
 # fold: A file as Lightning writes it
 with torchlift.open(folder / "job.pt") as ckpt:
-    job = ckpt.tree()  # as it was saved; ``net`` and its optimizer have trained on
+    job = ckpt.tree()  # as saved, because ``net`` has trained on
 names = {f"net.{key}": value for key, value in job["model"].items()}
 lightning = {
     "epoch": 2,
@@ -130,28 +130,29 @@ with torchlift.open(folder / "last.ckpt") as ckpt:
     print("scheduler", ckpt.tree("lr_schedulers")[0])
 
 # %%
-# Of several optimizers you choose with ``root="optimizer_states.1"``. Counters are in ``objects``;
-# containers come back from ``tree`` as they were saved, ready for a ``load_state_dict``.
+# If the file has several optimizers, choose one with ``root="optimizer_states.1"``. Counters are in
+# ``objects``. ``tree`` returns containers as they were saved, ready for a ``load_state_dict``.
 #
 # GradScaler, EMA, and the position of the data loader
 # ----------------------------------------------------
 #
-# What else goes on, if you have it, is in the same file. A schedule, and the scale of mixed
-# precision in float16: save ``scheduler.state_dict()`` and ``scaler.state_dict()``, and give them
-# back with ``scaler.load_state_dict(ckpt.tree("scaler"))``. An average of the weights, an
-# ``AveragedModel``, is a module: `torchlift.load` it with ``root="ema"``. The place in the data: a
-# ``StatefulDataLoader`` of torchdata has a state dict. A plain ``DataLoader`` has none: count its
-# batches and skip as many, and if it shuffles, give it a generator of its own for each epoch,
-# ``generator=torch.Generator().manual_seed(epoch)``, or the order is another one.
+# A run may have more state, and the same file can contain it:
+#
+# - A schedule or a ``GradScaler``: save its ``state_dict()``, and load it with
+#   ``scaler.load_state_dict(ckpt.tree("scaler"))``.
+# - An average of the weights: an ``AveragedModel`` is a module. Load it with ``root="ema"``.
+# - The position in the data: a ``StatefulDataLoader`` of torchdata has a state dict. With a plain
+#   ``DataLoader``, count the batches and skip as many. If it shuffles, give each epoch its own
+#   generator, ``torch.Generator().manual_seed(epoch)``. Otherwise the order differs.
 #
 # Proof
 # -----
 #
-# Two new processes go on, one from each file, and train for 100 steps. Every loss and every weight
-# must be that of the run that never stopped, to the last bit.
+# Two new processes resume, one from each file, and train for 100 steps. Every loss and every weight
+# must equal those of the run that never stopped, to the last bit.
 
 
-def go_on(path, weights, moments, counter):
+def resume(path, weights, moments, counter):
     torch.set_num_threads(1)
     net, optimizer = build()
     with torchlift.open(path) as ckpt:
@@ -170,7 +171,7 @@ layouts = {
     "last.ckpt": ("state_dict.net", "optimizer_states", "global_step"),
 }
 for name, layout in layouts.items():
-    child = torchlift.measure.in_child(go_on, folder / name, *layout)
+    child = torchlift.measure.in_child(resume, folder / name, *layout)
     step, resumed_losses, weights = child.value
     assert step == 300
     assert resumed_losses == straight[300:]
@@ -194,23 +195,23 @@ figure.legend(loc="outside upper center", ncols=3, fontsize=11)
 plt.show()
 
 # %%
-# *The loss of a training that stops at step 300 and goes on. With the weights and the optimizer's
-# state it lies on the run that never stopped, to the last bit. With the weights alone the loss
-# jumps, and the run needs many steps to come back.*
+# *The lines show the loss of a training that stops at step 300 and resumes. With the weights and
+# the optimizer's state it follows the run that never stopped, to the last bit. With the weights
+# alone the loss jumps, and the run needs many steps to recover.*
 #
 # Remember
 # --------
 #
-# - Three things go on: the weights, the optimizer's state, and the counters. Random numbers, a
-#   ``GradScaler``, an EMA and the place in the data are more.
+# - Three things belong to a resume: the weights, the optimizer's state, and the counters. Add
+#   random numbers, a ``GradScaler``, an EMA and the position in the data if you use them.
 # - A run that forgets the optimizer's state raises no error. Its loss jumps.
-# - ``root`` says where each of them is in the file, whoever wrote it.
+# - ``root`` selects each part of the file, in your own layout or another program's.
 #
 # Use this when
 # -------------
 #
-# - **One process goes on:** `torchlift.load`, `torchlift.load_optimizer`, and ``objects``.
-# - **On another number of ranks:** the same lines with a sharded model; a state dict in memory goes
-#   to `torchlift.distributed.set_optimizer_state_dict`.
-# - **Nobody is to write these lines again:** `torchlift.Keeper` saves and resumes all of it.
+# - **One process resumes:** `torchlift.load`, `torchlift.load_optimizer`, and ``objects``.
+# - **On another number of ranks:** the same lines with a sharded model. For a state dict in memory
+#   use `torchlift.distributed.set_optimizer_state_dict`.
+# - **You do not want to write these lines again:** `torchlift.Keeper` saves and resumes all of it.
 # - **You are not sure what is in the file:** `torchlift.open`, or ``torchlift inspect FILE``.

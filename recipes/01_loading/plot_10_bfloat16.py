@@ -2,8 +2,8 @@
 Load a float32 checkpoint in bfloat16, without the float32 copy
 ===============================================================
 
-The file is float32, you run the model in bfloat16, and it would fit. But it dies on the way: the
-weights are loaded in float32 first. Can they shrink while they are loaded?
+The file is float32, you run the model in bfloat16, and it would fit. But the process dies on the
+way, because the weights are loaded in float32 first. Can they shrink while they are loaded?
 
 Yes: `torchlift.load` with ``dtype=`` casts one block at a time, straight out of the file.
 """
@@ -27,15 +27,16 @@ print(model.weight.dtype, f"{model.weight.nbytes / 2**20:.0f} MiB")
 print(f"read from the file: {report.bytes_read / 2**20:.0f} MiB of float32")
 
 # %%
-# The float32 weights went through a small buffer. No tensor of them was ever in memory.
+# The float32 weights went through a small buffer. No complete float32 tensor was ever in memory.
 #
-# What model.to(torch.bfloat16) costs
-# -----------------------------------
+# Memory that model.to(torch.bfloat16) needs
+# ------------------------------------------
 #
-# A model of 256 MiB in float32, half of it in bfloat16. You know three ways without torchlift:
+# The model takes 256 MiB in float32 and half of it in bfloat16. You know three ways without
+# torchlift:
 #
-# - Load, then ``model.to(torch.bfloat16)``: two float32 copies, before anything gets smaller.
-# - Cast the state dict: the whole file in float32, and beside it the half.
+# - Load, then ``model.to(torch.bfloat16)``: two float32 copies exist before anything shrinks.
+# - Cast the state dict: the complete file in float32, and the bfloat16 half in addition.
 # - Map the file, cast one tensor after the other, and assign them to a model on meta. This is the
 #   best that torch has.
 
@@ -82,8 +83,8 @@ def torchlift_dtype(path):
 # Proof
 # -----
 #
-# Each way in a new process, three times; the seconds are those of the fastest. *Anonymous* memory
-# is what the process owns. `torchlift.plan` says before the load what it will be.
+# Each way runs in a new process, three times. The seconds are those of the fastest run. *Anonymous*
+# memory is RAM that the process owns. `torchlift.plan` predicts it before the load.
 
 # fold: How each way is measured
 from time import perf_counter
@@ -98,7 +99,7 @@ WAYS = load_then_cast, cast_the_state_dict, map_and_cast_each, torchlift_dtype
 
 
 def bits(model):
-    """Add up the bits of all weights, to see that every way makes the same."""
+    """Add up the bits of all weights, to check that all ways are equal."""
     weights = (p.detach().view(torch.int64) for p in model.parameters())
     return sum(numbers.sum().item() for numbers in weights)
 
@@ -153,21 +154,23 @@ right.set_xlabel("time to load (s)")
 plt.show()
 
 # %%
-# *A float32 file of 256 MiB, loaded into a bfloat16 model in four ways: the most memory that the
-# process owns, and the seconds, the fastest of three. The dotted line is the model that is left at
-# the end. To cast after the load takes four times that, to cast the state dict three times. The
-# loop that maps the file and casts one tensor after the other takes just that. torchlift takes some
-# buffers more, about as long, and one argument instead of the loop.*
+# *A float32 file of 256 MiB is loaded into a bfloat16 model in four ways. Left, the bars show the
+# most memory that the process owns, with a dotted line at the size of the final model. Right, they
+# show the seconds of the fastest of three runs. A cast after the load takes four times the final
+# size, and a cast of the state dict three times. With torchlift, one argument needs little more
+# than the final size, as a loop of map and cast does.*
 #
-# ``dtype`` also takes a rule: *Load in bfloat16, and keep the norms in float32*. It casts what the
-# file has. A buffer that is in no file stays as its constructor makes it, since some have to be
-# exact; where your model computes with one in bfloat16, ``model.to(torch.bfloat16)`` casts it, too.
+# ``dtype`` also takes a rule: *Load in bfloat16, and keep the norms in float32*. It casts the
+# tensors of the file. A buffer that the file does not contain keeps its constructor's type, because
+# some buffers have to be exact. If your model computes with such a buffer in bfloat16,
+# ``model.to(torch.bfloat16)`` casts it too.
 #
-# Any other work on each tensor
-# -----------------------------
+# Change each tensor while it is loaded
+# -------------------------------------
 #
-# A mapped file is the cheapest place to work on weights: one tensor at a time is in memory, and
-# nothing else. ``transform`` gets each on its way into the model. Here it limits their size.
+# A mapped file is the cheapest place to change weights, because only one tensor at a time is in
+# memory. ``transform`` gets each tensor on its way into the model. Here it limits the size of the
+# weights.
 
 
 def clamp(key, tensor):
@@ -185,9 +188,9 @@ print(f"largest weight in the model: {model[0].weight.abs().max():.2f}")
 # Remember
 # --------
 #
-# - The peak decides, not what is left: a cast after the load comes too late.
-# - Map, cast one tensor, keep the result: that takes the memory of the result.
-# - `torchlift.plan` says before the load how much it will take.
+# - The peak decides whether the load fits. A cast after the load comes too late.
+# - Map the file, cast one tensor, keep the result. That takes only the memory of the result.
+# - `torchlift.plan` predicts the memory before the load.
 #
 # Use this when
 # -------------
@@ -195,4 +198,4 @@ print(f"largest weight in the model: {model[0].weight.abs().max():.2f}")
 # - **You run a float32 checkpoint in half precision:** `torchlift.load` with ``dtype=``.
 # - **Some tensors have to stay exact:** `torchlift.remap.by_pattern`.
 # - **You load it again and again:** `torchlift.convert` writes the smaller file once.
-# - **The weights should become int8:** `torchlift.swap.module_load` says how they are made.
+# - **The weights should become int8:** `torchlift.swap.module_load` registers how they are made.

@@ -2,11 +2,11 @@
 RuntimeError: Tensor.item() cannot be called on meta tensors
 ============================================================
 
-You build a model on the meta device to save its memory, and the constructor fails: it asks a tensor
-for its value, and a tensor on meta has none. Must you change the model?
+You build a model on the meta device to save its memory, and the constructor fails. It reads the
+value of a tensor, and a tensor on meta lacks one. Must you change the model?
 
-No. A `torchlift.skeleton` answers the question: it computes that one tensor, and leaves the weights
-on meta.
+No. A `torchlift.skeleton` computes that one tensor and returns its value. It leaves the weights on
+meta.
 """
 
 # %%
@@ -31,13 +31,13 @@ print("drop rates:", [round(layer.p, 1) for layer in model[1::2]])
 print("weights on:", {str(parameter.device) for parameter in model.parameters()})
 
 # %%
-# The drop rates are numbers, and no weight takes any memory yet: `torchlift.load` will fill them.
+# The drop rates are numbers, and the weights take no memory yet. `torchlift.load` will fill them.
 #
-# A question in a constructor
-# ---------------------------
+# .item() in a constructor
+# ------------------------
 #
-# A rate that grows with the depth is the usual case, and ``torch.linspace`` the usual way to write
-# it. On the meta device the code fails at the first ``item``:
+# A rate that grows with the depth is the usual case, and ``torch.linspace`` is the usual way to
+# write it. On the meta device the code fails at the first ``item``:
 
 try:
     with torch.device("meta"):
@@ -46,9 +46,9 @@ except RuntimeError as error:
     print(f"{type(error).__name__}: {error}")
 
 # %%
-# You could change the model, and make the rates with ``device="cpu"``, if the model is yours. A
-# skeleton writes down each call that makes a tensor. When somebody asks for a value, it *replays*
-# the calls that led to this one tensor, for real. Other questions are answered in the same way:
+# If the model is yours, you could change it and make the rates with ``device="cpu"``. A skeleton
+# records each call that makes a tensor. When the constructor reads a value, the skeleton *replays*
+# the calls that led to this one tensor. Other reads work in the same way:
 
 
 class Curious(torch.nn.Module):
@@ -68,8 +68,8 @@ print(curious.layers)
 # Proof
 # -----
 #
-# Three ways to have the model of the first cell before its weights are loaded, each in a new
-# process: build it for real, change the code and build it on meta, or take a skeleton.
+# Each of three ways makes the model of the first cell in a new process, before its weights are
+# loaded. They build it for real, change the code and build it on meta, or take a skeleton.
 
 from torchlift import skeleton
 
@@ -94,7 +94,7 @@ from torchlift.measure import in_child, mark
 
 
 def rates(way):
-    torch.linspace(0, 1, 2, device="meta")  # the first one imports much
+    torch.linspace(0, 1, 2, device="meta")  # the first call imports many modules
     mark("start")
     model = way()
     mark("the model is there")
@@ -134,26 +134,26 @@ right.set_xlabel("time (s)")
 plt.show()
 
 # %%
-# *What it takes to have the model of the first cell, before anything is loaded. Built for real it
-# takes a copy of the weights, and the time to initialize them. On meta it fails. Somebody who
-# changes its code can build it on meta; torchlift takes the code as it is, and neither memory nor
-# time that you would notice.*
+# *The bars show the cost of making the model of the first cell before anything is loaded. Left is
+# the memory that the process owns, right the seconds. Built for real, the model takes a copy of the
+# weights and the time to initialize them. On meta it fails, unless you change its code. With
+# torchlift the code stays as it is, and the cost is about as small.*
 #
-# Before the clock starts, each process has made one ``linspace`` on meta: for the first one torch
-# imports sympy, some 30 MiB that do not grow with the model.
+# Before the measurement, each process makes one ``linspace`` on meta. For the first one torch
+# imports sympy, about 30 MiB that do not grow with the model.
 #
 # Remember
 # --------
 #
-# - On meta a tensor has a shape and no value: whatever asks for one fails.
-# - A skeleton replays the history of the tensor that is asked for, and of no other.
-# - The weights stay on meta, until a load brings them or `torchlift.materialize` makes them.
+# - On meta a tensor has a shape, but not a value. Any code that reads a value fails.
+# - A skeleton replays the history of the tensor whose value is read, and no other.
+# - The weights stay on meta until a load fills them or `torchlift.materialize` makes them.
 #
 # Use this when
 # -------------
 #
 # - **The constructor fails on meta, and the model is not yours:** `torchlift.skeleton`.
-# - **It has buffers that no file holds:** the same; *Buffers missing after loading on meta: rotary
-#   tables and masks are not in the file* tells why.
-# - **The model is yours:** make such numbers with plain Python, or with ``device="cpu"``; then
-#   *torch.load with mmap=True, assign=True and the meta device: what each one saves* works, too.
+# - **It has buffers that the file does not contain:** `torchlift.skeleton` too. *Buffers missing
+#   after loading on meta: rotary tables and masks are not in the file* explains why.
+# - **The model is yours:** make such numbers with plain Python, or with ``device="cpu"``. Then
+#   *torch.load with mmap=True, assign=True and the meta device: what each one saves* works too.

@@ -2,11 +2,11 @@
 How fast can a checkpoint load? Loaders against the limits of the machine
 =========================================================================
 
-torch.load takes seconds, and you cannot tell whether that is slow. What could your machine do at
-best, which way of loading comes near to it, and where does the rest go?
+torch.load takes seconds, and you do not know whether that is slow. How fast could your machine be,
+which way of loading comes close, and where does the other time go?
 
-At best it is one copy of the bytes. `torchlift.bench.compare` measures every way to load a file.
-This page measures the limits of a machine beside them.
+The limit is one copy of the bytes. `torchlift.bench.compare` measures every way to load a file.
+This page also measures the limits of a machine.
 """
 
 # %%
@@ -25,21 +25,21 @@ for result in comparison.results.values():
     print(f"{result.way.summary:<30} {result.median:.4f} s")
 
 # %%
-# Each line is a run in a process of its own, imports not included. On the command line it is
-# ``torchlift bench model.pt``, on a file of yours.
+# Each line is a run in its own process, without the time of imports. On the command line, run
+# ``torchlift bench model.pt`` on your own file.
 #
-# What no loader can avoid
-# ------------------------
+# Costs that no loader can avoid
+# ------------------------------
 #
-# Whoever brings weights into memory pays for four things. Each has a speed that you can measure
-# without any loader.
+# A loader that brings weights into memory pays for four things. You can measure the speed of each
+# without a loader.
 #
-# **The copy.** The bytes of a file that was read lately are in the page cache, which is memory. To
-# own them you copy them. No reading is faster than copying from memory to memory.
+# **The copy.** The bytes of a recently read file are in the page cache, which is memory. To own
+# them you copy them. No read is faster than a copy from memory to memory.
 #
-# **New memory.** Memory that you ask for is not there until you touch it. At the first touch of
-# each page of 4 KiB the processor stops, the kernel finds a page and fills it with zeros. That is a
-# page fault, and one for each page is often more work than the copy itself.
+# **New memory.** Allocated memory does not exist until you touch it. At the first touch of each
+# page of 4 KiB the processor stops, and the kernel finds a page and fills it with zeros. That is a
+# page fault. One fault per page often costs more than the copy itself.
 
 import mmap
 import resource
@@ -71,11 +71,11 @@ for turn in "first", "second":
 assert faults < 100, "the second touch finds all pages"
 
 # %%
-# Huge pages of 2 MiB make 32 faults of 16,384. torchlift asks for them, times each, and leaves them
-# alone where the machine is slow to give any.
+# With huge pages of 2 MiB, 16,384 faults become 32. torchlift requests them and times each one. If
+# the machine is slow to provide them, torchlift stops using them.
 #
-# **The disk.** Bytes that are not in the page cache come from the disk, which answers many requests
-# at once faster than one after the other. Drop the file from the cache, and read it:
+# **The disk.** Bytes that are not in the page cache come from the disk. A disk answers many
+# requests at once faster than one after the other. Drop the file from the cache, and read it:
 
 cold = compare(path, only=["torchlift-read"], repeat=1, cold=True)
 (read,) = cold.results.values()
@@ -83,16 +83,16 @@ print(f"read from the disk: {read.median:.4f} s")
 print(f"in the page cache as the clock began: ~{read.cached[0] / MIB:.0f} MiB")
 
 # %%
-# **The bus.** To a GPU the bytes go over a bus, fastest from *pinned* memory, which the kernel may
-# not move. ``torchlift bench FILE --device cuda`` measures every way to a GPU. This page was made
-# without one.
+# **The bus.** Bytes reach a GPU over a bus. It is fastest from *pinned* memory, which the kernel
+# may not move. ``torchlift bench FILE --device cuda`` measures every way to a GPU. This page was
+# made without one.
 #
 # Proof: each way against the limits
 # ----------------------------------
 #
-# Now the loaders, in turns, beside two limits: a copy in memory, and a reader that does nothing but
-# read. A way of your own is a function. It prepares, outside of the time, and returns the call that
-# is timed:
+# Now the loaders run in turns, next to two limits: a copy in memory, and a reader that does nothing
+# but read. You can add your own way as a function. It prepares its work outside the timed part and
+# returns the call that is timed:
 
 # fold: How the limits are measured
 import os
@@ -168,22 +168,22 @@ figure.legend(loc="outside upper right", ncols=2)
 plt.show()
 
 # %%
-# *Seconds to load a file of 64 MiB that was read lately: the median of each way, with its lowest
-# and highest run. The dotted line is a copy of as many bytes in memory, the dashed one a program
-# that reads the file and does nothing else. A model that is built first, and overwritten, costs
-# several times what torch.load or torchlift do, and so does a copy out of a map, page by page;
-# those two are within a few times of reading alone.*
+# *The bars show the seconds to load a file of 64 MiB from the page cache, as the median of each way
+# with its lowest and highest run. The dotted line is a copy of the same size in memory, and the
+# dashed line is a program that only reads the file. Building a model and overwriting it costs
+# several times as much as torch.load or torchlift, and copying out of a map is slower too. Those
+# two stay within a few times of reading alone, so there is little left to gain.*
 #
-# Of a file this small, much of each bar is not its bytes. The guide has the same chart of two
-# gigabytes, warm and cold, beside other libraries: *Performance*.
+# In a file this small, much of each bar is overhead and not bytes. The guide has the same chart of
+# two gigabytes, warm and cold, next to other libraries: *Performance*.
 #
 # Remember
 # --------
 #
 # - The floor is a copy, the page faults of new memory, and on a cold file the disk.
-# - Building a model and copying over it costs more than all reading. It is the first thing to drop.
-# - Compare medians of fresh processes, in one state of the page cache, and beside a limit: a number
-#   alone says nothing.
+# - Building a model and copying over it costs more than all reading. Remove that first.
+# - Compare medians of fresh processes, in one state of the page cache, next to a limit. A number
+#   alone means nothing.
 #
 # Use this when
 # -------------
@@ -192,4 +192,4 @@ plt.show()
 #   ``torchlift bench``.
 # - **You do not need the bytes at once:** *Mapped or read? What mmap=True puts off, and what it
 #   saves*.
-# - **The time goes into building:** `torchlift.skeleton`.
+# - **Building the model takes most of the time:** `torchlift.skeleton`.

@@ -3,10 +3,10 @@ Mapped or read? What mmap=True puts off, and what it saves
 ==========================================================
 
 A mapped checkpoint of any size is loaded in milliseconds, and sometimes the first batch is slow. Is
-mapping faster, or does it only put the reading off?
+mapping faster, or does it only postpone the reading?
 
-Both: it saves the copy, and leaves the disk to the first touch of each page. `torchlift.load` does
-either, with ``source="mmap"`` or ``source="read"``.
+Both: it saves the copy, and it postpones the disk to the first touch of each page. `torchlift.load`
+can do either, with ``source="mmap"`` or ``source="read"``.
 """
 
 # %%
@@ -27,15 +27,15 @@ for source in "mmap", "read":
     print(f"{source}: {report.bytes_read:,} bytes were read")
 
 # %%
-# Both models compute the same. One of them has its weights in memory; the other one knows where in
-# the file they are.
+# Both models compute the same. One has its weights in memory. The other one has addresses that lead
+# to the file.
 #
 # The first touch
 # ---------------
 #
-# Load a model of 64 MiB, use all of its weights, and use them again. Each of these in turn is
-# timed, with the page faults that it takes: a mapped page that you touch for the first time stops
-# the processor, until the kernel has put it into your address space.
+# Load a model of 64 MiB, use all of its weights, and use them again. Each step is timed, and its
+# page faults are counted. The first touch of a mapped page stops the processor until the kernel has
+# put the page into your address space.
 
 from torch import nn
 
@@ -63,7 +63,7 @@ def load_and_use(path, source, cold):
 
 # %%
 
-# fold: How time and page faults are counted, and a file made cold
+# fold: How time and page faults are counted, and how a file is made cold
 import os
 import resource
 import time
@@ -83,7 +83,7 @@ def timed(function, *arguments, **options):
 
 
 def forget(path):
-    """Drop a file from the page cache, where the system can do that."""
+    """Drop a file from the page cache, if the system can do that."""
     if hasattr(os, "posix_fadvise"):
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
@@ -100,17 +100,19 @@ for source in "mmap", "read":
     print(f"{source}: first use ~{first[1]:,} page faults, second ~{second[1]:,}")
 
 # %%
-# That is less than one fault for each page of 4 KiB: of a file that is in the page cache, the
-# kernel maps the neighbours along. What was read is there, and has only to be used.
+# That is less than one fault for each page of 4 KiB. If a file is in the page cache, the kernel
+# also maps neighbouring pages. A model that was read is already in memory.
 #
 # Proof: warm and cold
 # --------------------
 #
-# The same in new processes, of a file that is in the page cache (*warm*), and of one that was just
-# dropped from it (*cold*), as after a boot. This is the table to decide by. Add the first two
-# columns for a model of which every weight is used; look at the first alone for one of which you
-# need little; look at *anonymous* where memory is short, or several processes load one file. What
-# is read past the page cache goes through up to 48 MiB more, whatever the size of the file.
+# The same runs in new processes with two files. A *warm* file is in the page cache. A *cold* file
+# was just dropped from it, as after a boot. Use this table to decide:
+#
+# - You use every weight: add the first two columns.
+# - You use few weights: look at the first column alone.
+# - Memory is short, or several processes load one file: look at *anonymous*. Reading past the page
+#   cache needs up to 48 MiB more, for any file size.
 
 # fold: How the four are measured
 size = torchlift.open(path).nbytes
@@ -151,31 +153,32 @@ figure.legend(boxes, list(looks), loc="outside upper right", ncols=3)
 plt.show()
 
 # %%
-# *Seconds to load a model of 64 MiB, to use all of it once, and once more, mapped and read. Warm is
-# a file that is in memory already, because it was read lately: mapped, nothing of it is copied.
-# Cold is a file that has to come from the disk: mapped, the load is short and the first use waits;
-# read, the load waits and the first use does not.*
+# *The bars show the seconds to load a model of 64 MiB, to use all of it, and to use it again,
+# mapped and read. A warm file is already in memory because it was read recently. A cold file comes
+# from the disk. Mapping a warm file copies nothing, so it is the fastest. With a cold file somebody
+# waits for the disk: at the first use if it is mapped, in the load if it is read.*
 #
-# Whether the two waits are equally long, the disk decides: a map asks for the file page by page, a
-# read for much of it at once, on several threads.
+# The disk decides whether the two waits are equally long. A map requests the file page by page. A
+# read requests large parts at once, on several threads.
 #
-# What the time does not show
-# ---------------------------
+# Memory, file and network: the other differences
+# -----------------------------------------------
 #
-# - **Memory.** Mapped pages are the file's: the kernel may drop them and read them again, and ten
-#   processes have them once. Read pages are yours. A mapped page that you write to becomes yours
+# - **Memory.** Mapped pages belong to the file. The kernel may drop them and read them again, and
+#   ten processes share them. Read pages are yours. A mapped page that you write to becomes yours
 #   too, so a model that trains ends up as one copy either way.
-# - **The file.** A mapped file has to stay as it is. Replace it by renaming another over it, never
-#   by writing into it: `torchlift.save` does that.
+# - **The file.** Do not write into a mapped file. Replace it: rename another file over it.
+#   `torchlift.save` does that.
 # - **The network.** On NFS, Lustre or FUSE each fault is a round trip. There `torchlift.load` reads
-#   unless you say otherwise, as it does where bytes have to be cast or sent to a device.
+#   by default. It also reads by default if bytes have to be cast or sent to a device.
 #
 # Remember
 # --------
 #
-# - Mapping saves the copy: of a warm file it is the fastest there is, the first use included.
-# - On a cold file mapping puts the reading off, to the first touch, and reads only what you touch.
-# - Mapped memory belongs to the file and is shared; memory that was read belongs to the process.
+# - Mapping saves the copy. On a warm file it is the fastest way, including the first use.
+# - On a cold file mapping postpones the reading to the first touch, and it reads only the pages
+#   that you touch.
+# - Mapped memory belongs to the file and is shared. Memory that was read belongs to the process.
 #
 # Use this when
 # -------------

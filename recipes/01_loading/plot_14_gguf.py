@@ -5,8 +5,8 @@ GGUF to transformers: right names, wrong attention
 You have a ``.gguf`` of llama.cpp and a model of ``transformers``. You rename ``blk.0.attn_q`` to
 ``layers.0.self_attn.q_proj``, everything loads without an error, and the model talks nonsense. Why?
 
-llama.cpp keeps the rows of q and k in another order: `torchlift.remap.from_to` knows that, and what
-else its files have otherwise.
+llama.cpp keeps the rows of q and k in another order. `torchlift.remap.from_to` undoes this and the
+other differences of its files.
 """
 
 # %%
@@ -34,7 +34,7 @@ print(len(report.loaded), "tensors, such as", rename("blk.0.attn_q.weight"))
 # Everything loads, and the logits are wrong
 # ------------------------------------------
 #
-# Here is a real one, written as llama.cpp's converter does it, with the ``gguf`` package:
+# Here is a real GGUF file. The ``gguf`` package writes it as llama.cpp's converter does:
 
 # fold: How llama.cpp writes it
 import tempfile
@@ -79,7 +79,8 @@ folder = tempfile.mkdtemp()
 write(saved, folder + "/tiny.gguf")
 
 # %%
-# The rule that everybody writes first: names by names. It is strict, and nothing is missing.
+# Here is the rule that everybody writes first: it changes only names. The load is strict, and
+# nothing is missing.
 
 by_names = remap.rules([
     (r"^token_embd\.", "model.embed_tokens."),
@@ -111,23 +112,28 @@ print(
 print("from_to, same logits:", torch.equal(logits_by(rename), expected))
 
 # %%
-# Shapes are equal, so nobody notices. The rotation of positions pairs two numbers of a head:
-# neighbours in llama.cpp, the first half with the second in ``transformers``. So llama.cpp moves
-# the rows of q and k, and of nothing else.
+# Shapes are equal, so no check fails. The rotation of positions pairs two numbers of a head.
+# llama.cpp pairs neighbours, and ``transformers`` pairs the first half with the second. So
+# llama.cpp moves the rows of q and k, and of no other matrix.
 #
-# What else differs in a GGUF file
+# Other differences in a GGUF file
 # --------------------------------
 #
-# It depends on the model. Norms of Gemma have one added, matrices of GPT-2 are transposed, q, k and
-# v of BLOOM are in other groups, experts are in two tensors instead of one, and the head may be
-# left out. `torchlift.remap.from_to` does all of these, or says that it does not know the model. A
-# file that says that it is of another model, or has other heads, is refused.
+# The differences depend on the model:
+#
+# - The norms of Gemma have one added.
+# - The matrices of GPT-2 are transposed.
+# - BLOOM has q, k and v in other groups.
+# - Experts are in two tensors instead of one, and the head may be left out.
+#
+# `torchlift.remap.from_to` handles all of these. For an unknown model it raises an error. It
+# refuses a file whose architecture or heads differ from the model's.
 #
 # Proof
 # -----
 #
-# A quantised file that is 80 MiB as numbers, in a new process each: read by ``transformers``
-# itself, and by `torchlift.load`. Blocks become numbers some at a time, where they stay.
+# A quantised file, 80 MiB as numbers, is loaded in two new processes: by ``transformers`` itself
+# and by `torchlift.load`. The latter computes the numbers in blocks, directly in their final place.
 
 # fold: How it is measured
 large = {**sizes, "hidden_size": 512, "intermediate_size": 4096, "vocab_size": 6144}
@@ -137,7 +143,7 @@ write(transformers.LlamaForCausalLM(config), folder + "/large.gguf", Kind.Q8_0)
 
 def load_twice(way, folder):
     kind = transformers.LlamaForCausalLM
-    for name in ("tiny.gguf", "large.gguf"):  # what is imported is not the model's
+    for name in ("tiny.gguf", "large.gguf"):  # the first pays for imports
         torchlift.measure.mark(name)
         if way == "from_pretrained":
             model = kind.from_pretrained(folder, gguf_file=name)
@@ -181,21 +187,23 @@ axes.invert_yaxis()
 plt.show()
 
 # %%
-# *The 16 rows of one head of q. Left, in the order of the file: a row of the first half, then one
-# of the second, hatched. Right, in the order of the model. A line leads from each row's place in
-# the file to its place in memory.*
+# *The bars show the 16 rows of one head of q. Left, they have the order of the file: a row of the
+# first half, then one of the second, hatched. Right, they have the order of the model. A line leads
+# from each row's place in the file to its place in memory. If you rename only, every row but two
+# lands in the wrong place.*
 #
 # Remember
 # --------
 #
-# - A GGUF file is not its model under other names: rows, norms and experts differ, by architecture.
+# - A GGUF file is more than its model under other names. Rows, norms and experts differ by
+#   architecture.
 # - Equal shapes prove nothing. Compare logits.
-# - Blocks are computed on their way into the model: no tensor is in memory twice.
+# - Blocks are computed on their way into the model, so a tensor is never in memory twice.
 #
 # Use this when
 # -------------
 #
 # - **llama.cpp's file, transformers' model:** `torchlift.remap.from_to`. For a ``.pt`` of
 #   openai-whisper, the migration guide has the rules.
-# - **The file is to be safetensors for good:** `torchlift.convert` with the same rule.
+# - **You want a safetensors file:** `torchlift.convert` with the same rule.
 # - **The names are your own:** `torchlift.remap.rules`, and *Fused experts, split q, k, v*.
