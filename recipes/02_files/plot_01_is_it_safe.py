@@ -3,10 +3,10 @@ Is this checkpoint safe? A .pt file can run code
 ================================================
 
 Somebody sends you a ``.pt`` file. Can you look at it, and take the weights out, without running
-what its author put in?
+code that its author put in?
 
 Yes: `torchlift.open` reads the index and the bytes of the weights, and calls nothing that the file
-names. Only the weights inside of a pickled object, such as a whole module, stay where they are.
+names. It cannot reach weights inside a pickled object, such as a complete module.
 """
 
 # %%
@@ -21,7 +21,7 @@ import torchlift
 
 
 class Trap:
-    """An object whose pickle is a call. Any call."""
+    """An object whose pickle is a call."""
 
     def __reduce__(self):
         return print, ("  this line was printed by the file",)
@@ -33,20 +33,20 @@ print(str(torchlift.open(sent)).replace(sent, "sent.pt"))
 print(torchlift.open(sent)["weight"])
 
 # %%
-# The summary names the trap, ``builtins.print``, as *blocked*, and the tensor beside it is there.
-# In a terminal, ``torchlift inspect sent.pt`` prints the same without importing torch, and ends
-# with status 3: something in the file would have run code.
+# The summary lists the trap, ``builtins.print``, as *blocked*, and the other tensor is readable. In
+# a terminal, ``torchlift inspect sent.pt`` prints the same without importing torch. It ends with
+# status 3, because something in the file would have run code.
 #
 # Weights only load failed
 # ------------------------
 #
-# A ``.pt`` file holds a pickle, and a pickle is a program. Loaded the old way, it runs:
+# A ``.pt`` file contains a pickle, and a pickle is a program. Loaded the old way, it runs:
 
 torch.load(sent, weights_only=False)
 
 # %%
-# It printed a line; it could have removed your files. Since torch 2.6 the default refuses such a
-# file, and you get nothing at all, not even the weights that lie beside the trap:
+# It printed a line. It could have removed your files. Since torch 2.6 the default refuses such a
+# file, and you get nothing at all, not even the harmless weights:
 
 try:
     torch.load(sent)
@@ -54,15 +54,16 @@ except Exception as error:
     print(f"{type(error).__name__}: {str(error).split('. ')[0]}")
 
 # %%
-# The way out that the message goes on to suggest is to run the file after all; what it would call,
-# ``torch.serialization.get_unsafe_globals_in_checkpoint`` lists. torchlift needs no way out: it
-# reads the pickle with a reader of its own that knows a list of harmless names and turns every
-# other into a note. The weights are not in the pickle; they lie beside it as plain bytes.
+# The message then suggests to run the file after all.
+# ``torch.serialization.get_unsafe_globals_in_checkpoint`` lists the calls in it. torchlift needs
+# neither. Its own reader of pickles knows a list of harmless names and records every other name as
+# blocked. The weights are not in the pickle. They are next to it as plain bytes.
 #
-# Load the weights beside the trap
-# --------------------------------
+# Load the weights next to the trap
+# ---------------------------------
 #
-# What is refused is refused by name; say which name you do without, and the others load:
+# torchlift refuses each blocked object by its key. Name the keys that you do not need, and the
+# others load:
 
 with torchlift.open(sent) as ckpt:
     print("blocked:", ckpt.blocked)
@@ -78,18 +79,18 @@ print(list(report.loaded), model.weight.tolist())
 # %%
 # .. warning::
 #
-#    This does not protect you from weights that were trained to misbehave; from code that
-#    comes beside the file, such as a model class that you are asked to trust; from a later
-#    ``torch.load(weights_only=False)`` of the same file. And nothing can be said about a file
-#    after somebody could write to it: check it again.
+#    This does not protect you from weights that were trained to misbehave. It does not protect
+#    you from code that comes with the file, such as a model class, nor from a later
+#    ``torch.load(weights_only=False)`` of the same file. Check a file again if somebody could
+#    have written to it.
 #
 # Proof
 # -----
 #
-# A trap that leaves something behind can be counted. Each reader gets a file of its own, with eight
-# weights and three calls that make a folder; afterwards you count the folders, and the weights.
+# This trap leaves a folder behind, so its calls can be counted. Each reader gets its own file with
+# eight weights and three calls. Afterwards you count the folders and the weights.
 
-# fold: How the traps are set, and what they did is counted
+# fold: How the traps are set, and how their effects are counted
 import os
 import pickle
 import subprocess
@@ -109,14 +110,14 @@ class MakeFolder:
 
 
 def inspect(path):
-    """Run the command, in a process of its own. It gives no weights."""
+    """Run the command in a new process. It returns no weights."""
     command = [sys.executable, "-m", "torchlift", "inspect", path]
     assert subprocess.run(command, capture_output=True).returncode == 3
     return {}
 
 
 def count(read):
-    """Return how many calls of the file ran, and how many weights came."""
+    """Return how many calls of the file ran, and how many weights were read."""
     folder = Path(tempfile.mkdtemp())
     sent = {f"weight {i}": torch.eye(2) for i in range(8)}
     sent |= {f"trap {i}": MakeFolder(str(folder / f"mark {i}")) for i in range(3)}
@@ -163,17 +164,18 @@ panels[0].invert_yaxis()
 plt.show()
 
 # %%
-# *Four ways to read a file that holds eight weights and three calls. The old torch.load runs all
-# three; the torch.load of today runs none, and gives you nothing. torchlift inspect runs none and
-# lists what is inside; torchlift.open gives you the weights as well, and runs none.*
+# *Left, the bars count how many of the file's three calls ran. Right, they count how many of its
+# eight weights you get. The old torch.load runs all three calls. The torch.load of today runs none
+# and gives you nothing. With torchlift inspect you see the contents, with torchlift.open you also
+# get the weights, and neither runs a call.*
 #
 # Remember
 # --------
 #
-# - A ``.pt`` file is a program with weights beside it. Opening it with a full unpickler runs it.
-# - `torchlift.open` and ``torchlift inspect`` list what they would have to run, and run none of it.
-# - The weights beside a blocked object load: ``allow_unexpected=`` or ``root=`` leaves it out.
-#   Those inside of one do not: ask whoever sent a whole module for its ``state_dict()``.
+# - A ``.pt`` file is a program with weights next to it. A full unpickler runs that program.
+# - `torchlift.open` and ``torchlift inspect`` list the calls of the file and run none of them.
+# - Weights next to a blocked object load: ``allow_unexpected=`` or ``root=`` leaves the object out.
+#   Weights inside a pickled module do not load. Ask its author for the ``state_dict()``.
 #
 # Use this when
 # -------------

@@ -2,8 +2,8 @@
 What is in this checkpoint, and why is it so large?
 ===================================================
 
-The file is larger than the model. Which keys does it hold, which of them are one tensor under two
-names, and what are the other bytes?
+The file is larger than the model. Which keys does it contain, which of them are one tensor under
+two names, and what are the other bytes?
 
 `torchlift.open` reads the index alone: names, shapes, and the byte range of every tensor.
 """
@@ -25,15 +25,16 @@ torch.save({"model": state, "optimizer": {"lr": 0.1}, "step": 7}, path)
 print(str(torchlift.open(path)).replace(path, "model.pt"))
 
 # %%
-# 76 MiB are *storage*, the bytes in the file; the *aliases* are one storage under several keys,
-# stored once. And ``last`` has 8 bytes, yet it drags sixteen million along.
+# *Storage* is the bytes in the file, here 76 MiB. *Aliases* are keys that share one storage, which
+# is stored once. The tensor ``last`` has 8 bytes, but the file contains all sixteen million bytes
+# of its storage.
 #
 # A small tensor in a large file
 # ------------------------------
 #
-# ``torch.save`` writes storages, not tensors. That keeps ties, and it keeps everything else that a
-# view can reach: ``last`` was sliced from four million numbers. ``torch.load`` gives you a tensor
-# of two numbers and says nothing. The index says for every key where its bytes are:
+# ``torch.save`` writes storages, not tensors. That keeps ties. It also keeps every byte that a view
+# could reach: ``last`` was sliced from four million numbers. ``torch.load`` gives you a tensor of
+# two numbers without a warning. The index has the position of each key's bytes:
 
 with torchlift.open(path) as ckpt:
     for key, entry in ckpt.entries.items():
@@ -44,8 +45,8 @@ with torchlift.open(path) as ckpt:
         )
 
 # %%
-# Containers became dots. ``root=`` takes one container and strips its name, so that the keys are
-# those of the model; what is no tensor is in ``objects``:
+# Names of containers are joined with dots. ``root=`` selects one container and strips its name, so
+# the keys are those of the model. Non-tensor values are in ``objects``:
 
 with torchlift.open(path, root="model") as ckpt:
     print(list(ckpt), ckpt.aliases)
@@ -56,9 +57,9 @@ with torchlift.open(path) as ckpt:
 # Proof
 # -----
 #
-# Which bytes of the file does no key need? Count them, save what is needed, and compare.
+# How many bytes of the file does no key need? Count them, save only the needed bytes, and compare.
 
-# fold: Count the bytes of each storage, and those that a key needs
+# fold: Count the bytes of each storage, and the bytes that its keys need
 with torchlift.open(path) as ckpt:
     needed, stored = {}, {}
     for key, entry in ckpt.entries.items():
@@ -98,7 +99,7 @@ with torchlift.open(path, root="model") as ckpt:
         begin = (
             starts[entry.storage] + tensor.storage_offset() * tensor.itemsize / MIB
         )
-        wide = max(size, 0.6)  # to be seen
+        wide = max(size, 0.6)  # wide enough to be visible
         begin = max(begin + size - wide, starts[entry.storage])
         axes.barh(-y, wide, left=begin, color="C1", height=0.6)
         labels.append(key)
@@ -107,21 +108,22 @@ axes.set(xlabel="position among the stored bytes (MiB)", xlim=(-0.5, left + 0.5)
 plt.show()
 
 # %%
-# *A map of the bytes of this file. Gray is what is stored, orange what each key needs of it: three
-# keys look into the same bytes, which are stored once, and the last one needs two numbers at the
-# end of four million. The rest of those is there for nothing.*
+# *The map shows the bytes of this file from left to right. The gray bars are stored, and the orange
+# bars are the part that each key needs. Three keys share one storage. The last key needs two
+# numbers at the end of four million, so a clone before the save would remove the other bytes.*
 #
 # Remember
 # --------
 #
-# - The size of a file is that of its storages. Keys may share one, and may need little of one.
+# - The size of a file is the size of its storages. Keys may share a storage, or need only a part of
+#   it.
 # - ``.clone()`` a small view before you save it.
-# - The index costs microseconds a tensor: look before you load.
+# - Reading the index costs microseconds a tensor. Look before you load.
 #
 # Use this when
 # -------------
 #
-# - **You look once:** ``torchlift inspect FILE``, with ``--stats`` for the values; it is
+# - **You look once:** ``torchlift inspect FILE``, with ``--stats`` for the values. It is
 #   `torchlift.open` in a terminal.
 # - **In a program:** ``entries``, ``aliases`` and ``objects`` of a `torchlift.Checkpoint`.
-# - **Before a load:** `torchlift.plan` says which key goes where.
+# - **Before a load:** `torchlift.plan` lists the target of each key.

@@ -5,8 +5,8 @@ What changed between two checkpoints?
 Two files should hold the same model: before and after a conversion, or a training step, or a copy
 over the network. Do they?
 
-`torchlift.diff` compares checkpoints of any formats, one pair of tensors at a time, and
-`torchlift.verify` tells whether a file is still what was written.
+`torchlift.diff` compares checkpoints of any formats, one pair of tensors at a time.
+`torchlift.verify` checks whether a file has changed since it was written.
 """
 
 # %%
@@ -30,13 +30,13 @@ print(torchlift.diff(folder + "/before.pt", folder + "/after.pt"))
 
 # %%
 # The second layer was trained, the first was not. In a terminal, ``torchlift diff before.pt
-# after.pt`` prints the same, and its exit status is that of ``diff``: 0 for equal.
+# after.pt`` prints the same. Its exit status is 0 if the files are equal, as for ``diff``.
 #
 # Same weights under other names
 # ------------------------------
 #
-# By hand you load both files whole and compare key by key. That takes the memory of two copies, and
-# it stumbles over the first key that has another name:
+# By hand you load both complete files and compare key by key. That takes the memory of two copies,
+# and it fails at the first key that has another name:
 
 from safetensors.torch import save_file
 
@@ -50,14 +50,15 @@ except KeyError as error:
     print("KeyError:", error)
 
 # %%
-# `torchlift.diff` compares what can be compared and lists the rest. Here names, a dtype and a
+# `torchlift.diff` compares all keys that match and lists the others. Here names, a dtype and a
 # format differ at once:
 
 print(torchlift.diff(folder + "/after.pt", folder + "/renamed.safetensors"))
 
 # %%
-# Three of the four keys have the same bytes under another name: *renamed*. The fourth was cast, so
-# no bytes are equal. Give it its name, and the difference is that of the cast, within a tolerance:
+# Three of the four keys are *renamed*: they have the same bytes under another name. The fourth was
+# cast, so its bytes differ. With the same name on both sides, only the rounding of the cast
+# differs, and it is within a tolerance:
 
 plain = {key.removeprefix("net."): value for key, value in state.items()}
 print(torchlift.diff(model.state_dict(), plain).changed["0.weight"])
@@ -67,8 +68,8 @@ print(torchlift.diff(model.state_dict(), plain, rtol=2**-8).changed["0.weight"])
 # Proof
 # -----
 #
-# A disk, a cable or a full quota changes a file without asking. ``torch.save`` writes a checksum
-# beside every tensor, and ``torch.load`` never reads it. Flip one bit in the middle of a weight:
+# A disk, a cable or a full quota can damage a file silently. ``torch.save`` writes a checksum for
+# every tensor, and ``torch.load`` never reads it. Flip one bit in the middle of a weight:
 
 from pathlib import Path
 
@@ -79,7 +80,7 @@ data = bytearray(Path(folder, "after.pt").read_bytes())
 data[chunk.offset + 4 * 2080 + 2] ^= 0x40
 damaged.write_bytes(bytes(data))
 
-torch.load(damaged)  # not a word
+torch.load(damaged)  # no error
 report = torchlift.verify(damaged)
 assert not report.ok
 assert [failure.name for failure in report.failed] == ["data/0"]
@@ -108,17 +109,18 @@ left.set_ylabel("row, both layers")
 plt.show()
 
 # %%
-# *Each mark is a value that differs between two files of this model. A training step of the second
-# layer changes its two rows, at the bottom. A bit that flips in a damaged copy changes one value,
-# and loading the file says nothing.*
+# *Each mark is a value that differs between two files of this model, at its row and column. Left, a
+# training step of the second layer changes its two rows at the bottom. Right, one flipped bit in a
+# damaged copy changes one value. Loading that file raises no error, so only a comparison or a
+# checksum finds it.*
 #
 # Remember
 # --------
 #
-# - A comparison needs no second copy in memory: the files are mapped, block by block.
-# - *Renamed* means the same bytes under another name; *changed* says how far the values are apart.
-# - torch writes checksums and does not read them. ``torchlift.verify`` does; so does
-#   ``torchlift.load(verify=True)``.
+# - A comparison needs no second copy in memory. The files are mapped and compared in blocks.
+# - *Renamed* means the same bytes under another name. *Changed* lists how far the values differ.
+# - torch writes checksums and does not read them. ``torchlift.verify`` and
+#   ``torchlift.load(verify=True)`` do.
 #
 # Use this when
 # -------------

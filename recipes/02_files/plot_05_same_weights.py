@@ -3,8 +3,8 @@ Are these the same weights? One number on any mesh and in any format
 ====================================================================
 
 Two files, or a file and the model that runs on eight ranks: are the weights in them the same?
-Hashes of the files differ although nothing has changed, and nobody wants to gather a whole model
-for a comparison.
+Hashes of the files differ although nothing has changed, and you do not want to gather a complete
+model for a comparison.
 
 `torchlift.digest` returns one number for the weights themselves.
 """
@@ -29,14 +29,14 @@ compiled = torch.compile(model, backend="eager")
 print(torchlift.digest(compiled), "the compiled model")
 
 # %%
-# Three times the same: names, dtypes, shapes and every bit of the values count. The format does
-# not, nor does what a wrapper puts in front of names.
+# The three digests are equal. A digest covers names, dtypes, shapes and every bit of the values. It
+# ignores the format and the prefixes that a wrapper adds to names.
 #
-# What the hash of a file says
-# ----------------------------
+# The hash of a file depends on its format
+# ----------------------------------------
 #
-# The usual way is a hash of the file. It answers another question: whether the bytes of the *file*
-# are the same, its header and its order of tensors among them.
+# The usual way is a hash of the file. It answers another question: are the bytes of the *file* the
+# same, including its header and the order of its tensors?
 
 import hashlib
 from pathlib import Path
@@ -46,14 +46,15 @@ for name in ("model.pt", "model.safetensors"):
     print(hashlib.sha256(content).hexdigest()[:16], name)
 
 # %%
-# That is right for a download: a hub records such a hash, and `torchlift.verify` compares the files
-# in its cache with it. For weights it says *different* where nothing is.
+# That is right for a download. A hub records such a hash, and `torchlift.verify` compares the files
+# in its cache with it. For weights the hash is misleading: it differs although the weights are
+# equal.
 #
-# What one number sees
-# --------------------
+# Swapped rows, a sign, two changes that cancel
+# ---------------------------------------------
 #
-# A sum of all values would miss two that trade places, or two changes that cancel. Here each four
-# bytes are multiplied with a number that belongs to their place, before they are added up:
+# A sum of all values would miss two swapped values, or two changes that cancel. The digest
+# multiplies each four bytes with a number that depends on their position, and then adds them up:
 
 before = torchlift.digest(model)
 weight = model.weight.data
@@ -71,10 +72,11 @@ for what, change in changes.items():
     weight.copy_(kept)
 
 # %%
-# Which tensor it is, and by how much, says `torchlift.diff`, which needs both sides. A digest needs
-# one: write it into the log of a run, and compare a year later.
+# `torchlift.diff` shows which tensor changed and by how much, but it needs both sides. A digest
+# needs only one. Write it into the log of a run, and compare a year later.
 #
-# A file of a training has more than a model. Its part has the number of the model:
+# A training file contains more than a model. The digest of its part ``model`` is the digest of the
+# model:
 
 training = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
 torchlift.save(training, folder + "/training.pt")
@@ -84,15 +86,15 @@ print(torchlift.digest(folder + "/training.pt", root="model") == before)
 # Proof
 # -----
 #
-# On a mesh the digest gathers one tensor at a time, adds it up, and forgets it. The other way
-# gathers the model on every rank, and hashes it there. Two ranks, 64 MiB in 16 layers:
+# On a mesh the digest gathers one tensor at a time, adds it up, and frees it. The other way gathers
+# the model on every rank and hashes it there. Both run on two ranks, with 64 MiB in 16 layers:
 
 # fold: How the memory of each rank is measured
 from torchlift.distributed import get_model_state_dict, on_ranks
 
 
 def compare(ways):
-    """Return what each way took on this rank, and the digest."""
+    """Return the digest and the memory of each way on this rank."""
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
@@ -108,7 +110,7 @@ def compare(ways):
 
 
 def gathered(model):
-    """Return a hash of the whole state dict."""
+    """Return a hash of the complete state dict."""
     from torchlift.distributed import StateDictOptions
 
     options = StateDictOptions(full_state_dict=True)
@@ -139,26 +141,26 @@ figure, axes = plt.subplots(figsize=(5.6, 1.9))
 axes.barh(list(peaks), list(peaks.values()), color=("C0", "C1"))
 axes.axvline(64, color="C2", linestyle="--")
 axes.text(0.4, 0, f"{peaks['torchlift.digest']:.1f} MiB", va="center")
-axes.text(63, 0, "the whole model", ha="right", va="center")
+axes.text(63, 0, "the complete model", ha="right", va="center")
 axes.invert_yaxis()
-axes.set(xlabel="MiB of memory that a rank needs beside its shard")
+axes.set(xlabel="MiB of memory that a rank needs in addition to its shard")
 plt.show()
 
 # %%
-# *Memory that each of two ranks needs to say whether a model of 64 MiB, of which it holds one half,
-# is the one that it should be: one layer at a time for the digest, all of the model where it is
-# gathered and hashed.*
+# *The bars show the memory that each of two ranks needs to check a model of 64 MiB, in addition to
+# its shard. The digest gathers one layer at a time. The hash gathers all of the model, up to the
+# dashed line, so it fails for a model that one rank cannot hold.*
 #
 # Remember
 # --------
 #
-# - A hash of a file is about the file, a digest about the weights.
-# - The digest of a model on a mesh is that of one process and of any file.
+# - A hash of a file covers the file. A digest covers the weights.
+# - The digest is the same on a mesh, in one process and in any file.
 # - It protects from mistakes, not from somebody who wants to deceive you.
 #
 # Use this when
 # -------------
 #
-# - **After a conversion, a resharding, a broadcast:** the number before is the number after.
-# - **Where the numbers differ:** `torchlift.diff` says which tensors do.
-# - **After a download:** `torchlift.verify`, which compares with what the hub records.
+# - **After a conversion, a resharding, a broadcast:** the digest before equals the digest after.
+# - **If the digests differ:** `torchlift.diff` lists the tensors that differ.
+# - **After a download:** `torchlift.verify` compares the file with the hash of the hub.
