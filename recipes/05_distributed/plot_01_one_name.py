@@ -2,11 +2,12 @@
 Keys that start with module. or _orig_mod.: DDP, torch.compile, FSDP
 ====================================================================
 
-You trained under DDP, and every key of the checkpoint starts with ``module.``. You compiled the
-model, and the keys say ``_orig_mod.``. Now the file loads into nothing else.
+You trained under DDP, and every key of the checkpoint starts with ``module.``. Or you compiled the
+model, and the keys contain ``_orig_mod.``. Now the file loads into no other model.
 
-Load an old file with `torchlift.remap.strip`. From now on save by
-`torchlift.distributed.get_model_state_dict`: the names of your own modules, in every wrapping.
+Load an old file with `torchlift.remap.strip`. From now on save with
+`torchlift.distributed.get_model_state_dict`. It returns the names of your own modules, in every
+wrapper.
 """
 
 # %%
@@ -25,16 +26,17 @@ model = torch.compile(plain, backend="eager")
 torch.save(get_model_state_dict(model), path)  # from now on
 torchlift.load(plain, path)
 print("new file:", *torchlift.open(path))
-torch.save(model.state_dict(), path)  # an old file, with the wrapper's word
+torch.save(model.state_dict(), path)  # an old file, with the wrapper's prefix
 torchlift.load(plain, path, rename=torchlift.remap.strip("_orig_mod."))
 print("old file:", *torchlift.open(path))
 
 # %%
-# Two words in front of a key
-# ---------------------------
+# Wrappers add module. and _orig_mod. to the keys
+# -----------------------------------------------
 #
-# A wrapper is a module that has yours inside, and the names of the modules on the way make up the
-# key. `torch.compile` and DDP put a word in front, or into the middle where you wrapped a part:
+# A wrapper is a module that contains yours. The names of all modules on the path form the key.
+# `torch.compile` and DDP add their word to the front of a key. If you wrapped only a part, the word
+# is in the middle:
 
 try:
     plain.load_state_dict(torch.load(path))
@@ -42,14 +44,15 @@ except RuntimeError as error:
     print(f"{type(error).__name__}: {error}")
 
 # %%
-# FSDP2 and tensor parallel change the values: a parameter becomes a DTensor, of which a process
-# holds a slice.
+# FSDP2 and tensor parallel change the values: a parameter becomes a DTensor, and each process holds
+# a slice of it.
 #
-# What loads into what
-# --------------------
+# Load each wrapper's checkpoint into each wrapper
+# ------------------------------------------------
 #
-# One model in seven wrappings, on two ranks: each saves, and each loads, in three ways. With
-# ``full_state_dict`` a state dict has whole tensors, and each rank takes its slices when it is set.
+# One model has seven wrappings, on two ranks. Each wrapping saves and loads in three ways. With
+# ``full_state_dict`` a state dict has complete tensors, and each rank takes its slices when it is
+# loaded.
 
 # fold: The model and its seven wrappings
 from collections import OrderedDict
@@ -153,30 +156,32 @@ axes.set(xlabel="pairs of wrappings that load (of 49)", xticks=[0, 7, 21, 35, 49
 plt.show()
 
 # %%
-# *One model in seven wrappings (plain, compiled, DDP, FSDP2 and mixtures of them): how many of the
-# 49 pairs load what the other one saved. By raw keys only the same wrapping does; by the names of
-# your own modules all do, and torch finds these names, too.*
+# *Each bar counts how many of 49 pairs load, among seven wrappings of one model (plain, compiled,
+# DDP, FSDP2 and mixtures of them). By raw keys only the same wrapping loads. By the names of your
+# own modules all pairs load, with torch's functions and with torchlift's, so save by these names.*
 #
 # A layer that is really called module
 # ------------------------------------
 #
-# ``replace`` cuts that out, too. The canonical name leaves out a word only where a wrapper stands.
+# ``replace`` removes that name too. The canonical name leaves out a word only if it belongs to a
+# wrapper.
 
 model = nn.Sequential(OrderedDict(module=nn.Linear(2, 1), head=nn.Linear(1, 1)))
 print("replace:  ", [key.replace("module.", "") for key in model.state_dict()])
 print("canonical:", list(get_model_state_dict(compiled(model))))
 
 # %%
-# Only what trains, or only one module
-# ------------------------------------
+# Save only what trains, or only one module
+# -----------------------------------------
 #
-# With LoRA most weights are frozen: ``ignore_frozen_params`` leaves them out, and a load with it
-# does not miss them. For one module call it on that module; ``submodules=`` is deprecated in torch.
+# With LoRA most weights are frozen. ``ignore_frozen_params`` leaves them out, and a load with it
+# does not miss them. For one module, call the function on that module. ``submodules=`` is
+# deprecated in torch.
 
 model.module.requires_grad_(False)
 lora = torchlift_s.StateDictOptions(ignore_frozen_params=True)
 state = get_model_state_dict(model, options=lora)
-torchlift_s.set_model_state_dict(model, state, options=lora)  # misses nothing
+torchlift_s.set_model_state_dict(model, state, options=lora)  # no missing keys
 print("only what trains:", list(state))
 print("only one module: ", list(get_model_state_dict(model.module)))
 
@@ -184,16 +189,16 @@ print("only one module: ", list(get_model_state_dict(model.module)))
 # Remember
 # --------
 #
-# - A wrapper adds its word to the keys; FSDP2 and tensor parallel change the values alone.
+# - A wrapper adds its word to the keys. FSDP2 and tensor parallel change only the values.
 # - The canonical name is the path through your own modules, the same in every wrapping.
-# - Text does not say which word of a key is a wrapper's. Modules do.
+# - The text of a key does not show which word belongs to a wrapper. The modules do.
 #
 # Use this when
 # -------------
 #
 # - **A file has a wrapper's keys:** `torchlift.remap.strip`, as ``rename=`` of `torchlift.load`.
-# - **You save from a wrapped model:** `torchlift.distributed.get_model_state_dict`; for one file
-#   that everybody can read with ``full_state_dict`` and ``cpu_offload``.
+# - **You save from a wrapped model:** `torchlift.distributed.get_model_state_dict`. For one
+#   ordinary file add ``full_state_dict`` and ``cpu_offload``.
 # - **You load into one:** `torchlift.distributed.set_model_state_dict`.
 # - **Somebody else's code calls** ``model.state_dict()``: patch it once with
 #   `torchlift.distributed.patch_model_state_dict`.

@@ -5,8 +5,8 @@ Load a DCP checkpoint on another number of GPUs, or on none
 An FSDP2 job ran on four GPUs and left a folder of ``.distcp`` files. Today you get two, or you have
 a notebook and no process group at all. Who puts the slices together?
 
-`torchlift.load` does: each process reads the bytes that it is going to have, from whatever files
-they are in. A run on four ranks, on two and on none are the same call.
+`torchlift.load` does: each process reads the bytes of its own slices, from all files that contain
+them. The call is the same on four ranks, on two and without ranks.
 """
 
 # %%
@@ -36,14 +36,14 @@ torchlift.distributed.on_ranks(4, save)
 print(torchlift.distributed.on_ranks(2, load, fully_shard), load(nn.Identity()))
 
 # %%
-# Four ranks save; two read half of the bytes each, and one process without a group reads all: the
-# call is the same. `torchlift.distributed.on_ranks` runs a function on processes of this machine.
+# Four ranks save. Two ranks read half of the bytes each, and one process without a group reads all,
+# with the same call. `torchlift.distributed.on_ranks` runs a function on processes of this machine.
 #
-# One of the files is no checkpoint
-# ---------------------------------
+# torch.load cannot read a .distcp file
+# -------------------------------------
 #
-# ``torch.load`` makes nothing of them. Each is a row of small archives, and which bytes are which
-# slice of which tensor stands in ``.metadata``, beside them:
+# Each file is a row of small archives. The file ``.metadata`` in the same folder records the
+# tensor, the slice and the bytes of each:
 
 import torch
 
@@ -57,11 +57,11 @@ with torchlift.open(folder) as ckpt:
         print(f"{chunk.file[-12:]}: {chunk.shape} from row {chunk.start[0]}")
 
 # %%
-# Two ranks, sliced in another way
-# --------------------------------
+# Two ranks with other slices
+# ---------------------------
 #
-# FSDP2 gave each of four ranks a quarter of the rows. Tensor parallel on two takes halves, of the
-# second weight by columns: what a rank needs lies in all four files.
+# FSDP2 gave each of four ranks a quarter of the rows. Tensor parallel on two ranks takes halves,
+# and it divides the second weight by columns. So each rank needs bytes of all four files.
 
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import parallel
@@ -85,8 +85,9 @@ def by_torchlift(model, folder):
 # Proof
 # -----
 #
-# Both get the same numbers; how many bytes do they read for that? The checkpoint has two weights of
-# 16 MiB. For DCP the system counts them, torchlift's report has them. Medians of five.
+# Both ways load the same numbers. How many bytes do they read? The checkpoint has two weights of 16
+# MiB. For DCP the system counts the bytes, and torchlift reports its own. The times are medians of
+# five.
 
 # fold: How the bytes and the seconds are measured
 import time
@@ -138,8 +139,8 @@ for rank, found in enumerate(ranks):
     assert found[0][0] > 1.4 * found[1][0]
 
 # %%
-# DCP reads a stored slice whole, to keep half of it. You can know the bytes without a cluster:
-# `torchlift.distributed.simulate` runs your own function on a process group that only pretends.
+# DCP reads a complete stored slice and keeps half of it. You can compute the bytes without a
+# cluster: `torchlift.distributed.simulate` runs your own function on a simulated process group.
 
 simulate, model = torchlift.distributed.simulate, torchlift.skeleton(build)
 expected = simulate(folder, "tp=2", model=model, parallelize=slice_up)
@@ -172,25 +173,27 @@ panels[2].tick_params(axis="x", labelsize=11, length=0)
 plt.show()
 
 # %%
-# *Left, one weight: four ranks wrote a quarter of its rows each, one file a rank, and two ranks
-# that need columns take half of every row, out of all four files. Right, all that one of the two
-# reads: dcp.load whole slices, half of which it drops, torchlift only the 16 MiB that it keeps.*
+# *Left, the boxes show one weight: four ranks wrote a quarter of its rows each, one file a rank.
+# Middle, two ranks need columns, so each takes half of every row, from all four files. Right, the
+# bars show the MiB that one of the two ranks reads. With dcp.load it reads complete slices and
+# drops half of them, with torchlift only the 16 MiB that it keeps.*
 #
 # Remember
 # --------
 #
-# - A folder of shards is one checkpoint: its index says which box of which tensor lies where.
-# - Who saved does not matter for who loads: a rank reads the bytes that it is going to have.
-# - ``dcp.load`` reads stored slices whole; `torchlift.load` the bytes that stay.
+# - A folder of shards is one checkpoint. Its index records the position of each box of each tensor.
+# - The layout of the save does not limit the load. A rank reads only the bytes that it keeps.
+# - ``dcp.load`` reads complete stored slices, `torchlift.load` only the bytes that stay.
 #
 # Use this when
 # -------------
 #
 # - **You load shards on any number of ranks:** shard a `torchlift.skeleton`, then `torchlift.load`.
-# - **The folder has a training run:** ``root="model"`` for the weights, and the rest as in *FSDP
+# - **The folder has a training run:** ``root="model"`` for the weights. For the optimizer see *FSDP
 #   optimizer state dict: resume on another number of GPUs*.
 # - **Others will read it:** `torchlift.save` on all ranks, or
-#   `torchlift.distributed.save_consolidated`: one ordinary file, or shards with an index.
+#   `torchlift.distributed.save_consolidated`. They write one ordinary file, or shards with an
+#   index.
 # - **Your code calls** ``dcp.load`` **or** ``dcp.save``: pass them a
 #   `torchlift.distributed.CheckpointReader` or a `torchlift.distributed.CheckpointWriter`.
 # - **You want to know the bytes beforehand:** `torchlift.distributed.simulate`.

@@ -2,11 +2,11 @@
 FSDP2: load a full checkpoint without every rank reading all of it
 ==================================================================
 
-The model is sharded because no rank can have all of it, and the checkpoint is one ordinary file.
-With ``torch.load`` every rank reads the whole file; with ``broadcast_from_rank0`` one rank does,
-and needs three times its shards.
+The model is sharded because it does not fit on one rank, and the checkpoint is one ordinary file.
+With ``torch.load`` every rank reads the complete file. With ``broadcast_from_rank0`` only one rank
+does, but it needs three times its shards.
 
-Shard a skeleton, and `torchlift.load` reads for each rank the bytes of its shards, and no others.
+Shard a skeleton, and `torchlift.load` reads for each rank only the bytes of its shards.
 """
 
 # %%
@@ -30,17 +30,17 @@ def load(path):
 
 
 print(torchlift.distributed.on_ranks(2, load, path), "bytes are read by two ranks")
-print(torchlift.open(path).nbytes, "bytes has the file")
+print(torchlift.open(path).nbytes, "bytes are in the file")
 
 # %%
-# `torchlift.distributed.on_ranks` stands for ``torchrun`` here: it runs a function on processes of
-# this machine.
+# `torchlift.distributed.on_ranks` takes the place of ``torchrun`` here. It runs a function on
+# processes of this machine.
 #
-# Six ways to the shards
-# ----------------------
+# Six ways to load the shards
+# ---------------------------
 #
 # The checkpoint has twelve weights of 16 MiB. Each way gets the same model: on meta, sharded over
-# two ranks. The first four are plain PyTorch, and the fourth is the best that it has here.
+# two ranks. The first four are plain PyTorch, and the fourth is the best of them.
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict as torch_state_dict
@@ -81,8 +81,8 @@ def torchlift_maps(model, path):
 # Proof
 # -----
 #
-# Both ranks load at the same time, each way three times, after a tiny file that pays for imports
-# and connections. Then each rank adds up its weights, so that what was only mapped is read, too.
+# Both ranks load at the same time, each way three times. A tiny file comes first and pays for
+# imports and connections. Afterwards each rank adds up its weights, so mapped weights are read too.
 
 # fold: How memory and seconds are measured
 import time
@@ -100,7 +100,7 @@ def build(layers, width):
 
 
 def numbers(layer, width):
-    """A weight in which every number says where it stands."""
+    """Make a weight whose numbers encode their position."""
     return layer + torch.arange(width**2, dtype=torch.float32).view(-1, width)
 
 
@@ -124,7 +124,7 @@ def compare(large, small):
     for way in WAYS:
         once(way, small, 2, 16)
     runs = [[once(way, large, 12, 2048) for way in WAYS] for _ in range(3)]
-    # Of each way the memory of the first time, and the seconds in the middle.
+    # For each way, keep the memory of the first run and the median of the seconds.
     each = [list(zip(*way, strict=True)) for way in zip(*runs, strict=True)]
     return [(memory[0], sorted(seconds)[1]) for memory, seconds in each]
 
@@ -133,7 +133,7 @@ folder = tempfile.mkdtemp()
 for name, layers, width in (("large", 12, 2048), ("small", 2, 16)):
     weights = {f"{n}.weight": numbers(n, width) for n in range(layers)}
     torch.save(weights, f"{folder}/{name}.pt")
-# glibc gives freed memory back, or one way would live on what another one left.
+# glibc must return freed memory, or a way would reuse the memory of the one before.
 at_once = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
 paths = folder + "/large.pt", folder + "/small.pt"
 ranks = torchlift.distributed.on_ranks(2, compare, *paths, environment=at_once)
@@ -150,11 +150,11 @@ assert max(peaks["all ranks map all"], peaks["torchlift reads"]) < 1.2 * 96
 assert peaks["torchlift maps"] < 0.1 * 96
 
 # %%
-# What is above the shards comes from the way that the bytes took. A rank that reads all has the
-# file beside its shards; where rank 0 broadcasts, that is rank 0. ``mmap=True`` cures both. But
-# then rank 0 still sends every slice, also where all ranks map the file. With torchlift no weight
-# travels, and rows that stand together in the file need not even be read: a mapped shard is a
-# place in the file, and its memory is the file's.
+# The memory above the shards depends on the path of the bytes. A rank that reads everything holds
+# the file in addition to its shards. With a broadcast that is rank 0. ``mmap=True`` avoids both.
+# But rank 0 still sends every slice, even if all ranks map the file. With torchlift no weight is
+# sent. If the rows of a shard are contiguous in the file, torchlift maps them, and the rank owns no
+# memory for them.
 
 # %%
 import matplotlib.pyplot as plt
@@ -177,23 +177,24 @@ panels[0].invert_yaxis()
 plt.show()
 
 # %%
-# *What it takes to load a file of 192 MiB into two ranks, of which each keeps 96 MiB (the dotted
-# line): the memory of the rank that owns most, and the seconds of the slower one. Where torch maps
-# the file on all ranks its memory is that of the shards, but rank 0 still sends every slice. With
-# torchlift no weight is sent, and what is mapped is owned by no rank.*
+# *A file of 192 MiB is loaded into two ranks, and each keeps 96 MiB (the dotted line). Left, the
+# bars show the memory of the rank that owns most, right the seconds of the slower rank. If torch
+# maps the file on all ranks, it owns only the shards, but rank 0 still sends every slice. With
+# torchlift no weight is sent, and mapped shards take no memory of a rank.*
 #
 # Remember
 # --------
 #
-# - A rank that keeps a slice needs memory for that slice. What is above it is the way's.
-# - A state dict that is read has all of the file; a mapped one takes no memory of the rank.
-# - If every rank can see the file, nobody has to send anything.
+# - A rank that keeps a slice needs memory for that slice. All memory above that depends on the way
+#   of loading.
+# - A state dict that was read contains the complete file. A mapped one takes no memory of the rank.
+# - If every rank can see the file, no rank has to send anything.
 #
 # Use this when
 # -------------
 #
 # - **All ranks see the file:** shard a `torchlift.skeleton`, then `torchlift.load`. On a network
-#   drive with ``source="read"``.
+#   drive use ``source="read"``.
 # - **Only rank 0 has it:** `torchlift.distributed.set_model_state_dict` with ``full_state_dict``
 #   and ``broadcast_from_rank0``. Give rank 0 a mapped state dict.
 # - **You may not install anything:** ``torch.load(path, mmap=True)`` on each rank, and

@@ -2,11 +2,11 @@
 FSDP optimizer state dict: resume on another number of GPUs
 ===========================================================
 
-You trained with FSDP2 on two GPUs and resume on one, or the other way round. The weights load, and
-the optimizer does not: its moments have the shapes of whole parameters, and a rank has slices.
+You trained with FSDP2 on two GPUs and resume on one, or the other way round. The weights load, but
+the optimizer does not. Its moments have the shapes of complete parameters, and a rank has slices.
 
 `torchlift.load_optimizer` reads for each rank the slices of its parameters, from one file or from a
-folder of shards. What is loaded is equal to the last bit; so is the run, if every rank computes
+folder of shards. The loaded state is equal to the last bit. The run is too, if every rank computes
 the same sums.
 """
 
@@ -39,7 +39,7 @@ print(*torchlift.distributed.on_ranks(2, resume, path), sep="\n")
 # ----------------
 #
 # A small network learns a wavy surface. After 100 steps of 200 you save the weights and Adam's
-# moments, as plain PyTorch has them. This run goes on, to compare with.
+# moments in the format of plain PyTorch. This run then continues, as the reference.
 
 # fold: The network and its training
 from torch import nn
@@ -56,7 +56,7 @@ def adam(model):
 
 
 def train(model, optimizer, steps, rank=0, ranks=1):
-    """Take steps on one rank's share of the data; return the loss of each."""
+    """Train on one rank's share of the data, and return the loss of each step."""
     numbers = torch.Generator().manual_seed(0)
     points = 2 * torch.rand(256, 2, generator=numbers) - 1
     height = torch.sin(5 * points[:, :1]) * torch.cos(4 * points[:, 1:])
@@ -70,7 +70,7 @@ def train(model, optimizer, steps, rank=0, ranks=1):
     return [loss.item() for loss in losses]
 
 
-torch.set_num_threads(1)  # as the ranks have
+torch.set_num_threads(1)  # as each rank has
 
 # %%
 model = build()
@@ -81,10 +81,10 @@ torch.save(states, path)
 straight += train(model, optimizer, 100)
 
 # %%
-# Two ranks go on, one process ends it
-# ------------------------------------
+# RuntimeError: the optimizer's own load_state_dict
+# -------------------------------------------------
 #
-# First what you would do without torchlift: the optimizer's own ``load_state_dict`` on each rank.
+# Without torchlift you would call the optimizer's own ``load_state_dict`` on each rank:
 
 from torch.distributed.fsdp import fully_shard
 
@@ -104,10 +104,11 @@ def without_names(path):
 print(on_ranks(2, without_names, path)[0])
 
 # %%
-# The moments of whole parameters stand beside slices of them. From the file it is one way for all:
+# The moments have the shape of complete parameters, and the parameters are slices. The next
+# function resumes from the file in the same way on two ranks and in one process:
 
 
-def go_on(path, steps, rank=0, ranks=1, wrap=lambda model: model):
+def resume_and_train(path, steps, rank=0, ranks=1, wrap=lambda model: model):
     model = wrap(build())
     optimizer = adam(model)
     torchlift.load(model, path, root="model")
@@ -119,9 +120,9 @@ def go_on(path, steps, rank=0, ranks=1, wrap=lambda model: model):
 # Proof
 # -----
 #
-# How far is each run from the one that never stopped? Two ranks go on, once with all of the data on
-# each and once with half of it, and save their shards by DCP. The last 50 steps are one process
-# again, from the folder that the two have left.
+# How far is each run from the one that never stopped? Two ranks resume, once with all of the data
+# on each and once with half of it, and save their shards with DCP. One process then runs the last
+# 50 steps from the folder of the two ranks.
 
 # fold: How the runs are compared
 import torch.distributed as dist
@@ -131,8 +132,8 @@ from torchlift.distributed import StateDictOptions, get_state_dict
 
 
 def on_two(path, later):
-    _, _, half = go_on(path, 50, dist.get_rank(), 2, fully_shard)
-    model, optimizer, same = go_on(path, 50, wrap=fully_shard)
+    _, _, half = resume_and_train(path, 50, dist.get_rank(), 2, fully_shard)
+    model, optimizer, same = resume_and_train(path, 50, wrap=fully_shard)
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
     weights, moments = get_state_dict(model, optimizer, options=flat)
     dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=later)
@@ -141,7 +142,7 @@ def on_two(path, later):
 
 later = tempfile.mkdtemp()
 (same, half_0), (other, half_1) = on_ranks(2, on_two, path, later)
-last, _, end = go_on(later, 50)
+last, _, end = resume_and_train(later, 50)
 assert same == other == straight[100:150], "two ranks, bit for bit"
 assert end == straight[150:], "and one process after them"
 assert torchlift.diff(last.state_dict(), model.state_dict()).equal
@@ -180,21 +181,24 @@ figure.legend(loc="outside upper center")
 plt.show()
 
 # %%
-# *How far the loss of each resumed run is from that of the run that never stopped. The run that
-# goes from one process to two ranks and back, at the dotted line, stays at zero. Half of the data
-# on each rank differs by rounding: its gradient is the mean of two means. With the weights alone,
-# without the optimizer's state, the run is another one.*
+# *The lines show the distance between the loss of each resumed run and the loss of the run that
+# never stopped. One run goes from one process to two ranks and back (at the dotted line), and its
+# distance stays zero. With half of the data on each rank the difference is rounding, because its
+# gradient is the mean of two means. With the weights alone, without the optimizer's state, the run
+# is a different one.*
 #
 # Remember
 # --------
 #
-# - A run is its weights, the optimizer's moments and counters, and which data comes next.
-# - What is loaded is equal on any number of ranks; the run is, if all compute the same sums.
-# - Names of parameters survive another number of ranks; shapes of shards do not.
+# - A run consists of its weights, the optimizer's moments and counters, and the next data.
+# - The loaded state is equal on any number of ranks. The run is equal if all ranks compute the same
+#   sums.
+# - Names of parameters do not depend on the number of ranks. Shapes of shards do.
 #
 # Use this when
 # -------------
 #
 # - **You load from a path:** `torchlift.load` and `torchlift.load_optimizer`, on every rank.
-# - **You save on many ranks:** `torchlift.Keeper`; or DCP, as here.
-# - **Both state dicts are in memory:** `torchlift.distributed.set_state_dict`, both or neither.
+# - **You save on many ranks:** `torchlift.Keeper`, or DCP as here.
+# - **Both state dicts are in memory:** `torchlift.distributed.set_state_dict`, which loads both or
+#   neither.

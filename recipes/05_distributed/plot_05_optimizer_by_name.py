@@ -6,7 +6,7 @@ You changed the model, and the optimizer's state does not load: "loaded state di
 parameter group that doesn't match the size of optimizer's group". Or it loads, and the loss jumps.
 
 An optimizer counts its parameters. `torchlift.distributed.get_optimizer_state_dict` gives each
-state the name of its parameter, and by name it goes back to where it belongs.
+state the name of its parameter. A load by name returns each state to its own parameter.
 """
 
 # %%
@@ -27,14 +27,14 @@ optimizer = torch.optim.Adam(model.parameters())
 print(torchlift.load_optimizer(model, optimizer, named, strict=False))
 
 # %%
-# The rest goes on with its moments, and the new head starts at the beginning. Its parameters have a
-# counter of their own, so that Adam corrects both for their true age.
+# The old layers keep their moments, and the new head starts without moments. Its parameters have
+# their own step counter, so Adam corrects each parameter for its true age.
 #
-# One parameter more
-# ------------------
+# ValueError: a parameter group that doesn't match the size
+# ---------------------------------------------------------
 #
-# The optimizer's own state dict has numbers, and 4 of them do not fit 6. By name a strict load
-# tells which ones are missing, and changes nothing:
+# The optimizer's own state dict has numbers, and 4 of them do not match 6. By name, a strict load
+# lists the missing parameters and changes nothing:
 
 try:
     optimizer.load_state_dict(numbered)
@@ -47,12 +47,12 @@ except torchlift.distributed.StateDictMismatch as error:
     print(f"{type(error).__name__}: {error}")
 
 # %%
-# As many parameters, in another order
-# ------------------------------------
+# The same number of parameters in another order
+# ----------------------------------------------
 #
-# You tidy up a class, and two layers of one shape change places in its constructor. The weights
-# load, since they have names. The numbers fit, too: no error, and each of the two layers has the
-# moments of the other one.
+# You tidy up a class, and two layers of one shape swap places in its constructor. The weights load,
+# because they have names. The numbers match too, so no error appears. But each of the two layers
+# gets the moments of the other one.
 
 # fold: The network and its training
 from torch import nn
@@ -75,7 +75,7 @@ def adam(model):
 
 
 def train(model, optimizer, steps):
-    """Take steps; return the loss of each."""
+    """Train, and return the loss of each step."""
     numbers = torch.Generator().manual_seed(0)
     points = 2 * torch.rand(256, 2, generator=numbers) - 1
     height = torch.sin(5 * points[:, :1]) * torch.cos(4 * points[:, 1:])
@@ -89,19 +89,19 @@ def train(model, optimizer, steps):
 
 
 # %%
-# Here is the run that you stop after 100 steps. It goes on at once, to compare with.
+# Here is the run that you stop after 100 steps. A copy of it continues at once, as the reference.
 
-# fold: A run that is stopped, and goes on beside
+# fold: A run that is stopped, and a copy that continues
 import copy
 
 torch.manual_seed(0)
-torch.set_num_threads(1)  # small tensors: more threads would only wait
+torch.set_num_threads(1)  # more threads would only wait for small tensors
 net = Net("wave", "mix")
 optimizer = adam(net)
 straight = train(net, optimizer, 100)
 named = torchlift.distributed.get_optimizer_state_dict(net, optimizer)
 states = net.state_dict(), optimizer.state_dict(), named
-# Of each a copy of its own: the run goes on in their memory.
+# Copy each state, because the run continues in its memory.
 weights, numbered, named = (copy.deepcopy(state) for state in states)
 straight += train(net, optimizer, 100)
 
@@ -109,8 +109,8 @@ straight += train(net, optimizer, 100)
 # Proof
 # -----
 #
-# The tidy class goes on from the same weights in three ways: by number, by name, and by torch's own
-# function of that name, which is as good here.
+# The tidy class resumes from the same weights in three ways: by number, by name, and by name with
+# torch's own function, which is as good here.
 
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 
@@ -127,7 +127,7 @@ def load_names_with_torch(model, optimizer):
     torch_state_dict.set_optimizer_state_dict(model, optimizer, named)
 
 
-def go_on(load):
+def resume(load):
     net = Net("mix", "wave")
     net.load_state_dict(weights)
     optimizer = adam(net)
@@ -138,8 +138,8 @@ def go_on(load):
 # %%
 
 # fold: How the losses are compared
-by_number, by_name = go_on(load_numbers), go_on(load_names)
-by_torch = go_on(load_names_with_torch)
+by_number, by_name = resume(load_numbers), resume(load_names)
+by_torch = resume(load_names_with_torch)
 assert by_name == by_torch == straight[100:], "bit for bit"
 assert by_number[0] == straight[100], "the weights are right"
 assert max(by_number) > 5 * max(straight[100:]), "and the loss jumps"
@@ -165,18 +165,18 @@ figure.legend(loc="outside upper center", ncols=2)
 plt.show()
 
 # %%
-# *The loss of a run that is stopped at step 100 and goes on with two layers of one shape listed in
-# another order. Where the optimizer's state is loaded by the names of the parameters, by torch or
-# by torchlift, it lies on the run that never stopped. By their numbers each of the two layers gets
-# the state of the other one: the loss jumps, and nothing tells you why.*
+# *The lines show the loss of a run that stops at step 100 and resumes with two layers of one shape
+# in another order. With the optimizer's state loaded by name, by torch or by torchlift, the loss
+# follows the run that never stopped. By number each of the two layers gets the state of the other
+# one, and the loss jumps without an error.*
 #
 # Remember
 # --------
 #
 # - An optimizer knows its parameters by number, in the order in which it got them.
-# - Numbers that fit may be wrong, without an error. Names survive another order, another group,
+# - Matching numbers may be wrong, without an error. Names survive another order, another group and
 #   another model.
-# - A strict load names what is missing, and has changed nothing then.
+# - A strict load lists the missing parameters and changes nothing.
 #
 # Use this when
 # -------------
@@ -185,7 +185,7 @@ plt.show()
 #   `torchlift.distributed.get_state_dict`.
 # - **You changed the model:** `torchlift.load_optimizer` with ``strict=False``, and read the
 #   `torchlift.distributed.OptimizerReport`.
-# - **Your file has numbers only:** give the optimizer its parameters in the old order,
+# - **Your file has numbers only:** give the optimizer its parameters in the old order, call
 #   `torchlift.load_optimizer`, and save it again by name.
 # - **Somebody else's code calls** ``optimizer.state_dict()``: patch it once with
 #   `torchlift.distributed.patch_optimizer_state_dict`.

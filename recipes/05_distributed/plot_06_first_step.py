@@ -2,11 +2,11 @@
 Adam starts at step 1: get_optimizer_state_dict before the first step
 =====================================================================
 
-You ask PyTorch for the state dict of a new optimizer, to save step 0 or to load into it. No weight
-moves. But from then on Adam's first real step is another one. Who took a step?
+You call PyTorch's function for the state dict of a new optimizer, to save step 0 or to load into
+it. No weight moves. But from then on Adam's first real step is different. Who took a step?
 
-PyTorch did, with a learning rate of zero, to have something to show.
-`torchlift.distributed.get_optimizer_state_dict` shows the state that the first step starts from.
+PyTorch did, with a learning rate of zero, to create a state.
+`torchlift.distributed.get_optimizer_state_dict` returns the state before the first step.
 """
 
 # %%
@@ -21,41 +21,42 @@ import torchlift
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 state = torchlift.distributed.get_optimizer_state_dict(model, optimizer)
-print("torchlift looks: step", int(state["state"]["weight"]["step"]))
+print("torchlift reads: step", int(state["state"]["weight"]["step"]))
 print("and the optimizer keeps", len(optimizer.state), "states")
 
 state = torch_state_dict.get_optimizer_state_dict(model, optimizer)
-print("torch looks:     step", int(state["state"]["weight"]["step"]))
+print("torch reads:     step", int(state["state"]["weight"]["step"]))
 print("and the optimizer keeps", len(optimizer.state), "states")
 
 # %%
-# After PyTorch's look Adam has counted one step that nobody took.
+# After PyTorch's call Adam has counted one step that you never took.
 #
 # Why a wrong count moves the weights
 # -----------------------------------
 #
 # Adam keeps a mean of the gradients and a mean of their squares. Both start at zero and are too
-# small in the beginning, so Adam corrects them by their age. If the age is wrong, so is the
-# correction. PyTorch knows this as `issue 164929
-# <https://github.com/pytorch/pytorch/issues/164929>`_. You meet it when you save at step 0, or look
-# at the state of a new optimizer and train on.
+# small in the beginning, so Adam corrects them by their age. If the age is wrong, the correction is
+# wrong too. PyTorch knows this as `issue 164929
+# <https://github.com/pytorch/pytorch/issues/164929>`_. It happens if you save at step 0, or read
+# the state of a new optimizer and train on.
 #
 # Proof
 # -----
 #
 # The gradient is always the same here, so each step of Adam should move a weight by the learning
-# rate. Only the look before the first step differs.
+# rate. The three runs differ only before the first step: nothing reads the state, torch reads it,
+# or torchlift reads it.
 
 
-def look_away(model, optimizer):
+def read_nothing(model, optimizer):
     pass
 
 
-def steps_after(look, count=20):
+def steps_after(read, count=20):
     """Return how far each step moves a weight, in learning rates."""
     model = torch.nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    look(model, optimizer)
+    read(model, optimizer)
     moved = []
     for _ in range(count):
         before = model.weight.item()
@@ -67,14 +68,14 @@ def steps_after(look, count=20):
 
 
 moved = {
-    "nobody looks": steps_after(look_away),
-    "torch looks": steps_after(torch_state_dict.get_optimizer_state_dict),
-    "torchlift looks": steps_after(torchlift.distributed.get_optimizer_state_dict),
+    "no read": steps_after(read_nothing),
+    "torch reads": steps_after(torch_state_dict.get_optimizer_state_dict),
+    "torchlift reads": steps_after(torchlift.distributed.get_optimizer_state_dict),
 }
 for name, steps in moved.items():
     print(f"{name:<16} first step {steps[0]:.3f}, all twenty {sum(steps):.2f}")
-assert abs(moved["torchlift looks"][0] - 1) < 1e-3
-assert moved["torch looks"][0] < 0.8
+assert abs(moved["torchlift reads"][0] - 1) < 1e-3
+assert moved["torch reads"][0] < 0.8
 
 # %%
 import matplotlib.pyplot as plt
@@ -90,14 +91,16 @@ figure.legend(loc="outside upper center", ncols=3, fontsize=10)
 plt.show()
 
 # %%
-# *How far each of the first twenty steps of Adam moves a weight whose gradient is always the same.
-# Where torch has read the new optimizer's state dict, the first step is a quarter too short, and so
-# are the next ones, less and less. Where torchlift has, they are as if nobody had looked.*
+# *The lines show how far each of Adam's first twenty steps moves a weight whose gradient is always
+# the same. If torch has read the new optimizer's state dict, the first step is a quarter too short,
+# and the error shrinks with each step. If torchlift has read it, the steps are unchanged. So a read
+# before the first step can change your training.*
 #
 # Remember
 # --------
 #
-# - A state dict of an optimizer that has not stepped has to be made by somebody.
+# - A new optimizer does not have a state before its first step. A function that returns one must
+#   create it.
 # - The counter of Adam is a part of the mathematics, not a statistic.
 # - Reading a state must not change it.
 #
@@ -105,6 +108,6 @@ plt.show()
 # -------------
 #
 # - **You save before the first step, or make a state dict to load into:**
-#   `torchlift.distributed.get_optimizer_state_dict`; the import is all that changes.
-# - **You only load:** `torchlift.load_optimizer`, which needs no state dict made before.
+#   `torchlift.distributed.get_optimizer_state_dict`. Only the import changes.
+# - **You only load:** `torchlift.load_optimizer`. You do not create a state dict before it.
 # - **You save while training:** `torchlift.Keeper`.

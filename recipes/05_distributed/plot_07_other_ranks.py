@@ -2,11 +2,11 @@
 Resume on another number of GPUs: where was each rank in its data?
 ==================================================================
 
-The job had 8 GPUs, and tomorrow there are 6. The weights fit any number of them. But where was each
-rank's data loader?
+The job had 8 GPUs, and tomorrow there are 6. The weights load on any number of them. But where was
+each rank's data loader?
 
-A `torchlift.Keeper` keeps for each rank what is its own. As many ranks get it back; of another
-number you say what becomes of the list, and nothing is dropped without a word.
+A `torchlift.Keeper` stores the own state of each rank. The same number of ranks gets it back. For
+another number you pass a function that divides the states, and nothing is dropped silently.
 """
 
 # %%
@@ -33,14 +33,14 @@ folder, on_ranks = mkdtemp(), torchlift.distributed.on_ranks
 print(on_ranks(2, run, folder, 10), on_ranks(2, run, folder, 0))
 
 # %%
-# Two ranks have read ten samples; the first goes on at sample 10, the other at 11. They save, and
-# two new ones, which would begin at 0 and 1, go on there.
+# Two ranks have read ten samples. Rank 0 would read sample 10 next, and rank 1 sample 11. They
+# save. Two new ranks, which would start at 0 and 1, resume at 10 and 11.
 #
-# One loader is lost
-# ------------------
+# DCP loses the data loader of one rank
+# -------------------------------------
 #
-# ``dcp.save`` stores one object for each name. Give it the loaders of two ranks, and one is lost
-# without a word. With the rank in the name, as torchtitan has it, both are kept, for two ranks
+# ``dcp.save`` stores one object for each name. If you pass it the loaders of two ranks, it silently
+# loses one. With the rank in the name, as torchtitan does it, both are kept, but for two ranks
 # only.
 
 import torch.distributed.checkpoint as dcp
@@ -66,7 +66,7 @@ except RuntimeError as error:
     print("on three ranks:", str(error).splitlines()[-1])
 
 # %%
-# A keeper keeps both. On three ranks it does not guess, and each rank is told:
+# A Keeper keeps both. On three ranks it does not guess, and each rank raises an error:
 
 
 def refused(folder):
@@ -81,15 +81,15 @@ assert len({*texts}) == 1
 print(texts[0])
 
 # %%
-# Nothing has changed then. Which place is right only you know: here the ranks read every third
+# Nothing has changed then. Only you know the right position. Here the ranks read every third
 # sample, from the earliest one on.
 
 
-def dealt_anew(states):
+def divide_again(states):
     return {"next": min(state["next"] for state in states) + dist.get_rank()}
 
 
-three_places = on_ranks(3, run, folder, 0, {"loader": dealt_anew})
+three_places = on_ranks(3, run, folder, 0, {"loader": divide_again})
 print(three_places)
 assert three_places == [10, 11, 12]
 
@@ -97,7 +97,8 @@ assert three_places == [10, 11, 12]
 # Proof
 # -----
 #
-# How often is each of 24 samples read, by the two ranks before and by those that go on?
+# How often is each of 24 samples read, by the two ranks before the stop and by the ranks that
+# resume?
 
 
 # fold: How the reads are counted
@@ -138,27 +139,28 @@ axes.invert_yaxis()
 plt.show()
 
 # %%
-# *Two ranks stop after ten of 24 samples, and others go on: how often each sample is read in all.
-# Where torch's DCP has one state for the data loaders of both ranks, seven samples are read twice
-# and seven never. With a state of each rank (the rank in its name, or by a Keeper) all are read
-# once; a Keeper does that on another number of ranks, too.*
+# *Each bar counts how many of 24 samples are read once, twice or never, when two ranks stop after
+# ten samples and others resume. With one state for both data loaders, torch's DCP reads seven
+# samples twice and seven never. With one state for each rank (the rank in its name, or a Keeper)
+# every sample is read once. A Keeper also does that on another number of ranks.*
 #
-# What else ranks have of their own: generators of random numbers go back to as many ranks, and a
-# rank without any keeps those that it has. What is equal on all ranks, such as a schedule, is
-# stored once and goes to any number of them, as models and optimizers do. And every rank ends the
-# same way: what fails on one, in a save or a resume, is within seconds an error on all.
+# Ranks may have other state of their own. Random number generators return to the same number of
+# ranks. A rank without a saved generator keeps its current one. State that is equal on all ranks,
+# such as a schedule, is stored once. It loads on any number of ranks, as models and optimizers do.
+# Every rank ends the same way: if a save or a resume fails on one, all ranks raise an error within
+# seconds.
 #
 # Remember
 # --------
 #
-# - Weights have a place in the model; a data loader has one on its rank.
-# - One name, one object: where several ranks write it, somebody's is lost.
-# - What cannot be decided is asked: ``resume(on_other_ranks={name: function})``.
+# - Weights belong to the model. The position in the data belongs to the rank.
+# - DCP stores one object for each name. If several ranks write it, all but one are lost.
+# - A Keeper does not guess. Pass ``resume(on_other_ranks={name: function})``.
 #
 # Use this when
 # -------------
 #
 # - **Ranks have loaders, or other states of their own:** pass them to `torchlift.Keeper`.
-# - **The whole loop, with signals and launchers:** the page *On a cluster*.
-# - **Only weights go to another number of GPUs:** the recipe *Load a DCP checkpoint on
-#   another number of GPUs, or on none*.
+# - **You need the complete loop, with signals and launchers:** the page *On a cluster*.
+# - **Only weights go to another number of GPUs:** the recipe *Load a DCP checkpoint on another
+#   number of GPUs, or on none*.

@@ -2,11 +2,11 @@
 Missing key in checkpoint state_dict: load what dcp.load finds, list the rest
 =============================================================================
 
-The model has changed since it was saved, and ``dcp.load`` ends at the first key that is missing.
-How do you load what is there, and learn what is not?
+The model has changed since it was saved, and ``dcp.load`` stops at the first missing key. How do
+you load the keys that match, and list the others?
 
-With a planner: `torchlift.distributed.LenientPlanner` loads what fits, and lists everything else.
-What may be missing you say by patterns, or with ``strict=False``.
+Pass a planner: `torchlift.distributed.LenientPlanner` loads the keys that match, and lists all
+others. Allow missing keys with patterns, or with ``strict=False``.
 """
 
 # %%
@@ -33,14 +33,14 @@ print(on_ranks(1, load, tempfile.mkdtemp())[0])
 
 # %%
 # ``dcp.load`` takes the planner on any number of ranks, with torch's own readers and with
-# `torchlift.distributed.CheckpointReader`. A missing key keeps the value that it has in the state
-# dict, and only one that a pattern allows may be missing.
+# `torchlift.distributed.CheckpointReader`. A missing key keeps its value in the state dict, and a
+# pattern must allow it.
 #
-# What torch's planner tells you
-# ------------------------------
+# dcp.load stops at the first mismatch
+# ------------------------------------
 #
-# A model of six layers was saved. Since then two layers were added, the head has other classes, and
-# a layer has another name:
+# A model of six layers was saved. Since then two layers were added, the head has another number of
+# classes, and a layer has another name:
 
 from pathlib import Path
 
@@ -76,35 +76,35 @@ torchs = on_ranks(1, outcome, dcp.DefaultLoadPlanner(), path)[0]
 print(torchs)
 
 # %%
-# One name of four that do not fit: mend it, start again, meet the next. The lenient planner names
-# all of them at once, before a byte is read:
+# The error names one of four mismatches. You would fix it, start again, and hit the next one. The
+# lenient planner lists all of them at once, before a byte is read:
 
 ours = on_ranks(1, outcome, LenientPlanner(), path)[0]
 print(ours.replace(str(path), "step-100"))
 
 # %%
-# Skipped without a word
-# ----------------------
+# allow_partial_load skips keys silently
+# --------------------------------------
 #
-# torch's way out is ``allow_partial_load=True``. It says nothing of what it skips, so that with one
-# prefix too many it loads nothing at all, and calls that a success:
+# Torch's own option is ``allow_partial_load=True``. It does not report the skipped keys. With a
+# wrong prefix it loads nothing at all and reports success:
 
 partial = dcp.DefaultLoadPlanner(allow_partial_load=True)
 print("torch:", on_ranks(1, outcome, partial, path, "module.")[0])
 lenient = LenientPlanner(strict=False)
-told = on_ranks(1, outcome, lenient, path, "module.")[0]
-print(told.splitlines()[0].replace(str(path), "step-100"))
+text = on_ranks(1, outcome, lenient, path, "module.")[0]
+print(text.splitlines()[0].replace(str(path), "step-100"))
 
 # %%
-# A load in which nothing fits is an error of the lenient planner, whatever may be missing.
+# If no key matches, the lenient planner raises an error, even with ``strict=False``.
 #
 # Proof
 # -----
 #
-# On two ranks, of which only one has another shape, both get the same lists; or the same error.
+# On two ranks, only one has another shape. Both get the same lists or the same error.
 
 
-# fold: What two ranks are asked, and tell
+# fold: How two ranks load, and how their lists are compared
 def on_two(path):
     state = grown()
     if torch.distributed.get_rank() == 0:
@@ -138,23 +138,23 @@ axes.set(xlabel="keys that the error names, of four that do not fit", xlim=(0, 4
 plt.show()
 
 # %%
-# *How many keys one error of dcp.load names, where three are missing and one has another shape.
-# torch's planner ends at the first that it meets; the dotted line is all four, which the lenient
-# planner names at once.*
+# *The bars count the keys that one error of dcp.load names, when three are missing and one has
+# another shape. The dotted line marks all four. The planner of torch stops at the first, and the
+# lenient planner names all four, so you fix them in one go.*
 #
 # Remember
 # --------
 #
-# - ``LenientPlanner()`` is strict, and complete: one error with every missing key and every other
-#   shape, before anything is loaded.
+# - ``LenientPlanner()`` is strict and complete. It raises one error with every missing key and
+#   every other shape, before anything is loaded.
 # - ``allow_missing=["head.*"]`` lets these keys be missing, ``ignore_mismatched=True`` lets shapes
-#   differ, and ``strict=False`` lets any key be missing. What was left is in ``missing_keys``,
+#   differ, and ``strict=False`` lets any key be missing. The skipped keys are in ``missing_keys``,
 #   ``unexpected_keys`` and ``mismatched``.
-# - Ranks compare what does not fit, so that each has the same lists, or raises the same error.
+# - Ranks compare their mismatches, so each has the same lists or raises the same error.
 #
 # Use this when
 # -------------
 #
 # - **You load with DCP, and the model has changed:** `torchlift.distributed.LenientPlanner`.
-# - **The file is no DCP directory:** `torchlift.distributed.CheckpointReader` beside it.
-# - **Names have changed, too:** `torchlift.load`, whose ``rename=`` brings them together.
+# - **The file is not a DCP folder:** add `torchlift.distributed.CheckpointReader`.
+# - **Names have changed too:** `torchlift.load` with ``rename=``.
