@@ -3,9 +3,9 @@ Save a checkpoint so that a crash costs nothing
 ===============================================
 
 The job was killed, or the disk was full, while it saved. Now the new checkpoint is damaged, and the
-old one had the same name. How do you save so that there is always a whole one?
+old one had the same name. How do you save so that a complete checkpoint always exists?
 
-With `torchlift.save`: it writes beside the old file, and the new one takes the name when the disk
+Use `torchlift.save`. It writes a temporary file next to the old one, and renames it when the disk
 has all of it.
 """
 
@@ -29,15 +29,15 @@ except torchlift.CheckpointError as error:
 print("in the file: step", torchlift.open(path).objects["step"])
 
 # %%
-# The second save failed, and the first one is still there: `torchlift.save` asks first whether
-# everything can be read back without running code. The file is what ``torch.load`` reads, with
+# The second save failed, and the first checkpoint is unchanged. `torchlift.save` checks first
+# whether everything can be read back without running code. ``torch.load`` reads the file, with
 # ``weights_only=True`` and ``mmap=True``.
 #
 # PytorchStreamReader failed
 # --------------------------
 #
-# ``torch.save`` opens the file under its own name, which empties it, and then begins to write.
-# Whatever happens from there on, the old checkpoint is gone:
+# ``torch.save`` opens the file under its own name, which empties it, and then begins to write. From
+# then on the old checkpoint is lost:
 
 torch.save({"step": 1}, path)
 try:
@@ -50,16 +50,17 @@ except Exception as error:
     print("torch.load:", type(error).__name__, "-", str(error).split(":")[0])
 
 # %%
-# An object that cannot be pickled was enough. So are a full disk, a quota, and a job that is ended
-# by its scheduler. Writing to another name and renaming is half of the answer: without flushing the
-# file and its folder to the disk, in this order, a power cut can leave the new name and no content.
+# Here one object that cannot be pickled was enough. A full disk, a quota or the end of a job has
+# the same effect. Writing to another name and renaming is only half of the answer. You must also
+# flush the file, and then its folder, to the disk. Otherwise a power cut can leave the new name
+# without content.
 #
 # Proof
 # -----
 #
-# A process saves 8 MB over and over, until a signal ends it, at a moment that nobody chose and
-# without a chance to tidy up. Then you look whether the file can be read, and whether it is all
-# of one step. Twenty times for each way, the one with another name and no flush among them:
+# A process saves 8 MB over and over until a signal kills it at a random moment, without a chance to
+# clean up. Then you check whether the file can be read, and whether all of it is from one step.
+# Each way is killed twenty times, including a rename without a flush:
 
 import os
 
@@ -77,13 +78,13 @@ WAYS = {
 
 # %%
 
-# fold: How the kills are survived, or not
+# fold: How the saves are killed, and how the files are checked
 import random
 import signal
 
 
 def survive_kills(save, path, kills=20):
-    """Count what is found after each kill: a whole checkpoint, or a damaged one."""
+    """Count the complete and the damaged checkpoints that are found after kills."""
     torch.set_num_threads(1)
     found = {"whole": 0, "damaged": 0}
     for number in range(kills):
@@ -117,12 +118,12 @@ assert (
 assert rows["torch.save"]["damaged"] > 0
 
 # %%
-# A kill is not a power cut: what the rename alone leaves to chance is when the bytes are on the
-# disk. Flushing takes the time that the disk takes, and a disk that lies about it is beyond any
-# program. To train on meanwhile, use a `torchlift.Keeper`.
+# A kill is not a power cut. After a rename without a flush, the time when the bytes reach the disk
+# is a matter of chance. Flushing takes as long as the disk needs. If a disk reports a flush too
+# early, no program can help. To train while the disk writes, use a `torchlift.Keeper`.
 #
-# A process that is killed cannot tidy up, so its unfinished file stays behind, under a hidden name.
-# The next save to the same path finds that nobody has its lock any more, and removes it:
+# A killed process cannot clean up, so its unfinished file stays behind, under a hidden name. The
+# next save to the same path sees that its lock is free, and removes it:
 
 torchlift.save({"step": 21}, path)
 print("in the folder now:", os.listdir(os.path.dirname(path)))
@@ -145,20 +146,22 @@ axes.invert_yaxis()
 plt.show()
 
 # %%
-# *A process saves to one file name again and again, and is killed twenty times in the middle of it.
-# Of the files that torch.save was writing under their own name many are damaged. With another name
-# first, by hand or by torchlift, each can be read and is all of one step.*
+# *Each bar shows the files that were found after twenty kills during repeated saves to one name.
+# Filled parts are complete files, and hatched parts are damaged ones. Many files of torch.save are
+# damaged, because it writes under the final name. If another name comes first, by hand or by
+# torchlift, you can read every file.*
 #
 # Remember
 # --------
 #
 # - ``torch.save`` empties the old file before it writes the new one.
-# - `torchlift.save` writes beside it, flushes, renames: there is always a whole file of that name.
-# - The file that your model is mapped from can be saved onto: the map keeps the old bytes.
+# - `torchlift.save` writes a new file, flushes it, and renames it. A complete file of that name
+#   always exists.
+# - You can save to the file that your model is mapped from. The map keeps the old bytes.
 #
 # Use this when
 # -------------
 #
 # - **You save to one name again and again:** `torchlift.save`.
 # - **You keep the last few, or the best:** `torchlift.Keeper`.
-# - **You want to know whether an old file is whole:** `torchlift.verify`.
+# - **You want to know whether an old file is complete:** `torchlift.verify`.

@@ -2,11 +2,11 @@
 Convert a .pth file to safetensors, or to bfloat16, without loading it
 ======================================================================
 
-The checkpoint is an old ``.pth`` and somebody needs safetensors; or it is float32 and the server
-takes bfloat16; and it is larger than the memory of your laptop. Can it be converted all the same?
+The checkpoint is an old ``.pth`` and somebody needs safetensors. Or it is float32 and the server
+takes bfloat16. And it is larger than the memory of your laptop. Can you still convert it?
 
-Yes: `torchlift.convert` reads and writes it block by block, in some 32 MiB whatever its size.
-(A tensor that the file has compressed is inflated whole.)
+Yes: `torchlift.convert` reads and writes it in blocks, in about 32 MiB for any file size. (A tensor
+that the file has compressed is inflated completely.)
 """
 
 # %%
@@ -28,19 +28,17 @@ torchlift.convert(old, new, root="model", dtype="bfloat16", overwrite=True)
 print("its model:", *torchlift.open(new), torchlift.open(new)["weight"].dtype)
 
 # %%
-# The first call changes the format and nothing else. The second takes the model out of its
-# container and casts it; ``rename=`` gives other names. In a terminal it is ``torchlift convert
-# old.pth new.safetensors --root model --dtype bfloat16``; with ``--dry-run`` it only says what it
-# would do.
+# The first call changes only the format. The second takes the model out of its container and casts
+# it. ``rename=`` gives other names. In a terminal, run ``torchlift convert old.pth new.safetensors
+# --root model --dtype bfloat16``. With ``--dry-run`` it only prints the plan.
 #
 # Some tensors share memory
 # -------------------------
 #
-# By hand you load the file, cast into a second copy, half as large, and give all of it to
-# ``save_file``. Then you run into what the two formats do not share. safetensors have no
-# containers, no numbers beside the tensors and no ties: ``save_file`` refuses tied weights, and
-# what else the file had is gone without a word. `torchlift.convert` says what the new file does not
-# keep:
+# By hand you load the file, cast it into a second copy of half the size, and pass that to
+# ``save_file``. Then the formats differ. Safetensors files store tensors only: no containers, no
+# plain numbers, no ties. ``save_file`` refuses tied weights and silently drops everything else.
+# `torchlift.convert` reports what the new file does not keep:
 
 from safetensors.torch import save_file
 
@@ -55,16 +53,16 @@ report = torchlift.convert(folder + "/tied.pt", folder + "/tied.safetensors")
 print(str(report).replace(folder + "/", ""))
 
 # %%
-# The tie is told in the metadata of the file, once for both, so that `torchlift.open` gives it
-# back, and converting to a torch file again does too. (Without torchlift, ``load_model`` of
-# safetensors ties again, and ``load_file`` has one of the two names.)
+# The file stores the tied tensor once, and its metadata records the tie. `torchlift.open` restores
+# it, and so does a conversion back to a torch file. (Without torchlift, ``load_model`` of
+# safetensors ties again, and ``load_file`` returns one of the two names.)
 
 torchlift.convert(folder + "/tied.safetensors", folder + "/again.pt")
 print(torchlift.open(folder + "/again.pt").aliases)
 
 # %%
-# What is there already is not overwritten unless you say so, and a conversion that is killed leaves
-# the old files as they were.
+# An existing file is an error unless you pass ``overwrite=True``. A conversion that is killed
+# leaves the old files unchanged.
 
 try:
     torchlift.convert(folder + "/tied.pt", folder + "/again.pt")
@@ -75,17 +73,23 @@ except torchlift.CheckpointError as error:
 # Proof
 # -----
 #
-# A checkpoint of 512 MiB in float32 becomes bfloat16 in safetensors, in new processes: by hand, by
-# hand with the file mapped, and by `torchlift.convert`. Their anonymous memory (what the process
-# owns, and the system cannot drop) is watched from outside.
+# A small Llama, with layers as in SmolLM and 67 million parameters, has 256 MiB in float32. It
+# becomes bfloat16 in safetensors in three ways: by hand, by hand with the file mapped, and by
+# `torchlift.convert`. Each runs in a new process. Their anonymous memory (RAM that the process owns
+# and the system cannot drop) is measured from outside.
 
-# fold: Three ways, and their memory
+# fold: Three ways to convert, and their memory
 from pathlib import Path
 
-from torchlift import convert  # imported before the measurement, like the others
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from torchlift import convert  # imported before the measurement, as the others are
+
+shape = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 11}
+shape |= {"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152}
+llama = LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=True))
 large = folder + "/large.pt"
-torch.save({f"layers.{i}.weight": torch.randn(2**22) for i in range(32)}, large)
+torch.save(llama.state_dict(), large)
 
 
 def by_hand(src, dst):
@@ -114,7 +118,8 @@ for name, way in WAYS.items():
     uses[name] = child.memory
     written[name] = dst
     peak = child.memory.added_anonymous / 2**20
-    print(f"{name:<22} anonymous peak: {peak:6.0f} MiB")
+    size = Path(dst).stat().st_size / 2**20
+    print(f"{name:<22} anonymous peak: {peak:4.0f} MiB, the file: {size:.0f} MiB")
 
 assert torchlift.diff(written["with mmap=True"], dst).equal
 assert uses["torchlift.convert"].added_anonymous < 64 * 2**20
@@ -136,22 +141,26 @@ figure.legend(loc="outside upper center", ncols=2)
 plt.show()
 
 # %%
-# *The memory that a process owns while 512 MiB of float32 becomes 256 MiB of bfloat16. By hand that
-# is the file and its cast copy, or the cast copy alone where the file is mapped (mmap=True).
-# torchlift.convert owns the same few blocks from beginning to end; its seconds include that it
-# compares checksums and flushes the new file to the disk, which the others do not.*
+# *The lines show the memory that a process owns while a Llama of 256 MiB in float32 becomes
+# bfloat16. By hand it owns the file and its cast copy, or only the cast copy if the file is mapped
+# (mmap=True). With torchlift.convert it owns the same few blocks from beginning to end, so the size
+# of the file does not matter. Its seconds include comparing checksums and flushing the new file to
+# the disk, which the other two skip.*
+#
+# The Llama ties its head to its embedding. A cast by hand makes two tensors of them, so these files
+# are 54 MiB larger. `torchlift.convert` keeps the tie.
 #
 # Remember
 # --------
 #
-# - A conversion needs the index, and a block of the weights at a time; never the weights.
-# - Read what the report says the new format does not keep.
+# - A conversion needs the index and one block of the weights at a time, never all weights.
+# - Read the report. It lists what the new format does not keep.
 # - ``dtype=`` takes a rule too: `torchlift.remap.by_pattern` keeps the norms in float32.
 #
 # Use this when
 # -------------
 #
 # - **You have .pth, .bin or .ckpt and need safetensors, or the other way:** `torchlift.convert`.
-# - **The file was sent to you:** the same; nothing in it runs.
+# - **The file was sent to you:** `torchlift.convert` too. No code in the file runs.
 # - **You have the model in memory already:** `torchlift.save`.
 # - **You want to know that nothing was lost:** `torchlift.diff` of the two files.

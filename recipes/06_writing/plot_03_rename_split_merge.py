@@ -2,12 +2,12 @@
 Rename, split and merge the weights of a checkpoint, and back again
 ===================================================================
 
-One project saves its experts one by one and q, k and v in one matrix; another fuses the experts and
-keeps q, k and v apart. How does a checkpoint get from one layout to the other, and do you know that
-nothing was lost?
+One project saves its experts one by one, and q, k and v in one matrix. Another fuses the experts
+and keeps q, k and v apart. How do you convert a checkpoint from one layout to the other, and how do
+you know that nothing was lost?
 
-By one rule for `torchlift.convert`; the rule's ``reversed()`` leads back, and `torchlift.diff` says
-that both ends are equal.
+Write one rule for `torchlift.convert`. Its ``reversed()`` converts back, and `torchlift.diff`
+compares both ends.
 """
 
 # %%
@@ -30,16 +30,16 @@ torchlift.convert(theirs, back, rename=rule.reversed())
 print(torchlift.diff(ours, back))
 
 # %%
-# ``*`` stands for any text, and is put into the new names. `torchlift.remap.merge` is the other
-# direction: ``stack`` for the members of a list, ``cat`` for what follows each other.
+# ``*`` stands for any text, which is copied into the new names. `torchlift.remap.merge` is the
+# other direction: ``stack`` joins the members of a list, ``cat`` concatenates tensors.
 #
 # Numbers sorted as text
 # ----------------------
 #
-# By hand this is a loop over all keys that has both layouts in memory, with a regular expression
-# for every kind of weight. Its mistakes are quiet: an expert that is not there, a matrix
-# concatenated along the wrong dimension of the right size, or numbers sorted as text. Here is a
-# small mixture of experts, twelve to a layer, as one project saves it, and that last mistake:
+# By hand you write a loop over all keys, with both layouts in memory and a regular expression for
+# every kind of weight. Its mistakes raise no error: a missing expert, a matrix concatenated along
+# the wrong dimension, or numbers sorted as text. Here is a small mixture of experts with twelve
+# experts per layer, and that last mistake:
 
 # fold: A small mixture of experts
 torch.manual_seed(0)
@@ -62,9 +62,10 @@ print("stacked by hand:", *(key.split(".")[4] for key in members))
 # Many experts into one tensor
 # ----------------------------
 #
-# The other project has one tensor for all gate and up projections of a layer, one for all down
-# projections, q, k and v apart, and another name for the norm. The rule says just that, joined by
-# ``|``; ``{expert}`` stands for a number, and numbers are numbers:
+# The other project has one tensor for all gate and up projections of a layer, and one for all down
+# projections. It keeps q, k and v apart and has another name for the norm. The rule lists these
+# four changes, joined by ``|``. ``{expert}`` stands for a number, and numbers are sorted as
+# numbers:
 
 from torchlift import remap
 
@@ -83,7 +84,7 @@ for key, entry in torchlift.open(theirs).entries.items():
         print(f"{key:<40} {entry.shape}")
 
 # %%
-# An expert that is missing is an error that names it, before anything is written:
+# If an expert is missing, an error names it before anything is written:
 
 holes = {key: value for key, value in state.items() if "experts.10.w2" not in key}
 torchlift.save(holes, folder + "/holes.safetensors")
@@ -95,15 +96,16 @@ except torchlift.MismatchError as error:
     print(str(error).replace(folder + "/", ""))
 
 # %%
-# The same rule loads a file of the one layout into a model of the other, without a converted copy:
-# ``torchlift.load(model, ours, rename=rule)``. Each value is read once, into its place.
+# The same rule loads a file of one layout into a model of the other, without a converted copy:
+# ``torchlift.load(model, ours, rename=rule)``. Each value is read once, into its final position.
 #
 # Proof
 # -----
 #
-# Against torch's own operations, and then back, with the reversed rule:
+# The result is compared with torch's own operations. Then it is converted back with the reversed
+# rule:
 
-# fold: Each tensor compared
+# fold: Compare each tensor
 with torchlift.open(theirs) as ckpt:
     for layer in range(2):
         name = f"model.layers.{layer}"
@@ -158,15 +160,17 @@ axes.spines[:].set_visible(False)
 plt.show()
 
 # %%
-# *One layer of a model in the layouts of two projects, each block a tensor: 36 weights of 12
-# experts become two tensors, one matrix of q, k and v becomes three, and the norm gets another
-# name. Nothing else changes: the values are the same. Heights are not to scale.*
+# *Each block is a tensor of one layer, left in the layout of one project, right in the layout of
+# the other. The 36 weights of 12 experts become two tensors, one matrix of q, k and v becomes
+# three, and the norm gets another name. The values are the same, so the conversion can be reversed.
+# Heights are not to scale.*
 #
 # Remember
 # --------
 #
-# - A merge or a split is an index with other entries: nothing is put together in memory.
-# - Rules join with ``|``, and ``reversed()`` of the whole is the way back.
+# - A merge or a split is an index with other entries. torchlift does not build the tensors in
+#   memory.
+# - Rules join with ``|``, and ``reversed()`` of the joined rule converts back.
 # - `torchlift.diff` of both ends is the proof.
 #
 # Use this when

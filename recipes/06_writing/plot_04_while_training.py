@@ -2,8 +2,8 @@
 Save while training goes on, and resume after a kill
 ====================================================
 
-Every save stops the training until the disk is done, and after a kill somebody has to find the last
-checkpoint that is complete. Can both be one object's job?
+Every save stops the training until the disk is done. After a kill somebody has to find the last
+complete checkpoint. Can one object do both?
 
 Yes: a `torchlift.Keeper` takes a snapshot, writes it in the background, keeps the last few, and
 resumes everything from the last complete one.
@@ -30,14 +30,14 @@ with torchlift.Keeper(folder, keep=2) as keeper:
 print("kept:", keeper.steps())
 
 # %%
-# With a folder that stays, such as ``"run"``, start the same program again and it goes on after
-# step 5: ``resume`` loads the model, the optimizer, the random number generators and whatever else
-# is in ``state``, and returns the step. Anything with ``state_dict`` and ``load_state_dict`` can
-# be: a schedule, a ``GradScaler``, an EMA (``AveragedModel``), a data loader that knows its
-# position.
+# Use a folder that stays, such as ``"run"``, and start the same program again: it resumes after
+# step 5. ``resume`` loads the model, the optimizer, the random number generators and everything
+# else in ``state``, and returns the step. ``state`` may contain any object with ``state_dict`` and
+# ``load_state_dict``: a schedule, a ``GradScaler``, an EMA (``AveragedModel``), or a data loader
+# that knows its position.
 #
-# The newest file is the one that was being written
-# -------------------------------------------------
+# The newest file may be incomplete
+# ---------------------------------
 #
 # After a kill, the newest file by date may be half a checkpoint:
 
@@ -53,13 +53,14 @@ except RuntimeError as error:
     print(newest.name, "-", str(error).split(":")[0])
 
 # %%
-# A keeper's files get their names when they are complete, so that ``latest()`` never names another.
+# The Keeper names a file only after it is complete, so ``latest()`` never returns an incomplete
+# one.
 #
-# Go on as if nothing had happened
-# --------------------------------
+# Resume bit for bit
+# ------------------
 #
-# This model draws random numbers for its data and for its dropout, and its learning rate follows a
-# schedule. Is the run that goes on the run that never stopped?
+# This model draws random numbers for its data and its dropout, and its learning rate follows a
+# schedule. Does the resumed run equal the run that never stopped?
 
 
 # fold: The model and its training
@@ -86,7 +87,7 @@ run, folder = build(), tempfile.mkdtemp()
 train(run, 50)
 with torchlift.Keeper(folder) as keeper:
     keeper.save(50, run)
-    train(run, 50)  # never stopped, and the snapshot is not changed by it
+    train(run, 50)  # never stopped, and this does not change the snapshot
 
 again = build()
 assert torchlift.Keeper(folder).resume(again) == 50
@@ -99,9 +100,9 @@ print("resumed after 50 steps, equal after 100, bit for bit")
 # -----
 #
 # A save has two halves. The snapshot must be taken between two steps and takes as long as memory
-# takes; writing takes as long as the disk takes. In a new process each, train 16 MB, its moments of
-# twice as much, and save at every fourth step, seven times: never, flushed to the disk, by DCP, and
-# by a keeper.
+# takes. Writing takes as long as the disk takes. Each way trains a model of 16 MB in a new process,
+# with Adam's moments of twice as much. It saves seven times, at every fourth step. The four ways
+# are: never, flushed to the disk, by DCP, and by a Keeper.
 
 # fold: How long steps and saves take
 import time
@@ -111,12 +112,12 @@ from torch.distributed.checkpoint import async_save
 
 
 def step_times(way, folder):
-    torch.set_num_threads(1)  # the other core is for the writing
+    torch.set_num_threads(1)  # the other core writes
     model = torch.nn.Linear(2000, 2000, bias=False)
     optimizer = torch.optim.Adam(model.parameters())
     state = {"model": model, "optimizer": optimizer}
     keeper, writing, steps, saves = torchlift.Keeper(folder), None, [], []
-    for step in range(-4, 28):  # the first save makes room: it does not count
+    for step in range(-4, 28):  # the first save allocates memory and does not count
         start = time.perf_counter()
         model(torch.randn(64, 2000)).square().mean().backward()
         optimizer.step()
@@ -170,28 +171,29 @@ figure.legend(loc="outside upper center", ncols=2)
 plt.show()
 
 # %%
-# *Seconds that a training step takes, where every fourth step saves: medians of seven rounds, thin
-# bars from the quickest to the slowest. A step that saves by torch.save, flushed, waits for the
-# disk; by torch's async_save or by a Keeper it waits for a copy in memory only, and the steps after
-# it share the processor with the writing.*
+# *The lines show the median seconds of a training step by its distance from the save, with thin
+# bars from the fastest to the slowest. Every fourth step saves. With torch.save and a flush, that
+# step waits for the disk. With torch's async_save or a Keeper it only waits for a copy in memory.
+# The next steps share the processor with the writing.*
 #
-# The snapshot is a second copy of the state on the host, which every save uses again; from an
-# accelerator it is pinned. ``keeper.report`` says how long a save blocked and how long it took. A
-# scheduler's signal ends the loop ``while not keeper.should_stop()``, on all ranks after one step.
+# The snapshot is a second copy of the state on the host, and every save uses it again. From an
+# accelerator it is pinned memory. ``keeper.report`` has the time that a save blocked and its total
+# time. On a scheduler's signal the loop ``while not keeper.should_stop()`` ends on all ranks after
+# the same step.
 #
 # Remember
 # --------
 #
 # - Training has to wait for the snapshot, never for the disk.
-# - A complete checkpoint is one that has its name; ``latest()`` and ``resume()`` see no others.
-# - To go on means model, optimizer, schedule, random numbers and the number of the step.
+# - A complete checkpoint has its final name. ``latest()`` and ``resume()`` ignore all other files.
+# - A resume needs the model, the optimizer, the schedule, the random numbers and the step.
 #
 # Use this when
 # -------------
 #
-# - **A run may be killed and started again:** `torchlift.Keeper`; its first line is ``resume``.
+# - **A run may be killed and started again:** `torchlift.Keeper`. Start with ``resume``.
 # - **You save once, at the end:** `torchlift.save`.
-# - **Others than the last few should stay:** *Keep the best checkpoints, delete the others*.
-# - **Many ranks, a scheduler, faults:** the page *On a cluster*; what is each rank's own: *Resume
-#   on another number of GPUs: where was each rank in its data?*
+# - **You want to keep more than the last few:** *Keep the best checkpoints, delete the others*.
+# - **Many ranks, a scheduler, faults:** the page *On a cluster*. For state of each rank: *Resume on
+#   another number of GPUs: where was each rank in its data?*
 # - **You only need the weights of a kept checkpoint:** `torchlift.load` with ``root="model"``.

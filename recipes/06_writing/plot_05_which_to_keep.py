@@ -2,11 +2,11 @@
 Keep the best checkpoints, delete the others
 ============================================
 
-The disk is full of checkpoints; or only the last three are kept, and the best one was deleted last
+The disk is full of checkpoints. Or only the last three are kept, and the best one was deleted last
 night. Which of them should stay, and how does an evaluation job find the next one?
 
-Say what may keep one: a `torchlift.Keeper` takes policies that combine, and removes in the
-background what none of them keeps.
+Pass policies: a `torchlift.Keeper` combines several and removes in the background every checkpoint
+that no policy keeps.
 """
 
 # %%
@@ -30,14 +30,14 @@ print("kept:", keeper.steps(), "best:", keeper.best()[-17:])
 
 # %%
 # Steps 8 and 9 are the last two, 3 and 5 the best two, 4 and 8 are multiples of four. Step 2 was
-# one of the best until step 5 was better. Where the highest is the best, pass
-# ``best_is="highest"``; ``EveryNSeconds(3600)`` keeps one an hour. Orbax calls its policies the
-# same.
+# one of the best until step 5 was better. If the highest value is the best, pass
+# ``best_is="highest"``. ``EveryNSeconds(3600)`` keeps one checkpoint an hour. Orbax has the same
+# names for its policies.
 #
-# The best one is gone
-# --------------------
+# The best checkpoint was deleted
+# -------------------------------
 #
-# A number alone, such as ``keep=3`` or torchtitan's ``keep_latest_k``, counts from the end:
+# A plain number, such as ``keep=3`` or torchtitan's ``keep_latest_k``, counts from the end:
 
 with torchlift.Keeper(tempfile.mkdtemp(), keep=3) as keeper:
     for step, loss in enumerate(losses, 1):
@@ -46,8 +46,8 @@ best = 1 + losses.index(min(losses))
 print("kept:", keeper.steps(), "- the best of all was step", best)
 
 # %%
-# A rule of your own is a function: it takes what is kept, oldest first, and returns what stays. The
-# newest always does.
+# You can write your own rule as a function. It gets the kept checkpoints, oldest first, and returns
+# the ones to keep. The newest checkpoint is always kept.
 
 
 def good_enough(kept):
@@ -63,9 +63,10 @@ print("kept:", keeper.steps())
 # No such file or directory
 # -------------------------
 #
-# Another job evaluates what the run keeps. It lists the folder, and opens what a keeper has removed
-# meanwhile, or what is half there. A `torchlift.distributed.RunFolder` names complete checkpoints
-# only, waits for the next one, and writes nothing. What is removed after that is one clear error:
+# Another job evaluates the checkpoints of a run. It lists the folder, and opens a checkpoint that a
+# Keeper has just removed, or an incomplete one. A `torchlift.distributed.RunFolder` lists complete
+# checkpoints only, waits for the next one, and writes nothing. If a checkpoint is removed later,
+# opening it raises one clear error:
 
 from torchlift.distributed import RunFolder
 
@@ -82,14 +83,14 @@ path = run.wait_for_new(path, timeout=60)
 print("new:", path[-17:], "best:", run.best()[-17:])
 
 # %%
-# Let the keeper keep what you evaluate, with ``EveryNSteps`` for example. A file that is open stays
-# readable when it is removed.
+# Let the Keeper keep the checkpoints that you evaluate, for example with ``EveryNSteps``. An open
+# file stays readable after it is removed.
 #
 # Proof
 # -----
 #
-# In a new process each, save 4 MB at each of 40 steps, with a loss that falls and rises again. How
-# much is in the folder?
+# Each way saves 4 MB at each of 40 steps in a new process, with a loss that falls and rises again.
+# How many megabytes are in the folder?
 
 # fold: How much is in the folder after each step
 import os
@@ -148,19 +149,21 @@ figure.legend(loc="outside upper center", title="kept", ncols=2)
 plt.show()
 
 # %%
-# *Megabytes of checkpoints in the folder after each of 40 steps, and whether the best one is still
-# among them. Where all are kept they grow to 161; the last three stay at 12, and the best is gone;
-# the last one, the best two and every tenth end at 24, with the best.*
+# *The lines show the megabytes of checkpoints in the folder after each of 40 steps. The text at the
+# end of a line shows whether the best checkpoint still exists. All checkpoints grow to 161 MB. The
+# last three stay at 12 MB, but the best one is lost. The last one, the best two and every tenth
+# take 24 MB and include the best, so policies save space without losing it.*
 #
-# What goes loses its name first, and a thread of its own removes it, so that no save waits and half
-# of one is never taken for a checkpoint. What a kill leaves, the next keeper removes. A lock file
-# keeps a second job out of the folder: its keeper raises an error that names the first one.
+# The Keeper renames an expired checkpoint first, and a background thread then deletes it. So no
+# save waits, and a half-deleted folder is never used as a checkpoint. After a kill, the next Keeper
+# removes the leftovers. A lock file keeps a second job out of the folder: its Keeper raises an
+# error that names the first job.
 #
 # Remember
 # --------
 #
-# - Whatever any policy keeps stays; the newest always does.
-# - ``best()``, ``latest()`` and ``steps()`` read the folder alone: they need no other rank.
+# - A checkpoint is kept if any policy keeps it. The newest is always kept.
+# - ``best()``, ``latest()`` and ``steps()`` read only the folder. They need no other rank.
 # - An evaluation job waits with `torchlift.distributed.RunFolder`, and writes nothing.
 #
 # Use this when

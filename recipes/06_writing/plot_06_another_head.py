@@ -2,11 +2,11 @@
 Resume training with a new head, or from an older checkpoint
 ============================================================
 
-The run goes on, but the model is not quite the one that was saved: another head, a layer with
-another name, an average that the checkpoint lacks. Is all or nothing the choice?
+You resume a run, but the model has changed since the save: another head, a layer with another name,
+an average that the checkpoint lacks. Must everything match?
 
 No: ``resume`` of a `torchlift.Keeper` takes the rules of `torchlift.load`, by the checkpoint's
-names, and an optimizer's moments go where their weights go.
+names. An optimizer's moments follow their weights.
 """
 
 # %%
@@ -28,14 +28,14 @@ step = keeper.resume(model=model, optimizer=optimizer, exclude=["model.1.*"])
 print("after step", step, "with moments:", len(optimizer.state), "parameters")
 
 # %%
-# The names are those of the checkpoint: ``model.1.weight`` of a tensor of the model, ``optimizer``
-# or ``schedule`` of any other object as a whole, ``rng`` of the random numbers.
+# The rules use the names of the checkpoint: ``model.1.weight`` for a tensor of the model,
+# ``optimizer`` or ``schedule`` for any other complete object, ``rng`` for the random numbers.
 #
-# What fits is not taken by itself
-# --------------------------------
+# MismatchError: some names do not match
+# --------------------------------------
 #
-# Without a rule, all that was saved has to fit. The error lists what does not, and the rules that
-# would let it pass; nothing has changed then.
+# Without a rule, everything in the checkpoint has to match. The error lists the mismatches and the
+# rules that would allow them. Nothing has changed then.
 
 try:
     keeper.resume(model=model, optimizer=optimizer)
@@ -43,7 +43,7 @@ except torchlift.MismatchError as error:
     print(type(error).__name__, "-", str(error).partition(": ")[2])
 
 # %%
-# A rule that fits nothing is an error, too: most likely its name is misspelled.
+# A rule that matches nothing is an error too, because its name is probably misspelled.
 
 try:
     keeper.resume(model=model, optimizer=optimizer, exclude=["model.haed.*"])
@@ -54,8 +54,8 @@ except torchlift.MismatchError as error:
 # An object that an older checkpoint lacks
 # ----------------------------------------
 #
-# An average of the weights was added after the checkpoint was saved. It may be missing, by its
-# name; then it is as you have made it.
+# An average of the weights was added after the checkpoint was saved. Allow it to be missing by its
+# name. Then it keeps the values that you gave it.
 
 average = torch.optim.swa_utils.AveragedModel(model)
 state = {"model": model, "optimizer": optimizer, "average": average}
@@ -63,7 +63,8 @@ rules = {"exclude": ["model.1.*"], "allow_missing": ["average"]}
 print("resumed after step", keeper.resume(state, **rules))
 
 # %%
-# What you do not pass is not loaded: ``keeper.resume(model=model)`` leaves the optimizer alone.
+# An object that you do not pass is not loaded: ``keeper.resume(model=model)`` leaves the optimizer
+# alone.
 #
 # A layer with another name
 # -------------------------
@@ -84,12 +85,12 @@ keeper.close()
 # Proof
 # -----
 #
-# Does what goes along go along to the bit? Train a network, add a branch that is zero and frozen,
-# as an adapter is before its turn, and go on: with weights and moments, and with the weights alone,
-# in a new process each. How far is each loss from that of the run that never stopped?
+# Are the resumed moments equal to the bit? Train a network, then add a frozen branch of zeros, as a
+# new adapter is. Resume in two new processes: with weights and moments, and with the weights alone.
+# Compare each loss with that of the run that never stopped.
 
 
-# fold: The network, its training, and how far the losses are
+# fold: The network, its training, and how the losses are compared
 class Network(torch.nn.Module):
     def __init__(self, branch=False):
         super().__init__()
@@ -145,7 +146,9 @@ for way in ("weights and moments", "weights alone"):
     with tempfile.TemporaryDirectory() as folder:
         found[way] = torchlift.measure.in_child(distances, way, folder).value
     kept, far = found[way]
-    print(f"{way:<19} {kept} parameters with moments, at most ~{max(far):.3f} away")
+    print(
+        f"{way:<19} {kept} parameters with moments, losses differ by at most ~{max(far):.3f}"
+    )
 assert max(found["weights and moments"][1]) == 0
 assert max(found["weights alone"][1]) > 0.001
 
@@ -162,21 +165,21 @@ figure.legend(loc="outside upper center", ncols=2)
 plt.show()
 
 # %%
-# *A run goes on with a part that is new, and has no effect yet: how far its loss is from that of
-# the run that never stopped. With the optimizer's moments of all other weights the two are one run,
-# to the bit. With the weights alone Adam begins anew, and goes another way.*
+# *The lines show the distance between the loss of a resumed run and that of the run that never
+# stopped. The resumed model has a new part without an effect yet. With the optimizer's moments the
+# two runs are equal, to the bit. With the weights alone Adam starts again and takes another path.*
 #
 # Remember
 # --------
 #
 # - Names in a rule are the checkpoint's, with the object first: ``model.head.*``.
-# - A parameter that is left out keeps its weights and its moments.
-# - What may be missing or too much is named; everything else still has to fit.
+# - Excluded parameters keep their current weights and moments.
+# - Name every part that may be missing or unexpected. Everything else still has to match.
 #
 # Use this when
 # -------------
 #
-# - **A run goes on with a part that is new:** ``exclude`` and ``allow_missing`` of ``resume``.
-# - **Only weights are to be loaded, from any file:** `torchlift.load`, as in *Fine-tune with a new
-#   head: size mismatch and missing keys*.
+# - **A run resumes with a new part:** ``exclude`` and ``allow_missing`` of ``resume``.
+# - **You load only weights, from any file:** `torchlift.load`, as in *Fine-tune with a new head:
+#   size mismatch and missing keys*.
 # - **Nothing has changed:** *Save while training goes on, and resume after a kill*.
