@@ -257,6 +257,21 @@ def test_the_figure_has_a_caption(script: Path) -> None:
     )
 
 
+@each_page
+def test_the_caption_reads_the_figure(script: Path) -> None:
+    """One sentence names the axes or bars, the next ones say what they mean: none is long."""
+    (after,) = (
+        following.content
+        for block, following in itertools.pairwise(blocks_of(script))
+        if block.type == "code" and "plt.show()" in block.content
+    )
+    caption = " ".join(after.strip().split("\n\n")[0].strip("*").split())
+    sentences = re.split(r"(?<=[.?]) (?=[A-Z])", caption)
+    assert len(sentences) >= 2, caption
+    assert [one for one in sentences if len(one.split()) > 25] == []
+    assert [one for one in sentences if re.match(r"(What|Who|Whatever|Of|Where)\b", one)] == []
+
+
 @each_recipe
 def test_a_table_has_a_plain_form_that_is_compared(script: Path) -> None:
     """What a recipe shows as HTML has words in a terminal, too: an address says nothing."""

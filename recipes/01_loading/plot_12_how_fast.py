@@ -168,11 +168,11 @@ figure.legend(loc="outside upper right", ncols=2)
 plt.show()
 
 # %%
-# *The bars show the seconds to load a file of 64 MiB from the page cache, as the median of each way
-# with its lowest and highest run. The dotted line is a copy of the same size in memory, and the
-# dashed line is a program that only reads the file. Building a model and overwriting it costs
-# several times as much as torch.load or torchlift, and copying out of a map is slower too. Those
-# two stay within a few times of reading alone, so there is little left to gain.*
+# *The bars show the seconds to load a file of 64 MiB from the page cache: the median, with the
+# lowest and highest run. The dotted line is a copy of the same size in memory, and the dashed line
+# is a program that only reads the file. Building a model and overwriting it costs several times as
+# much as torch.load or torchlift, and copying out of a map is slower too. Those two stay within a
+# few times of reading alone, so there is little left to gain.*
 #
 # In a file this small, much of each bar is overhead and not bytes. The guide has the same chart of
 # two gigabytes, warm and cold, next to other libraries: *Performance*.
