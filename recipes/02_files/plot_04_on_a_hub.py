@@ -181,7 +181,9 @@ for way, color, shift in ("downloaded", "C0", -0.2), ("torchlift", "C1", 0.2):
         axes.barh(
             row + shift, size, 0.38, color=color, label=way if not row else None
         )
-        axes.text(size, row + shift, f" {size:.2g} MiB", va="center")
+        axes.text(
+            size, row + shift, f" {size:.{0 if size > 10 else 2}f} MiB", va="center"
+        )
 axes.set_yticks(range(3), questions)
 axes.invert_yaxis()
 axes.set(xscale="log", xlim=(0.005, 2000), xlabel="MiB that the server sent")
@@ -190,10 +192,10 @@ figure.legend(loc="outside upper center", ncols=2)
 plt.show()
 
 # %%
-# *The bars show the bytes that a server sends for three questions about MiniLM, a model of 87 MiB
-# with six layers, on a logarithmic axis. Its dtypes are in the header, and one layer is a
-# thirteenth of the file. For such questions torchlift saves most of the download. To find values
-# that changed between two revisions, both ways need all bytes.*
+# *The bars show the bytes that a server sends for three questions about MiniLM (87 MiB, six
+# layers), on a logarithmic axis. Its dtypes are in the header, and one layer is a thirteenth of the
+# file. For such questions torchlift saves most of the download. To find values that changed between
+# two revisions, both ways need all bytes.*
 #
 # Remember
 # --------

@@ -138,7 +138,7 @@ import matplotlib.pyplot as plt
 
 plt.style.use("torchlift.measure.figures")
 figure, axes = plt.subplots(figsize=(5.6, 1.9))
-axes.barh(list(peaks), list(peaks.values()), color=("C0", "C1"))
+axes.barh(list(peaks), list(peaks.values()), color=("C1", "C0"))
 axes.axvline(64, color="C2", linestyle="--")
 axes.text(0.4, 0, f"{peaks['torchlift.digest']:.1f} MiB", va="center")
 axes.text(63, 0, "the complete model", ha="right", va="center")
