@@ -2,11 +2,11 @@
 "Attempting to deserialize object on a CUDA device": saved on a GPU, loaded on a CPU
 ====================================================================================
 
-Somebody sends you a checkpoint, and ``torch.load`` says that it needs a GPU. Why would a file full
-of numbers need one, and how do you load it without?
+Somebody sends you a checkpoint, and ``torch.load`` fails because it wants a GPU. Why would a file
+full of numbers need one, and how do you load it without?
 
-`torchlift.load` needs no GPU and no argument: where a tensor was when it was saved is a note in the
-file, and torchlift reads it as one.
+`torchlift.load` needs no GPU and no argument. The file records the device of each tensor when it
+was saved. torchlift reads that record and does not obey it.
 """
 
 # %%
@@ -20,7 +20,7 @@ import torch
 import torchlift
 
 path = tempfile.mkdtemp() + "/sent.pt"
-there = "cuda" if torch.cuda.is_available() else "cpu"  # what this machine has
+there = "cuda" if torch.cuda.is_available() else "cpu"  # a device of this machine
 torch.save(torch.nn.Linear(1024, 1024, device=there).state_dict(), path)
 model = torch.nn.Linear(1024, 1024)
 torchlift.load(model, path)  # saved anywhere, loaded here
@@ -29,18 +29,18 @@ for key, entry in torchlift.open(path).entries.items():
     print(f"{key}: saved on {entry.location}, loaded on {here}")
 
 # %%
-# The line that loads is the same for a file from any machine. To see it work for one from a GPU
-# where there is none, you need such a file.
+# The line that loads is the same for a file from any machine. To test it without a GPU, you need a
+# file that was saved on one.
 #
 # Why torch.load wants a GPU
 # --------------------------
 #
-# The next cell makes such files on this machine: `torch.serialization.register_package` puts a
-# function first that says where a tensor is. ``torch.load`` reads each tensor into host memory, as
-# it must, and then puts it where it was:
+# The next cell makes such files on this machine. `torch.serialization.register_package` registers a
+# function that names the device of a tensor. ``torch.load`` reads each tensor into host memory and
+# then moves it to that device:
 
 
-# fold: Files that say cuda:3 and the like, written without a GPU
+# fold: Write files with tags such as cuda:3, without a GPU
 def save_as_if_on(files, state):
     tags = []
     torch.serialization.register_package(0, lambda _: tags[-1], lambda *_: None)
@@ -63,13 +63,13 @@ except RuntimeError as error:
     print(f"{type(error).__name__}: {error}")
 
 # %%
-# On a machine with one GPU the message is about a device number that is too high.
+# On a machine with one GPU the message complains about a device number that is too high.
 #
-# The note is one word
-# --------------------
+# The contents of a location tag
+# ------------------------------
 #
-# A ``.pt`` file is a zip archive with a pickle in it, and a pickle is a list of words. Compare
-# those of this file with those of its twin, which was saved on the CPU:
+# A ``.pt`` file is a zip archive with a pickle in it, and a pickle is a list of words. Compare the
+# words of this file with the words of its twin, which was saved on the CPU:
 
 import pickletools
 from zipfile import ZipFile
@@ -80,15 +80,16 @@ differ = [(one, other) for one, other in zip(*words, strict=True) if one != othe
 print("words that differ:", differ)
 
 # %%
-# It stands beside the first storage, and the next one refers back to it. The numbers are the same.
-# This word is the *location tag*. A safetensors file has none, so it loads anywhere.
+# One word differs. It belongs to the first storage, and the next storage refers back to it. The
+# numbers are the same. This word is the *location tag*. A safetensors file does not have such a
+# tag, so it loads anywhere.
 #
 # map_location: two spellings that look right
 # -------------------------------------------
 #
-# ``map_location`` overrules the tags. A string puts all tensors in one place. A dict has to name
-# every tag in full: ``"cuda"`` is not short for ``"cuda:3"``. And where a function returns None,
-# the tag is obeyed after all.
+# ``map_location`` overrules the tags. A string puts all tensors in one place. A dict has to contain
+# every tag in full: ``"cuda"`` is not short for ``"cuda:3"``. If a function returns None, torch
+# obeys the tag after all.
 
 try:
     torch.load(path, map_location={"cuda": "cpu"})
@@ -96,8 +97,8 @@ except RuntimeError as error:
     print(str(error).split(" but ")[0])
 
 # %%
-# In torchlift, ``"cuda"`` means every GPU without an entry of its own, and a rule that says nothing
-# leaves the choice to the default, never to the tag:
+# In torchlift, ``"cuda"`` means every GPU without an entry of its own. If a rule returns None,
+# torchlift uses its default device, never the tag:
 
 rule = torchlift.remap.by_location({"cuda": "cpu"})
 report = torchlift.load(model, path, device=rule)
@@ -107,9 +108,9 @@ print(rule, "->", {item.device for item in report.loaded.values()})
 # Proof
 # -----
 #
-# Seven files with the same numbers, tagged as NVIDIA's and AMD's GPUs (both are ``cuda``), Apple's,
-# Intel's, and two accelerators whose packages are not installed here. Each is loaded in each way,
-# and the values are compared.
+# Seven files contain the same numbers. Their tags name NVIDIA's and AMD's GPUs (both are ``cuda``),
+# Apple's, Intel's, and two accelerators whose packages are not installed here. Each file is loaded
+# in each way, and the values are compared.
 
 # fold: Load each file in each way, compare, and show it as a table
 from functools import partial
@@ -172,23 +173,25 @@ axes.invert_yaxis()
 plt.show()
 
 # %%
-# *Seven files with the same numbers, each with a note that names another device, loaded on a
-# machine that has a CPU alone. Plain torch.load fails for six. Between the first bar and the last
-# are values of its map_location: three fail for most of the files, two for none. torchlift.load
-# needs none.*
+# *Each bar counts how many of seven files load in one way, on a machine with a CPU only. The files
+# hold the same numbers, and each has a tag of another device. Plain torch.load fails for six. The
+# bars between the first and the last are values of map_location: three fail for most files, and two
+# load all. With torchlift.load all files load without an argument.*
 #
 # Remember
 # --------
 #
-# - A location tag is a word beside the numbers: where they were. They need no device themselves.
-# - ``torch.load`` obeys the tag unless you say otherwise, so the same line works on one machine and
-#   fails on another.
-# - A dict for ``map_location`` matches whole tags only; a function that returns None obeys the tag.
+# - A location tag records the device on which a tensor was saved. The numbers themselves need no
+#   device.
+# - ``torch.load`` obeys the tag by default, so the same line works on one machine and fails on
+#   another.
+# - A dict for ``map_location`` matches complete tags only. A function that returns None obeys the
+#   tag.
 #
 # Use this when
 # -------------
 #
 # - **Plain torch, any file:** `torch.load` with ``map_location="cpu"`` and ``mmap=True``.
 # - **You have a model to load into:** `torchlift.load`, without an argument about devices.
-# - **You ask where a file comes from:** `torchlift.open`; its entries have a ``location``.
+# - **You want to know where a file comes from:** `torchlift.open`. Its entries have a ``location``.
 # - **The tensors go to several devices:** *From eight GPUs to one*.

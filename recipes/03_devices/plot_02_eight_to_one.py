@@ -3,10 +3,10 @@ From eight GPUs to one: load a checkpoint onto fewer devices
 ============================================================
 
 The model was trained on eight GPUs, with some layers on each. Now you have two, or one, or none.
-How do you say where each tensor goes, and can you check it before you have the machine?
+How do you choose the device of each tensor, and can you check it before you have the machine?
 
-``device=`` of `torchlift.load` takes a rule, by the old place or by the name; a rule can be asked
-about every tensor of a file, and no device has to be there.
+``device=`` of `torchlift.load` takes a rule, by the old device or by the name. You can apply a rule
+to every tensor of a file, and no device has to exist.
 """
 
 # %%
@@ -30,29 +30,30 @@ report = torchlift.load(model, path, device=torchlift.remap.by_key({"": "cpu"}))
 print({item.device for item in report.loaded.values()})
 
 # %%
-# The keys of a rule are prefixes of names, up to a dot, and the longest one wins; ``""`` is for all
-# the others. On the machine with two GPUs the last lines get ``device=rule``.
+# The keys of a rule are prefixes of names, up to a dot. The longest one wins, and ``""`` matches
+# all other names. On the machine with two GPUs, pass ``device=rule`` in the load.
 #
-# What map_location cannot say
-# ----------------------------
+# Limits of map_location
+# ----------------------
 #
-# The word that ``torch.load`` has for this is ``map_location``. A string sends everything to one
-# device, which may be too small for it. A dict goes by the old place, each tag in full. A function
-# is told where a tensor was, and not what it is:
+# In ``torch.load`` the argument for this is ``map_location``. A string sends everything to one
+# device, which may be too small. A dict maps the old tags, each in full. A function gets the old
+# device of a tensor, but not its name:
 
 seen = []
 torch.load(path, map_location=lambda *what: seen.append(what) or what[0])
 print([(type(storage).__name__, tag) for storage, tag in seen[:2]])
 
 # %%
-# A storage and a tag. "The embedding on the host, ten layers on the GPU" takes more than these.
+# It gets a storage and a tag. That is not enough for a rule such as "the embedding on the host, ten
+# layers on the GPU".
 #
 # A file from eight GPUs
 # ----------------------
 #
 # Here is a model with sixteen layers, two on each GPU.
 
-# fold: Write the file with its tags, from a process of its own
+# fold: Write the file with its tags, in a new process
 import re
 from collections import Counter
 from itertools import groupby
@@ -84,10 +85,10 @@ trained = build()
 _ = torchlift.measure.in_child(save_from_eight, trained.state_dict(), path)
 
 # %%
-# Ask a rule about each tensor of the file. No device has to be there:
+# Apply a rule to each tensor of the file. No device has to exist:
 
 
-def ask(rule):
+def apply(rule):
     where = {name: str(rule(entry)) for name, entry in entries.items()}
     used = Counter()
     for name, device in where.items():
@@ -97,33 +98,35 @@ def ask(rule):
 
 
 entries = dict(torchlift.open(path).entries)
-on_eight = ask(lambda entry: entry.location)
+on_eight = apply(lambda entry: entry.location)
 
 # %%
-# Eight GPUs to two: by where it was
-# ----------------------------------
+# Eight GPUs to two: by the old device
+# ------------------------------------
 #
-# The layout was good, there are only fewer of them: the first four become one, the others another.
-# In `torchlift.remap.by_location` the most specific tag wins, and ``"cuda"`` is for the rest.
+# The old layout was good, but you have fewer GPUs. The first four become one GPU, and the other
+# four another. In `torchlift.remap.by_location` the most specific tag wins, and ``"cuda"`` matches
+# all others.
 
 two = {f"cuda:{number}": "cuda:0" for number in range(4)} | {"cuda": "cuda:1"}
-on_two = ask(remap.by_location(two))
+on_two = apply(remap.by_location(two))
 
 # %%
-# Eight GPUs to one: by what it is
-# --------------------------------
+# Eight GPUs to one: by name
+# --------------------------
 #
-# Now the old layout is of no use. The GPU takes ten layers; the others and both ends stay on the
-# host. A prefix ends at a dot: ``layers.1`` says nothing about ``layers.10``.
+# Now the old layout does not help. The GPU takes ten layers. The other layers, the embedding and
+# the head stay on the host. A prefix ends at a dot: ``layers.1`` does not match ``layers.10``.
 
 last = {f"layers.{number}": "cpu" for number in range(10, 16)}
-on_one = ask(remap.by_key({"": "cpu", "layers": "cuda:0"} | last))
+on_one = apply(remap.by_key({"": "cpu", "layers": "cuda:0"} | last))
 
 # %%
 # To a laptop: no argument
 # ------------------------
 #
-# No rule is needed. A slip is found before a byte is read, and the model stays as it was:
+# A laptop needs no rule. torchlift finds a wrong rule before it reads a byte, and the model does
+# not change:
 
 model = torchlift.skeleton(build)
 for slip in {"layer": "cpu"}, {"layers": "cuda:99"}:
@@ -140,7 +143,8 @@ on_laptop = {name: item.device for name, item in report.loaded.items()}
 # Proof
 # -----
 #
-# Every tensor goes where the layout demands, and what loaded is what was saved, to the last bit:
+# Every tensor goes to the device of its layout. The loaded values equal the saved ones, to the last
+# bit:
 
 for name in on_eight:
     assert on_two[name] == f"cuda:{gpu_of(name) // 4}"
@@ -176,25 +180,26 @@ axes.spines["bottom"].set_visible(False)
 plt.show()
 
 # %%
-# *Where the same tensors go, from the embedding at the top to the head at the bottom. Gray, the
-# eight GPUs that saved them. With a device as map_location torch puts all on one GPU, whether it
-# fits or not. torchlift's rules, orange: by name you choose what stays on the host, by the old
-# place neighbours stay neighbours, and without a rule all is on the CPU.*
+# *Each column is one layout of the same tensors, from the embedding at the top to the head at the
+# bottom. A box is a device. Gray are the eight GPUs that saved them. With a device as map_location,
+# torch puts all tensors on one GPU, even if it is too small. The orange columns are torchlift's
+# rules. By name you choose which layers stay on the host, by place neighbours stay together, and
+# without a rule all tensors are on the CPU.*
 #
 # Remember
 # --------
 #
 # - ``by_location`` goes by the old machine, ``by_key`` by the model. The most specific entry wins.
-# - A rule is a function of an entry: ask it about a whole file before you have the machine.
-# - A location tag is never obeyed by itself: without a rule, what is new goes to the CPU.
+# - A rule is a function of an entry. Apply it to a complete file before you have the machine.
+# - torchlift never obeys a location tag by itself. Without a rule, new tensors go to the CPU.
 #
 # Use this when
 # -------------
 #
-# - **To one device:** no rule at all, or ``device="cuda:0"`` of `torchlift.load`.
+# - **To one device:** ``device="cuda:0"`` of `torchlift.load`, or no rule for the CPU.
 # - **The same layout, fewer devices:** `torchlift.remap.by_location`.
-# - **A layout of your own:** `torchlift.remap.by_key`; for exceptions put
+# - **A layout of your own:** `torchlift.remap.by_key`. For exceptions put
 #   `torchlift.remap.first_of` in front.
-# - **The names differ, too:** `torchlift.remap.strip`, `torchlift.remap.rules`; a rule for devices
-#   sees the model's names.
-# - **You know the sizes of the GPUs, but no map:** *Will this model fit on my GPUs?*
+# - **The names differ too:** `torchlift.remap.strip`, `torchlift.remap.rules`. A rule for devices
+#   gets the model's names.
+# - **You know the sizes of the GPUs, but not the map:** *Will this model fit on my GPUs?*

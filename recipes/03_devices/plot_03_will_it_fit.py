@@ -3,10 +3,10 @@ Will this model fit on my GPUs?
 ===============================
 
 The model has 70 billion parameters. You can have two GPUs with 80 GiB each, or one with 24 GiB and
-a large host. Does it fit, in which dtype, and what goes where? You ask before you download 131 GiB,
-and before you rent the machine.
+a large host. Does it fit, in which dtype, and which layer goes where? You want to know before you
+download 131 GiB and rent the machine.
 
-`torchlift.remap.fit` needs names, shapes and dtypes, and no weights, no memory and no GPU.
+`torchlift.remap.fit` needs only names, shapes and dtypes: no weights, no memory and no GPU.
 """
 
 # %%
@@ -27,14 +27,14 @@ print(two_gpus)
 
 # %%
 # It fits. Devices are filled in the order in which you give them, with the layers in the order in
-# which they run, and the result is a rule for ``device=`` of `torchlift.load`.
+# which they run. The result is a rule for ``device=`` of `torchlift.load`.
 #
 # CUDA out of memory, after minutes
 # ---------------------------------
 #
-# You can multiply: 70.6 billion parameters of four bytes are 263 GiB. That does not tell what goes
-# where, nor whether whole layers fit. A GPU tells it last: it fills up for minutes, and then the
-# error is *CUDA out of memory*. Leave out the dtype, and you count float32, as configured:
+# You can multiply: 70.6 billion parameters of four bytes are 263 GiB. The product does not show
+# which layer goes where, or whether complete layers fit. A GPU fills up for minutes, and then the
+# error is *CUDA out of memory*. Without a dtype, ``fit`` counts float32, as configured:
 
 
 def why_not(model, budgets, **options):
@@ -47,12 +47,14 @@ def why_not(model, budgets, **options):
 why_not(model, gpus)
 
 # %%
-# What there is to place, what each GPU took, what is left over, and which module was the next.
+# The message lists the bytes to place, the bytes on each GPU, the bytes left over, and the next
+# module.
 #
 # How many GPUs in float32, bfloat16, float8?
 # -------------------------------------------
 #
-# ``dtype=`` is a dtype or a rule, as in `torchlift.load`. The last one keeps the norms in bfloat16.
+# ``dtype=`` is a dtype or a rule, as in `torchlift.load`. The last rule keeps the norms in
+# bfloat16.
 
 GIB, float8 = 2**30, {"norm": torch.bfloat16, "": torch.float8_e4m3fn}
 float8 = torchlift.remap.by_pattern(float8)
@@ -64,15 +66,15 @@ for name, dtype in dtypes.items():
     print(f"{name:<9} {found.nbytes / GIB:6.1f} GiB on {count} of 8 GPUs")
 
 # %%
-# This is about memory alone. Whether your kernels compute in float8 is another question.
+# This counts memory alone. It does not check whether your kernels compute in float8.
 #
 # A budget is not the size of the GPU
 # -----------------------------------
 #
-# Weights are not all that a GPU holds. While the model writes, each token leaves a key and a value
-# in every layer, of two bytes for each number. They lie where the layer runs:
+# A GPU holds more than weights. While the model writes text, each token adds a key and a value in
+# every layer, two bytes for each number. They are stored on the GPU of that layer:
 
-# fold: Count the layers on each GPU, and the tokens in what it has left
+# fold: Count the layers on each GPU, and the tokens that fit in its free memory
 from collections import Counter
 
 width = shape["hidden_size"] // shape["num_attention_heads"]
@@ -85,9 +87,8 @@ for gpu, layers in Counter(homes).items():
 print(f"a token: {token / 1024:.0f} KiB; room for {min(room.values()):,}")
 
 # %%
-# The first GPU is nearly full, so there is room for a few thousand tokens, whatever the second one
-# has left. Keep 16 GiB back on each for a batch of long texts, and it fits no more. Better to know
-# today:
+# The first GPU is nearly full, so there is room for a few thousand tokens, even if the second GPU
+# has more left. Keep 16 GiB back on each for a batch of long texts, and the model does not fit:
 
 why_not(model, {"cuda:0": "64GiB", "cuda:1": "64GiB"}, dtype=torch.bfloat16)
 
@@ -95,7 +96,8 @@ why_not(model, {"cuda:0": "64GiB", "cuda:1": "64GiB"}, dtype=torch.bfloat16)
 # One small GPU, the host, the disk
 # ---------------------------------
 #
-# ``"disk"`` takes what fits nowhere else, and `torchlift.load` leaves it in the file, mapped.
+# ``"disk"`` takes the layers that fit nowhere else. `torchlift.load` leaves them in the file,
+# mapped.
 
 budgets = {"cuda:0": "24GiB", "cpu": "64GiB", "disk": None}
 small_gpu = torchlift.remap.fit(model, budgets, dtype=torch.bfloat16)
@@ -105,29 +107,29 @@ print(f"carried to the GPU for each token: {away:.1f} GiB")
 print(f"at 25 GiB/s: {away / 25:.1f} seconds a token")
 
 # %%
-# It fits, and it is not fast: what is kept elsewhere comes to the GPU to run, and leaves again. The
-# GPU keeps room for the largest layer of these, here the head.
+# It fits, but it is slow. Layers on the host or the disk are copied to the GPU to run, and removed
+# again. The GPU keeps room free for the largest of these layers, here the head.
 #
 # Proof
 # -----
 #
-# Does it really need neither memory nor time? Ask in a new process, five times: the median (the
-# least to the most). And do the numbers add up? Count each device's bytes again, from the names.
+# Does it really need so little memory and time? A new process runs it five times and prints the
+# median, the least and the most. Then each device's bytes are counted again, from the names.
 
 # fold: How it is measured, and counted again
 from timeit import repeat
 
 
-def ask():
+def fit():
     skeleton = torchlift.skeleton(LlamaForCausalLM, LlamaConfig(**shape))
     return torchlift.remap.fit(skeleton, gpus, dtype=torch.bfloat16).used
 
 
-def ask_again():
-    return ask(), sorted(repeat(ask, number=1, repeat=5))
+def fit_and_time():
+    return fit(), sorted(repeat(fit, number=1, repeat=5))
 
 
-child = torchlift.measure.in_child(ask_again)
+child = torchlift.measure.in_child(fit_and_time)
 answer, (least, _, middle, _, most) = child.value
 assert answer == two_gpus.used
 assert child.memory.added_anonymous < 200 * 2**20
@@ -139,7 +141,9 @@ for found, nbytes in (two_gpus, 2), (small_gpu, 2), (one_gpu, 1):
         size = 2 if "norm" in name else nbytes
         counted[found.at(name)] += size * tensor.numel()
     for device, budget in found.budgets.items():
-        buffer = found.used[device] - counted[device]  # which is in no file
+        buffer = (
+            found.used[device] - counted[device]
+        )  # a buffer that the file does not contain
         assert 0 <= buffer < 4096
         kept = found.reserved.get(device, 0)
         assert budget is None or counted[device] + kept <= budget
@@ -177,23 +181,26 @@ axes.tick_params(axis="y", length=0)
 plt.show()
 
 # %%
-# *Three machines for one model of 70 billion parameters: two large GPUs, one, and a small GPU with
-# a host and a disk. Each bar is a device: the frame is its budget, orange what the weights take of
-# it, hatched what stays free so that layers from elsewhere can visit. In bfloat16 two GPUs have
-# room left, in float8 one is enough; beside a small one most of the model lies elsewhere.*
+# *Each bar is a device, for a model of 70 billion parameters. The machines have two large GPUs, one
+# large GPU, and a small GPU with a host and a disk. The frame is the budget, orange are the
+# weights, and hatched is the space that stays free for visiting layers. In bfloat16 two GPUs have
+# room left, in float8 one is enough. With a small GPU most of the model is on the host and the
+# disk.*
 #
 # Remember
 # --------
 #
-# - Whether a model fits is a question about names, shapes and dtypes, and takes a moment.
-# - Count in the dtype that you will load, and keep back what the running model needs.
-# - Layers, ties and shared memory stay together; what lies on the host or on disk is carried.
+# - Whether a model fits depends on names, shapes and dtypes. ``fit`` answers in a moment.
+# - Count in the dtype that you will load, and keep memory free for the running model.
+# - Layers, ties and shared memory stay together. Layers on the host or the disk are copied to the
+#   GPU for each pass.
 #
 # Use this when
 # -------------
 #
 # - **You choose a machine:** `torchlift.remap.fit` on a skeleton, with budgets of several.
 # - **You have a file and no code:** ``torchlift plan FILE --budget cuda:0=24GiB --budget disk``.
-# - **You have the machine:** the map is ``device=`` of `torchlift.load`; then go on with *Run a
+# - **You have the machine:** pass the map as ``device=`` of `torchlift.load`. Then read *Run a
 #   model that is larger than memory*.
-# - **A block must not be cut:** ``no_split=["LlamaDecoderLayer"]`` of `torchlift.remap.fit`.
+# - **A block must stay on one device:** ``no_split=["LlamaDecoderLayer"]`` of
+#   `torchlift.remap.fit`.

@@ -2,11 +2,11 @@
 Run a model that is larger than memory
 ======================================
 
-The model needs more than your machine has, and you only need it to answer now and then. Can it run
+The model needs more than your machine has, and you only need an answer now and then. Can it run
 with some layers on the GPU or in memory, and the others on disk?
 
 `torchlift.remap.fit` makes a map within your budgets, and `torchlift.load` obeys it. On a CPU the
-model then runs as it is; with a GPU, ``accelerate`` runs it by the same map.
+model then runs as it is. With a GPU, ``accelerate`` runs it by the same map.
 """
 
 # %%
@@ -33,20 +33,20 @@ torchlift.load(model, path, device=device_map, source="read")
 print(model(torch.ones(1, 1024)).shape)
 
 # %%
-# Three layers are read into memory that the process owns. The others stay in the file, mapped: the
-# system reads their pages when they are used, and drops them when it needs the room.
+# Three layers are read into memory that the process owns. The other layers stay mapped in the file.
+# The system reads their pages when they are used, and drops them when it needs the memory.
 #
-# With a GPU, ``"cuda:0"`` comes first in the budgets, and after the load
-# ``accelerate.dispatch_model(model, devices, main_device=device_map.main)`` has the other layers
-# brought to it. Its ``devices`` are the map with ``"cpu"`` for ``"disk"``: what is mapped stays in
-# your file then, where accelerate would write another one.
+# With a GPU, put ``"cuda:0"`` first in the budgets. After the load,
+# ``accelerate.dispatch_model(model, devices, main_device=device_map.main)`` brings the other layers
+# to the GPU. Its ``devices`` are the map with ``"cpu"`` in place of ``"disk"``. Then mapped layers
+# stay in your file, and accelerate does not write a second one.
 #
-# Killed, in the middle of the load
-# ---------------------------------
+# Killed in the middle of the load
+# --------------------------------
 #
-# *Killed* is all that Linux tells you without a map, and a GPU has *CUDA out of memory*. Here is a
-# model of 128 MiB. Say that 72 MiB of it may be owned. Without a disk in the budgets you are told
-# beforehand, with numbers:
+# Without a map, Linux prints only *Killed*, and a GPU raises *CUDA out of memory*. Here is a model
+# of 128 MiB, and the process may own 72 MiB. Without a disk in the budgets, you get an error with
+# numbers before the load:
 
 # fold: A model of eight layers in a file
 from torch import nn
@@ -70,11 +70,12 @@ except torchlift.PlacementError as error:
     print(str(error).replace(path, "model.pt"))
 
 # %%
-# What lies where
-# ---------------
+# Which layers are in memory, which on disk
+# -----------------------------------------
 #
-# Add the disk. ``source="read"`` is about the layers that are owned: they are copied out of the
-# file at once, and stay when the file is gone. The report has the way of each:
+# Add the disk. ``source="read"`` applies to the layers that the process owns. They are copied out
+# of the file at once, and they stay valid if the file is deleted. The report lists the source of
+# each layer:
 
 model = torchlift.skeleton(build)
 device_map = torchlift.remap.fit(model, {"cpu": "72MiB", "disk": None})
@@ -84,7 +85,7 @@ for name, item in report.loaded.items():
         print(name, device_map.at(name), "by", item.source)
 
 # %%
-# What is on disk cannot change on the way, because then it would have to be owned:
+# A layer on disk cannot be cast, because a cast layer needs memory of its own:
 
 try:
     torchlift.load(model, path, device=device_map, dtype=torch.bfloat16)
@@ -97,9 +98,9 @@ except torchlift.PlacementError as error:
 # Proof
 # -----
 #
-# Does it keep to the budget, compute the same, and read less from the disk? Three ways in new
-# processes: plain torch; torch's best, all of it mapped; and the map. Each runs the model, and runs
-# it again after its mapped pages were dropped, as Linux does when memory is short.
+# Does it keep to the budget, compute the same, and read less from the disk? Three ways run in new
+# processes: plain torch, torch's best with all layers mapped, and the map. Each runs the model
+# several times. After each pass its mapped pages are dropped, as Linux does when memory is short.
 
 
 def plain(path):
@@ -123,17 +124,17 @@ def by_map(path):
 
 # %%
 
-# fold: Run each model, drop the pages of its file, and count what is read again
+# fold: Run each model, drop the pages of its file, and count the bytes read again
 import ctypes
 import re
 import time
 from pathlib import Path
 
-PAGEOUT = 21  # madvise(2): give these pages back now
+PAGEOUT = 21  # madvise(2): reclaim these pages now
 
 
 def drop(path):
-    """Give back all that this process maps of a file."""
+    """Reclaim all pages of a file that this process maps."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         if line.endswith(path):
             start, stop = (int(number, 16) for number in line.split()[0].split("-"))
@@ -148,10 +149,10 @@ def read_from_disk():
 
 
 def run(way, path):
-    """The output; MiB from the disk and seconds of a pass when memory is short."""
+    """Return the output, and the MiB read and seconds of a pass when memory is short."""
     with open(path, "rb") as file:
         while file.read(MIB):
-            pass  # each way begins with the file in the page cache
+            pass  # put the file into the page cache first
     model, passes = way(path), []
     with torch.inference_mode():
         for _ in range(6):
@@ -201,25 +202,25 @@ panels[0].invert_yaxis()
 plt.show()
 
 # %%
-# *A model of 128 MiB where 72 MiB may be owned. Left, the memory that the process owns while it
-# loads and runs it; right, what each pass reads from the disk again when other programs need the
-# memory. Plain torch takes two models. All mapped, it owns nothing and reads all of it again. By a
-# map torchlift fills the budget, and only the rest comes from the disk.*
+# *A model of 128 MiB runs in a process that may own 72 MiB. Left, the bars show the memory that the
+# process owns. Right, they show the bytes that each pass reads from the disk again when other
+# programs need the memory. Plain torch takes two copies. All mapped, the process owns nothing and
+# reads everything again. With a map, torchlift fills the budget and reads only the other layers
+# from the disk.*
 #
 # Remember
 # --------
 #
-# - What is mapped takes no memory of your own: pages come from the file as they are used.
-# - A map decides which layers you own, in memory or on the GPU, and which wait in the file.
-# - On a GPU machine the hooks of ``accelerate`` bring each layer to the GPU for its turn, and for
-#   every pass anew.
+# - A mapped layer takes no memory of your own. Its pages come from the file when they are used.
+# - A map decides which layers you own, in memory or on the GPU, and which stay in the file.
+# - On a GPU machine the hooks of ``accelerate`` copy each layer to the GPU in every pass.
 #
 # Use this when
 # -------------
 #
 # - **It nearly fits:** `torchlift.remap.fit` with ``"disk": None`` last, and with a GPU
 #   ``accelerate.dispatch_model``.
-# - **You only have a CPU, and speed is no matter:** `torchlift.load` into a skeleton maps all of
+# - **You only have a CPU, and speed does not matter:** `torchlift.load` into a skeleton maps all of
 #   it.
 # - **It would fit in a smaller dtype:** *Load in bfloat16, and keep the norms in float32*.
 # - **You look for a machine:** *Will this model fit on my GPUs?*
