@@ -6,8 +6,8 @@ You load a checkpoint into a model that has an optimizer, and train through the 
 morning the loss is where it was, or it fell a little and stopped. No error, no warning. What did
 the optimizer train?
 
-It trained ghosts: parameters that are no longer in the model. `torchlift.load` gives new values to
-the parameters that are there, in every mode but one.
+It trained ghosts: parameters that are not in the model any more. `torchlift.load` changes the
+values of the existing parameters, in every mode except ``assign``.
 """
 
 # %%
@@ -31,20 +31,21 @@ model.load_state_dict(torch.load(path), assign=True)
 print("assign=True:    ghosts:", len(params - set(model.parameters())))
 
 # %%
-# An optimizer has no model. It has a list of parameter *objects*, taken when it was built. Put
-# another object into the model, and the model computes with one and the optimizer steps the other.
+# An optimizer does not know the model. It has a list of parameter *objects* from the moment when it
+# was built. If you put another object into the model, the model computes with the new one and the
+# optimizer updates the old one.
 #
 # The loss does not move
 # ----------------------
 #
 # Three scripts build the model, then the optimizer, then load, then train. The first copies the
-# values. The second has ``assign=True``, which somebody recommended because it saves memory. The
-# third gives one layer a new weight: a new head, an adapter, a pruned layer.
+# values. The second uses ``assign=True`` to save memory. The third gives one layer a new weight, as
+# for a new head, an adapter or a pruned layer.
 
-# fold: A small model, what it learns, and the loop that trains it
+# fold: A small model, its data, and its training loop
 from torch import nn
 
-torch.set_num_threads(1)  # tiny tensors: more threads would only wait
+torch.set_num_threads(1)  # more threads would only wait for tiny tensors
 torch.manual_seed(0)
 points = 2 * torch.rand(512, 2) - 1
 height = torch.sin(4 * points[:, :1]) * torch.cos(3 * points[:, 1:])
@@ -95,19 +96,19 @@ for how in "copied", "assigned", "one replaced":
     print(f"{how:<13} loss from ~{losses[0]:.4f} to ~{losses[-1]:.4f}")
 
 # %%
-# The second run does not move. The third is the dangerous one: it falls, and looks like training.
+# The second run does not move. The third run is the dangerous one: its loss falls, so it looks like
+# training.
 #
-# Why nobody complains
+# Why no error appears
 # --------------------
 #
-# No gradient reaches a ghost, and an optimizer skips a parameter that has none; that is how frozen
-# layers work. ``zero_grad`` clears the ghosts, not the model, so the model's own gradients pile up,
-# step after step. That is the symptom that a dashboard may show, and this is the check that finds
-# it:
+# A ghost gets no gradient, and an optimizer skips a parameter without a gradient. Frozen layers
+# rely on that rule. ``zero_grad`` clears the ghosts and not the model, so the model's own gradients
+# grow with every step. A dashboard may show that symptom, and this check finds the cause:
 
 
 def ghosts(optimizer, model):
-    """How many of the optimizer's parameters are not in the model."""
+    """Count the optimizer's parameters that are not in the model."""
     alive = {id(parameter) for parameter in model.parameters()}
     params = [p for group in optimizer.param_groups for p in group["params"]]
     return sum(id(parameter) not in alive for parameter in params)
@@ -118,12 +119,12 @@ for how, steps in history.items():
     print(f"{how:<13} ghosts: {ghosts(*runs[how])} of 6, gradient ~{growth:.1f}x")
 
 # %%
-# Who makes ghosts
-# ----------------
+# Lines that make ghosts
+# ----------------------
 #
-# More lines than you think: `torchlift.load` with ``mode="assign"``, because new objects are what
-# it is for, and torch's move off the meta device. Around torch's own lines,
-# `torchlift.swap.preserving_references` exchanges the content of parameters instead.
+# Two other lines make ghosts. `torchlift.load` with ``mode="assign"`` creates new objects by
+# design, and torch creates them when it moves a model off the meta device. Put torch's lines inside
+# `torchlift.swap.preserving_references`, which exchanges the content of the parameters instead.
 
 
 # fold: Count the ghosts after a line has run
@@ -151,7 +152,7 @@ for mode in "auto", "copy", "swap", "assign":
 # Proof
 # -----
 #
-# The run that copied did nothing wrong. Here is `torchlift.load` in its place: every loss and every
+# The run that copied is correct. Here is `torchlift.load` in its place. Every loss and every
 # gradient is equal to the last bit.
 
 model = build()
@@ -185,19 +186,19 @@ figure.legend(
 plt.show()
 
 # %%
-# *The same training after four ways to load: above the loss, below the norm of the model's
-# gradient, on a logarithmic scale. With assign=True the loss does not move, and the gradient grows.
-# With one weight that is new to the optimizer, dotted, the loss falls slowly, and the gradient
-# grows, too. After torchlift.load it falls as it should, on the line of torch's own copy,
-# dash-dot.*
+# *The lines show the same training after four ways to load: above the loss, below the norm of the
+# model's gradient on a logarithmic scale. With assign=True the loss does not move, and the gradient
+# grows. With one new weight, dotted, the loss falls slowly, and the gradient grows too. After
+# torchlift.load both follow the line of torch's own copy, dash-dot. So watch the gradient: a norm
+# that only grows is the sign of a ghost.*
 #
 # Remember
 # --------
 #
-# - An optimizer has objects, not names and not a model. Replace an object, and it goes on with the
-#   old one.
-# - No error tells you. The symptom is a gradient that grows and grows.
-# - Values can change while the object stays. Then there is nothing to repair.
+# - An optimizer has objects, not names and not a model. If you replace an object, the optimizer
+#   updates the old one.
+# - No error appears. The symptom is a gradient that grows and grows.
+# - Change the values and keep the object. Then the optimizer stays correct.
 #
 # Use this when
 # -------------

@@ -5,8 +5,8 @@ What torch.utils.swap_tensors exchanges: a new dtype for a live parameter
 An optimizer, a tie or a logger has your parameter, and you need another dtype, shape or device in
 it. PyTorch can exchange the content and keep the object. What exactly stays, and what goes?
 
-Who has the object stays; all that the object *is* goes, its gradient and its hooks included.
-`torchlift.load` with ``mode="swap"`` gives these two back.
+Every reference to the object stays. Everything inside the object goes, including its gradient and
+its hooks. `torchlift.load` with ``mode="swap"`` puts gradient and hooks back.
 """
 
 # %%
@@ -29,13 +29,13 @@ same = "the model's own" if weight is model.weight else "another one"
 print(f"the weight in the optimizer: {weight.dtype}, {same}")
 
 # %%
-# The parameter that the optimizer has is bfloat16 now, and it is the same object.
+# The parameter in the optimizer is bfloat16 now, and it is the same object.
 #
 # assign=True: a new dtype, another object
 # ----------------------------------------
 #
-# The two ways that you know do half of it. A copy in place keeps the object and its dtype, whatever
-# comes; with ``assign=True`` the dtype changes, and the optimizer goes on with the old object:
+# The two usual ways do half of it. A copy in place keeps the object and its old dtype. With
+# ``assign=True`` the dtype changes, but the optimizer keeps the old object:
 
 half = {key: value.bfloat16() for key, value in torch.load(path).items()}
 for assign in False, True:
@@ -48,12 +48,12 @@ for assign in False, True:
 # %%
 # `torch.utils.swap_tensors` is the third way.
 #
-# What stays, and what goes
-# -------------------------
+# Compare two tensors before and after the swap
+# ---------------------------------------------
 #
-# Take two tensors that differ in everything, and ask both the same questions, before and after:
+# Take two tensors that differ in everything. The table shows both before and after the swap:
 
-# fold: Two tensors that differ in everything, and the questions
+# fold: Two tensors that differ in everything, and the properties to compare
 from torch import nn
 
 
@@ -62,7 +62,7 @@ class Old(nn.Parameter):
 
 
 class New(nn.Parameter):
-    """The class of what comes."""
+    """The class of the new tensor."""
 
 
 class Table(dict):
@@ -86,7 +86,7 @@ optimizer = torch.optim.SGD([live], lr=0.1)
 names = {id(live): "A", id(new): "B"}
 places = {live.data_ptr(): "1", new.data_ptr(): "2"}
 has = {True: "yes", False: "no"}
-QUESTIONS = {
+PROPERTIES = {
     "identity": lambda t: names[id(t)],
     "in the optimizer": lambda t: has[t is optimizer.param_groups[0]["params"][0]],
     "class": lambda t: type(t).__name__,
@@ -100,26 +100,26 @@ QUESTIONS = {
 
 # %%
 
-before = {name: (ask(live), ask(new)) for name, ask in QUESTIONS.items()}
+before = {name: (read(live), read(new)) for name, read in PROPERTIES.items()}
 torch.utils.swap_tensors(live, new)
-after = {name: (ask(live), ask(new)) for name, ask in QUESTIONS.items()}
+after = {name: (read(live), read(new)) for name, read in PROPERTIES.items()}
 assert all(after[name] == before[name] for name in ("identity", "in the optimizer"))
 
-table = {name: (*before[name], *after[name]) for name in QUESTIONS}
+table = {name: (*before[name], *after[name]) for name in PROPERTIES}
 Table({"": ("live, before", "new, before", "live, after", "new, after")} | table)
 
 # %%
-# What others know of the object stays: who it is, and that the optimizer has it. All that the
-# object is goes over. Nothing is copied: the address goes, not the bytes. That is why dtype and
-# shape may differ.
+# The references stay: the identity of the object, and its entry in the optimizer. Everything inside
+# the object is exchanged. The swap copies no bytes, it exchanges addresses. So dtype and shape may
+# differ.
 #
 # set_swap_module_params_on_conversion
 # ------------------------------------
 #
-# ``torch.__future__.set_swap_module_params_on_conversion(True)`` is torch's switch for a whole
-# module. While it is on, ``module.to``, ``module.half`` and ``load_state_dict`` swap, where they
-# would set ``.data``, assign or copy. `torchlift.swap.preserving_references` turns it on for a
-# block, and puts it back as it was:
+# ``torch.__future__.set_swap_module_params_on_conversion(True)`` is torch's switch for complete
+# modules. While it is on, ``module.to``, ``module.half`` and ``load_state_dict`` swap. Otherwise
+# they set ``.data``, assign or copy. `torchlift.swap.preserving_references` turns the switch on for
+# a block and then restores it:
 
 model = torch.nn.Linear(1024, 1024)
 weight = model.weight
@@ -132,9 +132,9 @@ print(f"assign=True: {model.weight.dtype}, {same}")
 # Proof
 # -----
 #
-# The gradient goes, and so do hooks, which cannot be asked. A hook that clips gradients is not
-# called from then on, and nobody tells you. Train with one that clips at 1, and go back to a file
-# after twenty steps, in three ways:
+# A swap exchanges the gradient and also the hooks, which you cannot list. A hook that clips
+# gradients is not called any more, and no error appears. Train with a hook that clips at 1, and
+# load a file after twenty steps in three ways:
 
 
 def by_torch(model):
@@ -207,21 +207,22 @@ figure.legend(
 plt.show()
 
 # %%
-# *A training whose hook clips each gradient at 1, on a logarithmic scale. At the dotted line a file
-# is loaded. After a swap by torch the hook is gone, and gradients are as large as they come. After
-# torchlift's swap the hook goes on clipping, as it does after a copy, which keeps the old dtype.*
+# *The lines show the largest entry of the gradient in a training whose hook clips at 1, on a
+# logarithmic scale. At the dotted line a file is loaded. After a swap by torch the hook is lost,
+# and large gradients pass unclipped. After torchlift's swap the hook still clips, as it does after
+# a copy. But a copy keeps the old dtype.*
 #
 # Remember
 # --------
 #
 # - ``swap_tensors`` exchanges class, attributes, memory, dtype, shape, gradient and hooks.
-# - Who has the object keeps it, and sees the new content.
-# - Nothing is copied, and nobody who has one of the two is asked.
+# - Code that holds the object keeps it and sees the new content.
+# - The swap copies nothing, and it does not check the other holders of the two tensors.
 #
 # Use this when
 # -------------
 #
 # - **A file, into a model that is live:** `torchlift.load`, with ``mode="swap"`` for a new dtype.
 # - **torch's conversions, with an optimizer built:** `torchlift.swap.preserving_references`.
-# - **One tensor, and you know who has it:** `torch.utils.swap_tensors`.
+# - **One tensor, and you know all its holders:** `torch.utils.swap_tensors`.
 # - **It refuses:** *Couldn't swap Linear.weight*.

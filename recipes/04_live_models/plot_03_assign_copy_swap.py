@@ -5,8 +5,8 @@ assign=True, copy or swap: which one for load_state_dict?
 There are three ways to get a value into a parameter, and torch and torchlift have all of them. Your
 model is live: it has an optimizer, gradients, a tied weight. Which way keeps what?
 
-Copy keeps everything and cannot change a dtype, assign keeps nothing, swap keeps the object. With
-``mode="auto"`` `torchlift.load` takes, for each tensor, the way that keeps what is there.
+Copy keeps everything and cannot change a dtype. Assign keeps nothing. Swap keeps the object. With
+``mode="auto"`` `torchlift.load` chooses for each tensor the way that keeps the most.
 """
 
 # %%
@@ -30,14 +30,14 @@ for mode in "copy", "assign", "swap", "auto":
 
 # %%
 # **Copy** writes into the memory of the parameter. **Assign** puts a new parameter into the module.
-# **Swap** gives the parameter, which stays the same object, the memory of a new one.
+# **Swap** keeps the parameter object and gives it the memory of a new one.
 #
-# What a load can break
-# ---------------------
+# References that a load can break
+# --------------------------------
 #
-# Torch copies by default, assigns with ``assign=True``, and swaps where its switch is on,
-# ``set_swap_module_params_on_conversion``, which `torchlift.swap.preserving_references` sets for a
-# block:
+# Torch copies by default and assigns with ``assign=True``. It swaps if its switch
+# ``set_swap_module_params_on_conversion`` is on, and `torchlift.swap.preserving_references` sets
+# that switch for a block:
 
 from contextlib import nullcontext
 from functools import partial
@@ -56,10 +56,11 @@ for mode in "copy", "assign", "swap", "auto":
     WAYS[f"torchlift {mode}"] = partial(torchlift.load, mode=mode)
 
 # %%
-# A small model has all that a load can break: two names for one weight, gradients, hooks, and a
-# view. Further files have another dtype, or one wrong shape. What is left after a load?
+# A small model has everything that a load can break: two names for one weight, gradients, hooks,
+# and a view. Further files have another dtype, or one wrong shape. The next cell checks which parts
+# survive each load.
 
-# fold: Load in one way after the other, and look at what is left
+# fold: Load in each way, and check which properties are left
 import warnings
 from contextlib import suppress
 
@@ -103,9 +104,9 @@ REFUSALS = RuntimeError, torchlift.CheckpointError
 
 
 def attempt(load, *args, **options):
-    """Load; return True, or None where it refuses."""
+    """Load, and return True, or None if it refuses."""
     with warnings.catch_warnings(), suppress(*REFUSALS):
-        warnings.simplefilter("ignore")  # torch warns of meta, and goes on
+        warnings.simplefilter("ignore")  # torch warns of meta, and continues
         load(*args, **options)
         return True
 
@@ -149,20 +150,20 @@ assert all(found["torchlift auto"].values())
 Table(table)
 
 # %%
-# *What each way keeps of a live model, or can do: "refuses" is an error before anything has
-# changed. "fills meta" is to fill a model without storage; "all or nothing", that a load which
-# fails changes nothing.*
+# *Each row is a property of a live model, and each column a way to load. The word "refuses" is an
+# error before anything has changed. The row "fills meta" is about a model without storage. In the
+# row "all or nothing", yes means that a failed load changes nothing.*
 #
-# Assign makes new objects, so all that hangs on an object is lost; torch's unties as well. Torch's
-# swap loses gradient and hooks. And a load of torch that fails loads what fits, and raises at the
-# end: the model is neither old nor new.
+# Assign makes new objects, so every reference to the old object is lost. Torch's assign also breaks
+# the tie. Torch's swap loses gradient and hooks. If a load of torch fails, it has already changed
+# some tensors, and the model is neither old nor new.
 #
 # Proof
 # -----
 #
-# What does a load leave in memory? 64 MiB in a mapped file, and a list of parameters as an
-# optimizer has it, which keeps the old weights alive after an assign. Swapped weights are the
-# file's.
+# How much memory does each load leave? A mapped file has 64 MiB. A list of parameters, as an
+# optimizer has it, keeps the old weights alive after an assign. Swapped weights use the memory of
+# the file.
 
 # fold: Load 64 MiB in each way, in a new process
 large = path.replace("model", "large")
@@ -180,7 +181,7 @@ def load_large(load, path):
 left = {}
 for way, load in WAYS.items():
     if way.startswith("torchlift"):
-        load = partial(load, source="mmap")  # as torch's: they map the file
+        load = partial(load, source="mmap")  # as torch, which maps the file
     use = torchlift.measure.in_child(load_large, load, large).memory
     left[way] = max(0, use.marks[0].anonymous - use.baseline.anonymous) / 2**20
 assert (
@@ -215,24 +216,25 @@ panels[0].invert_yaxis()
 plt.show()
 
 # %%
-# *Seven ways to load into a live model, three of torch and four of torchlift. Left, how many of
-# eight things each keeps or can do: the object, ties, gradients, hooks, views, a new dtype, an
-# empty model, and nothing changed after an error. Right, the memory that 64 MiB of weights take
-# afterwards, while an optimizer has the parameters. auto keeps everything, a swap of mapped weights
-# the least memory.*
+# *Seven ways load into a live model: three of torch and four of torchlift. Left, the bars count how
+# many of eight properties each way keeps, such as the object, ties, gradients, hooks and views.
+# Right, they show the memory that 64 MiB of weights take afterwards, while an optimizer has the
+# parameters. The mode auto keeps everything, and a swap of mapped weights takes the least memory.*
 #
 # Remember
 # --------
 #
 # - Copy keeps everything, and cannot change a dtype or fill meta by itself.
-# - Assign keeps nothing that hangs on an object. torchlift's swap keeps gradient and hooks, and
-#   refuses while a view is alive; torch's loses them.
-# - A load that fails must not change the model. Torch's does, in every variant.
+# - Assign keeps nothing that belongs to the object. torchlift's swap keeps gradient and hooks, and
+#   refuses while a view is alive. Torch's swap loses them.
+# - A failed load must not change the model. Torch's load does, in every variant.
 #
 # Use this when
 # -------------
 #
-# - **You do not care which:** ``mode="auto"`` of `torchlift.load`, the default.
-# - **Live, and a new dtype or memory to be freed:** ``mode="swap"``; it refuses what it must.
+# - **Any of them would do:** ``mode="auto"`` of `torchlift.load`, the default.
+# - **Live, and a new dtype or memory to be freed:** ``mode="swap"``. It raises an error if a swap
+#   is unsafe.
 # - **A graph or another process has the address:** ``mode="copy"``.
-# - **Nobody has the model yet:** ``mode="assign"``; else see *My optimizer stopped learning*.
+# - **Nothing refers to the model yet:** ``mode="assign"``. Otherwise see *My optimizer stopped
+#   learning*.

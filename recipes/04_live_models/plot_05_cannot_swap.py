@@ -3,10 +3,10 @@ Couldn't swap Linear.weight, Cannot swap t1: who refers to my tensor?
 =====================================================================
 
 You convert or load a model with torch's swapping, and it raises: *Cannot swap t1 because it has
-weakref associated with it*, or *Expected use_count of t1 to be 1*. Who is it: an EMA, a view, a
-graph? And what does the model look like after the error?
+weakref associated with it*, or *Expected use_count of t1 to be 1*. Is it an EMA, a view, a graph?
+And which state is the model in after the error?
 
-`torchlift.swap.preflight` names what is in the way of each tensor, before anything changes.
+`torchlift.swap.preflight` lists what blocks the swap of each tensor, before anything changes.
 """
 
 # %%
@@ -23,18 +23,18 @@ averages = {"copied too early": model[1].weight.detach()}
 for blocker in torchlift.swap.preflight(model):
     print(blocker)
 del averages
-print("in the way now:", torchlift.swap.preflight(model))
+print("blockers now:", torchlift.swap.preflight(model))
 
 # %%
-# The optimizer is not in the way, nor is a list of parameters, a tie or a gradient. A second tensor
-# over the same memory is: it would go on with the old values.
+# An optimizer, a list of parameters, a tie or a gradient does not block a swap. A second tensor
+# over the same memory does, because it would keep the old values.
 #
 # Cannot swap t1
 # --------------
 #
-# An exchange is right if everybody who has the *object* is to see the new content. Somebody may
-# have something else: a weak reference, as some EMAs keep them for the weights that they average,
-# the memory, or a graph that was recorded with the old values.
+# A swap is right if all code that holds the *object* should see the new content. But other code may
+# hold something else: a weak reference to a weight (some EMAs do), its memory, or a graph with the
+# old values.
 
 import weakref
 
@@ -49,14 +49,14 @@ REFERENCES = {
 
 # %%
 
-# fold: Keep each of them, exchange the weight, and take down what comes of it
+# fold: Keep each reference, swap the weight, and record the result
 from functools import partial
 
 from torchlift import swap
 
 
 def attempt(action):
-    """Run it; return what came of it, the first sentence."""
+    """Run the action, and return the first sentence of its error."""
     try:
         action()
     except (RuntimeError, torchlift.PlacementError) as error:
@@ -67,7 +67,7 @@ def attempt(action):
 texts, blockers, kept = {}, {}, {}
 for name, refer in REFERENCES.items():
     model = nn.Linear(3, 2)
-    kept[name] = [refer(model)]  # in a list: no variable of this cell keeps it
+    kept[name] = [refer(model)]  # in a list, so that only the list keeps it alive
     blockers[name], *_ = swap.preflight(model)
     new = nn.Parameter(torch.ones(2, 3))
     texts[name] = attempt(partial(torch.utils.swap_tensors, model.weight, new))
@@ -78,33 +78,33 @@ for name, text in texts.items():
     print(f"{name}: {text}")
 
 # %%
-# Two of four are refused, and for the view you get a number and not a name. The other two pass. The
-# detached tensor shows the old weights from now on, and the loss fails later, far away:
+# Torch refuses two of four, and for the view the error contains a number and not a name. The other
+# two pass. The detached tensor keeps the old weights from now on. The loss fails later, far away:
 
 print(attempt(kept["a loss"][0].backward))
 
 # %%
-# Who is in the way
+# List the blockers
 # -----------------
 #
-# `torchlift.swap.preflight` changes nothing, and returns a `torchlift.swap.Blocker` for each tensor
-# that cannot be exchanged: its name, the reason, and the tensors that are in the way, by their
+# `torchlift.swap.preflight` changes nothing. It returns a `torchlift.swap.Blocker` for each tensor
+# that cannot be swapped. A blocker has the name, the reason, and the tensors that block, by their
 # shape and the function that made them.
 
 for name, blocker in blockers.items():
     print(f"{name}: {blocker}")
 
 # %%
-# Let go of it, exchange, and make it anew: an EMA made afterwards, or one that keeps the parameters
-# themselves, follows. One that keeps weak references has to be made anew after each exchange.
+# Delete the blocker, swap, and create it again. An EMA that keeps the parameters themselves follows
+# the swap. An EMA with weak references must be created again after each swap.
 #
-# All of them, or half of them
-# ----------------------------
+# A failed conversion leaves two dtypes
+# -------------------------------------
 #
-# Torch exchanges one parameter after the other. Let something refer to the third weight of four,
-# and convert the model. `torchlift.swap.preserving_references` sets torch's own switch for this,
-# ``set_swap_module_params_on_conversion``, while the block lasts; with ``check=model`` it begins
-# with a preflight:
+# Torch swaps one parameter after the other. Hold a reference to the third weight of four, and
+# convert the model. `torchlift.swap.preserving_references` sets torch's own switch,
+# ``set_swap_module_params_on_conversion``, for a block. With ``check=model`` it starts with a
+# preflight:
 
 
 def convert(model, check):
@@ -115,9 +115,9 @@ def convert(model, check):
 # %%
 
 
-# fold: Convert while each of them is there, and count what has changed
+# fold: Convert with each reference alive, and count the changed parameters
 def changed(refer, checked):
-    """How many of eight parameters have changed, and what came of it."""
+    """Return how many of eight parameters have changed, and the error."""
     model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(4)])
     kept = [refer(model[2])]
     text = attempt(partial(convert, model, model if checked else None))
@@ -142,15 +142,14 @@ for name in REFERENCES:
 print(looked["a view"][1])
 
 # %%
-# Torch leaves a model of two dtypes, or one that somebody sees the old values of. Checked, nothing
-# has changed. `torchlift.load` always looks first, or takes another way for a tensor that something
-# refers to.
+# Torch leaves a model with two dtypes, or other tensors with the old values. With the check,
+# nothing has changed. `torchlift.load` always checks first. If something refers to a tensor, it
+# uses another way for that tensor.
 #
 # Proof
 # -----
 #
-# What is harmless is not reported: a tie, an optimizer with its state, a graph that went backward
-# and is gone.
+# Harmless references are not reported: a tie, an optimizer with its state, a finished graph.
 
 embed, head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
 head.weight = embed.weight
@@ -158,7 +157,7 @@ model = nn.Sequential(embed, nn.LSTM(4, 4), head)
 optimizer = torch.optim.Adam(list(model.parameters()))
 head(model[1](embed(torch.arange(5)))[0]).sum().backward()
 optimizer.step()
-print("in the way:", swap.preflight(model))
+print("blockers:", swap.preflight(model))
 assert swap.preflight(model) == []
 
 # %%
@@ -187,24 +186,23 @@ figure.legend(loc="outside upper center", ncols=2)
 plt.show()
 
 # %%
-# *A model of eight parameters is converted by swapping, while something refers to the fifth. torch
-# changes four and raises, or changes all, and a detached tensor or a loss goes on with the old
-# values. Checked first, nothing changes; with a tie or an optimizer, which are in nobody's way, all
-# do.*
+# *The bars count how many of eight parameters a conversion by swapping changes, while something
+# refers to the fifth. Plain torch changes four and raises, or changes all, and then a detached
+# tensor or a loss keeps the old values. With a check first, nothing changes. A tie or an optimizer
+# does not block, so all eight change.*
 #
 # Remember
 # --------
 #
-# - An error of ``swap_tensors`` gives a count of references, and no name.
-# - A second tensor over the same memory and a graph that is still to go backward pass without a
-#   word.
-# - Over a module torch stops half-way. Look first, and nothing changes.
+# - An error of ``swap_tensors`` gives a count of references, and not a name.
+# - A second tensor over the same memory and an unfinished graph pass without an error.
+# - Over a module torch stops half-way. Check first, and nothing changes.
 #
 # Use this when
 # -------------
 #
-# - **Something refuses, and you ask who:** `torchlift.swap.preflight`.
+# - **A swap fails, and you look for the cause:** `torchlift.swap.preflight`.
 # - **Converting, with an optimizer built:** `torchlift.swap.preserving_references`,
 #   ``check=model``.
-# - **Loading:** `torchlift.load`. It looks first, and changes all or nothing.
-# - **What is exchanged when nobody is in the way:** *What torch.utils.swap_tensors exchanges*.
+# - **Loading:** `torchlift.load`. It checks first, and changes all or nothing.
+# - **The effect of a swap that works:** *What torch.utils.swap_tensors exchanges*.
