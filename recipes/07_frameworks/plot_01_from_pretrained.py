@@ -2,8 +2,8 @@
 from_pretrained of any checkpoint: a DCP folder, a .pt, a URL, a tower of CLIP
 ==============================================================================
 
-Your weights are in a folder of DCP, in a ``.pt`` of your trainer, or behind a URL, and
-``from_pretrained`` looks for ``model.safetensors``. Convert everything first?
+Your weights are in a DCP folder, in a ``.pt`` of your trainer, or behind a URL, and
+``from_pretrained`` looks for ``model.safetensors``. Must you convert everything first?
 
 No: ``from_pretrained`` takes a state dict, and `torchlift.open` is one, mapped from any format.
 """
@@ -29,13 +29,13 @@ model = hf.LlamaForCausalLM.from_pretrained(None, config=config, state_dict=ckpt
 print(type(model).__name__, model.dtype, f"{model.num_parameters():,}")
 
 # %%
-# ``open`` reads the index, nothing of the weights; ``from_pretrained`` converts, ties and places
-# what it takes, as ever. A URL or a folder goes where the path is.
+# ``open`` reads the index and no weights. ``from_pretrained`` converts, ties and places the weights
+# as usual. You can pass a URL or a folder instead of the path.
 #
 # Error no file named model.safetensors
 # -------------------------------------
 #
-# The folder itself is no answer:
+# ``from_pretrained`` cannot read the folder itself:
 
 config.save_pretrained(folder)
 try:
@@ -44,9 +44,9 @@ except OSError as error:
     print(type(error).__name__, str(error).replace(folder, "folder"), sep=": ")
 
 # %%
-# Your own loop over ``torch.load`` and ``load_state_dict`` would be: it makes random weights first,
-# reads all of the file beside them, and knows nothing of the conversions that transformers makes
-# for a mixture of experts. `torchlift.load` into a skeleton does both, and accounts for each name:
+# You could write your own loop over ``torch.load`` and ``load_state_dict``. It makes random weights
+# first and reads the complete file in addition. It also misses the conversions of transformers for
+# a mixture of experts. `torchlift.load` into a skeleton includes them and accounts for each name:
 
 again = torchlift.skeleton(hf.LlamaForCausalLM, config)
 rename = torchlift.remap.transformers(again)
@@ -57,8 +57,8 @@ assert torchlift.diff(again.state_dict(), model.state_dict()).equal
 # A vision tower out of a CLIP checkpoint
 # ---------------------------------------
 #
-# The file has two towers and two projections; you need one tower. Its names begin with
-# ``vision_model.``, those of the class do not:
+# The file has two towers and two projections, and you need one tower. Its names begin with
+# ``vision_model.``, but the names of the class do not:
 
 small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 text = {"vocab_size": 512, "bos_token_id": 0, "eos_token_id": 1}
@@ -80,8 +80,8 @@ except torchlift.MismatchError as error:
     )
 
 # %%
-# The table of transformers knows the tower. What is not below its prefix belongs to the other parts
-# of the model, and is no error then; what is below it and does not fit still is one:
+# The table of transformers knows the tower. Keys outside its prefix belong to other parts of the
+# model and are skipped. A mismatch below the prefix is still an error:
 
 rename = torchlift.remap.transformers(tower)
 report = torchlift.load(tower, f"{folder}/clip.safetensors", rename=rename)
@@ -98,8 +98,8 @@ assert torchlift.diff(tower.state_dict(), expected).equal
 # Proof
 # -----
 #
-# A Llama of some 100 MB, in a new process for each way, with one answer computed: what each owns,
-# and how long it takes to load. Only the second needs a file of transformers.
+# Each way loads a Llama of about 100 MB in a new process and computes one answer. The memory that
+# it owns and the time of the load are printed. Only the second way needs a file of transformers.
 
 # fold: How it is measured
 import time
@@ -174,22 +174,24 @@ axes.set(
 plt.show()
 
 # %%
-# *The most memory that a process owns while it loads a Llama and computes one answer; the dotted
-# line is the size of its weights. Over a mapped checkpoint from_pretrained owns what the
-# computation takes, whatever the format is.*
+# *The bars show the most memory that a process owns while it loads a Llama and computes one answer.
+# The dotted line is the size of its weights. Over a mapped checkpoint of any format,
+# from_pretrained owns little more than the computation needs, so you do not have to convert first.*
 #
 # Remember
 # --------
 #
 # - ``from_pretrained(None, config=config, state_dict=torchlift.open(path))``: any format, mapped.
-# - ``root`` says where in the file the model is; ``dtype`` and the rest are those of transformers.
-# - With `torchlift.remap.transformers` a class that is a part of a model takes its part of it.
+# - ``root`` selects the model inside the file. ``dtype`` and the other arguments are those of
+#   transformers.
+# - With `torchlift.remap.transformers` a class that is a part of a model loads its part of the
+#   file.
 #
 # Use this when
 # -------------
 #
 # - **The class is one of transformers', the file is not:** the line of this page.
-# - **Names must be accounted for, or the device is a plan's:** `torchlift.skeleton` and
+# - **Names must be accounted for, or you need a device map:** `torchlift.skeleton` and
 #   `torchlift.load` with ``rename``, as in *Load a transformers model from safetensors without
 #   from_pretrained*.
 # - **The file goes to others:** `torchlift.convert` writes it once as safetensors.

@@ -3,10 +3,10 @@ dcp.load and dcp.save by one argument: faster, checked, from any format
 =======================================================================
 
 Your loop calls ``torch.distributed.checkpoint`` (DCP), or torchtitan does it for you. DCP's reader
-unpickles, compares no checksums, and knows its own folders only. Do you write another loop?
+unpickles, compares no checksums, and knows only its own folders. Must you write another loop?
 
-No: `torchlift.distributed.CheckpointReader` goes under ``dcp.load``, and
-`torchlift.distributed.CheckpointWriter` under ``dcp.save``, as one argument each.
+No: pass `torchlift.distributed.CheckpointReader` to ``dcp.load``, and
+`torchlift.distributed.CheckpointWriter` to ``dcp.save``, as one argument each.
 """
 
 # %%
@@ -32,14 +32,14 @@ def save_and_load(path):
 print(on_ranks(2, save_and_load, tempfile.mkdtemp() + "/step-1"))
 
 # %%
-# What DCP decides stays DCP's: which rank reads and writes what, replicas, planners, DTensors. The
-# bytes go another way. A folder that torch has written is read, too, and torch reads what this
-# writer writes.
+# DCP still decides which rank reads and writes which bytes. It still handles replicas, planners and
+# DTensors. torchlift only moves the bytes. It reads folders that torch has written, and torch reads
+# the folders of this writer.
 #
 # metadata is None; global metadata read failed
 # ---------------------------------------------
 #
-# A file of ``torch.save`` is no checkpoint to DCP; ``dcp.load`` looks for a folder of its own:
+# DCP does not recognise a file of ``torch.save``. ``dcp.load`` looks for a folder of its own:
 
 from pathlib import Path
 
@@ -61,15 +61,16 @@ def load_file(path):
 print(on_ranks(2, load_file, str(folder / "model.pt"))[0])
 
 # %%
-# So are safetensors, sharded or not, a DeepSpeed folder or a URL. ``root=`` says where in it the
-# state is: ``CheckpointReader(path, root="model")``.
+# The reader also accepts safetensors, sharded or not, a DeepSpeed folder or a URL. ``root=``
+# selects the state inside it: ``CheckpointReader(path, root="model")``.
 #
 # Proof
 # -----
 #
-# Two ranks load 64 MB in 400 tensors, sharded as FSDP2 does it: a folder of DCP by torch's reader
-# and by this one, and safetensors by torch's reader of Hugging Face's files. Then they save, and
-# flush. Each is the median of five, after one that does not count.
+# Two ranks load 64 MB in 400 tensors, sharded as by FSDP2. They load a DCP folder by torch's reader
+# and by torchlift's. They load safetensors by torch's reader of Hugging Face's files and by
+# torchlift's. Then they save and flush. Each time is the median of five, after one run that does
+# not count.
 
 # fold: How it is measured
 import time
@@ -144,22 +145,24 @@ axes.set(xlim=(0, 1.2 * max(middles)), xlabel="seconds, median of five")
 plt.show()
 
 # %%
-# *Seconds that two ranks take for 64 MB, in pairs: torch's own reader or writer above, torchlift's
-# below. All flush to the disk what they write.*
+# *The bars show the seconds that two ranks take for 64 MB, in pairs: torch's own reader or writer
+# above, torchlift's below. Both writers flush to the disk. A shorter lower bar is the time that you
+# save by changing one argument.*
 #
-# torchtitan takes ``torchlift.integrations.torchtitan`` in its configuration; the line is on the
-# page *Inside your framework*.
+# torchtitan takes ``torchlift.integrations.torchtitan`` in its configuration. The page *Inside your
+# framework* has the line.
 #
 # Remember
 # --------
 #
 # - ``dcp.load(state, storage_reader=CheckpointReader(path))``: any format, any mesh.
-# - ``dcp.save(state, storage_writer=CheckpointWriter(path))``: whole or not there, with checksums.
-# - Nothing in a checkpoint is executed; torch's ``.metadata`` is a pickle that is.
+# - ``dcp.save(state, storage_writer=CheckpointWriter(path))``: complete or absent, with checksums.
+# - torchlift executes nothing in a checkpoint. Torch unpickles ``.metadata``, which can run code.
 #
 # Use this when
 # -------------
 #
 # - **A loop or a framework calls DCP:** these two arguments.
-# - **The loop is yours:** `torchlift.load` needs no state dict before it, and says what is missing.
+# - **The loop is yours:** `torchlift.load` needs no state dict before it, and lists the missing
+#   keys.
 # - **You save again and again:** `torchlift.Keeper`.

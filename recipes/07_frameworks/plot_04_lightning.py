@@ -2,11 +2,11 @@
 Lightning: resume a Trainer or Fabric to the bit, in the middle of an epoch
 ===========================================================================
 
-``trainer.fit(ckpt_path=...)`` goes on, and the losses are not those that the run would have had.
+``trainer.fit(ckpt_path=...)`` resumes, and the losses differ from those of an uninterrupted run.
 What was lost?
 
-The random numbers. ``torchlift.integrations.lightning`` has a plugin that writes and reads the
-checkpoints, and a callback that adds what each rank has of its own.
+The random numbers were lost. ``torchlift.integrations.lightning`` has a plugin that writes and
+reads the checkpoints, and a callback that adds each rank's own state.
 """
 
 # %%
@@ -28,17 +28,17 @@ fabric.save(path, state)
 print(fabric.load(path, state), torchlift.open(path).objects)
 
 # %%
-# A Trainer takes ``plugins=[CheckpointIO()]``, too, and the callback ``RankStates()``. A file is
-# whole or not there, its checksums are compared before it is loaded, nothing in it is executed, and
-# ``torch.load`` reads it.
+# A Trainer also takes ``plugins=[CheckpointIO()]``, and the callback ``RankStates()``. The plugin
+# writes a complete file or none, and checks its checksums before a load. It executes nothing in a
+# file, and ``torch.load`` reads its files.
 #
 # The loss after a resume
 # -----------------------
 #
-# This network has a dropout, its loader has a place, and its learning rate follows a schedule. The
-# checkpoint of step 10 lies in the middle of an epoch.
+# This network has a dropout, its loader has a position, and its learning rate follows a schedule.
+# The checkpoint of step 10 is in the middle of an epoch.
 
-# fold: A loader with a place, a network with a dropout, a trainer
+# fold: A loader with a position, a network with a dropout, a trainer
 import logging
 import warnings
 
@@ -48,7 +48,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from torchlift.integrations.lightning import RankStates
 
 logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-# Lightning 2.6 asks torch's pytree for a class by its old name.
+# Lightning 2.6 imports a class of torch's pytree by its old name.
 warnings.filterwarnings("ignore", ".*treespec, LeafSpec", FutureWarning)
 
 
@@ -106,16 +106,16 @@ def fit(folder, more, path=None):
 # Proof
 # -----
 #
-# In a new process for each way: a run that never stops, and one that goes on from its checkpoint of
-# step 10. How far is each loss from that of the run that never stopped?
+# Each way runs in a new process: a run that never stops, and a run that resumes from its checkpoint
+# of step 10. Compare the two losses at each step.
 
 # fold: How it is measured
 import time
 
 
-def go_on(way, folder):
+def resume(way, folder):
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")  # of a process that measures
+    warnings.simplefilter("ignore")  # in the measured process
     torch.set_num_threads(1)
     more = {"plugins": [CheckpointIO()]} if way == "torchlift" else {}
     torch.manual_seed(0)
@@ -132,13 +132,12 @@ def go_on(way, folder):
 far = {}
 for way in ("Lightning", "torchlift"):
     with tempfile.TemporaryDirectory() as folder:
-        child = torchlift.measure.in_child(go_on, way, folder)
+        child = torchlift.measure.in_child(resume, way, folder)
         is_ok = torchlift.verify(f"{folder}/step=40.ckpt").ok
     seconds, far[way] = child.value
     peak = child.memory.added_anonymous / 2**20
-    print(
-        f"{way:<10} at most ~{max(far[way]):.4f} away; 30 steps with the resume: {seconds:.2f} s,"
-    )
+    print(f"{way:<10} losses differ by at most ~{max(far[way]):.4f}")
+    print(f"{'':<10} resume and 30 steps: {seconds:.2f} s")
     print(f"{'':<10} anonymous peak: {peak:.0f} MiB")
 assert is_ok
 assert max(far["torchlift"]) == 0
@@ -157,21 +156,21 @@ figure.legend(loc="outside upper center", ncols=2)
 plt.show()
 
 # %%
-# *How far the loss is from the one of the run that never stopped, after a resume from step 10. With
-# the plugin and the callback the two are one run, to the bit; Lightning alone goes on with other
-# random numbers.*
+# *The lines show the distance between the loss after a resume from step 10 and the loss of the run
+# that never stopped. With the plugin and the callback it is zero, to the bit. Lightning alone
+# resumes with other random numbers, so its run cannot be reproduced.*
 #
-# A loader without ``state_dict`` begins its epoch anew in the middle of one, with any callback:
-# save at the end of an epoch then. An average of the weights (EMA) is a module of the module, or a
-# callback with a state: it is in the checkpoint with the rest.
+# Some loaders lack a ``state_dict``. Such a loader restarts its epoch after a resume, with any
+# callback. Save at the end of an epoch then. An average of the weights (EMA) is a submodule, or a
+# callback with a state. The checkpoint contains it in both cases.
 #
 # Remember
 # --------
 #
 # - ``Trainer(plugins=[CheckpointIO()], callbacks=[RankStates()])``, and the same for the resume.
-# - ``ModelCheckpoint`` says when and what stays, as ever; ``AsyncCheckpointIO(CheckpointIO())``
-#   writes in a thread.
-# - FSDP, ``ModelParallelStrategy`` and DeepSpeed write by themselves, and ignore the plugin.
+# - ``ModelCheckpoint`` still decides when to save and what to keep.
+#   ``AsyncCheckpointIO(CheckpointIO())`` writes in a thread.
+# - FSDP, ``ModelParallelStrategy`` and DeepSpeed write their own files and ignore the plugin.
 #
 # Use this when
 # -------------

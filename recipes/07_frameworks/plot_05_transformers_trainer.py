@@ -2,8 +2,9 @@
 transformers Trainer: save in the background, resume to the bit
 ===============================================================
 
-At each ``save_steps`` the Trainer stops until its folder of files is written, and a kill in the
-middle of that leaves a folder that it will resume from. Can it save in the background, and whole?
+At each ``save_steps`` the Trainer stops until its folder of files is written. A kill during that
+time leaves an incomplete folder, and the Trainer will resume from it. Can it save complete
+checkpoints in the background?
 
 Yes: one callback saves in its place, through a `torchlift.Keeper`.
 """
@@ -29,14 +30,15 @@ trainer.train(resume_from_checkpoint=callback.resume(trainer))
 print("steps:", trainer.state.global_step)
 
 # %%
-# With a folder that stays, the same program goes on after the last checkpoint. ``save_strategy``
-# and ``save_steps`` say when, ``keep=``, ``every=`` and ``best=`` of the callback what stays.
+# With a folder that stays, the same program resumes after the last checkpoint. ``save_strategy``
+# and ``save_steps`` decide when to save. ``keep=``, ``every=`` and ``best=`` of the callback decide
+# what to keep.
 #
-# A checkpoint that is not whole
-# ------------------------------
+# Resume from an incomplete checkpoint
+# ------------------------------------
 #
-# The Trainer chooses its last checkpoint by the number in its name. Here the last one is what a
-# kill has left:
+# The Trainer chooses its last checkpoint by the number in its name. Here a kill left an incomplete
+# last one:
 
 from pathlib import Path
 
@@ -50,7 +52,7 @@ folder = Path(arguments.output_dir)
 print(Path(get_last_checkpoint(str(folder))).name)
 
 # %%
-# A keeper's files get their names when they are complete, and have checksums that are compared:
+# A Keeper names a file only after it is complete. It also stores checksums and checks them:
 
 kept = torchlift.Keeper(callback.directory)
 print(kept.steps(), torchlift.verify(kept.latest()).ok)
@@ -59,9 +61,9 @@ print(kept.steps(), torchlift.verify(kept.latest()).ok)
 # Proof
 # -----
 #
-# A network of 16 MB with a dropout, its moments of twice as much, saved at every tenth step, in a
-# new process for each way: how long does a step wait that saves? Then each goes on from step 30,
-# with other random numbers, and every loss must be that of the run that never stopped.
+# A network of 16 MB with a dropout, and moments of twice as much, is saved at every tenth step. How
+# long does a step with a save wait? Each way runs in a new process. Then each resumes from step 30,
+# with other random numbers, and every loss must equal that of the run that never stopped.
 
 # fold: How it is measured
 import shutil
@@ -103,7 +105,7 @@ def train(way, folder, again):
     return trainer.model
 
 
-def go_on(way, folder):
+def resume(way, folder):
     torch.set_num_threads(1)
     first = train(way, folder, False)
     steps = [b - a for a, b in zip(first.starts, first.starts[1:], strict=False)]
@@ -111,7 +113,7 @@ def go_on(way, folder):
         if int(path.name[5:14]) > 30:
             path.unlink() if path.is_file() else shutil.rmtree(path)
     again = train(way, folder, True)
-    saving = steps[19::10]  # the first save makes room: it does not count
+    saving = steps[19::10]  # the first save allocates memory and does not count
     others = [each for at, each in enumerate(steps[10:], 11) if at % 10]
     return saving, others, again.losses == first.losses[30:]
 
@@ -119,7 +121,7 @@ def go_on(way, folder):
 found = {}
 for way in ("Trainer", "torchlift"):
     with tempfile.TemporaryDirectory() as place:
-        child = torchlift.measure.in_child(go_on, way, place)
+        child = torchlift.measure.in_child(resume, way, place)
     saving, others, is_equal = child.value
     found[way] = (others, saving)
     peak = child.memory.added_anonymous / 2**20
@@ -144,18 +146,22 @@ axes.set(xlim=(0, 1.25 * max(times)), xlabel="seconds of a training step, median
 plt.show()
 
 # %%
-# *Seconds of a training step, median: without a save, and with one. The Trainer's own checkpoint
-# is written before the next step begins; the callback copies in memory and writes meanwhile.*
+# *The bars show the median seconds of a training step, without a save and with one. The Trainer
+# writes its own checkpoint before the next step begins. The callback only copies in memory and
+# writes in the background, so a step with a save is shorter.*
 #
-# Both go on to the bit here. The snapshot is a second copy of the state in memory. What is frozen
-# needs no place in a checkpoint: see ``ignore_frozen_params`` on the page *Inside your framework*.
+# Both resume to the bit here. The snapshot is a second copy of the state in memory. Frozen weights
+# need not be in a checkpoint: see ``ignore_frozen_params`` on the page *Inside your framework*.
 #
 # Remember
 # --------
 #
-# - ``trainer.train(resume_from_checkpoint=callback.resume(trainer))``, first run and next.
-# - ``save_steps`` says when; ``keep=``, ``every=`` and ``best="eval_loss"`` what stays.
-# - Model, optimizer, schedule, ``GradScaler``, callbacks and each rank's random numbers go on.
+# - ``trainer.train(resume_from_checkpoint=callback.resume(trainer))`` is the same for the first run
+#   and the next.
+# - ``save_steps`` decides when to save. ``keep=``, ``every=`` and ``best="eval_loss"`` decide what
+#   to keep.
+# - Model, optimizer, schedule, ``GradScaler``, callbacks and each rank's random numbers are
+#   resumed.
 #
 # Use this when
 # -------------

@@ -3,10 +3,10 @@ accelerate: save_state in the background, and go on in the middle of an epoch
 =============================================================================
 
 ``accelerator.save_state`` waits for the disk, and after ``load_state`` and ``skip_first_batches``
-the losses are others. Where do they part?
+the losses differ. Where do the runs part?
 
-``AcceleratorKeeper`` saves all that the accelerator has prepared through a `torchlift.Keeper`, and
-its ``remaining`` goes on behind the batches that are done, with the random numbers where they were.
+``AcceleratorKeeper`` saves all prepared objects through a `torchlift.Keeper`. Its ``remaining``
+continues after the finished batches, with the random numbers as they were.
 """
 
 # %%
@@ -30,15 +30,15 @@ with AcceleratorKeeper(accelerator, tempfile.mkdtemp(), keep=2) as keeper:
 print("kept:", keeper.keeper.steps())
 
 # %%
-# Start the same program again, with a folder that stays, and it goes on after step 3. What was
-# passed to ``register_for_checkpointing`` is kept, too: an EMA of the weights
-# (``torch.optim.swa_utils.AveragedModel``), say. In half precision the ``GradScaler`` is kept as
+# With a folder that stays, start the same program again, and it resumes after step 3. Objects that
+# you passed to ``register_for_checkpointing`` are kept too, for example an EMA of the weights
+# (``torch.optim.swa_utils.AveragedModel``). In half precision the ``GradScaler`` is kept as
 # ``scaler``.
 #
 # The loss after load_state and skip_first_batches
 # ------------------------------------------------
 #
-# A program whose steps need the random numbers (a dropout), the order of a shuffled loader, and an
+# This program depends on the random numbers (a dropout), the order of a shuffled loader, and an
 # average of the weights. It stops after step 10, in the middle of its second epoch of 8 batches.
 
 from accelerate.utils import DataLoaderConfiguration
@@ -79,8 +79,8 @@ class Program:
 # Proof
 # -----
 #
-# In a new process for each way: the run that never stops, which saves at step 10, and one that goes
-# on from there. The rest of the epoch is all that differs in the code.
+# Each way runs in a new process: a run that never stops, which saves at step 10, and a run that
+# resumes from there. Their code differs only in the lines that save, load and finish the epoch.
 
 # fold: How it is measured
 import time
@@ -88,7 +88,7 @@ import time
 import torchlift
 
 
-def go_on(way, folder):
+def resume(way, folder):
     torch.set_num_threads(1)
     first, again = Program(0), Program(5)
     keepers = [
@@ -127,11 +127,11 @@ def go_on(way, folder):
 far = {}
 for way in ("accelerate", "torchlift"):
     with tempfile.TemporaryDirectory() as folder:
-        child = torchlift.measure.in_child(go_on, way, folder)
+        child = torchlift.measure.in_child(resume, way, folder)
     seconds, far[way], same = child.value
     peak = child.memory.added_anonymous / 2**20
     print(
-        f"{way:<10} at most ~{max(far[way]):.4f} away; resumed in {seconds:.3f} s,",
+        f"{way:<10} losses differ by at most ~{max(far[way]):.4f}, resumed in {seconds:.3f} s,",
         end=" ",
     )
     print(f"anonymous peak: {peak:.0f} MiB")
@@ -152,17 +152,18 @@ figure.legend(loc="outside upper center", ncols=2)
 plt.show()
 
 # %%
-# *How far the loss is from the one of the run that never stopped, after a resume from step 10. With
-# AcceleratorKeeper the two are one run, to the bit; with load_state and skip_first_batches the
-# random numbers are others.*
+# *The lines show the distance between the loss after a resume from step 10 and the loss of the run
+# that never stopped. With AcceleratorKeeper it is zero, to the bit. With load_state and
+# skip_first_batches the random numbers differ, so the resumed run is another one.*
 #
 # Remember
 # --------
 #
-# - ``keeper.resume()`` first, ``keeper.save(step)`` in the loop: all that was prepared, by itself.
-# - ``keeper.remaining(loader, batches)`` in place of ``skip_first_batches``; a
-#   ``StatefulDataLoader`` knows its own place.
-# - An EMA and whatever else has a ``state_dict`` goes on by ``register_for_checkpointing``.
+# - Call ``keeper.resume()`` first, and ``keeper.save(step)`` in the loop. They include all prepared
+#   objects.
+# - Use ``keeper.remaining(loader, batches)`` in place of ``skip_first_batches``. A
+#   ``StatefulDataLoader`` knows its own position.
+# - Pass an EMA, or any object with a ``state_dict``, to ``register_for_checkpointing``.
 #
 # Use this when
 # -------------
@@ -170,5 +171,5 @@ plt.show()
 # - **accelerate prepares your objects:** ``AcceleratorKeeper``.
 # - **You prepare them yourself:** `torchlift.Keeper`, as in *Save while training goes on, and
 #   resume after a kill*.
-# - **The place of each rank in its data:** *Resume on another number of GPUs: where was each rank
+# - **Each rank has a position in its data:** *Resume on another number of GPUs: where was each rank
 #   in its data?*
