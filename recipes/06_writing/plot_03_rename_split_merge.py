@@ -52,7 +52,7 @@ for layer in range(2):
         for part, shape in {"w1": (64, 32), "w2": (32, 64), "w3": (64, 32)}.items():
             key = f"{name}.experts.{expert}.{part}.weight"
             state[key] = torch.randn(shape)
-torchlift.save(state, ours)
+_ = torchlift.save(state, ours)
 
 # %%
 members = sorted(key for key in state if "layers.0.experts" in key and "w2" in key)

@@ -2,8 +2,8 @@
 LoRA: load an adapter beside its base, merge it while loading, save it alone
 ============================================================================
 
-A base of many gigabytes, an adapter of a few megabytes: two libraries, two layouts of names. Does
-it take the wrapped model and all its memory to put them together?
+A base of many gigabytes and an adapter of a few megabytes come from two libraries with two layouts
+of names. Do you need the wrapped model and all its memory to put them together?
 
 No: `torchlift.load` takes both files, and a ``transform`` of a few lines adds one to the other.
 """
@@ -35,7 +35,8 @@ print(f"{len(report.loaded)} weights, {type(wrapped).__name__}")
 # Missing keys: base_layer, lora_A.default
 # ----------------------------------------
 #
-# The wrapped model has other names than either file. Without ``rename``, nothing fits:
+# The names of the wrapped model differ from those of both files. Without ``rename``, no name
+# matches:
 
 try:
     torchlift.load(wrapped, [base, adapter])
@@ -43,8 +44,8 @@ except torchlift.MismatchError as error:
     print(len(error.missing_keys), "names are missing")
 
 # %%
-# ``peft_names`` asks PEFT for the names of the adapter, and takes off those of the base what its
-# wrappers add. The report says which file gave each key:
+# ``peft_names`` gets the names of the adapter from PEFT. For the base it removes the words that
+# PEFT's wrappers add. The report lists the file of each key:
 
 for key, item in report.loaded.items():
     if "linear1" in key:
@@ -52,12 +53,14 @@ for key, item in report.loaded.items():
         print(key.removeprefix("base_model.model."), "from", place)
 
 # %%
-# The adapter alone goes into a live model with ``allow_missing=["*"]``: the base's weights stay.
+# To load only the adapter into a live model, pass ``allow_missing=["*"]``. The weights of the base
+# stay.
 #
 # Merge the adapter while the base is loaded
 # ------------------------------------------
 #
-# A server that knows no adapters needs their sum. A plain LoRA of linear layers adds B @ A * scale:
+# A server without support for adapters needs their sum. A plain LoRA of linear layers adds B @ A *
+# scale:
 
 import json
 
@@ -83,10 +86,11 @@ def lora_sum(adapter):
 
 
 model = torchlift.skeleton(Layer, 64, 4)
-torchlift.load(model, base, transform=lora_sum(adapter))
+report = torchlift.load(model, base, transform=lora_sum(adapter))
+print(f"{len(report.loaded)} tensors loaded")
 
 # %%
-# The same transform merges into a file, in the memory of some weights. PEFT's values are equal:
+# The same transform merges into a file, in the memory of a few weights. The result equals PEFT's:
 
 
 # fold: PEFT's own way, to compare with
@@ -104,8 +108,8 @@ print(torchlift.diff(f"{adapter}/merged.pt", expected).equal)
 assert torchlift.diff(model.state_dict(), expected).equal
 
 # %%
-# Equal to the bit. These lines know linear layers only, and refuse DoRA, PiSSA, embeddings and
-# trained biases: ``merge_and_unload`` of PEFT merges those.
+# The values are equal to the bit. These lines support linear layers only. They raise an error for
+# DoRA, PiSSA, embeddings and trained biases. ``merge_and_unload`` of PEFT merges those.
 #
 # Save the adapter alone
 # ----------------------
@@ -125,7 +129,8 @@ assert torchlift.diff(
 # Proof
 # -----
 #
-# Twelve layers, 150 MB, an adapter for 24 of their matrices, a new process each.
+# The base has twelve layers and 150 MB, and the adapter changes 24 of its matrices. Each way runs
+# in a new process.
 
 # fold: How it is measured
 import time
@@ -195,15 +200,17 @@ axes.set(
 plt.show()
 
 # %%
-# *The most memory that a process owns while it merges an adapter; the dotted line is the size of
-# the weights. A model that is merged owns what was changed; a file takes that of some weights.*
+# *The bars show the most memory that a process owns while it merges an adapter. The dotted line is
+# the size of the weights. A merged model owns its changed weights. Merging into a file needs only a
+# few weights at a time, so it also works on a machine that cannot hold the model.*
 #
 # Remember
 # --------
 #
-# - Merged: ``transform=lora_sum(adapter)``, written here. Beside it: ``rename=peft_names(model)``.
-# - A list of files is one checkpoint, and the report says which gave each key.
-# - Saved alone: PEFT's state dict and PEFT's configuration, in one folder.
+# - To merge: ``transform=lora_sum(adapter)``, written here. To keep both:
+#   ``rename=peft_names(model)``.
+# - A list of files is one checkpoint, and the report lists the file of each key.
+# - To save the adapter alone, put PEFT's state dict and PEFT's configuration into one folder.
 #
 # Use this when
 # -------------
