@@ -184,8 +184,8 @@ report = torchlift.verify(damaged)
 print("damaged:", *(failure.name for failure in report.failed))
 
 # %%
-# Into the bucket
-# ---------------
+# Write to the bucket
+# -------------------
 #
 # A bucket is a store with a URL, such as ``s3://`` or ``gs://``. Here ``memory://`` takes their
 # place: it needs no account and no network, and the calls are the same. A URL works in place of a

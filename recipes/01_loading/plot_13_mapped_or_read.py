@@ -30,8 +30,8 @@ for source in "mmap", "read":
 # Both models compute the same. One has its weights in memory. The other one has addresses that lead
 # to the file.
 #
-# The first touch
-# ---------------
+# Measure the first touch
+# -----------------------
 #
 # Load a model of 64 MiB, use all of its weights, and use them again. Each step is timed, and its
 # page faults are counted. The first touch of a mapped page stops the processor until the kernel has

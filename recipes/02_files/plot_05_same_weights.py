@@ -50,8 +50,8 @@ for name in ("model.pt", "model.safetensors"):
 # in its cache with it. For weights the hash is misleading: it differs although the weights are
 # equal.
 #
-# Swapped rows, a sign, two changes that cancel
-# ---------------------------------------------
+# Detect swapped rows and changes that cancel
+# -------------------------------------------
 #
 # A sum of all values would miss two swapped values, or two changes that cancel. The digest
 # multiplies each four bytes with a number that depends on their position, and then adds them up:

@@ -122,8 +122,8 @@ last = {f"layers.{number}": "cpu" for number in range(10, 16)}
 on_one = apply(remap.by_key({"": "cpu", "layers": "cuda:0"} | last))
 
 # %%
-# To a laptop: no argument
-# ------------------------
+# Load on a laptop without a rule
+# -------------------------------
 #
 # A laptop needs no rule. torchlift finds a wrong rule before it reads a byte, and the model does
 # not change:

@@ -57,8 +57,8 @@ with torchlift.open(folder) as ckpt:
         print(f"{chunk.file[-12:]}: {chunk.shape} from row {chunk.start[0]}")
 
 # %%
-# Two ranks with other slices
-# ---------------------------
+# Load on two ranks with other slices
+# -----------------------------------
 #
 # FSDP2 gave each of four ranks a quarter of the rows. Tensor parallel on two ranks takes halves,
 # and it divides the second weight by columns. So each rank needs bytes of all four files.

@@ -35,8 +35,8 @@ def resume(path):
 print(*torchlift.distributed.on_ranks(2, resume, path), sep="\n")
 
 # %%
-# A run that stops
-# ----------------
+# Save a run after 100 steps
+# --------------------------
 #
 # A small network learns a wavy surface. After 100 steps of 200 you save the weights and Adam's
 # moments in the format of plain PyTorch. This run then continues, as the reference.
@@ -81,8 +81,8 @@ torch.save(states, path)
 straight += train(model, optimizer, 100)
 
 # %%
-# RuntimeError: the optimizer's own load_state_dict
-# -------------------------------------------------
+# RuntimeError: got mixed torch.Tensor and DTensor
+# ------------------------------------------------
 #
 # Without torchlift you would call the optimizer's own ``load_state_dict`` on each rank:
 

@@ -31,8 +31,8 @@ print("after step", step, "with moments:", len(optimizer.state), "parameters")
 # The rules use the names of the checkpoint: ``model.1.weight`` for a tensor of the model,
 # ``optimizer`` or ``schedule`` for any other complete object, ``rng`` for the random numbers.
 #
-# MismatchError: some names do not match
-# --------------------------------------
+# StateDictMismatch: the state dict does not fit the model
+# --------------------------------------------------------
 #
 # Without a rule, everything in the checkpoint has to match. The error lists the mismatches and the
 # rules that would allow them. Nothing has changed then.
