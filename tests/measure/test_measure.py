@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -326,6 +326,14 @@ def test_a_child_that_hangs_is_killed() -> None:
     with pytest.raises(measure.ChildError, match=r"still running after 0\.5 s") as caught:
         in_code("time.sleep(60)", setup="import time", timeout=0.5)
     assert caught.value.returncode is None
+
+
+def test_a_global_may_have_the_name_of_a_module_of_torch() -> None:
+    """`torch.distributed.config` is of a class of torch, and goes to the child by its name."""
+    scope: dict[str, Any] = {}
+    text = "import torch.distributed as dist\nconfig = {'lr': 0.5}\n"
+    exec(text + "def work():\n    return dist.is_available(), config['lr']\n", scope)
+    assert measure.in_child(scope["work"]).value == (True, 0.5)
 
 
 def test_a_value_that_cannot_be_sent_back_is_told() -> None:

@@ -236,7 +236,7 @@ def test_a_child_that_is_over_ran_its_exit_functions_and_its_threads_to_the_end(
 @pytest.mark.parametrize("fork", [True, False])
 def test_a_child_that_ends_early_left_no_result(fork: bool) -> None:
     """An exit that looks like success is none, and what was printed is told."""
-    with pytest.raises(ChildError, match="left no result") as caught:
+    with pytest.raises(ChildError, match="did not return a result") as caught:
         in_child(lambda: print("nearly") or sys.exit(0), fork=fork)
     assert (caught.value.returncode, caught.value.stdout) == (0, "nearly\n")
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import io
 import os
 import pickle
 import select
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib import import_module, invalidate_caches
 from types import ModuleType
@@ -150,7 +151,7 @@ def packed(content: object, what: str, caller: str = "on_ranks") -> bytes:
         ModuleNotFoundError: it takes cloudpickle, which is not installed.
     """
     try:
-        from cloudpickle import dumps
+        dumps: Callable[[object], bytes] = _cloud_dumps()
     except ModuleNotFoundError:  # what can be imported by name travels by name
         dumps = pickle.dumps
     reason: Exception = AttributeError("it is in a script or a notebook")
@@ -169,6 +170,28 @@ def packed(content: object, what: str, caller: str = "on_ranks") -> bytes:
     raise TypeError(
         f"{what} cannot be sent to another process: {type(reason).__name__}: {reason}"
     ) from None
+
+
+def _cloud_dumps() -> Callable[[object], bytes]:
+    """Return cloudpickle's ``dumps``, which also sends modules of torch's own class by name.
+
+    A function that uses `torch.distributed` and a global with the name of one of its submodules,
+    such as ``config``, refers to that submodule for cloudpickle.
+    """
+    from cloudpickle import CloudPickler
+
+    class Pickler(CloudPickler):  # type: ignore[misc]
+        def reducer_override(self, item: object) -> object:
+            if isinstance(item, ModuleType) and type(item) is not ModuleType:
+                return import_module, (item.__name__,)
+            return super().reducer_override(item)
+
+    def dumps(content: object) -> bytes:
+        with io.BytesIO() as file:
+            Pickler(file).dump(content)
+            return file.getvalue()
+
+    return dumps
 
 
 def format_error(error: BaseException, *files: str) -> str:
