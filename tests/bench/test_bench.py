@@ -309,9 +309,9 @@ def test_every_run_is_reported_as_it_ends(small) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"only": ["nonsense"]}, "no way called 'nonsense'; there are torch-load"),
-        ({"baseline": "nonsense"}, "no way called 'nonsense'"),
-        ({"only": []}, "nothing to compare"),
+        ({"only": ["nonsense"]}, "'nonsense' is not a known way. Known: torch-load"),
+        ({"baseline": "nonsense"}, "'nonsense' is not a known way"),
+        ({"only": []}, "only= is empty"),
         ({"repeat": 0}, "at least 1, not 0"),
     ],
 )
@@ -531,7 +531,7 @@ def test_an_unknown_way_on_the_command_line_is_status_2(generated, capsys) -> No
     """The message lists the ways there are."""
     assert main(["bench", str(generated), "--only", "limit-copy"]) == 2
     error = capsys.readouterr().err
-    assert "there are torch-load" in error
+    assert "Known: torch-load" in error
     assert "tools/bench.py in torchlift's repository has limits" in error
 
 
@@ -547,7 +547,7 @@ def test_a_url_is_refused_without_its_query(capsys: pytest.CaptureFixture[str]) 
     """Most loaders read no URLs, so that there is nothing to compare."""
     assert main(["bench", "http://localhost:9/m.pt?token=secret"]) != 0
     error = capsys.readouterr().err
-    assert "http://localhost:9/m.pt: loaders are compared on a file" in error
+    assert "http://localhost:9/m.pt: a URL cannot be compared" in error
     assert "secret" not in error
 
 

@@ -1,4 +1,4 @@
-"""Ways to load a checkpoint, compared on one's own file, each in a fresh process.
+"""Compare the ways to load a checkpoint on your own file, each in a new process.
 
 Importing this does not import torch: the comparison runs in child processes.
 """
@@ -24,4 +24,4 @@ def __getattr__(name: str) -> object:
         return getattr(import_module("torchlift.bench.generate"), name)
     moved = name in ("grow", "Growth", "figure_of")
     hint = ". tools/bench.py in torchlift's repository measures and draws growth" if moved else ""
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+    raise AttributeError(f"module {__name__!r} does not define {name!r}{hint}")

@@ -1,6 +1,6 @@
-"""The parent's side of comparing ways to load: rounds of processes, one table.
+"""Compare ways to load: run each in child processes, and make a table.
 
-This does not import torch: the child processes do.
+This process does not import torch. The child processes do.
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ from torchlift.measure import ChildError, in_child, memory
 
 @dataclass
 class Result:
-    """What one way took, one number per round.
+    """Time and memory of one way, one number for each round.
 
     Attributes:
-        way: the way.
-        seconds: wall time of each round: opening, building on meta where it does that, loading.
-        added_anonymous: peak of each round above what was there before, in bytes of RAM owned.
-        added_file_backed: the same for page cache mapped, in bytes.
-        digest: a checksum of what was loaded, see ``torchlift.bench.loading.digest``.
-        error: why it failed, or "".
-        cached: bytes of the files that were in the page cache as each round began; nan where that
-            cannot be counted.
+        way: The way.
+        seconds: Wall time to open the file, build the model and load it.
+        added_anonymous: Peak of anonymous memory above the start, in bytes.
+        added_file_backed: Peak of file-backed memory above the start, in bytes.
+        digest: Checksums of the loaded values. See ``torchlift.bench.loading.digest``.
+        error: Reason of a failure, or an empty text.
+        cached: Bytes of the files in the page cache at the start. nan if it is not known.
     """
 
     way: Way
@@ -48,7 +47,7 @@ class Result:
 
     @property
     def median(self) -> float:
-        """Seconds of the middle round; nan when it failed."""
+        """Median of the seconds. nan if a run failed."""
         return median(self.seconds) if self.seconds and not self.error else float("nan")
 
     def has_values_of(self, other: Result) -> bool:
@@ -59,19 +58,19 @@ class Result:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All ways on one file. ``str()`` gives a table, `to_dict` what JSON can hold.
+    """The results of all ways on one file. ``str()`` gives a table, `to_dict` plain data.
 
     Attributes:
-        path: the checkpoint.
-        format: its format.
-        tensors: how many tensors it has.
-        nbytes: bytes of unique storage.
-        cold: whether the file's pages were dropped from the page cache before each run.
-        baseline: name of the way that the others are compared with.
-        results: name -> result, in the order of `torchlift.bench.WAYS`.
-        device: where the tensors were loaded to.
-        cast: dtype that all ways cast floating-point numbers to, or "".
-        machine: cores, memory in bytes, system, and versions of what was compared.
+        path: Path of the checkpoint.
+        format: Format of the checkpoint.
+        tensors: Number of tensors.
+        nbytes: Bytes of unique storage.
+        cold: Whether the file was dropped from the page cache before each run.
+        baseline: Name of the way that the others are compared with.
+        results: Name -> result, in the order of `torchlift.bench.WAYS`.
+        device: Device that the tensors were loaded to.
+        cast: Dtype of floating-point tensors in all ways, or an empty text.
+        machine: Cores, memory in bytes, system, and versions of the packages.
     """
 
     path: str
@@ -87,17 +86,17 @@ class Comparison:
 
     @property
     def different(self) -> list[str]:
-        """Names of the ways whose values are not the baseline's; a cast is allowed for."""
+        """Names of the ways that loaded other values than the baseline, apart from a cast."""
         loaded = {n: r for n, r in self.results.items() if r.digest and not r.error}
         reference = loaded.get(self.baseline) or next(iter(loaded.values()), None)
         return [n for n, r in loaded.items() if reference and not r.has_values_of(reference)]
 
     def speedup(self, name: str) -> float:
-        """Return how many times faster than the baseline it is; nan when one of the two failed."""
+        """Return the speed relative to the baseline. nan if one of the two failed."""
         return self.results[self.baseline].median / self.results[name].median
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data: sizes in bytes, times in seconds, every round on its own."""
+        """Return plain data: sizes in bytes, and times in seconds for every round."""
         results = {name: self._row(name) for name in self.results}
         return {**vars(self), "different": self.different, "results": results}
 
@@ -116,7 +115,7 @@ class Comparison:
         }
 
     def _rate(self, result: Result) -> float | None:
-        """Return bytes per second, None of what is only mapped; casting or sending reads."""
+        """Return bytes per second, or None if the way only maps the file."""
         reads = result.way.reads or self.cast or self.device != "cpu"
         return self.nbytes / result.median if reads else None
 
@@ -153,7 +152,7 @@ class Comparison:
         )
 
     def _cache_line(self) -> str:
-        """Say what was in the page cache as the runs began, and how that was brought about."""
+        """Describe the state of the page cache at the start of the runs."""
         how = "fsync and posix_fadvise(DONTNEED)" if self.cold else "a read of all files"
         counted = [n for result in self.results.values() for n in result.cached if n == n]
         if not counted:
@@ -182,30 +181,30 @@ def compare(
 ) -> Comparison:
     """Load a checkpoint in every way that fits it, each time in a new process.
 
-    The ways take turns, round after round, so that a machine that slows down slows all of them.
-    Imports are not part of the time, and neither is the check that all ways loaded equal values.
-    Where a way needs a model, one is made up from the names and shapes in the file.
+    The ways take turns in each round, so a machine that slows down affects all of them. The time
+    does not include imports, nor the check that all ways loaded equal values. If a way needs a
+    model, it is made from the names and shapes in the file.
 
     Args:
-        path: a checkpoint that `torchlift.open` reads.
-        root: load only this container of it.
-        only: names of `torchlift.bench.WAYS`; None takes all that can read the file.
-        baseline: name of the way to compare with; None takes the first.
-        repeat: number of rounds.
-        cold: drop the file from the page cache before each run (Linux); otherwise it is read once
-            beforehand, so that every run finds it there.
-        cast: dtype that every way casts floating-point numbers to, such as ``"bfloat16"``.
-        device: where every way loads to, such as ``"cuda"``.
+        path: A checkpoint that `torchlift.open` reads.
+        root: Container to load. See :ref:`arg-root`.
+        only: Names of `torchlift.bench.WAYS`. Default: all that can read the file.
+        baseline: Name of the way to compare with. Default: the first.
+        repeat: Number of rounds.
+        cold: Whether to drop the file from the page cache before each run (Linux). Default: the
+            file is read once at the start, so that every run finds it in the page cache.
+        cast: Dtype of floating-point tensors in every way, such as ``"bfloat16"``.
+        device: Device to load to, such as ``"cuda"``.
         ways: The ways to choose from. Add a `Way` of your own to compare your loader.
-        timeout: seconds per run.
-        on_run: called with the result so far and the round after every run.
+        timeout: Seconds per run.
+        on_run: Function of the result so far and the round, called after every run.
 
     Returns:
-        times, memory and what was loaded.
+        Times, memory and checksums of all ways.
 
     Raises:
-        FormatError: not a checkpoint that torchlift reads.
-        ValueError: an unknown name, or no way is left.
+        FormatError: If torchlift cannot read the checkpoint.
+        ValueError: If a name is not known, or no way can read the file.
 
     Example:
         >>> import os, tempfile
@@ -220,9 +219,9 @@ def compare(
         raise ValueError(f"repeat must be at least 1, not {repeat}")
     if is_url(path):
         raise FormatError(
-            "loaders are compared on a file of this machine: most of them read no URLs",
+            "a URL cannot be compared, because most loaders cannot read it",
             file=place_of(path),
-            hint="Copy it here first; torchlift.load says in its report what a URL takes.",
+            hint="Copy the file to this machine first.",
         )
     index = read_index(path)
     kind = _kind(index)
@@ -253,13 +252,13 @@ def compare(
 
 
 def _kind(index: Index) -> str:
-    """Return the format, of shards that are torch files ``"sharded-torch"``."""
+    """Return the format. Shards that are torch files are ``"sharded-torch"``."""
     safe = all(name.endswith(".safetensors") for name in index.files)
     return index.format if index.format != "sharded" or safe else "sharded-torch"
 
 
 def _near(path: str) -> str | None:
-    """Return the folder beside a checkpoint where one may write there: it is on the same disk."""
+    """Return the folder of a checkpoint, which is on the same disk, or None if it is read-only."""
     folder = os.path.dirname(os.path.abspath(path))
     return folder if os.access(folder, os.W_OK) else None
 
@@ -272,28 +271,28 @@ def _select(
     device: str,
     cast: str,
 ) -> list[Way]:
-    """Return the ways that are named, or all that can read the format."""
+    """Select the ways by name, or all that can read the format."""
     known = {way.name: way for way in ways}
     if only is None:
         only = [way.name for way in ways if not way.obstacle(format, device, cast)]
     names = [*only, *([baseline] if baseline else [])]
     for name in names:
         if name not in known:
-            more = "; tools/bench.py in torchlift's repository has limits and other libraries"
+            more = ". tools/bench.py in torchlift's repository has more libraries"
             raise ValueError(
-                f"there is no way called {name!r}; there are {', '.join(known)}"
+                f"{name!r} is not a known way. Known: {', '.join(known)}"
                 f"{more if ways is WAYS else ''}"
             )
         why = known[name].obstacle(format, device, cast)
         if why:
             raise ValueError(f"{name} cannot read a {format} checkpoint here: {why}")
     if not names:
-        raise ValueError("there is nothing to compare: no way was asked for")
+        raise ValueError("only= is empty. Pass the name of a way")
     return [way for way in ways if way.name in names]
 
 
 def _run(result: Result, task: Task, timeout: float) -> None:
-    """Run a way in a child and note what it took, or why it failed."""
+    """Run a way in a child and record its time and memory, or the reason of a failure."""
     try:
         measured = in_child(_measure, result.way, task, timeout=timeout).value
     except ChildError as error:
@@ -305,7 +304,7 @@ def _run(result: Result, task: Task, timeout: float) -> None:
 
 
 def _measure(way: Way, task: Task) -> dict[str, Any]:
-    """Load in one way, in the child; return what a `Result` keeps of a round."""
+    """Load in the child, and return the fields of a `Result` for one round."""
     from torchlift.bench import loading
 
     job = loading.Job(task)
@@ -327,7 +326,7 @@ def _measure(way: Way, task: Task) -> dict[str, Any]:
 
 
 def _reason(text: str) -> str:
-    """Return the line of a traceback that names the error; long messages go on below it."""
+    """Return the line of a traceback that names the error. A long message continues below it."""
     lines = text.strip().splitlines()
     named = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
     return (named or lines)[-1]

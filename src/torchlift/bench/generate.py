@@ -1,4 +1,4 @@
-"""A checkpoint of any size, written without holding it in memory, and the model it fits."""
+"""Write a checkpoint of any size in a few MiB of memory, and define its model."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from torch import nn
 from torchlift.formats.layout import Stored
 from torchlift.formats.safetensors import safetensors_layout
 
-_DTYPES = ("float64", "float32", "float16", "bfloat16")  # what `Tensor.normal_` fills
-_SHIFT = 4096  # bytes at most from one tensor's random numbers to the next one's
+_DTYPES = ("float64", "float32", "float16", "bfloat16")  # `Tensor.normal_` supports these
+_SHIFT = 4096  # maximum bytes between the random numbers of two tensors
 
 
 class Stack(nn.Module):
-    """A chain of linear layers without bias, all of the same size: ``layers.0.weight`` and so on.
+    """A chain of linear layers of one size without bias: ``layers.0.weight`` and so on.
 
-    Even layers map ``width`` features to ``rows``, odd ones back, so that the chain can run.
+    Even layers map ``width`` features to ``rows``. Odd layers map them back.
 
     Args:
-        tensors: number of layers, each with one parameter.
-        rows: first dimension of the even layers' weights.
-        width: second dimension of the even layers' weights.
+        tensors: Number of layers, each with one parameter.
+        rows: First dimension of the weights of even layers.
+        width: Second dimension of the weights of even layers.
 
     Example:
         >>> from torchlift import bench
@@ -43,7 +43,7 @@ class Stack(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply the layers in turn; ``x`` has the shape ``(..., width)``."""
+        """Apply the layers in turn. ``x`` has the shape ``(..., width)``."""
         for layer in self.layers:
             x = layer(x).relu()
         return x
@@ -58,24 +58,25 @@ def make_checkpoint(
     format: Literal["torch-zip", "safetensors"] = "torch-zip",
     seed: int = 0,
 ) -> tuple[int, int, int]:
-    """Write the checkpoint of a `Stack`, random but reproducible.
+    """Write the checkpoint of a `Stack` with reproducible random weights.
 
-    The tensors overlap in one block of random numbers, each a page further than the one before,
-    which is mapped from a temporary file: 2 GiB take no more than a few MiB of anonymous memory.
+    The tensors share one block of random numbers in a mapped temporary file. Each tensor starts one
+    page after the one before. So 2 GiB take only a few MiB of anonymous memory.
 
     Args:
-        path: file to write; an existing one is replaced.
-        nbytes: size of all tensors together, in bytes; rounded down to what the shapes allow.
-        tensors: number of tensors.
+        path: File to write. An existing file is replaced.
+        nbytes: Size of all tensors together, in bytes. It is rounded down to complete rows.
+        tensors: Number of tensors.
         dtype: ``"float32"``, ``"float64"``, ``"float16"`` or ``"bfloat16"``.
-        format: ``"torch-zip"`` (what `torch.save` writes) or ``"safetensors"``.
-        seed: of the random numbers.
+        format: ``"torch-zip"`` (the format of `torch.save`) or ``"safetensors"``.
+        seed: Seed of the random numbers.
 
     Returns:
-        ``(tensors, rows, width)``, the arguments of the `Stack` that the file fits.
+        ``(tensors, rows, width)``: the arguments of the `Stack` for this file.
 
     Raises:
-        ValueError: no such dtype or format, or a size that leaves nothing per tensor.
+        ValueError: If the dtype or the format is not supported.
+        ValueError: If a tensor would be empty.
 
     Example:
         >>> import os, tempfile, torch
@@ -96,7 +97,7 @@ def make_checkpoint(
     width = 1 << (math.isqrt(numel).bit_length() - 1)
     rows = numel // width
     size = rows * width * kind.itemsize
-    shift = min(_SHIFT, size)  # of small tensors no more is made than they have
+    shift = min(_SHIFT, size)  # small tensors start closer to each other
     with tempfile.TemporaryFile() as file:
         file.truncate(size + tensors * shift)
         block = memoryview(mmap.mmap(file.fileno(), 0))
@@ -111,7 +112,7 @@ def make_checkpoint(
                 stored = [Stored(key, dtype, shape) for key, shape in shapes.items()]
                 _write_safetensors(path, stored, areas)
             else:
-                # A storage for each, although they overlap: torch.save writes each storage once.
+                # One storage for each tensor: torch.save writes each storage once.
                 flat = {key: torch.frombuffer(areas[key], dtype=kind) for key in keys}
                 torch.save({key: flat[key].view(shapes[key]) for key in keys}, path)
         except BaseException:
@@ -124,7 +125,7 @@ def make_checkpoint(
 def _write_safetensors(
     path: str | os.PathLike[str], tensors: list[Stored], areas: Mapping[str, memoryview]
 ) -> None:
-    """Write a file without the copies that safetensors.torch.save_file makes of its tensors."""
+    """Write a safetensors file without copying the tensors, as save_file does."""
     layout = safetensors_layout(tensors, {"format": "pt"})
     with open(path, "wb") as file:
         for offset, data in layout.frame([]):

@@ -1,4 +1,4 @@
-"""The child's side of a comparison: build the model, load it in one way, digest what was loaded."""
+"""The child's side of a comparison: build the model, load it in one way, digest the values."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 State = nn.Module | Mapping[str, torch.Tensor]
 
-_SAMPLES = 8  # elements per tensor that a checksum looks at: one page each of a mapped tensor
+_SAMPLES = 8  # elements of a tensor in a checksum: one page each of a mapped tensor
 
 
 class Tree(nn.Module):
-    """Modules nested as the keys are, with a parameter or buffer per entry, initialised.
+    """Modules nested like the keys, with an initialised parameter or buffer for each entry.
 
-    A stand-in for the model of a file that came without its code. Matrices get the initialisation
-    that `torch.nn.Linear` gives its weight, because that is most of what building a model costs.
+    It stands in for a model whose code is not known. Matrices are initialised as the weight of
+    `torch.nn.Linear` is, because that is most of the time of building a model.
     """
 
     def __init__(self, entries: Sequence[TensorEntry]) -> None:
@@ -39,7 +39,7 @@ class Tree(nn.Module):
             *path, name = entry.key.split(".")
             owner: nn.Module = self
             for part in path:
-                # Not add_module: it refuses names that nn.Module has for itself, such as "type".
+                # Not add_module: it refuses names of attributes of nn.Module, such as "type".
                 owner = owner._modules.setdefault(part, nn.Module())  # type: ignore[assignment]
             dtype = getattr(torch, entry.dtype)
             tensor = torch.empty(entry.shape, dtype=dtype)
@@ -54,19 +54,19 @@ class Tree(nn.Module):
 
 
 class Job:
-    """What one child has to load.
+    """The load of one child process.
 
     Attributes:
-        path: the checkpoint, as the user named it.
-        root: container to load from, or None.
-        entries: the tensors to load.
-        ties: further names of these tensors, which safetensors files note but do not store.
-        has_objects: whether there are leaves that are not tensors.
-        files: the files that hold the tensors.
-        nbytes: bytes of unique storage.
-        device: where the tensors are loaded to.
-        dtype: what floating-point numbers are cast to, or None.
-        scratch: a folder for files that a way needs in addition to the checkpoint.
+        path: Path of the checkpoint.
+        root: Container to load, or None.
+        entries: The tensors to load.
+        ties: Other names of these tensors, which safetensors files note but do not store.
+        has_objects: Whether the checkpoint contains values that are not tensors.
+        files: Files of the tensors.
+        nbytes: Bytes of unique storage.
+        device: Device to load to.
+        dtype: Dtype of floating-point tensors, or None.
+        scratch: Folder for additional files of a way.
     """
 
     def __init__(self, task: Task) -> None:
@@ -83,20 +83,20 @@ class Job:
         self.files = sorted({chunk.file for entry in self.entries for chunk in entry.chunks})
 
     def build(self) -> Tree:
-        """Build the model as it will be; on meta inside ``with torch.device("meta")``."""
+        """Build the model. It is on meta inside ``with torch.device("meta")``."""
         return Tree(self.entries).to(self.dtype)
 
     def build_on_meta(self) -> Tree:
-        """Build the model without memory."""
+        """Build the model on meta."""
         with torch.device("meta"):
             return self.build()
 
     def place(self, tensor: torch.Tensor, copy: bool = False) -> torch.Tensor:
-        """Return the tensor in the dtype and on the device that were asked for."""
+        """Move a tensor to the dtype and the device of the job."""
         return tensor.to(self.device, self.dtype if tensor.is_floating_point() else None, copy=copy)
 
     def select(self, loaded: Any) -> dict[str, torch.Tensor]:
-        """Return the tensors under the root of what `torch.load` returned, containers flattened."""
+        """Flatten the result of `torch.load` and return the tensors below the root."""
         start = "" if self.root is None else f"{self.root}."
         flat = {".".join(map(str, path)): leaf for path, leaf in leaves(loaded).items()}
         return {
@@ -107,10 +107,7 @@ class Job:
 
 
 def prepare(way: Way, job: Job) -> Callable[[], State | None]:
-    """Do everything that is not part of loading; return the call that is.
-
-    That is imports, the model's shapes and the start of the device.
-    """
+    """Prepare a load (imports, shapes, start of the device) and return the call to time."""
     if way.package:
         importlib.import_module(_IMPORTS.get(way.package, way.package))
     load_it = (
@@ -121,18 +118,18 @@ def prepare(way: Way, job: Job) -> Callable[[], State | None]:
     if job.device.type != "cpu":
         torch.ones(1, device=job.device).add_(1)  # starting a device takes a second
         torch.accelerator.synchronize()
-    # Importing torch leaves a full garbage collection due: 50 ms that would fall on whichever way
-    # allocates the next few hundred objects, which is several times what mapping a file takes.
+    # After its import, torch leaves a full garbage collection due. It takes 50 ms, several times as
+    # long as to map a file, and would count for the first way that allocates objects.
     gc.collect()
     return partial(_run, load_it, job)
 
 
-#: What is imported of a package before the clock starts, if not its top.
+#: Package -> module to import before the clock starts, if it is not the package.
 _IMPORTS = {"safetensors": "safetensors.torch"}
 
 
 def _run(load_it: Callable[[], State | None], job: Job) -> State | None:
-    """Load, and wait for the device."""
+    """Load and wait for the device."""
     state = load_it()
     if job.device.type != "cpu":
         torch.accelerator.synchronize()
@@ -140,7 +137,7 @@ def _run(load_it: Callable[[], State | None], job: Job) -> State | None:
 
 
 def _torch_files(job: Job, mmap: bool = False) -> dict[str, torch.Tensor]:
-    """Load all tensors of all files, as they are there."""
+    """Load all tensors of all torch files."""
     found: dict[str, torch.Tensor] = {}
     for path in job.files:
         device = "cpu" if mmap else job.device
@@ -149,17 +146,17 @@ def _torch_files(job: Job, mmap: bool = False) -> dict[str, torch.Tensor]:
 
 
 def torch_load(job: Job) -> dict[str, torch.Tensor]:
-    """Load all tensors, nothing else."""
+    """Load all tensors."""
     return {key: job.place(tensor) for key, tensor in _torch_files(job).items()}
 
 
 def torch_mmap_clone(job: Job) -> dict[str, torch.Tensor]:
-    """Map the file, and copy every tensor out of it."""
+    """Map the file and copy every tensor."""
     return {key: job.place(tensor, copy=True) for key, tensor in _torch_files(job, True).items()}
 
 
 def torch_build(job: Job) -> State:
-    """Load as most code does: a model with random weights, a dict, a copy between the two."""
+    """Load as most code does: a model with random weights, a dict, and a copy."""
     with job.device:
         model = job.build()
     model.load_state_dict(_torch_files(job))
@@ -167,21 +164,21 @@ def torch_build(job: Job) -> State:
 
 
 def torch_assign(job: Job) -> State:
-    """Make the dict's tensors those of the model: no random weights and no copy."""
+    """Assign the tensors of the dict to the model, without random weights or a copy."""
     model = job.build_on_meta()
     model.load_state_dict(torch_load(job), assign=True)
     return model
 
 
 def torch_mmap(job: Job) -> State:
-    """Make views of the mapped file the tensors of the model: nothing is read or copied."""
+    """Assign views of the mapped file to the model, without a copy."""
     model = job.build_on_meta()
     model.load_state_dict(_torch_files(job, mmap=True), assign=True)
     return model
 
 
 def torch_dcp(job: Job) -> State:
-    """Read a folder of torch's distributed checkpoints into tensors that are made for it."""
+    """Read a DCP checkpoint into new tensors."""
     import torch.distributed.checkpoint as dcp
 
     state = {
@@ -193,7 +190,7 @@ def torch_dcp(job: Job) -> State:
 
 
 def _safetensors_files(job: Job, backend: str = "mmap") -> dict[str, torch.Tensor]:
-    """Load all tensors of all files."""
+    """Load all tensors of all safetensors files."""
     from safetensors.torch import load_file
 
     found: dict[str, torch.Tensor] = {}
@@ -202,53 +199,53 @@ def _safetensors_files(job: Job, backend: str = "mmap") -> dict[str, torch.Tenso
     return found
 
 
-#: Maps all tensors: they are views of the file (safetensors 0.8 on Linux).
+#: The tensors are views of the file (safetensors 0.8 on Linux).
 safetensors_file = _safetensors_files
 
 
 def safetensors_clone(job: Job) -> State:
-    """Load all tensors into memory that the process owns, as `torch.load` does."""
+    """Load all tensors into anonymous memory, as `torch.load` does."""
     mapped = job.device.type == "cpu"
     return {key: job.place(tensor, mapped) for key, tensor in _safetensors_files(job).items()}
 
 
 def safetensors_pread(job: Job) -> State:
-    """Read every tensor by a call of its own."""
+    """Read every tensor with one call."""
     return {key: job.place(tensor) for key, tensor in _safetensors_files(job, "pread").items()}
 
 
 def safetensors_model(job: Job) -> State:
-    """Build a model with random weights, and copy into it."""
+    """Build a model with random weights and copy into it."""
     with job.device:
         model = job.build()
-    model.load_state_dict(_safetensors_files(job))  # what load_model does, of all files
+    model.load_state_dict(_safetensors_files(job))  # as load_model does, for all files
     return model
 
 
 def _torchlift(job: Job, **options: Any) -> State:
     """Load a skeleton."""
     model = skeleton(Tree, job.entries)
-    # What is no tensor (a step, a learning rate) has no place in the model made up from the file.
+    # Plain data (a step, a learning rate) does not belong to the model.
     options = {"dtype": job.dtype, "device": job.device, **options}
     strict = not job.has_objects
     load(model, job.path, root=job.root, strict=strict, allow_unexpected=job.ties, **options)
     return model
 
 
-#: The skeleton's tensors are views of the mapped file.
+#: Views of the mapped file.
 torchlift_mmap = partial(_torchlift, source="mmap")
-#: Every byte is read into memory that the process owns.
+#: Reads every byte into anonymous memory.
 torchlift_read = partial(_torchlift, source="read")
-#: Every tensor is cast on the way.
+#: Casts every tensor.
 torchlift_bf16 = partial(_torchlift, dtype=torch.bfloat16)
 
 
 def digest(state: State | None) -> dict[str, str]:
-    """Return a checksum of a few elements of every tensor, as they are and as cast to bfloat16.
+    """Return checksums of a few elements of every tensor, exact and cast to bfloat16.
 
     Returns:
-        ``exact`` and ``bfloat16``: equal for two states that hold the same values under the same
-        names; empty where there is nothing to compare.
+        ``exact`` and ``bfloat16``. They are equal for two states with the same names and values.
+        Empty without a state.
     """
     if state is None:
         return {}
@@ -266,7 +263,7 @@ def digest(state: State | None) -> dict[str, str]:
 
 
 def _pick(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a few elements, evenly spaced from the first to the last, and copy no others."""
+    """Copy a few elements, evenly spaced from the first to the last."""
     count = min(_SAMPLES, tensor.numel())
     places = torch.arange(count) * (tensor.numel() - 1) // max(count - 1, 1)
     return tensor[torch.unravel_index(places, tensor.shape)].flatten()

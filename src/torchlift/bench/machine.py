@@ -1,4 +1,4 @@
-"""What the machine is, and what of a file it has in memory already."""
+"""Describe the machine, and count the bytes of a file that are in the page cache."""
 
 from __future__ import annotations
 
@@ -14,50 +14,52 @@ from torchlift._system.memory import c_function
 
 
 def drop_pages(files: Sequence[str]) -> None:
-    """Ask the kernel to forget the files' cached pages.
+    """Drop the files from the page cache.
 
     Raises:
-        OSError: the operating system has no way to do it.
+        OSError: If the operating system cannot do this.
     """
     if not hasattr(os, "posix_fadvise"):
-        raise OSError("this operating system cannot drop a file's pages; leave out --cold")
+        raise OSError(
+            "this operating system cannot drop a file from the page cache. Leave out --cold"
+        )
     for file in files:
         descriptor = os.open(file, os.O_RDONLY)
         try:
-            os.fsync(descriptor)  # pages not yet written cannot be dropped
+            os.fsync(descriptor)  # the kernel cannot drop pages that are not written yet
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)
 
 
 def cached_bytes(files: Sequence[str]) -> float:
-    """Count the bytes of the files that are in the page cache; nan where it cannot be counted.
+    """Count the bytes of the files that are in the page cache, or return nan if it is not known.
 
-    By mincore on a map of one's own, which of a file that one may not write to calls every page
-    resident: of such a file nothing is said.
+    mincore counts them on a private map. It reports every page of a file that the user may not
+    write to as resident, so the result for such a file is nan.
     """
-    return float(sum(_cached(file) for file in files))
+    return float(sum(_count_cached(file) for file in files))
 
 
-def _cached(name: str) -> float:
+def _count_cached(name: str) -> float:
     size = os.path.getsize(name)
     if not size:
         return 0.0
     if platform.system() != "Linux" or not os.access(name, os.W_OK):
         return float("nan")
     pages = bytearray(-(-size // mmap.PAGESIZE))
-    told = (ctypes.c_char * len(pages)).from_buffer(pages)
+    flags = (ctypes.c_char * len(pages)).from_buffer(pages)
     with open(name, "rb") as file:
-        # A private map that nobody writes to: ctypes takes no address of what is read-only.
+        # A private map that nobody writes to: ctypes cannot take the address of a read-only map.
         area = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
     first = ctypes.c_char.from_buffer(area)
-    failed = c_function("mincore")(ctypes.byref(first), ctypes.c_size_t(size), told)
+    failed = c_function("mincore")(ctypes.byref(first), ctypes.c_size_t(size), flags)
     resident = sum(page & 1 for page in pages)
     return float("nan") if failed else float(min(resident * mmap.PAGESIZE, size))
 
 
 def describe(packages: Sequence[str]) -> dict[str, Any]:
-    """Return what a reader must know of the machine to believe a number: plain data."""
+    """Describe the machine as plain data: cores, memory, system and versions."""
     try:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):  # not everywhere

@@ -1,6 +1,6 @@
 """The ways to load that are compared.
 
-This does not import torch: what a way does is in ``loading``.
+This does not import torch. The functions of the ways are in ``loading``.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ class Way:
     """One way to get a checkpoint's tensors into memory.
 
     Attributes:
-        name: what ``--only`` selects.
-        summary: what it does, for a reader.
-        function: its name in ``torchlift.bench.loading``. The function is called with a ``Job``.
-            It returns the loaded module or state dict. Or a function of your own, which is called
-            with the ``Job`` before the clock starts and returns the call to time.
-        formats: values of ``Index.format`` that it reads; empty for all.
-        package: a package that it needs and torchlift does not.
-        reads: whether every byte is in memory afterwards. A mapped checkpoint is read as it is
-            used, so its megabytes per second would mean nothing.
+        name: The name that ``--only`` selects.
+        summary: A description for the table.
+        function: The name of a function in ``torchlift.bench.loading`` that takes a ``Job`` and
+            returns the loaded module or state dict. Or your own function, which takes the ``Job``
+            before the clock starts and returns the call to time.
+        formats: Values of ``Index.format`` that it reads. Empty: all.
+        package: A package that only this way needs.
+        reads: Whether every byte is in memory afterwards. A mapped checkpoint is read when it is
+            used, so a rate would be wrong.
         cast: ``"bfloat16"`` if it casts floating-point numbers.
     """
 
@@ -37,7 +37,7 @@ class Way:
     cast: Literal["", "bfloat16"] = ""
 
     def obstacle(self, format: str, device: str = "cpu", cast: str = "") -> str:
-        """Return why it cannot take part, or ""."""
+        """Return the reason why it cannot take part, or an empty text."""
         if self.formats and format not in self.formats:
             return f"it reads {' or '.join(self.formats)}"
         if self.package and find_spec(self.package) is None:
@@ -50,7 +50,7 @@ class Way:
 _TORCH = ("torch-zip", "torch-legacy", "sharded-torch")
 _SAFE = ("safetensors", "sharded")
 
-#: In the order of the report; the first one that reads the file is the baseline.
+#: In the order of the report. The first way that reads the file is the baseline.
 WAYS: tuple[Way, ...] = (
     Way("torch-load", "torch.load", "torch_load", _TORCH),
     Way("torch-dcp", "torch.distributed.checkpoint.load", "torch_dcp", ("dcp",)),
@@ -73,16 +73,16 @@ WAYS: tuple[Way, ...] = (
 
 @dataclass(frozen=True)
 class Task:
-    """What all runs of a comparison have in common.
+    """The part of a comparison that all runs share.
 
     Attributes:
-        path: the checkpoint, as the user named it.
-        root: container to load from, or None.
-        nbytes: bytes of unique storage.
-        scratch: a folder for files that a way needs in addition to the checkpoint.
-        cold: whether the files' pages are to be dropped from the page cache.
-        device: where the tensors are loaded to.
-        cast: dtype that floating-point numbers are cast to, or "".
+        path: Path of the checkpoint.
+        root: Container to load, or None.
+        nbytes: Bytes of unique storage.
+        scratch: Folder for additional files of a way.
+        cold: Whether to drop the files from the page cache.
+        device: Device to load to.
+        cast: Dtype of floating-point tensors, or an empty text.
     """
 
     path: str
