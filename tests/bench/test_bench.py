@@ -532,7 +532,7 @@ def test_an_unknown_way_on_the_command_line_is_status_2(generated, capsys) -> No
     assert main(["bench", str(generated), "--only", "limit-copy"]) == 2
     error = capsys.readouterr().err
     assert "Known: torch-load" in error
-    assert "tools/bench.py in torchlift's repository has limits" in error
+    assert "tools/bench.py in torchlift's repository has more" in error
 
 
 def test_a_bad_file_is_status_1(tmp_path, capsys) -> None:
