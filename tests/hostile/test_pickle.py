@@ -188,7 +188,7 @@ _LIMITED = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (400 << 20, 400 << 20))
 from torchlift.errors import CheckpointError
-from torchlift.formats import read_index
+from torchlift.formats.detect import read_index
 for path in sys.argv[1:]:
     try:
         read_index(path)

@@ -37,7 +37,7 @@ class TensorStats:
 
 def stats_of(blocks: Iterable[torch.Tensor]) -> TensorStats:
     """Sum up the values of a tensor of any dtype, whose elements come some at a time."""
-    count, mean, std, nan, inf = 0, 0.0, 0.0, 0, 0
+    count, mean, variance, nan, inf = 0, 0.0, 0.0, 0, 0
     smallest: float | None = None
     largest: float | None = None
     for block in blocks:
@@ -51,22 +51,20 @@ def stats_of(blocks: Iterable[torch.Tensor]) -> TensorStats:
         low, high = (bound.item() for bound in values.aminmax())
         smallest = low if smallest is None else min(low, smallest)
         largest = high if largest is None else max(high, largest)
-        # Scaled by a power of two: squares of numbers such as 1e300 have no place in a float.
-        exponent = max(math.frexp(max(abs(low), abs(high)))[1], -1000)
-        values = values.double() * 2.0**-exponent
-        center = values.mean()
-        apart = values - center
-        # Chan, Golub and LeVeque (1983): blocks are joined without the difference of large sums.
-        added = values.numel()
-        half, total = math.ldexp(center.item(), exponent - 1) - mean / 2, count + added
-        spread = math.ldexp(math.sqrt(torch.dot(apart, apart).item() / added), exponent)
-        old, new = math.sqrt(count / total), math.sqrt(added / total)
-        std = math.hypot(std * old, spread * new, half * (2 * old * new))
-        mean += half * (added / total) * 2
+        values, added = values.double(), values.numel()
+        # Chan, Golub and LeVeque (1983): blocks are joined without the difference of large sums,
+        # in which the digits of a small variance would be lost.
+        gap, total = values.mean().item() - mean, count + added
+        variance = (
+            variance * (count / total)
+            + values.var(correction=0).item() * (added / total)
+            + gap * gap * (count / total) * (added / total)
+        )
+        mean += gap * (added / total)
         count = total
     if smallest is None or largest is None:
         return TensorStats(None, None, None, None, nan, inf)
-    return TensorStats(smallest, largest, mean, std, nan, inf)
+    return TensorStats(smallest, largest, mean, math.sqrt(variance), nan, inf)
 
 
 def _numbers(block: torch.Tensor) -> torch.Tensor:

@@ -409,25 +409,15 @@ def _may_be_weights(path: str) -> bool:
     return any(re.match(magic, head, re.DOTALL) for magic, *_ in _FOREIGN)
 
 
-#: How browsers, macOS, Windows and Linux name a second copy of a file, before its suffixes.
-_COPY = r" ?\(\d+\)| copy(?: \d+)?| - Copy(?: \(\d+\))?| \((?:\w+ )?copy\)"
-#: What macOS notes about a file beside it, and a second copy.
-_LEFTOVER = re.compile(rf"\._.+|.+?(?:{_COPY})(?:\.\w+)+")
-
-
 def _without_leftovers(names: Iterable[str]) -> list[str]:
-    """Return names in order, without those that are no checkpoint where the file itself is there.
+    """Return names in order, without the files in which macOS keeps attributes of another file.
 
     Example:
-        >>> _without_leftovers(["x.pt", "._x.pt", "x (1).pt", "x copy.pt", "y (2).pt"])
-        ['x.pt', 'y (2).pt']
+        >>> _without_leftovers(["x.pt", "._x.pt", "._y.pt"])
+        ['._y.pt', 'x.pt']
     """
     there = {*names}
-
-    def original(name: str) -> str:
-        return name[2:] if name.startswith("._") else re.sub(rf"(?:{_COPY})(?=\.)", "", name)
-
-    return sorted(n for n in there if not (_LEFTOVER.fullmatch(n) and original(n) in there))
+    return sorted(n for n in there if not (n.startswith("._") and n[2:] in there))
 
 
 def _several(what: str, names: list[str], path: str) -> FormatError:

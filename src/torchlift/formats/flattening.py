@@ -11,8 +11,7 @@ in each other, or the beginning of names with dots in them.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -165,9 +164,6 @@ class _Unpriced(Budget):
 class _Flattener:
     """The walk through containers, for values that stay as they are."""
 
-    #: The type that most tensors have, for which nothing else is asked.
-    plain_tensor: type | None = None
-
     def __init__(self, containers: Containers, budget: Budget) -> None:
         self.flat: Flat[Any] = Flat()
         self.containers, self.budget = containers, budget
@@ -186,25 +182,18 @@ class _Flattener:
         """Visit (name, value) pairs below a key."""
         _check_depth(depth, prefix)
         tensors, blocked, objects = self.flat.tensors, self.flat.blocked, self.flat.objects
-        plain_tensor, cost = self.plain_tensor, 0
         for name, value in items:
             key = prefix + (name if type(name) is str else self._text(name, prefix))
+            self.budget.spend(len(key) + STEP, key)
             is_known = key in tensors or key in objects or key in blocked
-            # What is in a container of that name has names of its own.
+            # Items of a container have longer keys: two containers of one name are no conflict.
             if is_known and self.containers.items(value, depth) is None:
-                # Neither is the one that is meant; what has a name of its own is not in doubt.
+                # Two values have this key: a caller who asks for it could mean either.
                 for known in (tensors, objects, self.flat.inside):
                     known.pop(key, None)
-                self.budget.spend(len(key) + STEP, key)
                 blocked[key] = AMBIGUOUS
-                continue
-            if type(value) is plain_tensor:
-                tensors[key] = value
-                cost += len(key) + ENTRY
             else:
-                self.budget.spend(len(key) + STEP, key)
                 self._visit(key, value, depth)
-        self.budget.spend(cost, prefix)
 
     def _visit(self, key: str, value: Any, depth: int) -> None:
         """File one value under its key, or descend into it."""
@@ -270,8 +259,6 @@ class _Flattener:
 
 class _RecordFlattener(_Flattener):
     """The walk through the records of a pickle, of which plain copies are kept."""
-
-    plain_tensor = TensorRef
 
     def __init__(self, containers: Containers, budget: Budget) -> None:
         super().__init__(containers, budget)
@@ -503,10 +490,9 @@ def below(saved: object, root: str, path: str = "") -> Any:
         ({'b': 1, 'c.d': 2}, {'c': [3]})
     """
     _require_text(root)
-    found: dict[str, object] = {}
-    _find(saved, root, "", found)
-    # A leaf of this name is not below it.
-    found = {name: value for name, value in found.items() if items_of(value)} or found
+    found = dict(_candidates(saved, root, ""))
+    # A leaf of this name is not a container, so it does not compete with one.
+    found = {place: value for place, value in found.items() if items_of(value)} or found
     if len(found) > 1:
         raise FormatError(
             "this root could mean more than one container",
@@ -526,28 +512,19 @@ def below(saved: object, root: str, path: str = "") -> Any:
     return next(iter(found.values()), MISSING)
 
 
-def _find(value: object, root: str, place: str, found: dict[str, object]) -> None:
-    """Collect what lies under a prefix, by the place where it was found."""
-    loose = _emptied(value)
+def _candidates(value: object, root: str, place: str) -> Iterator[tuple[str, object]]:
+    """Yield each place that a root could mean, and what is there."""
+    dotted: dict[str, object] = {}
     for name, item in items_of(value):
         key = name_text(name)
         if key == root:
-            found[f"{place}[{name!r}]"] = item
+            yield f"{place}[{name!r}]", item
         elif root.startswith(f"{key}."):
-            _find(item, root[len(key) + 1 :], f"{place}[{name!r}]", found)
+            yield from _candidates(item, root[len(key) + 1 :], f"{place}[{name!r}]")
         elif key.startswith(f"{root}."):
-            found[f"{place}[{f'{root}.*'!r}]"] = loose
-            loose[key[len(root) + 1 :]] = item
-    notes = _metadata_of(value)
-    if loose and isinstance(notes, Mapping):
-        inside = {name: note for name, note in notes.items() if type(name) is str}
-        _set_metadata(loose, paths_inside(inside, root))
-
-
-def _emptied(container: object) -> dict[Any, Any]:
-    """Return an empty container of a kind, for what has names."""
-    kinds = (OrderedRecord, OrderedDict)
-    return next((kind() for kind in kinds if isinstance(container, kind)), {})
+            dotted[key[len(root) + 1 :]] = item
+    if dotted:
+        yield f"{place}[{f'{root}.*'!r}]", dotted
 
 
 def state_dicts_in(saved: object, depth: int = 3) -> list[str]:
@@ -585,13 +562,6 @@ def _metadata_of(container: Any) -> Any:
     if isinstance(container, OrderedRecord):
         return container.metadata
     return getattr(container, "_metadata", None)
-
-
-def _set_metadata(container: Any, notes: object) -> None:
-    if isinstance(container, OrderedRecord):
-        container.metadata = notes
-    elif isinstance(container, OrderedDict):
-        container._metadata = notes  # type: ignore[attr-defined]
 
 
 def _inside(values: Mapping[str, Any], root: str) -> dict[str, Any]:

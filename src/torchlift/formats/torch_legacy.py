@@ -180,15 +180,6 @@ def read_torch_legacy(source: Source) -> Index:
     if not isinstance(keys, list):
         raise FormatError("the storage keys are not a list", found=f"a {type(keys).__name__}")
     storages: dict[str, Storage] = {}
-    if source.is_remote:
-        counts, at = list[tuple[int, int]](), stream.pos
-        for key in keys:
-            ref = world.storages.get(key) if type(key) is str else None
-            if ref is None:
-                break
-            counts.append((at, at + 8))
-            at += 8 + max(0, ref.numel) * STORED_SIZE[ref.dtype]
-        source.expect(counts)
     for key in keys:
         ref = world.storages.get(key) if type(key) is str else None
         if ref is None or key in storages:

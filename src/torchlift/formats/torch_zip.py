@@ -65,9 +65,6 @@ _MAX_INFLATED, _MAX_RATIO = 1 << 20, 20
 #: Versions of the archive that torch reads (caffe2/serialize/versions.h).
 _VERSIONS = range(1, 11)
 
-#: Most pickles that are remembered, and most bytes of each.
-_MAX_KNOWN, _MAX_KNOWN_BYTES = 1 << 12, 1 << 12
-
 #: A broadcast view may show this many times what its storage holds, or this many bytes; beyond,
 #: a dense copy is a denial of service, not a tensor.
 _MAX_REPEAT, _MAX_REPEATED = 1 << 16, 1 << 32
@@ -82,7 +79,6 @@ def read_torch_zip(
     source: Source,
     key: str | None = None,
     prefix: str = "",
-    known: dict[bytes, object] | None = None,
     records: dict[str, Record] | None = None,
 ) -> Index:
     """Read the index of an archive that may be a window of a file.
@@ -91,7 +87,6 @@ def read_torch_zip(
         source: the archive; offsets in the index count from the start of the whole file.
         key: a name for the whole object, under which everything in it comes; None for no name.
         prefix: of the names of its storages.
-        known: pickle -> what it describes, for archives that have equal ones.
         records: its directory, where that was read already.
 
     Raises:
@@ -103,14 +98,8 @@ def read_torch_zip(
     assert pickled is not None
     expect_records(source, [pickled])
     notes = read_notes(source, records, top)
-    data = read_content(source, pickled)
     world = TorchWorld(source.budget)
-    root = known.get(data) if known else None
-    if root is None:
-        root = read_torch_pickle(data, world)
-        is_small = len(data) < _MAX_KNOWN_BYTES
-        if known is not None and is_small and len(known) < _MAX_KNOWN and not world.blocked:
-            known[data] = root
+    root = read_torch_pickle(read_content(source, pickled), world)
     resolver = zip_resolver(source, records, top + "data/", prefix + "data/", notes)
     root = root if key is None else {key: root}
     return index_of(source, "torch-zip", root, world, resolver, notes)
@@ -273,7 +262,6 @@ class Resolver:
         self.storages: dict[str, Storage] = {}
         self._find = find
         self._prefix = prefix
-        self._layouts: dict[tuple[int, int], _Layout] = {}
         self._path = path
         self._order = ("big-endian",) if big_endian else ()
 
@@ -288,22 +276,17 @@ class Resolver:
         stored = ref.storage
         name = self._prefix + stored.key
         self.storages[name] = storage = self._find(key, stored)
-        start, room = storage.offset, storage.nbytes
-        # By identity, not equality: (True,) equals (1,), and only one of them is a shape. The
-        # tuples stay alive as long as this object's input does.
-        layout = self._layouts.get((id(ref.size), id(ref.stride)))
-        if layout is None:
-            layout = self._layouts[id(ref.size), id(ref.stride)] = _layout(ref, key)
-        shape, stride, origin, numel, span = layout
-        itemsize, offset = ITEMSIZE[ref.dtype], ref.offset
-        if type(offset) is not int or not 0 <= offset < 1 << 63:
-            (offset,) = whole_numbers((offset,), key, "storage offset")
+        shape, stride = _shape_and_stride(ref, key)
+        (offset,) = whole_numbers((ref.offset,), key, "storage offset")
+        itemsize, numel = ITEMSIZE[ref.dtype], math.prod(shape)
         nbytes = numel * itemsize
-        if numel and (offset + span) * itemsize > room:
+        # Elements from the first to the last one: a stride can lead far beyond the shape's product.
+        span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+        if numel and (offset + span) * itemsize > storage.nbytes:
             raise FormatError(
                 "a tensor reaches outside its storage",
                 entry=key,
-                expected=f"at most {room} bytes in {name}",
+                expected=f"at most {storage.nbytes} bytes in {name}",
                 found=f"shape {shape}, stride {stride}, offset {offset} of {ref.dtype}",
             )
         if nbytes > storage.nbytes and repeats_too_often(nbytes, storage.nbytes):
@@ -317,8 +300,9 @@ class Resolver:
         chunks: tuple[Chunk, ...] = ()
         encoding: tuple[str, ...] = ()
         if numel:
-            place = start + offset * itemsize, span * itemsize
-            chunks = (Chunk(self._path, *place, origin, shape, None, storage.packed),)
+            begin, origin = storage.offset + offset * itemsize, (0,) * len(shape)
+            length = span * itemsize
+            chunks = (Chunk(self._path, begin, length, origin, shape, None, storage.packed),)
             encoding = (self._order if itemsize > 1 else ()) + ref.lazy
             if storage.packed is not None:
                 encoding = ("deflated", *encoding)
@@ -334,7 +318,7 @@ class Resolver:
             shape = whole_numbers(ref.size, key, "size", "tuple")
             stride = row_major(shape)
         else:
-            shape, stride, *_ = _layout(ref, key)
+            shape, stride = _shape_and_stride(ref, key)
         if math.prod(shape) >= 1 << 63:
             raise FormatError("a tensor has an impossible size", entry=key, found=list(shape))
         chunks = tuple([chunk for inner in tensors for chunk in inner.chunks])
@@ -391,11 +375,8 @@ def _record_of(
     return Storage(source.path, start, nbytes, ref.location, crc)
 
 
-_Layout = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int, int]
-
-
-def _layout(ref: TensorRef, key: str) -> _Layout:
-    """Check and return (shape, stride, first index, elements, elements from first to last)."""
+def _shape_and_stride(ref: TensorRef, key: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape and the strides of a tensor, once both are checked."""
     shape = dense_shape(ref.size, key, "size", "tuple")
     stride = whole_numbers(ref.stride, key, "stride", "tuple")
     if len(shape) != len(stride):
@@ -405,8 +386,7 @@ def _layout(ref: TensorRef, key: str) -> _Layout:
             expected=f"{len(shape)} strides",
             found=f"{len(stride)}",
         )
-    span = 1 + sum((extent - 1) * step for extent, step in zip(shape, stride, strict=True))
-    return shape, stride, (0,) * len(shape), math.prod(shape), span
+    return shape, stride
 
 
 #: The top directory of what torch writes to a file object, and where storages are in it.
