@@ -1,8 +1,8 @@
-"""Exported programs (``torch.export.save``): the weights and constants, without the program.
+"""Exported programs (``torch.export.save``): the state dict, without the program.
 
-Since torch 2.8: records of bytes below ``data/weights`` and ``data/constants``, and beside them a
-JSON text that says which tensor of which name looks into which record. Before: whole files of
-``torch.save`` inside the archive, which are read where they are.
+Since torch 2.8, the weights are records below ``data/weights``. A JSON text lists the tensors: name,
+shape, strides and record of each. Older versions of torch put whole files of ``torch.save`` into
+the archive. Constants of the program are not weights: they are not read.
 """
 
 from __future__ import annotations
@@ -22,22 +22,14 @@ from torchlift.formats.torch_zip import (
     read_torch_zip,
     zip_resolver,
 )
-from torchlift.formats.torchscript import CONSTANTS
 from torchlift.formats.zip_archive import STORED, expect_records
 
-#: (suffix of the records that list tensors, their folder, under which name they come).
-_KINDS = (
-    ("_weights_config.json", "data/weights/", ""),
-    ("_constants_config.json", "data/constants/", CONSTANTS),
-)
-#: Before torch 2.9: (file of torch.save, under which name its content comes).
-_OLD = (("serialized_state_dict.pt", ""), ("serialized_constants.pt", CONSTANTS))
+#: The folder of the weights, and the file of torch.save that has them in archives before torch 2.8.
+_WEIGHTS, _OLD = "data/weights/", "serialized_state_dict.pt"
 
 _STRIDED = 7
 #: Of the archive (torch/csrc/export/pt2_archive_constants.h).
 _VERSIONS = (b"0",)
-#: How the record of a constant is called that is a tensor; any other is an object of a class.
-_CONSTANT = "tensor_"
 
 #: Numbers of the schema (torch/_export/serde/schema.py, ``ScalarType``).
 _DTYPES = {
@@ -52,8 +44,8 @@ def read_pt2(content: Content) -> Index:
     """Read the index of an exported program, or of several in one archive.
 
     Returns:
-        The state dict under its own names, below ``CONSTANTS`` the constants; of several programs,
-        each below its own name.
+        The state dict under its own names; if the archive has several programs, each state dict is
+        below the name of its program.
 
     Raises:
         FormatError: not such an archive, damaged, or inconsistent.
@@ -65,9 +57,8 @@ def read_pt2(content: Content) -> Index:
             found=", ".join(both),
             hint="Programs disagree on what is in such a file; write it again.",
         )
-    if _OLD[0][0] in records:
-        found = [_nested(source, records[name], under) for name, under in _OLD if name in records]
-        return _joined(source, found, {})
+    if _OLD in records:
+        return _joined(source, [_nested(source, records[_OLD], "")], {})
     needed = (".json", "version", "byteorder")
     expect_records(source, [at for name, at in records.items() if name.endswith(needed)])
     version = look_up(records, top + "archive_version")
@@ -93,18 +84,17 @@ def read_pt2(content: Content) -> Index:
             hint="Save the exported program itself: torch.export.save.",
         )
     found = []
+    folder = top + _WEIGHTS
     for model in models:
-        prefix = model + "." if len(models) > 1 else ""
-        for suffix, folder, name in _KINDS:
-            under = prefix + name if name else prefix.removesuffix(".")
-            whole, config = f"{top}{folder}{model}.pt", f"{top}{folder}{model}{suffix}"
-            if whole in records:
-                found.append(_nested(source, records[whole], under))
-            elif config in records:
-                resolver = zip_resolver(source, records, top + folder, folder, notes)
-                found.append(_listed(source, records, config, resolver, top + folder, under))
-            else:
-                raise FormatError("a program without its weights", entry=config)
+        under = model if len(models) > 1 else ""
+        whole, config = f"{folder}{model}.pt", f"{folder}{model}_weights_config.json"
+        if whole in records:
+            found.append(_nested(source, records[whole], under))
+        elif config in records:
+            resolver = zip_resolver(source, records, folder, _WEIGHTS, notes)
+            found.append(_listed(source, records, config, resolver, folder, under))
+        else:
+            raise FormatError("a program without its weights", entry=config)
     return _joined(source, found, notes)
 
 
@@ -153,10 +143,7 @@ def _listed(
             if stored is None:
                 raise FormatError("a tensor's record is missing", expected=folder + path)
             tensor = meta.get("tensor_meta")
-            is_object = folder.endswith(_KINDS[1][1]) and not path.startswith(_CONSTANT)
-            if tensor is None or is_object:
-                blocked[key] = "torch.ScriptObject"
-            elif _field(meta, "use_pickle", bool):
+            if _field(meta, "use_pickle", bool):
                 if path in opened:  # each would be read again
                     raise FormatError("two tensors in one pickled file", expected="one each")
                 opened.add(path)
@@ -225,16 +212,14 @@ def _field(record: object, name: str, kind: type) -> Any:
     found = record.get(name) if isinstance(record, dict) else None
     if type(found) is not kind:
         raise FormatError(
-            f"what is known of it has no {name}",
-            expected=f"a {kind.__name__}",
-            found=f"a {type(found).__name__}",
+            f"the list of tensors has a wrong {name!r} for this key",
+            expected=kind.__name__,
+            found="nothing" if found is None else type(found).__name__,
         )
     return found
 
 
 READER = Reader(
-    lambda content: any(
-        content.top + name in content.records for name in ("archive_format", _OLD[0][0])
-    ),
+    lambda content: any(content.top + name in content.records for name in ("archive_format", _OLD)),
     read_pt2,
 )

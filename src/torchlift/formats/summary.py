@@ -60,7 +60,6 @@ def to_text(
     rows: int | None = None,
     depth: int | None = None,
     by_size: bool = False,
-    kinds: Mapping[str, int] | None = None,
 ) -> str:
     """Return a summary for a terminal: facts, and a tree of the modules with their sizes.
 
@@ -73,7 +72,6 @@ def to_text(
             None is for a number that fits a screen.
         depth: levels of the tree; None for as many as fit these lines.
         by_size: put the largest module first.
-        kinds: what the elements are -> how many of them.
 
     Returns:
         Lines without a final newline; no control characters but newlines.
@@ -81,7 +79,7 @@ def to_text(
     lines = sys.maxsize if rows is None and depth is not None else rows
     rest = _Rest(index)
     tree, more = _tree(rest, _LINES if lines is None else lines, depth, by_size)
-    return _text(rest, rows, tree, f"{more:,} more lines" if more else "", kinds)
+    return _text(rest, rows, tree, f"{more:,} more lines" if more else "")
 
 
 def to_table(
@@ -89,7 +87,6 @@ def to_table(
     *,
     rows: int | None = None,
     extra: Extra = ((), {}),
-    kinds: Mapping[str, int] | None = None,
 ) -> str:
     """Return the same facts and, in place of the tree, a table of the tensors.
 
@@ -97,7 +94,6 @@ def to_table(
         index: what to describe.
         rows: most tensors to list, None for all; and most objects and so on.
         extra: further columns.
-        kinds: what the elements are -> how many of them.
     """
     columns, cells = extra
     rest = _Rest(index)
@@ -112,7 +108,7 @@ def to_table(
     ]
     more = len(rest.entries) - len(table)
     table = [(*_COLUMNS, *columns), *table] if table else []
-    return _text(rest, rows, table, f"{more:,} more tensors" if more else "", kinds)
+    return _text(rest, rows, table, f"{more:,} more tensors" if more else "")
 
 
 def to_html(index: Index) -> str:
@@ -162,30 +158,13 @@ def to_json(index: Index) -> dict[str, Any]:
     }
 
 
-def counted(index: Index, kinds: Mapping[str, str], other: str) -> dict[str, int]:
-    """Return how many elements an index has of each kind, those of ties counted once.
-
-    Args:
-        index: what to count.
-        kinds: key -> its kind.
-        other: the kind of all other keys.
-    """
-    rest, found = _Rest(index), dict.fromkeys([*kinds.values(), other], 0)
-    for entry in rest.entries:
-        found[kinds.get(entry.key, other)] += entry.numel if entry.key not in rest.ties else 0
-    return found
-
-
 def _text(
     rest: _Rest,
     rows: int | None,
     table: Sequence[Sequence[str]],
     more: str,
-    kinds: Mapping[str, int] | None,
 ) -> str:
     facts = _facts(rest, _ITEMS if rows is None else rows)
-    at = [label for label, _ in facts].index("elements") + 1
-    facts[at:at] = [(f"  {kind}", f"{count:,}") for kind, count in (kinds or {}).items() if count]
     width = max(len(label) for label, _ in facts)
     lines = [_shown(rest.index.path), ""]
     lines += [f"{label:<{width}}  {value}" for label, value in facts]
