@@ -14,7 +14,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchlift._store.places import (
     Stamp,
@@ -102,12 +102,39 @@ _PATHS = {
     for kind in ("Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 }
 
-#: The key of what an item holds, and the first index of the chunk; None for what is not a tensor.
-_Place = tuple[str, "tuple[int, ...] | None"]
-#: File, first byte and length of an item: a torch archive with one chunk or object.
-_Item = tuple[str, int, int]
+
+class _Place(NamedTuple):
+    """What an item holds.
+
+    Attributes:
+        key: of the tensor or object.
+        start: first index of the chunk in its tensor; None for an object.
+    """
+
+    key: str
+    start: tuple[int, ...] | None = None
+
+
+class _Item(NamedTuple):
+    """A torch archive with one chunk or object: its file, first byte and length in bytes."""
+
+    file: str
+    offset: int
+    nbytes: int
+
+
+class _Numbers(NamedTuple):
+    """Where the numbers of a chunk are, the name of their storage, and its location tag."""
+
+    chunk: Chunk
+    storage: str
+    location: str
+
+
 #: Place of a chunk -> its dtype and shape, as the metadata has them.
 _Boxes = dict[_Place, tuple[str, tuple[int, ...]]]
+#: Items of one file, each with what it holds.
+_Stored = Sequence[tuple[_Place, _Item]]
 
 
 def metadata_files(names: Iterable[str]) -> list[str]:
@@ -235,7 +262,7 @@ class _Metadata:
                 )
             known.boxes.update(tensor.boxes)
         # Of two items with one place the last counts, as for torch; of two ranks, either.
-        items = {(where := _place(at)): _item(where[0], info)
+        items = {(where := _place(at)): _item(where.key, info)
                  for at, info in root.mapping("storage_data").items()}  # fmt: skip
         self.items = {**items, **self.items}
         version = root.get("version")
@@ -344,7 +371,7 @@ def _place(record: object) -> _Place:
     if not isinstance(record, _Record) or type(key) is not str:
         raise FormatError("the metadata of a file's content is malformed", found=_kind(record))
     start = record.get("offset")
-    return key, None if start is None else whole_numbers(start, key, "offset")
+    return _Place(key, None if start is None else whole_numbers(start, key, "offset"))
 
 
 def _item(key: str, record: object) -> _Item:
@@ -368,7 +395,7 @@ def _item(key: str, record: object) -> _Item:
         )
     numbers = (record.get("offset"), record.get("length"))
     offset, nbytes = whole_numbers(numbers, key, "size or offset in a file")
-    return file, offset, nbytes
+    return _Item(file, offset, nbytes)
 
 
 def _kind(value: object) -> str:
@@ -377,71 +404,49 @@ def _kind(value: object) -> str:
 
 def _read_items(path: str, metadata: _Metadata) -> Index:
     """Read every item where it is stored, each file once, and put the tensors together."""
-    # All names are checked before the first file is opened.
-    files = locate_all(path, (name for name, _, _ in metadata.items.values()), is_sure=True)
-    boxes: dict[_Place, Box] = {}
+    # All names are checked before the first file is opened: one may lead out of the folder.
+    files = locate_all(path, (item.file for item in metadata.items.values()), is_sure=True)
+    boxes: _Boxes = {}
     for key, tensor in metadata.tensors.items():
         filled = [box for box in tensor.boxes if 0 not in box[1]]
         check_boxes(key, tensor.shape, filled, metadata.budget)
-        boxes.update({(key, box[0]): box for box in filled})
-    places: dict[str, list[tuple[_Place, _Item]]] = {}
-    for place in (*boxes, *((key, None) for key in metadata.objects)):
+        boxes |= {_Place(key, start): (tensor.dtype, shape) for start, shape in filled}
+    work: dict[str, list[tuple[_Place, _Item]]] = {}
+    for place in (*boxes, *map(_Place, metadata.objects)):
         item = metadata.items.get(place)
         if item is None:
             raise FormatError(
                 "the metadata does not say in which file this is stored",
-                entry=place[0],
-                found=place[1] and f"a chunk at {list(place[1])} without a file",
+                entry=place.key,
+                found=place.start and f"a chunk at {list(place.start)} without a file",
             )
-        places.setdefault(files[item[0]], []).append((place, item))
-    chunks: dict[_Place, tuple[Chunk, str, str]] = {}
-    storages: dict[str, Storage] = {}
-    stamps = {file: stamp_of(file) for file in places} if is_url(path) else {}
+        work.setdefault(files[item.file], []).append((place, item))
+    found = _Found()
     if is_url(path):
-        # Where the numbers of an item lie is in its own head: a request for each tensor.
-        for file, stored in places.items():
+        # Only the head of an item says where its numbers are. Reading it takes a request for each
+        # chunk, so `resolved` does that for the tensors that are needed.
+        found.stamps = {file: stamp_of(file) for file in work}
+        for file, stored in work.items():
             _check_items(file, stored)
-            for (key, start), (_, offset, nbytes) in stored:
-                if start is not None:
-                    shape, dtype = boxes[key, start][1], metadata.tensors[key].dtype
-                    name = f"{relative(file, path)}@{offset}/"
-                    storages[name] = Storage(
-                        file, offset, math.prod(shape) * ITEMSIZE[dtype], _UNKNOWN
-                    )
-                    chunk = Chunk(file, offset, nbytes, start, shape)
-                    chunks[key, start] = chunk, name, _UNKNOWN
-        places = {
-            file: [each for each in stored if each[0][1] is None] for file, stored in places.items()
-        }
-    described: _Boxes = {
-        (key, start): (tensor.dtype, shape)
-        for key, tensor in metadata.tensors.items()
-        for start, shape in tensor.boxes
-    }
-    objects: dict[str, Index] = {}
-    work = [(file, stored) for file, stored in places.items() if stored]
-    for found in in_parallel(
-        path, partial(_read_file_items, path, described, stamps, metadata.budget), work
-    ):
-        stamps |= found.stamps
-        chunks |= found.chunks
-        objects |= found.objects
-        storages |= found.storages
-    entries = {
-        key: _entry(key, tensor, [chunks[key, box[0]] for box in tensor.boxes if 0 not in box[1]])
-        for key, tensor in metadata.tensors.items()
-    }
-    tensors = Index(path, "dcp", entries, storages, stamps)
+            found.add_unread(path, file, stored, boxes)
+            work[file] = [each for each in stored if each[0].start is None]
+    read = partial(_read_file_items, path, boxes, found.stamps, metadata.budget)
+    for one in in_parallel(path, read, [each for each in work.items() if each[1]]):
+        found.add(one)
+    entries: dict[str, TensorEntry] = {}
+    for key, tensor in metadata.tensors.items():
+        places = [_Place(key, start) for start, shape in tensor.boxes if 0 not in shape]
+        entries[key] = _entry(key, tensor, [found.chunks[place] for place in places])
+    tensors = Index(path, "dcp", entries, found.storages, found.stamps)
     version = {} if metadata.version is None else {"dcp_version": metadata.version}
-    whole = [tensors, *(objects[key] for key in metadata.objects)]
-    leaves: dict[str, object] = {key: Leaf(key) for key in (*entries, *objects)}
-    for of_object in objects.values():
+    whole = [tensors, *(found.objects[key] for key in metadata.objects)]
+    leaves: dict[str, object] = {key: Leaf(key) for key in (*entries, *found.objects)}
+    for of_object in found.objects.values():
         (saved,) = of_object.tree or ({},)
         leaves |= saved if isinstance(saved, dict) else {}
     tree = containers(metadata.paths, leaves)
     templates = flatten(tree[0], metadata.budget).templates if tree is not None else {}
-    made = join(path, "dcp", whole, version, _CONFLICT)
-    return replace(made, tree=tree, templates=templates)
+    return replace(join(path, "dcp", whole, version, _CONFLICT), tree=tree, templates=templates)
 
 
 class _Container(dict[object, Any]):
@@ -477,10 +482,8 @@ def _with_lists(value: object) -> object:
     return {str(name): item for name, item in made.items()}
 
 
-def _chunk(
-    index: Index, dtype: str, shape: tuple[int, ...], start: tuple[int, ...]
-) -> tuple[Chunk, str, str]:
-    """Return the chunk in an item, the name of its storage and its location tag."""
+def _numbers(index: Index, dtype: str, shape: tuple[int, ...], start: tuple[int, ...]) -> _Numbers:
+    """Return where an item has its numbers, which must be what the metadata says."""
     entry = next(iter(index.entries.values()), None)
     if entry is None or (entry.dtype, entry.shape) != (dtype, shape):
         raise FormatError(
@@ -504,17 +507,17 @@ def _chunk(
         )
     stride = None if entry.is_contiguous else entry.stride
     chunk = Chunk(run.file, run.offset, run.nbytes, start, shape, stride)
-    return chunk, entry.storage, entry.location
+    return _Numbers(chunk, entry.storage, entry.location)
 
 
-def _entry(key: str, tensor: _Tensor, found: list[tuple[Chunk, str, str]]) -> TensorEntry:
-    chunks = tuple(chunk for chunk, _, _ in found)
+def _entry(key: str, tensor: _Tensor, found: Sequence[_Numbers]) -> TensorEntry:
+    chunks = tuple(numbers.chunk for numbers in found)
     stride = row_major(tensor.shape)
     if len(chunks) == 1 and chunks[0].stride is not None:
         stride = chunks[0].stride
         chunks = (chunks[0]._replace(stride=None),)
     nbytes = math.prod(tensor.shape) * ITEMSIZE[tensor.dtype]
-    _, storage, location = found[0] if found else (None, "", "cpu")
+    storage, location = found[0][1:] if found else ("", "cpu")
     dtype, shape, grad = tensor.dtype, tensor.shape, tensor.requires_grad
     made = TensorEntry(key, dtype, shape, stride, nbytes, location, storage, chunks, grad)
     return made._replace(encoding=(UNRESOLVED,)) if location == _UNKNOWN else made
@@ -522,12 +525,30 @@ def _entry(key: str, tensor: _Tensor, found: list[tuple[Chunk, str, str]]) -> Te
 
 @dataclass(slots=True)
 class _Found:
-    """What the items of a file have."""
+    """What is known of items: of one file, or of several."""
 
-    chunks: dict[_Place, tuple[Chunk, str, str]] = field(default_factory=dict)
+    chunks: dict[_Place, _Numbers] = field(default_factory=dict)
     objects: dict[str, Index] = field(default_factory=dict)
     storages: dict[str, Storage] = field(default_factory=dict)
     stamps: dict[str, Stamp] = field(default_factory=dict)
+
+    def add(self, other: _Found) -> None:
+        """Add what is known of the items of another file."""
+        self.chunks |= other.chunks
+        self.objects |= other.objects
+        self.storages |= other.storages
+        self.stamps |= other.stamps
+
+    def add_unread(self, path: str, file: str, stored: _Stored, boxes: _Boxes) -> None:
+        """Add the chunks of a file as their whole items, in which their numbers are somewhere."""
+        for place, (_, offset, nbytes) in stored:
+            if place.start is not None:
+                dtype, shape = boxes[place]
+                name = f"{relative(file, path)}@{offset}/"
+                dense = math.prod(shape) * ITEMSIZE[dtype]
+                self.storages[name] = Storage(file, offset, dense, _UNKNOWN)
+                chunk = Chunk(file, offset, nbytes, place.start, shape)
+                self.chunks[place] = _Numbers(chunk, name, _UNKNOWN)
 
 
 def _read_file_items(
@@ -535,13 +556,13 @@ def _read_file_items(
     boxes: _Boxes,
     stamps: Mapping[str, Stamp],
     budget: Budget,
-    work: tuple[str, Sequence[tuple[_Place, _Item]]],
+    work: tuple[str, _Stored],
 ) -> _Found:
     """Read what the items of one file say of themselves.
 
     Args:
         path: the directory.
-        boxes: place of a chunk -> its dtype and shape, as the metadata has them.
+        boxes: what the metadata says of each chunk.
         stamps: of files that were looked at before.
         budget: what reading may still cost.
         work: the file, and its items.
@@ -554,15 +575,15 @@ def _read_file_items(
         ends = [(at, at + nbytes) for _, (_, at, nbytes) in stored]
         heads = [(at, min(at + _ITEM_END, stop)) for at, stop in ends]
         source.expect([*heads, *((max(at, stop - _ITEM_END), stop) for at, stop in ends)])
-        for (key, start), (_, offset, nbytes) in stored:
+        for place, (_, offset, nbytes) in stored:
             prefix = f"{name}@{offset}/"
-            with errors_name(source.path, key):
+            with errors_name(source.path, place.key):
                 archive = source.window(offset, nbytes)
-                if start is None:
-                    found.objects[key] = _read_object(archive, key, prefix)
+                if place.start is None:
+                    found.objects[place.key] = _read_object(archive, place.key, prefix)
                     continue
-                index = read_torch_zip(archive, key, prefix)
-                found.chunks[key, start] = _chunk(index, *boxes[key, start], start)
+                index = read_torch_zip(archive, place.key, prefix)
+                found.chunks[place] = _numbers(index, *boxes[place], place.start)
                 found.storages.update(index.storages)
     return found
 
@@ -588,32 +609,31 @@ def resolved(index: Index, keys: Collection[str] | None = None) -> Index:
     ]
     if not todo:
         return index
-    places: dict[str, list[tuple[_Place, _Item]]] = {}
+    work: dict[str, list[tuple[_Place, _Item]]] = {}
     boxes: _Boxes = {}
     for entry in todo:
         for chunk in entry.chunks:
-            place = entry.key, chunk.start
+            place = _Place(entry.key, chunk.start)
             boxes[place] = entry.dtype, chunk.shape
-            item = chunk.file, chunk.offset, chunk.nbytes
-            places.setdefault(chunk.file, []).append((place, item))
-    read = partial(_read_file_items, index.path, boxes, index.files, Budget())
-    entries, storages, files = dict(index.entries), dict(index.storages), dict(index.files)
-    chunks: dict[_Place, tuple[Chunk, str, str]] = {}
-    for found in in_parallel(index.path, read, list(places.items())):
-        chunks |= found.chunks
-        files |= found.stamps
-        storages |= found.storages
+            item = _Item(chunk.file, chunk.offset, chunk.nbytes)
+            work.setdefault(chunk.file, []).append((place, item))
+    # The stand-ins of these items go: their storages are known now.
     items = {(chunk.file, chunk.offset) for entry in todo for chunk in entry.chunks}
     storages = {
         name: storage
-        for name, storage in storages.items()
+        for name, storage in index.storages.items()
         if storage.location != _UNKNOWN or (storage.file, storage.offset) not in items
     }
+    found = _Found(storages=storages, stamps=dict(index.files))
+    read = partial(_read_file_items, index.path, boxes, index.files, Budget())
+    for one in in_parallel(index.path, read, list(work.items())):
+        found.add(one)
+    entries = dict(index.entries)
     for entry in todo:
         tensor = _Tensor(entry.dtype, entry.shape, entry.requires_grad, {})
-        parts = [chunks[entry.key, chunk.start] for chunk in entry.chunks]
+        parts = [found.chunks[_Place(entry.key, chunk.start)] for chunk in entry.chunks]
         entries[entry.key] = _entry(entry.key, tensor, parts)
-    return replace(index, entries=entries, storages=storages, files=files)
+    return replace(index, entries=entries, storages=found.storages, files=found.stamps)
 
 
 def _read_object(item: Source, key: str, prefix: str) -> Index:
@@ -624,9 +644,9 @@ def _read_object(item: Source, key: str, prefix: str) -> Index:
     return Index(item.path, "dcp", {}, {}, {}, blocked_keys={key: why})
 
 
-def _check_items(file: str, stored: Sequence[tuple[_Place, _Item]]) -> None:
-    """Refuse items that share bytes: a thousand of them would make a thousand of one."""
-    spans = sorted((offset, offset + nbytes, key) for (key, _), (_, offset, nbytes) in stored)
+def _check_items(file: str, stored: _Stored) -> None:
+    """Refuse items that share bytes: a thousand names of one item would cost its size each."""
+    spans = sorted((item.offset, item.offset + item.nbytes, place.key) for place, item in stored)
     for (_, stop, _), (start, _, key) in itertools.pairwise(spans):
         if start < stop:
             raise FormatError("two items overlap in their file", file=file, entry=key)
@@ -641,5 +661,5 @@ def dcp_items(path: str) -> set[str]:
     metadata = _Metadata()
     with Source(path, metadata.budget) as source:
         metadata.add(source.read_all(_MAX_METADATA, "the metadata"))
-    names = {name for name, _, _ in metadata.items.values()}
+    names = {item.file for item in metadata.items.values()}
     return {name for name in names if os.sep not in name and name.endswith(DCP_SUFFIX)}

@@ -1,8 +1,8 @@
 """Exported programs (``torch.export.save``): the state dict, without the program.
 
-Since torch 2.8, the weights are records below ``data/weights``. A JSON text lists the tensors: name,
-shape, strides and record of each. Older versions of torch put whole files of ``torch.save`` into
-the archive. Constants of the program are not weights: they are not read.
+Since torch 2.8, the weights are records below ``data/weights``, and a JSON text lists the name,
+shape, strides and record of each tensor. Older versions of torch put whole files of ``torch.save``
+into the archive. Constants of the program are not weights: they are not read.
 """
 
 from __future__ import annotations
