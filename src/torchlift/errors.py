@@ -148,7 +148,7 @@ class FormatError(CheckpointError):
         ...     torchlift.open(path)
         ... except torchlift.FormatError as error:
         ...     print(error.reason, error.hint, sep="; ")
-        a zip archive without its directory; The file is truncated: an interrupted save or
+        the zip archive lacks its directory; The file is truncated: an interrupted save or
         download. Fetch it again.
     """
 

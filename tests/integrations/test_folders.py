@@ -208,7 +208,7 @@ def test_folders_that_leave_open_what_is_meant_are_refused(tmp_path: Path) -> No
     """Two files, an empty folder, foreign classes, and a checkpoint that has a state, too."""
     state = state_of(nn.Linear(2, 2))
     (tmp_path / "empty").mkdir()
-    assert "an empty directory" in refused(tmp_path / "empty")
+    assert "the directory is empty" in refused(tmp_path / "empty")
     assert "no such file" in refused(tmp_path / "nowhere")
     folder = tmp_path / "two"
     folder.mkdir()

@@ -677,7 +677,7 @@ def test_a_conversion_that_keeps_no_tensor_is_refused(
     assert re.search(message, "".join(capsys.readouterr()))
     assert (tmp_path / "y.safetensors").exists() is (status == 0)
     torch.save(Blocked(), tmp_path / "z.pt")
-    with pytest.raises(UnsafeError, match=r"'object': only .* There is nothing else in it"):
+    with pytest.raises(UnsafeError, match=r"'object': only .* The file contains nothing else"):
         torchlift.open(tmp_path / "z.pt").tree()
 
 

@@ -105,10 +105,10 @@ def made_of(
     except (CheckpointError, MemoryError):
         raise
     except Exception as error:
-        what, hint = f"its values do not make a {kind} tensor", None
+        what, hint = f"the stored values do not make a valid {kind} tensor", None
         if kind.name == SUBCLASS:
-            what = f"{kind.facts[0].rpartition('.')[2]} does not take what the file has for it"
-            hint = "It was saved by another version of the library: install that, and save its "
+            what = f"{kind.facts[0].rpartition('.')[2]} rejects the stored values"
+            hint = "Install the version of the library that saved it, and save its "
             hint += "dequantised values."
         raise FormatError(
             what,
@@ -271,7 +271,7 @@ def _values_of_blocks(entry: TensorEntry, blocks: torch.Tensor, path: str) -> to
         from gguf import GGMLQuantizationType, dequantize
     except ImportError as error:
         raise FormatError(
-            f"quantised to {name}, and the package that knows how is not installed",
+            f"the values are quantised to {name}, and the package gguf is not installed",
             file=path,
             entry=entry.key,
             hint="pip install gguf",
@@ -281,7 +281,7 @@ def _values_of_blocks(entry: TensorEntry, blocks: torch.Tensor, path: str) -> to
         return torch.from_numpy(dequantize(flat, GGMLQuantizationType[name]))
     except NotImplementedError as error:
         raise FormatError(
-            f"quantised to {name}, which the installed gguf cannot compute",
+            f"the values are quantised to {name}, which the installed gguf cannot compute",
             file=path,
             entry=entry.key,
         ) from error
@@ -323,7 +323,7 @@ def readable_parts(tensor: torch.Tensor, path: str, key: str) -> list[torch.Tens
                 entry=key,
                 expected="a tensor whose values are in memory",
                 found=f"{type(each).__name__}, {each.dtype}, {each.layout}",
-                hint="Build the model outside of FakeTensorMode, and call to_dense() on a tensor "
+                hint="Build the model outside of FakeTensorMode, or call to_dense() on a tensor "
                 "of a layout of its own.",
             )
     return parts
@@ -345,7 +345,7 @@ def values_of(entry: TensorEntry, tensor: torch.Tensor, path: str) -> list[torch
             made.view(-1)[:0].tolist()  # or else a wrapper is one still
     except Exception as error:  # code of the class
         raise FormatError(
-            f"its values cannot be computed: {type(tensor).__name__} does not dequantise itself",
+            f"the values cannot be computed: {type(tensor).__name__} does not dequantise itself",
             file=path,
             entry=entry.key,
             found=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
@@ -407,10 +407,10 @@ class Values:
             kept = [item for item in items if item is not DROPPED]
             if kept and len(kept) < len(items):
                 raise PlacementError(
-                    "an item of a list cannot be left out alone: the next ones would move up",
+                    "one item of a list cannot be left out: the items after it would move",
                     file=self.path,
                     entry=key,
-                    hint="Leave out all of it, or nothing.",
+                    hint="Leave out the whole list, or nothing.",
                 )
             return DROPPED if items and not kept else type(value)(kept)
         if isinstance(value, (set, frozenset)):
@@ -424,11 +424,11 @@ class Values:
                 return torch.device(value)
             except RuntimeError as error:  # a name of another torch, or a damaged one
                 raise FormatError(
-                    "the installed torch knows no such device",
+                    "the installed torch does not support this device",
                     file=self.path or None,
                     entry=key,
                     found=str(value),
-                    hint="What else there is comes without it, from ckpt.state_dict().",
+                    hint="Take the tensors from ckpt.state_dict().",
                 ) from error
         if isinstance(value, (Global, NumpyDtype, LayoutName)):
             name = str(value) if isinstance(value, LayoutName) else value.name
@@ -455,13 +455,13 @@ def array_of(array: Array) -> Any:
     try:
         import numpy
     except ImportError as error:
-        raise FormatError("a numpy array, and numpy is not installed") from error
+        raise FormatError("the value is a NumPy array, and numpy is not installed") from error
     try:
         empty = numpy.empty(0, array.code)
         made = numpy.frombuffer(array.data, empty.dtype) if array.data else empty
         return made.reshape(array.shape, order="F" if array.columns else "C").copy(order="K")
     except (TypeError, ValueError) as error:  # long double; more dimensions than numpy 1 has
-        what = "the installed numpy knows no such array"
+        what = "the installed numpy does not support this array"
         raise FormatError(what, found=f"{array!r}: {error}") from error
 
 
@@ -525,11 +525,11 @@ def _subclass(entry: TensorEntry, inner: Sequence[torch.Tensor], path: str) -> t
     attributes = values.made(state, None)
     if values.lacking:
         raise UnsafeError(
-            "it is made of a class that nobody allowed, and that only unpickling could rebuild",
+            "the tensor is made of a class that allow_classes does not list",
             file=path,
             entry=entry.key,
             found=clipped_list(list(values.lacking)),
-            hint="Where you know that class, name it, too: allow_classes=[...] takes any number.",
+            hint="If you know that class, add it to allow_classes=[...].",
         )
     kind = allowed[name]
     if is_view:
@@ -557,7 +557,7 @@ class _Inside(Values):
 
     def tensor(self, record: object, key: str | None) -> object:
         if id(record) not in self.tensors:
-            raise TypeError(f"a {type(record).__name__} among its attributes")
+            raise TypeError(f"an attribute is a {type(record).__name__}")
         return self.tensors[id(record)]
 
     def blocked(self, record: Blocked, key: str | None) -> object:
@@ -589,7 +589,7 @@ class _Inside(Values):
 def _give(made: Any, state: Any) -> None:
     """Give an object its attributes, as unpickling does; all tensors share a method for another."""
     if isinstance(made, enum.Enum):  # there is one in the process: everybody would see it change
-        raise TypeError("state for an enum member")
+        raise TypeError("an enum member has a state")
     own = getattr(type(made), "__setstate__", None)
     if own is not None and own is not torch.Tensor.__setstate__:
         made.__setstate__(state)
@@ -605,7 +605,7 @@ def _give(made: Any, state: Any) -> None:
     declared = made.__tensor_flatten__()[0] if late and hasattr(made, "__tensor_flatten__") else ()
     for name, value in late.items():
         if name not in declared or not isinstance(value, torch.Tensor) or callable(value):
-            raise TypeError(f"state for {name!r}, which its class has of its own")
+            raise TypeError(f"the state replaces {name!r} of the class")
         made.__dict__[name] = value
 
 
@@ -645,6 +645,6 @@ def _check(made: Any, kind: type, entry: TensorEntry) -> None:
     inner = {name: getattr(made, name) for name in names}
     for name, value in inner.items():
         if not isinstance(value, torch.Tensor):
-            raise TypeError(f"{name!r} is a {type(value).__name__}, and not a tensor")
+            raise TypeError(f"{name!r} is a {type(value).__name__} instead of a tensor")
     # As loading does with it later, on the way to the model.
     compare(kind.__tensor_unflatten__(inner, context, made.size(), made.stride()))  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What the values of a tensor are like, one block of it in memory at a time."""
+"""Statistics of a tensor's values, with one block in memory at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-#: What the four bits of a float4_e2m1fn say; a byte holds two of them, the first in its low half.
+#: The values of the 16 codes of float4_e2m1fn. A byte holds two codes, the first in its low half.
 _FLOAT4 = torch.tensor(
     [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], device="cpu"
 )
@@ -16,15 +16,15 @@ _FLOAT4 = torch.tensor(
 
 @dataclass(frozen=True, slots=True)
 class TensorStats:
-    """What the values of a tensor are like; of complex numbers, their absolute values.
+    """Statistics of a tensor's values. Complex numbers count by their absolute values.
 
     Attributes:
-        min: the smallest finite value; None where there is none.
-        max: the largest finite value.
-        mean: of the finite values.
-        std: their standard deviation, that of the population.
-        nan: elements that are not a number.
-        inf: elements that are infinite.
+        min: The smallest finite value, or None without finite values.
+        max: The largest finite value.
+        mean: The mean of the finite values.
+        std: The population standard deviation of the finite values.
+        nan: Number of NaN elements.
+        inf: Number of infinite elements.
     """
 
     min: float | None
@@ -36,7 +36,7 @@ class TensorStats:
 
 
 def stats_of(blocks: Iterable[torch.Tensor]) -> TensorStats:
-    """Sum up the values of a tensor of any dtype, whose elements come some at a time."""
+    """Return statistics of a tensor of any dtype, given its elements in blocks."""
     count, mean, variance, nan, inf = 0, 0.0, 0.0, 0, 0
     smallest: float | None = None
     largest: float | None = None
@@ -68,7 +68,7 @@ def stats_of(blocks: Iterable[torch.Tensor]) -> TensorStats:
 
 
 def _numbers(block: torch.Tensor) -> torch.Tensor:
-    """Return values as int64 or float64, in which they are what they are."""
+    """Return values as int64 or float64, which hold them exactly (uint64 is rounded)."""
     if block.dtype == torch.float4_e2m1fn_x2:
         pairs = block.view(torch.uint8).int()
         return torch.cat([_FLOAT4[pairs & 15], _FLOAT4[pairs >> 4]]).double()

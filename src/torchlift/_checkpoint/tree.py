@@ -46,12 +46,14 @@ class _Beside(Values):
         return self._made[id(value)][1]
 
     def tensor(self, record: object, key: str | None) -> object:
-        what = "a tensor without a key: in a name, a set or the metadata of a state dict"
+        what = (
+            "a tensor does not have a key: it is in a name, a set or the metadata of a state dict"
+        )
         raise FormatError(what, file=self.path)
 
     def blocked(self, record: Blocked, key: str | None) -> object:
         raise UnsafeError(
-            "a name, an item of a set or metadata that only unpickling could rebuild",
+            "only unpickling could rebuild a name, an item of a set or metadata",
             file=self.path,
             found=record.name,
             hint="Take the tensors by their keys.",
@@ -85,7 +87,7 @@ class Tree(Values):
         """Return the object below a container of the index, or all of it.
 
         Raises:
-            FormatError: there is no such container.
+            FormatError: the checkpoint does not contain this container.
         """
         assert self.index.tree is not None
         (saved,) = self.index.tree

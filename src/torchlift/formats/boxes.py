@@ -83,10 +83,10 @@ def narrowed(entry: TensorEntry, spans: Spans) -> TensorEntry:
         return entry
     if not entry.can_be_sliced:
         raise FormatError(
-            "no strided numbers, of which a slice could be read",
+            "this kind of tensor cannot be read in slices",
             entry=entry.key,
             found=entry.type_name,
-            hint="Load it whole, and save what it stands for.",
+            hint="Load the whole tensor, and save its dense values.",
         )
     chunks = [
         _box(entry, chunk, chunk.offset + _bytes(entry, first), at, sizes, steps)
@@ -245,11 +245,11 @@ def _bytes(entry: TensorEntry, elements: int) -> int:
 
 def _indivisible(entry: TensorEntry) -> FormatError:
     return FormatError(
-        "blocks of quantised values would be cut",
+        "a slice would cut blocks of quantised values",
         entry=entry.key,
         expected=f"slices of whole blocks of {entry.block[0]}",
         found=f"{entry.type_name} {list(entry.shape)}",
-        hint="Load it whole, or convert the file to plain numbers first.",
+        hint="Load the whole tensor, or convert the file to plain numbers first.",
     )
 
 

@@ -242,9 +242,11 @@ class _Metadata:
         """
         root, end = read_pickle(data, _World(self.budget))
         if end != len(data):
-            raise FormatError("bytes after the end of the metadata", expected=end, found=len(data))
+            raise FormatError(
+                "the metadata is followed by other bytes", expected=end, found=len(data)
+            )
         if not isinstance(root, _Record) or root.kind != "Metadata":
-            raise FormatError("the metadata is not that of a distributed checkpoint")
+            raise FormatError("the file is not the metadata of a DCP checkpoint")
         for key, value in root.mapping("state_dict_metadata").items():
             if type(key) is not str or not isinstance(value, _Record):
                 raise FormatError("the metadata has a key that is not text", found=_kind(key))
@@ -302,8 +304,7 @@ class _World(TorchWorld):
         found = super().find(module, name)
         if isinstance(found, Blocked):
             raise UnsafeError(
-                "the metadata names a global that describes no checkpoint; torch would import and "
-                "could run it",
+                "the metadata names a foreign global, which torch would import and could run it",
                 entry=dotted,
                 hint="Do not load this directory with torch either, unless you trust its source.",
             )
@@ -346,7 +347,7 @@ def _tensor(key: str, record: _Record, budget: Budget) -> _Tensor:
     )
     name = dtype.name.removeprefix("torch.") if isinstance(dtype, Global) else ""
     if name not in ITEMSIZE:
-        raise FormatError("a tensor has a dtype that nobody knows", entry=key, found=_kind(dtype))
+        raise FormatError("a tensor has an unknown dtype", entry=key, found=_kind(dtype))
     shape = dense_shape(record.get("size"), key, "size")
     boxes: dict[Box, None] = {}
     budget.spend(8 * STEP * len(chunks) * (1 + len(shape)), key)
@@ -357,7 +358,7 @@ def _tensor(key: str, record: _Record, budget: Budget) -> _Tensor:
         sizes = whole_numbers(chunk.get("sizes"), key, "size")
         if not len(start) == len(sizes) == len(shape):
             raise FormatError(
-                "a chunk has not the dimensions of its tensor",
+                "a chunk and its tensor have different numbers of dimensions",
                 entry=key,
                 expected=f"{len(shape)} dimensions",
                 found=f"{list(sizes)} at {list(start)}",
@@ -388,10 +389,10 @@ def _item(key: str, record: object) -> _Item:
     if transforms:
         names = transforms[:10] if isinstance(transforms, (list, tuple)) else ()
         raise FormatError(
-            "an item was transformed as it was written, so its bytes are not its numbers",
+            "a writer transformed the bytes of this item, for example compressed them",
             entry=key,
             found=", ".join(name[:100] for name in names if type(name) is str),
-            hint="Load it with the extension that wrote it, and save it without.",
+            hint="Load it with the extension that wrote it, and save it again without one.",
         )
     numbers = (record.get("offset"), record.get("length"))
     offset, nbytes = whole_numbers(numbers, key, "size or offset in a file")
@@ -487,7 +488,7 @@ def _numbers(index: Index, dtype: str, shape: tuple[int, ...], start: tuple[int,
     entry = next(iter(index.entries.values()), None)
     if entry is None or (entry.dtype, entry.shape) != (dtype, shape):
         raise FormatError(
-            "an item is not what the metadata says",
+            "an item differs from the metadata",
             expected=f"{dtype} {list(shape)}",
             found="no tensor" if entry is None else f"{entry.dtype} {list(entry.shape)}",
         )
@@ -599,7 +600,7 @@ def resolved(index: Index, keys: Collection[str] | None = None) -> Index:
         keys: of the tensors that are needed; None for all.
 
     Raises:
-        FormatError: an item is not what the metadata says.
+        FormatError: an item differs from the metadata.
         IntegrityError: a file is another one now.
     """
     todo = [
@@ -649,7 +650,7 @@ def _check_items(file: str, stored: _Stored) -> None:
     spans = sorted((item.offset, item.offset + item.nbytes, place.key) for place, item in stored)
     for (_, stop, _), (start, _, key) in itertools.pairwise(spans):
         if start < stop:
-            raise FormatError("two items overlap in their file", file=file, entry=key)
+            raise FormatError("two items overlap in the file", file=file, entry=key)
 
 
 def dcp_items(path: str) -> set[str]:

@@ -164,7 +164,7 @@ def read_index(
     """
     name = os.fsdecode(path)
     if not name:  # a setting that is not set: the current directory is not what was meant
-        raise FormatError("an empty path", hint="Pass the path of a file or a directory.")
+        raise FormatError("the path is empty", hint="Pass the path of a file or directory.")
     absolute = place_of(name, storage_options)
     try:
         with collection_paused(), errors_name(absolute):
@@ -279,8 +279,8 @@ def _refuse(content: Content) -> Index:
         names = {name.rpartition("/")[2].lower() for name in content.records}
         if "serialization_id" in names and "data.pkl" not in names:
             raise FormatError(
-                "a torch file without its data.pkl: the torch.save that wrote it raised an error",
-                hint="Save it again: the error names the object that torch.save cannot write.",
+                "data.pkl is missing: the torch.save that wrote this file raised an error",
+                hint="Save again. The error names the object that torch.save cannot write.",
             )
         return _torch_zip(content)  # which says what is missing
     if _called(content.head) == _OF_DCP:
@@ -292,8 +292,8 @@ def _part_of_dcp(path: str) -> FormatError:
     # Not every server lists a folder, and not every folder on a disk has one file of metadata.
     whole = inside(parent(path), DCP_METADATA) if is_url(path) else parent(path)
     return FormatError(
-        "a part of a distributed checkpoint (DCP)",
-        expected="its folder, or its metadata",
+        "this is one file of a DCP checkpoint",
+        expected="the folder, or its .metadata",
         hint=f"Open {printable(whole, 300)!r}.",
     )
 
@@ -310,7 +310,7 @@ def _foreign(head: bytes, size: int) -> CheckpointError:
         if re.match(magic, head, re.DOTALL):
             name = _called(head)
             kind = UnsafeError if name else FormatError
-            return kind(what, expected=_EXPECTED, found=name, hint=hint)
+            return kind(f"this is {what}", expected=_EXPECTED, found=name, hint=hint)
     what, found = "not a checkpoint that torchlift reads", None
     hint = (
         "Check that the right file was fetched, completely. If another library reads this format, "
@@ -328,7 +328,7 @@ def _foreign(head: bytes, size: int) -> CheckpointError:
         found = printable(head.decode(errors="replace").strip(), 200)  # perhaps an error page
     else:
         found = f"{size} bytes starting with {head[:8]!r}"
-    return FormatError(what, expected=_EXPECTED, found=found, hint=hint)
+    return FormatError(f"this is {what}", expected=_EXPECTED, found=found, hint=hint)
 
 
 def _foreign_in(
@@ -338,7 +338,7 @@ def _foreign_in(
     for pattern, what, hint in known:
         for name in names:
             if re.fullmatch(pattern, name, re.DOTALL):
-                return FormatError(what, expected=_EXPECTED, found=name, hint=hint)
+                return FormatError(f"this is {what}", expected=_EXPECTED, found=name, hint=hint)
     return None
 
 
@@ -361,43 +361,45 @@ def _read_directory(path: str) -> Index:
         names
     ):
         raise FormatError(
-            "the data of a distributed checkpoint, without its metadata",
-            expected=f"the file {DCP_METADATA}, which is written last",
+            "the DCP checkpoint is incomplete: its metadata is missing",
+            expected=f"the file {DCP_METADATA}, which a save writes last",
             found=_listed(data),
-            hint="The save was interrupted, or not all of it was copied: save or fetch it again.",
+            hint="The save or the copy was interrupted. Save or fetch it again.",
         )
     variants = {name: variant for name in names if (variant := _variant(name))}
     if "model_index.json" in names and (components := _components(path, names)):
-        raise _several("a directory of components, each with a checkpoint", components, path)
+        raise _several(
+            "the directory holds several components with a checkpoint each", components, path
+        )
     # What has no variant first, whichever way it is stored: what its model is loaded from.
     for some in ([name for name in names if name not in variants], names):
         content = Content(path, _read_file, names=some)
         for reader in filter(lambda reader: reader.fits(content), _DIRECTORIES):
             if len(found := sorted(set(variants.values()))) > 1 and some is names:
-                what = f"a directory with {len(found)} variants of a model: {', '.join(found)}"
+                what = f"the directory holds {len(found)} variants of a model: {', '.join(found)}"
                 raise _several(what, list(variants), path)
             return reader.read(content)
     if components := _components(path, names):
-        raise _several("a directory of directories with checkpoints", components, path)
+        raise _several("the directory holds several directories with checkpoints", components, path)
     for folder in [path, *_folders(path, names)]:
         if {"data.pkl", "version"} <= {*names_in(folder)}:
             top = shlex.quote(os.path.basename(folder))
             raise FormatError(
-                "a torch file that was unpacked into a folder",
+                "this is a torch file that was unpacked into a folder",
                 file=folder,
                 expected="the file itself",
-                hint=f"Zip the folder again in its parent folder: zip -0 -r -D model.pt {top}",
+                hint=f"Run this in the parent folder: zip -0 -r -D model.pt {top}",
             )
     if error := _foreign_in(names, _FOREIGN_NAMES[:-1]):
         raise error
     if found := [name for name in names if _may_be_weights(inside(path, name))]:
         _read_file(locate(path, found[0]), Budget())  # which says what it is
-        raise _several("a directory with files of unexpected names", found, path)
+        raise _several("the directory holds files with unexpected names", found, path)
     raise FormatError(
-        "a directory without a checkpoint" if names else "an empty directory",
+        "the directory does not contain a checkpoint" if names else "the directory is empty",
         expected="an *.index.json, safetensors or torch files",
         found=_listed(names) or None,
-        hint="Give the path of the file or directory that holds the weights.",
+        hint="Pass the path of the file or directory with the weights.",
     )
 
 
@@ -422,7 +424,7 @@ def _without_leftovers(names: Iterable[str]) -> list[str]:
 
 def _several(what: str, names: list[str], path: str) -> FormatError:
     example = inside(path, names[0])
-    hint = f"Give the path of the one you mean, such as {printable(example, 300)!r}."
+    hint = f"Pass the path of one of them, such as {printable(example, 300)!r}."
     return FormatError(what, found=_listed(names), hint=hint)
 
 
@@ -506,7 +508,7 @@ def _read_last(content: Content) -> Index:
         text = source.read_all(HEAD, "the note of the last checkpoint").decode().strip()
     folder = locate(path, _LAST[name].format(text) if text.isdecimal() else text)
     if not is_folder(folder):
-        raise FormatError("the last checkpoint is not a directory", file=folder)
+        raise FormatError("the note of the last checkpoint does not name a directory", file=folder)
     return replace(_read_directory(folder), path=path)
 
 
@@ -540,13 +542,13 @@ def optimizer_in(
     if not found:
         return place
     if len(found) > 1:
-        raise _several("a directory with the states of several optimizers", found, place)
+        raise _several("the directory holds the states of several optimizers", found, place)
     if any(reader.fits(content) for reader in _STATES):
         raise FormatError(
-            "a checkpoint of a training, and an optimizer's state beside it",
+            "the folder holds a training checkpoint and a separate optimizer state",
             file=place,
             found=found[0],
-            hint=f"Give the path of {found[0]}; or name what is meant in the checkpoint, such as "
+            hint=f"Pass the path of {found[0]}, or name the state in the checkpoint, such as "
             "root='optimizer'.",
         )
     return locate(place, found[0])
@@ -593,7 +595,7 @@ def _preferred(path: str, names: list[str], preferred: Sequence[str]) -> str:
     for name in names if len(names) == 1 else preferred:
         if name in names:
             return name
-    raise _several("a directory with several checkpoints", names, path)
+    raise _several("the directory holds several checkpoints", names, path)
 
 
 def _is_complete_set(names: list[str]) -> bool:

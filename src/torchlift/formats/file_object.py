@@ -48,7 +48,7 @@ def index_of_object(file: BinaryIO) -> Iterator[Index]:
                 "the file object cannot be read",
                 file=shown,
                 found=f"{type(error).__name__}: {error}",
-                hint="Open it for reading; if it decompresses, its file may be damaged.",
+                hint="Open it for reading. If it decompresses, its file may be damaged.",
             ) from error
         finally:
             with suppress(Exception):
@@ -93,7 +93,7 @@ def _position(file: BinaryIO, shown: str) -> int:
     hint = "Open it for reading bytes, with mode 'rb'."
     try:
         if isinstance(file.read(0), str):
-            raise FormatError("the file object is open for text", file=shown, hint=hint)
+            raise FormatError("the file object is open in text mode", file=shown, hint=hint)
     except (OSError, ValueError) as error:  # open for writing, or closed
         what, found = "the file object cannot be read", f"{type(error).__name__}: {error}"
         raise FormatError(what, file=shown, found=found, hint=hint) from error
@@ -102,7 +102,7 @@ def _position(file: BinaryIO, shown: str) -> int:
         file.seek(start)
     except Exception as error:
         raise FormatError(
-            "the file object cannot seek, so that its bytes can be read only once",
+            "the file object cannot seek",
             file=shown,
             hint="Pass io.BytesIO(file.read()), or save the bytes to a file and pass its path.",
         ) from error

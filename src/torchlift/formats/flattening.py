@@ -356,7 +356,7 @@ def key_text(name: object, prefix: str) -> str:
     if _is_name(name):
         return name_text(name)
     raise FormatError(
-        "a dictionary key that cannot be part of a name",
+        "a dictionary key cannot be part of a tensor's name",
         entry=prefix.removesuffix("."),
         expected="a string or a number",
         found=f"a {'storage' if isinstance(name, StorageRef) else type(name).__name__}",
@@ -440,7 +440,7 @@ def flat_under(flat: Flat[_Tensor], root: str, path: str) -> Flat[_Tensor]:
         path: what an error calls the state.
 
     Raises:
-        FormatError: there is no such container, or two values have this key.
+        FormatError: the checkpoint does not contain this container, or two values have this key.
     """
     _require_text(root)
     made: Flat[_Tensor] = Flat(
@@ -462,7 +462,7 @@ def select(index: Index, root: str) -> Index:
     """Return what is under the container `root`, with that prefix stripped.
 
     Raises:
-        FormatError: there is no such container, or two values have this key.
+        FormatError: the checkpoint does not contain this container, or two values have this key.
         UnsafeError: only unpickling could rebuild it.
     """
     selected = under(index, root)
@@ -601,7 +601,7 @@ def no_container(
     this = Argument("root")
     if root in keys:
         return FormatError(
-            "it is a leaf of the checkpoint, not a container",
+            "this key is a value, not a container",
             file=path,
             entry=root,
             hint=Hint(
@@ -621,11 +621,11 @@ def no_container(
             file=path,
             entry=root,
             found=f"{count_of(count, 'tensor')} in it" if count else None,
-            hint=Hint("What is in it cannot be told apart; leave ", this, " out to see the rest."),
+            hint=Hint("Its content cannot be listed. Leave ", this, " out to see the other keys."),
         )
     tops = sorted({key.split(".", 1)[0] for key in keys})
     return FormatError(
-        "there is no such container",
+        "the checkpoint does not contain this container",
         file=path,
         entry=root,
         found="at the top: " + (clipped_list(tops) or "nothing"),

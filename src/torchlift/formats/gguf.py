@@ -51,7 +51,7 @@ def read_gguf(content: Content) -> Index:
     if version not in (2, 3):
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
         raise FormatError(
-            "a version of GGUF that torchlift does not know",
+            "torchlift does not read this version of GGUF",
             expected="2 or 3, little-endian",
             found=f"{swapped}, big-endian" if swapped in (2, 3) else version,
             hint="Convert it with the tools of llama.cpp.",
@@ -63,13 +63,13 @@ def read_gguf(content: Content) -> Index:
         name = cursor.text("a name in the metadata")
         value = cursor.value(cursor.number("<I"), name)
         if name in metadata:
-            raise FormatError("two values of the metadata have this name", entry=name)
+            raise FormatError("two values of the metadata have the same name", entry=name)
         metadata[name] = str(value)
         if name == "general.alignment":
             alignment = value
     if type(alignment) is not int or alignment <= 0 or alignment % 8:
         raise FormatError(
-            "an impossible alignment",
+            "the alignment is invalid",
             entry="general.alignment",
             expected="a multiple of 8",
             found=repr(alignment),
@@ -82,7 +82,7 @@ def read_gguf(content: Content) -> Index:
     for key, shape, kind, offset in sorted(described, key=lambda item: item[3]):
         entry, nbytes = _entry(source.path, key, shape, kind, start + offset)
         if key in entries:
-            raise FormatError("two tensors have this name", entry=key)
+            raise FormatError("two tensors have the same name", entry=key)
         if start + offset < end:
             raise FormatError("two tensors overlap", entry=key, found=f"{before!r} before it")
         end, before = start + offset + nbytes, key
@@ -111,7 +111,7 @@ def _entry(
     """Return an entry, and the bytes that it takes in the file."""
     numel = math.prod(shape)
     if numel >= 1 << 60:
-        raise FormatError("a tensor has an impossible shape", entry=key, found=shape)
+        raise FormatError("a tensor has an invalid shape", entry=key, found=shape)
     encoding: tuple[str, ...] = ()
     if kind in _PLAIN:
         dtype = _PLAIN[kind]
@@ -120,7 +120,7 @@ def _entry(
         name, values, size = GGUF_BLOCKS[kind]
         if not shape or shape[-1] % values:
             raise FormatError(
-                f"its rows are no whole blocks of {name}",
+                f"the rows of a tensor are not whole blocks of {name}",
                 entry=key,
                 expected=f"a multiple of {values}",
                 found=shape,
@@ -129,7 +129,7 @@ def _entry(
         dense, nbytes = numel * ITEMSIZE[dtype], numel // values * size
     else:
         raise FormatError(
-            "a type of tensor that torchlift does not know",
+            "torchlift does not know this type of tensor",
             entry=key,
             found=f"ggml type {kind}",
         )
@@ -172,7 +172,9 @@ class _Cursor(Cursor):
             text = raw.decode(errors="replace")
             return text if length == len(raw) else f"{text}... ({length} bytes)"
         if kind != _ARRAY or depth > 3:
-            raise FormatError("a value of an unknown type", entry=name, found=f"type {kind}")
+            raise FormatError(
+                "a value of the metadata has an unknown type", entry=name, found=f"type {kind}"
+            )
         inner, count = self.number("<I"), self.number("<Q")
         if inner in _SCALARS:
             self.skip(count * struct.calcsize(_SCALARS[inner]))

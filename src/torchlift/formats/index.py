@@ -556,20 +556,20 @@ _LEAVE_OUT = Hint("Load without it: ", Argument("allow_unexpected", "[...] with 
 #: What a key lacks -> what is wrong, and the way out.
 _LACKING: Mapping[str, tuple[str, Hint]] = {
     AMBIGUOUS: (
-        "two tensors or objects have this key once containers are joined by dots",
+        "two values have this key after their containers are joined with dots",
         Hint(_LEAVE_OUT, "rename one of them in the program that saved the file."),
     ),
     SLICED: (
-        "one rank's slice of a tensor, without the slices of the other ranks",
+        "the file holds one rank's slice of this tensor",
         Hint(
             "Open the folder with the files of all N ranks, named model_world_size_N_rank_0.pt, "
             "model_world_size_N_rank_1.pt and so on."
         ),
     ),
     UNEQUAL: (
-        "the ranks saved different values under this name, or files without checksums",
+        "the ranks saved different values for this key, or files without checksums",
         Hint(
-            "If the value of one rank is the right one, pass [folder, "
+            "If one rank has the right value, pass [folder, "
             "{name: torchlift.open(file)[name]}] as the checkpoint, with the file of that rank."
         ),
     ),
@@ -585,7 +585,7 @@ _LACKING: Mapping[str, tuple[str, Hint]] = {
         ),
     ),
     PARTITIONED: (
-        "torchlift reads the weights of a DeepSpeed ZeRO checkpoint, not its optimizer's state",
+        "torchlift reads only the weights of a DeepSpeed ZeRO checkpoint",
         Hint(
             "To resume the training, load the folder with DeepSpeed. To resume on another number "
             "of ranks, make a universal checkpoint first, with DeepSpeed's ds_to_universal.py. To "
@@ -685,7 +685,7 @@ def require_kept(path: str, before: _Keys, after: _Keys, leaves_out: str, filter
             f"{leaves_out} everything{' that is a tensor' * (not kind)}: {printable(filters, 300)}",
             file=path,
             found=f"left out: {clipped_list(before[kind])}",
-            hint="Look at the keys with torchlift inspect, and ask for some of them.",
+            hint="List the keys with torchlift inspect, and select some of them.",
         )
 
 

@@ -97,13 +97,13 @@ def format_for(path: str, given: str | None, known: Sequence[str] = FORMATS) -> 
     suffix = os.path.splitext(path)[1].lower()
     if not suffix and "sharded" in known:
         raise ValueError(
-            f"{path}: there is no suffix that says which format to write; for a folder, pass "
-            'format="sharded" (safetensors, which from_pretrained reads) or format="dcp"; for a '
+            f"{path}: a path without a suffix does not select a format. For a folder, pass "
+            'format="sharded" (safetensors) or format="dcp". For a '
             "file, name it .safetensors or .pt"
         )
     if suffix not in _SUFFIXES:
         raise ValueError(
-            f"{path}: the suffix {suffix!r} does not say which format to write; name the file "
+            f"{path}: the suffix {suffix!r} does not select a format. Name the file "
             f".safetensors or .pt, or pass format= one of {', '.join(map(repr, known))}"
         )
     return _SUFFIXES[suffix]

@@ -64,9 +64,9 @@ def read_npz(content: Content) -> Index:
     records = content.records
     for name, record in records.items():
         if not name.endswith(".npy"):
-            raise FormatError("a record that is no array of numpy's", entry=name)
+            raise FormatError("the record is not a NumPy array", entry=name)
         if name.removesuffix(".npy") in records:  # numpy looks for a record of the whole name first
-            raise FormatError("an array has the name of another one's record", entry=name)
+            raise FormatError("two arrays share this record", entry=name)
         check_method(record)
     return _index(content.source, {name.removesuffix(".npy"): at for name, at in records.items()})
 
@@ -89,11 +89,11 @@ def _index(source: Source, records: Mapping[str, Record]) -> Index:
         nbytes = math.prod(shape) * ITEMSIZE[dtype]
         if nbytes != record.size - start:
             raise FormatError(
-                "an array's bytes are not what its shape and dtype need",
+                "the size of an array does not match its shape and dtype",
                 entry=key,
                 expected=f"{nbytes} bytes for {dtype} {shape}",
                 found=f"{record.size - start} bytes",
-                hint="The file is truncated: fetch it again.",
+                hint="The file is truncated. Fetch it again.",
             )
         stride = row_major(shape[::-1])[::-1] if is_fortran else row_major(shape)
         packed = record if record.method != STORED else None
@@ -135,12 +135,12 @@ def _header(source: Source, key: str, record: Record) -> tuple[str, tuple[int, .
     head = most[:12]
     size = 2 if head[6:7] == b"\1" else 4
     if len(head) < 12 or head[:6] != _MAGIC or head[6:8] not in (b"\1\0", b"\2\0", b"\3\0"):
-        raise FormatError("not an array of numpy's", entry=key, found=repr(head))
+        raise FormatError("the record is not a NumPy array", entry=key, found=repr(head))
     (length,) = struct.unpack_from("<H" if size == 2 else "<I", head, 8)
     start = 8 + size + length
     if length > _MAX_HEADER or start > record.size:
         raise FormatError(
-            "the header's length is impossible",
+            "the length of the header is invalid",
             entry=key,
             expected=f"at most {min(_MAX_HEADER, record.size - 8 - size)} bytes",
             found=f"{length} bytes",
@@ -149,12 +149,12 @@ def _header(source: Source, key: str, record: Record) -> tuple[str, tuple[int, .
     try:
         fields = ast.literal_eval(text.decode("utf-8" if head[6] == 3 else "latin1").strip())
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
-        raise FormatError("the header is no literal of Python's", entry=key) from error
+        raise FormatError("the header is not a Python literal", entry=key) from error
     if not isinstance(fields, dict) or fields.keys() != _FIELDS:
-        raise FormatError("the header does not say what it should", entry=key)
+        raise FormatError("the header has the wrong fields", entry=key)
     shape = dense_shape(fields["shape"], key, "shape", "tuple")
     if type(fields["fortran_order"]) is not bool:
-        raise FormatError("the order of the elements is neither True nor False", entry=key)
+        raise FormatError("fortran_order is neither True nor False", entry=key)
     code = fields["descr"]
     if not isinstance(code, str):
         # numpy.load takes records of numbers and texts as they are; objects are a pickle.

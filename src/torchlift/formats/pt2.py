@@ -53,9 +53,9 @@ def read_pt2(content: Content) -> Index:
     source, records, top = content.source, content.records, content.top
     if both := [name for name in ("constants.pkl", "data.pkl") if top + name in records]:
         raise FormatError(
-            "an archive that is two: torch.load reads one and torch.export.load the other",
+            "the archive has two contents, one for torch.load and one for torch.export.load",
             found=", ".join(both),
-            hint="Programs disagree on what is in such a file; write it again.",
+            hint="Write the file again.",
         )
     if _OLD in records:
         return _joined(source, [_nested(source, records[_OLD], "")], {})
@@ -63,11 +63,11 @@ def read_pt2(content: Content) -> Index:
     expect_records(source, [at for name, at in records.items() if name.endswith(needed)])
     version = look_up(records, top + "archive_version")
     if version and read_content(source, version).strip() not in _VERSIONS:
-        raise FormatError("a version of exported programs that torch does not read", entry=top)
+        raise FormatError("torch does not read this version of exported programs", entry=top)
     notes = read_notes(source, records, top)
     if notes.get("byteorder") == "big":
         raise FormatError(
-            "an exported program of a big-endian machine, whose numbers torch does not turn around",
+            "the program was exported on a big-endian machine, and torch does not swap its bytes",
             entry=f"{top}byteorder",
             expected="little",
             hint="Export it again on a little-endian machine.",
@@ -79,8 +79,8 @@ def read_pt2(content: Content) -> Index:
     ]
     if not models:
         raise FormatError(
-            "a package of compiled programs, whose weights are in the programs",
-            expected="exported programs, with their weights beside them",
+            "the package contains only compiled programs, which include their weights",
+            expected="exported programs with separate weights",
             hint="Save the exported program itself: torch.export.save.",
         )
     found = []
@@ -94,7 +94,7 @@ def read_pt2(content: Content) -> Index:
             resolver = zip_resolver(source, records, folder, _WEIGHTS, notes)
             found.append(_listed(source, records, config, resolver, folder, under))
         else:
-            raise FormatError("a program without its weights", entry=config)
+            raise FormatError("the weights of a program are missing", entry=config)
     return _joined(source, found, notes)
 
 
@@ -107,7 +107,7 @@ def _nested(source: Source, record: Record, under: str) -> Index:
     with errors_name(source.path, record.name):
         if record.method != STORED:
             raise FormatError(
-                "a compressed file in an archive, whose bytes are not numbers",
+                "a file in the archive is compressed, so it cannot be mapped",
                 hint="Unpack the archive and pack it again without compression.",
             )
         window = source.window(record.offset, record.nbytes)
@@ -127,7 +127,7 @@ def _listed(
         text = read_content(source, records[config])
         listed = parse_json(text, "the list of tensors").get("config")
         if not isinstance(listed, dict):
-            raise FormatError("the list of tensors has no config")
+            raise FormatError("the list of tensors lacks its config")
     entries: dict[str, TensorEntry] = {}
     blocked: dict[str, str] = {}
     inside: dict[str, int] = {}
@@ -141,11 +141,11 @@ def _listed(
             path = _field(meta, "path_name", str)
             stored = records.get(folder + path)
             if stored is None:
-                raise FormatError("a tensor's record is missing", expected=folder + path)
+                raise FormatError("the record of a tensor is missing", expected=folder + path)
             tensor = meta.get("tensor_meta")
             if _field(meta, "use_pickle", bool):
                 if path in opened:  # each would be read again
-                    raise FormatError("two tensors in one pickled file", expected="one each")
+                    raise FormatError("two tensors use one pickled file", expected="one each")
                 opened.add(path)
                 nested.append(_nested(source, stored, key))
             elif _field(tensor, "layout", int) != _STRIDED:
@@ -176,20 +176,20 @@ def _tensor(meta: Any, tensor: Any, path: str, stored: Record) -> TensorRef:
     """Return what the list says of a tensor."""
     number = _field(tensor, "dtype", int)
     if number not in _DTYPES:
-        raise FormatError("a dtype that torchlift does not know", found=number)
+        raise FormatError("torchlift does not know this dtype", found=number)
     device = _field(tensor, "device", dict)
     location, index = _field(device, "type", str), device.get("index")
     location = f"{location}:{index}" if type(index) is int else location
     shape = tuple(map(_whole, _field(tensor, "sizes", list)))
     if stored.nbytes % ITEMSIZE[_DTYPES[number]]:
         raise FormatError(
-            "a record that is no whole number of elements",
+            "the size of a record is not a multiple of the element size",
             expected=f"a multiple of {ITEMSIZE[_DTYPES[number]]} bytes of {_DTYPES[number]}",
             found=f"{stored.nbytes} bytes",
         )
     if not stored.nbytes and 0 not in shape:
         raise FormatError(
-            "a weight that was not saved: torch would take zeros instead",
+            "the weight was not saved, and torch would use zeros instead",
             hint="Export the program with its weights instead of fake tensors.",
         )
     return TensorRef(

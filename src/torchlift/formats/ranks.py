@@ -84,7 +84,9 @@ def read_fsdp(content: Content) -> Index:
             found = content.read_file(file, budget)  # or the error that says what it is
             if container is None:
                 return found
-            raise FormatError("an optimizer's state in an old format", file=file, hint=_SAVE_AGAIN)
+            raise FormatError(
+                "the optimizer state is in an old format", file=file, hint=_SAVE_AGAIN
+            )
 
         names, budget = [kinds[kind][rank] for rank in range(world)], Budget()
         return _join(path, read_shards(path, names, read, budget), budget)
@@ -115,9 +117,9 @@ def read_slices(content: Content) -> Index:
     names = [name for name in content.names if name.endswith(".safetensors")]
     if others := [name for name in names if not _SHARD.fullmatch(name)]:
         raise FormatError(
-            "slices of tensors beside other files of weights",
+            "the folder holds slices of tensors and other files of weights",
             found=clipped_list(others),
-            hint="Give the path of the one you mean, or move the slices to a folder of their own.",
+            hint="Pass the path of one file, or move the slices to a separate folder.",
         )
     there = {(int(m[1]), int(m[2])): m[3] for m in filter(None, map(_SHARD.fullmatch, names))}
     ranks, total = max(rank for rank, _ in there), next(iter(there.values()))
@@ -146,9 +148,9 @@ def _read_slices(path: str, budget: Budget) -> Index:
 
 def _several_saves(names: Iterable[str]) -> FormatError:
     return FormatError(
-        "the files of several saves, by different numbers of ranks",
+        "the files are of several saves with different numbers of ranks",
         found=clipped_list(sorted(names)),
-        hint="Move the files of one save into a folder of their own, and open that.",
+        hint="Move the files of one save into a separate folder, and open it.",
     )
 
 
@@ -234,7 +236,7 @@ def _whole(
         is_same = ranks == 1 or len({_marks(part, storages) for part in parts}) == 1
         return parts[0] if len(parts) == ranks and is_same else None
     if lacks := next((kind.facts[1] for kind in kinds if kind.facts[1]), None):
-        raise FormatError("a DTensor that is not laid out in a known way", expected=lacks)
+        raise FormatError("the layout of a DTensor is unknown", expected=lacks)
     local = [kind.tensors[0] for kind in kinds]
     shapes, encodings = (
         {part.shape for part in parts},
@@ -246,9 +248,9 @@ def _whole(
     if len(kinds) < len(parts) or not is_one:
         shown = [f"{part.type_name} {list(part.shape)}" for part in parts]
         raise FormatError(
-            "the ranks disagree about a tensor",
+            "the ranks have different shapes or dtypes of a tensor",
             found=clipped_list(dict.fromkeys(shown)),
-            hint="The files are of different saves: fetch those of one.",
+            hint="The files are of different saves. Fetch the files of one save.",
         )
     boxes: dict[Box, tuple[Chunk, TensorEntry]] = {}
     for one, kind in zip(local, kinds, strict=True):
@@ -256,7 +258,7 @@ def _whole(
             budget.spend(STEP)
             _, known = boxes.setdefault((chunk.start, chunk.shape), (chunk, one))
             if known is not one and grows:  # its writer stores each box once
-                raise FormatError("two files have the same slice of a tensor", found=chunk.file)
+                raise FormatError("two files hold the same slice of a tensor", found=chunk.file)
             if known is not one and _differ(known, one, storages):
                 return None
     (shape,) = shapes
@@ -318,7 +320,7 @@ def bare_slices(names: Collection[str]) -> list[str]:
 def bare_slices_error(names: list[str], path: str) -> FormatError:
     """Return the error for one or all of a model's slices."""
     return FormatError(
-        "slices of a model, which do not say how they fit together",
+        "the files are slices of a model, and do not say how to join them",
         file=path,
         found=clipped_list(names),
         hint="Open each one with torchlift.open, put the tensors of all into one dict with the "

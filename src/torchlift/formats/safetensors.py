@@ -83,7 +83,7 @@ def read_safetensors(source: Source, *, sliced: bool = False) -> Index:
     metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(type(v) is str for v in metadata.values()):
         raise FormatError(
-            "the metadata is not a map from text to text",
+            "the metadata does not map text to text",
             entry="__metadata__",
             found=type(metadata).__name__,
         )
@@ -123,9 +123,9 @@ def read_safetensors(source: Source, *, sliced: bool = False) -> Index:
 def slices_error(hint: str = "Open the folder with the files of all ranks.") -> FormatError:
     """Return the error for a file that holds one rank's slices of tensors."""
     return FormatError(
-        "one rank's slices of tensors, under the names of the whole tensors",
+        "the file holds one rank's slices of tensors",
         expected="the slices of all ranks",
-        found="what HuggingFaceStorageWriter(save_distributed=True) wrote",
+        found="a file of HuggingFaceStorageWriter(save_distributed=True)",
         hint=hint,
     )
 
@@ -148,7 +148,7 @@ def _slices(entries: Mapping[str, TensorEntry], noted: str) -> dict[str, TensorE
 
 
 def _no_offset(entry: str) -> FormatError:
-    return FormatError("a slice without its place in the whole tensor", entry=entry)
+    return FormatError("a slice does not say its place in the whole tensor", entry=entry)
 
 
 def _sums(source: Source, start: int, metadata: dict[str, str], keys: list[str]) -> dict[str, int]:
@@ -163,7 +163,7 @@ def _sums(source: Source, start: int, metadata: dict[str, str], keys: list[str])
     found = zlib.crc32(_noted(source.read(0, start), digits, "0" * len(digits)))
     if found != int(digits[:8], 16):
         raise FormatError(
-            "the header is damaged: its checksum is wrong",
+            "the checksum of the header is wrong",
             entry="__metadata__",
             expected=f"crc32 {digits[:8]}",
             found=f"{found:08x}",
@@ -180,7 +180,7 @@ def _read_header(source: Source) -> tuple[dict[str, Any], int]:
     """Return the JSON header and the first byte behind it."""
     if source.size < 8:
         raise FormatError(
-            "too short for a safetensors file",
+            "the file is too short for a safetensors file",
             expected="at least 8 bytes",
             found=f"{source.size} bytes",
             hint="The file is truncated.",
@@ -188,7 +188,7 @@ def _read_header(source: Source) -> tuple[dict[str, Any], int]:
     length = int.from_bytes(source.read(0, 8), "little")
     if length > MAX_HEADER or length > source.size - 8:
         raise FormatError(
-            "the header's length is impossible",
+            "the length of the header is invalid",
             expected=f"at most {min(MAX_HEADER, source.size - 8)} bytes",
             found=f"{length} bytes",
             hint="The file is truncated, or is not a safetensors file.",
@@ -220,7 +220,7 @@ def _rows(header: dict[str, Any]) -> dict[str, _Row]:
             if isinstance(value, dict) and value.keys() >= set(_FIELDS):
                 dense_shape(value["shape"], key, "shape")  # which is no list
             raise FormatError(
-                "a tensor is not described as it should be",
+                "the description of a tensor has the wrong fields",
                 entry=key,
                 expected="dtype, shape, data_offsets",
                 found=", ".join(value) if isinstance(value, dict) else f"a {type(value).__name__}",
@@ -242,7 +242,7 @@ def _rows(header: dict[str, Any]) -> dict[str, _Row]:
         if end - begin != nbytes:
             dense_shape(shape, key, "shape")
             raise FormatError(
-                "a tensor's bytes are not what its shape and dtype need",
+                "the size of a tensor does not match its shape and dtype",
                 entry=key,
                 expected=f"{nbytes} bytes for {dtype} {shape}",
                 found=f"{end - begin} bytes",
@@ -263,12 +263,12 @@ def _packed(code: object, shape: object, key: str) -> tuple[str, tuple[int, ...]
     """
     if type(code) is not str or code not in _PACKED:
         found = short_repr(code)
-        raise FormatError("a dtype that torchlift does not know", entry=key, found=found)
+        raise FormatError("torchlift does not know this dtype", entry=key, found=found)
     (dtype, bits), sizes = _PACKED[code], dense_shape(shape, key, "shape")
     nbytes, rest = divmod(math.prod(sizes) * bits, 8)
     if rest:
         raise FormatError(
-            "a tensor's elements do not fill its last byte",
+            "the elements of a tensor do not fill its last byte",
             entry=key,
             expected=f"a multiple of {8 // math.gcd(8, bits)} elements of {code}",
             found=f"shape {list(sizes)}",
@@ -284,7 +284,9 @@ def _check_cover(rows: dict[str, _Row], size: int) -> None:
     for key, (begin, nbytes, _, _) in rows.items():
         if begin != position:
             raise FormatError(
-                "two tensors overlap" if begin < position else "a hole before a tensor",
+                "two tensors overlap"
+                if begin < position
+                else "there are unused bytes before a tensor",
                 entry=key,
                 expected=f"data at byte {position} behind the header",
                 found=f"byte {begin}",
@@ -295,7 +297,7 @@ def _check_cover(rows: dict[str, _Row], size: int) -> None:
         raise FormatError(
             f"the file is truncated: {missing} bytes are missing"
             if missing > 0
-            else "bytes that belong to no tensor",
+            else "the file has bytes that belong to none of its tensors",
             expected=f"{position} bytes behind the header",
             found=f"{size} bytes",
             hint="Fetch or write the file again.",
@@ -332,7 +334,7 @@ def safetensors_layout(
         is_pair = tensor.dtype == _PAIR and tensor.shape != ()
         if not (tensor.dtype in _CODES or is_pair) or tensor.key == "__metadata__":
             raise PlacementError(
-                "cannot be stored in a safetensors file",
+                "a safetensors file cannot store this tensor",
                 entry=tensor.key,
                 expected=f"one of {', '.join(DTYPES.values())}, {_PAIR} of a dimension or more",
                 found=tensor.dtype,
@@ -377,8 +379,8 @@ def _head(described: Mapping[str, Any], metadata: Mapping[str, str], *, last: bo
         for text in (name, value):
             if not isinstance(text, str):
                 raise TypeError(
-                    f"metadata[{name!r}] = {value!r}: a safetensors file has text only, in names "
-                    "and values; use str() or json.dumps()"
+                    f"metadata[{name!r}] = {value!r}: a safetensors file stores text only. Use "
+                    "str() or json.dumps()"
                 )
             if not is_unicode(text):
                 raise ValueError(f"metadata[{name!r}] = {value!r}: lone surrogates are not text")

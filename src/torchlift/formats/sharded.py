@@ -56,7 +56,7 @@ def read_sharded(source: Source, read_file: ReadFile) -> Index:
         raise _no_index(content)
     if not isinstance(weight_map, dict) or not all(type(v) is str for v in weight_map.values()):
         raise FormatError(
-            "an index without a map from keys to files",
+            "the index does not map keys to files",
             entry="weight_map",
             expected='{"weight_map": {"key": "file"}}',
         )
@@ -69,10 +69,10 @@ def read_sharded(source: Source, read_file: ReadFile) -> Index:
         shard = shards[name]
         if key not in shard.entries and key not in shard.objects and key not in shard.blocked_keys:
             raise FormatError(
-                f"the index says that this key is in {name}, which lacks it",
+                f"the index maps this key to {name}, which lacks it",
                 file=source.path,
                 entry=key,
-                hint="The index and the shards are of different checkpoints; fetch both again.",
+                hint="The index and the shards are of different checkpoints. Fetch both again.",
             )
     text = {k: v if type(v) is str else json.dumps(v) for k, v in metadata.items()}
     # One name for each shard, however often and however it is spelled.
@@ -88,23 +88,23 @@ def _no_index(content: Mapping[str, Any]) -> FormatError:
     expected = '{"weight_map": {"key": "file"}}'
     if any(name in content for name in ("model_type", "architectures", "_class_name")):
         return FormatError(
-            "a model's configuration, without its weights",
+            "this is the configuration of a model, without its weights",
             expected=f"weights, or an index: {expected}",
-            hint="Give the path of the weights, or of the folder that they are in.",
+            hint="Pass the path of the weights, or of their folder.",
         )
     for name in ("error", "message"):
         if text := content.get(name):
             return FormatError(
-                "an error page in JSON, saved in place of the file",
+                "this is an error page in JSON, saved instead of the file",
                 expected=f"weights, or an index: {expected}",
                 found=f"{name}: {printable(str(text), 200)}",
-                hint="Fetch the file again, with a token where it is not public.",
+                hint="Fetch the file again, with a token if it is private.",
             )
     return FormatError(
-        "a JSON text that is no index of a checkpoint",
+        "the JSON file is not an index of a checkpoint",
         expected=expected,
         found=f"the names {printable(', '.join(content), 200)}" if content else "no names",
-        hint="Give the path of the weights, of their *.index.json, or of their folder.",
+        hint="Pass the path of the weights, of their *.index.json, or of their folder.",
     )
 
 
@@ -158,7 +158,7 @@ def _inside_of(directory: str, name: str) -> str:
             entry=name,
             expected="a file in the same directory",
             found=found,
-            hint="Where you trust it, open that file itself, or copy it next to the index.",
+            hint="If you trust it, open that file itself, or copy it next to the index.",
         )
     return path
 
@@ -184,7 +184,7 @@ def missing(names: Sequence[str], expected: int, found: int, what: str = "shard"
         entry=names[0],
         expected=count_of(expected, "file"),
         found=f"{found}, without {shown}{more}",
-        hint="The save was interrupted, or not all of it was copied: fetch what is missing.",
+        hint="The save or the copy was interrupted. Fetch the missing files.",
     )
 
 

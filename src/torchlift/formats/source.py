@@ -84,7 +84,7 @@ class Source:
                 entry=entry,
                 expected=f"at most {self.size} bytes",
                 found=f"bytes {offset} to {offset + nbytes}",
-                hint="The file is truncated, or its header is damaged: fetch it again.",
+                hint="The file is truncated, or its header is damaged. Fetch it again.",
             )
 
     def read(self, offset: int, nbytes: int, entry: str | None = None) -> bytes:
@@ -227,7 +227,7 @@ class Cursor:
                 "the file ends early",
                 expected=f"{count} bytes more",
                 found=f"{left} bytes",
-                hint="The file is truncated: fetch it again.",
+                hint="The file is truncated. Fetch it again.",
             )
         return left
 
@@ -269,7 +269,7 @@ def whole_numbers(values: object, key: str, what: str, kind: str = "list") -> tu
             is_long = type(value) is int and value.bit_length() > 64
             found = hex(value) if is_long else value
             raise FormatError(
-                f"a tensor has an impossible {what}",
+                f"a tensor has an invalid {what}",
                 entry=key,
                 expected="whole numbers from 0 to 2**63",
                 found=found if isinstance(value, (int, float)) else f"a {type(value).__name__}",
@@ -286,7 +286,7 @@ def dense_shape(values: object, key: str, what: str, kind: str = "list") -> tupl
     shape = whole_numbers(values, key, what, kind)
     if 0 in shape and math.prod(filter(None, shape)) >= 1 << 63:
         raise FormatError(
-            f"a tensor has an impossible {what}",
+            f"a tensor has an invalid {what}",
             entry=key,
             expected="strides below 2**63",
             found=f"{list(shape)}, which has none",
@@ -330,7 +330,7 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         counts = Counter(name for name, _ in pairs)
         (twice, _), *_ = counts.most_common(1)
-        raise FormatError("a name occurs twice in a JSON object", entry=twice)
+        raise FormatError("a name occurs twice in one JSON object", entry=twice)
     return result
 
 

@@ -103,7 +103,7 @@ class _Stream:
         found, world = self.pickle(what, TorchWorld)
         if world.blocked:
             raise UnsafeError(
-                "a pickle of plain data names a global: unpickling it would run code",
+                "a pickle of plain data names a global, and unpickling it would run code",
                 entry=what,
                 found=next(iter(world.blocked)),
             )
@@ -125,7 +125,7 @@ class _Stream:
         start, nbytes = self.pos, ref.numel * STORED_SIZE[ref.dtype]
         if count != ref.numel:
             raise FormatError(
-                "a storage does not have the size its tensors say",
+                "the size of a storage differs from what its tensors say",
                 entry=what,
                 expected=f"{ref.numel} elements",
                 found=f"{count}",
@@ -167,13 +167,15 @@ def read_torch_legacy(source: Source) -> Index:
     stream = _Stream(source, "the storages")
     if _is_summed(source.read(0, min(_BLOCK, source.size))):
         raise FormatError(
-            "a stream of pickles that is a tar archive, too",
-            hint="torch reads the archive and other programs the stream; write the file again.",
+            "the file is both a stream of pickles and a tar archive",
+            hint="torch reads the archive, other programs the stream. Write the file again.",
         )
     for what, expected in (("the magic number", _MAGIC), ("the protocol", _PROTOCOL)):
         found = stream.plain(what)
         if type(found) is not int or found != expected:
-            raise FormatError("not a torch file, or damaged", entry=what, expected=expected)
+            raise FormatError(
+                "the file is not a torch file, or is damaged", entry=what, expected=expected
+            )
     metadata = _machine(stream.plain("sys_info"))
     root, world = stream.pickle("the object", _StreamWorld, _LONG)
     keys = stream.plain("the storage keys")
@@ -183,7 +185,9 @@ def read_torch_legacy(source: Source) -> Index:
     for key in keys:
         ref = world.storages.get(key) if type(key) is str else None
         if ref is None or key in storages:
-            problem = "a storage that no tensor uses" if ref is None else "a storage is there twice"
+            problem = (
+                "no tensor uses this storage" if ref is None else "the file has this storage twice"
+            )
             raise FormatError(problem, entry=str(key) if isinstance(key, (str, int)) else None)
         storages[key] = stream.storage(ref, key)
     resolver = Resolver(source.path, _finder(storages))
@@ -206,7 +210,7 @@ def _finder(storages: Mapping[str, Storage]) -> Find:
         storage = storages.get(ref.key)
         if storage is None:
             raise FormatError(
-                "a tensor's storage is missing", entry=key, expected=f"storage {ref.key}"
+                "the storage of a tensor is missing", entry=key, expected=f"storage {ref.key}"
             )
         return storage
 
@@ -223,9 +227,9 @@ def refuse_tar(source: Source) -> NoReturn:
     data = source.read(0, min(4 * _BLOCK, source.size))
     names = {data[at : at + 100].partition(b"\0")[0] for at in range(0, len(data), _BLOCK)}
     if names.isdisjoint(_MEMBERS):
-        raise FormatError("a tar archive", hint="Unpack it first.")
+        raise FormatError("this is a tar archive", hint="Unpack it first.")
     raise FormatError(
-        "a tar archive of torch.save, as the first releases of torch wrote it",
+        "this is a tar archive of torch.save, as the first releases of torch wrote it",
         hint="If you trust the file, " + _SAVE_AGAIN.format("path, weights_only=False"),
     )
 

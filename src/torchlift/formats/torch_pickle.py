@@ -289,7 +289,7 @@ class TorchWorld:
             return found.record
         except (TypeError, ValueError, UnicodeError, OverflowError) as error:
             raise FormatError(
-                "a global is called with arguments it does not take", entry=function.name
+                "a global is called with arguments that it does not accept", entry=function.name
             ) from error
 
     def taken(self, arguments: tuple[object, ...], inside: bool = False) -> tuple[object, ...]:
@@ -335,10 +335,10 @@ class TorchWorld:
             return Blocked(storage_type.name, True, numbers)
         name = storage_type.name if isinstance(storage_type, Global) else ""
         if name not in STORAGES:
-            raise FormatError("a persistent id names no storage type", entry=key, found=name)
+            raise FormatError("a persistent id does not name a storage type", entry=key, found=name)
         if type(numel) is not int or not 0 <= numel < 1 << 62:
             raise FormatError(
-                "a storage has an impossible number of elements",
+                "a storage has an invalid number of elements",
                 entry=key,
                 expected="a whole number from 0 to 2**62",
                 found=numel if isinstance(numel, (int, float)) else type(numel).__name__,
@@ -357,7 +357,7 @@ class TorchWorld:
                 entry=key,
                 expected=f"{known.numel} elements of {known.dtype or 'bytes'}, as at first",
                 found=f"{numel} of {dtype or 'bytes'}",
-                hint="torch reads all of it as what it was called first; write the file again.",
+                hint="torch would read all of it as the first one. Write the file again.",
             )
         return known
 
@@ -390,13 +390,13 @@ class TorchWorld:
                 target.order = state[1][:1]
         else:
             # A tensor too: torch.Tensor.set_ would take the state, and show other numbers.
-            what, found = "gives a state to something that has none", type(target).__name__
+            what, found = "gives a state to an object without one", type(target).__name__
             raise FormatError(f"the pickle {what}", found=f"a {found}")
 
     def extend(self, target: object, items: list[Any]) -> None:
         """Note what is put into a blocked container; nothing else takes items."""
         if not isinstance(target, Blocked):
-            what, found = "puts items into something that takes none", type(target).__name__
+            what, found = "adds items to an object that is not a container", type(target).__name__
             raise FormatError(f"the pickle {what}", found=f"a {found}")
         target.inside.append(items)
 
@@ -764,7 +764,9 @@ def _array(state: object) -> Array | None:
     # Also where there are none: numpy multiplies the other sizes.
     span = math.prod(max(size, 1) for size in (*shape, *sizes)) if fits and len(shape) <= 64 else -1
     if not 0 < span < 1 << 63 or math.prod((*shape, *sizes)) != len(data):
-        raise FormatError("an array's bytes are not those of its shape", found=f"{len(data)} bytes")
+        raise FormatError(
+            "the size of an array does not match its shape", found=f"{len(data)} bytes"
+        )
     order = ">" if ">" in (dtype.order, dtype.code[:1]) else "<"
     return Array(f"{order}{code}", shape, columns is True, data)
 
@@ -855,5 +857,5 @@ def read_torch_pickle(data: bytes, world: TorchWorld) -> object:
     """
     root, end = read_pickle(data, world)
     if end != len(data):
-        raise FormatError("bytes after the end of the pickle", expected=end, found=len(data))
+        raise FormatError("the pickle is followed by other bytes", expected=end, found=len(data))
     return root

@@ -164,7 +164,7 @@ def top_directory(records: dict[str, Record]) -> str:
     outside = next((name for name in records if not top or not name.startswith(top)), None)
     if outside is not None or not look_up(records, top + "data.pkl"):
         raise FormatError(
-            "a zip archive that torch.save did not write",
+            "torch.save did not write this zip archive",
             entry=outside,
             expected="data.pkl and every other record under one top directory",
             found=f"{len(records)} records" if records else "none: it is empty",
@@ -182,11 +182,11 @@ def look_up(records: dict[str, Record], name: str) -> Record | None:
     record = records.get(name)
     if record is None and name.lower() in map(str.lower, records):
         raise FormatError(
-            "a record's name is not written as torch writes it",
+            "the name of a record differs in case from what torch writes",
             entry=name,
-            expected="capital and small letters as here",
+            expected="this spelling",
             found=next(other for other in records if other.lower() == name.lower()),
-            hint="torch would read it and other programs would not; write the file again.",
+            hint="torch would read it, and other programs would not. Write the file again.",
         )
     return record
 
@@ -212,11 +212,11 @@ def read_notes(source: Source, records: dict[str, Record], top: str) -> dict[str
                 fits = number in _VERSIONS
         notes[name.removeprefix(".data/").lstrip(".")] = text
         if not fits:
-            what = "a record of the archive makes no sense"
+            what = "a record of the archive has an invalid value"
             raise FormatError(what, entry=record.name, expected=expected, found=text)
     if "version" not in notes:
         raise FormatError(
-            "an archive without its version, which torch does not read",
+            "the archive lacks its version, so torch does not read it",
             expected=f"a record {top}version",
             hint="Save it with torch.save.",
         )
@@ -227,10 +227,10 @@ def _refuse_module(root: object) -> None:
     """Refuse a whole pickled module as what it is, instead of listing one blocked name."""
     if isinstance(root, Blocked) and root.state is not None and "_modules" in root.state:
         raise UnsafeError(
-            "a whole pickled module: loading it would import and run its class",
+            "the file is a pickled module: loading it would import and run its class",
             entry=root.name,
             expected="tensors in dicts and lists",
-            hint="Where you trust the file, load it with torch.load(weights_only=False) and save "
+            hint="If you trust the file, load it with torch.load(weights_only=False) and save "
             "module.state_dict() instead.",
         )
 
@@ -291,12 +291,14 @@ class Resolver:
             )
         if nbytes > storage.nbytes and repeats_too_often(nbytes, storage.nbytes):
             raise FormatError(
-                "a broadcast view is absurdly larger than its storage",
+                "a broadcast view is far larger than its storage",
                 entry=key,
                 found=f"shape {shape}, {nbytes} bytes over {storage.nbytes} stored ones",
             )
         if ref.lazy and ref.dtype not in _SIGNED[ref.lazy[0]]:
-            raise FormatError(f"a {ref.lazy[0]} view of numbers that have none", entry=key)
+            raise FormatError(
+                f"a {ref.lazy[0]} view has a dtype that does not support it", entry=key
+            )
         chunks: tuple[Chunk, ...] = ()
         encoding: tuple[str, ...] = ()
         if numel:
@@ -320,7 +322,7 @@ class Resolver:
         else:
             shape, stride = _shape_and_stride(ref, key)
         if math.prod(shape) >= 1 << 63:
-            raise FormatError("a tensor has an impossible size", entry=key, found=list(shape))
+            raise FormatError("a tensor has an invalid size", entry=key, found=list(shape))
         chunks = tuple([chunk for inner in tensors for chunk in inner.chunks])
         nbytes = sum(inner.nbytes for inner in tensors)
         storage = tensors[0].storage if tensors else key
@@ -358,11 +360,11 @@ def _record_of(
     record = records.get(path) or look_up(records, path)
     if record is None:
         expected = f"record {prefix}{ref.key}"
-        raise FormatError("a tensor's storage is missing", entry=key, expected=expected)
+        raise FormatError("the storage of a tensor is missing", entry=key, expected=expected)
     nbytes = ref.numel * STORED_SIZE[ref.dtype]
     if nbytes != record.size:
         raise FormatError(
-            f"a storage does not have the size that the tensor {printable(key, 100)!r} says",
+            f"the size of a storage differs from what the tensor {printable(key, 100)!r} says",
             entry=record.name,
             expected=f"{ref.numel} elements, {nbytes} bytes",
             found=f"{record.size} bytes",
@@ -381,7 +383,7 @@ def _shape_and_stride(ref: TensorRef, key: str) -> tuple[tuple[int, ...], tuple[
     stride = whole_numbers(ref.stride, key, "stride", "tuple")
     if len(shape) != len(stride):
         raise FormatError(
-            "a tensor has not one stride per dimension",
+            "the numbers of strides and dimensions of a tensor differ",
             entry=key,
             expected=f"{len(shape)} strides",
             found=f"{len(stride)}",
@@ -416,7 +418,7 @@ def archive_layout(
     sizes = [tensor.nbytes for tensor in tensors]
     if found != [*filter(None, sizes)] or len(places) != len(tensors):
         raise FormatError(
-            "the installed torch does not leave the holes that skip_data is known to leave",
+            "the installed torch lays out files in an unknown way",
             expected=f"{len(tensors)} storages of {sum(sizes)} bytes",
             found=f"{len(places)} storages, and holes of {sum(found)} bytes",
             hint="Update torchlift, or install a version of torch that it is tested with.",

@@ -126,7 +126,9 @@ def read_torchscript(content: Content) -> Index:
     world = _ScriptWorld("data/", source.budget)
     root = read_torch_pickle(data, world)
     if not isinstance(root, _Object):
-        raise FormatError("a TorchScript archive without a module", entry=top + "data.pkl")
+        raise FormatError(
+            "the TorchScript archive does not contain a module", entry=top + "data.pkl"
+        )
     world.folder = "constants/"
     with errors_name(source.path, top + "constants.pkl"):
         pickled = read_content(source, records[top + "constants.pkl"])

@@ -67,10 +67,10 @@ class Budget:
         self.left -= amount
         if self.left < 0:
             raise FormatError(
-                "the file unfolds to far more than it stores",
+                "the file expands to far more data than it stores",
                 entry=entry,
                 expected="work and memory in proportion to its size",
-                found="a few bytes that ask for the same large thing again and again",
+                found="a few bytes that repeat a large object many times",
             )
 
     def hash(self, key: object) -> None:
@@ -295,7 +295,7 @@ def read_pickle(data: bytes, world: World) -> tuple[object, int]:
         what = "ends early" if machine.pos >= len(data) else "takes more than its stack holds"
         raise FormatError(f"the pickle {what}", found=_at(data, start)) from error
     except KeyError as error:
-        what = "the pickle refers to something it has not made"
+        what = "the pickle refers to an object that it has not made"
         raise FormatError(what, found=_at(data, start)) from error
     except (struct.error, ValueError, TypeError, OverflowError) as error:
         raise FormatError("the pickle is damaged", found=_at(data, start)) from error
@@ -310,12 +310,12 @@ def _at(data: bytes, pos: int) -> str:
 
 
 def _unknown(m: Machine) -> None:
-    raise FormatError("not a pickle opcode", found=_at(m.data, m.pos - 1))
+    raise FormatError("the pickle has an unknown opcode", found=_at(m.data, m.pos - 1))
 
 
 def _refused(what: str) -> Handler:
     def handler(m: Machine) -> None:
-        raise FormatError(f"the pickle uses {what}, which no checkpoint needs")
+        raise FormatError(f"the pickle uses {what}, which checkpoints never need")
 
     return handler
 
@@ -337,7 +337,7 @@ def _stop(m: Machine) -> None:
 def _protocol(m: Machine) -> None:
     version = m.take(1)[0]
     if version > 5:
-        raise FormatError("an unknown pickle protocol", expected="at most 5", found=version)
+        raise FormatError("the pickle protocol is unknown", expected="at most 5", found=version)
 
 
 def _push(read: _Read) -> Handler:
@@ -373,7 +373,7 @@ def _long_binary(length: _Read) -> Handler:
     def read(m: Machine) -> int:
         nbytes = length(m)
         if not 0 <= nbytes <= MAX_INT:
-            raise FormatError("an integer of absurd length", found=f"{nbytes} bytes")
+            raise FormatError("an integer is too long", found=f"{nbytes} bytes")
         return int.from_bytes(m.take(nbytes), "little", signed=True)
 
     return _push(read)
@@ -397,7 +397,7 @@ def decoded(data: bytes) -> str:
         return data.decode()
     except UnicodeDecodeError as error:
         # Python pickles half of a surrogate pair, which no terminal or other file can take.
-        what = "a text is not UTF-8: half of a surrogate pair, or damage"
+        what = "a text is not valid UTF-8"
         raise FormatError(what, found=repr(data[:40])) from error
 
 

@@ -93,10 +93,10 @@ def read_zero(content: Content) -> Index:
 
 def _split(how: str, entry: str | None = None, found: str | None = None) -> FormatError:
     return FormatError(
-        f"a ZeRO checkpoint of a model that is split {how}, too",
+        f"the model of this ZeRO checkpoint is also split {how}",
         entry=entry,
         found=found,
-        hint="Only DeepSpeed knows how it fits together: see its ds_to_universal.py.",
+        hint="Join it with DeepSpeed's ds_to_universal.py.",
     )
 
 
@@ -112,7 +112,9 @@ class _Vector:
         self.parts, self.ends = list(parts), list[int]()
         for part in self.parts:
             if len(part.shape) != 1 or not part.is_contiguous or part.encoding or part.kind:
-                raise FormatError("a partition that is not flat", entry=part.key, found=part.shape)
+                raise FormatError(
+                    "a partition is not a flat vector", entry=part.key, found=part.shape
+                )
             self.ends.append(part.shape[0] + self.numel)
 
     @property
@@ -140,7 +142,7 @@ def _check_length(vector: _Vector, numel: int, align: int) -> None:
 
 def _unequal(vector: _Vector, numel: int) -> FormatError:
     return FormatError(
-        "a vector has not the length that the shapes of its parameters need",
+        "the length of a vector does not match the shapes of its parameters",
         entry=vector.parts[0].key if vector.parts else None,
         expected=f"{numel} elements",
         found=f"{vector.numel}",
@@ -187,9 +189,8 @@ class _Reader:
         module = under(self.model, "module")
         if module is None or not self.groups:
             raise FormatError(
-                "a ZeRO checkpoint without a module or without weights",
-                hint="A pipeline's layers are in files of their own: see DeepSpeed's "
-                "ds_to_universal.py.",
+                "the ZeRO checkpoint lacks its module or its weights",
+                hint="If it is a pipeline, join its layers with DeepSpeed's ds_to_universal.py.",
             )
         keys = (*module.entries, *module.objects, *module.blocked_keys)
         has_own = any(key.partition(".")[0] == _ASIDE for key in keys)
@@ -226,7 +227,7 @@ class _Reader:
             keys = [f"{self.weights}{group}" for group in range(self.groups)]
             row = [optim.entries.get(key) for key in keys]
             if None in row:
-                what = "a rank without one of the vectors of weights"
+                what = "a rank lacks one of the vectors of weights"
                 raise FormatError(what, entry=keys[row.index(None)], file=optim.path)
             table.append(list(filter(None, row)))
         return [_Vector(row) for row in (table if self.is_stage_3 else zip(*table, strict=True))]
@@ -240,10 +241,10 @@ class _Reader:
         shapes = self.model.objects.get("param_shapes")
         shapes = shapes if isinstance(shapes, list) else [shapes]
         if not all(isinstance(group, dict) for group in shapes):
-            raise FormatError("no shapes of the parameters", entry="param_shapes")
+            raise FormatError("the shapes of the parameters are missing", entry="param_shapes")
         if not self.is_stage_3 and len(shapes) != self.groups:
             raise FormatError(
-                "not as many groups of parameters as vectors",
+                "the numbers of parameter groups and vectors differ",
                 entry="param_shapes",
                 expected=self.groups,
                 found=len(shapes),
@@ -255,7 +256,9 @@ class _Reader:
             pads = iter(paddings[group] if isinstance(paddings, list) else ())
             for name, size in named.items():
                 if type(name) is not str or name in layout:
-                    raise FormatError("a parameter is not named, or twice", entry=str(name)[:100])
+                    raise FormatError(
+                        "a parameter's name is missing or repeated", entry=str(name)[:100]
+                    )
                 shape = dense_shape(size, name, "shape", "tuple")
                 numel = math.prod(shape)
                 if self.is_stage_3:
@@ -290,7 +293,9 @@ class _Reader:
                 kinds.add((part.dtype, part.location))
         dtypes = {dtype for dtype, _ in kinds} or {vectors[0].parts[0].dtype}
         if len(dtypes) > 1:
-            raise FormatError("shares of several dtypes", entry=key, found=sorted(dtypes))
+            raise FormatError(
+                "the shares of a parameter have several dtypes", entry=key, found=sorted(dtypes)
+            )
         location = min((location for _, location in kinds), default="cpu")
         entry = flat_entry(key, dtypes.pop(), place.shape, places, key, location)
         self.budget.spend(ENTRY + len(key) + 4 * STEP * len(entry.chunks), key)
@@ -332,7 +337,7 @@ class _Reader:
                 yield name, self._flat(name, _Parameter(shape, 0, 0), vectors)
             elif whole is None or whole.shape != shape:
                 raise FormatError(
-                    "a frozen parameter without its values",
+                    "the values of a frozen parameter are missing",
                     entry=name,
                     expected=shape,
                     found=whole and whole.shape,

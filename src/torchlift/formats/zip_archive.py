@@ -50,7 +50,7 @@ _INFLATED = 8
 #: Bytes that are inflated, or read to be inflated, at a time; and most that a byte can become.
 _STEP, _MOST_DEFLATED = 1 << 18, 1032
 
-_DAMAGED = "The file was damaged after it was written; fetch it again."
+_DAMAGED = "The file was damaged after it was written. Fetch it again."
 
 
 def read_directory(source: Source) -> dict[str, Record]:
@@ -123,7 +123,7 @@ def _computed(source: Source, entries: list[_Entry], limit: int) -> dict[str, Re
         if record.name in records:
             raise _twice(record.name)
         if record.name.encode("utf-8", "replace") != entry[1]:
-            raise FormatError("a record's name is not UTF-8", entry=record.name)
+            raise FormatError("the name of a record is not UTF-8", entry=record.name)
         records[record.name] = record
     _check_names(records)
     return records
@@ -151,10 +151,15 @@ def _located(
         at, length = header - start, fixed + len(raw)
         if at + length > len(buffer):
             if header and not records and first is None:
-                what, hint = "bytes before the first record", "Remove what is before the archive."
+                what, hint = (
+                    "there are bytes before the first record",
+                    "Remove the bytes before the archive.",
+                )
                 raise FormatError(what, entry=_text(raw), hint=hint)
             if header + length > limit:
-                raise FormatError("a record's header lies outside the archive", entry=_text(raw))
+                raise FormatError(
+                    "the header of a record lies outside the archive", entry=_text(raw)
+                )
             buffer = source.read(header, min(max(length, window), limit - header))
             start, at = header, 0
         magic, flags, local_method, n_name, n_extra = unpack(buffer, at)
@@ -163,17 +168,17 @@ def _located(
         try:
             name = raw.decode()
         except UnicodeDecodeError as error:
-            raise FormatError("a record's name is not UTF-8", entry=_text(raw)) from error
+            raise FormatError("the name of a record is not UTF-8", entry=_text(raw)) from error
         if magic != LOCAL_MAGIC or n_name != len(raw) or not buffer.startswith(raw, at + fixed):
-            problem = "a record's own header is damaged or names another record"
+            problem = "the header of a record is damaged or names another record"
         elif header < previous_end:
             problem = "two records overlap"
         elif payload + packed > limit:
             problem = "a record reaches outside the archive"
         elif flags & ENCRYPTED:
-            problem = "an encrypted record"
+            problem = "a record is encrypted"
         elif local_method != method or (method == STORED and packed != size):
-            problem = "a record's headers disagree about its compression"
+            problem = "the two headers of a record disagree about its compression"
         if problem is not None:
             raise FormatError(problem, entry=name)
         previous_end = payload + packed
@@ -189,7 +194,7 @@ def _check_names(records: Mapping[str, Record]) -> None:
     text = "".join(records)
     if "\0" in text:
         name = next(name for name in records if "\0" in name)
-        what = "a record's name has a zero byte, at which many programs end it"
+        what = "the name of a record contains a zero byte"
         raise FormatError(what, entry=name)
 
 
@@ -206,9 +211,9 @@ def require_caseless(records: Mapping[str, Record]) -> None:
 
 def _twice(name: str) -> FormatError:
     return FormatError(
-        "two records have this name, or one that differs only in capital letters",
+        "two records have the same name, capital letters aside",
         entry=name,
-        hint="Programs disagree on which of the two counts; write the file again.",
+        hint="Programs disagree on which one counts. Write the file again.",
     )
 
 
@@ -225,7 +230,7 @@ def read_record(source: Source, record: Record, limit: int) -> bytes:
     """
     if max(record.size, record.nbytes) > limit:
         raise FormatError(
-            "a record is too large to be read",
+            "a record is too large",
             entry=record.name,
             expected=f"at most {limit} bytes",
             found=f"{max(record.size, record.nbytes)} bytes",
@@ -256,7 +261,7 @@ def check_method(record: Record) -> None:
         )
     if record.method == DEFLATED and record.size > _MOST_DEFLATED * record.nbytes:
         raise FormatError(
-            "a compressed record claims to hold more than it can",
+            "a compressed record declares more bytes than it can hold",
             entry=record.name,
             expected=f"at most {_MOST_DEFLATED * record.nbytes} bytes in {record.nbytes}",
             found=f"{record.size} bytes",
@@ -289,7 +294,7 @@ def inflated(
                 break
         except zlib.error as error:
             raise FormatError(
-                "a compressed record is broken",
+                "a compressed record is damaged",
                 entry=record.name,
                 found=str(error),
                 hint=_DAMAGED,
@@ -311,7 +316,7 @@ def inflated(
 def _check_sum(record: Record, found: int) -> None:
     if record.crc32 and found != record.crc32:
         raise FormatError(
-            "a record's CRC32 does not match its bytes",
+            "the CRC-32 of a record does not match its bytes",
             entry=record.name,
             expected=f"{record.crc32:#010x}",
             found=f"{found:#010x}",
@@ -332,7 +337,7 @@ def _find_directory(source: Source) -> tuple[int, int, int]:
             break
     if at < 0:
         raise FormatError(
-            "a zip archive without its directory",
+            "the zip archive lacks its directory",
             expected="an end-of-directory record in the last 64 KiB",
             found="none",
             hint="The file is truncated: an interrupted save or download. Fetch it again.",
@@ -340,10 +345,10 @@ def _find_directory(source: Source) -> tuple[int, int, int]:
     *numbers, comment = END.unpack_from(tail, at)[1:]
     if comment != len(tail) - at - END.size:
         raise FormatError(
-            "a zip archive that does not end with its end record",
+            "the zip archive does not end with its end record",
             expected=f"a comment of {len(tail) - at - END.size} bytes behind it",
-            found=f"{comment} bytes, by its own account",
-            hint="Something was appended, or the end was changed: programs disagree on what is in "
+            found=f"a declared comment of {comment} bytes",
+            hint="The end of the file was changed, and programs disagree on what is in "
             "such a file. Fetch it again.",
         )
     limit = tail_start + at
@@ -360,13 +365,15 @@ def _find_directory(source: Source) -> tuple[int, int, int]:
             raise FormatError("the two end records of a large zip archive do not agree")
         numbers = [*end[4:]]
     elif FULL16 in numbers[:4] or FULL32 in numbers[4:]:
-        raise FormatError("a large zip archive without its zip64 locator")
+        raise FormatError("the large zip archive lacks its zip64 locator")
     disk, first_disk, here, count, nbytes, start = numbers
     if disk or first_disk or here != count:
-        raise FormatError("a zip archive split over several files", hint="Join the files first.")
+        raise FormatError(
+            "the zip archive is split over several files", hint="Join the files first."
+        )
     if start + nbytes > limit or count * CENTRAL.size > nbytes:
         raise FormatError(
-            "the archive's directory does not fit in the file",
+            "the directory of the archive does not fit in the file",
             expected=f"{count} records in the {limit} bytes before the end record",
             found=f"a directory of {nbytes} bytes at byte {start}",
         )
@@ -388,12 +395,12 @@ def _entries(directory: bytes, count: int) -> Iterator[_Entry]:
         name = directory[at + fixed : extra]
         at = extra + n_extra + n_comment
         if magic != CENTRAL_MAGIC or at > stop:
-            raise FormatError("the archive's directory is damaged", found=f"record {number}")
+            raise FormatError("the directory of the archive is damaged", found=f"record {number}")
         if flags & ENCRYPTED:
-            raise FormatError("an encrypted record", entry=_text(name))
+            raise FormatError("a record is encrypted", entry=_text(name))
         if attributes & _FOLDER:
             raise FormatError(
-                "a record that is a folder",
+                "a record is a folder",
                 entry=_text(name),
                 hint="Zip the folder again, without records of folders: zip -0 -r -D.",
             )
@@ -403,7 +410,7 @@ def _entries(directory: bytes, count: int) -> Iterator[_Entry]:
         yield header, name, packed, size, crc, method
     if at != stop:
         raise FormatError(
-            "the archive's directory has bytes that no record accounts for",
+            "the directory of the archive has bytes outside of its records",
             expected=f"{stop} bytes",
             found=f"{at} bytes in {count} records",
         )
