@@ -93,7 +93,7 @@ class CheckpointError(Exception):
         ...     torchlift.open(path)
         ... except torchlift.CheckpointError as error:
         ...     print(str(error).replace(path, "model.safetensors"))
-        model.safetensors: a web page or another XML text; expected a file of torch
+        model.safetensors: this is a web page or another XML text; expected a file of torch
         (TorchScript and pt2, too), safetensors, GGUF or numpy, or an *.index.json. A login
         or error page was saved instead of the file; fetch it again.
     """

@@ -222,7 +222,7 @@ CRAFTED = {
         + b"u.", "one storage is described in two ways"),
     "a class that is not called": (
         b"\x80\2}" + _W + b"ccollections\nOrderedDict\n](" + b"X\1\0\0\0a" + _tensor_pickle()
-        + b"\x86e\x85\x81s.", "is not called"),
+        + b"\x86e\x85\x81s.", "instead of a call"),
 }  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """Directories of ``torch.distributed.checkpoint``: ``.metadata`` and items in ``*.distcp`` files.
 
-``.metadata`` is a pickle that torch runs as a program. Here it is read by the interpreter that
-cannot run anything (`unpickle`), and what it says about files and bytes is checked: an item is a
-small torch archive of its own, and where its numbers lie is found inside it.
+``.metadata`` is a pickle that torch runs as a program. Here an interpreter reads it that cannot run
+anything (`unpickle`). Its claims about files and bytes are checked. An item is a small torch
+archive, and the head of that archive says where its numbers lie.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _MAX_DEPTH = 90  # of containers, one in the other
 
 DCP_METADATA, DCP_SUFFIX = ".metadata", ".distcp"
 
-#: Bytes at both ends of an item that have its head, and its directory. The location tag of one
+#: Bytes at both ends of an item that hold its head and its directory. The location tag of an item
 #: whose head was not read.
 _ITEM_END, _UNKNOWN = 1 << 11, "unknown"
 
@@ -71,9 +71,9 @@ _DCP, _MEGATRON = (
     "torch.distributed.checkpoint.",
     "megatron.core.dist_checkpointing.strategies.torch.",
 )
-#: Files beside the metadata of Megatron's ``torch_dist``: what is not sharded, and the backend.
+#: Other files of Megatron's ``torch_dist``: values that are not sharded, and the backend.
 _COMMON, _BACKEND = "common.pt", "metadata.json"
-#: Classes of which only the attributes matter, by every name they have had.
+#: Classes that only hold attributes, by every name that they have had.
 _RECORDS = {
     f"{_DCP}metadata.{name}": name
     for name in (
@@ -81,7 +81,7 @@ _RECORDS = {
         "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
     )
 } | {
-    # Plans that savers keep beside what they describe (megatron.core, torch's cached plans).
+    # Plans that writers cache in the metadata (megatron.core, torch).
     f"{_DCP}planner.{name}": name
     for name in (
         "BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType",
@@ -94,7 +94,7 @@ _RECORDS = {
     "torch.distributed._shard.sharded_tensor.metadata.TensorProperties": "TensorProperties",
     "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING": "_MEM_FORMAT_ENCODING",
 }  # fmt: skip
-#: Those that are members of an enum, made of its value.
+#: The enums among them, whose members are made of a value.
 _ENUMS = ("WriteItemType", "_MEM_FORMAT_ENCODING")
 _PATHS = {
     f"pathlib{inner}.{kind}"
@@ -104,11 +104,11 @@ _PATHS = {
 
 
 class _Place(NamedTuple):
-    """What an item holds.
+    """The content of an item: a chunk of a tensor, or an object.
 
     Attributes:
-        key: of the tensor or object.
-        start: first index of the chunk in its tensor; None for an object.
+        key: Key of the tensor or object.
+        start: First index of the chunk in its tensor. None for an object.
     """
 
     key: str
@@ -124,7 +124,7 @@ class _Item(NamedTuple):
 
 
 class _Numbers(NamedTuple):
-    """Where the numbers of a chunk are, the name of their storage, and its location tag."""
+    """The place of a chunk's numbers, the name of their storage, and its location tag."""
 
     chunk: Chunk
     storage: str
@@ -154,16 +154,16 @@ def metadata_files(names: Iterable[str]) -> list[str]:
 def read_dcp(path: str, names: Sequence[str]) -> Index:
     """Read the index of a distributed checkpoint.
 
-    Of Megatron's ``torch_dist`` directories, what older versions store in ``common.pt`` is a part.
+    It includes the file ``common.pt`` of Megatron's older ``torch_dist`` directories.
 
     Args:
-        path: absolute path of the directory.
-        names: its metadata files.
+        path: Absolute path of the directory.
+        names: Its metadata files.
 
     Raises:
-        FormatError: malformed, a file that is missing or too short, items that are not what the
-            metadata says, chunks that overlap or leave gaps.
-        UnsafeError: a global that is not part of such metadata, or a file outside the directory.
+        FormatError: If the metadata is malformed, a file is missing, an item differs from the
+            metadata, or the chunks of a tensor overlap or leave gaps.
+        UnsafeError: If the metadata names a foreign global, or a file outside the directory.
     """
     metadata, guides = _Metadata(), dict[str, Stamp]()
     if names[0] != DCP_METADATA:
@@ -182,7 +182,7 @@ def read_dcp(path: str, names: Sequence[str]) -> Index:
 
 
 def _has_common(path: str, metadata: _Metadata) -> bool:
-    """Return whether Megatron stored what is not sharded in a file of its own, there or not."""
+    """Return whether Megatron wrote ``common.pt``, even if the file is missing now."""
     if not exists(inside(path, _BACKEND)):
         return False
     if exists(inside(path, _COMMON)):
@@ -195,7 +195,7 @@ def _has_common(path: str, metadata: _Metadata) -> bool:
 
 
 def _check_ranks(path: str, names: Sequence[str]) -> None:
-    """Refuse a directory of which a rank's metadata is missing, and its keys with it."""
+    """Refuse a directory without the metadata of a rank, whose keys would be missing."""
     ranks = {int(match[1]) for match in map(_OF_RANK.fullmatch, names) if match}
     stored = {int(match[1]) for match in map(_DATA.fullmatch, names_in(path)) if match}
     count = 1 + max(ranks | stored)
@@ -205,7 +205,7 @@ def _check_ranks(path: str, names: Sequence[str]) -> None:
 
 @dataclass(slots=True)
 class _Tensor:
-    """What the metadata says about one tensor."""
+    """One tensor in the metadata, with the boxes of its chunks."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -215,15 +215,15 @@ class _Tensor:
 
 @dataclass(slots=True)
 class _Metadata:
-    """What one metadata file says, or those of several ranks together.
+    """The metadata of one file, or of several ranks together.
 
     Attributes:
-        tensors: key -> tensor.
-        objects: keys of what is not a tensor, in order.
-        items: where everything is stored.
-        version: of the format, where it is recorded.
-        paths: key -> the names of the containers that lead to it, where a planner took them apart.
-        budget: what reading the directory may still cost.
+        tensors: Key -> tensor.
+        objects: Keys of other values, in order.
+        items: Place -> the item that stores it.
+        version: Version of the format, if it is recorded.
+        paths: Key -> names of its containers, if the planner flattened them.
+        budget: Budget for reading the directory.
     """
 
     tensors: dict[str, _Tensor] = field(default_factory=dict)
@@ -234,11 +234,11 @@ class _Metadata:
     budget: Budget = field(default_factory=Budget)
 
     def add(self, data: bytes) -> None:
-        """Add what a metadata file says; what is already known is the same replica.
+        """Add the content of a metadata file. A known place is a replica and changes nothing.
 
         Raises:
-            FormatError: malformed, or two ranks disagree about a tensor.
-            UnsafeError: it names a global that has no business there.
+            FormatError: If it is malformed, or two ranks disagree about a tensor.
+            UnsafeError: If it names a foreign global.
         """
         root, end = read_pickle(data, _World(self.budget))
         if end != len(data):
@@ -263,7 +263,7 @@ class _Metadata:
                     found=f"{tensor.dtype} {list(tensor.shape)}",
                 )
             known.boxes.update(tensor.boxes)
-        # Of two items with one place the last counts, as for torch; of two ranks, either.
+        # The last of two items with one place counts, as for torch. Two ranks hold equal replicas.
         items = {(where := _place(at)): _item(where.key, info)
                  for at, info in root.mapping("storage_data").items()}  # fmt: skip
         self.items = {**items, **self.items}
@@ -274,7 +274,7 @@ class _Metadata:
 
 
 class _Record:
-    """An instance of one of the classes: its attributes, and nothing that could act."""
+    """An instance of one of the classes: its attributes, without code."""
 
     __slots__ = ("kind", "state")
 
@@ -295,7 +295,7 @@ class _Record:
 
 
 class _World(TorchWorld):
-    """Globals of DCP metadata; any other name is refused at once, since none is needed."""
+    """The globals of DCP metadata. Any other name is refused, because no writer needs one."""
 
     def find(self, module: str, name: str) -> Global | Blocked:
         dotted = f"{module}.{name}"
@@ -314,18 +314,18 @@ class _World(TorchWorld):
         name = function.name if isinstance(function, Global) else ""
         if name in _RECORDS:
             if arguments != () and _RECORDS[name] not in _ENUMS:
-                # Its attributes come later, in its state: dataclasses are pickled like this.
+                # Attributes of a dataclass come in its state. Arguments would be ignored here.
                 raise FormatError("a record of the metadata is made with arguments", entry=name)
             return _Record(_RECORDS[name])
         if name in _PATHS:
-            # Only text: what nests forty pairs is short in the file and endless as text.
+            # Only text: 40 nested pairs are short in the file, and 2**40 items long as text.
             texts = arguments if isinstance(arguments, tuple) else ()
             return "/".join(text for text in self.taken(texts) if type(text) is str)
         return super().call(function, arguments, keywords)
 
     def build(self, target: object, state: object) -> None:
         if isinstance(target, _Record):
-            if target.state is not None:  # what was looked up by its first one is not found again
+            if target.state is not None:  # a dictionary may have hashed it by its first state
                 raise FormatError("a record of the metadata has two states", entry=target.kind)
             # Dataclasses with slots, and old pickles, wrap the dict: (None, attributes).
             if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
@@ -404,12 +404,13 @@ def _kind(value: object) -> str:
 
 
 def _read_items(path: str, metadata: _Metadata) -> Index:
-    """Read every item where it is stored, each file once, and put the tensors together."""
+    """Read the head of every item, each file once, and join the chunks to tensors."""
     # All names are checked before the first file is opened: one may lead out of the folder.
     files = locate_all(path, (item.file for item in metadata.items.values()), is_sure=True)
     boxes: _Boxes = {}
     for key, tensor in metadata.tensors.items():
         filled = [box for box in tensor.boxes if 0 not in box[1]]
+        # A gap would be read as zeros, and an overlap would hide one of two values.
         check_boxes(key, tensor.shape, filled, metadata.budget)
         boxes |= {_Place(key, start): (tensor.dtype, shape) for start, shape in filled}
     work: dict[str, list[tuple[_Place, _Item]]] = {}
@@ -441,6 +442,7 @@ def _read_items(path: str, metadata: _Metadata) -> Index:
     tensors = Index(path, "dcp", entries, found.storages, found.stamps)
     version = {} if metadata.version is None else {"dcp_version": metadata.version}
     whole = [tensors, *(found.objects[key] for key in metadata.objects)]
+    # The containers before the planner flattened them, with the saved form of each object.
     leaves: dict[str, object] = {key: Leaf(key) for key in (*entries, *found.objects)}
     for of_object in found.objects.values():
         (saved,) = of_object.tree or ({},)
@@ -451,11 +453,11 @@ def _read_items(path: str, metadata: _Metadata) -> Index:
 
 
 class _Container(dict[object, Any]):
-    """A container that a planner took apart, by names and positions."""
+    """A container that is rebuilt from the paths of a planner."""
 
 
 def containers(paths: Mapping[Any, object], leaves: Mapping[str, object]) -> tuple[object] | None:
-    """Return the containers of all leaves, or None where nobody says which there were."""
+    """Return the containers of all leaves, or None if the paths do not describe them."""
     top = _Container()
     for key in dict.fromkeys((*paths, *leaves)) if paths else ():
         path, at = paths.get(key, (key,)), top
@@ -479,12 +481,12 @@ def _with_lists(value: object) -> object:
     made = {name: _with_lists(item) for name, item in value.items()}
     if all(type(name) is int for name in made) and made.keys() == set(range(len(made))):
         return [made[at] for at in range(len(made))]
-    # Of a list that was saved in part, positions are names.
+    # A list that was saved in part: its positions become names.
     return {str(name): item for name, item in made.items()}
 
 
 def _numbers(index: Index, dtype: str, shape: tuple[int, ...], start: tuple[int, ...]) -> _Numbers:
-    """Return where an item has its numbers, which must be what the metadata says."""
+    """Return the numbers of an item, which must have the dtype and shape of the metadata."""
     entry = next(iter(index.entries.values()), None)
     if entry is None or (entry.dtype, entry.shape) != (dtype, shape):
         raise FormatError(
@@ -500,7 +502,7 @@ def _numbers(index: Index, dtype: str, shape: tuple[int, ...], start: tuple[int,
         )
     (run,) = entry.chunks
     if entry.nbytes > run.nbytes:
-        # No writer does so, and the tensor would need far more memory than the file has bytes.
+        # Writers never do this, and the tensor would need far more memory than the file has bytes.
         raise FormatError(
             "an item repeats its numbers (stride 0) instead of storing them",
             expected=f"{entry.nbytes} bytes for {dtype} {list(shape)}",
@@ -526,7 +528,7 @@ def _entry(key: str, tensor: _Tensor, found: Sequence[_Numbers]) -> TensorEntry:
 
 @dataclass(slots=True)
 class _Found:
-    """What is known of items: of one file, or of several."""
+    """The items of one file, or of several, after their heads were read."""
 
     chunks: dict[_Place, _Numbers] = field(default_factory=dict)
     objects: dict[str, Index] = field(default_factory=dict)
@@ -534,14 +536,14 @@ class _Found:
     stamps: dict[str, Stamp] = field(default_factory=dict)
 
     def add(self, other: _Found) -> None:
-        """Add what is known of the items of another file."""
+        """Add the items of another file."""
         self.chunks |= other.chunks
         self.objects |= other.objects
         self.storages |= other.storages
         self.stamps |= other.stamps
 
     def add_unread(self, path: str, file: str, stored: _Stored, boxes: _Boxes) -> None:
-        """Add the chunks of a file as their whole items, in which their numbers are somewhere."""
+        """Add the chunks of a file as whole items, whose numbers are somewhere inside."""
         for place, (_, offset, nbytes) in stored:
             if place.start is not None:
                 dtype, shape = boxes[place]
@@ -559,14 +561,14 @@ def _read_file_items(
     budget: Budget,
     work: tuple[str, _Stored],
 ) -> _Found:
-    """Read what the items of one file say of themselves.
+    """Read the heads of the items of one file.
 
     Args:
-        path: the directory.
-        boxes: what the metadata says of each chunk.
-        stamps: of files that were looked at before.
-        budget: what reading may still cost.
-        work: the file, and its items.
+        path: The directory.
+        boxes: Dtype and shape of each chunk in the metadata.
+        stamps: Stamps of files that were opened before.
+        budget: Budget for reading.
+        work: The file, and its items.
     """
     (file, stored), found = work, _Found()
     with Source(file, budget, stamps.get(file)) as source:
@@ -590,18 +592,18 @@ def _read_file_items(
 
 
 def resolved(index: Index, keys: Collection[str] | None = None) -> Index:
-    """Return an index in which chunks say where their numbers are.
+    """Return an index whose chunks say where their numbers are.
 
-    Behind a URL, what is known of a tensor of a DCP folder is the item that it is in, an archive of
-    its own. One request more for each item, some at once, tells the rest.
+    For a DCP folder behind a URL, the index has only the item of each chunk. This function reads
+    the heads of items, which takes about one request for each. Several requests run at once.
 
     Args:
-        index: as it was read.
-        keys: of the tensors that are needed; None for all.
+        index: The index as it was read.
+        keys: Keys of the tensors that are needed, or None for all.
 
     Raises:
-        FormatError: an item differs from the metadata.
-        IntegrityError: a file is another one now.
+        FormatError: If an item differs from the metadata.
+        IntegrityError: If a file was replaced.
     """
     todo = [
         entry
@@ -638,7 +640,7 @@ def resolved(index: Index, keys: Collection[str] | None = None) -> Index:
 
 
 def _read_object(item: Source, key: str, prefix: str) -> Index:
-    """Read what is not a tensor, if it is plain enough to be had without running anything."""
+    """Read a value that is not a tensor, if it can be rebuilt without running code."""
     if item.read(0, min(4, item.size)) == LOCAL_MAGIC:
         return read_torch_zip(item, key, prefix)
     why = "bytes that torch.save did not write"
@@ -654,10 +656,10 @@ def _check_items(file: str, stored: _Stored) -> None:
 
 
 def dcp_items(path: str) -> set[str]:
-    """Return the names of data files that a ``.metadata`` has in its own folder.
+    """Return the names of data files that a ``.metadata`` names in its own folder.
 
     Raises:
-        CheckpointError, OSError: it cannot be read.
+        CheckpointError, OSError: If it cannot be read.
     """
     metadata = _Metadata()
     with Source(path, metadata.budget) as source:

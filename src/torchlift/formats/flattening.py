@@ -1,12 +1,12 @@
-"""Nested containers -> dotted keys, and what lies below one: one rule for files and for memory.
+"""Nested containers -> dotted keys, and the keys below a root: one rule for files and for memory.
 
-Mappings are always flattened, and an empty one stays as the object ``{}``. Lists and tuples are
-flattened by position when a tensor is anywhere inside; otherwise the whole list is one object, so
-that an optimizer's ``param_groups`` stay what they are. A storage is a tensor of all its numbers.
-What is a bare tensor has the key ``tensor``; a bare object, ``object``.
+Mappings are flattened. An empty mapping stays as the object ``{}``. A list or tuple is flattened by
+position if it contains a tensor. Otherwise it is one object, such as an optimizer's
+``param_groups``. A storage is a tensor of all its numbers. A bare tensor has the key ``tensor``,
+and a bare object has the key ``object``.
 
-A root is a dotted prefix of these keys, whether the prefix is the name of a container, of several
-in each other, or the beginning of names with dots in them.
+A root is a dotted prefix of these keys. It may be the name of a container, the names of nested
+containers, or the beginning of names with dots.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from torchlift.formats.unpickle import ENTRY, STEP, Budget, check_key
 
 #: The keys of a file whose top-level object is not a container.
 ROOT_TENSOR, ROOT_OBJECT = "tensor", "object"
-#: In place of what is not there.
+#: Stands for a value that does not exist.
 MISSING = object()
 
 _MAX_DEPTH = 100
@@ -63,16 +63,15 @@ _Tensor = TypeVar("_Tensor")
 
 @dataclass(slots=True)
 class Flat(Generic[_Tensor]):
-    """What nested containers hold, by dotted key, in order.
+    """The values of nested containers by dotted key, in order.
 
     Attributes:
-        tensors: every tensor, those of subclasses, too, which are blocked.
-        objects, templates: see `Index`.
-        blocked: key -> the name of the global that its value would have needed; of a key that
-            several paths give, `AMBIGUOUS`.
-        inside: key of such a value -> the number of tensors in it, where there are any; each tensor
-            counts for the first one that it is in.
+        tensors: Every tensor, including blocked ones of subclasses.
+        objects: Values that are not tensors.
+        blocked: Key -> why its value cannot be rebuilt, as in `Index.blocked_keys`.
+        inside: Key of such a value -> the number of tensors in it.
         versions: torch's per-module ``_metadata``.
+        templates: The same as `Index.templates`.
     """
 
     tensors: dict[str, _Tensor] = field(default_factory=dict)
@@ -84,20 +83,20 @@ class Flat(Generic[_Tensor]):
 
 
 class Containers:
-    """Which values are containers, whose items have keys of their own, and which are one value.
+    """The rule that decides whether a value is a container or one value.
 
     Args:
-        tensors: types of tensors.
-        mappings: types of mappings.
+        tensors: Types of tensors.
+        mappings: Types of mappings.
     """
 
     def __init__(self, tensors: tuple[type, ...], mappings: type | tuple[type, ...] = dict) -> None:
         self.tensors, self.mappings = tensors, mappings
-        # With the container itself: while it lives, no other one has its identity.
+        # Keeps the container alive: another object could get its identity otherwise.
         self._tensors_inside: dict[int, tuple[object, bool]] = {}
 
     def items(self, value: Any, depth: int = 0) -> Iterable[tuple[Any, Any]] | None:
-        """Return the names of a container's items and the items; None of what is one value."""
+        """Return (name, item) pairs of a container, or None for one value."""
         if isinstance(value, self.mappings):
             return value.items() if value else None  # type: ignore[attr-defined]
         if isinstance(value, (list, tuple)) and self.has_tensor(value, depth):
@@ -105,7 +104,7 @@ class Containers:
         return None
 
     def has_tensor(self, value: Any, depth: int) -> bool:
-        """Return whether a tensor is anywhere inside; each container is looked at once."""
+        """Return whether a value contains a tensor. Each container is searched once."""
         if isinstance(value, self.tensors):
             return True
         is_mapping = isinstance(value, self.mappings)
@@ -113,7 +112,7 @@ class Containers:
             return False
         if id(value) not in self._tensors_inside:
             _check_depth(depth)
-            # No until known: a container that contains itself must not be followed for ever.
+            # False until known: a container may contain itself.
             self._tensors_inside[id(value)] = value, False
             items = value.values() if is_mapping else value
             found = any(self.has_tensor(item, depth + 1) for item in items)
@@ -122,29 +121,29 @@ class Containers:
 
 
 class _NotPlain(Exception):
-    """A value that cannot be rebuilt without running code; the argument names what it needs."""
+    """A value cannot be rebuilt without running code. The argument names the global."""
 
 
 def flatten(root: object, budget: Budget) -> Flat[TensorRef]:
-    """Flatten what a pickle describes.
+    """Flatten the object of a pickle.
 
     Args:
-        root: what a `Machine` returned.
-        budget: what the file may still cost. Containers that share their items can have far more
-            paths than there are atoms.
+        root: The result of a `Machine`.
+        budget: Budget of the file. Containers that share their items can have far more
+            paths than a file has bytes.
 
     Raises:
-        FormatError: the tree nests too deep, contains itself, or unfolds to far more than was
-            stored.
+        FormatError: If the containers nest too deep, contain themselves, or expand to far more
+            data than the file stores.
     """
     return _RecordFlattener(Containers((*_TENSORS, Leaf)), budget).run(root)
 
 
 def flatten_state(state: object, containers: Containers) -> Flat[Any]:
-    """Flatten a state in memory as it would be from a file; values that are no tensors stay.
+    """Flatten a state in memory by the rule for files. Other values than tensors are kept.
 
     Raises:
-        FormatError: it nests too deep, or contains itself.
+        FormatError: If it nests too deep, or contains itself.
 
     Example:
         >>> flat = flatten_state({"a": [1, b"t"], 2: {"b": [3]}}, Containers((bytes,)))
@@ -155,10 +154,10 @@ def flatten_state(state: object, containers: Containers) -> Flat[Any]:
 
 
 class _Unpriced(Budget):
-    """Of what is in memory already: whoever made it has paid."""
+    """A budget without a limit, for values that are in memory already."""
 
     def spend(self, amount: int, entry: str | None = None) -> None:
-        """Take nothing."""
+        """Do nothing."""
 
 
 class _Flattener:
@@ -199,7 +198,7 @@ class _Flattener:
         """File one value under its key, or descend into it."""
         items = self.containers.items(value, depth)
         is_mapping = isinstance(value, Mapping)
-        # A module's own code may take a list or a tuple, as those of torch.ao's int8 layers do.
+        # Loading code of a module may expect the list or tuple, as torch.ao's int8 layers do.
         if items is not None and (not is_mapping or key.endswith(_EXTRA_STATE)):
             with suppress(_NotPlain):
                 self.flat.templates[key] = self._template(key, value, depth)
@@ -210,12 +209,12 @@ class _Flattener:
             self._file(key, value, depth)
 
     def _file(self, key: str, value: Any, depth: int) -> None:
-        """File what is one value under its key."""
+        """File one value under its key."""
         is_tensor = isinstance(value, self.containers.tensors)
         (self.flat.tensors if is_tensor else self.flat.objects)[key] = value
 
     def _template(self, key: str, value: Any, depth: int) -> object:
-        """Return the containers of a value, with a `Leaf` for what has a key of its own."""
+        """Return the containers of a value, with a `Leaf` for each value that has a key."""
         inner = depth + 1
         self.budget.spend(len(key) + STEP, key)
         _check_depth(inner, key)
@@ -233,7 +232,7 @@ class _Flattener:
         return kind([self._template(f"{key}.{at}", item, inner) for at, item in items])
 
     def _plain(self, value: Any, key: str, depth: int) -> Any:
-        """Return a value as it is told of."""
+        """Return the value that is kept for a plain one."""
         return value
 
     def _versions(self, container: Any, prefix: str) -> None:
@@ -258,7 +257,7 @@ class _Flattener:
 
 
 class _RecordFlattener(_Flattener):
-    """The walk through the records of a pickle, of which plain copies are kept."""
+    """The walk through the records of a pickle. It keeps plain copies of them."""
 
     def __init__(self, containers: Containers, budget: Budget) -> None:
         super().__init__(containers, budget)
@@ -286,7 +285,7 @@ class _RecordFlattener(_Flattener):
                 self.flat.inside[key] = count
 
     def _count(self, value: object) -> int:
-        """Count the tensors in a value that is blocked; each object is looked at once."""
+        """Return the number of tensors in a blocked value. Each object counts once."""
         count, left = 0, [value]
         while left:
             item = left.pop()
@@ -304,7 +303,7 @@ class _RecordFlattener(_Flattener):
 
     def _plain(self, value: object, key: str, depth: int) -> object:
         """Return a copy of a value made of plain Python objects only."""
-        # A text is shown each time that it is named, and so are a number's digits.
+        # A summary prints a text each time that a pickle refers to it.
         self.budget.spend(STEP + (len(value) if isinstance(value, _TEXTS) else 0), key)
         if value is None or type(value) in _SCALARS:
             return value
@@ -381,23 +380,23 @@ def name_text(name: object) -> str:
 
 
 def items_of(value: object) -> list[tuple[Any, Any]]:
-    """Return what a plain container has, with names or numbers; nothing of anything else."""
+    """Return (name or position, item) pairs of a plain container, or an empty list."""
     if isinstance(value, Mapping):
         return list(value.items())
     return list(enumerate(value)) if isinstance(value, (list, tuple)) else []
 
 
-# -- what lies below a root
+# -- the keys below a root
 
 
 def under(index: Index, root: str) -> Index | None:
-    """Return what an index has below the container `root`, with that prefix stripped, or None.
+    """Return the index of the container `root`, with that prefix removed, or None.
 
-    Storages that only other keys use are left out, so that sizes are those of what is left.
+    Storages that only other keys use are left out, so that sizes count the container only.
 
     Raises:
-        FormatError: the root could mean more than one container.
-        TypeError: `root` is no text.
+        FormatError: If the root could mean more than one container.
+        TypeError: If `root` is not text.
     """
     _require_text(root)
     entries, every = (
@@ -432,15 +431,15 @@ def under(index: Index, root: str) -> Index | None:
 
 
 def flat_under(flat: Flat[_Tensor], root: str, path: str) -> Flat[_Tensor]:
-    """Return what a state in memory has below the container `root`, with that prefix stripped.
+    """Return the values of the container `root` of a state in memory, with that prefix removed.
 
     Args:
-        flat: what `flatten_state` returned.
-        root: the container.
-        path: what an error calls the state.
+        flat: The result of `flatten_state`.
+        root: Name of the container.
+        path: Name of the state in errors.
 
     Raises:
-        FormatError: the checkpoint does not contain this container, or two values have this key.
+        FormatError: If the container does not exist, or two values have this key.
     """
     _require_text(root)
     made: Flat[_Tensor] = Flat(
@@ -459,11 +458,11 @@ def flat_under(flat: Flat[_Tensor], root: str, path: str) -> Flat[_Tensor]:
 
 
 def select(index: Index, root: str) -> Index:
-    """Return what is under the container `root`, with that prefix stripped.
+    """Return the index of the container `root`, with that prefix removed.
 
     Raises:
-        FormatError: the checkpoint does not contain this container, or two values have this key.
-        UnsafeError: only unpickling could rebuild it.
+        FormatError: If the container does not exist, or two values have this key.
+        UnsafeError: If only unpickling could rebuild it.
     """
     selected = under(index, root)
     if selected is None:
@@ -473,17 +472,17 @@ def select(index: Index, root: str) -> Index:
 
 
 def below(saved: object, root: str, path: str = "") -> Any:
-    """Return what containers have under a dotted prefix of keys, or `MISSING`.
+    """Return the container that a root names, or `MISSING`.
 
-    That is the container of this name, or a dict of the values whose names begin with it.
+    If names with dots begin with the root, the result is a dict of their values.
 
     Args:
-        saved: the containers.
-        root: the prefix.
-        path: what an error calls them.
+        saved: The containers.
+        root: Name of the container.
+        path: Name of the containers in errors.
 
     Raises:
-        FormatError: the root could mean more than one of them.
+        FormatError: If the root could mean more than one container.
 
     Example:
         >>> below({"a.b": 1, "a.c.d": 2}, "a"), below({"a": {"b.c": [3]}}, "a.b")
@@ -528,10 +527,10 @@ def _candidates(value: object, root: str, place: str) -> Iterator[tuple[str, obj
 
 
 def state_dicts_in(saved: object, depth: int = 3) -> list[str]:
-    """Return the dotted names of containers that are state dicts of modules; not optimizers'.
+    """Return the dotted names of containers that are state dicts of modules, not of optimizers.
 
-    Torch attaches metadata to a module's state dict, and its keys have dots. Nested containers
-    whose names have no dots are a model's structure (flax), and no root is meant by them.
+    torch attaches metadata to a module's state dict, and its keys have dots. Nested containers
+    whose names lack dots are the structure of a model (flax) and not meant as a root.
 
     Example:
         >>> weight = object()
@@ -551,21 +550,21 @@ def state_dicts_in(saved: object, depth: int = 3) -> list[str]:
 def _is_state(value: object) -> bool:
     if not isinstance(value, Mapping):
         return False
-    # Numbers and texts may have names with dots anywhere: {"config.yaml": "...", "model": {...}}.
+    # Names of numbers and texts may have dots anywhere: {"config.yaml": "...", "model": {...}}.
     others = (Mapping, list, str, bytes, int, float, type(None))
     leaves = (name for name, item in value.items() if not isinstance(item, others))
     return bool(_metadata_of(value)) or any("." in name for name in leaves if type(name) is str)
 
 
 def _metadata_of(container: Any) -> Any:
-    """Return what torch attaches to a state dict, of which a file has a record."""
+    """Return the metadata that torch attaches to a state dict, of a file or in memory."""
     if isinstance(container, OrderedRecord):
         return container.metadata
     return getattr(container, "_metadata", None)
 
 
 def _inside(values: Mapping[str, Any], root: str) -> dict[str, Any]:
-    """Return what has keys below a root, under the rest of them."""
+    """Return the values whose keys are below a root, without that prefix."""
     prefix = f"{root}."
     return {k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)}
 
@@ -576,7 +575,7 @@ def _require_text(root: object) -> None:
 
 
 def paths_inside(versions: Mapping[str, Any], root: str) -> dict[str, Any]:
-    """Return what is told of a module and of those in it; its own path is the empty one then."""
+    """Return the versions of a module and its submodules. The module's path becomes empty."""
     own = {"": versions[root]} if root in versions else {}
     return {**own, **_inside(versions, root)}
 
@@ -597,7 +596,7 @@ def no_container(
     blocked: Mapping[str, str] = MappingProxyType({}),
     inside: Mapping[str, int] = MappingProxyType({}),
 ) -> CheckpointError:
-    """Return the error that says what there is instead of a container."""
+    """Return the error for a container that does not exist."""
     this = Argument("root")
     if root in keys:
         return FormatError(

@@ -75,7 +75,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class VerifyReport(Summary):
-    """The result of `verify`. It is true (`ok`) if nothing failed.
+    """The result of `verify`.
 
     Attributes:
         path: Path of the checkpoint.
@@ -133,8 +133,8 @@ def verify(
     """Check the structure of a checkpoint and recompute every checksum that it records.
 
     A torch file has a CRC-32 for each record, which torch never reads. So do safetensors files
-    that torchlift wrote. Other safetensors files and GGUF files have no checksums: torchlift
-    checks their structure only and lists their tensors as `unchecked`.
+    that torchlift wrote. Other safetensors files and GGUF files lack checksums: torchlift checks
+    only their structure, and lists their tensors as `unchecked`.
 
     A file of the Hugging Face Hub, in the local cache or behind ``hf://``, is also compared with
     the SHA-256 that the Hub records.
@@ -390,7 +390,7 @@ def _crc32(index: Index, batch: Sequence[tuple[int, Storage]]) -> dict[int, int 
 
 
 def _crc_of(file: Opened, storage: Storage, buffer: memoryview) -> int | None:
-    """Return the checksum of a storage's bytes; None if they cannot be inflated."""
+    """Return the checksum of a storage's bytes, or None if they cannot be inflated."""
     if storage.packed is not None:
         return _inflated_crc(file, storage.packed)
     at, stop, crc = storage.offset, storage.offset + storage.nbytes, 0

@@ -1,6 +1,6 @@
 """numpy's .npy (one array) and .npz (a zip archive of them), without numpy.
 
-Format: numpy, ``numpy/lib/format.py``. An array of Python objects is a pickle: it is listed by name
+Format: numpy, ``numpy/lib/format.py``. An array of Python objects is a pickle. It is listed by name
 and never read.
 """
 
@@ -10,6 +10,7 @@ import ast
 import math
 import struct
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from torchlift.errors import FormatError
 from torchlift.formats.flattening import ROOT_TENSOR
@@ -32,10 +33,10 @@ from torchlift.formats.zip_archive import (
 )
 
 _MAGIC = b"\x93NUMPY"
-#: numpy's own limit on what it parses of a file that it does not trust.
+#: NumPy's own limit for the header of an untrusted file.
 _MAX_HEADER = 10_000
 _MOST = 12 + _MAX_HEADER
-_HEAD = 1 << 10  # of a URL, for a header that is as long as numpy writes it
+_HEAD = 1 << 10  # bytes to fetch from a URL for a header of the usual length
 _FIELDS = {"descr", "fortran_order", "shape"}
 #: Kind and size of numpy's type codes -> torch's name.
 _DTYPES = {
@@ -46,26 +47,26 @@ _DTYPES = {
 
 
 def read_npy(content: Content) -> Index:
-    """Read the index of a .npy file, whose only array is called ``tensor``.
+    """Read the index of a .npy file. The key of its array is ``tensor``.
 
     Raises:
-        FormatError: malformed or truncated.
+        FormatError: If it is malformed or truncated.
     """
     size = content.source.size
     return _index(content.source, {ROOT_TENSOR: Record("", 0, size, size, 0, STORED)})
 
 
 def read_npz(content: Content) -> Index:
-    """Read the index of a .npz file; the key of an array is the name of its record.
+    """Read the index of a .npz file. The key of an array is the name of its record.
 
     Raises:
-        FormatError: malformed, or compressed otherwise than numpy does it.
+        FormatError: If it is malformed, or compressed in another way than by NumPy.
     """
     records = content.records
     for name, record in records.items():
         if not name.endswith(".npy"):
             raise FormatError("the record is not a NumPy array", entry=name)
-        if name.removesuffix(".npy") in records:  # numpy looks for a record of the whole name first
+        if name.removesuffix(".npy") in records:  # numpy tries the name without the suffix first
             raise FormatError("two arrays share this record", entry=name)
         check_method(record)
     return _index(content.source, {name.removesuffix(".npy"): at for name, at in records.items()})
@@ -83,7 +84,7 @@ def _index(source: Source, records: Mapping[str, Record]) -> Index:
         dtype = _DTYPES.get(code[1:]) if code[:1] in "<>|=" else None
         if dtype is None:
             blocked[key] = f"numpy.dtype({code})"
-            if code[1:2] in ("f", "c"):  # more bits than torch has
+            if code[1:2] in ("f", "c"):  # numbers with more bits than torch supports
                 inside[key] = 1
             continue
         nbytes = math.prod(shape) * ITEMSIZE[dtype]
@@ -106,7 +107,8 @@ def _index(source: Source, records: Mapping[str, Record]) -> Index:
         entries[key] = TensorEntry(
             key, dtype, shape, stride, nbytes, "cpu", key, chunks, encoding=encoding
         )
-        # The archive's checksum is of the header too, with which the numbers need to be in step.
+        # The checksum of the record covers the header, too, so the storage includes the header.
+        # That only works if the numbers are aligned in it.
         whole = record.crc32 and not start % ITEMSIZE[dtype] and not swapped
         storages[key] = (
             Storage(source.path, begin, record.size, "cpu", record.crc32, packed)
@@ -126,8 +128,17 @@ def _index(source: Source, records: Mapping[str, Record]) -> Index:
     )
 
 
-def _header(source: Source, key: str, record: Record) -> tuple[str, tuple[int, ...], bool, int]:
-    """Return the type code, the shape, whether columns come first, and where the data start."""
+class _Header(NamedTuple):
+    """The header of an array: type code, shape, whether it is column-major, start of the data."""
+
+    code: str
+    shape: tuple[int, ...]
+    is_fortran: bool
+    start: int
+
+
+def _header(source: Source, key: str, record: Record) -> _Header:
+    """Read the header of an array."""
     if record.method == STORED:
         most = source.read(record.offset, min(record.size, _MOST), key)
     else:
@@ -157,9 +168,9 @@ def _header(source: Source, key: str, record: Record) -> tuple[str, tuple[int, .
         raise FormatError("fortran_order is neither True nor False", entry=key)
     code = fields["descr"]
     if not isinstance(code, str):
-        # numpy.load takes records of numbers and texts as they are; objects are a pickle.
+        # numpy.load reads structured arrays, but those with objects are a pickle.
         code = "structured with |O" if "|O" in repr(code) else "structured"
-    return code, shape, fields["fortran_order"], start
+    return _Header(code, shape, fields["fortran_order"], start)
 
 
 ARRAYS = Reader(lambda content: content.head[:6] == _MAGIC, read_npy)

@@ -28,7 +28,7 @@ from torchlift.formats.zip_archive import STORED, expect_records
 _WEIGHTS, _OLD = "data/weights/", "serialized_state_dict.pt"
 
 _STRIDED = 7
-#: Of the archive (torch/csrc/export/pt2_archive_constants.h).
+#: Versions of the archive (torch/csrc/export/pt2_archive_constants.h).
 _VERSIONS = (b"0",)
 
 #: Numbers of the schema (torch/_export/serde/schema.py, ``ScalarType``).
@@ -44,11 +44,11 @@ def read_pt2(content: Content) -> Index:
     """Read the index of an exported program, or of several in one archive.
 
     Returns:
-        The state dict under its own names; if the archive has several programs, each state dict is
+        The state dict under its own names. If the archive has several programs, each state dict is
         below the name of its program.
 
     Raises:
-        FormatError: not such an archive, damaged, or inconsistent.
+        FormatError: If it is not such an archive, or is damaged or inconsistent.
     """
     source, records, top = content.source, content.records, content.top
     if both := [name for name in ("constants.pkl", "data.pkl") if top + name in records]:
@@ -59,12 +59,14 @@ def read_pt2(content: Content) -> Index:
         )
     if _OLD in records:
         return _joined(source, [_nested(source, records[_OLD], "")], {})
+    # At a URL, all small records are fetched together instead of one request for each.
     needed = (".json", "version", "byteorder")
     expect_records(source, [at for name, at in records.items() if name.endswith(needed)])
     version = look_up(records, top + "archive_version")
     if version and read_content(source, version).strip() not in _VERSIONS:
         raise FormatError("torch does not read this version of exported programs", entry=top)
     notes = read_notes(source, records, top)
+    # torch would read the numbers as they are, so all of them would be wrong.
     if notes.get("byteorder") == "big":
         raise FormatError(
             "the program was exported on a big-endian machine, and torch does not swap its bytes",
@@ -72,6 +74,7 @@ def read_pt2(content: Content) -> Index:
             expected="little",
             hint="Export it again on a little-endian machine.",
         )
+    # A package may hold compiled programs only, or several exported ones.
     models = [
         name.removeprefix(f"{top}models/").removesuffix(".json")
         for name in records
@@ -136,7 +139,7 @@ def _listed(
     dtypes: dict[str, str] = {}
     for name, meta in listed.items():
         key = f"{under}.{name}" if under else name
-        source.budget.spend(len(under), under)  # one name of a program, before many keys
+        source.budget.spend(len(under), under)  # a long program name is repeated in each key
         with errors_name(source.path, key):
             path = _field(meta, "path_name", str)
             stored = records.get(folder + path)
@@ -144,10 +147,11 @@ def _listed(
                 raise FormatError("the record of a tensor is missing", expected=folder + path)
             tensor = meta.get("tensor_meta")
             if _field(meta, "use_pickle", bool):
-                if path in opened:  # each would be read again
+                if path in opened:  # it would be read again for each of a thousand names
                     raise FormatError("two tensors use one pickled file", expected="one each")
                 opened.add(path)
                 nested.append(_nested(source, stored, key))
+            # The record does not say how the indices and values of a sparse tensor lie in it.
             elif _field(tensor, "layout", int) != _STRIDED:
                 blocked[key], inside[key] = "torch._utils._rebuild_sparse_tensor", 1
             else:
@@ -173,7 +177,7 @@ def _listed(
 
 
 def _tensor(meta: Any, tensor: Any, path: str, stored: Record) -> TensorRef:
-    """Return what the list says of a tensor."""
+    """Return the record of a tensor in the list."""
     number = _field(tensor, "dtype", int)
     if number not in _DTYPES:
         raise FormatError("torchlift does not know this dtype", found=number)
@@ -204,7 +208,7 @@ def _tensor(meta: Any, tensor: Any, path: str, stored: Record) -> TensorRef:
 
 
 def _whole(number: object) -> object:
-    """Return a size; one that is an expression is no number, which whoever checks it says."""
+    """Return a size. A symbolic expression stays what it is, and a later check refuses it."""
     return number.get("as_int") if isinstance(number, dict) else number
 
 
