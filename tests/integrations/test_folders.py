@@ -224,7 +224,7 @@ def test_folders_that_leave_open_what_is_meant_are_refused(tmp_path: Path) -> No
     folder = tmp_path / "both"
     dcp.save({"optim": state}, checkpoint_id=folder, no_dist=True)
     torch.save(state, folder / "optimizer.pt")
-    assert "an optimizer's state beside it; found optimizer.pt" in refused(folder)
+    assert "a separate optimizer state; found optimizer.pt" in refused(folder)
     model = nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters())
     torchlift.load_optimizer(model, optimizer, folder, root="optim")

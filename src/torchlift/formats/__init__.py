@@ -1,1 +1,1 @@
-"""On-disk formats: each is read into an `Index`. Standard library only, without torch."""
+"""On-disk formats, each read into the same `Index`; standard library only, no torch."""
