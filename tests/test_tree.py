@@ -61,7 +61,7 @@ def test_a_tree_comes_back_as_it_was_saved(tmp_path_factory, zipped, tree):
     if refused is None:
         assert same(tree, found)
     else:
-        assert "have this key once containers are joined by dots" in refused
+        assert "have this key after their containers are joined with dots" in refused
 
 
 def test_a_container_of_a_tree_is_found_by_its_dotted_name(tmp_path):
@@ -73,7 +73,7 @@ def test_a_container_of_a_tree_is_found_by_its_dotted_name(tmp_path):
     assert same(ckpt.tree("a.b.0"), state["a.b"][0])
     assert ckpt.tree("a.b.1") == [1, 2]
     assert same(ckpt.tree("a"), {"b": state["a.b"], "d": (1,)})
-    with pytest.raises(torchlift.FormatError, match="no such container"):
+    with pytest.raises(torchlift.FormatError, match="does not contain this container"):
         ckpt.tree("nothing")
 
 
@@ -201,7 +201,7 @@ def test_where_the_state_lies_is_pointed_out(tmp_path):
             torchlift.load_optimizer(model, optimizer, given_)
     with pytest.raises(torchlift.FormatError, match=r"no optimizer state.*root='optim'"):
         torchlift.load_optimizer(model, optimizer, tmp_path / "x.pt", root="train")
-    with pytest.raises(torchlift.FormatError, match="no such container"):
+    with pytest.raises(torchlift.FormatError, match="does not contain this container"):
         torchlift.load_optimizer(model, optimizer, tmp_path / "x.pt", root="optimizer")
     with pytest.raises(torchlift.FormatError, match="no optimizer state"):
         torchlift.load_optimizer(model, optimizer, {"step": 3})
@@ -257,7 +257,7 @@ def test_metadata_is_not_taken_for_the_values_that_have_its_names(tmp_path) -> N
     assert torchlift.open(tmp_path / "b.pt").tree()._metadata == {"l": {"version": 2}}
     state._metadata = {"w": torch.zeros(3)}  # type: ignore[attr-defined]
     torch.save(state, tmp_path / "a.pt")
-    with pytest.raises(torchlift.FormatError, match="a tensor without a key"):
+    with pytest.raises(torchlift.FormatError, match="a tensor does not have a key"):
         torchlift.open(tmp_path / "a.pt").tree()
 
 
@@ -270,7 +270,7 @@ def test_a_name_that_is_a_tuple_is_told_as_python_tells_it(tmp_path) -> None:
     with pytest.raises(torchlift.UnsafeError, match=f"found {__name__}._Unknown"):
         ckpt.tree()
     torch.save({(torch.ones(1), 1): 3}, tmp_path / "a.pt")
-    with pytest.raises(torchlift.FormatError, match="cannot be part of a name"):
+    with pytest.raises(torchlift.FormatError, match="cannot be part of a tensor's name"):
         torchlift.open(tmp_path / "a.pt")
 
 

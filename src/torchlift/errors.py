@@ -93,7 +93,7 @@ class CheckpointError(Exception):
         ...     torchlift.open(path)
         ... except torchlift.CheckpointError as error:
         ...     print(str(error).replace(path, "model.safetensors"))
-        model.safetensors: a web page or another XML text; expected a file of torch
+        model.safetensors: this is a web page or another XML text; expected a file of torch
         (TorchScript and pt2, too), safetensors, GGUF or numpy, or an *.index.json. A login
         or error page was saved instead of the file; fetch it again.
     """
@@ -148,7 +148,7 @@ class FormatError(CheckpointError):
         ...     torchlift.open(path)
         ... except torchlift.FormatError as error:
         ...     print(error.reason, error.hint, sep="; ")
-        a zip archive without its directory; The file is truncated: an interrupted save or
+        the zip archive lacks its directory; The file is truncated: an interrupted save or
         download. Fetch it again.
     """
 

@@ -356,7 +356,7 @@ def test_a_way_of_the_caller_takes_part(small) -> None:
 
 def test_a_missing_container_is_an_error_of_the_library(generated) -> None:
     """A root that the file lacks is reported like everywhere else."""
-    with pytest.raises(FormatError, match="no such container"):
+    with pytest.raises(FormatError, match="does not contain this container"):
         loading.Job(Task(str(generated), "nowhere", 0))
 
 

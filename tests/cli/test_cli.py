@@ -126,8 +126,8 @@ def test_inspect_chooses_sorts_and_descends(tmp_path) -> None:
     assert table(path, "--root", "m.2")[1:] == [["w", "12", "B", "float32", "3"],
                                                 ["b", "4", "B", "float32", "1"]]  # fmt: skip
     done = torchlift("inspect", path, "--root", "n", "--json")
-    assert (done.returncode, done.stderr) == (1, f"torchlift: {path}: 'n': there is no such "
-            "container; found at the top: head, m. Pass one of these as --root, or leave root out."
+    assert (done.returncode, done.stderr) == (1, f"torchlift: {path}: 'n': the checkpoint does not "
+            "contain this container; found at the top: head, m. Pass one of these as --root, or leave root out."
             "\n")  # fmt: skip
     found = json.loads(done.stdout)["error"]
     assert (found["type"], found["entry"], found["file"]) == ("FormatError", "n", str(path))
@@ -436,7 +436,6 @@ def test_an_error_is_json_too_when_json_is_asked_for(tmp_path) -> None:
         ["plan", "x", "--device-map", "{"],
         ["diff", "x"],
         ["diff", "x", "y", "--rtol", "-1"],
-        ["inspect", "x", "--model", "x"],
     ],
     ids=" ".join,
 )
@@ -517,18 +516,6 @@ def test_root_on_what_only_unpickling_could_rebuild_says_so(tmp_path) -> None:
     assert done.returncode == 3
     assert "'args': only unpickling could rebuild it, through argparse.Namespace" in done.stderr
     assert "found 1 tensor in it" in done.stderr
-
-
-def test_parameters_are_told_from_buffers_by_a_model(tmp_path) -> None:
-    """A file knows elements; a model knows what they are."""
-    layer = torch.nn.BatchNorm1d(3)
-    torch.save({**layer.state_dict(), "epoch": torch.ones(5)}, tmp_path / "x.pt")
-    words = ["--model", "torch.nn:BatchNorm1d", "--model-args", '{"num_features": 3}']
-    done = torchlift("inspect", tmp_path / "x.pt", *words)
-    facts = dict(line.split(maxsplit=1) for line in done.stdout.split("\n\n")[1].splitlines())
-    assert (facts["elements"], facts["parameters"], facts["buffers"]) == ("18", "6", "7")
-    found = json.loads(torchlift("inspect", tmp_path / "x.pt", *words, "--json").stdout)
-    assert (found["parameters"], found["buffers"], found["not in the model"]) == (6, 7, 5)
 
 
 def test_bash_completes_commands_options_and_values() -> None:

@@ -50,8 +50,8 @@ def test_formats_load_without_torch(tmp_path):
         (bytes(1000), "zeros only"),
         (b"hello world\n" * 50, "a text file.*found hello world"),
         (b"<!DOCTYPE html><html>", "web page.*login or error page"),
-        (b'{"architectures": []}', "a model's configuration.*Give the path of the weights"),
-        (b'{"epoch": 3}', "a JSON text that is no index.*found the names epoch"),
+        (b'{"architectures": []}', "the configuration of a model.*Pass the path of the weights"),
+        (b'{"epoch": 3}', "the JSON file is not an index.*found the names epoch"),
         (
             b'{"error":"Invalid username or password.\\u001b[2J"}',
             r"an error page in JSON.*found error: Invalid username or password\.\\x1b.*a token",
@@ -112,7 +112,7 @@ def test_a_tar_archive_says_what_it_is(tmp_path):
         ("model.weights.h5", "a Keras model.*h5py"),
         ("x/saved_model.pb", "a TensorFlow SavedModel"),
         ("weights/model.safetensors", "an archive with a checkpoint in it; .*Unpack it first"),
-        ("notes.txt", "a zip archive that torch.save did not write"),
+        ("notes.txt", "torch.save did not write this zip archive"),
     ],
 )
 def test_a_zip_archive_says_what_it_is(tmp_path, record, match):
@@ -150,7 +150,7 @@ def test_a_part_of_a_distributed_checkpoint_names_the_folder(tmp_path, items):
     for name in ("__0_0.distcp", "__0.metadata"):
         with pytest.raises(FormatError) as caught:
             read_index(tmp_path / name)
-        assert caught.value.reason == "a part of a distributed checkpoint (DCP)"
+        assert caught.value.reason == "this is one file of a DCP checkpoint"
         assert caught.value.hint == f"Open {str(tmp_path)!r}."
         assert caught.value.file == str(tmp_path / name)
 
@@ -178,7 +178,7 @@ def test_a_truncated_download_says_how_many_bytes_are_missing(tmp_path):
     refused(path, "the file is truncated: 150 bytes are missing")
     torch.save({"w": torch.ones(100)}, path)
     os.truncate(path, 900)
-    refused(path, "without its directory.*truncated: an interrupted save or download")
+    refused(path, "lacks its directory.*truncated: an interrupted save or download")
 
 
 def _named_py(info):
@@ -197,7 +197,7 @@ def test_an_empty_path_is_not_the_current_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert read_index(".").entries == {}
     for name in ("", b""):
-        with pytest.raises(FormatError, match="an empty path"):
+        with pytest.raises(FormatError, match="the path is empty"):
             read_index(name)
 
 
@@ -240,27 +240,22 @@ def test_a_null_character_in_a_path_is_a_format_error():
 # ---- what people's machines leave
 
 
-def test_notes_of_macos_and_second_downloads_are_no_checkpoints(tmp_path: Path) -> None:
-    """Beside the file itself; without it, a second download is the file."""
-    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
-    copies = (
-        "(1)",
-        " (12)",
-        " copy",
-        " copy 2",
-        " - Copy",
-        " - Copy (2)",
-        " (copy)",
-        " (3rd copy)",
-    )
-    for name in ("._model.safetensors", *(f"model{each}.safetensors" for each in copies)):
-        (tmp_path / name).write_bytes(b"\0\5\x16\7" + bytes(40))
+def test_notes_of_macos_are_not_checkpoints(tmp_path: Path) -> None:
+    """An AppleDouble file next to the file itself is passed over."""
+    save_file({"w": torch.ones(2)}, tmp_path / "weights.safetensors")
+    (tmp_path / "._weights.safetensors").write_bytes(b"\0\5\x16\7" + bytes(40))
     assert [*torchlift.open(tmp_path)] == ["w"]
-    (tmp_path / "model.safetensors").rename(tmp_path / "model (1).safetensors")
-    for name in os.listdir(tmp_path):
-        if name != "model (1).safetensors":
-            (tmp_path / name).unlink()
+
+
+def test_of_two_downloads_the_model_is_read_and_others_are_named(tmp_path: Path) -> None:
+    """A second download is a file like any other."""
+    for name in ("model.safetensors", "model (1).safetensors"):
+        save_file({"w": torch.ones(2)}, tmp_path / name)
     assert [*torchlift.open(tmp_path)] == ["w"]
+    (tmp_path / "model.safetensors").rename(tmp_path / "weights.safetensors")
+    with pytest.raises(FormatError) as caught:
+        torchlift.open(tmp_path)
+    assert "model (1).safetensors, weights.safetensors" in str(caught.value)
 
 
 def test_a_set_of_shards_is_whole_beside_the_notes_of_macos(tmp_path: Path) -> None:
@@ -351,7 +346,7 @@ def test_the_file_of_a_save_that_raised_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(RuntimeError, match="not me"):
         torch.save({"w": torch.ones(3), "x": Refuses()}, tmp_path / "m.pt")
-    with pytest.raises(FormatError, match=r"without its data\.pkl: the torch\.save .* raised"):
+    with pytest.raises(FormatError, match=r"data\.pkl is missing: the torch\.save .* raised"):
         torchlift.open(tmp_path / "m.pt")
 
 

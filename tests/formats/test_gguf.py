@@ -101,7 +101,9 @@ def test_without_the_package_the_error_says_which(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     with torchlift.open(path) as ckpt:
         assert torch.equal(ckpt["f32"], torch.from_numpy(VALUES))
-        with pytest.raises(FormatError, match=r"'Q4_0': quantised to Q4_0.*pip install gguf"):
+        with pytest.raises(
+            FormatError, match=r"'Q4_0': the values are quantised to Q4_0.*pip install gguf"
+        ):
             ckpt["Q4_0"]
 
 
@@ -114,20 +116,20 @@ COUNTS = ("I", 3), ("Q", 1), ("Q", 0)
         (header(("I", 1)), "version of GGUF.*found 1"),
         (b"GGUF" + struct.pack(">I", 3), "found 3, big-endian"),
         (header(("I", 3), ("Q", 1 << 60), ("Q", 0)), "the file ends early"),
-        (header(("I", 3), ("Q", 0), ("Q", 1), "a", ("I", 99)), "'a': a value of an unknown type"),
+        (header(("I", 3), ("Q", 0), ("Q", 1), "a", ("I", 99)), "'a': .* has an unknown type"),
         (header(("I", 3), ("Q", 0), ("Q", 1), "a", ("I", 8), ("Q", 1 << 63)), "ends early"),
         (header(("I", 3), ("Q", 0), ("Q", 1), "a", ("I", 9), ("I", 10), ("Q", 1 << 62)), "early"),
         (header(("I", 3), ("Q", 0), ("Q", 2), "a", ("I", 7), ("?", 1), "a", ("I", 7), ("?", 1)),
          "two values of the metadata"),
         (header(("I", 3), ("Q", 0), ("Q", 1), "general.alignment", ("I", 4), ("I", 0)),
-         "impossible alignment"),
+         "alignment is invalid"),
         (header(*COUNTS, "w", ("I", 65)), "'w': a tensor has too many dimensions"),
-        (header(*COUNTS, "w", ("I", 1), ("Q", 1 << 62), ("I", 0), ("Q", 0)), "impossible shape"),
+        (header(*COUNTS, "w", ("I", 1), ("Q", 1 << 62), ("I", 0), ("Q", 0)), "invalid shape"),
         (header(*COUNTS, "w", ("I", 1), ("Q", 4), ("I", 77), ("Q", 0)), "found ggml type 77"),
-        (header(*COUNTS, "w", ("I", 1), ("Q", 31), ("I", 2), ("Q", 0)), "no whole blocks of Q4_0"),
+        (header(*COUNTS, "w", ("I", 1), ("Q", 31), ("I", 2), ("Q", 0)), "not whole blocks of Q4_0"),
         (header(*COUNTS, "w", ("I", 1), ("Q", 4), ("I", 0), ("Q", 0)), "past the end of the file"),
         (header(("I", 3), ("Q", 2), ("Q", 0), *["w", ("I", 1), ("Q", 0), ("I", 0), ("Q", 0)] * 2),
-         "two tensors have this name"),
+         "two tensors have the same name"),
     ],
 )  # fmt: skip
 def test_a_file_that_lies_is_refused(tmp_path, data, message):

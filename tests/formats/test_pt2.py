@@ -1,4 +1,4 @@
-"""Exported programs: the weights and constants that torch.export.load gives, and no program."""
+"""Exported programs: the state dict that torch.export.load gives, without the program."""
 
 from __future__ import annotations
 
@@ -53,13 +53,12 @@ def path(program, tmp_path):
 
 def compare(ckpt, program):
     """Whether a file has the tensors of a program."""
-    constants = {f"CONSTANTS.{name}": value for name, value in program.constants.items()}
-    expected = {**program.state_dict, **constants}
+    expected = program.state_dict
     assert sorted(ckpt) == sorted(expected)
     return all(same_as(value.detach(), ckpt[key]) for key, value in expected.items())
 
 
-def test_weights_and_constants_are_those_of_torch(path, program):
+def test_weights_are_those_of_torch(path, program):
     """Names, values, strides, ties and which are parameters."""
     ckpt = torchlift.open(path)
     assert ckpt.format == "pt2"
@@ -72,14 +71,10 @@ def test_weights_and_constants_are_those_of_torch(path, program):
 
 
 def test_a_model_loads_from_a_program(path, program):
-    """Into the Python class, with the constants left out by name."""
+    """Into the Python class, whose constants are its own."""
     model = Model()
-    torchlift.load(model, path, rename=_state)
+    torchlift.load(model, path)
     assert all(torch.equal(program.state_dict[k], v) for k, v in model.state_dict().items())
-
-
-def _state(key):
-    return None if key.startswith("CONSTANTS.") else key
 
 
 def old(program, path, inner):

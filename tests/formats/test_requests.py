@@ -173,13 +173,6 @@ def test_a_vocabulary_of_gguf_takes_four_requests(server: RangeServer) -> None:
     opened(server, "model.gguf", 4, 2 * header)
 
 
-def test_the_counts_of_an_old_torch_file_are_read_at_once(server: RangeServer) -> None:
-    """One stands before each storage, where those before say how long they are."""
-    tensors = {f"w{n}": torch.ones(50_000) for n in range(20)}
-    torch.save(tensors, server.folder / "old.pt", _use_new_zipfile_serialization=False)
-    opened(server, "old.pt", 2 + 20, 24 * WINDOW)
-
-
 def test_a_set_takes_two_requests_and_two_for_each_file(server: RangeServer) -> None:
     """Its index, and the header of each."""
     weight_map = {}

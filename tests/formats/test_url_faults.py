@@ -528,7 +528,7 @@ def test_a_certificate_is_trusted_when_the_environment_says_so(
         assert "SSL_CERT_FILE" in str(caught.value.hint)
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
         assert ssl.get_default_verify_paths().cafile == str(certificate)
-        with pytest.raises(FormatError, match="not an array"):
+        with pytest.raises(FormatError, match="not a NumPy array"):
             torchlift.open(url)
 
         def redirect(asked: Asked, answer: Answer) -> None:

@@ -213,7 +213,9 @@ def test_the_note_of_the_last_checkpoint_says_which(tmp_path: Path) -> None:
     with pytest.raises(UnsafeError, match="leaves the directory"):
         read_index(path)
     (path / "latest").write_text("zero_to_fp32.py")
-    with pytest.raises(FormatError, match="the last checkpoint is not a directory"):
+    with pytest.raises(
+        FormatError, match="the note of the last checkpoint does not name a directory"
+    ):
         read_index(path)
     (path / "latest").write_text("global_step3")
     torch.save({"w": torch.ones(1)}, path / "rng_state_0.pth")
@@ -252,8 +254,8 @@ FOLDERS: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
         "'mp_rank_01_model_states.pt': .*split by tensor or pipeline parallelism.*ds_to_univ"),
     "more ranks": (_copy(RANK_0, "zero_pp_rank_2_mp_rank_00_optim_states.pt"), FormatError,
         "split by expert parallelism"),
-    "the model for a rank": (_copy(MODEL, RANK_1), FormatError, "a rank without one of the vec"),
-    "a rank for the model": (_copy(RANK_0, MODEL), FormatError, "without a module"),
+    "the model for a rank": (_copy(MODEL, RANK_1), FormatError, "a rank lacks one of the vec"),
+    "a rank for the model": (_copy(RANK_0, MODEL), FormatError, "lacks its module"),
     "a named pipe": (_pipe, FormatError, "not a regular file; found a named pipe"),
     "a link elsewhere": (_link, UnsafeError, "a link that leaves the directory"),
 }  # fmt: skip
@@ -284,34 +286,34 @@ def _set(*keys: Any, value: Any) -> Callable[[str, Any], None]:
 
 _GROUPS = "optimizer_state_dict", "single_partition_of_fp32_groups"
 CONTENTS: dict[str, tuple[int, Callable[[str, Any], None], str]] = {
-    "no shapes": (2, _set("param_shapes", value=None), "no shapes of the parameters"),
-    "fewer groups": (2, _set("param_shapes", value=[{}]), "not as many groups.*expected 2; foun"),
+    "no shapes": (2, _set("param_shapes", value=None), "the shapes of the parameters are missing"),
+    "fewer groups": (2, _set("param_shapes", value=[{}]), "vectors differ.*expected 2; foun"),
     "a shape that is none": (2, _set("param_shapes", 0, "embedding.weight", value=(5, -3)),
-        "'embedding.weight': a tensor has an impossible shape"),
+        "'embedding.weight': a tensor has an invalid shape"),
     "a larger shape": (2, _set("param_shapes", 0, "embedding.weight", value=(50, 3)),
-        "single_partition_of_fp32_groups.0': a vector has not the length.*expected 192 elements"),
+        "fp32_groups.0': the length of a vector does not match.*expected 192 elements"),
     "a larger share": (3, _set("param_shapes", 0, "embedding.weight", value=(50, 3)),
-        "fp32_flat_groups.0': a vector has not the length"),
+        "fp32_flat_groups.0': the length of a vector does not match"),
     "a huge shape": (3, _set("param_shapes", 0, "embedding.weight", value=(2**40, 2**20)),
-        "a vector has not the length"),
+        "the length of a vector does not match"),
     "a name twice": (3, _set("param_shapes", 1, "embedding.weight", value=(5, 3)),
-        "'embedding.weight': a parameter is not named, or twice"),
+        "'embedding.weight': a parameter's name is missing or repeated"),
     "a vector that is a matrix": (2, _set(*_GROUPS, 0, value=torch.ones(29, 1)),
-        "a partition that is not flat"),
+        "a partition is not a flat vector"),
     "a vector that is missing": (2, _set(*_GROUPS, 0, value=None),
-        "without a module or without weights"),
+        "lacks its module or its weights"),
     "vectors of other dtypes": (2, lambda name, content: "rank_1" in name and _set(
         *_GROUPS, 0, value=torch.ones(28, dtype=torch.float64))(name, content),
-        "shares of several dtypes; found .'float32', 'float64'"),
+        "the shares of a parameter have several dtypes; found .'float32', 'float64'"),
     "frozen ones without values": (2, _set("frozen_param_fragments", value={}),
-        r"'frozen\.weight': a frozen parameter without its values"),
+        r"'frozen\.weight': the values of a frozen parameter are missing"),
     "frozen ones of another shape": (2, _set("frozen_param_shapes", "frozen.bias", value=(4,)),
-        r"'frozen\.bias': a frozen parameter without its values; expected \(4,\); found \(5,\)"),
+        r"'frozen\.bias': .* are missing; expected \(4,\); found \(5,\)"),
     "frozen shares that are short": (3, _set("frozen_param_shapes", "frozen.bias", value=(40,)),
-        "frozen_param_fragments.frozen.bias': a vector has not the length"),
-    "no module": (2, _set("module", value=None), "without a module"),
+        "frozen_param_fragments.frozen.bias': the length of a vector does not match"),
+    "no module": (2, _set("module", value=None), "lacks its module"),
     "other partitions": (2, _set("optimizer_state_dict", "partition_count", value=[2, 1]),
-        "split by expert parallelism, too; found partitions in 1"),
+        "also split by expert parallelism; found partitions in 1"),
     "no number of partitions": (2, _set("optimizer_state_dict", "partition_count", value="x"),
         "partitions in x"),
 }  # fmt: skip

@@ -96,11 +96,11 @@ def test_the_cause_of_a_broken_record_or_name_is_told(tmp_path: Path) -> None:
     data[start : start + 8] = b"\xff" * 8
     path.write_bytes(bytes(data))
     with pytest.raises(
-        FormatError, match=r"data\.pkl': a compressed record is broken; found Error"
+        FormatError, match=r"data\.pkl': a compressed record is damaged; found Error"
     ):
         read_index(path)
     torch.save({"\ud83d": torch.ones(1)}, path)
-    with pytest.raises(FormatError, match="not UTF-8: half of a surrogate pair"):
+    with pytest.raises(FormatError, match="not valid UTF-8"):
         read_index(path)
     header = b'{"\\ud83d":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
     path.write_bytes(struct.pack("<Q", len(header)) + header + b"x")
@@ -196,7 +196,7 @@ def test_what_is_no_file_is_refused_without_waiting(
     if found:
         assert str(caught.value).endswith(f"not a regular file; found {found}")
     if found and place != "a shard":
-        with pytest.raises(FormatError, match=r"not a regular file|empty directory"):
+        with pytest.raises(FormatError, match=r"not a regular file|directory is empty"):
             torchlift.open(path)
 
 

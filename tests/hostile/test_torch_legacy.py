@@ -85,7 +85,7 @@ def test_a_global_in_the_object_is_listed(path):
 def test_a_count_that_is_not_the_tensors_is_refused(path, count):
     """The elements of a storage are those that its tensors say, never fewer and never negative."""
     write_legacy(path, {"w": legacy_tensor()}, {"0": (count, VALUES)})
-    error = refused(path, "does not have the size its tensors say")
+    error = refused(path, "the size of a storage differs")
     assert (error.entry, error.found) == ("0", str(count))
 
 
@@ -98,8 +98,8 @@ def test_a_huge_storage_is_refused_before_it_is_allocated(path):
 
 @pytest.mark.parametrize(
     ("keys", "match"),
-    [(["0", "0"], "is there twice"), (["0", "9"], "that no tensor uses"), ([], "is missing"),
-     ({"0": 1}, "are not a list"), ([["0"]], "that no tensor uses"), ([0], "that no tensor uses")],
+    [(["0", "0"], "has this storage twice"), (["0", "9"], "no tensor uses"), ([], "is missing"),
+     ({"0": 1}, "are not a list"), ([["0"]], "no tensor uses"), ([0], "no tensor uses")],
 )  # fmt: skip
 def test_storage_keys_that_are_not_those_of_the_tensors_are_refused(path, keys, match):
     """Twice, unknown, missing, or no keys at all."""
@@ -134,8 +134,8 @@ def test_a_persistent_id_that_is_no_storage_is_refused(path, identity):
 
 @pytest.mark.parametrize(
     ("size", "stride", "offset", "match"),
-    [((5,), (1,), 0, "outside its storage"), ((-1,), (1,), 0, "impossible size"),
-     ((2,), (-1,), 1, "impossible stride"), ((2**40,), (0,), 0, "absurdly larger"),
+    [((5,), (1,), 0, "outside its storage"), ((-1,), (1,), 0, "invalid size"),
+     ((2,), (-1,), 1, "invalid stride"), ((2**40,), (0,), 0, "far larger"),
      ((2,), (1,), 2**62, "outside its storage"), ((1,) * 65, (1,) * 65, 0, "at most 64")],
 )  # fmt: skip
 def test_impossible_tensors_are_refused(path, size, stride, offset, match):
@@ -157,4 +157,4 @@ def test_a_stream_that_is_a_tar_too_is_refused(path):
     path.write_bytes(data)
     with tarfile.open(path) as archive:  # what torch takes it for
         assert archive.getnames()
-    refused(path, "a tar archive, too")
+    refused(path, "a stream of pickles and a tar archive")

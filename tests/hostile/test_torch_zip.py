@@ -24,7 +24,7 @@ def path(tmp_path):
 def test_magic_and_then_junk_is_refused(path):
     """A zip signature alone does not make a checkpoint."""
     path.write_bytes(b"PK\x03\x04" + b"junk" * 100)
-    refused(path, "without its directory.*truncated")
+    refused(path, "lacks its directory.*truncated")
 
 
 @pytest.mark.parametrize("keep", [0.3, 0.7, 0.9, 0.99])
@@ -41,7 +41,7 @@ def test_a_damaged_directory_is_refused(path):
     write_zip(path, {"w": tensor()})
     data = path.read_bytes()
     path.write_bytes(data.replace(b"PK\x01\x02", b"PK\x01\xff", 1))
-    refused(path, "directory is damaged")
+    refused(path, "directory of the archive is damaged")
 
 
 def test_a_record_outside_the_top_directory_is_refused(path):
@@ -101,7 +101,7 @@ def test_bytes_behind_the_archive_are_refused(path):
     path.write_bytes(path.read_bytes() + b"trailing")
     error = refused(path, "does not end with its end record")
     assert (error.expected, error.found) == (
-        "a comment of 8 bytes behind it", "0 bytes, by its own account",
+        "a comment of 8 bytes behind it", "a declared comment of 0 bytes",
     )  # fmt: skip
 
 
@@ -141,7 +141,7 @@ def test_a_deflate_bomb_that_lies_about_its_size_stops_early(path):
     write_zip(path, data=bytes(size), method=zipfile.ZIP_DEFLATED)
     data = path.read_bytes().replace(struct.pack("<I", size), struct.pack("<I", 1000))
     path.write_bytes(data)
-    refused(path, "does not have the size")
+    refused(path, "does not have the size its header declares")
 
 
 def test_a_damaged_pickle_fails_its_checksum(path):
@@ -150,7 +150,7 @@ def test_a_damaged_pickle_fails_its_checksum(path):
     data = bytearray(path.read_bytes())
     data[data.find(b"cpu")] ^= 1
     path.write_bytes(bytes(data))
-    assert refused(path, "CRC32 does not match").entry == "archive/data.pkl"
+    assert refused(path, "CRC-32 of a record does not match").entry == "archive/data.pkl"
 
 
 @pytest.mark.parametrize("note", ["version", ".storage_alignment", ".format_version"])
@@ -158,7 +158,7 @@ def test_a_damaged_pickle_fails_its_checksum(path):
 def test_absurd_numbers_beside_the_pickle_are_refused(path, note, value):
     """Versions and alignments are positive whole numbers."""
     write_zip(path, {"w": tensor()}, notes={note: value})
-    assert refused(path, "makes no sense").entry == f"archive/{note}"
+    assert refused(path, "an invalid value").entry == f"archive/{note}"
 
 
 def test_missing_notes_are_tolerated(path):
@@ -166,7 +166,7 @@ def test_missing_notes_are_tolerated(path):
     write_zip(path, {"w": tensor()}, notes={"version": b"2\n"})
     assert read_index(path).metadata == {"version": "2"}
     write_zip(path, {"w": tensor()}, notes={})
-    refused(path, "without its version, which torch does not read")
+    refused(path, "lacks its version, so torch does not read it")
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_a_version_that_torch_refuses_is_refused(path, notes):
     if "VERSION" not in notes:
         with pytest.raises(RuntimeError, match="maximum supported version for reading is 10"):
             torch.load(path)
-    refused(path, "up to 10, which torch reads|not written as torch writes it")
+    refused(path, "up to 10, which torch reads|differs in case from what torch writes")
 
 
 def test_every_version_that_torch_reads_is_read(path):
@@ -192,13 +192,13 @@ def test_every_version_that_torch_reads_is_read(path):
 def test_an_unknown_byte_order_is_refused(path):
     """Numbers in an order that nobody knows are refused, not returned scrambled."""
     write_zip(path, {"w": tensor()}, notes={"byteorder": b"pdp"})
-    assert refused(path, "makes no sense").entry == "archive/byteorder"
+    assert refused(path, "an invalid value").entry == "archive/byteorder"
 
 
 @pytest.mark.parametrize(
     ("metadata", "match"),
-    [({"conj": True}, "a conjugate view of numbers that have none"),
-     ({"neg": True, "conj": True}, "a conjugate view of numbers that have none")],
+    [({"conj": True}, "a conjugate view has a dtype that does not support it"),
+     ({"neg": True, "conj": True}, "a conjugate view has a dtype that does not support it")],
 )  # fmt: skip
 def test_an_impossible_lazy_view_is_refused(path, metadata, match):
     """Real numbers have no conjugate ones."""
@@ -213,7 +213,7 @@ def test_a_negative_view_of_whole_numbers_is_refused(path):
     whole = tensor(storage_type=torch.IntStorage)
     whole.parts = (whole.parts[0], (*whole.parts[1], {"neg": True}))
     write_zip(path, {"w": whole})
-    assert refused(path, "a negative view of numbers that have none").entry == "w"
+    assert refused(path, "a negative view has a dtype that does not support it").entry == "w"
 
 
 INDICES = tensor((2, 2), (2, 1), storage_type=torch.LongStorage, storage="i")
@@ -262,39 +262,39 @@ def write_others(path, obj, indices=(0, 1, 1, 2)):
 @pytest.mark.parametrize(
     ("made", "match"),
     [
-        (sparse("torch.strided"), "arguments it does not take"),
-        (sparse(["torch.sparse_coo"]), "arguments it does not take"),
-        (sparse("torch.sparse_csr"), "arguments it does not take"),
-        (sparse(data=()), "arguments it does not take"),
-        (sparse(data=(INDICES, (3, 3))), "arguments it does not take"),
-        (sparse(data=(INDICES, 5, (3, 3))), "arguments it does not take"),
-        (sparse(data=(INDICES, VALUES, (3, 3), "yes")), "arguments it does not take"),
-        (sparse(data=(INDICES, sparse(), (3, 3))), "arguments it does not take"),
+        (sparse("torch.strided"), "does not accept"),
+        (sparse(["torch.sparse_coo"]), "does not accept"),
+        (sparse("torch.sparse_csr"), "does not accept"),
+        (sparse(data=()), "does not accept"),
+        (sparse(data=(INDICES, (3, 3))), "does not accept"),
+        (sparse(data=(INDICES, 5, (3, 3))), "does not accept"),
+        (sparse(data=(INDICES, VALUES, (3, 3), "yes")), "does not accept"),
+        (sparse(data=(INDICES, sparse(), (3, 3))), "does not accept"),
         (sparse(data=(INDICES, VALUES, 9)), "'w': a tensor's size is not a tuple"),
-        (sparse(data=(INDICES, VALUES, (3, -1))), "'w': a tensor has an impossible size"),
-        (sparse(data=(INDICES, VALUES, (1 << 40, 1 << 40))), "'w': a tensor has an impossible"),
+        (sparse(data=(INDICES, VALUES, (3, -1))), "'w': a tensor has an invalid size"),
+        (sparse(data=(INDICES, VALUES, (1 << 40, 1 << 40))), "'w': a tensor has an invalid"),
         (sparse(data=(INDICES, tensor((9,), (1,)), (3, 3))), "'w': a tensor reaches outside"),
-        (sparse(data=(tensor(storage="x"), VALUES, (3, 3))), "'w': a tensor's storage is missing"),
-        (quantised((torch.per_tensor_affine, 0.1)), "arguments it does not take"),
-        (quantised((torch.per_tensor_affine, "0.1", 0)), "arguments it does not take"),
-        (quantised((torch.per_tensor_affine, 0.1, 0.5)), "arguments it does not take"),
-        (quantised((torch.per_tensor_symmetric, 0.1, 0)), "arguments it does not take"),
-        (quantised((torch.per_channel_affine, [0.1], [0], 2)), "arguments it does not take"),
-        (quantised((torch.per_channel_affine, [0.1], [0], -1)), "arguments it does not take"),
-        (quantised((torch.per_channel_affine, ["a"], [0], 0)), "arguments it does not take"),
-        (quantised((torch.per_channel_affine, VALUES, [0], 0)), "arguments it does not take"),
+        (sparse(data=(tensor(storage="x"), VALUES, (3, 3))), "'w': the storage of a tensor"),
+        (quantised((torch.per_tensor_affine, 0.1)), "does not accept"),
+        (quantised((torch.per_tensor_affine, "0.1", 0)), "does not accept"),
+        (quantised((torch.per_tensor_affine, 0.1, 0.5)), "does not accept"),
+        (quantised((torch.per_tensor_symmetric, 0.1, 0)), "does not accept"),
+        (quantised((torch.per_channel_affine, [0.1], [0], 2)), "does not accept"),
+        (quantised((torch.per_channel_affine, [0.1], [0], -1)), "does not accept"),
+        (quantised((torch.per_channel_affine, ["a"], [0], 0)), "does not accept"),
+        (quantised((torch.per_channel_affine, VALUES, [0], 0)), "does not accept"),
         (quantised((0.1, 0), storage=StorageId("storage", torch.FloatStorage, "0", "cpu", 4)),
-         "arguments it does not take"),
+         "does not accept"),
         (quantised((torch.per_tensor_affine, 0.1, 0), size=(4, 5)), "'w': a tensor reaches outs"),
-        (quantised((torch.per_tensor_affine, 0.1, 0), stride=(4,)), "'w': a tensor has not one st"),
+        (quantised((torch.per_tensor_affine, 0.1, 0), stride=(4,)), "'w': the numbers of st"),
         (Call(torch._utils._rebuild_tensor_v2, NUMBERS, 0, (4,), (1,), False, OrderedDict()),
-         "arguments it does not take"),
-        (meta("float32", (2,), (1,)), "arguments it does not take"),
-        (meta(torch.qint8, (2,), (1,)), "arguments it does not take"),
-        (meta(torch.float32, (2,), (1, 1)), "'w': a tensor has not one stride"),
-        (meta(torch.float32, (1 << 40, 1 << 40), (1, 1)), "'w': a tensor has an impossible size"),
+         "does not accept"),
+        (meta("float32", (2,), (1,)), "does not accept"),
+        (meta(torch.qint8, (2,), (1,)), "does not accept"),
+        (meta(torch.float32, (2,), (1, 1)), "'w': the numbers of stride"),
+        (meta(torch.float32, (1 << 40, 1 << 40), (1, 1)), "'w': a tensor has an invalid size"),
         (Call(torch._utils._rebuild_device_tensor_from_cpu_tensor, 5, torch.float32, "xla", False),
-         "arguments it does not take"),
+         "does not accept"),
     ],
 )  # fmt: skip
 def test_an_impossible_tensor_made_of_others_is_refused(path, made, match):
@@ -369,7 +369,7 @@ def test_unknown_metadata_of_a_tensor_is_blocked(path):
 def test_a_storage_of_another_size_is_refused(path, numel):
     """A storage has exactly the bytes of its elements."""
     write_zip(path, {"w": tensor(numel=numel)})
-    error = refused(path, "does not have the size")
+    error = refused(path, "the size of a storage differs")
     assert error.entry == "archive/data/0"
     assert error.found == "16 bytes"
 
@@ -378,13 +378,13 @@ def test_a_storage_of_another_size_is_refused(path, numel):
 def test_an_impossible_storage_is_refused(path, numel):
     """A number of elements is a whole number that fits into memory."""
     write_zip(path, {"w": tensor(numel=numel)})
-    refused(path, "impossible number of elements")
+    refused(path, "invalid number of elements")
 
 
 def test_a_missing_storage_is_refused(path):
     """A tensor whose record is not in the archive is an error with its key."""
     write_zip(path, {"w": tensor(storage="7")})
-    error = refused(path, "storage is missing")
+    error = refused(path, "storage of a tensor is missing")
     assert (error.entry, error.expected) == ("w", "record data/7")
 
 
@@ -401,20 +401,20 @@ def test_a_view_outside_its_storage_is_refused(path, size, stride, offset):
 @pytest.mark.parametrize(
     ("size", "stride", "offset", "match"),
     [
-        ((-1,), (1,), 0, "impossible size"),
-        ((2,), (-1,), 1, "impossible stride"),
-        ((2,), (1,), -1, "impossible storage offset"),
-        ((2**63,), (0,), 0, "impossible size"),
-        ((2.0,), (1,), 0, "impossible size"),
-        ((True,), (1,), 0, "impossible size"),
-        ((2,), (True,), 0, "impossible stride"),
-        ((2,), (1,), True, "impossible storage offset"),
-        ((2,), (1, 1), 0, "one stride per dimension"),
-        ((2,), (), 0, "one stride per dimension"),
+        ((-1,), (1,), 0, "invalid size"),
+        ((2,), (-1,), 1, "invalid stride"),
+        ((2,), (1,), -1, "invalid storage offset"),
+        ((2**63,), (0,), 0, "invalid size"),
+        ((2.0,), (1,), 0, "invalid size"),
+        ((True,), (1,), 0, "invalid size"),
+        ((2,), (True,), 0, "invalid stride"),
+        ((2,), (1,), True, "invalid storage offset"),
+        ((2,), (1, 1), 0, "numbers of strides and dimensions"),
+        ((2,), (), 0, "numbers of strides and dimensions"),
         ("ab", (1, 1), 0, "size is not a tuple"),
         ((1,) * 65, (1,) * 65, 0, "at most 64"),
-        ((2**40,), (0,), 0, "absurdly larger"),
-        ((2**62, 2**62), (0, 0), 0, "absurdly larger"),
+        ((2**40,), (0,), 0, "far larger"),
+        ((2**62, 2**62), (0, 0), 0, "far larger"),
     ],
 )
 def test_impossible_sizes_and_strides_are_refused(path, size, stride, offset, match):
@@ -426,13 +426,13 @@ def test_impossible_sizes_and_strides_are_refused(path, size, stride, offset, ma
 def test_a_true_among_equal_ones_is_still_refused(path):
     """That (True,) equals (1,) in Python does not make it a shape."""
     write_zip(path, {"v": tensor((1,), (1,)), "w": tensor((True,), (1,))})
-    assert refused(path, "impossible size").entry == "w"
+    assert refused(path, "invalid size").entry == "w"
 
 
 def test_a_whole_module_says_what_it_is(path):
     """A pickled module is refused with the way to a state dict."""
     torch.save(torch.nn.Linear(1, 1), path)
-    error = refused(path, r"whole pickled module.*state_dict\(\)", UnsafeError)
+    error = refused(path, r"pickled module.*state_dict\(\)", UnsafeError)
     assert error.entry == "torch.nn.modules.linear.Linear"
 
 
@@ -440,7 +440,7 @@ def test_other_zip_archives_say_what_they_are(path):
     """A numpy archive and an arbitrary one are recognised."""
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("a.npy", b"")
-    refused(path, "numpy")
+    refused(path, "NumPy")
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("word/document.xml", b"")
     refused(path, r"torch\.save did not write")

@@ -173,19 +173,19 @@ def _folder(directory: Path) -> bytes:
 POLYGLOTS = {
     "a comment that does not fit": (_comment_that_does_not_fit, "end with its end record"),
     "zip64 numbers beside others": (_zip64_beside_full_numbers, "two end records.*do not agree"),
-    "an archive before the archive": (_bytes_before, "bytes before the first record"),
+    "an archive before the archive": (_bytes_before, "there are bytes before the first record"),
     "bytes behind": (_behind, "end with its end record"),
-    "names that differ in case": (_other_case, "two records have this name, or one that"),
+    "names that differ in case": (_other_case, "two records have the same name"),
     "a pickle in capitals": (
-        lambda d: _names(d, (b"data.pkl", b"DATA.pkl")), "not written as torch writes it"),
+        lambda d: _names(d, (b"data.pkl", b"DATA.pkl")), "differs in case"),
     "a byte order in capitals": (
-        lambda d: _names(d, (b"byteorder", b"BYTEORDER")), "not written as torch writes it"),
+        lambda d: _names(d, (b"byteorder", b"BYTEORDER")), "differs in case"),
     "a storage in capitals": (
-        lambda d: _names(d, (b"a/data/0", b"a/DATA/0")), "not written as torch writes it"),
+        lambda d: _names(d, (b"a/data/0", b"a/DATA/0")), "differs in case"),
     "a zero byte": (lambda d: _names(d, (b"a/byteorder", b"a/byte\0rder")), "zero byte"),
-    "a folder": (_folder, r"a record that is a folder.*zip -0 -r -D"),
+    "a folder": (_folder, r"a record is a folder.*zip -0 -r -D"),
     "a name that is not UTF-8": (
-        lambda d: _names(d, (b"a/byteorder", b"a/byte\xffrder")), "name is not UTF-8"),
+        lambda d: _names(d, (b"a/byteorder", b"a/byte\xffrder")), "name of a record is not UTF-8"),
 }  # fmt: skip
 
 
@@ -216,13 +216,13 @@ _W = b"X\1\0\0\0w"
 CRAFTED = {
     "BUILD on a tensor": (
         b"\x80\2}" + _W + _tensor_pickle() + _tensor_pickle(offset=2) + b"\x85bs.",
-        "gives a state to something that has none"),
+        "gives a state to an object without one"),
     "two types of one storage": (
         b"\x80\2}(" + _W + _tensor_pickle() + b"X\1\0\0\0v" + _tensor_pickle(kind=b"IntStorage")
         + b"u.", "one storage is described in two ways"),
     "a class that is not called": (
         b"\x80\2}" + _W + b"ccollections\nOrderedDict\n](" + b"X\1\0\0\0a" + _tensor_pickle()
-        + b"\x86e\x85\x81s.", "is not called"),
+        + b"\x86e\x85\x81s.", "instead of a call"),
 }  # fmt: skip
 
 

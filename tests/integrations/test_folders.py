@@ -208,7 +208,7 @@ def test_folders_that_leave_open_what_is_meant_are_refused(tmp_path: Path) -> No
     """Two files, an empty folder, foreign classes, and a checkpoint that has a state, too."""
     state = state_of(nn.Linear(2, 2))
     (tmp_path / "empty").mkdir()
-    assert "an empty directory" in refused(tmp_path / "empty")
+    assert "the directory is empty" in refused(tmp_path / "empty")
     assert "no such file" in refused(tmp_path / "nowhere")
     folder = tmp_path / "two"
     folder.mkdir()
@@ -224,7 +224,7 @@ def test_folders_that_leave_open_what_is_meant_are_refused(tmp_path: Path) -> No
     folder = tmp_path / "both"
     dcp.save({"optim": state}, checkpoint_id=folder, no_dist=True)
     torch.save(state, folder / "optimizer.pt")
-    assert "an optimizer's state beside it; found optimizer.pt" in refused(folder)
+    assert "a separate optimizer state; found optimizer.pt" in refused(folder)
     model = nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters())
     torchlift.load_optimizer(model, optimizer, folder, root="optim")

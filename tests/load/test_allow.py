@@ -147,16 +147,18 @@ def test_nothing_else_is_called(path: Any) -> None:
     RAN.clear()
     ckpt = torchlift.open(path, allow_classes=[Grained])
     assert list(ckpt.blocked_keys) == ["canary"]
-    with pytest.raises(UnsafeError, match=r"'w': .*made of a class that nobody.*(Grain|Way)"):
+    with pytest.raises(
+        UnsafeError, match=r"'w': .*made of a class that allow_classes.*(Grain|Way)"
+    ):
         ckpt["w"]
-    with pytest.raises(UnsafeError, match=r"'canary': .*weights_only=False.* only where you trust"):
+    with pytest.raises(UnsafeError, match=r"'canary': .*weights_only=False.* only if you trust"):
         ckpt["canary"]
     same(torchlift.open(path, allow_classes=[Grained, Grain, Way])["w"], value)
     assert RAN == []
     value.grain = Canary()
     torch.save({"w": value}, path)
     RAN.clear()
-    with pytest.raises(UnsafeError, match=r"made of a class that nobody.*Canary"):
+    with pytest.raises(UnsafeError, match=r"made of a class that allow_classes.*Canary"):
         torchlift.open(path, allow_classes=[Grained, Grain, Way])["w"]
     assert RAN == []
 
@@ -213,7 +215,9 @@ def test_a_class_that_refuses_its_state_says_which_entry(path: Any) -> None:
     value = weights(Told)
     del value.scale
     saved(path, w=value)
-    with pytest.raises(torchlift.FormatError, match=r"'w': Told does not take.*KeyError: 'scale'"):
+    with pytest.raises(
+        torchlift.FormatError, match=r"'w': Told rejects the stored values.*KeyError: 'scale'"
+    ):
         torchlift.open(path, allow_classes=[Told])["w"]
 
 
@@ -386,7 +390,7 @@ def test_arrays_over_the_same_bytes_are_paid_for(path: Any) -> None:
             return (*np.zeros(1).__reduce__()[:2], state)
 
     saved(path, w=torch.ones(2), refs=[Again() for _ in range(300)])
-    with pytest.raises(torchlift.FormatError, match="far more than it stores"):
+    with pytest.raises(torchlift.FormatError, match="far more data than it stores"):
         torchlift.open(path)
 
 
@@ -429,7 +433,9 @@ def test_an_array_of_sizes_that_numpy_has_not_stays_blocked(path: Any, code: str
 def test_an_empty_array_has_a_size_that_numpy_takes(path: Any, code: str, shape: Any) -> None:
     """Or the file is refused as it is opened, like a tensor of such a shape."""
     saved(path, o=Described(code, shape, b""), w=torch.ones(1))
-    with pytest.raises(torchlift.FormatError, match="an array's bytes are not those of its shape"):
+    with pytest.raises(
+        torchlift.FormatError, match="the size of an array does not match its shape"
+    ):
         torchlift.open(path)
 
 
@@ -484,7 +490,7 @@ def test_a_subclass_inside_of_another_is_made_too(path: Any) -> None:
     found = torchlift.open(path, allow_classes=[Holder, Int8])["w"]
     same(found.inside["list"][0], weights(Int8))
     assert torch.equal(found.inside["list"][1], torch.ones(3))
-    with pytest.raises(UnsafeError, match=r"made of a class that nobody.*Int8"):
+    with pytest.raises(UnsafeError, match=r"made of a class that allow_classes.*Int8"):
         torchlift.open(path, allow_classes=[Holder])["w"]
 
 
@@ -614,7 +620,7 @@ def test_attributes_cannot_make_a_tensor_something_else(path: Any, what: str) ->
     saved(path, w=Stated(tensor, state))
     model = Holds(torch.zeros(tensor.shape))
     allow = [Int8, Marked, Way]
-    with pytest.raises(torchlift.FormatError, match=rf"'w': (Int8|Marked) does not .*{says}"):
+    with pytest.raises(torchlift.FormatError, match=rf"'w': (Int8|Marked) rejects .*{says}"):
         torchlift.open(path, allow_classes=allow)["w"]
     for call in (torchlift.plan, torchlift.load):
         with pytest.raises(torchlift.FormatError, match=says):
@@ -628,7 +634,7 @@ def test_attributes_cannot_make_an_object_another_one(path: Any) -> None:
     value.grain = Grain(1, Way.SLOW)
     value.grain.__dict__["__class__"] = Canary
     saved(path, w=value)
-    with pytest.raises(torchlift.FormatError, match="'__class__', which its class has"):
+    with pytest.raises(torchlift.FormatError, match="the state replaces '__class__'"):
         torchlift.open(path, allow_classes=[Grained, Grain, Way, Canary])["w"]
 
 
@@ -647,7 +653,7 @@ def test_a_file_cannot_change_a_member_of_an_enum(path: Any, named: bool) -> Non
     saved(path, w=value)
     with (
         torch.serialization.safe_globals([Way]),
-        pytest.raises(torchlift.FormatError, match="'w': Grained does not take"),
+        pytest.raises(torchlift.FormatError, match="'w': Grained rejects"),
     ):
         torchlift.open(path, allow_classes=[Grained, Way] if named else [Grained])["w"]
     assert (Way.SLOW.value, Way("slow")) == ("slow", Way.SLOW)
@@ -658,7 +664,7 @@ def test_of_what_a_library_told_torch_only_members_of_enums_are_taken(path: Any)
     value = weights(Grained)
     saved(path, w=value, way=Way.FAST)
     with torch.serialization.safe_globals([Grain, Way]):
-        with pytest.raises(UnsafeError, match=r"nobody allowed.*found [\w.]*Grain\. "):
+        with pytest.raises(UnsafeError, match=r"allow_classes does not list.*found [\w.]*Grain\. "):
             torchlift.open(path, allow_classes=[Grained])["w"]
         ckpt = torchlift.open(path, allow_classes=[Grained, Grain])
         same(ckpt["w"], value)
@@ -691,7 +697,9 @@ def test_a_class_is_allowed_for_the_checkpoint_that_it_was_allowed_for(tmp_path:
     for second in (two, torchlift.open(two)):
         with pytest.raises(UnsafeError, match=r"'b'.*allow_classes=\[Grained\]"):
             torchlift.load(torchlift.skeleton(Two), [first, second])
-    with pytest.raises(UnsafeError, match=r"'b': .*nobody allowed.*found [\w.]*Grain, "):
+    with pytest.raises(
+        UnsafeError, match=r"'b': .*allow_classes does not list.*found [\w.]*Grain, "
+    ):
         torchlift.load(
             torchlift.skeleton(Two), [first, torchlift.open(two, allow_classes=[Grained])]
         )

@@ -51,7 +51,7 @@ def test_a_state_dict_in_memory_is_copied_in(tmp_path):
     nested["1"] = nested["1"].state_dict()
     torchlift.load(model, nested)
     assert model[0].weight.eq(0).all()
-    with pytest.raises(torchlift.FormatError, match="no such container"):
+    with pytest.raises(torchlift.FormatError, match="does not contain this container"):
         torchlift.load(model, {"model": given_}, root="modle")
 
 

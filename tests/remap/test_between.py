@@ -429,7 +429,7 @@ def test_blocks_that_would_be_cut_are_refused(tmp_path):
     """Columns of Qwen3.5's value heads are fewer than a block of Q6_K has numbers."""
     model = small_model("Qwen3_5ForCausalLM", linear_value_head_dim=16)
     path = write_gguf(model, tmp_path / "m.gguf", kind="Q8_0")
-    with pytest.raises(FormatError, match=r"ssm_out.*would be cut"):
+    with pytest.raises(FormatError, match=r"ssm_out.*would cut blocks"):
         loaded(model, path)
 
 

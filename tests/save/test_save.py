@@ -680,7 +680,7 @@ def test_lists_that_share_lists_take_the_time_of_what_they_are(tmp_path: Path) -
     shared: list[Any] = [1]
     for _ in range(40):
         shared = [shared, shared]
-    with pytest.raises(PlacementError, match=r"'x': .* unfolds to far more than it stores"):
+    with pytest.raises(PlacementError, match=r"'x': .* expands to far more data than it stores"):
         torchlift.save({"x": shared}, tmp_path / "x.pt")
 
 
@@ -707,7 +707,7 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
     state = {"w": torch.ones(2)}
     with pytest.raises(ValueError, match=r"suffix '\.foo' .* 'torch-zip', 'sharded', 'dcp'"):
         torchlift.save(state, tmp_path / "x.foo")
-    with pytest.raises(ValueError, match=r'pass format="sharded" \(safetensors, which from_pretra'):
+    with pytest.raises(ValueError, match=r'pass format="sharded" \(safetensors\)'):
         torchlift.save(state, tmp_path / "folder")
     with pytest.raises(ValueError, match=r"'zip': expected one of safetensors, torch-zip, sh"):
         torchlift.save(state, tmp_path / "x.pt", format="zip")
@@ -781,7 +781,7 @@ def test_a_flipped_bit_of_safetensors_is_found(tmp_path: Path) -> None:
         torchlift.load(other, path, verify=True)
     assert torch.equal(other.weight, kept)
     path.write_bytes(before.replace(b'"weight"', b'"Weight"'))
-    with pytest.raises(FormatError, match="the header is damaged: its checksum is wrong"):
+    with pytest.raises(FormatError, match="the checksum of the header is wrong"):
         torchlift.open(path)
 
 

@@ -204,7 +204,7 @@ def _script(path: Path) -> Any:
 def _program(path: Path) -> Any:
     with open(path, "rb") as file:
         program = torch.export.load(io.BytesIO(file.read()))
-    return {**program.state_dict, **{f"CONSTANTS.{k}": v for k, v in program.constants.items()}}
+    return dict(program.state_dict)
 
 
 def _safetensors(path: Path) -> Any:

@@ -77,30 +77,24 @@ _T = TypeVar("_T")
 
 
 class Checkpoint(Mapping[str, torch.Tensor]):
-    """A checkpoint as a read-only mapping from key to tensor; nothing is read until it is touched.
+    """A checkpoint: a read-only mapping from key to tensor.
 
-    Made by `torchlift.open`. A tensor taken from it is a view of a private memory map: it costs no
-    anonymous memory until it is written to, and writing never changes the file.
+    `torchlift.open` returns it. A tensor is read from the file when you first use its values. It
+    is a view of a private memory map: it takes no allocated memory until you write to it, and
+    writing never changes the file. Two kinds of tensors take allocated memory: compressed ones,
+    and those that torch makes of others (sparse or quantised).
+
+    Do not overwrite the file in place while its tensors are mapped. A checkpoint that was opened
+    by a path can be pickled: the other process opens that path again and checks the files.
 
     Attributes:
-        path: the file or directory, absolute; of a file object that is none, its name or class.
+        path: Absolute path of the file or directory, or a name for a file object.
         format: ``"torch-zip"``, ``"torch-legacy"``, ``"torchscript"``, ``"pt2"``,
-            ``"safetensors"``, ``"sharded"``, ``"dcp"``, ``"gguf"``, ``"npz"`` or
-            ``"zero"``.
-        entries: key -> `TensorEntry`, in file order.
-        objects: key -> leaf that is not a tensor.
-        metadata: what the format itself records.
-        blocked: names of globals that only unpickling could rebuild; listed, never imported.
-
-    A tensor that is deflated in the file is inflated into memory whenever it is asked for, and
-    shares that memory with those of other keys that look into the same storage.
-
-    It can be pickled where it was opened by a path: that is opened again in the other process, such
-    as a worker of a data loader, and refused where the files are not those of this one.
-
-    What torch makes of other tensors (sparse in any layout, quantised) or of none (on meta)
-    is listed with dtype, shape and bytes, and made when it is asked for. A storage is a tensor of
-    all its numbers.
+            ``"safetensors"``, ``"sharded"``, ``"dcp"``, ``"gguf"``, ``"npz"`` or ``"zero"``.
+        entries: Key -> `TensorEntry`, in file order.
+        objects: Key -> value that is not a tensor.
+        metadata: The text metadata of the format.
+        blocked: Names of globals that only unpickling could rebuild. They are never imported.
 
     Example:
         >>> import torch, torchlift, tempfile, os
@@ -131,7 +125,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         return self._view(self._entry(key))
 
     def _entry(self, key: str) -> TensorEntry:
-        """Return what the index says of a tensor."""
+        """Return the entry of a tensor."""
         entry = self.entries.get(key)
         if entry is None:
             if key in self._index.blocked_keys:
@@ -144,20 +138,20 @@ class Checkpoint(Mapping[str, torch.Tensor]):
     @overload
     def get(self, key: str, /, default: torch.Tensor | _T) -> torch.Tensor | _T: ...
     def get(self, key: str, /, default: object = None) -> object:
-        """Return the tensor of `key`, or `default` where the file has no such key.
+        """Return the tensor of `key`, or `default` if the checkpoint lacks this key.
 
         Raises:
-            UnsafeError, FormatError: there is a value, and it cannot be had: never `default`.
+            UnsafeError, FormatError: If the key has a value that cannot be rebuilt.
         """
-        # Names that are alike are not looked for: that takes long, and the caller has a default.
+        # Without the search for similar names: it takes long, and the caller has a default.
         return self[key] if key in self.entries or key in self._index.blocked_keys else default
 
     def _no_such_key(self, key: object) -> str:
         index, name = self._index, printable(repr(key), 300)
         if key in index.objects:
-            return f"{name} is no tensor: ckpt.objects[{name}] gives it"
+            return f"{name} is not a tensor. Use ckpt.objects[{name}]"
         if any(k.startswith(f"{key}.") for k in (*index.entries, *index.objects)):
-            return f"{name} is a container: ckpt.tree({name}) gives it"
+            return f"{name} is a container. Use ckpt.tree({name})"
         return f"{name}. {did_you_mean(str(key), self.entries)}".rstrip(". ")
 
     def __iter__(self) -> Iterator[str]:
@@ -177,9 +171,9 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         self._mapped()
         if self._given is None:
             raise CheckpointError(
-                "cannot be pickled: only this process has what it was opened from",
+                "the checkpoint cannot be pickled: it was opened from a file object",
                 file=self.path,
-                hint="Save that to a file, and open its path.",
+                hint="Save the bytes to a file, and open its path.",
             )
         files = {**self._index.files, **self._index.guides}
         return _opened_again, (self._given, self.root, self._allowed, files)
@@ -205,7 +199,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 
     @cached_property
     def nbytes(self) -> int:
-        """Return the bytes of unique storage that the entries use."""
+        """Return the size of all storages, in bytes. A shared storage counts once."""
         return self._index.nbytes
 
     @cached_property
@@ -215,9 +209,9 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 
     @cached_property
     def objects(self) -> Mapping[str, object]:
-        """Return key -> leaf that is not a tensor.
+        """Return key -> value that is not a tensor.
 
-        Dtypes and devices are text here, unlike in `tree`; numpy's numbers are Python's.
+        Dtypes and devices are text here, unlike in `tree`. NumPy scalars are Python numbers.
         """
         return _Leaves(self._index.objects, self.entries)
 
@@ -225,7 +219,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         """Return the tensors over this checkpoint's memory map.
 
         Raises:
-            CheckpointError: the checkpoint was closed.
+            CheckpointError: If the checkpoint is closed.
         """
         if self._views is None:
             raise CheckpointError(
@@ -239,15 +233,14 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         return self._mapped().view(entry)
 
     def stats(self, key: str) -> TensorStats:
-        """Read a tensor's values and sum them up, some of them in memory at a time.
+        """Compute statistics of a tensor's values, block by block.
 
         Args:
-            key: a key of the index, of any dtype; quantised blocks take the package that knows
-                them.
+            key: Key of a tensor of any dtype.
 
         Raises:
-            FormatError: its values cannot be computed here.
-            IntegrityError: the file is gone, or not the one that was opened.
+            FormatError: If the package that computes quantised blocks is not installed.
+            IntegrityError: If the file was deleted or replaced.
 
         Example:
             >>> import torch, torchlift, tempfile, os
@@ -259,9 +252,9 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         return stats_of(self._mapped().blocks(self._entry(key)))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return all tensors as a dict of mapped views; aliases stay aliases.
+        """Return all tensors as a dict of mapped views. Aliases still share their storage.
 
-        The versions of modules, where the file has them, are its ``_metadata``, as in torch.
+        Its ``_metadata`` has the versions of modules, as in torch, if the file has them.
         """
         view, found = self._mapped().view, dict[str, torch.Tensor]()
         made: dict[object, torch.Tensor] = {}
@@ -269,7 +262,8 @@ class Checkpoint(Mapping[str, torch.Tensor]):
             if self._mapped().is_away:
                 self._mapped().ahead(self._index.entries.values())
             for key, entry in self._index.entries.items():
-                if len(entry.chunks) > 1:  # in memory: once for all of its names
+                # Joined in memory. Once for all keys: two copies would not be aliases.
+                if len(entry.chunks) > 1:
                     spot = entry.storage, entry.chunks
                     made[spot] = made[spot] if spot in made else view(entry)
                     found[key] = made[spot]
@@ -278,20 +272,19 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         return versioned(found, self._index.module_versions or None)
 
     def tree(self, root: str | None = None) -> Any:
-        """Return the containers as they were saved: integer keys, lists, dtypes, devices, slices.
+        """Return the containers as they were saved: integer keys, lists, dtypes, devices.
 
         Args:
-            root: only what is under this container, without that prefix, as for `open`; or one
-                value by its key.
+            root: Name of one container or value to return. None: everything.
+                See :ref:`arg-root`.
 
         Returns:
-            The object that was saved, with mapped tensors; a dict of all keys where the format has
-            names only, such as safetensors. DCP keeps which names are containers and lists, and
-            integer keys as text.
+            The object that was saved, with mapped tensors. Formats without containers, such as
+            safetensors, give a flat dict. DCP stores integer keys as text.
 
         Raises:
-            FormatError: `root` names nothing in it.
-            UnsafeError: a value in it could only be had by running code.
+            FormatError: If `root` does not exist in the checkpoint.
+            UnsafeError: If only running code could rebuild one of the values.
 
         Example:
             >>> import torch, torchlift, tempfile, os
@@ -303,7 +296,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         return self._tree(root, self._view)
 
     def _tree(self, root: str | None, view: Callable[[TensorEntry], object]) -> Any:
-        """Return the same with what `view` makes of the entry of each tensor."""
+        """Return the containers, with the result of `view` for each entry of a tensor."""
         tree = self._index.tree
         if tree is not None and (root is None or below(*tree, root, self.path) is not MISSING):
             refusal = partial(self._refusal, loading=False)
@@ -312,12 +305,12 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         return {**{key: view(e) for key, e in index.entries.items()}, **index.objects}
 
     def _refusal(self, key: str, *, loading: bool = True, several: bool = False) -> CheckpointError:
-        """Return the error that says why `key` cannot be had; the empty one is the whole file.
+        """Return the error that explains why the value of a key cannot be rebuilt.
 
         Args:
-            key: of what is blocked.
-            loading: whether it may be that a model is loaded, which can leave it out.
-            several: whether it is one of several that the load would have to leave out.
+            key: The key. An empty key means the whole file.
+            loading: Whether the hint may name arguments of a load.
+            several: Whether the load has to leave out several such values.
         """
         key = key or ROOT_OBJECT
         if error := lacking(self.path, key, self._index.blocked_keys.get(key)):
@@ -330,9 +323,9 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         module, _, kind = name.rpartition(".")
         if key in self._index.every:
             allow = Argument("allow_classes", f"[{kind}]")
-            hint = Hint("Where you know the class, name it: ", allow, f", from {module}.")
+            hint = Hint("If you know the class, name it: ", allow, f", from {module}.")
         else:
-            hint = Hint("There is nothing else in it. ")
+            hint = Hint("The file contains nothing else. ")
             if self.entries or self._index.objects:
                 them, names = ("them", "their names") if several else ("it", "its name")
                 left_out = Argument("allow_unexpected", f"[...] with {names}")
@@ -342,8 +335,8 @@ class Checkpoint(Mapping[str, torch.Tensor]):
                 hint = Hint(without, ", or ", root, " for a part of the file. ")
             hint = Hint(
                 hint,
-                "torch.load(path, weights_only=False) would make it, and run whatever the file "
-                "asks for: only where you trust who wrote it.",
+                "torch.load(path, weights_only=False) rebuilds it and can run any code. Call that "
+                "only if you trust the author of the file.",
             )
         return UnsafeError(
             f"only unpickling could rebuild it, through {name}, and that can run code",
@@ -355,24 +348,25 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 
     @property
     def blocked_keys(self) -> Mapping[str, str]:
-        """Return key -> name of the global that its value would have needed.
+        """Return key -> the reason why its value cannot be rebuilt.
 
-        Of a key that two values have once containers are joined by dots, it is
-        ``"a name of its own"``. Of one rank's slice it is ``"the slices of the other ranks"``, and
-        of values that differ between ranks ``"one value on all ranks"``.
+        The reason is the name of a global that only unpickling could call, or a text.
+        ``"a name of its own"``: two values have this key. ``"the slices of the other ranks"``:
+        the file holds one rank's slice. ``"one value on all ranks"``: the ranks saved different
+        values.
         """
         return self._index.blocked_keys
 
     @property
     def blocked_tensors(self) -> Mapping[str, int]:
-        """Return key -> number of tensors in its value, of those that cannot be had.
+        """Return key -> number of tensors in a value that cannot be rebuilt.
 
-        A tensor in several values counts for the first one; what has none is not listed.
+        A tensor in several values counts for the first one. Values without tensors are not listed.
         """
         return self._index.blocked_tensors
 
     def close(self) -> None:
-        """Close the files. Tensors already taken stay valid; taking new ones is an error."""
+        """Close the files. Tensors that you have stay valid. Taking another one is an error."""
         if self._views is not None:
             self._views.close()
             self._views = None
@@ -380,11 +374,11 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 
 
 class _Leaves(Mapping[str, object]):
-    """Leaves that are no tensors, by key; what takes memory is made when it is asked for.
+    """Values that are not tensors, by key. A NumPy array is made when it is first used.
 
     Args:
-        stored: as an index has them.
-        tensors: of the same index, for the error that says where a key is.
+        stored: The values of an index.
+        tensors: Its entries, for the error that names the right mapping.
     """
 
     def __init__(self, stored: Mapping[str, object], tensors: Mapping[str, TensorEntry]) -> None:
@@ -396,7 +390,7 @@ class _Leaves(Mapping[str, object]):
         if key not in self._made:
             if key in self._tensors:
                 name = printable(repr(key), 300)
-                raise NoSuchKey(f"{name} is a tensor: ckpt[{name}] gives it")
+                raise NoSuchKey(f"{name} is a tensor. Use ckpt[{name}]")
             self._made[key] = with_arrays(self._stored[key], self._arrays)
         return self._made[key]
 
@@ -414,7 +408,7 @@ class _Leaves(Mapping[str, object]):
 
 
 class NoSuchKey(KeyError):
-    """A name that the checkpoint lacks; shown as text, where `KeyError` shows a text's repr."""
+    """A key that the checkpoint lacks. Unlike `KeyError`, it shows its text without quotes."""
 
     __str__ = Exception.__str__
 
@@ -425,7 +419,7 @@ class MappedViews:
     Two of these over one index share nothing: writing to a tensor of one never shows in the other.
 
     Attributes:
-        is_away: whether some of the files are behind URLs: their tensors are in memory.
+        is_away: Whether a file is behind a URL. Its tensors are in allocated memory.
     """
 
     def __init__(self, index: Index) -> None:
@@ -441,11 +435,11 @@ class MappedViews:
     def view(self, entry: TensorEntry) -> torch.Tensor:
         """Return the tensor of `entry` as a view of the map.
 
-        Entries with an equal ``storage`` come out as views of one torch storage, so that aliases
+        Entries with an equal ``storage`` become views of one torch storage, so that aliases
         stay aliases. A storage that is not aligned to its element size is copied to memory.
 
         Raises:
-            IntegrityError: the file is gone, or not the one that was opened.
+            IntegrityError: If the file was deleted or replaced.
         """
         dtype = _DTYPES.get(entry.dtype) or dtype_of(entry, self.index.path)
         if entry.encoding and UNRESOLVED in entry.encoding:
@@ -470,9 +464,9 @@ class MappedViews:
         return _shown(entry, empty.set_(base, first, entry.shape, entry.stride))
 
     def fill(self, target: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
-        """Copy every chunk of `entry` out of the map into its box of `target`, which is returned.
+        """Copy every chunk of `entry` from the map into its box of `target`. Return `target`.
 
-        Casts and moves as `Tensor.copy_` does; no second copy of the tensor is made.
+        Casts and moves as `Tensor.copy_` does, without a second copy of the tensor.
         """
         if not entry.is_plain:
             for chunk in entry.chunks:
@@ -503,25 +497,25 @@ class MappedViews:
         return target
 
     def few(self, entry: TensorEntry) -> bytes | bytearray | None:
-        """Return the bytes of a small tensor in row-major order, read and not mapped.
+        """Return the bytes of a small tensor in row-major order, read instead of mapped.
 
         Returns:
-            None where they are many, or lie otherwise.
+            The bytes, or None if the tensor is large or stored in another way.
 
         Raises:
-            IntegrityError: the file cannot be read, or is not the one that was opened.
+            IntegrityError: If the file cannot be read, or was replaced.
         """
         if entry.nbytes > FEW or entry.needs_assembly or not entry.is_contiguous:
             return None
         if not entry.chunks:
             return b""
         (chunk,) = entry.chunks
-        if isinstance(chunk.file, Url):  # one request each: `ahead` joins them
+        if isinstance(chunk.file, Url):  # a request for each tensor: `ahead` reads them together
             return None
         return self.files.read(chunk.file, chunk.offset, chunk.nbytes)
 
     def blocks(self, entry: TensorEntry) -> Iterator[torch.Tensor]:
-        """Yield the elements of `entry`, in any order, some at a time; nothing is kept."""
+        """Yield the elements of `entry` in blocks, in any order. Nothing is kept in memory."""
         if UNRESOLVED in entry.encoding:
             (entry,) = self.resolved([entry])
         if entry.kind is not None:
@@ -539,7 +533,7 @@ class MappedViews:
             yield from blocks_of(box.permute(dims))
 
     def _computed(self, entry: TensorEntry) -> Iterator[torch.Tensor]:
-        """Yield the elements of an entry that is not plain in order, flat, some at a time."""
+        """Yield the elements of an entry that is not plain in flat blocks, in order."""
         size, together = (entry.shape[0], grain(entry, 0)) if entry.shape else (1, 1)
         if entry.numel <= COMPUTED or 1 < together >= size:
             yield self.view(entry).view(-1)
@@ -561,7 +555,7 @@ class MappedViews:
         return _shown(entry, empty.set_(_usable(raw, entry, dtype), 0, chunk.shape, steps))
 
     def _base(self, entry: TensorEntry, where: Storage, dtype: torch.dtype) -> torch.UntypedStorage:
-        # Of bytes in another order, each dtype has a copy of its own.
+        # Byte-swapped copies differ between dtypes, so they cannot share one.
         key = (entry.storage, dtype if "big-endian" in entry.encoding else None)
         with self._lock:
             base = self._bases.get(key)
@@ -574,12 +568,12 @@ class MappedViews:
             return base
 
     def _stored(self, place: Chunk | Storage, *, anew: bool) -> torch.UntypedStorage:
-        """Return stored bytes as a storage: of the map, or of memory into which they are inflated.
+        """Return stored bytes as a storage: of the map, or of memory that they are inflated into.
 
         Args:
-            place: where they are.
-            anew: whether what only one tensor of the file looks into has memory of its own, and not
-                that of the slice of it that was asked for before.
+            place: The place of the bytes.
+            anew: Whether a record of one tensor is inflated again. If False, a slice shares the
+                memory of the slice before it.
         """
         record = place.packed
         if record is None:
@@ -599,7 +593,7 @@ class MappedViews:
         return torch.frombuffer(whole, dtype=torch.uint8, count=count, offset=at).untyped_storage()
 
     def _is_kept(self, entry: TensorEntry, where: Storage) -> bool:
-        """Whether what was made for an entry is for others that look into its storage, too."""
+        """Return whether other entries use the storage that was made for an entry."""
         if where.packed is not None:
             return where.packed in self._shared
         return not isinstance(where.file, Url) or self._counts[entry.storage] > 1
@@ -613,13 +607,13 @@ class MappedViews:
         return Counter(each.storage for each in plain_parts(self.index.entries.values()))
 
     def resolved(self, entries: Iterable[TensorEntry]) -> list[TensorEntry]:
-        """Return entries that say where their numbers are: requests where the index does not.
+        """Return entries whose chunks say where their numbers are, as `formats.dcp.resolved` does.
 
         Args:
-            entries: of the index, with all of their chunks or several.
+            entries: Entries of the index, with all of their chunks or with some.
 
         Raises:
-            CheckpointError: an item cannot be read, or is not what the index says.
+            CheckpointError: If an item cannot be read, or differs from the index.
         """
         entries, known = [*entries], self._resolved
         todo = {
@@ -636,7 +630,7 @@ class MappedViews:
         return [known.get((entry.key, entry.chunks), entry) for entry in entries]
 
     def ahead(self, entries: Iterable[TensorEntry]) -> None:
-        """Read what tensors of URLs need in one parallel transfer, before they are asked for."""
+        """Read the bytes of several tensors behind URLs in one parallel transfer."""
         wanted = set[tuple[str, int, int]]()
         for entry in self.resolved(plain_parts(entries)):
             where = self._storages.get(entry.storage) if len(entry.chunks) == 1 else None
@@ -652,7 +646,7 @@ class MappedViews:
         read_ahead(self.files, wanted - self.files.ahead.keys())
 
     def close(self) -> None:
-        """Close the files; tensors already made stay valid."""
+        """Close the files. Tensors that were made stay valid."""
         self.files.close()
         self._bases.clear()
         self._inflated.clear()
@@ -660,7 +654,7 @@ class MappedViews:
 
 
 def plain_parts(entries: Iterable[TensorEntry]) -> Iterator[TensorEntry]:
-    """Yield the entries that have bytes: of one of a kind, what it is made of."""
+    """Yield the entries that have bytes: an entry itself, or those that it is made of."""
     for entry in entries:
         if entry.kind is None:
             yield entry
@@ -669,7 +663,7 @@ def plain_parts(entries: Iterable[TensorEntry]) -> Iterator[TensorEntry]:
 
 
 def shared_records(entries: Iterable[TensorEntry]) -> frozenset[Record]:
-    """Return the deflated records into which several tensors look: inflated once for all."""
+    """Return the deflated records that several tensors use, and that are inflated only once."""
     chunks = (chunk for entry in entries for chunk in entry.chunks)
     counts = Counter(chunk.packed for chunk in chunks if chunk.packed is not None)
     return frozenset(packed for packed, count in counts.items() if count > 1)
@@ -678,7 +672,7 @@ def shared_records(entries: Iterable[TensorEntry]) -> frozenset[Record]:
 def _usable(
     raw: torch.UntypedStorage, entry: TensorEntry, dtype: torch.dtype
 ) -> torch.UntypedStorage:
-    """Return stored bytes as numbers of this machine: as they are, or else a copy."""
+    """Return stored bytes as aligned numbers in this machine's byte order, copied if necessary."""
     swapped = "big-endian" in entry.encoding
     # Loads at odd addresses are undefined behaviour in C++ and a fault on some CPUs.
     if raw.data_ptr() % dtype.itemsize or swapped:
@@ -692,15 +686,15 @@ def _shown(entry: TensorEntry, stored: torch.Tensor) -> torch.Tensor:
     """Return the values of an entry, given the stored numbers."""
     if "conjugate" in entry.encoding:
         stored = stored.conj()
-    # Not as a view, unlike in torch: what makes one is private.
+    # A copy, unlike in torch: the function that makes such a view is private.
     return stored.neg() if "negative" in entry.encoding else stored
 
 
 def blocks_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the elements of a tensor in order, flat, some at a time.
+    """Yield the elements of a tensor in order, in flat blocks.
 
-    Where one block ends depends on the shape only; no more than a block is ever copied, whatever
-    the strides.
+    The shape alone decides where a block ends, so two tensors of one shape give equal blocks.
+    At most one block is copied, whatever the strides are.
 
     Example:
         >>> [block.tolist() for block in blocks_of(torch.arange(6).view(2, 3).T)]
@@ -722,41 +716,31 @@ def open(
     allow_classes: Allow = (),
     storage_options: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
-    """Read the index of a checkpoint; run no code from it and read no weights.
+    """Open a checkpoint without running its code or reading its weights.
+
+    The content of the file selects the format, not its suffix. torchlift reads files of
+    ``torch.save``, TorchScript, exported programs (weights only), safetensors, Hugging Face
+    indexes, GGUF and NumPy files. It also reads folders of DCP, of DeepSpeed ZeRO (weights only)
+    and of FSDP ranks, whose slices it joins. See :doc:`/formats`.
+
+    Do not overwrite the file in place while its tensors are mapped. See "How loading works".
 
     Args:
-        path: a file, a directory, the URL of one, or a seekable binary file object. Its
-            own bytes count, from its position on: those that ``gzip.open`` decompresses, not those
-            of the file behind it. They are read out of a temporary copy, unless the object is what
-            ``open(path, "rb")`` returns. The format is found from the content. Files of
-            ``torch.save``: zip files and the stream from before torch 1.6;
-            TorchScript archives and exported programs (``.pt2``), of which only the weights are
-            read; safetensors, Hugging Face's sharded ``*.index.json`` or a directory holding one;
-            directories of ``torch.distributed.checkpoint`` (DCP), Megatron's among them, of
-            DeepSpeed's ZeRO, and with a file for each rank of FSDP
-            (``model_world_size_N_rank_R.pt``) or of DCP's ``HuggingFaceStorageWriter``, whose
-            slices are joined; GGUF; numpy's npz and npy. Tensors of a program have their own names,
-            and its constants come below ``CONSTANTS``. The modules of a TorchScript archive give
-            every tensor that they hold, also one that no state dict has. Of ZeRO, only the weights
-            are read, in full and under the model's names.
-        root: keep only what is under this container and strip it: ``root="model"`` turns
-            ``model.layer.weight`` into ``layer.weight``, also where that is one name with dots in
-            it. None keeps everything.
-        allow_classes: tensor subclasses that a torch file names and that may be rebuilt, such as
-            torchao's ``[Int8Tensor]``, and classes of what they have in their attributes: these are
-            called with what the file has for them, when a tensor is asked for, and nothing else is.
-            Only members of enums that ``torch.serialization.add_safe_globals`` knows are looked up,
-            too.
-        storage_options: of a URL: ``headers`` (a dict) for its host, ``tries`` without progress
-            (5), ``timeout`` in seconds without a byte (30), and options of fsspec for its scheme.
-            See :doc:`/remote`.
+        path: A file, a directory, a URL, or a seekable binary file object, which is read from its
+            current position.
+        root: Name of the container to keep. ``"model"`` turns ``model.weight`` into ``weight``.
+            None keeps everything. See :ref:`arg-root`.
+        allow_classes: Tensor subclasses that may be rebuilt, such as ``[Int8Tensor]``.
+            See :ref:`arg-allow-classes`.
+        storage_options: Options for the URL, such as ``headers`` and ``timeout``.
+            See :ref:`arg-storage-options`.
 
     Returns:
-        The checkpoint, a lazy mapping and a context manager.
+        The checkpoint: a lazy mapping, and a context manager that closes it.
 
     Raises:
-        FormatError: not a checkpoint, malformed, or `root` names nothing in it.
-        UnsafeError: it reaches outside its directory, or is a pickled object instead of tensors.
+        FormatError: If the file is malformed, is not a checkpoint, or lacks `root`.
+        UnsafeError: If a file leads out of its directory, or holds a pickled object only.
 
     Example:
         >>> import torch, torchlift, tempfile, os
@@ -766,11 +750,11 @@ def open(
         (2, 3)
     """
     if isinstance(path, bytes) and (0 in path or len(path) > 4096):
-        raise TypeError("that is the content of a file: pass its path, or io.BytesIO(content)")
+        raise TypeError("path is the content of a file. Pass its path, or io.BytesIO(content)")
     allowed = classes(allow_classes)
     if isinstance(path, (str, bytes, os.PathLike)):
         place = place_of(path, storage_options) if path else ""
-        # A path as it was given: what it may mean instead is only to be seen there.
+        # The path as it was passed: the hint for a missing file depends on its spelling.
         index = read_index(place if isinstance(place, Url) else path)
         made = Checkpoint(index, root=root, allowed=allowed)
         made._given = place
@@ -788,12 +772,13 @@ def open(
 def _opened_again(
     path: str, root: str | None, allowed: Mapping[str, type], files: Mapping[str, Stamp]
 ) -> Checkpoint:
-    """Open what another process had open.
+    """Open a checkpoint that another process has pickled.
 
     Raises:
-        IntegrityError: a file is gone, or not the one that was opened there.
+        IntegrityError: If a file was deleted or replaced since.
     """
-    for file, stamp in files.items():  # before it is read: it may be no checkpoint any more
+    # Before the index is read: a replaced file may not be a checkpoint any more.
+    for file, stamp in files.items():
         if isinstance(stamp, UrlStamp):
             stamp.check(file)
             continue
@@ -801,13 +786,13 @@ def _opened_again(
             one.descriptor(file)
     made = open(path, root=root, allow_classes=[(kind, name) for name, kind in allowed.items()])
     found = {**made._index.files, **made._index.guides}
-    # Of what HTTP does not list, one of the two may know nothing yet.
+    # HTTP lists no folders: a size below 0 means that one side has not looked at the file yet.
     both = found.keys() & files.keys()
     pairs = [(found[file], files[file]) for file in both]
     is_other = any(a != b and min(a.size, b.size) >= 0 for a, b in pairs)
     if is_other or len(both) < max(len(found), len(files)):
         raise IntegrityError(
-            "other files belong to it than when it was opened",
+            "the checkpoint consists of other files than when it was opened",
             file=path,
             expected=clipped_list(files),
             found=clipped_list(found),
@@ -820,15 +805,15 @@ def dtype_of(entry: TensorEntry, path: str) -> torch.dtype:
     """Return the torch dtype of `entry`.
 
     Raises:
-        FormatError: this version of torch has no such dtype.
+        FormatError: If the installed torch lacks this dtype.
     """
     found = _DTYPES.get(entry.dtype)
     if found is None:
         raise FormatError(
-            "its dtype is unknown to the installed torch",
+            "the installed torch lacks the dtype of this tensor",
             file=path,
             entry=entry.key,
             found=entry.dtype,
-            hint="A newer torch may know it.",
+            hint="Install a newer torch.",
         )
     return found

@@ -1,4 +1,4 @@
-"""`diff`: what two checkpoints do not have in common, of whatever formats they are."""
+"""`diff`: compare two checkpoints of any formats, key by key."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from torchlift._model.dtensor import is_dtensor
 from torchlift._model.slots import is_lazy
 from torchlift._system.memory import collection_paused
 from torchlift._system.text import Facts, Summary, count_of, human, printable
-from torchlift._transfer.reading import BUDGET
 from torchlift.errors import PlacementError, explain_calls
 from torchlift.formats.boxes import row_major
 from torchlift.formats.flattening import Containers, flatten_state, items_of, name_text
@@ -36,12 +35,12 @@ Comparable = Checkpoint | Mapping[str, Any] | str | os.PathLike[str] | BinaryIO
 
 @dataclass(frozen=True, slots=True)
 class ValueChange:
-    """How far the values of a tensor are from each other.
+    """How far two tensors of one shape are from each other.
 
     Attributes:
-        differing: elements that are not equal, or not within the tolerances.
-        numel: elements of the tensor.
-        largest: the largest absolute difference; NaN where only one of the two is one.
+        differing: Number of elements that differ by more than the tolerances.
+        numel: Number of elements of the tensor.
+        largest: The largest absolute difference. NaN if only one of two elements is NaN.
     """
 
     differing: int
@@ -55,14 +54,14 @@ class ValueChange:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What is different about a key that both checkpoints have; None: nothing.
+    """The differences of a key that both checkpoints have. A field is None if it is equal.
 
     Attributes:
-        kind: of both values, ``"tensor"`` or ``"object"``, where one is a tensor and one is none.
-        shape: both shapes.
-        dtype: both dtypes, such as ``("float32", "bfloat16")``.
-        value: what the values are like, where the shapes are the same.
-        object: both values of a leaf that is no tensor.
+        kind: ``("tensor", "object")`` or the reverse, if only one value is a tensor.
+        shape: Both shapes.
+        dtype: Both dtypes, such as ``("float32", "bfloat16")``.
+        value: The difference of the values, if the shapes are equal.
+        object: Both values, if neither is a tensor.
     """
 
     kind: tuple[str, str] | None = None
@@ -83,17 +82,17 @@ class Change:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class CheckpointDiff(Summary):
-    """What `diff` found, from the first checkpoint to the second.
+    """The result of `diff`, from the first checkpoint to the second.
 
     Attributes:
-        added: keys that only the second has.
-        removed: keys that only the first has.
-        changed: key -> what is different about it.
-        renamed: key of `removed` -> key of `added` under which the second has the same tensor.
-        relocated: key -> both location tags, where they differ; no difference in content.
-        blocked: keys whose values cannot be had, in both: they are not compared.
-        compared: how many tensors both have.
-        nbytes: bytes of these, as the first has them.
+        added: Keys that only the second checkpoint has.
+        removed: Keys that only the first checkpoint has.
+        changed: Key -> `Change`.
+        renamed: Key of `removed` -> key of `added` that has the same tensor.
+        relocated: Key -> both location tags, if they differ. Locations are not content.
+        blocked: Keys in both that were not compared, because a value cannot be rebuilt.
+        compared: Number of tensors that both have.
+        nbytes: Size of these tensors in the first checkpoint, in bytes.
     """
 
     added: tuple[str, ...] = ()
@@ -107,7 +106,7 @@ class CheckpointDiff(Summary):
 
     @property
     def equal(self) -> bool:
-        """Return whether all that can be compared has the same keys, shapes, dtypes and values."""
+        """Return whether keys, shapes, dtypes and values are equal. `blocked` does not count."""
         return not (self.added or self.removed or self.changed)
 
     def __str__(self) -> str:
@@ -136,7 +135,7 @@ class CheckpointDiff(Summary):
             "on another device": [
                 (key, f": {_short(a)} -> {_short(b)}") for key, (a, b) in self.relocated.items()
             ],
-            "not compared, since it cannot be had": [(key, "") for key in self.blocked],
+            "not compared, since it cannot be rebuilt": [(key, "") for key in self.blocked],
         }
         for title, lines in groups.items():
             if lines:
@@ -158,26 +157,29 @@ def diff(
     atol: float = 0.0,
     storage_options: Mapping[str, Any] | None = None,
 ) -> CheckpointDiff:
-    """Compare two checkpoints, of any formats, key by key.
+    """Compare two checkpoints of any formats, key by key.
 
-    One pair of tensors is in memory at a time, mapped where the format allows it. A NaN is equal to
-    a NaN, and 0.0 to -0.0. Where dtypes differ, values are compared as float64: so a cast is told
-    from other weights. What is no tensor is compared by its values, too: nested plain data whatever
-    the order of names, and numpy's arrays; an int is not the float of its value.
+    Only one pair of tensors is in memory at a time. NaN equals NaN, and 0.0 equals -0.0. Tensors
+    of different dtypes are compared as float64, so a cast differs from other weights. Plain data
+    and NumPy arrays are compared by value, and 1 differs from 1.0. Tensors behind a URL are
+    fetched one after the other: download large files first.
 
     Args:
-        a: a path or file that `torchlift.open` reads, a `Checkpoint` (opened with a ``root``, for a
-            container of a file), or a state dict in memory.
-        b: what to compare it with.
-        rtol: relative tolerance of values, of `b`.
-        atol: absolute tolerance of values.
-        storage_options: of URLs, as for `torchlift.open`.
+        a: A path or file that `torchlift.open` reads, a `Checkpoint`, or a state dict in memory.
+            To compare one container of a file, pass ``torchlift.open(path, root=...)``.
+        b: The checkpoint to compare with, as for `a`.
+        rtol: Relative tolerance, as a fraction of the values of `b`.
+        atol: Absolute tolerance.
+        storage_options: Options for URLs. See :ref:`arg-storage-options`.
+
+    Returns:
+        The differences. Print it for a summary.
 
     Raises:
-        FormatError, UnsafeError: one of the files is no checkpoint.
-        PlacementError: a state dict in memory has DTensors.
-        IntegrityError: a file cannot be read, or changes meanwhile.
-        ValueError: a tolerance that is none.
+        FormatError, UnsafeError: If one of the files is not a checkpoint.
+        PlacementError: If a state dict in memory has DTensors.
+        IntegrityError: If a file cannot be read, or changes during the comparison.
+        ValueError: If a tolerance is negative or not finite.
 
     Example:
         >>> import torch, torchlift
@@ -204,7 +206,7 @@ def diff(
         changed: dict[str, Change] = {}
         relocated, compared, nbytes = {}, 0, 0
         both = [key for key in keys if key in others and key not in unknown]
-        for key in _read_ahead(both, one, two):
+        for key in both:
             if key in one.specs and key in two.specs:
                 compared += 1
                 nbytes += one.specs[key].nbytes
@@ -236,7 +238,7 @@ class _Spec(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Spec:
-        """Return what an index would say of a tensor: of a nested one, the shape of its values."""
+        """Return the spec of a tensor in memory. A nested tensor has the shape of its values."""
         shown: Any = tensor.values() if tensor.is_nested else tensor
         name, nbytes = _name(tensor.dtype), shown.numel() * tensor.itemsize
         return cls(tuple(shown.shape), name, str(tensor.device), nbytes)
@@ -244,7 +246,14 @@ class _Spec(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One of the two: its tensors, what is known of them, its other leaves, what is blocked."""
+    """One of the two checkpoints.
+
+    Attributes:
+        tensors: Key -> tensor.
+        specs: Key -> shape, dtype, location and size of that tensor.
+        objects: Key -> value that is not a tensor.
+        blocked: Keys whose values cannot be rebuilt.
+    """
 
     tensors: Mapping[str, torch.Tensor]
     specs: Mapping[str, _Spec]
@@ -255,7 +264,7 @@ class _Side:
     def of(
         cls, side: Comparable, stack: ExitStack, storage_options: Mapping[str, Any] | None = None
     ) -> _Side:
-        """Return a side of what a caller gave, which is closed with the stack if it is opened."""
+        """Return the side for a caller's argument. The stack closes a file that is opened."""
         if not isinstance(side, Mapping):
             side = stack.enter_context(open(side, storage_options=storage_options))
         if isinstance(side, Checkpoint):
@@ -270,26 +279,26 @@ class _Side:
         for key, value in tensors.items():
             if is_dtensor(value):
                 raise PlacementError(
-                    "a rank has only its own slice of a DTensor, and compares no more",
+                    "this rank holds only its own slice of a DTensor",
                     file=_IN_MEMORY,
                     entry=key,
-                    hint="Save it with torchlift.save, and compare what is in the file.",
+                    hint="Save the state with torchlift.save, and compare the file.",
                 )
             if is_lazy(value):
                 raise PlacementError(
-                    "it belongs to a lazy module that has seen no input: it has no shape",
+                    "a parameter of a lazy module does not have a shape yet",
                     file=_IN_MEMORY,
                     entry=key,
-                    hint="Run the module once before its state dict is taken.",
+                    hint="Run the module once before you take its state dict.",
                 )
             readable_parts(value, _IN_MEMORY, key)
         specs = {key: _Spec.of(value) for key, value in tensors.items()}
         return cls(tensors, specs, flat.objects, flat.blocked)
 
     def unfolded(self, other: _Side) -> _Side:
-        """Return the side with its plain containers as far apart as the other side's are.
+        """Return the side with its plain containers split into the keys of the other side.
 
-        DCP gives each leaf of an optimizer's groups a key, where a torch file has one list.
+        DCP gives each leaf of an optimizer's groups a key, but a torch file has one list of them.
         """
         theirs = other.keys()
         todo = [(key, value) for key, value in self.objects.items() if items_of(value)]
@@ -309,33 +318,6 @@ class _Side:
     def keys(self) -> dict[str, None]:
         """Return all keys, in order."""
         return dict.fromkeys((*self.specs, *self.objects, *self.blocked))
-
-
-def _read_ahead(keys: Iterable[str], one: _Side, two: _Side) -> Iterator[str]:
-    """Yield keys, of URLs when the values of some of them are here, read in one transfer."""
-    sides = [each.tensors for each in (one, two) if isinstance(each.tensors, Checkpoint)]
-    sides = [ckpt for ckpt in sides if ckpt._mapped().is_away]
-    if not sides:
-        yield from keys
-        return
-    some, needed, nbytes = list[str](), list[str](), 0
-
-    def read() -> list[str]:
-        for ckpt in sides:
-            ckpt._mapped().ahead(ckpt.entries[key] for key in needed)
-        return some
-
-    for key in keys:
-        first, second = one.specs.get(key), two.specs.get(key)
-        if first and second and first.shape == second.shape:
-            size = sum(ckpt.entries[key].nbytes for ckpt in sides)
-            if needed and nbytes + size > BUDGET:
-                yield from read()
-                some, needed, nbytes = [], [], 0
-            needed.append(key)
-            nbytes += size
-        some.append(key)
-    yield from read()
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -358,10 +340,10 @@ def _change(key: str, one: _Side, two: _Side, rtol: float, atol: float) -> Chang
 
 
 def same_value(a: Any, b: Any, rtol: float = 0.0, atol: float = 0.0) -> bool:
-    """Return whether two values that are no tensors are the same, of a file or in memory.
+    """Return whether two values that are not tensors are equal.
 
-    Containers are by what is in them, whatever the order of names, numbers and numpy's arrays by
-    their values within the tolerances; a NaN is the same as a NaN, and 1 is not 1.0 or True.
+    Containers are compared by their items, in any order of names. Numbers and NumPy arrays are
+    compared within the tolerances. NaN equals NaN, but 1 differs from 1.0 and from True.
 
     Example:
         >>> same_value({"a": [1, math.nan]}, {"a": [1, math.nan]}), same_value([0.1], [0.1 + 1e-12])
@@ -402,7 +384,7 @@ def same_value(a: Any, b: Any, rtol: float = 0.0, atol: float = 0.0) -> bool:
 
 
 def _near(a: Any, b: Any, rtol: float, atol: float) -> bool:
-    """Return whether two numbers of one class are the same within tolerances."""
+    """Return whether two numbers of one class are equal within the tolerances."""
     if a == b or (a != a and b != b):
         return True
     if type(a) is int:  # of any length, where a float would overflow
@@ -421,7 +403,7 @@ def _plain(value: Any) -> Any:
 
 
 def _values(a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> ValueChange | None:
-    """Return how far two tensors of one shape are from each other; None: not at all."""
+    """Return how far two tensors of one shape are from each other, or None if they are equal."""
     differing, largest, numel = 0, 0.0, math.prod(_Spec.of(a).shape)
     if _is_sparse(a) or _is_sparse(b):
         a, b = _where_either_is(a, b)
@@ -430,7 +412,8 @@ def _values(a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> Value
         count = max(sum(part.numel() for part in dense_of(x)) for x in (a, b))
         return ValueChange(count, count, math.nan)
     for one, two in zip(_blocks(a), _blocks(b), strict=True):
-        # What most pairs are, at a tenth of the cost; float8 and complex32 have no `equal`.
+        # Most blocks are equal, and `equal` takes a tenth of the time of the comparison below.
+        # torch has no `equal` for float8 and complex32.
         quick = one.dtype == two.dtype and (one.itemsize > 1 or not one.is_floating_point())
         if quick and one.dtype != torch.complex32 and torch.equal(one, two):
             continue
@@ -450,9 +433,9 @@ def _values(a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> Value
 
 
 def _form(tensor: Any) -> list[Any] | None:
-    """Return what a tensor that is made of others says of itself beside them; None: of no other."""
+    """Return the class and context of a tensor that is made of others, or None of a plain one."""
     if tensor.is_nested:
-        return ["nested"]  # one of one part has the shape of that part here
+        return ["nested"]  # else a nested tensor of one part would equal that part
     if not hasattr(tensor, "__tensor_flatten__"):
         return None
     names, context = tensor.__tensor_flatten__()
@@ -464,7 +447,7 @@ def _is_sparse(tensor: torch.Tensor) -> bool:
 
 
 def _where_either_is(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the values of two tensors at the places that at least one of them has stored."""
+    """Return the values of two sparse tensors at all places that at least one of them stores."""
     found = [_places(tensor.detach()) for tensor in (a, b)]
     either = torch.cat([places for places, _ in found]).unique()  # type: ignore[no-untyped-call]
     one, two = (
@@ -475,7 +458,7 @@ def _where_either_is(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def _places(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return where in its flat form a tensor has values stored, and these values."""
+    """Return the flat indices at which a sparse tensor stores values, and these values."""
     tensor = tensor.to_sparse_coo().coalesce()  # type: ignore[no-untyped-call]
     dims, inner = tensor.sparse_dim(), math.prod(tensor.shape[tensor.sparse_dim() :])
     steps = torch.tensor(row_major(tuple(tensor.shape[:dims])))
@@ -484,19 +467,19 @@ def _places(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the elements on the host, in order, some at a time."""
+    """Yield the elements in order, in blocks on the CPU."""
     for part in dense_of(tensor):
         for block in blocks_of(part.detach()):
             yield block.resolve_conj().resolve_neg().cpu()
 
 
 def _numbers(values: torch.Tensor) -> torch.Tensor:
-    """Return values in a dtype that represents them all and that torch can compare."""
+    """Return values in a dtype that holds them exactly and that torch can compare."""
     if values.is_complex():
         return values.to(torch.complex128)
     if values.dtype == torch.float4_e2m1fn_x2:  # two in a byte, which torch only stores
         values = values.view(torch.uint8)
-    if values.dtype == torch.uint64:  # int64 does not represent them all
+    if values.dtype == torch.uint64:  # int64 does not hold all of them
         return values
     return values.to(torch.float64 if values.is_floating_point() else torch.int64)
 
@@ -504,8 +487,8 @@ def _numbers(values: torch.Tensor) -> torch.Tensor:
 def _integer_gap(one: torch.Tensor, two: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return how far integers are from each other, and the size of the second ones, as float64.
 
-    In 64 bits a difference of two integers overflows, and what fits in uint64 does not fit in
-    int64. Halves of 32 bits are exact in float64, and so is each difference below 2**53.
+    A difference of two 64-bit integers can overflow, and uint64 does not fit in int64. Halves of
+    32 bits are exact in float64, and so is each difference below 2**53.
     """
 
     def halves(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -523,7 +506,7 @@ def _integer_gap(one: torch.Tensor, two: torch.Tensor) -> tuple[torch.Tensor, to
 def _renamed(
     removed: Iterable[str], one: _Side, added: Iterable[str], two: _Side
 ) -> dict[str, str]:
-    """Pair keys under which the two have the same tensor."""
+    """Return removed key -> added key that has the same tensor."""
     found: dict[str, str] = {}
     gone, new = _by_spec(removed, one), _by_spec(added, two)
     for spec in gone.keys() & new.keys():

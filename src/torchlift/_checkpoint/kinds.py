@@ -1,4 +1,4 @@
-"""What a file has that is not strided numbers: made when it is asked for, and nowhere else."""
+"""Make the values of a file that are not strided numbers, when they are first used."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ from torchlift.formats.torch_pickle import (
     TensorRef,
 )
 
-#: Classes that may be rebuilt, each with the name that files have for it where it is another one.
+#: Classes that may be rebuilt, or pairs of a class and its name in files.
 Allow = Iterable["type | tuple[type, str]"]
 
-#: In place of a value that is left out.
+#: Stands for a value that is left out.
 DROPPED = object()
-#: Values that are computed of quantised blocks at a time; the temporaries take some 16 MiB.
+#: Values of quantised blocks to compute at a time. The temporaries take about 16 MiB.
 COMPUTED = 1 << 20
-#: What a rename lets be computed of values: its name in an encoding -> how.
+#: Name in an encoding -> the function of the values, for renames that compute something.
 _ARITHMETIC: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "minus one": lambda values: values - 1,
     "log of negative": lambda values: torch.log(-values),
 }
-#: Types of GGUF that are plain numbers.
+#: GGUF types that are plain numbers.
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
-#: Of layouts: the methods that give where a tensor has its values.
+#: Sparse layout -> the methods that return the places of its values.
 _INDICES = {
     torch.sparse_coo: ("indices",),
     **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices")),
@@ -66,23 +66,23 @@ def made_of(
 ) -> torch.Tensor:
     """Make the tensor of an entry of a kind, over the memory of the tensors that it is made of.
 
-    By ourselves, though torch's reader makes all of these, too: that one runs the ``__setstate__``
-    of whatever class the process has allowed meanwhile, and takes indices that reach outside.
+    torch's own reader is not used. It runs the ``__setstate__`` of every class that the process
+    allows, and accepts indices outside of the tensor.
 
     Args:
-        entry: of the tensor.
-        dtype: of the tensor.
-        inner: what it is made of.
-        path: of the file, for errors.
+        entry: Entry of the tensor.
+        dtype: Dtype of the tensor.
+        inner: The tensors that it is made of.
+        path: Path of the file, for errors.
 
     Raises:
-        UnsafeError: it is made of another class that nobody allowed.
-        FormatError: its values, or its class, do not make it.
+        UnsafeError: If it contains a class that is not allowed.
+        FormatError: If its values are invalid, or its class rejects them.
     """
     kind = entry.kind
     assert kind is not None
-    # torch warns once that sparse CSR is in beta, and quantised tensors deprecated. A filter
-    # against that is the process's: another thread's warnings would go, too.
+    # torch warns once that sparse CSR is in beta and quantised tensors are deprecated. A warning
+    # filter would hide the warnings of other threads, too.
     try:
         if kind.name == SUBCLASS:
             return _subclass(entry, inner, path)
@@ -90,7 +90,7 @@ def made_of(
             return torch.empty_strided(entry.shape, entry.stride, dtype=dtype, device="meta")
         if kind.name == "sparse_coo":
             indices, values = inner
-            # Unlike in torch.load: what lies outside would be written to outside, too.
+            # Checked, unlike in torch.load: a dense copy would write outside of its memory.
             return torch.sparse_coo_tensor(
                 indices, values, entry.shape,
                 device="cpu", check_invariants=True, is_coalesced=kind.facts[0],
@@ -105,10 +105,10 @@ def made_of(
     except (CheckpointError, MemoryError):
         raise
     except Exception as error:
-        what, hint = f"its values do not make a {kind} tensor", None
+        what, hint = f"the stored values do not make a valid {kind} tensor", None
         if kind.name == SUBCLASS:
-            what = f"{kind.facts[0].rpartition('.')[2]} does not take what the file has for it"
-            hint = "It was saved by another version of the library: install that, and save its "
+            what = f"{kind.facts[0].rpartition('.')[2]} rejects the stored values"
+            hint = "Install the version of the library that saved it, and save its "
             hint += "dequantised values."
         raise FormatError(
             what,
@@ -123,7 +123,7 @@ def _quantized(
     entry: TensorEntry, dtype: torch.dtype, numbers: torch.Tensor, *rest: torch.Tensor
 ) -> torch.Tensor:
     """Return a quantised tensor over the stored numbers."""
-    # Of one element or one per channel, from which only the scales and zero points are kept.
+    # Made from one element, or one per channel: only its scales and zero points are kept.
     shape, kind = [1] * numbers.dim(), entry.kind
     assert kind is not None
     if kind.name == "per_tensor_affine":
@@ -143,14 +143,13 @@ def _quantized(
 
 
 class TensorCall(NamedTuple):
-    """The call that torch pickles a tensor as that it makes of others.
+    """The call that torch pickles for a tensor that it makes of others.
 
     Attributes:
-        function: one of torch's.
-        arguments: what it takes, with tensors, or entries of a file, for what it makes it of. Of a
-            quantised tensor the first is its numbers, where the pickle has their storage, offset,
-            sizes and strides.
-        dtype: of a quantised tensor.
+        function: A rebuilder of torch.
+        arguments: Its arguments, with tensors or entries of a file. The numbers of a quantised
+            tensor are one argument instead of storage, offset, sizes and strides.
+        dtype: Dtype of a quantised tensor.
     """
 
     function: Any
@@ -159,7 +158,7 @@ class TensorCall(NamedTuple):
 
 
 def call_of(value: torch.Tensor | TensorEntry) -> TensorCall | None:
-    """Return what a sparse or quantised tensor, or a wrapper, is made of; None: it is no such.
+    """Return the call that makes a sparse or quantised tensor or a wrapper, or None.
 
     Example:
         >>> call_of(torch.eye(2).to_sparse()).arguments[1][1]
@@ -175,7 +174,7 @@ def call_of(value: torch.Tensor | TensorEntry) -> TensorCall | None:
     plain = value.detach()
     reduce: Callable[[int], tuple[Any, ...]] = plain.__reduce_ex__
     if not value.is_quantized:
-        call = reduce(2)  # more than two would be what a class of its own adds
+        call = reduce(2)  # a subclass may add a third item, which cannot be saved
         return TensorCall(*call) if len(call) == 2 else None
     name = str(value.dtype).removeprefix("torch.")
     if name not in QUANTIZED:
@@ -205,21 +204,21 @@ def _call_of_entry(entry: TensorEntry, kind: Kind) -> TensorCall | None:
 def compute(
     target: torch.Tensor, entry: TensorEntry, chunk: Chunk, raw: torch.Tensor, path: str
 ) -> None:
-    """Write what the bytes of a box stand for, some blocks at a time, cast as they are copied.
+    """Compute the values of a box from its blocks, and copy them with a cast.
 
     Args:
-        target: of the box's shape.
-        entry: of the tensor: its encoding says what the blocks are, and what is done to values.
-        chunk: the box.
-        raw: its bytes.
-        path: of the file, for errors.
+        target: Memory of the shape of the box.
+        entry: Entry of the tensor. Its encoding names the blocks and the functions of the values.
+        chunk: The box.
+        raw: The bytes of the box.
+        path: Path of the file, for errors.
 
     Raises:
-        FormatError: the package that computes them is not installed, or does not know this type.
+        FormatError: If the package gguf is not installed, or does not support this type.
     """
     (values, size), steps = entry.block, steps_in_file(entry, chunk)
     dims = range(len(chunk.shape))
-    # Of blocks the dimension that they are rows of, of plain numbers any: it becomes the last.
+    # The dimension along which the blocks lie becomes the last one.
     along = next((d for d in dims if steps[d] == 1 and chunk.shape[d] >= values), None)
     order = [d for d in dims if d != along]
     shape, strides = ([row[d] for d in order] for row in (chunk.shape, steps))
@@ -238,7 +237,7 @@ def compute(
 
 
 def calculated(entry: TensorEntry, values: torch.Tensor) -> torch.Tensor:
-    """Return what an entry says is to be computed of stored values, which may be the same ones."""
+    """Return the values after the functions of an entry's encoding, if it has any."""
     for name in entry.encoding[1:]:
         values = _ARITHMETIC[name](values)
     return values
@@ -247,7 +246,7 @@ def calculated(entry: TensorEntry, values: torch.Tensor) -> torch.Tensor:
 def _some_at_a_time(
     target: torch.Tensor, blocks: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield slices of blocks, and of the memory that their values go to."""
+    """Yield slices of blocks, with the memory for their values."""
     if target.numel() <= COMPUTED:
         yield target, blocks
         return
@@ -257,21 +256,21 @@ def _some_at_a_time(
 
 
 def _values_of_blocks(entry: TensorEntry, blocks: torch.Tensor, path: str) -> torch.Tensor:
-    """Return what blocks stand for, as float32.
+    """Return the values of blocks as float32.
 
     Args:
-        entry: of the tensor.
-        blocks: bytes, in memory of their own or mapped; the last dimension is a block.
-        path: of the file, for errors.
+        entry: Entry of the tensor.
+        blocks: The bytes of the blocks. The last dimension is a block.
+        path: Path of the file, for errors.
     """
     name = entry.encoding[0]
     if name in _PLAIN:
-        return blocks.clone().view(_PLAIN[name]).float()  # cloned, as they may lie anywhere
+        return blocks.clone().view(_PLAIN[name]).float()  # cloned: the bytes may not be aligned
     try:
         from gguf import GGMLQuantizationType, dequantize
     except ImportError as error:
         raise FormatError(
-            f"quantised to {name}, and the package that knows how is not installed",
+            f"the values are quantised to {name}, and the package gguf is not installed",
             file=path,
             entry=entry.key,
             hint="pip install gguf",
@@ -281,18 +280,18 @@ def _values_of_blocks(entry: TensorEntry, blocks: torch.Tensor, path: str) -> to
         return torch.from_numpy(dequantize(flat, GGMLQuantizationType[name]))
     except NotImplementedError as error:
         raise FormatError(
-            f"quantised to {name}, which the installed gguf cannot compute",
+            f"the values are quantised to {name}, which the installed gguf cannot compute",
             file=path,
             entry=entry.key,
         ) from error
 
 
 def dense_of(tensor: torch.Tensor, *, indices: bool = True) -> list[torch.Tensor]:
-    """Return the dense tensors that hold all there is of one: indices and values, or slices.
+    """Return the dense tensors with the content of a tensor: indices and values, or slices.
 
     Args:
-        tensor: of any kind.
-        indices: whether they are asked for, or only its values.
+        tensor: A tensor of any kind.
+        indices: Whether to include the indices of a sparse tensor.
     """
     if tensor.is_meta:
         return []
@@ -309,10 +308,10 @@ def dense_of(tensor: torch.Tensor, *, indices: bool = True) -> list[torch.Tensor
 
 
 def readable_parts(tensor: torch.Tensor, path: str, key: str) -> list[torch.Tensor]:
-    """Return what `dense_of` returns.
+    """Return the result of `dense_of`, if the values can be read.
 
     Raises:
-        PlacementError: torch shows no values of it: a FakeTensor, or oneDNN's layout.
+        PlacementError: If torch cannot show its values: a FakeTensor, or a layout of oneDNN.
     """
     parts = dense_of(tensor)
     for each in parts:
@@ -323,17 +322,17 @@ def readable_parts(tensor: torch.Tensor, path: str, key: str) -> list[torch.Tens
                 entry=key,
                 expected="a tensor whose values are in memory",
                 found=f"{type(each).__name__}, {each.dtype}, {each.layout}",
-                hint="Build the model outside of FakeTensorMode, and call to_dense() on a tensor "
+                hint="Build the model outside of FakeTensorMode, or call to_dense() on a tensor "
                 "of a layout of its own.",
             )
     return parts
 
 
 def values_of(entry: TensorEntry, tensor: torch.Tensor, path: str) -> list[torch.Tensor]:
-    """Return the dense tensors whose numbers are the values of one that an entry of a kind has.
+    """Return the dense tensors with the values of a tensor of a kind.
 
     Raises:
-        FormatError: what its class says of them does not make values.
+        FormatError: If its class cannot compute them.
     """
     assert entry.kind is not None
     if entry.kind.name != SUBCLASS:
@@ -342,10 +341,10 @@ def values_of(entry: TensorEntry, tensor: torch.Tensor, path: str) -> list[torch
         made = tensor.dequantize() if hasattr(tensor, "__tensor_flatten__") else tensor
         with without_subclasses():
             made = made.as_subclass(torch.Tensor)
-            made.view(-1)[:0].tolist()  # or else a wrapper is one still
+            made.view(-1)[:0].tolist()  # fails if it is still a wrapper
     except Exception as error:  # code of the class
         raise FormatError(
-            f"its values cannot be computed: {type(tensor).__name__} does not dequantise itself",
+            f"the values cannot be computed: {type(tensor).__name__} does not dequantise itself",
             file=path,
             entry=entry.key,
             found=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
@@ -357,11 +356,11 @@ def values_of(entry: TensorEntry, tensor: torch.Tensor, path: str) -> list[torch
 
 
 class Values:
-    """The records of a pickle, on their way to what they stand for.
+    """The conversion of records of a pickle to the values that they stand for.
 
     Attributes:
-        path: of the file, for errors.
-        dropped: keys that are left out, and containers of nothing else with them.
+        path: Path of the file, for errors.
+        dropped: Keys that are left out. Containers that become empty are left out, too.
     """
 
     path: str = ""
@@ -376,16 +375,16 @@ class Values:
         raise NotImplementedError
 
     def blocked(self, record: Blocked, key: str | None) -> object:
-        """Return what only a call of something of the file's choice could make."""
+        """Return the replacement of a value that only running code could rebuild."""
         raise NotImplementedError
 
     def beside(self, value: Any) -> Any:
-        """Return what has no key: a name, an item of a set, metadata of a state dict."""
+        """Return a value without a key: a name, an item of a set, metadata of a state dict."""
         return self.made(value, None)
 
     def made(self, value: Any, key: str | None) -> Any:
-        """Return what a record stands for, and containers with what theirs stand for."""
-        # A container of that name has other keys, which are not left out with it.
+        """Return the value of a record, with the values of the records inside."""
+        # Not a container of that name: its items have other keys, which stay.
         if key in self.dropped and self._containers.items(value) is None:
             return DROPPED
         if isinstance(value, dict):
@@ -394,6 +393,7 @@ class Values:
                 for name, item in value.items()
             ]
             pairs = [pair for pair in every if pair[1] is not DROPPED]
+            # A container that loses all of its items goes with them. An empty one stays.
             if every and not pairs:
                 return DROPPED
             if not isinstance(value, OrderedRecord):
@@ -407,10 +407,10 @@ class Values:
             kept = [item for item in items if item is not DROPPED]
             if kept and len(kept) < len(items):
                 raise PlacementError(
-                    "an item of a list cannot be left out alone: the next ones would move up",
+                    "one item of a list cannot be left out: the items after it would move",
                     file=self.path,
                     entry=key,
-                    hint="Leave out all of it, or nothing.",
+                    hint="Leave out the whole list, or nothing.",
                 )
             return DROPPED if items and not kept else type(value)(kept)
         if isinstance(value, (set, frozenset)):
@@ -422,20 +422,21 @@ class Values:
         if isinstance(value, DeviceName):
             try:
                 return torch.device(value)
-            except RuntimeError as error:  # a name of another torch, or a damaged one
+            except RuntimeError as error:  # a device of another torch version, or a damaged name
                 raise FormatError(
-                    "the installed torch knows no such device",
+                    "the installed torch does not support this device",
                     file=self.path or None,
                     entry=key,
                     found=str(value),
-                    hint="What else there is comes without it, from ckpt.state_dict().",
+                    hint="Take the tensors from ckpt.state_dict().",
                 ) from error
         if isinstance(value, (Global, NumpyDtype, LayoutName)):
             name = str(value) if isinstance(value, LayoutName) else value.name
             found = getattr(torch, name.removeprefix("torch."), None)
             if isinstance(found, (torch.dtype, torch.layout, torch.qscheme)):
                 return found
-            if isinstance(value, LayoutName) or name in CONSTANTS:  # of another torch
+            # A constant of another torch version stays as text: the file is readable without it.
+            if isinstance(value, LayoutName) or name in CONSTANTS:
                 return name
             return self.blocked(Blocked(name), key)
         if isinstance(value, ArrayRef) and value.array is not None:
@@ -447,30 +448,30 @@ class Values:
 
 
 def array_of(array: Array) -> Any:
-    """Return a numpy array of its own.
+    """Return a new NumPy array.
 
     Raises:
-        FormatError: numpy is not installed, or knows no such array.
+        FormatError: If numpy is not installed, or does not support this array.
     """
     try:
         import numpy
     except ImportError as error:
-        raise FormatError("a numpy array, and numpy is not installed") from error
+        raise FormatError("the value is a NumPy array, and numpy is not installed") from error
     try:
         empty = numpy.empty(0, array.code)
         made = numpy.frombuffer(array.data, empty.dtype) if array.data else empty
         return made.reshape(array.shape, order="F" if array.columns else "C").copy(order="K")
     except (TypeError, ValueError) as error:  # long double; more dimensions than numpy 1 has
-        what = "the installed numpy knows no such array"
+        what = "the installed numpy does not support this array"
         raise FormatError(what, found=f"{array!r}: {error}") from error
 
 
 def with_arrays(value: Any, made: dict[int, object]) -> Any:
-    """Return a leaf, or a container of leaves, with numpy arrays for what stands for them.
+    """Return a value with NumPy arrays in place of their records.
 
     Args:
-        value: the leaf.
-        made: identity of what stands for an array -> that array: a file may name one many times.
+        value: A plain value, or a container of plain values.
+        made: Identity of a record -> its array. A file may refer to one record many times.
     """
     if isinstance(value, Array):
         if id(value) not in made:
@@ -490,10 +491,10 @@ def _joined(key: str | None, name: str) -> str:
 
 
 def classes(allow_classes: Iterable[Any]) -> dict[str, type]:
-    """Return name in files -> class, of what a caller passed as ``allow_classes``.
+    """Return name in files -> class, for the argument ``allow_classes``.
 
     Raises:
-        TypeError: something else than classes.
+        TypeError: If an item is not a class.
     """
     items = [None] if isinstance(allow_classes, type) else list(allow_classes)
     for item in items:
@@ -512,10 +513,10 @@ def _by_name(items: Iterable[Any]) -> dict[str, type]:
 
 
 def _subclass(entry: TensorEntry, inner: Sequence[torch.Tensor], path: str) -> torch.Tensor:
-    """Return the tensor of a subclass, made as ``torch.load`` makes it, but of these classes only.
+    """Return the tensor of a subclass, made like in ``torch.load``, but of allowed classes only.
 
     Raises:
-        UnsafeError: it is made of another class that nobody allowed.
+        UnsafeError: If it contains a class that is not allowed.
     """
     assert entry.kind is not None
     (name, is_view, state, refs), allowed = entry.kind.facts, entry.kind.classes
@@ -525,11 +526,11 @@ def _subclass(entry: TensorEntry, inner: Sequence[torch.Tensor], path: str) -> t
     attributes = values.made(state, None)
     if values.lacking:
         raise UnsafeError(
-            "it is made of a class that nobody allowed, and that only unpickling could rebuild",
+            "the tensor is made of a class that allow_classes does not list",
             file=path,
             entry=entry.key,
             found=clipped_list(list(values.lacking)),
-            hint="Where you know that class, name it, too: allow_classes=[...] takes any number.",
+            hint="If you know that class, add it to allow_classes=[...].",
         )
     kind = allowed[name]
     if is_view:
@@ -543,10 +544,10 @@ def _subclass(entry: TensorEntry, inner: Sequence[torch.Tensor], path: str) -> t
 
 
 class _Inside(Values):
-    """What a tensor of a subclass has in its attributes.
+    """The attributes of a tensor of a subclass.
 
     Attributes:
-        lacking: names of classes that nobody allowed; nothing is called once there is one.
+        lacking: Names of classes that are not allowed. After the first one, nothing is called.
     """
 
     def __init__(self, classes: Mapping[str, type], tensors: Mapping[int, torch.Tensor]) -> None:
@@ -557,7 +558,7 @@ class _Inside(Values):
 
     def tensor(self, record: object, key: str | None) -> object:
         if id(record) not in self.tensors:
-            raise TypeError(f"a {type(record).__name__} among its attributes")
+            raise TypeError(f"an attribute is a {type(record).__name__}")
         return self.tensors[id(record)]
 
     def blocked(self, record: Blocked, key: str | None) -> object:
@@ -577,19 +578,19 @@ class _Inside(Values):
         return self.objects[id(record)]
 
     def _member(self, record: Blocked) -> object:
-        """Return a member of an enum that a library told torch of: looked up, no code runs."""
+        """Return a member of an enum that a library registered in torch. No code runs."""
         kind = _by_name(torch.serialization.get_safe_globals()).get(record.name)
         if not isinstance(kind, enum.EnumMeta) or not record.called:
             self.lacking[record.name] = None
-            return self.made(record.inside, None)  # for more of them
-        ((value,),) = self.made(record.inside, None)  # neither more arguments nor a state
+            return self.made(record.inside, None)  # collects more names for the error
+        ((value,),) = self.made(record.inside, None)  # fails with more arguments, or with a state
         return kind._value2member_map_[value]
 
 
 def _give(made: Any, state: Any) -> None:
-    """Give an object its attributes, as unpickling does; all tensors share a method for another."""
-    if isinstance(made, enum.Enum):  # there is one in the process: everybody would see it change
-        raise TypeError("state for an enum member")
+    """Set the attributes of an object as unpickling does, or call its own ``__setstate__``."""
+    if isinstance(made, enum.Enum):  # the process has one such object, which must not change
+        raise TypeError("an enum member has a state")
     own = getattr(type(made), "__setstate__", None)
     if own is not None and own is not torch.Tensor.__setstate__:
         made.__setstate__(state)
@@ -601,32 +602,32 @@ def _give(made: Any, state: Any) -> None:
         # Not setattr: a frozen dataclass refuses it.
         if name not in late:
             (setattr if isinstance(made, torch.Tensor) else object.__setattr__)(made, name, value)
-    # A class may keep a tensor under the name of a method, such as `values`: then it says so.
+    # A class may keep a tensor under the name of a method, such as `values`, if it declares it.
     declared = made.__tensor_flatten__()[0] if late and hasattr(made, "__tensor_flatten__") else ()
     for name, value in late.items():
         if name not in declared or not isinstance(value, torch.Tensor) or callable(value):
-            raise TypeError(f"state for {name!r}, which its class has of its own")
+            raise TypeError(f"the state replaces {name!r} of the class")
         made.__dict__[name] = value
 
 
 def _is_taken(made: object, name: str, value: object) -> bool:
-    """Return whether an attribute would change what an object is, rather than what it holds."""
+    """Return whether an attribute would change the behaviour of an object, not only its data."""
     if name[:2] == name[-2:] == "__":
         return True
     own = inspect.getattr_static(type(made), name, None)
     if inspect.isroutine(own) and callable(value):
         return True
-    # `data` puts other numbers, of another shape, in the place of those that were checked.
+    # Setting `data` would replace the checked values by others of any shape.
     of_torch = isinstance(made, torch.Tensor) and hasattr(torch.Tensor, name)
     return of_torch and name != "requires_grad"
 
 
 def _check(made: Any, kind: type, entry: TensorEntry) -> None:
-    """Refuse a tensor that is not what its entry says, or lacks what its class needs.
+    """Refuse a tensor that differs from its entry, or lacks a part that its class needs.
 
     Raises:
-        TypeError: it is of another class, or has a number where its class has a tensor.
-        ValueError: it has another shape or dtype.
+        TypeError: If it has another class, or a number in place of a tensor.
+        ValueError: If it has another shape or dtype.
     """
 
     def compare(tensor: torch.Tensor) -> None:
@@ -645,6 +646,6 @@ def _check(made: Any, kind: type, entry: TensorEntry) -> None:
     inner = {name: getattr(made, name) for name in names}
     for name, value in inner.items():
         if not isinstance(value, torch.Tensor):
-            raise TypeError(f"{name!r} is a {type(value).__name__}, and not a tensor")
-    # As loading does with it later, on the way to the model.
+            raise TypeError(f"{name!r} is a {type(value).__name__} instead of a tensor")
+    # Loading unflattens the tensor later, so this must work.
     compare(kind.__tensor_unflatten__(inner, context, made.size(), made.stride()))  # type: ignore[attr-defined]

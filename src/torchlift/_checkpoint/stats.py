@@ -1,4 +1,4 @@
-"""What the values of a tensor are like, one block of it in memory at a time."""
+"""Statistics of a tensor's values, with one block in memory at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-#: What the four bits of a float4_e2m1fn say; a byte holds two of them, the first in its low half.
+#: The values of the 16 codes of float4_e2m1fn. A byte holds two codes, the first in its low half.
 _FLOAT4 = torch.tensor(
     [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], device="cpu"
 )
@@ -16,15 +16,15 @@ _FLOAT4 = torch.tensor(
 
 @dataclass(frozen=True, slots=True)
 class TensorStats:
-    """What the values of a tensor are like; of complex numbers, their absolute values.
+    """Statistics of a tensor's values. Complex numbers count by their absolute values.
 
     Attributes:
-        min: the smallest finite value; None where there is none.
-        max: the largest finite value.
-        mean: of the finite values.
-        std: their standard deviation, that of the population.
-        nan: elements that are not a number.
-        inf: elements that are infinite.
+        min: The smallest finite value, or None without finite values.
+        max: The largest finite value.
+        mean: The mean of the finite values.
+        std: The population standard deviation of the finite values.
+        nan: Number of NaN elements.
+        inf: Number of infinite elements.
     """
 
     min: float | None
@@ -36,8 +36,8 @@ class TensorStats:
 
 
 def stats_of(blocks: Iterable[torch.Tensor]) -> TensorStats:
-    """Sum up the values of a tensor of any dtype, whose elements come some at a time."""
-    count, mean, std, nan, inf = 0, 0.0, 0.0, 0, 0
+    """Return statistics of a tensor of any dtype, given its elements in blocks."""
+    count, mean, variance, nan, inf = 0, 0.0, 0.0, 0, 0
     smallest: float | None = None
     largest: float | None = None
     for block in blocks:
@@ -51,26 +51,24 @@ def stats_of(blocks: Iterable[torch.Tensor]) -> TensorStats:
         low, high = (bound.item() for bound in values.aminmax())
         smallest = low if smallest is None else min(low, smallest)
         largest = high if largest is None else max(high, largest)
-        # Scaled by a power of two: squares of numbers such as 1e300 have no place in a float.
-        exponent = max(math.frexp(max(abs(low), abs(high)))[1], -1000)
-        values = values.double() * 2.0**-exponent
-        center = values.mean()
-        apart = values - center
-        # Chan, Golub and LeVeque (1983): blocks are joined without the difference of large sums.
-        added = values.numel()
-        half, total = math.ldexp(center.item(), exponent - 1) - mean / 2, count + added
-        spread = math.ldexp(math.sqrt(torch.dot(apart, apart).item() / added), exponent)
-        old, new = math.sqrt(count / total), math.sqrt(added / total)
-        std = math.hypot(std * old, spread * new, half * (2 * old * new))
-        mean += half * (added / total) * 2
+        values, added = values.double(), values.numel()
+        # Chan, Golub and LeVeque (1983): blocks are joined without the difference of large sums,
+        # in which the digits of a small variance would be lost.
+        gap, total = values.mean().item() - mean, count + added
+        variance = (
+            variance * (count / total)
+            + values.var(correction=0).item() * (added / total)
+            + gap * gap * (count / total) * (added / total)
+        )
+        mean += gap * (added / total)
         count = total
     if smallest is None or largest is None:
         return TensorStats(None, None, None, None, nan, inf)
-    return TensorStats(smallest, largest, mean, std, nan, inf)
+    return TensorStats(smallest, largest, mean, math.sqrt(variance), nan, inf)
 
 
 def _numbers(block: torch.Tensor) -> torch.Tensor:
-    """Return values as int64 or float64, in which they are what they are."""
+    """Return values as int64 or float64, which hold them exactly (uint64 is rounded)."""
     if block.dtype == torch.float4_e2m1fn_x2:
         pairs = block.view(torch.uint8).int()
         return torch.cat([_FLOAT4[pairs & 15], _FLOAT4[pairs >> 4]]).double()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -26,9 +26,10 @@ from torchlift.formats.torch_pickle import Blocked, OrderedRecord, StorageRef, T
 
 
 class _Beside(Values):
-    """What has no keys, in which each container is made once, as unpickling does.
+    """Values without keys. Each container is made once, as by unpickling.
 
-    Else a few bytes would unfold to gigabytes: reading an index pays for what has keys only.
+    The budget of an index covers values with keys only. Without this class, a few bytes could
+    expand to gigabytes.
     """
 
     def __init__(self, path: str) -> None:
@@ -46,12 +47,14 @@ class _Beside(Values):
         return self._made[id(value)][1]
 
     def tensor(self, record: object, key: str | None) -> object:
-        what = "a tensor without a key: in a name, a set or the metadata of a state dict"
+        what = (
+            "a tensor does not have a key: it is in a name, a set or the metadata of a state dict"
+        )
         raise FormatError(what, file=self.path)
 
     def blocked(self, record: Blocked, key: str | None) -> object:
         raise UnsafeError(
-            "a name, an item of a set or metadata that only unpickling could rebuild",
+            "only unpickling could rebuild a name, an item of a set or metadata",
             file=self.path,
             found=record.name,
             hint="Take the tensors by their keys.",
@@ -59,13 +62,13 @@ class _Beside(Values):
 
 
 class Tree(Values):
-    """The containers of an index, and what they hold.
+    """The containers of an index with their values.
 
     Args:
-        index: what the pickle described.
-        view: entry -> its tensor.
-        refusal: key -> the error that says why its value cannot be had.
-        dropped: keys that are left out, and containers of nothing else with them.
+        index: The index.
+        view: Entry -> its tensor.
+        refusal: Key -> the error for a value that cannot be rebuilt.
+        dropped: Keys that are left out. Containers that become empty are left out, too.
     """
 
     def __init__(
@@ -82,16 +85,16 @@ class Tree(Values):
         self.beside = partial(_Beside(index.path).made, key=None)  # type: ignore[method-assign]
 
     def rebuild(self, root: str | None) -> Any:
-        """Return the object below a container of the index, or all of it.
+        """Return one container of the index, or the whole object.
 
         Raises:
-            FormatError: there is no such container.
+            FormatError: If the container does not exist.
         """
         assert self.index.tree is not None
         (saved,) = self.index.tree
         found = saved if root is None else below(saved, root, self.path)
         if found is MISSING and root is not None:
-            select(self.index, root)  # says what there is instead
+            select(self.index, root)  # raises the error that lists the containers
         made = self.made(found, root)
         return {} if made is DROPPED else made
 
@@ -101,7 +104,7 @@ class Tree(Values):
             raise self.refusal(key or "")
         if "negative" not in entry.encoding:
             return self.view(entry)
-        # It is a copy, unlike in torch: one for all keys that are it, so that a tie stays one.
+        # A negative view is a copy, unlike in torch. Tied keys share one copy, so they stay tied.
         same = entry._replace(key="")
         if same not in self._copies:
             self._copies[same] = self.view(entry)
@@ -118,21 +121,20 @@ def arranged(
     leaves: Mapping[str, object],
     versions: Mapping[str, Mapping[str, object]],
 ) -> dict[Any, Any] | None:
-    """Return the containers of a tree with other names in them.
+    """Return the containers of a tree with renamed keys.
 
     Args:
-        tree: the containers, with `dropped` keys.
-        index: of the tree.
-        changed: keys that are gone from their containers.
-        leaves: new name -> what it is; it goes into the deepest container that its name is in.
-        versions: path of a module, by its new name -> what its state dict says of it.
+        tree: The containers, with `dropped` keys.
+        index: Index of the tree.
+        changed: Keys to remove from their containers.
+        leaves: New name -> value. It goes into the deepest container that its name begins with.
+        versions: New path of a module -> its local metadata.
 
     Returns:
-        None where the names cannot be in these containers: a list would lose an item, or a name is
-        that of a container.
+        The containers. None if a list would lose an item, or a name is that of a container.
     """
     assert index.tree is not None
-    paths = dict(_dicts(index.tree[0], "", ()))
+    paths = _dicts(index.tree[0], "", ())
     tree.dropped = {*tree.dropped, *changed}
     try:
         made = tree.rebuild(None)
@@ -159,7 +161,7 @@ def arranged(
 
 
 def _emptied(record: object) -> Any:
-    """Return a dict of the class of one of which nothing is left, which state dicts are told by."""
+    """Return an empty dict of the same class. State dicts are recognised by their class."""
     if not isinstance(record, OrderedRecord):
         return {}
     made: Any = OrderedDict()
@@ -169,7 +171,7 @@ def _emptied(record: object) -> Any:
 
 
 def _set_versions(made: object, key: str, versions: Mapping[str, Mapping[str, object]]) -> None:
-    """Give state dicts the versions of modules by their new names."""
+    """Set the versions of modules in state dicts, by their new names."""
     if isinstance(made, dict):
         if hasattr(made, "_metadata"):
             made._metadata = OrderedDict(paths_inside(versions, key) if key else versions)
@@ -178,24 +180,24 @@ def _set_versions(made: object, key: str, versions: Mapping[str, Mapping[str, ob
             _set_versions(item, f"{key}.{text}" if key else text, versions)
 
 
-def _dicts(value: object, key: str, path: tuple[Any, ...]) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Yield the dotted names of dicts that lie in dicts only, and the names that lead there."""
-    if isinstance(value, dict):
-        yield key, path
-        for name, item in value.items():
-            text = name_text(name)
-            yield from _dicts(item, f"{key}.{text}" if key else text, (*path, name))
+def _dicts(value: object, key: str, path: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
+    """Return dotted name -> path of names, of dicts that are nested in dicts only."""
+    found = {key: path} if isinstance(value, dict) else {}
+    for name, item in value.items() if isinstance(value, dict) else ():
+        text = name_text(name)
+        found |= _dicts(item, f"{key}.{text}" if key else text, (*path, name))
+    return found
 
 
 def gathered(values: Mapping[str, object], templates: Mapping[str, object]) -> dict[str, object]:
-    """Put the lists and extra states of flat values together again.
+    """Rebuild the lists and extra states of flat values.
 
     Args:
-        values: key -> value.
-        templates: key of a container -> the container, with a `Leaf` for each of its values.
+        values: Key -> value.
+        templates: Key of a container -> the container, with a `Leaf` for each of its values.
 
     Returns:
-        Key -> value, or a container all of whose values were there.
+        Key -> value. A container replaces its values if all of them exist.
     """
     made = dict(values)
     for name, tree in templates.items():
@@ -206,7 +208,7 @@ def gathered(values: Mapping[str, object], templates: Mapping[str, object]) -> d
 
 
 class _Objects(_Beside):
-    """Containers with what is no tensor as it was saved, and the rest as it is."""
+    """Containers with plain values as they were saved. Tensors stay records."""
 
     def tensor(self, record: object, key: str | None) -> object:
         return record
@@ -216,9 +218,9 @@ class _Objects(_Beside):
 
 
 def objects_as_saved(index: Index) -> dict[str, object]:
-    """Return key -> leaf that is no tensor, as it was saved; none where a format has names only.
+    """Return key -> plain value as it was saved. Empty if the format has names only.
 
-    A dtype is one, where the index has its name.
+    For example, a dtype is a ``torch.dtype`` here, but a text in the index.
     """
     if index.tree is None:
         return {}

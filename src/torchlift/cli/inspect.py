@@ -11,13 +11,12 @@ from typing import Any
 import torchlift
 from torchlift._system.memory import collection_paused
 from torchlift._system.text import printable, progress_bar
-from torchlift.cli import add_model, check_model
 from torchlift.cli.output import print_json
 from torchlift.errors import FormatError
 from torchlift.formats.detect import read_index
 from torchlift.formats.flattening import select
 from torchlift.formats.index import Index, matching
-from torchlift.formats.summary import SORTS, counted, sorted_by, to_json, to_table, to_text
+from torchlift.formats.summary import SORTS, sorted_by, to_json, to_table, to_text
 
 _STATS = ("min", "max", "mean", "std", "nan", "inf")
 
@@ -49,7 +48,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="read the values and show min, max, mean, std, NaN and Inf of every tensor",
     )
-    add_model(parser, "count the parameters and buffers of this model; imports and runs it")
     parser.add_argument(
         "--rows", type=_count, metavar="N", help="maximum number of lines of each list"
     )
@@ -69,7 +67,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    check_model(args)
     index = whole = read_index(args.path)
     if args.root is not None:
         index = select(index, args.root)
@@ -78,10 +75,9 @@ def _run(args: argparse.Namespace) -> int:
     if args.sort != "file":
         index = sorted_by(index, args.sort)
     stats = _stats(index) if args.stats else {}
-    kinds = _kinds(index, args) if args.model is not None else {}
     rows = sys.maxsize if args.all else args.rows
     if args.json:
-        found = to_json(index) | kinds
+        found = to_json(index)
         for tensor in found["tensors"] if args.stats else ():
             known = stats[tensor["key"]]
             tensor["stats"] = {"error": known} if isinstance(known, str) else known
@@ -89,10 +85,10 @@ def _run(args: argparse.Namespace) -> int:
     elif args.tensors or args.stats:
         cells = {key: _cells(known) for key, known in stats.items()}
         extra = ((*_STATS, "values"), cells) if args.stats else ((), {})
-        print(to_table(index, rows=rows, extra=extra, kinds=kinds))
+        print(to_table(index, rows=rows, extra=extra))
     else:
         by_size = args.sort == "size"
-        print(to_text(index, rows=rows, depth=args.depth, by_size=by_size, kinds=kinds))
+        print(to_text(index, rows=rows, depth=args.depth, by_size=by_size))
     if args.filter and not (index.entries or index.objects or index.blocked_keys):
         patterns = " or ".join(map(repr, args.filter))
         _note(
@@ -102,16 +98,6 @@ def _run(args: argparse.Namespace) -> int:
     if elsewhere:
         _note(f"blocked elsewhere in the file: {', '.join(elsewhere[:5])}")
     return 3 if whole.names_code else 0
-
-
-def _kinds(index: Index, args: argparse.Namespace) -> dict[str, int]:
-    """Count the elements that are parameters of the model, buffers, and neither."""
-    from torchlift.cli.factory import make_model
-
-    model = make_model(args.model, args.model_args)
-    kinds = dict.fromkeys(dict(model.named_parameters(remove_duplicate=False)), "parameters")
-    kinds |= dict.fromkeys(dict(model.named_buffers(remove_duplicate=False)), "buffers")
-    return counted(index, kinds, "not in the model")
 
 
 def _note(text: str) -> None:

@@ -1,7 +1,7 @@
-"""Boxes of tensors and the runs of bytes that hold them: arithmetic only, on the standard library.
+"""Boxes of tensors and the runs of bytes that hold them: arithmetic, on the standard library.
 
-A slice of a tensor is given by its spans: for each dimension, the ranges of indices that follow
-each other in the slice. One range per dimension is a box; a strided shard has several.
+A slice of a tensor is described by its spans: for each dimension, the consecutive ranges of indices
+of the slice. One range per dimension is a box. A strided shard has several ranges.
 """
 
 from __future__ import annotations
@@ -13,26 +13,57 @@ from typing import NamedTuple
 
 from torchlift.errors import FormatError
 from torchlift.formats.index import ITEMSIZE, Chunk, TensorEntry, is_row_major
-from torchlift.formats.index import row_major as row_major  # also for who has boxes to lay out
+from torchlift.formats.index import row_major as row_major  # exported for users of boxes
 from torchlift.formats.unpickle import STEP, Budget
 
-#: A range of indices, start included, stop not.
+#: A range of indices: start and stop.
 Span = tuple[int, int]
-#: For each dimension of a tensor the ranges that follow each other in a slice of it.
+#: For each dimension of a tensor, the consecutive ranges of a slice.
 Spans = Sequence[Sequence[Span]]
 
 #: The first index and the shape of a box of a tensor.
 Box = tuple[tuple[int, ...], tuple[int, ...]]
+#: The spans of a slice as a value that can be a key.
+Ranges = tuple[tuple[Span, ...], ...]
+
+
+class Overlap(NamedTuple):
+    """A box that a slice and a box of one tensor share.
+
+    Attributes:
+        at: First index in the slice.
+        inside: First index in the box.
+        shape: Shape of the shared box.
+    """
+
+    at: tuple[int, ...]
+    inside: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class _Dim(NamedTuple):
+    """A dimension of a chunk: its size, and its steps in the file and in the tensor."""
+
+    size: int
+    in_file: int
+    here: int
+
+
+class _Dims(NamedTuple):
+    """The elements of the longest run of a chunk, and the dimensions outside of it."""
+
+    inner: int
+    outer: list[_Dim]
 
 
 class Run(NamedTuple):
     """Bytes that are contiguous in a file and in a row-major tensor.
 
     Attributes:
-        file: absolute path.
-        offset: first byte in the file.
-        at: first element in the tensor.
-        numel: number of elements.
+        file: Absolute path.
+        offset: First byte in the file.
+        at: First element in the tensor.
+        numel: Number of elements.
     """
 
     file: str
@@ -45,10 +76,10 @@ class Rows(NamedTuple):
     """Runs of one length, one distance in a file and one distance in a tensor.
 
     Attributes:
-        first: the first of them.
-        many: how many there are.
-        step: bytes from the start of one to the start of the next in the file.
-        apart: elements from the start of one to the start of the next in the tensor.
+        first: The first run.
+        many: Number of runs.
+        step: Bytes between the starts of two runs in the file.
+        apart: Elements between the starts of two runs in the tensor.
     """
 
     first: Run
@@ -65,11 +96,11 @@ def steps_in_file(entry: TensorEntry, chunk: Chunk) -> tuple[int, ...]:
 
 
 def narrowed(entry: TensorEntry, spans: Spans) -> TensorEntry:
-    """Return the entry of a slice of a tensor: exactly its bytes, row-major once they are read.
+    """Return the entry of a slice of a tensor. It has exactly the bytes of the slice.
 
     Args:
-        entry: the whole tensor.
-        spans: which slice.
+        entry: The whole tensor.
+        spans: The slice.
 
     Example:
         >>> whole = Chunk("f", 100, 48, (0, 0), (4, 3))
@@ -83,10 +114,10 @@ def narrowed(entry: TensorEntry, spans: Spans) -> TensorEntry:
         return entry
     if not entry.can_be_sliced:
         raise FormatError(
-            "no strided numbers, of which a slice could be read",
+            "this kind of tensor cannot be read in slices",
             entry=entry.key,
             found=entry.type_name,
-            hint="Load it whole, and save what it stands for.",
+            hint="Load the whole tensor, and save its dense values.",
         )
     chunks = [
         _box(entry, chunk, chunk.offset + _bytes(entry, first), at, sizes, steps)
@@ -100,7 +131,7 @@ def narrowed(entry: TensorEntry, spans: Spans) -> TensorEntry:
 
 def _boxed(entry: TensorEntry, shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -> TensorEntry:
     nbytes = math.prod(shape) * entry.itemsize
-    # Made anew: `_replace` takes three times as long, for every tensor on every rank.
+    # Without `_replace`, which takes three times as long, for every tensor on every rank.
     return TensorEntry(
         entry.key, entry.dtype, shape, row_major(shape), nbytes, entry.location, "", chunks,
         entry.requires_grad, entry.is_parameter, entry.encoding,
@@ -108,7 +139,7 @@ def _boxed(entry: TensorEntry, shape: tuple[int, ...], chunks: tuple[Chunk, ...]
 
 
 def at_indices(entry: TensorEntry, dim: int, indices: range) -> TensorEntry:
-    """Return the entry of what a tensor has at some indices of one dimension, as boxes.
+    """Return the entry of a tensor's values at some indices of one dimension, as boxes.
 
     Example:
         >>> whole = Chunk("f", 0, 24, (0, 0), (3, 2))
@@ -122,7 +153,7 @@ def at_indices(entry: TensorEntry, dim: int, indices: range) -> TensorEntry:
     chunks = []
     for chunk in entry.chunks:
         steps, start, shape = list(steps_in_file(entry, chunk)), list(chunk.start), [*chunk.shape]
-        # The first of the indices inside of the chunk, and the first behind it.
+        # The first of the indices inside of the chunk, and the first one after it.
         low, high = (
             min(max(0, -((indices.start - edge) // indices.step)), len(indices))
             for edge in (start[dim], start[dim] + shape[dim])
@@ -151,7 +182,7 @@ def permuted(entry: TensorEntry, dims: Sequence[int]) -> TensorEntry:
 
 
 def unsqueezed(entry: TensorEntry, dim: int) -> TensorEntry:
-    """Return the entry of a tensor with one dimension of size 1 more, as boxes."""
+    """Return the entry of a tensor with a new dimension of size 1, as boxes."""
     return _rearranged(entry, lambda row, new: [*row[:dim], new, *row[dim:]])
 
 
@@ -163,21 +194,21 @@ def squeezed(entry: TensorEntry, dim: int) -> TensorEntry:
 def _rearranged(
     entry: TensorEntry, change: Callable[[Sequence[int], int], Sequence[int]]
 ) -> TensorEntry:
-    """Return an entry with other dimensions, given (row, item of a new one) -> the row changed."""
+    """Return an entry with other dimensions, given (row, item of a new one) -> changed row."""
     chunks = []
     for chunk in entry.chunks:
         start, shape = change(chunk.start, 0), change(chunk.shape, 1)
-        # Of a new dimension, as far apart as the next one lies that follows in the file.
+        # The step of a new dimension leads past the whole tensor: it is never taken.
         steps = change(steps_in_file(entry, chunk), entry.numel)
         chunks.append(_box(entry, chunk, chunk.offset, start, shape, steps))
     return _boxed(entry, tuple(change(entry.shape, 1)), tuple(chunks))
 
 
 def joined(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
-    """Return the entry of tensors one behind the other in a dimension: of all their boxes.
+    """Return the entry of tensors that are concatenated in a dimension, with all their boxes.
 
-    Boxes that follow each other in a file, too, become one: tensors that were split are whole again
-    and can be mapped.
+    Boxes that are also consecutive in a file become one box. Tensors that were split are therefore
+    whole again and can be mapped.
 
     Example:
         >>> rows = [Chunk("f", at, 8, (0,), (2,)) for at in (0, 8, 100)]
@@ -203,7 +234,7 @@ def joined(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
             following = (*start[:dim], start[dim] + length, *start[dim + 1 :])
             behind[following, offset + _bytes(entry, length * steps[dim]), others] = before
         at += entry.shape[dim]
-    # Of what has bytes; that one of them is deflated is then true of the whole.
+    # If one of the tensors is deflated, the whole counts as deflated.
     stored = (name for entry in entries if entry.chunks for name in entry.encoding)
     first = entries[0]._replace(encoding=tuple(dict.fromkeys(stored)))
     return _boxed(first, (*first.shape[:dim], at, *first.shape[dim + 1 :]), tuple(found))
@@ -217,12 +248,12 @@ def _box(
     shape: Sequence[int],
     steps: Sequence[int],
 ) -> Chunk:
-    """Return a chunk that is one box of a tensor, not empty, with these strides in its source."""
+    """Return a chunk of one box of a tensor, with these strides in its source."""
     found, strides = tuple(shape), tuple(steps)
     last = sum((size - 1) * step for size, step in zip(found, strides, strict=True))
     stride = None if is_row_major(found, strides) else strides
     values = entry.block[0]
-    if values > 1:  # the numbers of a block lie side by side, in one dimension, and all of them
+    if values > 1:  # a box has whole blocks, and the values of a block are adjacent in it
         sides = zip(found, strides, strict=True)
         uneven = [(size, step) for size, step in sides if step % values and size > 1]
         if len(uneven) > 1 or any(step != 1 or size % values for size, step in uneven):
@@ -235,7 +266,7 @@ def _bytes(entry: TensorEntry, elements: int) -> int:
     """Return the bytes that a number of elements takes in the file.
 
     Raises:
-        FormatError: they are no whole blocks.
+        FormatError: If the elements are not whole blocks.
     """
     values, size = entry.block
     if elements % values:
@@ -245,23 +276,23 @@ def _bytes(entry: TensorEntry, elements: int) -> int:
 
 def _indivisible(entry: TensorEntry) -> FormatError:
     return FormatError(
-        "blocks of quantised values would be cut",
+        "a slice would cut blocks of quantised values",
         entry=entry.key,
         expected=f"slices of whole blocks of {entry.block[0]}",
         found=f"{entry.type_name} {list(entry.shape)}",
-        hint="Load it whole, or convert the file to plain numbers first.",
+        hint="Load the whole tensor, or convert the file to plain numbers first.",
     )
 
 
 def grain(entry: TensorEntry, dim: int) -> int:
-    """Return how many indices of a dimension lie in one block, and can only be had together."""
+    """Return the number of indices of a dimension that one block holds."""
     values = entry.block[0]
     lies_so = any(steps_in_file(entry, chunk)[dim] == 1 for chunk in entry.chunks)
     return values if lies_so and entry.shape[dim] > 1 else 1
 
 
 def as_blocks(entry: TensorEntry) -> TensorEntry | None:
-    """Return the entry of the bytes of quantised blocks; None where they are no rows of them.
+    """Return the entry of the raw bytes of quantised blocks, or None if blocks do not form rows.
 
     Example:
         >>> whole = Chunk("f", 0, 68, (0, 0), (2, 32))
@@ -301,12 +332,12 @@ def flat_entry(
     """Return the entry of a tensor that is stored in flat runs, with the boxes that they fill.
 
     Args:
-        key: its name.
-        dtype: its element type.
-        shape: its shape, row-major.
-        places: (file, first byte, number of elements) of each run; together they are the tensor.
-        storage: identity of its bytes.
-        location: device tag.
+        key: Key of the tensor.
+        dtype: Dtype of the tensor.
+        shape: Shape of the tensor, in row-major order.
+        places: (file, first byte, number of elements) of each run of the tensor, in order.
+        storage: Name of its storage.
+        location: Device tag.
 
     Example:
         >>> entry = flat_entry("w", "int8", (3, 4), [("a", 0, 6), ("b", 50, 6)], "w")
@@ -325,10 +356,8 @@ def flat_entry(
     return TensorEntry(key, dtype, shape, strides, nbytes, location, storage, tuple(chunks))
 
 
-def _flat_boxes(
-    shape: tuple[int, ...], start: int, stop: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield the boxes that the elements from `start` to `stop` of a row-major tensor make up."""
+def _flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Yield the boxes of the elements from `start` to `stop` of a row-major tensor."""
     if start >= stop:
         return
     if not shape:
@@ -336,7 +365,7 @@ def _flat_boxes(
         return
     inner = math.prod(shape[1:])
     (first, head), (last, tail) = divmod(start, inner), divmod(stop, inner)
-    # What comes before the first whole row, the whole rows, and what comes behind the last one.
+    # The part of a row before the whole rows, the whole rows, and the part of a row after them.
     if head:
         for at, sizes in _flat_boxes(shape[1:], head, tail if first == last else inner):
             yield (first, *at), (1, *sizes)
@@ -352,8 +381,8 @@ class Placement(NamedTuple):
     """How one dimension of a mesh of ranks divides a tensor.
 
     Attributes:
-        dim: dimension of the tensor that it shards; None: all ranks along it hold the same.
-        factor: number of equal blocks that it shards each, as ``_StridedShard`` does.
+        dim: Dimension of the tensor that it shards. None: a replica on each rank.
+        factor: Number of equal blocks that are sharded one by one, as by ``_StridedShard``.
     """
 
     dim: int | None = None
@@ -366,16 +395,16 @@ def placed_spans(
     placements: Sequence[Placement],
     at: Sequence[int],
     order: Sequence[Sequence[int]] = (),
-) -> tuple[tuple[Span, ...], ...]:
+) -> Ranges:
     """Return the ranges of a tensor that one rank of a mesh holds.
 
     Args:
-        shape: of the whole tensor.
-        mesh: sizes of the mesh dimensions.
-        placements: one per mesh dimension.
-        at: the rank's place in the mesh.
-        order: for each tensor dimension that is sharded the mesh dimensions in the order in which
-            they shard it; empty: from the outermost to the innermost.
+        shape: Shape of the whole tensor.
+        mesh: Sizes of the mesh dimensions.
+        placements: One for each mesh dimension.
+        at: Coordinates of the rank in the mesh.
+        order: For each sharded dimension, the mesh dimensions in the order in which they shard it.
+            Empty: from the outermost to the innermost.
 
     Example:
         >>> placed_spans((5, 2), (2, 2), (Placement(), Placement(0)), (0, 1))
@@ -392,11 +421,11 @@ def placed_spans(
 def _order(
     placements: Sequence[Placement], mesh: Sequence[int], order: Sequence[Sequence[int]]
 ) -> Iterator[tuple[int, int]]:
-    """Yield mesh dimensions in the order in which they shard, and over how many blocks.
+    """Yield (mesh dimension, number of blocks) in the order in which dimensions shard.
 
-    FSDP over tensor parallel is written ``[_StridedShard(0, split_factor=tp), Shard(0)]``: the
-    tensor was sharded by the second and then by the first. Sharding in that order is right for
-    sizes that do not divide evenly, where the strided formula is not.
+    FSDP over tensor parallel has the placements ``[_StridedShard(0, split_factor=tp), Shard(0)]``:
+    the second one shards first. That order is right for sizes that do not divide evenly. The
+    strided formula is not.
     """
     if order and all(placement.factor == 1 for placement in placements):
         sharding = [axis for axes in order for axis in axes]
@@ -418,13 +447,13 @@ def _order(
 
 
 def split_spans(spans: list[Span], parts: int, index: int, strided: int = 1) -> list[Span]:
-    """Return one of equal slices of what `spans` cover, as torch slices them.
+    """Return one of the equal slices of `spans`, as torch slices them.
 
     Args:
-        spans: ranges of one dimension.
-        parts: into how many it is sliced.
-        index: which slice.
-        strided: into how many it is sliced before, each of which then gives one such slice.
+        spans: Ranges of one dimension.
+        parts: Number of slices.
+        index: Number of the slice.
+        strided: Number of blocks. Each block gives one such slice.
 
     Example:
         >>> split_spans([(0, 8)], 2, 1), split_spans([(0, 8)], 2, 1, strided=2)
@@ -435,7 +464,7 @@ def split_spans(spans: list[Span], parts: int, index: int, strided: int = 1) -> 
 
 
 def _part(spans: list[Span], parts: int, index: int) -> list[Span]:
-    """Return the `index`-th of `parts` chunks, as ``torch.chunk`` makes them; some may be empty."""
+    """Return the `index`-th of `parts` chunks of ``torch.chunk``, which may be empty."""
     total = sum(stop - start for start, stop in spans)
     size = -(-total // parts)
     low, high = min(index * size, total), min((index + 1) * size, total)
@@ -447,8 +476,8 @@ def _part(spans: list[Span], parts: int, index: int) -> list[Span]:
     return found
 
 
-def shape_of_spans(spans: tuple[tuple[Span, ...], ...]) -> tuple[int, ...]:
-    """Return the shape of what a rank holds.
+def shape_of_spans(spans: Ranges) -> tuple[int, ...]:
+    """Return the shape of a slice.
 
     Example:
         >>> shape_of_spans((((0, 2), (4, 6)), ((0, 3),)))
@@ -458,7 +487,7 @@ def shape_of_spans(spans: tuple[tuple[Span, ...], ...]) -> tuple[int, ...]:
 
 
 def placed(entry: TensorEntry, spans: Spans) -> Iterator[Chunk]:
-    """Yield the boxes of a whole tensor that a local one is, by the ranges that it holds.
+    """Yield the boxes of the whole tensor that a local tensor fills, by its ranges.
 
     Example:
         >>> local = Chunk("f", 100, 16, (0,), (4,))
@@ -476,7 +505,7 @@ def placed(entry: TensorEntry, spans: Spans) -> Iterator[Chunk]:
 
 
 def runs(entry: TensorEntry) -> Iterator[Run]:
-    """Yield the runs of bytes that make up a tensor, and where in it each one goes.
+    """Yield the runs of bytes of a tensor, and the place of each run in the tensor.
 
     Example:
         >>> whole = Chunk("f", 0, 16, (0, 0), (2, 2))
@@ -490,11 +519,11 @@ def runs(entry: TensorEntry) -> Iterator[Run]:
 
 
 def rows(entry: TensorEntry, stride: Sequence[int] | None = None) -> Iterator[Rows]:
-    """Yield the same without a step for each run: a shard of a matrix's columns is one `Rows`.
+    """Yield the runs of a tensor in groups: a shard of a matrix's columns is one `Rows`.
 
     Args:
-        entry: the tensor.
-        stride: of the memory that it goes to, in elements; None: row-major.
+        entry: The tensor.
+        stride: Strides of the target memory, in elements. None: row-major.
 
     Example:
         >>> whole = Chunk("f", 0, 16, (0, 0), (2, 2))
@@ -507,7 +536,7 @@ def rows(entry: TensorEntry, stride: Sequence[int] | None = None) -> Iterator[Ro
     steps = row_major(entry.shape) if stride is None else stride
     for chunk in entry.chunks:
         inner, outer = _dims_of(entry, chunk, steps)
-        many, in_file, here = outer.pop() if outer else (1, inner, inner)
+        many, in_file, here = outer.pop() if outer else _Dim(1, inner, inner)
         places = [(chunk.offset, sum(map(int.__mul__, chunk.start, steps)))]
         for size, far, apart in outer:
             far *= entry.itemsize
@@ -519,58 +548,53 @@ def rows(entry: TensorEntry, stride: Sequence[int] | None = None) -> Iterator[Ro
 
 
 def rows_count(entry: TensorEntry, stride: Sequence[int] | None = None) -> int:
-    """Return how many `rows` a tensor has, without listing them."""
+    """Return the number of `rows` of a tensor, without listing them."""
     steps = row_major(entry.shape) if stride is None else stride
-    dims = (_dims_of(entry, chunk, steps)[1] for chunk in entry.chunks)
-    return sum(math.prod(size for size, *_ in outer[:-1]) for outer in dims)
+    dims = (_dims_of(entry, chunk, steps) for chunk in entry.chunks)
+    return sum(math.prod(dim.size for dim in each.outer[:-1]) for each in dims)
 
 
 def shortest_run(entry: TensorEntry, stride: Sequence[int] | None = None) -> int:
-    """Return the bytes of the shortest run of `rows`; 0 for an empty tensor."""
+    """Return the bytes of the shortest run of `rows`, or 0 for an empty tensor."""
     steps = row_major(entry.shape) if stride is None else stride
-    inner = (_dims_of(entry, chunk, steps)[0] for chunk in entry.chunks)
+    inner = (_dims_of(entry, chunk, steps).inner for chunk in entry.chunks)
     return entry.itemsize * min(inner, default=0)
 
 
-def _dims_of(
-    entry: TensorEntry, chunk: Chunk, steps: Sequence[int]
-) -> tuple[int, list[tuple[int, int, int]]]:
-    """Return what of a chunk is one run on both sides, and the dimensions outside of it.
+def _dims_of(entry: TensorEntry, chunk: Chunk, steps: Sequence[int]) -> _Dims:
+    """Return the longest run of a chunk on both sides, and the dimensions outside of it.
 
-    Returns:
-        Elements of a run; (size, step in the file, step in the tensor) of each dimension outside,
-        where those that one step leads through on both sides are one.
+    Dimensions that one step covers on both sides are merged.
     """
-    outer: list[tuple[int, int, int]] = []
+    outer: list[_Dim] = []
     inner, in_file = 1, steps_in_file(entry, chunk)
     for size, far, here in zip(chunk.shape[::-1], in_file[::-1], steps[::-1], strict=True):
         if size == 1:
             continue
         if not outer and far == here == inner:
             inner *= size
-        elif outer and (far, here) == (outer[-1][0] * outer[-1][1], outer[-1][0] * outer[-1][2]):
-            outer[-1] = (outer[-1][0] * size, *outer[-1][1:])
+            continue
+        last = outer[-1] if outer else None
+        if last and (far, here) == (last.size * last.in_file, last.size * last.here):
+            outer[-1] = last._replace(size=last.size * size)
         else:
-            outer.append((size, far, here))
-    return inner, outer[::-1]
+            outer.append(_Dim(size, far, here))
+    return _Dims(inner, outer[::-1])
 
 
-def overlaps(
-    spans: Spans, start: Sequence[int], shape: Sequence[int]
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-    """Yield the boxes that a slice and a box of one tensor have in common.
+def overlaps(spans: Spans, start: Sequence[int], shape: Sequence[int]) -> Iterator[Overlap]:
+    """Yield the boxes that a slice and a box of one tensor share.
 
     Args:
-        spans: which slice.
-        start: first index of the box in the whole tensor.
-        shape: of the box.
-
-    Returns:
-        First index in the slice, first index in the box, shape.
+        spans: The slice.
+        start: First index of the box in the whole tensor.
+        shape: Shape of the box.
 
     Example:
-        >>> list(overlaps([[(2, 4), (6, 8)]], (3,), (4,)))
-        [((1,), (0,), (1,)), ((2,), (3,), (1,))]
+        >>> for each in overlaps([[(2, 4), (6, 8)]], (3,), (4,)):
+        ...     print(each)
+        Overlap(at=(1,), inside=(0,), shape=(1,))
+        Overlap(at=(2,), inside=(3,), shape=(1,))
     """
     dims = []
     for ranges, first, size in zip(spans, start, shape, strict=True):
@@ -582,21 +606,21 @@ def overlaps(
             at += high - low
         dims.append(found)
     for box in itertools.product(*dims):
-        yield tuple(b[0] for b in box), tuple(b[1] for b in box), tuple(b[2] for b in box)
+        yield Overlap(*(tuple(each[part] for each in box) for part in range(3)))
 
 
 def run_count(entry: TensorEntry) -> int:
-    """Return how many `runs` a tensor has, without listing them."""
+    """Return the number of `runs` of a tensor, without listing them."""
     steps = row_major(entry.shape)
-    dims = (_dims_of(entry, chunk, steps)[1] for chunk in entry.chunks)
-    return sum(math.prod(size for size, *_ in outer) for outer in dims)
+    dims = (_dims_of(entry, chunk, steps) for chunk in entry.chunks)
+    return sum(math.prod(dim.size for dim in each.outer) for each in dims)
 
 
 def check_boxes(key: str, shape: tuple[int, ...], boxes: Sequence[Box], budget: Budget) -> None:
     """Refuse chunks that reach outside the tensor, overlap, or leave gaps.
 
-    No chunk is compared with another: the sum of the boxes' indicator functions is one everywhere
-    in the tensor exactly where their corners, with alternating signs, cancel to the tensor's own.
+    Chunks are not compared in pairs, because thousands of them would take minutes. They fill the
+    tensor once if and only if their corners, with alternating signs, cancel to its own corners.
     """
     for start, sizes in boxes:
         if any(a + n > size for a, n, size in zip(start, sizes, shape, strict=True)):
@@ -615,7 +639,7 @@ def check_boxes(key: str, shape: tuple[int, ...], boxes: Sequence[Box], budget: 
             found=f"{stored} in {len(boxes)} chunks",
             hint="The checkpoint is incomplete: a rank's file may be missing, or its save failed.",
         )
-    # A dimension that every box fills has no corners inside.
+    # Without the dimensions that every box fills: the work doubles with each dimension.
     dims = [at for at, size in enumerate(shape) if any(sizes[at] != size for _, sizes in boxes)]
     budget.spend(STEP * len(boxes) << len(dims), key)
     corners: dict[tuple[int, ...], int] = {}

@@ -1,9 +1,9 @@
-"""CRC-32 of bytes that several writers have some of, and none has all.
+"""CRC-32 of a payload whose ranges come from several writers, or in any order.
 
-The CRC register is linear over GF(2): the register after a message is the XOR of the registers
-after messages that each have some of the bytes and zeros elsewhere. So every writer sums up its
-own ranges, in linear time, and the sums of all are XORed. Passing over k zero bytes multiplies the
-register by x^8k modulo the polynomial (M. Adler, zlib, ``crc32_combine``).
+The CRC register is linear over GF(2). Split a message into messages that each have some of its
+bytes and zeros elsewhere: its register is the XOR of theirs. Every writer therefore sums up its own
+ranges in linear time, and the sums of all writers are XORed. Passing over k zero bytes multiplies
+the register by x^8k modulo the polynomial (M. Adler, zlib, ``crc32_combine``).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class PartialCrc:
     """
 
     def __init__(self, nbytes: int) -> None:
-        """Nothing yet of a payload of that many bytes."""
+        """Start the sum of a payload of `nbytes` bytes."""
         self._nbytes = nbytes
-        self._total = 0  # of the ranges that cannot go on, as if up to the end of the payload
-        self._register = 0  # of those that can, up to the byte before `_at`
+        self._total = 0  # sum of the finished ranges, extended by zeros to the end of the payload
+        self._register = 0  # register of the open ranges, up to the byte before `_at`
         self._at = 0
 
     def add(self, offset: int, data: bytes | memoryview) -> None:
-        """Take in the bytes at an offset of the payload; each byte once, in any order.
+        """Add bytes at an offset of the payload. Each byte is added once, in any order.
 
         Ranges in ascending order cost least.
         """
@@ -48,14 +48,14 @@ class PartialCrc:
         self._at = offset + len(data)
 
     def value(self) -> int:
-        """Return the sum so far; 0 where nothing was added."""
+        """Return the sum so far. It is 0 before the first call of `add`."""
         return self._total ^ _past_zeros(self._register, self._nbytes - self._at)
 
 
 def register_of(blocks: Iterable[bytes | bytearray | memoryview], register: int = 0) -> int:
-    """Return the register after blocks that lie one behind the other, from what it was before."""
+    """Return the register after consecutive blocks, from the register before them."""
     for block in blocks:
-        # zlib inverts the register before and after; zeros in front of a message would count then.
+        # zlib inverts the register before and after. Leading zeros would change the sum otherwise.
         register = zlib.crc32(block, register ^ _ONES) ^ _ONES
     return register
 

@@ -1,4 +1,4 @@
-"""Which reader a path needs, found from its content; and what it is that torchlift does not read.
+"""Find the reader of a path from its content, or name the format that torchlift does not read.
 
 A new format is one file with a `Reader` and one line in `_FILES` or `_DIRECTORIES`.
 """
@@ -50,7 +50,7 @@ _EXPECTED = (
     "a file of torch (TorchScript and pt2, too), safetensors, GGUF or numpy, or an *.index.json"
 )
 _TENSORFLOW = "Read it with tf.train.load_checkpoint, and save its arrays with numpy.savez."
-#: (how it starts, what it is, what to do). The first that fits counts.
+#: (pattern of the first bytes, name of the format, hint). The first match counts.
 _FOREIGN: tuple[tuple[bytes, str, str], ...] = (
     (rb"version https://git-lfs\.github\.com/spec/",
      "a git-lfs pointer: the place of the weights, not the weights",
@@ -79,7 +79,7 @@ _FOREIGN: tuple[tuple[bytes, str, str], ...] = (
      "a msgpack file, such as flax writes",
      "Load it with flax.serialization.msgpack_restore, and save its arrays with safetensors.flax."),
 )  # fmt: skip
-#: The same for a record of a zip archive, or a file in a directory.
+#: The same with the name of a record of a zip archive, or of a file in a directory.
 _FOREIGN_NAMES: tuple[tuple[str, str, str], ...] = (
     (r"model\.weights\.h5", "a Keras model (.keras)",
      "Read it with keras, or take model.weights.h5 out of it and read that with h5py."),
@@ -92,15 +92,15 @@ _FOREIGN_NAMES: tuple[tuple[str, str, str], ...] = (
     (r"(?:.*/)?[^/]+\.(?:safetensors|gguf|pth?|bin|ckpt|msgpack)",
      "an archive with a checkpoint in it", "Unpack it first."),
 )  # fmt: skip
-#: The first name that a pickle calls for, as protocols from 4 on and those before write it.
+#: The first global of a pickle, as protocols from 4 on and earlier ones write it.
 _CALLED = re.compile(
     rb"\x8c.([\w.]{1,200})\x94\x8c.(\w{1,100})\x94\x93|c([\w.]{1,200})\n(\w{1,100})\n", re.DOTALL
 )
 
-#: What it is in the metadata of a distributed checkpoint.
+#: That global in the metadata of a DCP checkpoint.
 _OF_DCP = "torch.distributed.checkpoint.metadata.Metadata"
 
-#: What a damaged file can make a reader raise, besides what it says itself.
+#: Exceptions that a damaged file can make a reader raise.
 _DAMAGE = (
     ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError,
     ValueError, struct.error, zlib.error,
@@ -108,22 +108,22 @@ _DAMAGE = (
 
 _SHARD = re.compile(r"(.+)-(\d{2,9})-of-(\d{2,9})((?:\.\w+)+)", re.ASCII)
 _INDEX = ".index.json"
-#: Of several indexes or files, as Hugging Face repositories have them, these are the model.
+#: If a Hugging Face repository has several indexes or files, one of these is the model.
 _PREFERRED = (
     "model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin",
     "pytorch_model_fsdp.bin",
 )  # fmt: skip
-#: The folder of a sharded model, as accelerate and transformers' Trainer call it.
+#: The folder of a sharded model, as accelerate and transformers' Trainer name it.
 _SHARDED = re.compile(r"pytorch_model_fsdp_\d+", re.ASCII)
-#: What those two call the state of an optimizer: a file, or a folder.
+#: The file or folder of an optimizer's state, as both name it.
 _OPTIMIZER = re.compile(r"optimizer(?:_\d+)?(?:\.pt|\.bin)?", re.ASCII)
-#: Models, their variant, if any, in the name of a file or of an index.
+#: The name of a model's file or index, with its variant, if any.
 _MODEL = re.compile(
     r"(?:model|diffusion_pytorch_model|pytorch_model)(?:-\d+-of-\d+)?(?:\.(\w+?))?(?:-\d+-of-\d+)?"
     r"\.(?:safetensors|bin)(?:\.index(?:\.(\w+))?\.json)?",
     re.ASCII,
 )
-#: Notes of the last checkpoint, as DeepSpeed and Megatron write them -> its folder, of a number.
+#: The note of the last checkpoint (DeepSpeed, Megatron) -> its folder, given a number.
 _LAST = {"latest": "{}", "latest_checkpointed_iteration.txt": "iter_{:0>7}"}
 _MOST_FOLDERS = 1000
 _PICKLED = (".pt", ".pth", ".bin", ".ckpt")
@@ -137,21 +137,21 @@ def read_index(
 ) -> Index:
     """Read the index of a checkpoint file or directory, whatever its format.
 
-    Neither torch nor an unpickler is involved, and no weight is read. The time is that of reading
-    the header: about a millisecond for a file of a few hundred tensors.
+    This loads neither torch nor an unpickler, and reads no weights. It takes the time to read the
+    header: about a millisecond for a file of a few hundred tensors.
 
     Args:
-        path: a file or a directory, or its URL. Its name does not matter, only its content; but
-            ``*.distcp`` is a part of a checkpoint, of which a reader of torch files finds one item.
-        alone: whether it stands in no folder of its own, so that it is no index of other files.
-        storage_options: of a URL, as for `torchlift.open`.
+        path: A file, a directory or a URL. The content selects the format. One exception is
+            ``*.distcp``, which would pass for a torch file of one item.
+        alone: Whether the file is a temporary copy, which cannot be an index of other files.
+        storage_options: Options for a URL, as for `torchlift.open`.
 
     Returns:
-        The index; byte offsets count from the start of each file.
+        The index. Byte offsets count from the start of each file.
 
     Raises:
-        FormatError: missing, malformed, or not a checkpoint that torchlift reads.
-        UnsafeError: it names a file outside its own directory.
+        FormatError: If the path is missing, malformed, or not a checkpoint that torchlift reads.
+        UnsafeError: If it names a file outside its own directory.
 
     Example:
         >>> import tempfile, os
@@ -163,12 +163,12 @@ def read_index(
         (2,)
     """
     name = os.fsdecode(path)
-    if not name:  # a setting that is not set: the current directory is not what was meant
-        raise FormatError("an empty path", hint="Pass the path of a file or a directory.")
+    if not name:  # an unset variable: nobody means the current directory
+        raise FormatError("the path is empty", hint="Pass the path of a file or directory.")
     absolute = place_of(name, storage_options)
     try:
         with collection_paused(), errors_name(absolute):
-            # It names every file of its folder, which HTTP cannot list.
+            # HTTP cannot list a folder, but the metadata names every file of it.
             if name_of(absolute) == DCP_METADATA and exists(absolute):
                 return read_dcp(parent(absolute), [DCP_METADATA])
             if is_folder(absolute):
@@ -189,12 +189,12 @@ def read_index(
         ) from error
 
 
-#: Suffixes that the name of a file of weights has, and that of a repository has not.
+#: Suffixes of weight files, which names of repositories do not have.
 _OF_FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".json", ".gguf", ".npz", ".npy")
 
 
 def _elsewhere(name: str) -> str:
-    """Return the way out for a path that leads nowhere, and may mean something that it is not."""
+    """Return the hint for a path that does not exist, and may mean something else."""
     if name[0] == "~":
         return "The file does not exist: check the path. A ~ stands for nothing here: expand it."
     if match := re.match(r"([a-z][a-z0-9+.-]+):/", name):
@@ -209,9 +209,9 @@ def _elsewhere(name: str) -> str:
 
 
 def _read_file(path: str, budget: Budget | None = None) -> Index:
-    """Read a file of any format; a shard, which has a budget, is no index of further shards."""
+    """Read a file of any format. A shard (with a budget) cannot be an index of more shards."""
     with errors_name(path), Source(path, budget) as source:
-        if name_of(path).endswith(DCP_SUFFIX):  # torch files in a row: it would pass for the last
+        if name_of(path).endswith(DCP_SUFFIX):  # several torch files in one: the last would be read
             raise _part_of_dcp(path)
         content = Content(path, _read_file, source=source)
         files = _ARCHIVES if is_zip(content.head) else _FILES if budget else (*_FILES, _INDEXES)
@@ -235,7 +235,7 @@ def _is_text(head: bytes) -> bool:
     try:
         text = head.decode()
     except UnicodeDecodeError as error:
-        # The head may end within a character.
+        # The head may end in the middle of a character.
         if error.start < len(head) - 4:
             return False
         text = head[: error.start].decode()
@@ -246,14 +246,14 @@ def _torch_zip(content: Content) -> Index:
     return read_torch_zip(content.source, records=content.records)
 
 
-#: Zip archives; their records say of which kind.
+#: Readers of zip archives, which the records tell apart.
 _ARCHIVES: tuple[Reader, ...] = (
     pt2.READER,
     torchscript.READER,
     Reader(lambda content: f"{content.top}data.pkl" in content.records, _torch_zip),
     npz.ARCHIVES,
 )
-#: Other files. A text is not taken for safetensors, so the order is free.
+#: Readers of other files. At most one of them fits, so their order does not matter.
 _FILES: tuple[Reader, ...] = (
     Reader(
         lambda content: is_legacy(content.head), lambda content: read_torch_legacy(content.source)
@@ -272,45 +272,45 @@ _INDEXES = Reader(
 
 
 def _refuse(content: Content) -> Index:
-    """Raise the error for a file that no reader takes: what it is and what to do."""
+    """Raise the error for a file without a reader: the name of the format, and a hint."""
     if is_zip(content.head):
         if error := _foreign_in(content.records):
             raise error
         names = {name.rpartition("/")[2].lower() for name in content.records}
         if "serialization_id" in names and "data.pkl" not in names:
             raise FormatError(
-                "a torch file without its data.pkl: the torch.save that wrote it raised an error",
-                hint="Save it again: the error names the object that torch.save cannot write.",
+                "data.pkl is missing: the torch.save that wrote this file raised an error",
+                hint="Save again. The error names the object that torch.save cannot write.",
             )
-        return _torch_zip(content)  # which says what is missing
+        return _torch_zip(content)  # raises the error that names the missing record
     if _called(content.head) == _OF_DCP:
         raise _part_of_dcp(content.path)
     raise _foreign(content.head, content.source.size)
 
 
 def _part_of_dcp(path: str) -> FormatError:
-    # Not every server lists a folder, and not every folder on a disk has one file of metadata.
+    # Many servers cannot list a folder. A folder on a disk may have one metadata file per rank.
     whole = inside(parent(path), DCP_METADATA) if is_url(path) else parent(path)
     return FormatError(
-        "a part of a distributed checkpoint (DCP)",
-        expected="its folder, or its metadata",
+        "this is one file of a DCP checkpoint",
+        expected="the folder, or its .metadata",
         hint=f"Open {printable(whole, 300)!r}.",
     )
 
 
 def _called(head: bytes) -> str | None:
-    """Return the first name that the pickle calls for which a file starts with, if any."""
+    """Return the first global of the pickle at the start of a file, or None."""
     called = _CALLED.search(head) if head[:1] == b"\x80" else None
     return b".".join(filter(None, called.groups())).decode("ascii", "replace") if called else None
 
 
 def _foreign(head: bytes, size: int) -> CheckpointError:
-    """Make the error for a file by its first bytes."""
+    """Return the error for a file of a foreign format, by its first bytes."""
     for magic, what, hint in _FOREIGN:
         if re.match(magic, head, re.DOTALL):
             name = _called(head)
             kind = UnsafeError if name else FormatError
-            return kind(what, expected=_EXPECTED, found=name, hint=hint)
+            return kind(f"this is {what}", expected=_EXPECTED, found=name, hint=hint)
     what, found = "not a checkpoint that torchlift reads", None
     hint = (
         "Check that the right file was fetched, completely. If another library reads this format, "
@@ -325,114 +325,107 @@ def _foreign(head: bytes, size: int) -> CheckpointError:
         hint = "A login or error page was saved instead of the file; fetch it again."
     elif _is_text(head):
         what = "a text file, not a checkpoint"
-        found = printable(head.decode(errors="replace").strip(), 200)  # perhaps an error page
+        found = printable(head.decode(errors="replace").strip(), 200)  # it may be an error page
     else:
         found = f"{size} bytes starting with {head[:8]!r}"
-    return FormatError(what, expected=_EXPECTED, found=found, hint=hint)
+    return FormatError(f"this is {what}", expected=_EXPECTED, found=found, hint=hint)
 
 
 def _foreign_in(
     names: Iterable[str], known: Iterable[tuple[str, str, str]] = _FOREIGN_NAMES
 ) -> FormatError | None:
-    """Make the error for an archive or a directory of another program, if its names tell."""
+    """Return the error for an archive or directory of another program, if a name matches."""
     for pattern, what, hint in known:
         for name in names:
             if re.fullmatch(pattern, name, re.DOTALL):
-                return FormatError(what, expected=_EXPECTED, found=name, hint=hint)
+                return FormatError(f"this is {what}", expected=_EXPECTED, found=name, hint=hint)
     return None
 
 
 def _read_directory(path: str) -> Index:
     """Read the checkpoint in a directory.
 
-    In this order: the metadata of a distributed checkpoint (DCP); an ``*.index.json`` and its
-    shards; safetensors files, slices of ranks first; DeepSpeed's ZeRO; the files of FSDP's ranks;
-    the folder that a note of the last checkpoint names; the one that accelerate keeps a sharded
-    model in; torch files; GGUF and flax's. Within each, a single file is taken, or a complete set
-    ``x-00001-of-0000N``, or the one that is named as the model of a Hugging Face repository. A
-    variant (``model.fp16.safetensors``) counts only where there is nothing else.
+    `_DIRECTORIES` has the order of formats: DCP, an ``*.index.json``, safetensors, DeepSpeed ZeRO,
+    files of FSDP ranks, the last checkpoint of a training, torch files, GGUF. A format takes a
+    single file, a complete set ``x-00001-of-0000N``, or the file that is named as the model of a
+    Hugging Face repository. A variant (``model.fp16.safetensors``) counts only if nothing else
+    does.
 
     Raises:
-        FormatError: nothing, or more than one thing, that could be meant.
-        UnsafeError: a link leads out of the directory.
+        FormatError: If the directory does not have exactly one checkpoint.
+        UnsafeError: If a link leads out of the directory.
     """
     names = _without_leftovers(names_in(path))
     if (data := [name for name in names if name.endswith(DCP_SUFFIX)]) and not metadata_files(
         names
     ):
         raise FormatError(
-            "the data of a distributed checkpoint, without its metadata",
-            expected=f"the file {DCP_METADATA}, which is written last",
+            "the DCP checkpoint is incomplete: its metadata is missing",
+            expected=f"the file {DCP_METADATA}, which a save writes last",
             found=_listed(data),
-            hint="The save was interrupted, or not all of it was copied: save or fetch it again.",
+            hint="The save or the copy was interrupted. Save or fetch it again.",
         )
     variants = {name: variant for name in names if (variant := _variant(name))}
+    # A pipeline of diffusers: its components are different models, so none of them is meant.
     if "model_index.json" in names and (components := _components(path, names)):
-        raise _several("a directory of components, each with a checkpoint", components, path)
-    # What has no variant first, whichever way it is stored: what its model is loaded from.
+        raise _several(
+            "the directory holds several components with a checkpoint each", components, path
+        )
+    # Files without a variant first: a half-precision variant must not replace the model.
     for some in ([name for name in names if name not in variants], names):
         content = Content(path, _read_file, names=some)
         for reader in filter(lambda reader: reader.fits(content), _DIRECTORIES):
             if len(found := sorted(set(variants.values()))) > 1 and some is names:
-                what = f"a directory with {len(found)} variants of a model: {', '.join(found)}"
+                what = f"the directory holds {len(found)} variants of a model: {', '.join(found)}"
                 raise _several(what, list(variants), path)
             return reader.read(content)
     if components := _components(path, names):
-        raise _several("a directory of directories with checkpoints", components, path)
+        raise _several("the directory holds several directories with checkpoints", components, path)
+    # macOS unpacks downloads without being asked, and torch cannot read the folder.
     for folder in [path, *_folders(path, names)]:
         if {"data.pkl", "version"} <= {*names_in(folder)}:
             top = shlex.quote(os.path.basename(folder))
             raise FormatError(
-                "a torch file that was unpacked into a folder",
+                "this is a torch file that was unpacked into a folder",
                 file=folder,
                 expected="the file itself",
-                hint=f"Zip the folder again in its parent folder: zip -0 -r -D model.pt {top}",
+                hint=f"Run this in the parent folder: zip -0 -r -D model.pt {top}",
             )
     if error := _foreign_in(names, _FOREIGN_NAMES[:-1]):
         raise error
     if found := [name for name in names if _may_be_weights(inside(path, name))]:
-        _read_file(locate(path, found[0]), Budget())  # which says what it is
-        raise _several("a directory with files of unexpected names", found, path)
+        _read_file(locate(path, found[0]), Budget())  # raises the error that names the format
+        raise _several("the directory holds files with unexpected names", found, path)
     raise FormatError(
-        "a directory without a checkpoint" if names else "an empty directory",
+        "the directory does not contain a checkpoint" if names else "the directory is empty",
         expected="an *.index.json, safetensors or torch files",
         found=_listed(names) or None,
-        hint="Give the path of the file or directory that holds the weights.",
+        hint="Pass the path of the file or directory with the weights.",
     )
 
 
 def _may_be_weights(path: str) -> bool:
     """Return whether a file has a suffix of weights, or starts like a format that is known."""
-    if path.endswith(_PICKLED) or is_url(path):  # to look into each would be a request
+    if path.endswith(_PICKLED) or is_url(path):  # reading the head would be a request per file
         return path.endswith(_PICKLED) and _is_file(path)
     head = head_of(path, HEAD) if _is_file(path) else b""
     return any(re.match(magic, head, re.DOTALL) for magic, *_ in _FOREIGN)
 
 
-#: How browsers, macOS, Windows and Linux name a second copy of a file, before its suffixes.
-_COPY = r" ?\(\d+\)| copy(?: \d+)?| - Copy(?: \(\d+\))?| \((?:\w+ )?copy\)"
-#: What macOS notes about a file beside it, and a second copy.
-_LEFTOVER = re.compile(rf"\._.+|.+?(?:{_COPY})(?:\.\w+)+")
-
-
 def _without_leftovers(names: Iterable[str]) -> list[str]:
-    """Return names in order, without those that are no checkpoint where the file itself is there.
+    """Return names in order, without the files in which macOS keeps attributes of another file.
 
     Example:
-        >>> _without_leftovers(["x.pt", "._x.pt", "x (1).pt", "x copy.pt", "y (2).pt"])
-        ['x.pt', 'y (2).pt']
+        >>> _without_leftovers(["x.pt", "._x.pt", "._y.pt"])
+        ['._y.pt', 'x.pt']
     """
     there = {*names}
-
-    def original(name: str) -> str:
-        return name[2:] if name.startswith("._") else re.sub(rf"(?:{_COPY})(?=\.)", "", name)
-
-    return sorted(n for n in there if not (_LEFTOVER.fullmatch(n) and original(n) in there))
+    return sorted(n for n in there if not (n.startswith("._") and n[2:] in there))
 
 
 def _several(what: str, names: list[str], path: str) -> FormatError:
     example = inside(path, names[0])
-    hint = f"Give the path of the one you mean, such as {printable(example, 300)!r}."
+    hint = f"Pass the path of one of them, such as {printable(example, 300)!r}."
     return FormatError(what, found=_listed(names), hint=hint)
 
 
@@ -454,7 +447,7 @@ def _variant(name: str) -> str | None:
 
 
 def _components(path: str, names: list[str]) -> list[str]:
-    """Return the folders of a directory that hold a checkpoint."""
+    """Return the names of folders in a directory that hold a checkpoint."""
     found: list[str] = []
     for folder in _folders(path, names):
         content = Content(folder, _read_file, names=_without_leftovers(os.listdir(folder)))
@@ -464,7 +457,7 @@ def _components(path: str, names: list[str]) -> list[str]:
 
 
 def _folders(path: str, names: list[str]) -> list[str]:
-    """Return the paths of a directory's own folders; none of a URL's: each would be a request."""
+    """Return the paths of folders in a directory, but none for a URL (a request for each)."""
     paths = [] if is_url(path) else [os.path.join(path, name) for name in names[:_MOST_FOLDERS]]
     return [each for each in paths if os.path.isdir(each) and not os.path.islink(each)]
 
@@ -498,30 +491,30 @@ def _indexes(content: Content) -> list[str]:
 
 
 def _notes(content: Content) -> list[str]:
-    """Return the notes that name the folder of the last checkpoint, unless a model is here, too."""
+    """Return the notes of the last checkpoint, unless the directory has a model itself."""
     path, names = content.path, content.names
     notes = [name for name in _LAST if name in names and _is_file(inside(path, name))]
     return [] if any(name in names for name in _PREFERRED) else notes
 
 
 def _is_file(path: str) -> bool:
-    """Return whether a name in a folder is that of a file; a store lists few things else."""
+    """Return whether a path is a file. A URL counts as one."""
     return is_url(path) or os.path.isfile(path)
 
 
 def _read_last(content: Content) -> Index:
-    """Read the last checkpoint of a training, in the folder that its note names."""
+    """Read the last checkpoint of a training, from the folder that a note names."""
     path, (name, *_) = content.path, _notes(content)
     with Source(locate(path, name)) as source:
         text = source.read_all(HEAD, "the note of the last checkpoint").decode().strip()
     folder = locate(path, _LAST[name].format(text) if text.isdecimal() else text)
     if not is_folder(folder):
-        raise FormatError("the last checkpoint is not a directory", file=folder)
+        raise FormatError("the note of the last checkpoint does not name a directory", file=folder)
     return replace(_read_directory(folder), path=path)
 
 
 def _read_shards(content: Content) -> Index:
-    """Read a sharded model, beside which a trainer has the folder of its optimizer."""
+    """Read a sharded model in a trainer's folder, without the optimizer next to it."""
     name = _preferred(content.path, list(filter(_SHARDED.fullmatch, content.names)), ())
     return replace(_read_directory(locate(content.path, name)), path=content.path)
 
@@ -529,18 +522,18 @@ def _read_shards(content: Content) -> Index:
 def optimizer_in(
     path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
 ) -> str:
-    """Return the place of an optimizer's state: in a trainer's folder that of its own file.
+    """Return the place of an optimizer's state, which a trainer's folder has in its own file.
 
-    transformers calls it ``optimizer.pt``, accelerate ``optimizer.bin``, and where the model is
-    sharded it is a folder, ``optimizer_0``.
+    transformers writes ``optimizer.pt``, accelerate writes ``optimizer.bin``. For a sharded model,
+    both write a folder, ``optimizer_0``.
 
     Args:
-        path: of that folder, or of any checkpoint, whose place it is itself.
-        storage_options: of a URL, as for `torchlift.open`.
+        path: The trainer's folder, or any checkpoint, whose own place is returned.
+        storage_options: Options for a URL, as for `torchlift.open`.
 
     Raises:
-        FormatError: more than one thing that could be meant.
-        UnsafeError: a link leads out of the folder.
+        FormatError: If the folder has several optimizer states.
+        UnsafeError: If a link leads out of the folder.
     """
     place = place_of(path, storage_options) if os.fspath(path) else ""
     if not place or not is_folder(place):
@@ -550,13 +543,13 @@ def optimizer_in(
     if not found:
         return place
     if len(found) > 1:
-        raise _several("a directory with the states of several optimizers", found, place)
+        raise _several("the directory holds the states of several optimizers", found, place)
     if any(reader.fits(content) for reader in _STATES):
         raise FormatError(
-            "a checkpoint of a training, and an optimizer's state beside it",
+            "the folder holds a training checkpoint and a separate optimizer state",
             file=place,
             found=found[0],
-            hint=f"Give the path of {found[0]}; or name what is meant in the checkpoint, such as "
+            hint=f"Pass the path of {found[0]}, or name the state in the checkpoint, such as "
             "root='optimizer'.",
         )
     return locate(place, found[0])
@@ -574,7 +567,7 @@ def _starts_as_torch(path: str) -> bool:
     return is_zip(head) or is_legacy(head) or is_tar(head)
 
 
-#: Directories whose checkpoints may hold the state of an optimizer, too.
+#: Readers of directories whose checkpoints may include an optimizer's state.
 _STATES: tuple[Reader, ...] = (
     Reader(
         lambda content: metadata_files(content.names),
@@ -603,14 +596,14 @@ def _preferred(path: str, names: list[str], preferred: Sequence[str]) -> str:
     for name in names if len(names) == 1 else preferred:
         if name in names:
             return name
-    raise _several("a directory with several checkpoints", names, path)
+    raise _several("the directory holds several checkpoints", names, path)
 
 
 def _is_complete_set(names: list[str]) -> bool:
     """Return whether the names are exactly ``x-1-of-N`` to ``x-N-of-N``, or count from 0.
 
     Raises:
-        FormatError: they are of one set, but not all of it.
+        FormatError: If the names are of one set that is incomplete.
     """
     matches = [_SHARD.fullmatch(name) for name in names]
     sets = {(m[1], m[3], m[4]) for m in matches if m}
@@ -623,7 +616,7 @@ def _is_complete_set(names: list[str]) -> bool:
     if not all(number in every for number in numbers):
         return False
     if len(numbers) < len(every):
-        # Of a name that speaks of a billion files, no more are looked at than make a message.
+        # A name may claim a billion files. Only the names for a message are listed.
         some = (n for n in every[: len(numbers) + MOST_MISSING] if n not in numbers)
         names = [f"{stem}-{n:0{width}}-of-{total}{suffix}" for n in some]
         raise missing(names, len(every), len(numbers))

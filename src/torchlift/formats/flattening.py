@@ -1,18 +1,17 @@
-"""Nested containers -> dotted keys, and what lies below one: one rule for files and for memory.
+"""Nested containers -> dotted keys, and the keys below a root: one rule for files and for memory.
 
-Mappings are always flattened, and an empty one stays as the object ``{}``. Lists and tuples are
-flattened by position when a tensor is anywhere inside; otherwise the whole list is one object, so
-that an optimizer's ``param_groups`` stay what they are. A storage is a tensor of all its numbers.
-What is a bare tensor has the key ``tensor``; a bare object, ``object``.
+Mappings are flattened. An empty mapping stays as the object ``{}``. A list or tuple is flattened by
+position if it contains a tensor. Otherwise it is one object, such as an optimizer's
+``param_groups``. A storage is a tensor of all its numbers. A bare tensor has the key ``tensor``,
+and a bare object has the key ``object``.
 
-A root is a dotted prefix of these keys, whether the prefix is the name of a container, of several
-in each other, or the beginning of names with dots in them.
+A root is a dotted prefix of these keys. It may be the name of a container, the names of nested
+containers, or the beginning of names with dots.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -48,7 +47,7 @@ from torchlift.formats.unpickle import ENTRY, STEP, Budget, check_key
 
 #: The keys of a file whose top-level object is not a container.
 ROOT_TENSOR, ROOT_OBJECT = "tensor", "object"
-#: In place of what is not there.
+#: Stands for a value that does not exist.
 MISSING = object()
 
 _MAX_DEPTH = 100
@@ -64,16 +63,15 @@ _Tensor = TypeVar("_Tensor")
 
 @dataclass(slots=True)
 class Flat(Generic[_Tensor]):
-    """What nested containers hold, by dotted key, in order.
+    """The values of nested containers by dotted key, in order.
 
     Attributes:
-        tensors: every tensor, those of subclasses, too, which are blocked.
-        objects, templates: see `Index`.
-        blocked: key -> the name of the global that its value would have needed; of a key that
-            several paths give, `AMBIGUOUS`.
-        inside: key of such a value -> the number of tensors in it, where there are any; each tensor
-            counts for the first one that it is in.
+        tensors: Every tensor, including blocked ones of subclasses.
+        objects: Values that are not tensors.
+        blocked: Key -> why its value cannot be rebuilt, as in `Index.blocked_keys`.
+        inside: Key of such a value -> the number of tensors in it.
         versions: torch's per-module ``_metadata``.
+        templates: The same as `Index.templates`.
     """
 
     tensors: dict[str, _Tensor] = field(default_factory=dict)
@@ -85,20 +83,20 @@ class Flat(Generic[_Tensor]):
 
 
 class Containers:
-    """Which values are containers, whose items have keys of their own, and which are one value.
+    """The rule that decides whether a value is a container or one value.
 
     Args:
-        tensors: types of tensors.
-        mappings: types of mappings.
+        tensors: Types of tensors.
+        mappings: Types of mappings.
     """
 
     def __init__(self, tensors: tuple[type, ...], mappings: type | tuple[type, ...] = dict) -> None:
         self.tensors, self.mappings = tensors, mappings
-        # With the container itself: while it lives, no other one has its identity.
+        # Keeps the container alive: another object could get its identity otherwise.
         self._tensors_inside: dict[int, tuple[object, bool]] = {}
 
     def items(self, value: Any, depth: int = 0) -> Iterable[tuple[Any, Any]] | None:
-        """Return the names of a container's items and the items; None of what is one value."""
+        """Return (name, item) pairs of a container, or None for one value."""
         if isinstance(value, self.mappings):
             return value.items() if value else None  # type: ignore[attr-defined]
         if isinstance(value, (list, tuple)) and self.has_tensor(value, depth):
@@ -106,7 +104,7 @@ class Containers:
         return None
 
     def has_tensor(self, value: Any, depth: int) -> bool:
-        """Return whether a tensor is anywhere inside; each container is looked at once."""
+        """Return whether a value contains a tensor. Each container is searched once."""
         if isinstance(value, self.tensors):
             return True
         is_mapping = isinstance(value, self.mappings)
@@ -114,7 +112,7 @@ class Containers:
             return False
         if id(value) not in self._tensors_inside:
             _check_depth(depth)
-            # No until known: a container that contains itself must not be followed for ever.
+            # False until known: a container may contain itself.
             self._tensors_inside[id(value)] = value, False
             items = value.values() if is_mapping else value
             found = any(self.has_tensor(item, depth + 1) for item in items)
@@ -123,29 +121,29 @@ class Containers:
 
 
 class _NotPlain(Exception):
-    """A value that cannot be rebuilt without running code; the argument names what it needs."""
+    """A value cannot be rebuilt without running code. The argument names the global."""
 
 
 def flatten(root: object, budget: Budget) -> Flat[TensorRef]:
-    """Flatten what a pickle describes.
+    """Flatten the object of a pickle.
 
     Args:
-        root: what a `Machine` returned.
-        budget: what the file may still cost. Containers that share their items can have far more
-            paths than there are atoms.
+        root: The result of a `Machine`.
+        budget: Budget of the file. Containers that share their items can have far more
+            paths than a file has bytes.
 
     Raises:
-        FormatError: the tree nests too deep, contains itself, or unfolds to far more than was
-            stored.
+        FormatError: If the containers nest too deep, contain themselves, or expand to far more
+            data than the file stores.
     """
     return _RecordFlattener(Containers((*_TENSORS, Leaf)), budget).run(root)
 
 
 def flatten_state(state: object, containers: Containers) -> Flat[Any]:
-    """Flatten a state in memory as it would be from a file; values that are no tensors stay.
+    """Flatten a state in memory by the rule for files. Other values than tensors are kept.
 
     Raises:
-        FormatError: it nests too deep, or contains itself.
+        FormatError: If it nests too deep, or contains itself.
 
     Example:
         >>> flat = flatten_state({"a": [1, b"t"], 2: {"b": [3]}}, Containers((bytes,)))
@@ -156,17 +154,14 @@ def flatten_state(state: object, containers: Containers) -> Flat[Any]:
 
 
 class _Unpriced(Budget):
-    """Of what is in memory already: whoever made it has paid."""
+    """A budget without a limit, for values that are in memory already."""
 
     def spend(self, amount: int, entry: str | None = None) -> None:
-        """Take nothing."""
+        """Do nothing."""
 
 
 class _Flattener:
     """The walk through containers, for values that stay as they are."""
-
-    #: The type that most tensors have, for which nothing else is asked.
-    plain_tensor: type | None = None
 
     def __init__(self, containers: Containers, budget: Budget) -> None:
         self.flat: Flat[Any] = Flat()
@@ -186,31 +181,24 @@ class _Flattener:
         """Visit (name, value) pairs below a key."""
         _check_depth(depth, prefix)
         tensors, blocked, objects = self.flat.tensors, self.flat.blocked, self.flat.objects
-        plain_tensor, cost = self.plain_tensor, 0
         for name, value in items:
             key = prefix + (name if type(name) is str else self._text(name, prefix))
+            self.budget.spend(len(key) + STEP, key)
             is_known = key in tensors or key in objects or key in blocked
-            # What is in a container of that name has names of its own.
+            # Items of a container have longer keys: two containers of one name are no conflict.
             if is_known and self.containers.items(value, depth) is None:
-                # Neither is the one that is meant; what has a name of its own is not in doubt.
+                # Two values have this key: a caller who asks for it could mean either.
                 for known in (tensors, objects, self.flat.inside):
                     known.pop(key, None)
-                self.budget.spend(len(key) + STEP, key)
                 blocked[key] = AMBIGUOUS
-                continue
-            if type(value) is plain_tensor:
-                tensors[key] = value
-                cost += len(key) + ENTRY
             else:
-                self.budget.spend(len(key) + STEP, key)
                 self._visit(key, value, depth)
-        self.budget.spend(cost, prefix)
 
     def _visit(self, key: str, value: Any, depth: int) -> None:
         """File one value under its key, or descend into it."""
         items = self.containers.items(value, depth)
         is_mapping = isinstance(value, Mapping)
-        # A module's own code may take a list or a tuple, as those of torch.ao's int8 layers do.
+        # Loading code of a module may expect the list or tuple, as torch.ao's int8 layers do.
         if items is not None and (not is_mapping or key.endswith(_EXTRA_STATE)):
             with suppress(_NotPlain):
                 self.flat.templates[key] = self._template(key, value, depth)
@@ -221,12 +209,12 @@ class _Flattener:
             self._file(key, value, depth)
 
     def _file(self, key: str, value: Any, depth: int) -> None:
-        """File what is one value under its key."""
+        """File one value under its key."""
         is_tensor = isinstance(value, self.containers.tensors)
         (self.flat.tensors if is_tensor else self.flat.objects)[key] = value
 
     def _template(self, key: str, value: Any, depth: int) -> object:
-        """Return the containers of a value, with a `Leaf` for what has a key of its own."""
+        """Return the containers of a value, with a `Leaf` for each value that has a key."""
         inner = depth + 1
         self.budget.spend(len(key) + STEP, key)
         _check_depth(inner, key)
@@ -244,7 +232,7 @@ class _Flattener:
         return kind([self._template(f"{key}.{at}", item, inner) for at, item in items])
 
     def _plain(self, value: Any, key: str, depth: int) -> Any:
-        """Return a value as it is told of."""
+        """Return the value that is kept for a plain one."""
         return value
 
     def _versions(self, container: Any, prefix: str) -> None:
@@ -269,9 +257,7 @@ class _Flattener:
 
 
 class _RecordFlattener(_Flattener):
-    """The walk through the records of a pickle, of which plain copies are kept."""
-
-    plain_tensor = TensorRef
+    """The walk through the records of a pickle. It keeps plain copies of them."""
 
     def __init__(self, containers: Containers, budget: Budget) -> None:
         super().__init__(containers, budget)
@@ -299,7 +285,7 @@ class _RecordFlattener(_Flattener):
                 self.flat.inside[key] = count
 
     def _count(self, value: object) -> int:
-        """Count the tensors in a value that is blocked; each object is looked at once."""
+        """Return the number of tensors in a blocked value. Each object counts once."""
         count, left = 0, [value]
         while left:
             item = left.pop()
@@ -317,7 +303,7 @@ class _RecordFlattener(_Flattener):
 
     def _plain(self, value: object, key: str, depth: int) -> object:
         """Return a copy of a value made of plain Python objects only."""
-        # A text is shown each time that it is named, and so are a number's digits.
+        # A summary prints a text each time that a pickle refers to it.
         self.budget.spend(STEP + (len(value) if isinstance(value, _TEXTS) else 0), key)
         if value is None or type(value) in _SCALARS:
             return value
@@ -369,7 +355,7 @@ def key_text(name: object, prefix: str) -> str:
     if _is_name(name):
         return name_text(name)
     raise FormatError(
-        "a dictionary key that cannot be part of a name",
+        "a dictionary key cannot be part of a tensor's name",
         entry=prefix.removesuffix("."),
         expected="a string or a number",
         found=f"a {'storage' if isinstance(name, StorageRef) else type(name).__name__}",
@@ -394,23 +380,23 @@ def name_text(name: object) -> str:
 
 
 def items_of(value: object) -> list[tuple[Any, Any]]:
-    """Return what a plain container has, with names or numbers; nothing of anything else."""
+    """Return (name or position, item) pairs of a plain container, or an empty list."""
     if isinstance(value, Mapping):
         return list(value.items())
     return list(enumerate(value)) if isinstance(value, (list, tuple)) else []
 
 
-# -- what lies below a root
+# -- the keys below a root
 
 
 def under(index: Index, root: str) -> Index | None:
-    """Return what an index has below the container `root`, with that prefix stripped, or None.
+    """Return the index of the container `root`, with that prefix removed, or None.
 
-    Storages that only other keys use are left out, so that sizes are those of what is left.
+    Storages that only other keys use are left out, so that sizes count the container only.
 
     Raises:
-        FormatError: the root could mean more than one container.
-        TypeError: `root` is no text.
+        FormatError: If the root could mean more than one container.
+        TypeError: If `root` is not text.
     """
     _require_text(root)
     entries, every = (
@@ -445,15 +431,15 @@ def under(index: Index, root: str) -> Index | None:
 
 
 def flat_under(flat: Flat[_Tensor], root: str, path: str) -> Flat[_Tensor]:
-    """Return what a state in memory has below the container `root`, with that prefix stripped.
+    """Return the values of the container `root` of a state in memory, with that prefix removed.
 
     Args:
-        flat: what `flatten_state` returned.
-        root: the container.
-        path: what an error calls the state.
+        flat: The result of `flatten_state`.
+        root: Name of the container.
+        path: Name of the state in errors.
 
     Raises:
-        FormatError: there is no such container, or two values have this key.
+        FormatError: If the container does not exist, or two values have this key.
     """
     _require_text(root)
     made: Flat[_Tensor] = Flat(
@@ -472,11 +458,11 @@ def flat_under(flat: Flat[_Tensor], root: str, path: str) -> Flat[_Tensor]:
 
 
 def select(index: Index, root: str) -> Index:
-    """Return what is under the container `root`, with that prefix stripped.
+    """Return the index of the container `root`, with that prefix removed.
 
     Raises:
-        FormatError: there is no such container, or two values have this key.
-        UnsafeError: only unpickling could rebuild it.
+        FormatError: If the container does not exist, or two values have this key.
+        UnsafeError: If only unpickling could rebuild it.
     """
     selected = under(index, root)
     if selected is None:
@@ -486,27 +472,26 @@ def select(index: Index, root: str) -> Index:
 
 
 def below(saved: object, root: str, path: str = "") -> Any:
-    """Return what containers have under a dotted prefix of keys, or `MISSING`.
+    """Return the container that a root names, or `MISSING`.
 
-    That is the container of this name, or a dict of the values whose names begin with it.
+    If names with dots begin with the root, the result is a dict of their values.
 
     Args:
-        saved: the containers.
-        root: the prefix.
-        path: what an error calls them.
+        saved: The containers.
+        root: Name of the container.
+        path: Name of the containers in errors.
 
     Raises:
-        FormatError: the root could mean more than one of them.
+        FormatError: If the root could mean more than one container.
 
     Example:
         >>> below({"a.b": 1, "a.c.d": 2}, "a"), below({"a": {"b.c": [3]}}, "a.b")
         ({'b': 1, 'c.d': 2}, {'c': [3]})
     """
     _require_text(root)
-    found: dict[str, object] = {}
-    _find(saved, root, "", found)
-    # A leaf of this name is not below it.
-    found = {name: value for name, value in found.items() if items_of(value)} or found
+    found = dict(_candidates(saved, root, ""))
+    # A leaf of this name is not a container, so it does not compete with one.
+    found = {place: value for place, value in found.items() if items_of(value)} or found
     if len(found) > 1:
         raise FormatError(
             "this root could mean more than one container",
@@ -526,35 +511,26 @@ def below(saved: object, root: str, path: str = "") -> Any:
     return next(iter(found.values()), MISSING)
 
 
-def _find(value: object, root: str, place: str, found: dict[str, object]) -> None:
-    """Collect what lies under a prefix, by the place where it was found."""
-    loose = _emptied(value)
+def _candidates(value: object, root: str, place: str) -> Iterator[tuple[str, object]]:
+    """Yield each place that a root could mean, and what is there."""
+    dotted: dict[str, object] = {}
     for name, item in items_of(value):
         key = name_text(name)
         if key == root:
-            found[f"{place}[{name!r}]"] = item
+            yield f"{place}[{name!r}]", item
         elif root.startswith(f"{key}."):
-            _find(item, root[len(key) + 1 :], f"{place}[{name!r}]", found)
+            yield from _candidates(item, root[len(key) + 1 :], f"{place}[{name!r}]")
         elif key.startswith(f"{root}."):
-            found[f"{place}[{f'{root}.*'!r}]"] = loose
-            loose[key[len(root) + 1 :]] = item
-    notes = _metadata_of(value)
-    if loose and isinstance(notes, Mapping):
-        inside = {name: note for name, note in notes.items() if type(name) is str}
-        _set_metadata(loose, paths_inside(inside, root))
-
-
-def _emptied(container: object) -> dict[Any, Any]:
-    """Return an empty container of a kind, for what has names."""
-    kinds = (OrderedRecord, OrderedDict)
-    return next((kind() for kind in kinds if isinstance(container, kind)), {})
+            dotted[key[len(root) + 1 :]] = item
+    if dotted:
+        yield f"{place}[{f'{root}.*'!r}]", dotted
 
 
 def state_dicts_in(saved: object, depth: int = 3) -> list[str]:
-    """Return the dotted names of containers that are state dicts of modules; not optimizers'.
+    """Return the dotted names of containers that are state dicts of modules, not of optimizers.
 
-    Torch attaches metadata to a module's state dict, and its keys have dots. Nested containers
-    whose names have no dots are a model's structure (flax), and no root is meant by them.
+    torch attaches metadata to a module's state dict, and its keys have dots. Nested containers
+    whose names lack dots are the structure of a model (flax) and not meant as a root.
 
     Example:
         >>> weight = object()
@@ -574,28 +550,21 @@ def state_dicts_in(saved: object, depth: int = 3) -> list[str]:
 def _is_state(value: object) -> bool:
     if not isinstance(value, Mapping):
         return False
-    # Numbers and texts may have names with dots anywhere: {"config.yaml": "...", "model": {...}}.
+    # Names of numbers and texts may have dots anywhere: {"config.yaml": "...", "model": {...}}.
     others = (Mapping, list, str, bytes, int, float, type(None))
     leaves = (name for name, item in value.items() if not isinstance(item, others))
     return bool(_metadata_of(value)) or any("." in name for name in leaves if type(name) is str)
 
 
 def _metadata_of(container: Any) -> Any:
-    """Return what torch attaches to a state dict, of which a file has a record."""
+    """Return the metadata that torch attaches to a state dict, of a file or in memory."""
     if isinstance(container, OrderedRecord):
         return container.metadata
     return getattr(container, "_metadata", None)
 
 
-def _set_metadata(container: Any, notes: object) -> None:
-    if isinstance(container, OrderedRecord):
-        container.metadata = notes
-    elif isinstance(container, OrderedDict):
-        container._metadata = notes  # type: ignore[attr-defined]
-
-
 def _inside(values: Mapping[str, Any], root: str) -> dict[str, Any]:
-    """Return what has keys below a root, under the rest of them."""
+    """Return the values whose keys are below a root, without that prefix."""
     prefix = f"{root}."
     return {k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)}
 
@@ -606,7 +575,7 @@ def _require_text(root: object) -> None:
 
 
 def paths_inside(versions: Mapping[str, Any], root: str) -> dict[str, Any]:
-    """Return what is told of a module and of those in it; its own path is the empty one then."""
+    """Return the versions of a module and its submodules. The module's path becomes empty."""
     own = {"": versions[root]} if root in versions else {}
     return {**own, **_inside(versions, root)}
 
@@ -627,11 +596,11 @@ def no_container(
     blocked: Mapping[str, str] = MappingProxyType({}),
     inside: Mapping[str, int] = MappingProxyType({}),
 ) -> CheckpointError:
-    """Return the error that says what there is instead of a container."""
+    """Return the error for a container that does not exist."""
     this = Argument("root")
     if root in keys:
         return FormatError(
-            "it is a leaf of the checkpoint, not a container",
+            "this key is a value, not a container",
             file=path,
             entry=root,
             hint=Hint(
@@ -651,11 +620,11 @@ def no_container(
             file=path,
             entry=root,
             found=f"{count_of(count, 'tensor')} in it" if count else None,
-            hint=Hint("What is in it cannot be told apart; leave ", this, " out to see the rest."),
+            hint=Hint("Its content cannot be listed. Leave ", this, " out to see the other keys."),
         )
     tops = sorted({key.split(".", 1)[0] for key in keys})
     return FormatError(
-        "there is no such container",
+        "the checkpoint does not contain this container",
         file=path,
         entry=root,
         found="at the top: " + (clipped_list(tops) or "nothing"),

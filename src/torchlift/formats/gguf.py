@@ -1,15 +1,15 @@
 """GGUF, as llama.cpp writes it: metadata, float tensors that are mapped, and quantised blocks.
 
-Format: ggml-org/ggml, docs/gguf.md. A quantised tensor is listed as the float32 values that its
-blocks stand for, with the block type as the entry's encoding; the ``gguf`` package computes them.
+Format: ggml-org/ggml, docs/gguf.md. A quantised tensor is listed as float32, with the block type as
+the entry's encoding. The ``gguf`` package computes the values.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from operator import length_hint
-from typing import Any
+from operator import attrgetter, length_hint
+from typing import Any, NamedTuple
 
 from torchlift.errors import FormatError
 from torchlift.formats.index import (
@@ -34,15 +34,15 @@ _SCALARS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
 _TEXT, _ARRAY = 8, 9
-_TEXT_BYTES, _MOST_TEXTS = 20, 1 << 26  # of a word with its length; that are read at once
-_SHOWN = 1000  # bytes of a text in the metadata: a chat template may have a hundred thousand
+_TEXT_BYTES, _MOST_TEXTS = 20, 1 << 26  # guess for a word with its length; most bytes read ahead
+_SHOWN = 1000  # bytes of a text that are kept: a chat template may have a hundred thousand
 
 
 def read_gguf(content: Content) -> Index:
     """Read the index of a GGUF file.
 
     Raises:
-        FormatError: malformed, truncated, or of a version that is not known.
+        FormatError: If it is malformed, truncated, or of an unknown version.
     """
     source = content.source
     cursor = _Cursor(source)
@@ -51,11 +51,12 @@ def read_gguf(content: Content) -> Index:
     if version not in (2, 3):
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
         raise FormatError(
-            "a version of GGUF that torchlift does not know",
+            "torchlift does not read this version of GGUF",
             expected="2 or 3, little-endian",
             found=f"{swapped}, big-endian" if swapped in (2, 3) else version,
             hint="Convert it with the tools of llama.cpp.",
         )
+    # A wrong count needs no check: the header ends early then.
     tensors, pairs = cursor.number("<Q"), cursor.number("<Q")
     metadata: dict[str, str] = {"GGUF.version": str(version)}
     alignment = 32
@@ -63,26 +64,28 @@ def read_gguf(content: Content) -> Index:
         name = cursor.text("a name in the metadata")
         value = cursor.value(cursor.number("<I"), name)
         if name in metadata:
-            raise FormatError("two values of the metadata have this name", entry=name)
+            raise FormatError("two values of the metadata have the same name", entry=name)
         metadata[name] = str(value)
         if name == "general.alignment":
             alignment = value
     if type(alignment) is not int or alignment <= 0 or alignment % 8:
         raise FormatError(
-            "an impossible alignment",
+            "the alignment is invalid",
             entry="general.alignment",
             expected="a multiple of 8",
             found=repr(alignment),
         )
     described = [_description(cursor) for _ in range(tensors)]
+    # Offsets in the header count from the aligned end of the header.
     start = -(-cursor.at // alignment) * alignment
     entries: dict[str, TensorEntry] = {}
     storages: dict[str, Storage] = {}
     end, before = start, ""
-    for key, shape, kind, offset in sorted(described, key=lambda item: item[3]):
+    # Sorted by offset: two tensors over the same bytes would hide that one of them is missing.
+    for key, shape, kind, offset in sorted(described, key=attrgetter("offset")):
         entry, nbytes = _entry(source.path, key, shape, kind, start + offset)
         if key in entries:
-            raise FormatError("two tensors have this name", entry=key)
+            raise FormatError("two tensors have the same name", entry=key)
         if start + offset < end:
             raise FormatError("two tensors overlap", entry=key, found=f"{before!r} before it")
         end, before = start + offset + nbytes, key
@@ -94,24 +97,34 @@ def read_gguf(content: Content) -> Index:
     return Index(source.path, "gguf", entries, storages, files, metadata=metadata)
 
 
-def _description(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
-    """Return a tensor's name, shape, number of its type, and offset in the data."""
+class _Described(NamedTuple):
+    """A tensor in the header: its key, shape, type number, and offset in the data."""
+
+    key: str
+    shape: tuple[int, ...]
+    kind: int
+    offset: int
+
+
+def _description(cursor: _Cursor) -> _Described:
+    """Read the description of the next tensor."""
     key = cursor.text("the name of a tensor")
     dims = cursor.number("<I")
     if dims > 64:
         raise FormatError("a tensor has too many dimensions", entry=key, found=dims)
     sizes = [cursor.number("<Q") for _ in range(dims)]
-    # The first one runs fastest, unlike in torch.
-    return key, dense_shape(sizes[::-1], key, "shape"), cursor.number("<I"), cursor.number("<Q")
+    # The first dimension is contiguous, unlike in torch.
+    shape = dense_shape(sizes[::-1], key, "shape")
+    return _Described(key, shape, cursor.number("<I"), cursor.number("<Q"))
 
 
 def _entry(
     path: str, key: str, shape: tuple[int, ...], kind: int, at: int
 ) -> tuple[TensorEntry, int]:
-    """Return an entry, and the bytes that it takes in the file."""
+    """Return the entry of a tensor, and its size in the file in bytes."""
     numel = math.prod(shape)
     if numel >= 1 << 60:
-        raise FormatError("a tensor has an impossible shape", entry=key, found=shape)
+        raise FormatError("a tensor has an invalid shape", entry=key, found=shape)
     encoding: tuple[str, ...] = ()
     if kind in _PLAIN:
         dtype = _PLAIN[kind]
@@ -120,7 +133,7 @@ def _entry(
         name, values, size = GGUF_BLOCKS[kind]
         if not shape or shape[-1] % values:
             raise FormatError(
-                f"its rows are no whole blocks of {name}",
+                f"the rows of a tensor are not whole blocks of {name}",
                 entry=key,
                 expected=f"a multiple of {values}",
                 found=shape,
@@ -129,7 +142,7 @@ def _entry(
         dense, nbytes = numel * ITEMSIZE[dtype], numel // values * size
     else:
         raise FormatError(
-            "a type of tensor that torchlift does not know",
+            "torchlift does not know this type of tensor",
             entry=key,
             found=f"ggml type {kind}",
         )
@@ -141,16 +154,16 @@ def _entry(
 
 
 class _Cursor(Cursor):
-    """What comes next in a GGUF file."""
+    """A reader of consecutive values of a GGUF header."""
 
-    _items, _count, _first = iter(range(0)), 0, 0  # what is left of a list of texts, of how many
+    _items, _count, _first = iter(range(0)), 0, 0  # rest of a list of texts, its length and start
 
     def ahead(self) -> int:
         """Return how many bytes are likely to be taken next: vocabularies are lists of texts."""
         left = length_hint(self._items)
         taken = self._count - left
         each = (self.at - self._first) / taken if taken > 1000 else _TEXT_BYTES
-        # Later words are longer. What was too little once is not so again.
+        # Later words are longer. A window never shrinks by more than half.
         guess = max(int(1.5 * each * left), len(self._window) // 2)
         return min(guess, _MOST_TEXTS) if left else super().ahead()
 
@@ -162,7 +175,7 @@ class _Cursor(Cursor):
             raise FormatError(f"{what} is not text", found=str(error)) from error
 
     def value(self, kind: int, name: str, depth: int = 0) -> Any:
-        """Return the next value of the metadata; of an array, what it holds."""
+        """Return the next value of the metadata. For an array, return its length as text."""
         if kind in _SCALARS:
             return self.number("<" + _SCALARS[kind])
         if kind == _TEXT:
@@ -172,7 +185,9 @@ class _Cursor(Cursor):
             text = raw.decode(errors="replace")
             return text if length == len(raw) else f"{text}... ({length} bytes)"
         if kind != _ARRAY or depth > 3:
-            raise FormatError("a value of an unknown type", entry=name, found=f"type {kind}")
+            raise FormatError(
+                "a value of the metadata has an unknown type", entry=name, found=f"type {kind}"
+            )
         inner, count = self.number("<I"), self.number("<Q")
         if inner in _SCALARS:
             self.skip(count * struct.calcsize(_SCALARS[inner]))

@@ -1,4 +1,4 @@
-"""Recompute every checksum that a checkpoint has. Standard library only."""
+"""`verify`: recompute every checksum of a checkpoint. Standard library only."""
 
 from __future__ import annotations
 
@@ -30,28 +30,27 @@ from torchlift.formats.zip_archive import DEFLATED, STORED, inflated, read_direc
 
 _BLOCK = 1 << 20  # bytes read at a time: they are still in the processor's cache when summed up
 _BATCH = 32 << 20  # bytes that a thread takes on at a time
-#: The same for URLs: bytes of a request, how many are made at a time, and what may lie between two
-#: ranges that one request asks for.
-_RANGE, _AT_ONCE, _NEAR = 8 << 20, 8, 1 << 20
+#: The same for URLs: bytes of a request, and how many requests are made at a time.
+_RANGE, _AT_ONCE = 8 << 20, 8
 
 
 #: Hexadecimal digits of checksums.
 _DIGITS = {"crc32": 8, "git-sha1": 40, "sha256": 64}
 
-#: What has a checksum, by name: storages, and other records of archives.
+#: Storages, and other records of archives, that have a checksum; each by name.
 Checksums = tuple[Mapping[str, Storage], Mapping[str, Storage]]
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A storage, another record, or a file, whose bytes do not have the checksum that is recorded.
+    """A storage, a record or a file whose bytes do not match the recorded checksum.
 
     Attributes:
-        name: identity of the storage, name of the record, or the file.
-        expected: the checksum that is recorded.
-        found: that of the bytes; None where they are deflated and cannot be inflated.
-        algorithm: ``"crc32"``, which the file records; of a file, ``"sha256"`` or ``"git-sha1"``,
-            which a hub does.
+        name: Name of the storage, of the record or of the file.
+        expected: The recorded checksum.
+        found: The checksum of the bytes, or None if compressed bytes cannot be inflated.
+        algorithm: ``"crc32"``, which the file records. ``"sha256"`` or ``"git-sha1"`` for a whole
+            file of the Hugging Face Hub.
     """
 
     name: str
@@ -61,13 +60,13 @@ class Failure:
 
     @property
     def what(self) -> str:
-        """Return what was found, as text."""
-        broken = "deflated bytes that cannot be inflated"
+        """Return the found checksum as text."""
+        broken = "compressed bytes that cannot be inflated"
         return broken if self.found is None else self._text(self.found)
 
     @property
     def right(self) -> str:
-        """Return what was expected, as text."""
+        """Return the expected checksum as text."""
         return self._text(self.expected)
 
     def _text(self, value: int) -> str:
@@ -76,19 +75,18 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class VerifyReport(Summary):
-    """What `verify` found.
+    """The result of `verify`.
 
     Attributes:
-        path: the checkpoint.
-        checked: identities of the storages whose checksum was recomputed, or that of their file.
-        unchecked: identities of the storages for which there is none.
-        failed: those of `checked`, of `records` and of `files` whose bytes are wrong.
-        records: names of the archive's other records whose checksum was recomputed: the pickle, the
-            code of a program, notes.
-        files: file -> the algorithm and the checksum of all of it that a hub records, with which it
-            was compared, such as ``"sha256 2c26..."``.
-        nbytes: bytes whose checksum was recomputed.
-        unchecked_nbytes: bytes of `unchecked`.
+        path: Path of the checkpoint.
+        checked: Names of the storages whose checksum was recomputed, or that of their file.
+        unchecked: Names of the storages without a recorded checksum.
+        failed: A `Failure` for each storage, record or file whose bytes are wrong.
+        nbytes: Number of bytes whose checksum was recomputed.
+        unchecked_nbytes: Number of bytes of `unchecked`.
+        records: Names of other records that were checked: the pickle, the code of a program.
+        files: File -> the checksum of the whole file that the Hugging Face Hub records, such as
+            ``"sha256 2c26..."``.
     """
 
     path: str
@@ -102,7 +100,7 @@ class VerifyReport(Summary):
 
     @property
     def ok(self) -> bool:
-        """Return whether every checksum that there is agrees with the bytes."""
+        """Return whether every recorded checksum matches the bytes."""
         return not self.failed
 
     def _summary(self) -> tuple[str, Facts]:
@@ -132,23 +130,25 @@ class VerifyReport(Summary):
 def verify(
     path: str | os.PathLike[str] | BinaryIO, *, storage_options: Mapping[str, Any] | None = None
 ) -> VerifyReport:
-    """Check a checkpoint's structure and recompute every checksum it records.
+    """Check the structure of a checkpoint and recompute every checksum that it records.
 
-    torch's zip format stores a CRC-32 per record, which torch itself never reads back; what
-    torchlift writes has them in safetensors, too. Other safetensors and torch files from before 1.6
-    store none, so there only the structure is checked.
+    A torch file has a CRC-32 for each record, which torch never reads. So do safetensors files
+    that torchlift wrote. Other safetensors files and GGUF files lack checksums: torchlift checks
+    only their structure, and lists their tensors as `unchecked`.
 
-    Of a file in the cache of Hugging Face's libraries, and of one behind ``hf://``, the whole is
-    compared, too, with the SHA-256 that the Hub records of large files; of small ones, it is what
-    git calls them.
+    A file of the Hugging Face Hub, in the local cache or behind ``hf://``, is also compared with
+    the SHA-256 that the Hub records.
 
     Args:
-        path: a file or a directory, its URL, or a file object, as for `torchlift.open`.
-        storage_options: of a URL, as for `torchlift.open`.
+        path: A file, a directory, a URL or a file object, as for `torchlift.open`.
+        storage_options: Options for a URL. See :ref:`arg-storage-options`.
+
+    Returns:
+        The report. Wrong checksums are listed in `failed` and do not raise.
 
     Raises:
-        FormatError: the structure is wrong.
-        IntegrityError: the file cannot be read, or changes meanwhile.
+        FormatError: If the structure is wrong.
+        IntegrityError: If the file cannot be read, or changes during the check.
 
     Example:
         >>> import torch, torchlift, tempfile, os
@@ -164,7 +164,7 @@ def verify(
 
 
 def checksums(index: Index) -> Checksums:
-    """Return what a checkpoint has checksums of: storages, and other records of its archives."""
+    """Return the storages and the other records of archives that have a checksum."""
     storages = {name: s for name, s in index.storages.items() if s.crc32 is not None}
     places = {(s.file, _place(s)) for s in storages.values()}
     bare = sorted((s.file, _place(s), n) for n, s in index.storages.items() if s.crc32 is None)
@@ -205,16 +205,16 @@ def verify_index(
     advance: Callable[[int], object] | None = None,
     known: Checksums | None = None,
 ) -> VerifyReport:
-    """Verify the checkpoint of an index that is already at hand; see `verify`.
+    """Verify a checkpoint whose index was read before.
 
     Args:
-        index: of the checkpoint.
-        advance: called with a number of bytes as they are checked, from the calling thread.
-        known: its `checksums`, if they are at hand, too.
+        index: Index of the checkpoint.
+        advance: Called from this thread with the number of bytes that were just checked.
+        known: Its `checksums`, or None to collect them.
 
     Raises:
-        FormatError: one of its archives is not the one that was indexed.
-        IntegrityError: a file cannot be read, or changes meanwhile.
+        FormatError: If one of its archives was replaced.
+        IntegrityError: If a file cannot be read, or changes during the check.
     """
     known, recorded = known or checksums(index), hub_checksums(index)
     sums = sums_of(index, known, advance)
@@ -222,7 +222,7 @@ def verify_index(
 
 
 def hub_checksums(index: Index) -> dict[str, tuple[str, str]]:
-    """Return file -> the algorithm and the checksum of all of it that a hub records, if it does."""
+    """Return file -> algorithm and checksum of the whole file, for those that a hub records."""
     found = {path: hub_checksum(path) for path in _stamps(index)}
     return {path: each for path, each in found.items() if each is not None}
 
@@ -237,13 +237,13 @@ def hashes_of(
     advance: Callable[[int], object] | None = None,
     part: tuple[int, int] = (0, 1),
 ) -> dict[str, int]:
-    """Return the hash of each of some files, of which one after the other takes all of a core.
+    """Return file -> hash of the whole file. Each file takes one core.
 
     Args:
-        index: of the checkpoint.
-        recorded: its `hub_checksums`, or some of them.
-        advance: called with a number of bytes as they are checked, from the calling thread.
-        part: the number of this reader, and how many there are.
+        index: Index of the checkpoint.
+        recorded: Its `hub_checksums`, or some of them.
+        advance: Called from this thread with the number of bytes that were just checked.
+        part: Number of this reader, and the number of readers. Each reader takes some files.
     """
     files, found = [*recorded][part[0] :: part[1]], dict[str, int]()
     stamps = _stamps(index)
@@ -258,7 +258,7 @@ def hashes_of(
                     advance(size)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-            for file in files:  # else an interrupt waits for a host that is silent
+            for file in files:  # else Ctrl-C waits for a host that does not answer
                 if isinstance(file, Url):
                     file.store.cancel()
             raise
@@ -270,7 +270,7 @@ def _hash(index: Index, path: str, size: int, algorithm: str) -> int:
     if algorithm == "sha256":
         total = hashlib.sha256()
     else:
-        # Which protects from nobody: it is what git calls a file.
+        # Not for security: it is the name that git gives a file.
         total = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
     with _opened(index, path) as file:
         if file.is_local:
@@ -291,13 +291,13 @@ def sums_of(
     advance: Callable[[int], object] | None = None,
     part: tuple[int, int] = (0, 1),
 ) -> dict[int, int | None]:
-    """Return number of a checksum -> that of the bytes; None if they cannot be inflated.
+    """Return number of a storage -> CRC-32 of its bytes, or None if they cannot be inflated.
 
     Args:
-        index: of the checkpoint.
-        known: its `checksums`, which are numbered in their order.
-        advance: called with a number of bytes as they are checked, from the calling thread.
-        part: the number of this reader, and how many there are: each takes a part of the storages.
+        index: Index of the checkpoint.
+        known: Its `checksums`. They are numbered in their order.
+        advance: Called from this thread with the number of bytes that were just checked.
+        part: Number of this reader, and the number of readers. Each reader takes some storages.
     """
     with_sum = [storage for some in known for storage in some.values()]
     batches = itertools.islice(_batches(with_sum), part[0], None, part[1])
@@ -311,7 +311,7 @@ def sums_of(
                     advance(sum(with_sum[number].nbytes for number in done))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-            for store in stores:  # else an interrupt waits for a host that is silent
+            for store in stores:  # else Ctrl-C waits for a host that does not answer
                 store.cancel()
             raise
     return sums
@@ -324,17 +324,17 @@ def compared(
     recorded: Mapping[str, tuple[str, str]] = MappingProxyType({}),
     hashes: Mapping[str, int] = MappingProxyType({}),
 ) -> VerifyReport:
-    """Compare the checksums of bytes with those that a checkpoint records, and a hub.
+    """Compare the checksums of the bytes with the recorded ones.
 
     Args:
-        index: of the checkpoint.
-        known: its `checksums`.
-        sums: its `sums_of`.
-        recorded: its `hub_checksums`, or some of them.
-        hashes: the `hashes_of` these.
+        index: Index of the checkpoint.
+        known: Its `checksums`.
+        sums: Its `sums_of`.
+        recorded: Its `hub_checksums`, or some of them.
+        hashes: The `hashes_of` these files.
     """
     storages, records = known
-    # Not by name: an array of numpy's may be called as another one's record is.
+    # By number: an array of an npz file and another record may have the same name.
     names, with_sum = [*storages, *records], [*storages.values(), *records.values()]
     failed = [
         Failure(name, storage.crc32 or 0, sums[number])
@@ -349,7 +349,7 @@ def compared(
     bare = {name: s for name, s in index.storages.items() if name not in storages}
     whole = [name for name, s in bare.items() if s.file in recorded]
     unchecked = {name: s.nbytes for name, s in bare.items() if s.file not in recorded}
-    # Bytes that have two checksums count once.
+    # Bytes with two checksums, of a record and of the whole file, count once.
     alone = sum(storage.nbytes for storage in with_sum if storage.file not in recorded)
     stamps = _stamps(index)
     return VerifyReport(
@@ -365,7 +365,7 @@ def compared(
 
 
 def _batches(storages: Iterable[Storage]) -> Iterator[list[tuple[int, Storage]]]:
-    """Yield work of about the same size: a large storage, or many small ones."""
+    """Yield batches of about the same size: one large storage, or many small ones."""
     batch: list[tuple[int, Storage]] = []
     room = _BATCH
     for number, storage in enumerate(storages):
@@ -383,54 +383,29 @@ def _crc32(index: Index, batch: Sequence[tuple[int, Storage]]) -> dict[int, int 
     found: dict[int, int | None] = {}
     for path, of_file in groupby(batch, key=lambda item: item[1].file):
         with _opened(index, path) as file:
-            items = [*of_file]
-            ahead = _Ahead(file, [(s.offset, s.offset + s.nbytes) for _, s in items])
-            for number, storage in items:
-                if storage.packed is not None:
-                    found[number] = _inflated_crc(file, storage.packed)
-                    continue
-                crc = 0
-                for block in ahead.blocks(storage.offset, storage.offset + storage.nbytes):
-                    crc = crc32(block, crc)
-                found[number] = crc
+            buffer = memoryview(bytearray(_BLOCK if file.is_local else _RANGE))
+            for number, storage in of_file:
+                found[number] = _crc_of(file, storage, buffer)
     return found
 
 
-class _Ahead:
-    """Ranges of a file, of which near ones are read together.
-
-    Args:
-        file: the file.
-        ranges: first byte and end of each, in the order in which they are asked for.
-    """
-
-    def __init__(self, file: Opened, ranges: Sequence[tuple[int, int]]) -> None:
-        self._file, self._ends = file, dict[int, int]()
-        self._buffer = memoryview(bytearray(_BLOCK if file.is_local else _RANGE))
-        self._at = self._got = 0  # of what is in the buffer
-        end, following = 0, -1
-        for start, stop in reversed(ranges):
-            end = end if 0 <= following - stop <= _NEAR else stop
-            self._ends[start], following = end, start
-
-    def blocks(self, at: int, stop: int) -> Iterator[memoryview]:
-        """Yield the bytes of one range, in memory that is written over afterwards."""
-        end = self._ends[at]
-        while at < stop:
-            if not self._at <= at < self._at + self._got:
-                self._at = at
-                self._got = self._file.read_into([self._buffer[: end - at]], at)
-                if not self._got:
-                    raise IntegrityError("the file ends early", file=self._file.place)
-            first = at - self._at
-            block = self._buffer[first : min(first + stop - at, self._got)]
-            yield block
-            at += len(block)
+def _crc_of(file: Opened, storage: Storage, buffer: memoryview) -> int | None:
+    """Return the checksum of a storage's bytes, or None if they cannot be inflated."""
+    if storage.packed is not None:
+        return _inflated_crc(file, storage.packed)
+    at, stop, crc = storage.offset, storage.offset + storage.nbytes, 0
+    while at < stop:
+        count = file.read_into([buffer[: stop - at]], at)
+        if not count:
+            raise IntegrityError("the file ends early", file=file.place)
+        crc = crc32(buffer[:count], crc)
+        at += count
+    return crc
 
 
 @contextmanager
 def _opened(index: Index, path: str) -> Iterator[Opened]:
-    """Open a file of a checkpoint, which must be the one that was indexed."""
+    """Open a file of a checkpoint. It must be the file that was indexed."""
     try:
         file = _stamps(index)[path].open(path)
         try:
@@ -441,12 +416,12 @@ def _opened(index: Index, path: str) -> Iterator[Opened]:
         raise
     except OSError as error:
         raise IntegrityError(
-            f"reading failed ({error.strerror})", file=path, hint="Check the disk."
+            f"the file cannot be read ({error.strerror})", file=path, hint="Check the disk."
         ) from error
 
 
 def _inflated_crc(file: Opened, record: Record) -> int | None:
-    """Return the checksum of what a deflated record holds; None if it cannot be inflated."""
+    """Return the checksum of an inflated record, or None if it cannot be inflated."""
     crc = 0
     try:
         for block in inflated(file.read, record._replace(crc32=0)):

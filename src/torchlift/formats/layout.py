@@ -1,8 +1,7 @@
-"""Where everything goes in a file that is yet to be written, format by format.
+"""The layout of a file before it is written: the offset of each tensor, and the bytes around them.
 
-A layout is arithmetic over names, dtypes and shapes. Nothing here reads a weight, opens a file or
-knows of other processes: whoever writes puts each payload at its offset, in any order and from
-anywhere, and then what the layout calls the frame.
+A layout is arithmetic over names, dtypes and shapes. It reads no weights and opens no files. A
+writer puts each payload at its offset, in any order, and then writes the frame.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ _SUFFIXES = {
 
 
 class Stored(NamedTuple):
-    """A tensor that is to be stored, dense and row-major.
+    """A tensor to store, dense and row-major.
 
     Attributes:
-        key: its name.
-        dtype: such as ``"float32"``.
-        shape: of the whole tensor.
+        key: Key of the tensor.
+        dtype: Dtype, such as ``"float32"``.
+        shape: Shape of the whole tensor.
     """
 
     key: str
@@ -46,7 +45,7 @@ class Stored(NamedTuple):
 
 
 class Payload(NamedTuple):
-    """A tensor's place in the file: its first byte is at `offset`."""
+    """A tensor and the offset of its first byte in the file."""
 
     tensor: Stored
     offset: int
@@ -54,16 +53,16 @@ class Payload(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """A file that is yet to be written.
+    """A file before it is written.
 
     Attributes:
-        nbytes: size of the file.
-        payloads: the weights, by ascending offset.
-        checked: whether `frame` needs the CRC-32 of every payload; else it takes an empty list.
-        frame: CRC-32s, in the order of the payloads -> (offset, bytes) of all that is not weights.
-            Bytes of the file that are in neither stay zero. It takes a sum when it has given what
-            stands before that payload, where the format lets it, so that one pass can write all.
-        sums_first: whether the format does not: all sums stand before all payloads.
+        nbytes: Size of the file.
+        payloads: The weights, by ascending offset.
+        checked: Whether `frame` needs the CRC-32 of every payload. If not, it gets an empty list.
+        frame: CRC-32s in the order of the payloads -> (offset, bytes) of everything but weights.
+            Other bytes of the file stay zero. It yields the bytes before a payload before it takes
+            the payload's sum, so that one pass can write the file.
+        sums_first: Whether the format stores all sums before all payloads, so that it cannot.
     """
 
     nbytes: int
@@ -74,15 +73,15 @@ class Layout:
 
 
 def format_for(path: str, given: str | None, known: Sequence[str] = FORMATS) -> str:
-    """Return the format to write: the one that is asked for, or that of the suffix.
+    """Return the format to write: the requested one, or the format of the suffix.
 
     Args:
-        path: where to.
-        given: what the caller asks for.
-        known: the formats that can be written.
+        path: Path of the new file.
+        given: The format that the caller requests, or None.
+        known: The formats that can be written.
 
     Raises:
-        ValueError: it is neither asked for nor clear, or it is not known.
+        ValueError: If the format is unknown, or the suffix does not select one.
 
     Example:
         >>> format_for("model.pt", None), format_for("model.pt", "safetensors")
@@ -97,13 +96,13 @@ def format_for(path: str, given: str | None, known: Sequence[str] = FORMATS) -> 
     suffix = os.path.splitext(path)[1].lower()
     if not suffix and "sharded" in known:
         raise ValueError(
-            f"{path}: there is no suffix that says which format to write; for a folder, pass "
-            'format="sharded" (safetensors, which from_pretrained reads) or format="dcp"; for a '
+            f"{path}: a path without a suffix does not select a format. For a folder, pass "
+            'format="sharded" (safetensors) or format="dcp". For a '
             "file, name it .safetensors or .pt"
         )
     if suffix not in _SUFFIXES:
         raise ValueError(
-            f"{path}: the suffix {suffix!r} does not say which format to write; name the file "
+            f"{path}: the suffix {suffix!r} does not select a format. Name the file "
             f".safetensors or .pt, or pass format= one of {', '.join(map(repr, known))}"
         )
     return _SUFFIXES[suffix]

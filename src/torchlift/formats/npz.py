@@ -1,6 +1,6 @@
 """numpy's .npy (one array) and .npz (a zip archive of them), without numpy.
 
-Format: numpy, ``numpy/lib/format.py``. An array of Python objects is a pickle: it is listed by name
+Format: numpy, ``numpy/lib/format.py``. An array of Python objects is a pickle. It is listed by name
 and never read.
 """
 
@@ -10,6 +10,7 @@ import ast
 import math
 import struct
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from torchlift.errors import FormatError
 from torchlift.formats.flattening import ROOT_TENSOR
@@ -32,10 +33,10 @@ from torchlift.formats.zip_archive import (
 )
 
 _MAGIC = b"\x93NUMPY"
-#: numpy's own limit on what it parses of a file that it does not trust.
+#: NumPy's own limit for the header of an untrusted file.
 _MAX_HEADER = 10_000
 _MOST = 12 + _MAX_HEADER
-_HEAD = 1 << 10  # of a URL, for a header that is as long as numpy writes it
+_HEAD = 1 << 10  # bytes to fetch from a URL for a header of the usual length
 _FIELDS = {"descr", "fortran_order", "shape"}
 #: Kind and size of numpy's type codes -> torch's name.
 _DTYPES = {
@@ -46,27 +47,27 @@ _DTYPES = {
 
 
 def read_npy(content: Content) -> Index:
-    """Read the index of a .npy file, whose only array is called ``tensor``.
+    """Read the index of a .npy file. The key of its array is ``tensor``.
 
     Raises:
-        FormatError: malformed or truncated.
+        FormatError: If it is malformed or truncated.
     """
     size = content.source.size
     return _index(content.source, {ROOT_TENSOR: Record("", 0, size, size, 0, STORED)})
 
 
 def read_npz(content: Content) -> Index:
-    """Read the index of a .npz file; the key of an array is the name of its record.
+    """Read the index of a .npz file. The key of an array is the name of its record.
 
     Raises:
-        FormatError: malformed, or compressed otherwise than numpy does it.
+        FormatError: If it is malformed, or compressed in another way than by NumPy.
     """
     records = content.records
     for name, record in records.items():
         if not name.endswith(".npy"):
-            raise FormatError("a record that is no array of numpy's", entry=name)
-        if name.removesuffix(".npy") in records:  # numpy looks for a record of the whole name first
-            raise FormatError("an array has the name of another one's record", entry=name)
+            raise FormatError("the record is not a NumPy array", entry=name)
+        if name.removesuffix(".npy") in records:  # numpy tries the name without the suffix first
+            raise FormatError("two arrays share this record", entry=name)
         check_method(record)
     return _index(content.source, {name.removesuffix(".npy"): at for name, at in records.items()})
 
@@ -83,17 +84,17 @@ def _index(source: Source, records: Mapping[str, Record]) -> Index:
         dtype = _DTYPES.get(code[1:]) if code[:1] in "<>|=" else None
         if dtype is None:
             blocked[key] = f"numpy.dtype({code})"
-            if code[1:2] in ("f", "c"):  # more bits than torch has
+            if code[1:2] in ("f", "c"):  # numbers with more bits than torch supports
                 inside[key] = 1
             continue
         nbytes = math.prod(shape) * ITEMSIZE[dtype]
         if nbytes != record.size - start:
             raise FormatError(
-                "an array's bytes are not what its shape and dtype need",
+                "the size of an array does not match its shape and dtype",
                 entry=key,
                 expected=f"{nbytes} bytes for {dtype} {shape}",
                 found=f"{record.size - start} bytes",
-                hint="The file is truncated: fetch it again.",
+                hint="The file is truncated. Fetch it again.",
             )
         stride = row_major(shape[::-1])[::-1] if is_fortran else row_major(shape)
         packed = record if record.method != STORED else None
@@ -106,7 +107,8 @@ def _index(source: Source, records: Mapping[str, Record]) -> Index:
         entries[key] = TensorEntry(
             key, dtype, shape, stride, nbytes, "cpu", key, chunks, encoding=encoding
         )
-        # The archive's checksum is of the header too, with which the numbers need to be in step.
+        # The checksum of the record covers the header, too, so the storage includes the header.
+        # That only works if the numbers are aligned in it.
         whole = record.crc32 and not start % ITEMSIZE[dtype] and not swapped
         storages[key] = (
             Storage(source.path, begin, record.size, "cpu", record.crc32, packed)
@@ -126,8 +128,17 @@ def _index(source: Source, records: Mapping[str, Record]) -> Index:
     )
 
 
-def _header(source: Source, key: str, record: Record) -> tuple[str, tuple[int, ...], bool, int]:
-    """Return the type code, the shape, whether columns come first, and where the data start."""
+class _Header(NamedTuple):
+    """The header of an array: type code, shape, whether it is column-major, start of the data."""
+
+    code: str
+    shape: tuple[int, ...]
+    is_fortran: bool
+    start: int
+
+
+def _header(source: Source, key: str, record: Record) -> _Header:
+    """Read the header of an array."""
     if record.method == STORED:
         most = source.read(record.offset, min(record.size, _MOST), key)
     else:
@@ -135,12 +146,12 @@ def _header(source: Source, key: str, record: Record) -> tuple[str, tuple[int, .
     head = most[:12]
     size = 2 if head[6:7] == b"\1" else 4
     if len(head) < 12 or head[:6] != _MAGIC or head[6:8] not in (b"\1\0", b"\2\0", b"\3\0"):
-        raise FormatError("not an array of numpy's", entry=key, found=repr(head))
+        raise FormatError("the record is not a NumPy array", entry=key, found=repr(head))
     (length,) = struct.unpack_from("<H" if size == 2 else "<I", head, 8)
     start = 8 + size + length
     if length > _MAX_HEADER or start > record.size:
         raise FormatError(
-            "the header's length is impossible",
+            "the length of the header is invalid",
             entry=key,
             expected=f"at most {min(_MAX_HEADER, record.size - 8 - size)} bytes",
             found=f"{length} bytes",
@@ -149,17 +160,17 @@ def _header(source: Source, key: str, record: Record) -> tuple[str, tuple[int, .
     try:
         fields = ast.literal_eval(text.decode("utf-8" if head[6] == 3 else "latin1").strip())
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
-        raise FormatError("the header is no literal of Python's", entry=key) from error
+        raise FormatError("the header is not a Python literal", entry=key) from error
     if not isinstance(fields, dict) or fields.keys() != _FIELDS:
-        raise FormatError("the header does not say what it should", entry=key)
+        raise FormatError("the header has the wrong fields", entry=key)
     shape = dense_shape(fields["shape"], key, "shape", "tuple")
     if type(fields["fortran_order"]) is not bool:
-        raise FormatError("the order of the elements is neither True nor False", entry=key)
+        raise FormatError("fortran_order is neither True nor False", entry=key)
     code = fields["descr"]
     if not isinstance(code, str):
-        # numpy.load takes records of numbers and texts as they are; objects are a pickle.
+        # numpy.load reads structured arrays, but those with objects are a pickle.
         code = "structured with |O" if "|O" in repr(code) else "structured"
-    return code, shape, fields["fortran_order"], start
+    return _Header(code, shape, fields["fortran_order"], start)
 
 
 ARRAYS = Reader(lambda content: content.head[:6] == _MAGIC, read_npy)

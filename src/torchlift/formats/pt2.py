@@ -1,8 +1,8 @@
-"""Exported programs (``torch.export.save``): the weights and constants, without the program.
+"""Exported programs (``torch.export.save``): the state dict, without the program.
 
-Since torch 2.8: records of bytes below ``data/weights`` and ``data/constants``, and beside them a
-JSON text that says which tensor of which name looks into which record. Before: whole files of
-``torch.save`` inside the archive, which are read where they are.
+Since torch 2.8, the weights are records below ``data/weights``, and a JSON text lists the name,
+shape, strides and record of each tensor. Older versions of torch put whole files of ``torch.save``
+into the archive. Constants of the program are not weights: they are not read.
 """
 
 from __future__ import annotations
@@ -22,22 +22,14 @@ from torchlift.formats.torch_zip import (
     read_torch_zip,
     zip_resolver,
 )
-from torchlift.formats.torchscript import CONSTANTS
 from torchlift.formats.zip_archive import STORED, expect_records
 
-#: (suffix of the records that list tensors, their folder, under which name they come).
-_KINDS = (
-    ("_weights_config.json", "data/weights/", ""),
-    ("_constants_config.json", "data/constants/", CONSTANTS),
-)
-#: Before torch 2.9: (file of torch.save, under which name its content comes).
-_OLD = (("serialized_state_dict.pt", ""), ("serialized_constants.pt", CONSTANTS))
+#: The folder of the weights, and the file of torch.save that has them in archives before torch 2.8.
+_WEIGHTS, _OLD = "data/weights/", "serialized_state_dict.pt"
 
 _STRIDED = 7
-#: Of the archive (torch/csrc/export/pt2_archive_constants.h).
+#: Versions of the archive (torch/csrc/export/pt2_archive_constants.h).
 _VERSIONS = (b"0",)
-#: How the record of a constant is called that is a tensor; any other is an object of a class.
-_CONSTANT = "tensor_"
 
 #: Numbers of the schema (torch/_export/serde/schema.py, ``ScalarType``).
 _DTYPES = {
@@ -52,35 +44,37 @@ def read_pt2(content: Content) -> Index:
     """Read the index of an exported program, or of several in one archive.
 
     Returns:
-        The state dict under its own names, below ``CONSTANTS`` the constants; of several programs,
-        each below its own name.
+        The state dict under its own names. If the archive has several programs, each state dict is
+        below the name of its program.
 
     Raises:
-        FormatError: not such an archive, damaged, or inconsistent.
+        FormatError: If it is not such an archive, or is damaged or inconsistent.
     """
     source, records, top = content.source, content.records, content.top
     if both := [name for name in ("constants.pkl", "data.pkl") if top + name in records]:
         raise FormatError(
-            "an archive that is two: torch.load reads one and torch.export.load the other",
+            "the archive has two contents, one for torch.load and one for torch.export.load",
             found=", ".join(both),
-            hint="Programs disagree on what is in such a file; write it again.",
+            hint="Write the file again.",
         )
-    if _OLD[0][0] in records:
-        found = [_nested(source, records[name], under) for name, under in _OLD if name in records]
-        return _joined(source, found, {})
+    if _OLD in records:
+        return _joined(source, [_nested(source, records[_OLD], "")], {})
+    # At a URL, all small records are fetched together instead of one request for each.
     needed = (".json", "version", "byteorder")
     expect_records(source, [at for name, at in records.items() if name.endswith(needed)])
     version = look_up(records, top + "archive_version")
     if version and read_content(source, version).strip() not in _VERSIONS:
-        raise FormatError("a version of exported programs that torch does not read", entry=top)
+        raise FormatError("torch does not read this version of exported programs", entry=top)
     notes = read_notes(source, records, top)
+    # torch would read the numbers as they are, so all of them would be wrong.
     if notes.get("byteorder") == "big":
         raise FormatError(
-            "an exported program of a big-endian machine, whose numbers torch does not turn around",
+            "the program was exported on a big-endian machine, and torch does not swap its bytes",
             entry=f"{top}byteorder",
             expected="little",
             hint="Export it again on a little-endian machine.",
         )
+    # A package may hold compiled programs only, or several exported ones.
     models = [
         name.removeprefix(f"{top}models/").removesuffix(".json")
         for name in records
@@ -88,23 +82,22 @@ def read_pt2(content: Content) -> Index:
     ]
     if not models:
         raise FormatError(
-            "a package of compiled programs, whose weights are in the programs",
-            expected="exported programs, with their weights beside them",
+            "the package contains only compiled programs, which include their weights",
+            expected="exported programs with separate weights",
             hint="Save the exported program itself: torch.export.save.",
         )
     found = []
+    folder = top + _WEIGHTS
     for model in models:
-        prefix = model + "." if len(models) > 1 else ""
-        for suffix, folder, name in _KINDS:
-            under = prefix + name if name else prefix.removesuffix(".")
-            whole, config = f"{top}{folder}{model}.pt", f"{top}{folder}{model}{suffix}"
-            if whole in records:
-                found.append(_nested(source, records[whole], under))
-            elif config in records:
-                resolver = zip_resolver(source, records, top + folder, folder, notes)
-                found.append(_listed(source, records, config, resolver, top + folder, under))
-            else:
-                raise FormatError("a program without its weights", entry=config)
+        under = model if len(models) > 1 else ""
+        whole, config = f"{folder}{model}.pt", f"{folder}{model}_weights_config.json"
+        if whole in records:
+            found.append(_nested(source, records[whole], under))
+        elif config in records:
+            resolver = zip_resolver(source, records, folder, _WEIGHTS, notes)
+            found.append(_listed(source, records, config, resolver, folder, under))
+        else:
+            raise FormatError("the weights of a program are missing", entry=config)
     return _joined(source, found, notes)
 
 
@@ -117,7 +110,7 @@ def _nested(source: Source, record: Record, under: str) -> Index:
     with errors_name(source.path, record.name):
         if record.method != STORED:
             raise FormatError(
-                "a compressed file in an archive, whose bytes are not numbers",
+                "a file in the archive is compressed, so it cannot be mapped",
                 hint="Unpack the archive and pack it again without compression.",
             )
         window = source.window(record.offset, record.nbytes)
@@ -137,7 +130,7 @@ def _listed(
         text = read_content(source, records[config])
         listed = parse_json(text, "the list of tensors").get("config")
         if not isinstance(listed, dict):
-            raise FormatError("the list of tensors has no config")
+            raise FormatError("the list of tensors lacks its config")
     entries: dict[str, TensorEntry] = {}
     blocked: dict[str, str] = {}
     inside: dict[str, int] = {}
@@ -146,21 +139,19 @@ def _listed(
     dtypes: dict[str, str] = {}
     for name, meta in listed.items():
         key = f"{under}.{name}" if under else name
-        source.budget.spend(len(under), under)  # one name of a program, before many keys
+        source.budget.spend(len(under), under)  # a long program name is repeated in each key
         with errors_name(source.path, key):
             path = _field(meta, "path_name", str)
             stored = records.get(folder + path)
             if stored is None:
-                raise FormatError("a tensor's record is missing", expected=folder + path)
+                raise FormatError("the record of a tensor is missing", expected=folder + path)
             tensor = meta.get("tensor_meta")
-            is_object = folder.endswith(_KINDS[1][1]) and not path.startswith(_CONSTANT)
-            if tensor is None or is_object:
-                blocked[key] = "torch.ScriptObject"
-            elif _field(meta, "use_pickle", bool):
-                if path in opened:  # each would be read again
-                    raise FormatError("two tensors in one pickled file", expected="one each")
+            if _field(meta, "use_pickle", bool):
+                if path in opened:  # it would be read again for each of a thousand names
+                    raise FormatError("two tensors use one pickled file", expected="one each")
                 opened.add(path)
                 nested.append(_nested(source, stored, key))
+            # The record does not say how the indices and values of a sparse tensor lie in it.
             elif _field(tensor, "layout", int) != _STRIDED:
                 blocked[key], inside[key] = "torch._utils._rebuild_sparse_tensor", 1
             else:
@@ -186,23 +177,23 @@ def _listed(
 
 
 def _tensor(meta: Any, tensor: Any, path: str, stored: Record) -> TensorRef:
-    """Return what the list says of a tensor."""
+    """Return the record of a tensor in the list."""
     number = _field(tensor, "dtype", int)
     if number not in _DTYPES:
-        raise FormatError("a dtype that torchlift does not know", found=number)
+        raise FormatError("torchlift does not know this dtype", found=number)
     device = _field(tensor, "device", dict)
     location, index = _field(device, "type", str), device.get("index")
     location = f"{location}:{index}" if type(index) is int else location
     shape = tuple(map(_whole, _field(tensor, "sizes", list)))
     if stored.nbytes % ITEMSIZE[_DTYPES[number]]:
         raise FormatError(
-            "a record that is no whole number of elements",
+            "the size of a record is not a multiple of the element size",
             expected=f"a multiple of {ITEMSIZE[_DTYPES[number]]} bytes of {_DTYPES[number]}",
             found=f"{stored.nbytes} bytes",
         )
     if not stored.nbytes and 0 not in shape:
         raise FormatError(
-            "a weight that was not saved: torch would take zeros instead",
+            "the weight was not saved, and torch would use zeros instead",
             hint="Export the program with its weights instead of fake tensors.",
         )
     return TensorRef(
@@ -217,7 +208,7 @@ def _tensor(meta: Any, tensor: Any, path: str, stored: Record) -> TensorRef:
 
 
 def _whole(number: object) -> object:
-    """Return a size; one that is an expression is no number, which whoever checks it says."""
+    """Return a size. A symbolic expression stays what it is, and a later check refuses it."""
     return number.get("as_int") if isinstance(number, dict) else number
 
 
@@ -225,16 +216,14 @@ def _field(record: object, name: str, kind: type) -> Any:
     found = record.get(name) if isinstance(record, dict) else None
     if type(found) is not kind:
         raise FormatError(
-            f"what is known of it has no {name}",
-            expected=f"a {kind.__name__}",
-            found=f"a {type(found).__name__}",
+            f"the list of tensors has a wrong {name!r} for this key",
+            expected=kind.__name__,
+            found="nothing" if found is None else type(found).__name__,
         )
     return found
 
 
 READER = Reader(
-    lambda content: any(
-        content.top + name in content.records for name in ("archive_format", _OLD[0][0])
-    ),
+    lambda content: any(content.top + name in content.records for name in ("archive_format", _OLD)),
     read_pt2,
 )

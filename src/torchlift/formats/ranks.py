@@ -1,8 +1,8 @@
-"""Folders in which each rank has a file of its slices, joined to whole tensors or refused.
+"""Folders with a file of slices for each rank: join the slices to whole tensors, or refuse them.
 
-FSDP trainers (verl, SkyRL) call the files ``model_world_size_N_rank_R.pt``, and torch's
-``HuggingFaceStorageWriter(save_distributed=True)`` calls them ``shard-R-model-I-of-N.safetensors``.
-Both say where each slice lies. What llama and Megatron write does not.
+FSDP trainers (verl, SkyRL) write ``model_world_size_N_rank_R.pt``, and torch's
+``HuggingFaceStorageWriter(save_distributed=True)`` writes ``shard-R-model-I-of-N.safetensors``.
+Both say where each slice lies. The files of llama and Megatron do not.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from torchlift.formats.unpickle import ENTRY, STEP, Budget
 
 _FSDP = re.compile(r"(model|optim)_world_size_(\d{1,9})_rank_(\d{1,9})\.pt", re.ASCII)
 _SHARD = re.compile(r"shard-(\d{5,9})-model-(\d{5,9})-of-(\d{5,9})\.safetensors", re.ASCII)
-#: Slices that nothing says how to join, and the number of the rank: llama's and Mistral's, those of
-#: Megatron, of DeepSpeed with it and of NeMo, vLLM's, TensorRT-LLM's, metaseq's and nanotron's.
+#: Names of slices without a layout, with the number of the rank: of llama and Mistral, Megatron,
+#: DeepSpeed with Megatron, NeMo, vLLM, TensorRT-LLM, metaseq and nanotron.
 _BARE = re.compile(
     r"consolidated\.(\d\d+)\.(?:pth?|safetensors)"
     r"|mp_rank_(\d\d+)(?:_\d{3})*(?:_model_states\.pt)?"
@@ -51,7 +51,7 @@ _BARE = re.compile(
     re.ASCII,
 )
 _SAVE_AGAIN = "Load it with torch.load, and save it again with torch.save."
-#: In the metadata of slices: the version of what they note.
+#: Key in the metadata of slices: the version of their notes.
 _VERSION = "DCP_VERSION"
 
 
@@ -61,8 +61,8 @@ def read_fsdp(content: Content) -> Index:
     The model's tensors have its own names. An optimizer's state is below ``optimizer``.
 
     Raises:
-        FormatError: a rank's file is missing, the ranks disagree, or a tensor has no layout.
-        UnsafeError: a link leads out of the folder.
+        FormatError: If a rank's file is missing, the ranks disagree, or a layout is unknown.
+        UnsafeError: If a link leads out of the folder.
     """
     path, kinds = content.path, dict[str, dict[int, str]]()
     worlds = set[int]()
@@ -81,10 +81,12 @@ def read_fsdp(content: Content) -> Index:
             with errors_name(file), Source(file, budget) as source:
                 if is_zip(source.read(0, min(4, source.size))):
                     return read_torch_zip(source, container)
-            found = content.read_file(file, budget)  # or the error that says what it is
+            found = content.read_file(file, budget)  # raises the error for a foreign format
             if container is None:
                 return found
-            raise FormatError("an optimizer's state in an old format", file=file, hint=_SAVE_AGAIN)
+            raise FormatError(
+                "the optimizer state is in an old format", file=file, hint=_SAVE_AGAIN
+            )
 
         names, budget = [kinds[kind][rank] for rank in range(world)], Budget()
         return _join(path, read_shards(path, names, read, budget), budget)
@@ -93,7 +95,7 @@ def read_fsdp(content: Content) -> Index:
         return read_all(*kinds)
     model, aside = read_all("model"), "optimizer"
     while any(key.partition(".")[0] == aside for key in _keys(model)):
-        aside = f"_{aside}"  # the model has one of that name
+        aside = f"_{aside}"  # the model has a module of that name
     optimizer = read_all("optim", aside)
     both = join(path, "sharded", [model, optimizer], {}, "the model has this key, too")
     saved = [*(model.tree or ()), *(optimizer.tree or ())]
@@ -104,20 +106,20 @@ def read_fsdp(content: Content) -> Index:
 def read_slices(content: Content) -> Index:
     """Read the index of a folder of safetensors that hold one rank's slices each.
 
-    Nothing in it says how many ranks there were, nor how large the tensors are. If the last ranks'
-    files are missing, nothing can show it.
+    The files do not say how many ranks there were, nor how large the tensors are. Missing files of
+    the last ranks cannot be detected.
 
     Raises:
-        FormatError: a file is missing between others, the slices leave gaps or overlap, or there
-            are files of one rank only.
-        UnsafeError: a link leads out of the folder.
+        FormatError: If a file between others is missing, the slices leave gaps or overlap, or only
+            one rank has files.
+        UnsafeError: If a link leads out of the folder.
     """
     names = [name for name in content.names if name.endswith(".safetensors")]
     if others := [name for name in names if not _SHARD.fullmatch(name)]:
         raise FormatError(
-            "slices of tensors beside other files of weights",
+            "the folder holds slices of tensors and other files of weights",
             found=clipped_list(others),
-            hint="Give the path of the one you mean, or move the slices to a folder of their own.",
+            hint="Pass the path of one file, or move the slices to a separate folder.",
         )
     there = {(int(m[1]), int(m[2])): m[3] for m in filter(None, map(_SHARD.fullmatch, names))}
     ranks, total = max(rank for rank, _ in there), next(iter(there.values()))
@@ -146,9 +148,9 @@ def _read_slices(path: str, budget: Budget) -> Index:
 
 def _several_saves(names: Iterable[str]) -> FormatError:
     return FormatError(
-        "the files of several saves, by different numbers of ranks",
+        "the files are of several saves with different numbers of ranks",
         found=clipped_list(sorted(names)),
-        hint="Move the files of one save into a folder of their own, and open that.",
+        hint="Move the files of one save into a separate folder, and open it.",
     )
 
 
@@ -157,16 +159,16 @@ def _keys(index: Index) -> dict[str, None]:
 
 
 def _join(path: str, files: Mapping[str, Index], budget: Budget, *, grows: bool = False) -> Index:
-    """Put the files of all ranks together.
+    """Join the indexes of all ranks.
 
     Args:
-        path: of the folder.
-        files: name -> index, in the order of ranks.
-        budget: what reading the folder may still cost.
-        grows: whether a slice shows the size of its tensor only up to its own end.
+        path: Path of the folder.
+        files: Name -> index, in the order of ranks.
+        budget: Budget for reading the folder.
+        grows: Whether a slice shows the size of its tensor only up to its own end.
 
     Raises:
-        FormatError: see `_whole`.
+        FormatError: As for `_whole`.
     """
     ranks = [claimed(name, index, {}) for name, index in files.items()]
     storages = {key: found for one in ranks for key, found in one.storages.items()}
@@ -174,7 +176,7 @@ def _join(path: str, files: Mapping[str, Index], budget: Budget, *, grows: bool 
     parts: dict[str, list[TensorEntry]] = {}
     for one in ranks:
         every = one.every or one.entries
-        budget.grow(16 * len(every))  # each has paid for itself when its file was read
+        budget.grow(16 * len(every))  # each entry was paid for when its file was read
         for key, entry in every.items():
             parts.setdefault(key, []).append(entry)
         blocked |= {key: why for key, why in one.blocked_keys.items() if why != SLICED}
@@ -190,7 +192,7 @@ def _join(path: str, files: Mapping[str, Index], budget: Budget, *, grows: bool 
                 made = _whole(key, found, len(ranks), storages, budget, grows)
         if made is None:
             blocked.setdefault(key, UNEQUAL)
-        else:  # two names of one tensor have the same boxes
+        else:  # two names of one tensor have the same boxes, and get the same storage
             entries[key] = (
                 made if made.storage else made._replace(storage=first.setdefault(made.chunks, key))
             )
@@ -210,7 +212,7 @@ def _join(path: str, files: Mapping[str, Index], budget: Budget, *, grows: bool 
         blocked=globals_in(blocked),
         blocked_keys=blocked,
         blocked_tensors={key: counts[key] for key in blocked if key in counts},
-        # One rank's containers would lack what only others saved.
+        # The containers of one rank may lack keys that other ranks saved.
         tree=ranks[0].tree if same else None,
     )
 
@@ -223,18 +225,18 @@ def _whole(
     budget: Budget,
     grows: bool,
 ) -> TensorEntry | None:
-    """Return a tensor of all ranks; None if checksums do not show that their values are equal.
+    """Return the whole tensor, or None if checksums do not show that replicas are equal.
 
     Raises:
-        FormatError: the ranks disagree about it, or its slices do not fill it.
+        FormatError: If the ranks disagree about the tensor, or its slices do not fill it.
     """
     kinds = [part.kind for part in parts if part.kind is not None and part.kind.name == SLICE]
     if not kinds:
-        # FSDP1 keeps the state of a parameter in flat pieces, which are on some ranks only.
+        # A plain value must be on all ranks. FSDP1 keeps flat pieces on some ranks only.
         is_same = ranks == 1 or len({_marks(part, storages) for part in parts}) == 1
         return parts[0] if len(parts) == ranks and is_same else None
     if lacks := next((kind.facts[1] for kind in kinds if kind.facts[1]), None):
-        raise FormatError("a DTensor that is not laid out in a known way", expected=lacks)
+        raise FormatError("the layout of a DTensor is unknown", expected=lacks)
     local = [kind.tensors[0] for kind in kinds]
     shapes, encodings = (
         {part.shape for part in parts},
@@ -246,20 +248,21 @@ def _whole(
     if len(kinds) < len(parts) or not is_one:
         shown = [f"{part.type_name} {list(part.shape)}" for part in parts]
         raise FormatError(
-            "the ranks disagree about a tensor",
+            "the ranks have different shapes or dtypes of a tensor",
             found=clipped_list(dict.fromkeys(shown)),
-            hint="The files are of different saves: fetch those of one.",
+            hint="The files are of different saves. Fetch the files of one save.",
         )
     boxes: dict[Box, tuple[Chunk, TensorEntry]] = {}
     for one, kind in zip(local, kinds, strict=True):
         for chunk in placed(one, kind.facts[0]):
             budget.spend(STEP)
             _, known = boxes.setdefault((chunk.start, chunk.shape), (chunk, one))
-            if known is not one and grows:  # its writer stores each box once
-                raise FormatError("two files have the same slice of a tensor", found=chunk.file)
+            if known is not one and grows:  # this writer stores each box once
+                raise FormatError("two files hold the same slice of a tensor", found=chunk.file)
             if known is not one and _differ(known, one, storages):
                 return None
     (shape,) = shapes
+    # Without this check, a missing rank would leave a part of the tensor unset.
     check_boxes(key, shape, list(boxes), budget)
     return parts[0]._replace(
         shape=shape,
@@ -273,7 +276,7 @@ def _whole(
 
 
 def _marks(entry: TensorEntry, storages: Mapping[str, Storage]) -> tuple[object, ...]:
-    """Return what entries have in common if checksums show that their values are equal."""
+    """Return a value that is equal for two entries if checksums show that they are equal."""
     if entry.kind is not None:
         inner = tuple([_marks(one, storages) for one in entry.kind.tensors])
         return entry.dtype, entry.shape, entry.kind.name, repr(entry.kind.facts), inner
@@ -288,12 +291,12 @@ def _marks(entry: TensorEntry, storages: Mapping[str, Storage]) -> tuple[object,
 def _differ(one: TensorEntry, other: TensorEntry, storages: Mapping[str, Storage]) -> bool:
     """Return whether checksums show that two replicas of a slice have different values."""
     pair = [storages[entry.storage] for entry in (one, other)]
-    # Of a part of a storage, the rest may be what nobody wrote.
+    # The checksum of a larger storage may differ in bytes outside of this slice.
     is_known = all(s.crc32 is not None and s.nbytes == one.nbytes for s in pair)
     return is_known and one.stride == other.stride and pair[0].crc32 != pair[1].crc32
 
 
-# -- slices that nothing says how to join
+# -- slices without a layout
 
 
 def bare_slices(names: Collection[str]) -> list[str]:
@@ -309,16 +312,17 @@ def bare_slices(names: Collection[str]) -> list[str]:
     """
     found = {name: match for name in sorted(names) if (match := _BARE.fullmatch(name))}
     ranks = {(match.lastindex, int(match[match.lastindex or 0])) for match in found.values()}
-    # Of one kind: vLLM's may be parts of one rank, and LoRAs are named after their rank, too.
+    # Several ranks of one kind: vLLM's files may be parts of one rank. LoRA files are named after
+    # the rank of their matrices.
     several = len(ranks) > 1 and len({kind for kind, _ in ranks}) == 1
     is_lora = several and min(found).startswith("rank") and min(ranks)[1] > 0
     return [*found] if several and not is_lora else []
 
 
 def bare_slices_error(names: list[str], path: str) -> FormatError:
-    """Return the error for one or all of a model's slices."""
+    """Return the error for a model's slices without a layout."""
     return FormatError(
-        "slices of a model, which do not say how they fit together",
+        "the files are slices of a model, and do not say how to join them",
         file=path,
         found=clipped_list(names),
         hint="Open each one with torchlift.open, put the tensors of all into one dict with the "
@@ -328,12 +332,12 @@ def bare_slices_error(names: list[str], path: str) -> FormatError:
 
 
 def refuse_bare_slice(path: str) -> None:
-    """Refuse a file, or a folder, that is one of a model's slices in a folder with others.
+    """Refuse a file or folder that is one of several slices of a model.
 
     Raises:
-        FormatError: it is.
+        FormatError: If it is one.
     """
-    for _ in range(2):  # Megatron's files lie in a folder each
+    for _ in range(2):  # Megatron has a folder for each file
         path, name = os.path.split(path)
         names = os.listdir(path) if _BARE.fullmatch(name) and os.path.isdir(path) else []
         if several := bare_slices(names):
@@ -352,5 +356,5 @@ def _raise_bare(content: Content) -> Index:
 FSDP = Reader(lambda content: any(map(_FSDP.fullmatch, content.names)), read_fsdp)
 SLICES = Reader(lambda content: any(map(_SHARD.fullmatch, content.names)), read_slices)
 BARE = Reader(lambda content: bare_slices(content.names), _raise_bare)
-#: Where no safetensors file is the whole model.
+#: If none of the safetensors files is the whole model.
 BARE_SAFETENSORS = Reader(_are_all_slices, _raise_bare)

@@ -20,10 +20,10 @@ class Content:
     """A file or a directory whose format is not known yet.
 
     Attributes:
-        path: absolute.
-        names: what is in a directory, sorted; of a file, nothing.
-        head: the first bytes of a file, at most 512; of a directory, none.
-        budget: what reading it may still cost.
+        path: Absolute path.
+        names: Sorted names in a directory. Empty for a file.
+        head: First bytes of a file, at most 512. Empty for a directory.
+        budget: Budget for reading it.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Content:
 
     @cached_property
     def records(self) -> dict[str, Record]:
-        """Return the records of a zip archive, by name; nothing of what is none."""
+        """Return the records of a zip archive, by name. Other files have none."""
         return read_directory(self.source) if is_zip(self.head) else {}
 
     @cached_property
@@ -61,11 +61,10 @@ class Reader(NamedTuple):
     """How a format is read.
 
     Attributes:
-        fits: whether a content is of this format, by its first bytes, its records or its names. It
-            is asked about everything, so it must be quick, and must not raise.
-        read: returns its index: every tensor with the bytes that it has in the file, counted from
-            the file's start, and every file with its stamp. It raises a `FormatError` for what is
-            damaged.
+        fits: Whether a content has this format, by its first bytes, its records or its names. It is
+            called for every content, so it must be quick, and must not raise.
+        read: Returns the index: every tensor with its bytes, counted from the start of the file,
+            and every file with its stamp. It raises a `FormatError` for a damaged file.
     """
 
     fits: Callable[[Content], object]

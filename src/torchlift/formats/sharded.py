@@ -1,8 +1,8 @@
 """Checkpoints in several files: an index of the form ``*.index.json`` names the file of each key.
 
-The names in an index are a stranger's, so no shard may lie outside the index's own directory. One
-layout is let through: in the Hugging Face cache, ``models--x/snapshots/<revision>/`` holds links
-into ``models--x/blobs/``.
+The names in an index are not trusted, so no shard may lie outside of the index's directory. The one
+exception is the Hugging Face cache: ``models--x/snapshots/<revision>/`` holds links into
+``models--x/blobs/``.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ _CACHE_ROOT = re.compile(r"(models|datasets|spaces)--.+")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 
 _Number = TypeVar("_Number")
-#: Reads a file of a checkpoint that has several, out of one budget.
+#: Reads one of several files of a checkpoint, which share a budget.
 ReadFile = Callable[[str, Budget], Index]
 
 
 def read_sharded(source: Source, read_file: ReadFile) -> Index:
     """Read all shards that an ``*.index.json`` names, each once.
 
-    Tensors that a shard holds and the index does not mention are kept: other loaders see them too.
+    Tensors of a shard that the index does not list are kept, as by other loaders.
 
     Args:
-        source: the index.
-        read_file: reads one shard.
+        source: The index.
+        read_file: Reads one shard.
 
     Raises:
-        FormatError: a malformed index, a missing shard, or a key that its shard lacks.
-        UnsafeError: a shard outside the index's directory.
+        FormatError: If the index is malformed, a shard is missing, or a shard lacks its key.
+        UnsafeError: If a shard lies outside of the index's directory.
     """
     content = parse_json(source.read_all(_MAX_INDEX, "the index"), "the index")
     weight_map = content.get("weight_map", content if _is_map(content) else None)
@@ -56,7 +56,7 @@ def read_sharded(source: Source, read_file: ReadFile) -> Index:
         raise _no_index(content)
     if not isinstance(weight_map, dict) or not all(type(v) is str for v in weight_map.values()):
         raise FormatError(
-            "an index without a map from keys to files",
+            "the index does not map keys to files",
             entry="weight_map",
             expected='{"weight_map": {"key": "file"}}',
         )
@@ -69,13 +69,13 @@ def read_sharded(source: Source, read_file: ReadFile) -> Index:
         shard = shards[name]
         if key not in shard.entries and key not in shard.objects and key not in shard.blocked_keys:
             raise FormatError(
-                f"the index says that this key is in {name}, which lacks it",
+                f"the index maps this key to {name}, which lacks it",
                 file=source.path,
                 entry=key,
-                hint="The index and the shards are of different checkpoints; fetch both again.",
+                hint="The index and the shards are of different checkpoints. Fetch both again.",
             )
     text = {k: v if type(v) is str else json.dumps(v) for k, v in metadata.items()}
-    # One name for each shard, however often and however it is spelled.
+    # One name for each shard: an index may spell one file in a thousand ways.
     names = {id(shard): name for name, shard in reversed(shards.items())}
     claims = {key: names[id(shards[name])] for key, name in weight_map.items()}
     shards = {name: shards[name] for name in dict.fromkeys(claims.values())}
@@ -84,48 +84,48 @@ def read_sharded(source: Source, read_file: ReadFile) -> Index:
 
 
 def _no_index(content: Mapping[str, Any]) -> FormatError:
-    """Make the error for a JSON object that is no index: what it is and what to do."""
+    """Return the error for a JSON object that is not an index."""
     expected = '{"weight_map": {"key": "file"}}'
     if any(name in content for name in ("model_type", "architectures", "_class_name")):
         return FormatError(
-            "a model's configuration, without its weights",
+            "this is the configuration of a model, without its weights",
             expected=f"weights, or an index: {expected}",
-            hint="Give the path of the weights, or of the folder that they are in.",
+            hint="Pass the path of the weights, or of their folder.",
         )
     for name in ("error", "message"):
         if text := content.get(name):
             return FormatError(
-                "an error page in JSON, saved in place of the file",
+                "this is an error page in JSON, saved instead of the file",
                 expected=f"weights, or an index: {expected}",
                 found=f"{name}: {printable(str(text), 200)}",
-                hint="Fetch the file again, with a token where it is not public.",
+                hint="Fetch the file again, with a token if it is private.",
             )
     return FormatError(
-        "a JSON text that is no index of a checkpoint",
+        "the JSON file is not an index of a checkpoint",
         expected=expected,
         found=f"the names {printable(', '.join(content), 200)}" if content else "no names",
-        hint="Give the path of the weights, of their *.index.json, or of their folder.",
+        hint="Pass the path of the weights, of their *.index.json, or of their folder.",
     )
 
 
 def _is_map(content: Mapping[str, Any]) -> bool:
-    """Return whether a JSON object maps keys to files by itself, as accelerate has it, too."""
+    """Return whether a JSON object is a weight map itself, as accelerate also writes it."""
     return bool(content) and all(
         type(name) is str and name.endswith(_WEIGHTS) for name in content.values()
     )
 
 
 def read_set(path: str, names: Iterable[str], read_file: ReadFile) -> Index:
-    """Read the complete set ``x-00001-of-0000N`` of a directory that has no index.
+    """Read the complete set ``x-00001-of-0000N`` of a directory without an index.
 
     Args:
-        path: absolute path of the directory.
-        names: file names of the shards.
-        read_file: reads one shard.
+        path: Absolute path of the directory.
+        names: File names of the shards.
+        read_file: Reads one shard.
 
     Raises:
-        FormatError: two shards hold the same key.
-        UnsafeError: a shard is a link that leaves the directory.
+        FormatError: If two shards hold the same key.
+        UnsafeError: If a shard is a link that leaves the directory.
     """
     return put_together(path, read_shards(path, sorted(names), read_file, Budget()), {}, {})
 
@@ -134,8 +134,9 @@ def locate(directory: str, name: str) -> str:
     """Return the path of a shard, if it stays inside `directory`.
 
     Raises:
-        UnsafeError: absolute, ``..``, a backslash, a drive, or a link that leads elsewhere.
-        FormatError: no such file.
+        UnsafeError: If the name is absolute, has ``..``, a backslash or a drive, or is a link that
+            leaves the directory.
+        FormatError: If the file does not exist.
     """
     path = _inside_of(directory, name)
     if not exists(path):
@@ -144,7 +145,7 @@ def locate(directory: str, name: str) -> str:
 
 
 def _inside_of(directory: str, name: str) -> str:
-    """Return the path of a shard that may be missing; see `locate`."""
+    """Return the path of a shard as `locate` does. The file may be missing."""
     problem = found = None
     if not name or name.startswith("/") or any(char in name for char in "\\:\0"):
         problem = "a shard's name is not a plain relative one"
@@ -158,23 +159,23 @@ def _inside_of(directory: str, name: str) -> str:
             entry=name,
             expected="a file in the same directory",
             found=found,
-            hint="Where you trust it, open that file itself, or copy it next to the index.",
+            hint="If you trust it, open that file itself, or copy it next to the index.",
         )
     return path
 
 
-#: Names of files that are missing, in one message.
+#: Most names of missing files in one message.
 MOST_MISSING = 6
 
 
 def missing(names: Sequence[str], expected: int, found: int, what: str = "shard") -> FormatError:
-    """Return the error that names files of a checkpoint that are not there.
+    """Return the error that names missing files of a checkpoint.
 
     Args:
-        names: of the missing files, all or the first ones.
-        expected: number of files that the checkpoint is in.
-        found: number of those that are there.
-        what: what they are, in the singular.
+        names: Names of the missing files: all of them, or the first ones.
+        expected: Number of files of the checkpoint.
+        found: Number of files that exist.
+        what: Name of a file in the message, in the singular.
     """
     count = expected - found
     shown = ", ".join(printable(name, 200) for name in names[: MOST_MISSING - 1])
@@ -184,7 +185,7 @@ def missing(names: Sequence[str], expected: int, found: int, what: str = "shard"
         entry=names[0],
         expected=count_of(expected, "file"),
         found=f"{found}, without {shown}{more}",
-        hint="The save was interrupted, or not all of it was copied: fetch what is missing.",
+        hint="The save or the copy was interrupted. Fetch the missing files.",
     )
 
 
@@ -195,14 +196,14 @@ def require_files(
     name: Callable[[_Number], str],
     what: str = "rank's file",
 ) -> None:
-    """Refuse a checkpoint of which numbered files are missing.
+    """Refuse a checkpoint with missing numbered files.
 
     Args:
-        there: numbers of the files that are there.
-        every: numbers of all of them; of a billion no more are looked at than make a message.
-        count: how many these are.
-        name: number -> name of the file.
-        what: what a file is, in the singular.
+        there: Numbers of the files that exist.
+        every: Numbers of all files. Only those of the first missing files are listed.
+        count: Number of all files.
+        name: Number -> name of the file.
+        what: Name of a file in the message, in the singular.
     """
     lacking = (number for number in every if number not in there)
     if some := list(itertools.islice(lacking, MOST_MISSING)):
@@ -210,17 +211,17 @@ def require_files(
 
 
 def locate_all(directory: str, names: Iterable[str], *, is_sure: bool = False) -> dict[str, str]:
-    """Return the path of each name, see `locate`: one path for all the names of one file.
+    """Return the path of each name as `locate` does: one path for all names of one file.
 
-    A file has endless names: ``./a``, ``.//a``, links. It must be read once, not once for each.
+    A file has endless names, such as ``./a``, ``.//a`` and links. It must be read only once.
 
     Args:
-        directory: where they are.
-        names: of files.
-        is_sure: whether they need not be looked for where that is a request for each.
+        directory: The directory of the files.
+        names: Names of files.
+        is_sure: Whether to skip the check that files exist, if it takes a request for each.
     """
     names = dict.fromkeys(names)
-    # Before the system is asked about each: a few bytes of an index spell one name in another way.
+    # Normalised before a system call for each: an index can spell a name in endless ways.
     plain = {name: posixpath.normpath(name) if _stays(name) else name for name in names}
     paths = {name: _inside_of(directory, name) for name in dict.fromkeys(plain.values())}
     there = [True] * len(paths)
@@ -231,7 +232,7 @@ def locate_all(directory: str, names: Iterable[str], *, is_sure: bool = False) -
     found: dict[str, str] = {}
     first: dict[tuple[int, int], str] = {}
     for name, path in paths.items():
-        if isinstance(path, Url):  # in whose path nothing is a link
+        if isinstance(path, Url):  # URLs have no links
             found[name] = path
             continue
         status = os.stat(path)
@@ -244,7 +245,7 @@ def _stays(name: str) -> bool:
 
 
 def _inside(directory: str, path: str) -> bool:
-    """Return whether `path`, links followed, is in `directory` or in the blobs of its cache."""
+    """Return whether `path`, without links, is in `directory` or in the blobs of its cache."""
     if isinstance(path, Url):
         return True
     base, real = os.path.realpath(directory), os.path.realpath(path)
@@ -258,11 +259,11 @@ def _inside(directory: str, path: str) -> bool:
 def read_shards(
     directory: str, names: Iterable[str], read_file: ReadFile, budget: Budget
 ) -> dict[str, Index]:
-    """Return name -> index of files in one folder, several at once behind a URL."""
+    """Return name -> index of files in one folder. Files behind a URL are read in parallel."""
     # All names are checked before the first file is opened.
     files = locate_all(directory, names)
     places = list(dict.fromkeys(files.values()))
-    if is_url(directory):  # several at once, each of which has a request or more to pay with
+    if is_url(directory):  # each in parallel, with its own budget: it costs a request anyhow
         found = in_parallel(directory, lambda file: read_file(file, Budget()), places)
     else:
         found = [read_file(file, budget) for file in places]
@@ -273,7 +274,7 @@ def read_shards(
 def put_together(
     path: str, shards: Mapping[str, Index], weight_map: Mapping[str, str], metadata: dict[str, str]
 ) -> Index:
-    """Put shards together under one index."""
+    """Join shards to one index."""
     for shard in shards.values():
         metadata = {**shard.metadata, **metadata}
     mine = [claimed(name, shard, weight_map) for name, shard in shards.items()]
@@ -282,9 +283,9 @@ def put_together(
 
 
 def claimed(name: str, shard: Index, weight_map: Mapping[str, str]) -> Index:
-    """Return what a shard holds that the index does not take from another one.
+    """Return a shard without the keys that the index takes from other shards.
 
-    Its storages get the shard's name before theirs.
+    The names of its storages get the shard's name as a prefix.
     """
 
     def mine(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -313,8 +314,8 @@ def index_content(files: Mapping[str, Iterable[str]], nbytes: int) -> bytes:
     """Return an index of shards, as Hugging Face lays it out.
 
     Args:
-        files: name of a shard -> the keys in it.
-        nbytes: of all tensors.
+        files: Name of a shard -> its keys.
+        nbytes: Size of all tensors, in bytes.
 
     Example:
         >>> json.loads(index_content({"a": ["w"]}, 8))
@@ -326,7 +327,7 @@ def index_content(files: Mapping[str, Iterable[str]], nbytes: int) -> bytes:
 
 
 def is_index(name: str) -> bool:
-    """Return whether a file's name is that of an index of shards, of a variant too.
+    """Return whether a file's name is that of an index of shards, with or without a variant.
 
     Example:
         >>> is_index("model.safetensors.index.json"), is_index("model.safetensors.index.fp16.json")
@@ -336,10 +337,10 @@ def is_index(name: str) -> bool:
 
 
 def shards_of(path: str) -> set[str]:
-    """Return the names of weight files that an index has in its own folder.
+    """Return the names of weight files that an index names in its own folder.
 
     Raises:
-        CheckpointError, OSError, ValueError: it cannot be read.
+        CheckpointError, OSError, ValueError: If it cannot be read.
     """
     with closing(open_place(path)) as file:
         content = json.loads(file.read(0, min(file.size, _MAX_INDEX)))

@@ -1,4 +1,4 @@
-"""What one rank has of a tensor, as the pickle of a DTensor describes it: no class of it is needed.
+"""Read one rank's part of a tensor from the pickle of a DTensor, without its class.
 
 Facts: torch, ``distributed/tensor/_dtensor_spec.py``, ``placement_types.py``, ``device_mesh.py``
 and ``_mesh_layout.py``, from 2.2 on: ``mesh`` is a tensor of ranks until 2.9, and a layout since.
@@ -9,36 +9,34 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from torchlift.formats.boxes import Placement, Span, placed_spans, shape_of_spans
+from torchlift.formats.boxes import Placement, Ranges, placed_spans, shape_of_spans
 from torchlift.formats.torch_pickle import Blocked, KindRef, TensorRef
 from torchlift.formats.unpickle import STEP, Budget
 
 _SHARDS = "Shard", "_StridedShard"
-#: Most dimensions, of a tensor as of a mesh; what it costs to look at all of them.
+#: Most dimensions of a tensor and of a mesh, and the price of checking them.
 _MOST, _COST = 64, 128 * STEP
-#: For each dimension of a whole tensor the ranges that a rank has.
-Spans = tuple[tuple[Span, ...], ...]
 
 
 class _Unknown(Exception):
-    """A layout that cannot be read; the argument says what it lacks."""
+    """A layout cannot be read. The argument says what it lacks."""
 
 
 def located(ref: KindRef, budget: Budget) -> TensorRef:
-    """Return where the local tensor of a DTensor lies in the whole one.
+    """Return the place of a DTensor's local tensor in the whole tensor.
 
     Call this when the pickle has been read to its end. A pickle can change a list after it was
     passed to a call, and torch sees the list as it is at the end.
 
     Args:
-        ref: a DTensor, whose facts are its attributes.
-        budget: what the file may still cost.
+        ref: A DTensor, whose facts are its attributes.
+        budget: Budget of the file.
 
     Returns:
-        The local tensor itself if all ranks have all of it. Else a slice, whose facts are its
-        ranges and None; or None, and what it lacks to know them.
+        The local tensor itself, if it is a replica of the whole tensor. Else a slice with two
+        facts: its ranges (or None), and the reason why they are unknown (or None).
     """
     budget.spend(_COST)
     (local,), (attributes,) = ref.tensors, ref.facts
@@ -51,8 +49,8 @@ def located(ref: KindRef, budget: Budget) -> TensorRef:
     return replace(ref, facts=(spans, None))
 
 
-def _spans(shape: object, local: object, spec: object, budget: Budget) -> Spans | None:
-    """Return the ranges that a rank has of a tensor; None if all ranks have all of it."""
+def _spans(shape: object, local: object, spec: object, budget: Budget) -> Ranges | None:
+    """Return the ranges of a rank, or None if it has the whole tensor."""
     sizes, own = _sizes(shape, "its shape"), _sizes(local, "the shape of its local tensor")
     layout = _state(spec)
     mesh, at = _mesh(layout.get("mesh"))
@@ -73,8 +71,15 @@ def _spans(shape: object, local: object, spec: object, budget: Budget) -> Spans 
     return spans
 
 
-def _mesh(mesh: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shape of a mesh, and the place of the rank in it; none of one outside of it."""
+class _Mesh(NamedTuple):
+    """The shape of a mesh, and the coordinates of the rank, which are empty outside of it."""
+
+    shape: tuple[int, ...]
+    at: tuple[int, ...]
+
+
+def _mesh(mesh: object) -> _Mesh:
+    """Return the mesh of a DTensor."""
     state, what = _state(mesh), "the shape of its mesh"
     ranks = state.get("mesh")
     if isinstance(ranks, TensorRef):
@@ -85,14 +90,14 @@ def _mesh(mesh: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
         axes = axes if isinstance(axes, tuple) else (axes,)
         _require(len(axes) <= _MOST, what)
         found = [_state(axis).get("shape") if isinstance(axis, Blocked) else axis for axis in axes]
-        # A dimension that is several that were made one has a tuple.
+        # A dimension that was flattened from several ones has a tuple.
         each = [axis if isinstance(axis, tuple) else (axis,) for axis in found]
         shape = tuple([math.prod(_sizes(axis, what)) for axis in each])
     at = state.get("_coordinate_on_dim")
     place = _sizes(tuple(at) if isinstance(at, list) else at or (), "the place of its rank")
     is_inside = len(place) == len(shape) and all(map(int.__lt__, place, shape))
     _require(is_inside or (at is None and all(shape)), "the place of its rank in the mesh")
-    return shape, place
+    return _Mesh(shape, place)
 
 
 def _placement(placement: object, dims: int) -> Placement:
@@ -108,9 +113,9 @@ def _placement(placement: object, dims: int) -> Placement:
 
 
 def _order(layout: dict[Any, Any], axes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield the mesh dimensions that shard each dimension, in the order in which they do."""
+    """Yield the mesh dimensions that shard each tensor dimension, in their order."""
     left, what = {*axes}, "the order of its shards"
-    # Until 2.9, and where strided shards say it, there is none.
+    # Until torch 2.9, and with strided shards, the order is not recorded.
     for entry in _items(layout, "shard_order") if layout.get("shard_order") is not None else ():
         given: Any = entry.inside[0] if isinstance(entry, Blocked) and entry.inside else None
         _require(isinstance(given, tuple) and len(given) == 2, what)
@@ -121,7 +126,7 @@ def _order(layout: dict[Any, Any], axes: Sequence[int]) -> Iterator[tuple[int, .
 
 
 def _state(record: object) -> dict[Any, Any]:
-    """Return the attributes of an object; none of what is no object, such as a class."""
+    """Return the attributes of an object, or an empty dict for a class."""
     return (record.state or {}) if isinstance(record, Blocked) and record.called else {}
 
 
@@ -133,7 +138,7 @@ def _items(state: dict[Any, Any], name: str) -> Sequence[Any]:
 
 
 def _sizes(values: object, what: str) -> tuple[int, ...]:
-    """Return what must be a short tuple of whole numbers that are not negative."""
+    """Return a short tuple of whole numbers from 0, or refuse the layout."""
     if not isinstance(values, tuple) or len(values) > _MOST:
         raise _Unknown(what)
     _require(all(type(size) is int and 0 <= size < 1 << 62 for size in values), what)

@@ -1,4 +1,4 @@
-"""Files of strangers: complete reads, strict JSON and numbers that make sense, or an error."""
+"""Read untrusted files: complete reads, strict JSON and valid numbers, or an error."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from torchlift._store.places import Stamp, in_parallel, open_place
 from torchlift.errors import CheckpointError, FormatError
 from torchlift.formats.unpickle import Budget
 
-#: Bytes that a `Cursor` reads ahead, and that are asked of a URL at least.
+#: Bytes that a `Cursor` reads ahead, and least bytes of a request to a URL.
 _WINDOW = 1 << 16
-#: Bytes that are read of a URL behind those asked for, and those between two ranges that are read
-#: with them: a request takes as long as some megabytes, and only the index is to be read.
+#: For a URL: bytes that are read after a requested range, and largest gap between two ranges that
+#: one request reads. A request takes as long as several megabytes, but reads little of the weights.
 _BEHIND, _GAP = 1 << 12, 1 << 16
-#: Most bytes that a `Cursor` reads ahead of a URL.
+#: Most bytes that a `Cursor` reads ahead from a URL.
 _MOST_AHEAD = 1 << 26
 
 
@@ -31,17 +31,17 @@ class Source:
     """An open file, or a window of one, with its size and stamp.
 
     Args:
-        path: the file.
-        budget: what reading it may cost; None for one of its own.
-        stamp: of the file, if it must be the one that this was taken of.
+        path: Path of the file.
+        budget: Budget for reading, or None for a new one.
+        stamp: Stamp that the file must have, or None.
 
     Attributes:
-        path: the file, absolute, or its URL.
-        descriptor: of a file of this machine.
-        start: first byte of the window in the file; reads count from here.
-        size: bytes of the window.
-        stamp: identity of the file.
-        budget: what reading it, and the files that belong to it, may still cost.
+        path: Absolute path of the file, or its URL.
+        descriptor: File descriptor of a local file.
+        start: First byte of the window in the file. Reads count from here.
+        size: Size of the window, in bytes.
+        stamp: Identity of the file.
+        budget: Budget for reading it, shared by the files of one checkpoint.
     """
 
     def __init__(self, path: str, budget: Budget | None = None, stamp: Stamp | None = None) -> None:
@@ -55,10 +55,10 @@ class Source:
     def window(
         self, start: int, size: int, what: str = "an item", entry: str | None = None
     ) -> Source:
-        """Return a part of the file as a file of its own, over the same descriptor.
+        """Return a part of the file as a source, over the same descriptor.
 
         Raises:
-            FormatError: it reaches past the end.
+            FormatError: If it reaches past the end.
         """
         self.check(start, size, what, entry)
         made = copy.copy(self)
@@ -71,27 +71,27 @@ class Source:
         return self._windows is not None
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Read ranges of a URL, each a first byte and the end, at once: they are needed next."""
+        """Fetch ranges (first byte, end) of a URL in parallel, because they are needed next."""
         if self._windows is not None:
             at, most = self.start, self.size
             self._windows.expect((at + max(a, 0), at + min(b, most)) for a, b in ranges)
 
     def check(self, offset: int, nbytes: int, what: str, entry: str | None = None) -> None:
-        """Refuse bytes that are not inside the file; an error calls them `what`."""
+        """Refuse bytes that are not inside the file. An error calls them `what`."""
         if offset < 0 or nbytes < 0 or offset + nbytes > self.size:
             raise FormatError(
                 f"{what} reaches past the end of the file",
                 entry=entry,
                 expected=f"at most {self.size} bytes",
                 found=f"bytes {offset} to {offset + nbytes}",
-                hint="The file is truncated, or its header is damaged: fetch it again.",
+                hint="The file is truncated, or its header is damaged. Fetch it again.",
             )
 
     def read(self, offset: int, nbytes: int, entry: str | None = None) -> bytes:
         """Read exactly `nbytes` bytes at `offset`.
 
         Raises:
-            FormatError: the range is not inside the file, or the file shrank while it was read.
+            FormatError: If the range is not inside the file, or the file shrank.
         """
         self.check(offset, nbytes, "a byte range", entry)
         self.budget.grow(nbytes)
@@ -101,13 +101,13 @@ class Source:
         return data
 
     def read_all(self, limit: int, what: str) -> bytes:
-        """Read the whole file, which an error calls `what` where it has more than `limit` bytes."""
+        """Read the whole file, or refuse it as `what` if it has more than `limit` bytes."""
         if self.size > limit:
             raise FormatError(f"{what} is too large", expected=f"at most {limit} bytes")
         return self.read(0, self.size)
 
     def close(self) -> None:
-        """Close the file; the stamp and the size stay."""
+        """Close the file. Its stamp and size stay known."""
         self._opened.close()
 
     def __enter__(self) -> Source:
@@ -118,21 +118,21 @@ class Source:
 
 
 class _Windows:
-    """What was read of a URL: what lies near each other costs one request, and nothing costs two.
+    """The bytes that were read from a URL. Near ranges share a request, and none is read twice.
 
     Args:
-        opened: what is read.
+        opened: The open URL.
     """
 
     def __init__(self, opened: Opened) -> None:
         self._opened = opened
-        self._windows = [(0, opened.head)]  # first byte, bytes; in order, and apart
+        self._windows = [(0, opened.head)]  # (first byte, bytes), in order, without overlaps
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Return bytes at a place, and keep at least a window of them."""
+        """Return bytes at an offset, and keep a window of them."""
         found = self._known(offset, nbytes)
         if found is None:
-            # Behind what is asked for is often what is asked for next, such as torch's notes.
+            # The bytes after a range are often needed next, such as torch's notes.
             self.expect([(offset, offset + max(nbytes + _BEHIND, _WINDOW))])
             found = self._known(offset, nbytes)
         return found or b""
@@ -144,12 +144,12 @@ class _Windows:
         return data[offset - start : offset - start + nbytes] if is_there else None
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Read ranges that are asked for next, at once; those near each other as one."""
+        """Fetch ranges in parallel. Ranges near each other share a request."""
         lacking: list[list[int]] = []
         size = self._opened.size
         within = sorted((max(start, 0), min(stop, size)) for start, stop in ranges)
         for start, stop in within:
-            # Most ranges are known: a walk over all windows for each of 4,000 items took 20 s.
+            # Most ranges are known. A walk over all windows for each of 4,000 items took 20 s.
             if start >= stop or self._known(start, stop - start) is not None:
                 continue
             for first, data in self._windows:
@@ -184,10 +184,10 @@ class _Windows:
 
 
 class Cursor:
-    """What comes next in a file, read in windows: headers hold vocabularies of megabytes.
+    """A reader of consecutive bytes in windows, for headers with vocabularies of megabytes.
 
     Attributes:
-        at: how many bytes have been taken.
+        at: Number of bytes that were taken.
     """
 
     def __init__(self, source: Source) -> None:
@@ -207,27 +207,27 @@ class Cursor:
         return self._window[begin : begin + count]
 
     def ahead(self) -> int:
-        """Return how many bytes are likely to be taken next; more with each window of a URL."""
+        """Return how many bytes to read ahead from a URL. Each window is larger than the last."""
         return min(4 * len(self._window), _MOST_AHEAD)
 
     def skip(self, count: int) -> None:
-        """Pass over bytes that must be there."""
+        """Pass over bytes that must exist."""
         self._check(count)
         self.at += count
 
     def number(self, layout: str) -> Any:
-        """Return the next number, given how `struct` calls it."""
+        """Return the next number of a `struct` layout."""
         return struct.unpack(layout, self.take(struct.calcsize(layout)))[0]
 
     def _check(self, count: int) -> int:
-        """Return how many bytes are left, which must be enough."""
+        """Return the number of bytes left, or refuse a file that ends early."""
         left = self._source.size - self.at
         if count > left:
             raise FormatError(
                 "the file ends early",
                 expected=f"{count} bytes more",
                 found=f"{left} bytes",
-                hint="The file is truncated: fetch it again.",
+                hint="The file is truncated. Fetch it again.",
             )
         return left
 
@@ -247,13 +247,13 @@ def whole_numbers(values: object, key: str, what: str, kind: str = "list") -> tu
     """Return sizes, strides or offsets as a tuple.
 
     Args:
-        values: what the file says they are.
-        key: the tensor.
-        what: what they are called in an error.
-        kind: what the format stores them as.
+        values: The values in the file.
+        key: Key of the tensor.
+        what: Name of the values in an error.
+        kind: Type that the format stores them as.
 
     Raises:
-        FormatError: not whole, negative, or more or larger than torch has.
+        FormatError: If they are not whole, are negative, or exceed the limits of torch.
     """
     if not isinstance(values, (tuple, list)) or len(values) > 64:
         raise FormatError(
@@ -264,12 +264,12 @@ def whole_numbers(values: object, key: str, what: str, kind: str = "list") -> tu
             else f"a {type(values).__name__}",
         )
     for value in values:
-        if type(value) is not int or not 0 <= value < 1 << 63:  # True is an int, and no size
-            # Python refuses to write more than 4,300 digits, but not in hexadecimal.
+        if type(value) is not int or not 0 <= value < 1 << 63:  # True is an int, but not a size
+            # Python refuses to print more than 4,300 decimal digits.
             is_long = type(value) is int and value.bit_length() > 64
             found = hex(value) if is_long else value
             raise FormatError(
-                f"a tensor has an impossible {what}",
+                f"a tensor has an invalid {what}",
                 entry=key,
                 expected="whole numbers from 0 to 2**63",
                 found=found if isinstance(value, (int, float)) else f"a {type(value).__name__}",
@@ -278,15 +278,15 @@ def whole_numbers(values: object, key: str, what: str, kind: str = "list") -> tu
 
 
 def dense_shape(values: object, key: str, what: str, kind: str = "list") -> tuple[int, ...]:
-    """Return the sizes of a tensor; see `whole_numbers`.
+    """Return the sizes of a tensor as a tuple, checked like `whole_numbers`.
 
     Raises:
-        FormatError: the strides of an empty one would be larger than torch has.
+        FormatError: If the strides of an empty tensor would exceed the limits of torch.
     """
     shape = whole_numbers(values, key, what, kind)
     if 0 in shape and math.prod(filter(None, shape)) >= 1 << 63:
         raise FormatError(
-            f"a tensor has an impossible {what}",
+            f"a tensor has an invalid {what}",
             entry=key,
             expected="strides below 2**63",
             found=f"{list(shape)}, which has none",
@@ -301,19 +301,19 @@ def parse_json(
 
     Args:
         data: UTF-8 text.
-        what: what it is called in an error, such as ``"the header"``.
-        hook: makes an object of its pairs instead of `unique`.
+        what: Name of the text in an error, such as ``"the header"``.
+        hook: Makes an object of its pairs. Default: `unique`.
 
     Raises:
-        FormatError: not JSON, not an object, nested too deep, or a name that occurs twice in one
-            object (programs disagree on which of the two counts).
+        FormatError: If it is not JSON, not an object, nests too deep, or repeats a name in one
+            object. Programs disagree on which of two values counts.
     """
     try:
         found = json.loads(
             data.decode(), object_pairs_hook=hook or unique, parse_constant=_no_constant
         )
         if b"\\u" in data:
-            # Escapes can make half of a character, which no terminal or file can take.
+            # Escapes can spell half of a surrogate pair, which no terminal or file can store.
             json.dumps(found, ensure_ascii=False).encode()
     except RecursionError as error:
         raise FormatError(f"{what} nests too deep") from error
@@ -330,7 +330,7 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         counts = Counter(name for name, _ in pairs)
         (twice, _), *_ = counts.most_common(1)
-        raise FormatError("a name occurs twice in a JSON object", entry=twice)
+        raise FormatError("a name occurs twice in one JSON object", entry=twice)
     return result
 
 

@@ -1,7 +1,7 @@
-"""An index as text, HTML and JSON. Keys, tags and objects are a stranger's: all of it is escaped.
+"""An index as text, HTML and JSON, with every untrusted name escaped.
 
-A name may hold terminal escape sequences or markup; printing a file one does not trust must not
-move the cursor, recolour the screen or run a script in a notebook.
+A name may hold terminal escape sequences or markup. Printing an untrusted file must not move the
+cursor, recolour the screen or run a script in a notebook.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from reprlib import repr as short_repr
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchlift._store.files import FileStamp
 from torchlift._system.text import human, printable
@@ -24,14 +24,14 @@ from torchlift.formats.index import Index, TensorEntry
 
 _COLUMNS = ("key", "tensors", "size", "dtype", "shape", "location", "note")
 _WIDEST_KEY = 120
-#: Lines of the tree, and items of each list above it, where no number is asked for.
+#: Default number of lines of the tree, and of items in each list above it.
 _LINES, _ITEMS = 40, 10
-#: Levels of the tree; what is left of a key below is not told apart. No model nests as deep.
+#: Most levels of the tree. Models nest less deep.
 _DEEPEST = 64
 _NUMBER = re.compile(r"[0-9]{1,9}\.?")
 _shown = partial(printable, limit=300)
 
-#: What `sorted_by` sorts by -> the sort key of an entry. Numbers in names count as numbers.
+#: Order of `sorted_by` -> the sort key of an entry. Numbers in names count as numbers.
 SORTS: dict[str, Callable[[TensorEntry], Any]] = {
     "file": lambda entry: 0,
     "name": lambda entry: [
@@ -44,12 +44,12 @@ SORTS: dict[str, Callable[[TensorEntry], Any]] = {
     "location": lambda entry: entry.location,
 }
 
-#: Further columns of a table of tensors, and a tensor's cells in them by its key.
+#: Further columns of a table of tensors, and key -> the tensor's cells in them.
 Extra = tuple[Sequence[str], Mapping[str, Sequence[str]]]
 
 
 def sorted_by(index: Index, order: str) -> Index:
-    """Return an index with its entries in an order of `SORTS`; equal ones stay as they are."""
+    """Return an index with its entries in an order of `SORTS`. Equal entries keep their order."""
     entries = sorted(index.entries.values(), key=SORTS[order])
     return replace(index, entries={entry.key: entry for entry in entries})
 
@@ -60,28 +60,25 @@ def to_text(
     rows: int | None = None,
     depth: int | None = None,
     by_size: bool = False,
-    kinds: Mapping[str, int] | None = None,
 ) -> str:
     """Return a summary for a terminal: facts, and a tree of the modules with their sizes.
 
-    Modules that are numbered and alike, such as the layers of a transformer, are one line, with
-    what each of them holds. A tensor that is another one under a second name counts once.
+    Numbered modules that are alike, such as the layers of a transformer, share one line. A tensor
+    with two names counts once.
 
     Args:
-        index: what to describe.
-        rows: most lines of the tree, and most objects, aliases and blocked names to list of each;
-            None is for a number that fits a screen.
-        depth: levels of the tree; None for as many as fit these lines.
-        by_size: put the largest module first.
-        kinds: what the elements are -> how many of them.
+        index: The index.
+        rows: Most lines of the tree and of each list. None: as many as fit a screen.
+        depth: Levels of the tree. None: as many as fit in `rows`.
+        by_size: Whether to put the largest module first.
 
     Returns:
-        Lines without a final newline; no control characters but newlines.
+        Lines without a final newline. Newlines are the only control characters.
     """
     lines = sys.maxsize if rows is None and depth is not None else rows
     rest = _Rest(index)
     tree, more = _tree(rest, _LINES if lines is None else lines, depth, by_size)
-    return _text(rest, rows, tree, f"{more:,} more lines" if more else "", kinds)
+    return _text(rest, rows, tree, f"{more:,} more lines" if more else "")
 
 
 def to_table(
@@ -89,15 +86,13 @@ def to_table(
     *,
     rows: int | None = None,
     extra: Extra = ((), {}),
-    kinds: Mapping[str, int] | None = None,
 ) -> str:
-    """Return the same facts and, in place of the tree, a table of the tensors.
+    """Return the facts of `to_text` and a table of the tensors instead of the tree.
 
     Args:
-        index: what to describe.
-        rows: most tensors to list, None for all; and most objects and so on.
-        extra: further columns.
-        kinds: what the elements are -> how many of them.
+        index: The index.
+        rows: Most tensors to list, and most items of each list. None: all tensors.
+        extra: Further columns.
     """
     columns, cells = extra
     rest = _Rest(index)
@@ -112,11 +107,11 @@ def to_table(
     ]
     more = len(rest.entries) - len(table)
     table = [(*_COLUMNS, *columns), *table] if table else []
-    return _text(rest, rows, table, f"{more:,} more tensors" if more else "", kinds)
+    return _text(rest, rows, table, f"{more:,} more tensors" if more else "")
 
 
 def to_html(index: Index) -> str:
-    """Return what `to_text` says for a notebook, every cell of it escaped."""
+    """Return the summary of `to_text` for a notebook, with every cell escaped."""
     rest = _Rest(index)
     rows, more = _tree(rest, _LINES, None, False)
     tree = _without_empty(rows)
@@ -129,9 +124,9 @@ def to_html(index: Index) -> str:
 
 
 def to_json(index: Index) -> dict[str, Any]:
-    """Return everything in the index as values that `json.dumps` takes; sizes in bytes.
+    """Return everything in the index as values that `json.dumps` takes, with sizes in bytes.
 
-    Objects that JSON cannot say (bytes, sets, complex numbers, NaN) appear as their Python text.
+    Objects without a JSON form (bytes, sets, complex numbers, NaN) appear as their Python text.
     """
     rest = _Rest(index)
     return {
@@ -162,30 +157,13 @@ def to_json(index: Index) -> dict[str, Any]:
     }
 
 
-def counted(index: Index, kinds: Mapping[str, str], other: str) -> dict[str, int]:
-    """Return how many elements an index has of each kind, those of ties counted once.
-
-    Args:
-        index: what to count.
-        kinds: key -> its kind.
-        other: the kind of all other keys.
-    """
-    rest, found = _Rest(index), dict.fromkeys([*kinds.values(), other], 0)
-    for entry in rest.entries:
-        found[kinds.get(entry.key, other)] += entry.numel if entry.key not in rest.ties else 0
-    return found
-
-
 def _text(
     rest: _Rest,
     rows: int | None,
     table: Sequence[Sequence[str]],
     more: str,
-    kinds: Mapping[str, int] | None,
 ) -> str:
     facts = _facts(rest, _ITEMS if rows is None else rows)
-    at = [label for label, _ in facts].index("elements") + 1
-    facts[at:at] = [(f"  {kind}", f"{count:,}") for kind, count in (kinds or {}).items() if count]
     width = max(len(label) for label, _ in facts)
     lines = [_shown(rest.index.path), ""]
     lines += [f"{label:<{width}}  {value}" for label, value in facts]
@@ -195,7 +173,7 @@ def _text(
 
 
 def _facts(rest: _Rest, rows: int) -> list[tuple[str, str]]:
-    """Return label and value of everything above the table."""
+    """Return (label, value) of everything above the table."""
     index, entries = rest.index, rest.entries
     size = human(sum(stamp.size for stamp in index.files.values()))
     facts = [
@@ -231,7 +209,7 @@ def _facts(rest: _Rest, rows: int) -> list[tuple[str, str]]:
 
 
 def _tensors_in(index: Index, key: str) -> str:
-    """Return how many tensors are in a value that cannot be had, where there are any."""
+    """Return the number of tensors in a value that cannot be rebuilt, as text."""
     count = index.blocked_tensors.get(key)
     return f" ({count:,} {'tensor' if count == 1 else 'tensors'} in it)" if count else ""
 
@@ -242,12 +220,12 @@ def _alias_text(group: tuple[str, ...]) -> str:
 
 
 class _Rest:
-    """What a line says of a tensor besides its name, which takes knowing the others.
+    """The cells of a tensor's line besides its name. They depend on the other tensors.
 
     Attributes:
-        entries: those of the index.
-        ties: key -> the key before it that has the same elements of the same storage.
-        elements: of all tensors, those of ties counted once.
+        entries: The entries of the index.
+        ties: Key -> an earlier key with the same elements of the same storage.
+        elements: Number of elements of all tensors. Ties count once.
     """
 
     def __init__(self, index: Index) -> None:
@@ -278,7 +256,7 @@ class _Rest:
         storage = self.index.storage_of(entry)
         if entry.key in self.ties:
             notes.append(f"= {_shown(self.ties[entry.key])}")
-        # Each of numpy's arrays is a file with a header, and nothing is a view.
+        # The storage of a NumPy array includes its header, so the array is not a view of it.
         elif self.index.format != "npz" and storage and len(entry.chunks) == 1:
             rest = entry.chunks[0].nbytes < storage.nbytes
             notes += [f"part of {human(storage.nbytes)}"] * rest
@@ -293,10 +271,10 @@ class _Node:
     """A line of the tree: a tensor, or the module of several.
 
     Attributes:
-        label: what the line calls it.
-        entries: its tensors; of a run of modules that are alike, those of the first.
-        start: where in their keys the names below it begin.
-        children: the lines below it.
+        label: Name in the line.
+        entries: Its tensors. A line of several alike modules has those of the first module.
+        start: Position in their keys at which the names below it begin.
+        children: The lines below it.
     """
 
     __slots__ = ("children", "entries", "label", "start")
@@ -311,10 +289,15 @@ class _Node:
         return (f"{len(self.entries):,}", human(rest.size(self.entries)), "", "", "", "")
 
 
-def _tree(
-    rest: _Rest, lines: int, depth: int | None, by_size: bool
-) -> tuple[list[tuple[str, ...]], int]:
-    """Return the rows of a tree below their heads, and how many did not fit the lines."""
+class _Tree(NamedTuple):
+    """The rows of a tree with their heads, and the number of rows that did not fit."""
+
+    rows: list[tuple[str, ...]]
+    more: int
+
+
+def _tree(rest: _Rest, lines: int, depth: int | None, by_size: bool) -> _Tree:
+    """Return the tree of modules in at most some lines."""
     top = level = _branches(rest.entries, 0, rest, by_size)
     shown = len(top)
     for _ in range(1, min(_DEEPEST if depth is None else depth, _DEEPEST)):
@@ -337,13 +320,13 @@ def _tree(
             yield from rows(node.children, indent + "  ")
 
     found = _first(rows(top, ""), lines)
-    return ([_COLUMNS, *found] if found else []), shown - len(found)
+    return _Tree([_COLUMNS, *found] if found else [], shown - len(found))
 
 
 def _branches(
     entries: list[TensorEntry], start: int, rest: _Rest, by_size: bool = False
 ) -> list[_Node]:
-    """Return the lines below a module: entries by the next component of their keys."""
+    """Return the lines below a module: its entries by the next component of their keys."""
     groups: dict[str, list[TensorEntry]] = {}
     for entry in entries:
         stop = entry.key.find(".", start) + 1
@@ -377,13 +360,13 @@ def _branches(
 
 
 def _likeness(group: list[TensorEntry], start: int, rest: _Rest) -> list[tuple[object, ...]]:
-    """Return what is equal for modules that hold the same, whatever their names."""
-    # In whatever order: where a model was split into shards, a layer's may be in two of them.
+    """Return a value that is equal for modules with the same content."""
+    # Sorted: if a model was split into shards, the tensors of a layer may be in two of them.
     return sorted((e.key[start:], e.type_name, e.shape, e.key in rest.ties) for e in group)
 
 
 def _common_end(group: list[TensorEntry], start: int) -> int:
-    """Return where the components end that all keys have in common, from `start` on."""
+    """Return the position after the components that all keys share, from `start` on."""
     key = group[0].key
     while stop := key.find(".", start) + 1:
         if not all(entry.key.startswith(key[start:stop], start) for entry in group):
@@ -393,13 +376,13 @@ def _common_end(group: list[TensorEntry], start: int) -> int:
 
 
 def _size(entry: TensorEntry) -> int:
-    """Return the bytes that are stored for it: of what is repeated (stride 0), those of one."""
+    """Return the bytes that are stored for a tensor. Repeated elements (stride 0) count once."""
     stored = sum(chunk.nbytes for chunk in entry.chunks)
     return min(stored, entry.nbytes) if entry.is_plain else stored
 
 
 def _without_empty(table: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Return a table without the columns that have a head and nothing else."""
+    """Return a table without the columns that are empty below their head."""
     kept = [column for column in zip(*table, strict=True) if any(column[1:])]
     return [list(row) for row in zip(*kept, strict=True)]
 

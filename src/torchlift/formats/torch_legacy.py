@@ -1,10 +1,10 @@
 """Files of ``torch.save`` before torch 1.6: a stream of pickles and storages.
 
-Five pickles (magic, protocol, what the machine was, the object, the keys of its storages), then for
-each key an int64 count of elements and their bytes, without any alignment. All numbers are
-little-endian, whatever the machine was: torch converts them when it writes
-(torch/csrc/serialization.cpp, ``THPStorage_writeFileRaw``) and reads ``little_endian`` nowhere.
-The tar archives of torch's first releases, and storages that are views of others, are refused.
+The file has five pickles: magic, protocol, a description of the machine, the object, and the keys
+of its storages. For each key, an int64 count and the bytes of the elements follow, unaligned.
+All numbers are little-endian on every machine: torch converts them when it writes
+(torch/csrc/serialization.cpp, ``THPStorage_writeFileRaw``) and never reads ``little_endian``. The
+tar archives of torch's first releases, and storages that are views of others, are refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 _MAGIC_BYTES = b"\x8a\x0a" + _MAGIC.to_bytes(10, "little") + b"."
 _MAGIC_TEXT = b"L%dL\n." % _MAGIC
 
-#: Most bytes of one pickle, and bytes that are read first of a long and of a short one.
+#: Most bytes of one pickle. First bytes to read: of a long one, at a URL, of a short one.
 _MAX_PICKLE, _LONG, _OF_URL, _SHORT = 1 << 30, 1 << 22, 1 << 15, 1 << 9
 
 _TAR_MAGIC, _TAR_MAGIC_AT, _BLOCK = b"ustar", 257, 512
@@ -45,16 +45,16 @@ def is_tar(head: bytes) -> bool:
 
 
 def _is_summed(header: bytes) -> bool:
-    """Return whether a block is a header to who looks at nothing but its sum, as torch does."""
+    """Return whether torch takes a block for a tar header: it checks only the sum."""
     found = sum(header[:148]) + sum(header[156:]) + 8 * 32
     return len(header) == _BLOCK and found == _number_in(header[148:156])
 
 
 class _Stream:
-    """Pickles and bytes that follow each other.
+    """Consecutive pickles and bytes.
 
     Attributes:
-        pos: the next byte.
+        pos: Position of the next byte.
     """
 
     def __init__(self, source: Source, what: str) -> None:
@@ -68,14 +68,14 @@ class _Stream:
         """Read one pickle.
 
         Args:
-            what: what it is, for errors.
-            make: makes the world that gives its names a meaning.
-            first: bytes to try first.
+            what: Name of the pickle in errors.
+            make: Makes the world of its names.
+            first: Number of bytes to try first.
 
         Returns:
-            What it describes, and the world.
+            The object, and the world.
         """
-        if self.source.is_remote:  # whose tensors are behind it: four times more is a request more
+        if self.source.is_remote:  # the weights follow: a larger first read would fetch them
             first = min(first, _OF_URL)
         while True:
             rest = min(self.source.size - self.pos, _MAX_PICKLE)
@@ -85,7 +85,7 @@ class _Stream:
                 with errors_name(self.source.path, what):
                     found, end = read_pickle(data, world)
             except FormatError as error:
-                # Where a pickle ends is not known before it was read: it may only need more bytes.
+                # The end of a pickle is only known after reading it: it may need more bytes.
                 is_short = isinstance(error.__cause__, (IndexError, ValueError, struct.error))
                 if first >= rest or not is_short:
                     raise
@@ -98,12 +98,12 @@ class _Stream:
         """Read a pickle of plain data.
 
         Raises:
-            UnsafeError: it names a global.
+            UnsafeError: If it names a global.
         """
         found, world = self.pickle(what, TorchWorld)
         if world.blocked:
             raise UnsafeError(
-                "a pickle of plain data names a global: unpickling it would run code",
+                "a pickle of plain data names a global, and unpickling it would run code",
                 entry=what,
                 found=next(iter(world.blocked)),
             )
@@ -116,16 +116,16 @@ class _Stream:
         return struct.unpack(layout, data)
 
     def storage(self, ref: StorageRef, what: str) -> Storage:
-        """Skip a count of elements and their bytes; return where they are.
+        """Skip a count of elements and their bytes. Return their place.
 
         Raises:
-            FormatError: another count than the tensors say, or the file ends before.
+            FormatError: If the tensors expect another count, or the file ends early.
         """
         (count,) = self.numbers("<q")
         start, nbytes = self.pos, ref.numel * STORED_SIZE[ref.dtype]
         if count != ref.numel:
             raise FormatError(
-                "a storage does not have the size its tensors say",
+                "the size of a storage differs from what its tensors say",
                 entry=what,
                 expected=f"{ref.numel} elements",
                 found=f"{count}",
@@ -141,7 +141,7 @@ class _StreamWorld(TorchWorld):
     def persistent(self, identity: object) -> object:
         """Return the storage, or the class of a module, that a persistent id describes."""
         if type(identity) is tuple and len(identity) == 4 and identity[0] == "module":
-            return identity[1]  # a class, with the text of its source
+            return identity[1]  # a class, which the file stores with its source text
         if type(identity) is not tuple or len(identity) != 6:
             return super().persistent(None)
         ref = super().persistent(identity[:5])
@@ -157,42 +157,37 @@ class _StreamWorld(TorchWorld):
 def read_torch_legacy(source: Source) -> Index:
     """Read the index of a stream.
 
-    What follows the last storage is left alone, as torch leaves it: several objects may have been
-    saved into one file, and the first one counts.
+    Bytes after the last storage are ignored, as by torch: a file may hold several objects, and the
+    first one counts.
 
     Raises:
-        FormatError: not such a file, damaged, truncated or inconsistent.
-        UnsafeError: a pickle of plain numbers names a global.
+        FormatError: If it is not such a file, or is damaged, truncated or inconsistent.
+        UnsafeError: If a pickle of plain data names a global.
     """
     stream = _Stream(source, "the storages")
     if _is_summed(source.read(0, min(_BLOCK, source.size))):
         raise FormatError(
-            "a stream of pickles that is a tar archive, too",
-            hint="torch reads the archive and other programs the stream; write the file again.",
+            "the file is both a stream of pickles and a tar archive",
+            hint="torch reads the archive, other programs the stream. Write the file again.",
         )
     for what, expected in (("the magic number", _MAGIC), ("the protocol", _PROTOCOL)):
         found = stream.plain(what)
         if type(found) is not int or found != expected:
-            raise FormatError("not a torch file, or damaged", entry=what, expected=expected)
+            raise FormatError(
+                "the file is not a torch file, or is damaged", entry=what, expected=expected
+            )
     metadata = _machine(stream.plain("sys_info"))
     root, world = stream.pickle("the object", _StreamWorld, _LONG)
     keys = stream.plain("the storage keys")
     if not isinstance(keys, list):
         raise FormatError("the storage keys are not a list", found=f"a {type(keys).__name__}")
     storages: dict[str, Storage] = {}
-    if source.is_remote:
-        counts, at = list[tuple[int, int]](), stream.pos
-        for key in keys:
-            ref = world.storages.get(key) if type(key) is str else None
-            if ref is None:
-                break
-            counts.append((at, at + 8))
-            at += 8 + max(0, ref.numel) * STORED_SIZE[ref.dtype]
-        source.expect(counts)
     for key in keys:
         ref = world.storages.get(key) if type(key) is str else None
         if ref is None or key in storages:
-            problem = "a storage that no tensor uses" if ref is None else "a storage is there twice"
+            problem = (
+                "no tensor uses this storage" if ref is None else "the file has this storage twice"
+            )
             raise FormatError(problem, entry=str(key) if isinstance(key, (str, int)) else None)
         storages[key] = stream.storage(ref, key)
     resolver = Resolver(source.path, _finder(storages))
@@ -200,7 +195,7 @@ def read_torch_legacy(source: Source) -> Index:
 
 
 def _machine(info: object) -> dict[str, str]:
-    """Return what the file says about the machine that wrote it."""
+    """Return the description of the machine that wrote the file."""
     if not isinstance(info, dict):
         raise FormatError("sys_info is not a dict", entry="sys_info", found=type(info).__name__)
     return {
@@ -215,7 +210,7 @@ def _finder(storages: Mapping[str, Storage]) -> Find:
         storage = storages.get(ref.key)
         if storage is None:
             raise FormatError(
-                "a tensor's storage is missing", entry=key, expected=f"storage {ref.key}"
+                "the storage of a tensor is missing", entry=key, expected=f"storage {ref.key}"
             )
         return storage
 
@@ -223,18 +218,18 @@ def _finder(storages: Mapping[str, Storage]) -> Find:
 
 
 def refuse_tar(source: Source) -> NoReturn:
-    """Raise the error for a tar archive: torch's first format, or any files.
+    """Raise the error for a tar archive: of torch's first format, or of other files.
 
     Raises:
-        FormatError: always.
+        FormatError: Always.
     """
-    # A real one begins with an extended header, its times, and the header of its first member.
+    # A file of torch begins with an extended header, its times, and the header of a first member.
     data = source.read(0, min(4 * _BLOCK, source.size))
     names = {data[at : at + 100].partition(b"\0")[0] for at in range(0, len(data), _BLOCK)}
     if names.isdisjoint(_MEMBERS):
-        raise FormatError("a tar archive", hint="Unpack it first.")
+        raise FormatError("this is a tar archive", hint="Unpack it first.")
     raise FormatError(
-        "a tar archive of torch.save, as the first releases of torch wrote it",
+        "this is a tar archive of torch.save, as the first releases of torch wrote it",
         hint="If you trust the file, " + _SAVE_AGAIN.format("path, weights_only=False"),
     )
 

@@ -1,7 +1,7 @@
-"""What a torch pickle describes: records that stand for tensors, storages and names.
+"""The content of a torch pickle: records that stand for tensors, storages and names.
 
-Nothing here imports or calls what a name means. Names from an allow-list are answered by records;
-any other becomes a `Blocked` record, so that the rest of the file can still be looked at.
+Nothing here imports a name or calls it. A name of the allow-list becomes a record. Any other name
+becomes a `Blocked` record, so that the rest of the file can still be read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STORAGE_DTYPES: dict[str, str] = {
     "torch.ComplexFloatStorage": "complex64", "torch.ComplexDoubleStorage": "complex128",
 }  # fmt: skip
 
-#: Storages that say nothing about their elements; their length is in bytes.
+#: Storages without a dtype. Their length is in bytes.
 _UNTYPED = ("torch.storage.UntypedStorage", "torch.UntypedStorage")
 #: Every storage type -> the dtype of its elements, or None.
 STORAGES: dict[str, str | None] = {
@@ -44,13 +44,13 @@ STORAGES: dict[str, str | None] = {
 STORED_SIZE = {dtype: ITEMSIZE[QUANTIZED.get(dtype or "uint8", dtype or "uint8")]
                for dtype in (None, *ITEMSIZE, *QUANTIZED)}  # fmt: skip
 
-#: Views that store other numbers than they show: torch's name -> that in ``TensorEntry.encoding``.
+#: Views that show other numbers than they store: torch's name -> name in ``TensorEntry.encoding``.
 LAZY = {"conj": "conjugate", "neg": "negative"}
 
-#: How the names of dtypes begin that can have gradients.
+#: Beginnings of the names of dtypes that can have gradients.
 _GRADED = ("float", "bfloat", "complex")
 
-#: Attributes of a tensor that show other numbers once they are set, or make it something else.
+#: Attributes that change the values or the class of a tensor when they are set.
 ACTING = ("__class__", "__dict__", "data", "imag", "names", "real", "requires_grad")
 
 #: Types whose instances are plain tensors, whatever attributes were set on them.
@@ -61,8 +61,8 @@ _PLAIN_TYPES = ("torch.Tensor", _PARAMETER, "torch.nn.parameter.Buffer")
 #: Python 2 names of modules, which pickle protocols up to 2 write to this day.
 _RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
-#: What describes a DTensor in pickles: its own class, its layout, its placements, its mesh. Such a
-#: name is blocked as others are, and is listed where a value cannot be had without it.
+#: Names that describe a DTensor in pickles: its class, layout, placements and mesh. They are
+#: blocked like others, but listed only if a value cannot be rebuilt without them.
 _OF_DTENSORS = re.compile(
     r"torch\.distributed\.(?:_?tensor(?:\.\w+)*|device_mesh|_mesh_layout)\.(\w+)", re.ASCII
 )
@@ -73,7 +73,7 @@ _MAX_BLOCKED = 10_000
 #: Names that mean something in every OrderedDict.
 _OF_DICTS = frozenset(dir(OrderedDict))
 
-#: Levels of containers in what a subclass keeps beside its tensors.
+#: Most levels of containers in the state of a subclass.
 _MAX_INSIDE = 50
 
 
@@ -86,18 +86,18 @@ class Global:
         self.name = name
 
     def __repr__(self) -> str:
-        return self.name  # as a part of a key, an address would be another one each time
+        return self.name  # an address would change a key from run to run
 
 
 class Blocked:
-    """A name that only an unpickler could use, or what it would have made of it.
+    """A global that only an unpickler could use, or the result of calling it.
 
     Attributes:
-        name: dotted name.
-        called: whether this is the result of a call rather than the name itself.
-        made: whether that call makes an object without its ``__init__``.
-        inside: what it was called with, or given.
-        state: what ``__setstate__`` would have received, if it was a dict.
+        name: Dotted name.
+        called: Whether this is the result of a call.
+        made: Whether that call makes an object without its ``__init__``.
+        inside: The arguments, states and items that it received.
+        state: The last state that is a dict, or None.
     """
 
     __slots__ = ("called", "inside", "made", "name", "state")
@@ -113,7 +113,7 @@ class Blocked:
 
 
 class _Named(str):
-    """Something of torch or Python, by its name; as a key it is another one than that text."""
+    """A value of torch or Python, by its name. It differs from a text with the same content."""
 
     __slots__ = ()
     __hash__ = str.__hash__
@@ -138,7 +138,7 @@ class LayoutName(_Named):
 
 
 class SliceText(_Named):
-    """A slice, as its text; a tuple of its numbers is beside it."""
+    """A slice, as its text. `arguments` has its numbers."""
 
     arguments: tuple[int | None, ...]
 
@@ -153,7 +153,7 @@ class OrderedRecord(dict[Any, Any]):
         self.metadata: object = None
 
     def copy(self) -> OrderedRecord:
-        """Return another one of the same items."""
+        """Return a copy with the same items."""
         made = OrderedRecord()
         made.update(self)
         made.metadata = self.metadata
@@ -170,8 +170,8 @@ class CountRecord(dict[Any, Any]):
 class StorageRef:
     """A persistent id: the storage that holds a tensor's bytes.
 
-    torch makes a storage where it first meets its key, and later ones that differ are that one, too
-    (torch/serialization.py, persistent_load).
+    torch makes a storage when it first reads its key. Later ids with that key give the same
+    storage, even if they differ (torch/serialization.py, persistent_load).
     """
 
     dtype: str | None
@@ -182,10 +182,10 @@ class StorageRef:
 
 @dataclass(slots=True, eq=False)
 class TensorRef:
-    """The arguments of a rebuilder, unchecked: whoever knows the tensor's key checks them.
+    """The arguments of a rebuilder. They are checked later, when the tensor's key is known.
 
     Attributes:
-        lazy: what a view shows instead of the stored numbers: see ``TensorEntry.encoding``.
+        lazy: Steps from the stored numbers to the values, as in ``TensorEntry.encoding``.
     """
 
     storage: StorageRef
@@ -200,13 +200,13 @@ class TensorRef:
 
 @dataclass(slots=True, eq=False)
 class KindRef(TensorRef):
-    """The arguments of a rebuilder that makes a tensor of others; see `Kind`.
+    """The arguments of a rebuilder that makes a tensor of others, as in `Kind`.
 
-    Of a subclass (`SUBCLASS`), only a caller can say that it may be made. The facts are its name;
-    whether the first tensor, seen as that class, is it; its state; and the tensors again.
+    A subclass (`SUBCLASS`) is only made if a caller allows it. Its facts are four: the name,
+    whether it is a view of the first tensor, the state, and the tensors.
 
     Attributes:
-        cost: what each key of it costs the budget: for each tensor, and what that is made of.
+        cost: Price of each key of this tensor, with the tensors that it is made of.
     """
 
     kind: str = ""
@@ -227,7 +227,7 @@ class NumpyDtype:
 
 @dataclass(slots=True, eq=False)
 class ArrayRef:
-    """A numpy array of numbers, once its state is known; None for what its bytes do not say."""
+    """A NumPy array. `array` is None before its state is read, or without plain numbers."""
 
     array: Array | None = None
 
@@ -236,9 +236,9 @@ class TorchWorld:
     """The `World` of pickles written by ``torch.save``.
 
     Attributes:
-        budget: what reading may still cost.
-        blocked: names that are not in the allow-list, in order of appearance.
-        storages: what the persistent ids described so far, by key.
+        budget: Budget for reading.
+        blocked: Names that are not in the allow-list, in order of appearance.
+        storages: Key -> storage of the persistent ids so far.
     """
 
     def __init__(self, budget: Budget | None = None) -> None:
@@ -248,7 +248,7 @@ class TorchWorld:
         self._globals: dict[str, Global | Blocked] = {}
 
     def find(self, module: str, name: str) -> Global | Blocked:
-        """Return a stand-in for the global ``module.name``; the same object every time."""
+        """Return the stand-in of the global ``module.name``, the same object every time."""
         dotted = f"{_RENAMED.get(module, module)}.{name}"
         found = self._globals.get(dotted)
         if found is None:
@@ -267,7 +267,7 @@ class TorchWorld:
         return Blocked(name, called, *inside)
 
     def call(self, function: object, arguments: object, keywords: object = None) -> object:
-        """Return a record of a call; see `World`."""
+        """Return a record of a call, as `World` describes it."""
         if not isinstance(arguments, tuple):
             raise FormatError("the pickle calls something with arguments that are not a tuple")
         if isinstance(function, Blocked):
@@ -277,8 +277,8 @@ class TorchWorld:
         if not isinstance(function, Global):
             raise FormatError("the pickle calls something that is not a global")
         if keywords or (keywords is not None and arguments):
-            # set.__new__(set, [1]) is an empty set: what a call gives is not what torch would show.
-            what = "a global is not called, but its class is told to make an object"
+            # set.__new__(set, [1]) is an empty set, and torch would show that one.
+            what = "a global is created by __new__ with arguments, instead of a call"
             raise FormatError(what, entry=function.name)
         handler = _CALLS.get(function.name)
         if handler is None:
@@ -289,14 +289,14 @@ class TorchWorld:
             return found.record
         except (TypeError, ValueError, UnicodeError, OverflowError) as error:
             raise FormatError(
-                "a global is called with arguments it does not take", entry=function.name
+                "a global is called with arguments that it does not accept", entry=function.name
             ) from error
 
     def taken(self, arguments: tuple[object, ...], inside: bool = False) -> tuple[object, ...]:
-        """Pay for a call, and return its arguments as they are now.
+        """Pay for a call, and return copies of its arguments.
 
-        What the pickle puts into a list or dict after the call is not in the result, as for torch.
-        What is in them stays the same object: torch copies the attributes of a tensor, no deeper.
+        The result lacks items that the pickle adds to a list or dict after the call, as in torch.
+        Items of these containers are not copied: torch copies only one level, too.
         """
         self.budget.spend(STEP * (1 + len(arguments)))
         now = []
@@ -323,7 +323,7 @@ class TorchWorld:
             or type(key) is not str
             or type(location) is not str
             or len(key) + len(location) > MAX_TEXT
-            or key.endswith("/")  # a folder, to torch, whose memory it leaves as it was
+            or key.endswith("/")  # torch takes it for a folder and leaves the memory unset
         ):
             raise FormatError(
                 "a persistent id is not a storage",
@@ -335,10 +335,10 @@ class TorchWorld:
             return Blocked(storage_type.name, True, numbers)
         name = storage_type.name if isinstance(storage_type, Global) else ""
         if name not in STORAGES:
-            raise FormatError("a persistent id names no storage type", entry=key, found=name)
+            raise FormatError("a persistent id does not name a storage type", entry=key, found=name)
         if type(numel) is not int or not 0 <= numel < 1 << 62:
             raise FormatError(
-                "a storage has an impossible number of elements",
+                "a storage has an invalid number of elements",
                 entry=key,
                 expected="a whole number from 0 to 2**62",
                 found=numel if isinstance(numel, (int, float)) else type(numel).__name__,
@@ -346,10 +346,10 @@ class TorchWorld:
         return self.stored(STORAGES[name], key, location, numel)
 
     def stored(self, dtype: str | None, key: str, location: str, numel: int) -> StorageRef:
-        """Return the storage of a key, as it was described at first."""
+        """Return the storage of a key, as the first id described it."""
         made = StorageRef(dtype, key, location, numel)
         known = self.storages.setdefault(key, made)
-        if known is made or not (known.numel or numel):  # nothing, which torch makes anew each time
+        if known is made or not (known.numel or numel):  # torch makes empty storages each time
             return made
         if (known.dtype, known.numel) != (dtype, numel):
             raise FormatError(
@@ -357,22 +357,22 @@ class TorchWorld:
                 entry=key,
                 expected=f"{known.numel} elements of {known.dtype or 'bytes'}, as at first",
                 found=f"{numel} of {dtype or 'bytes'}",
-                hint="torch reads all of it as what it was called first; write the file again.",
+                hint="torch would read all of it as the first one. Write the file again.",
             )
         return known
 
     def build(self, target: object, state: object) -> None:
-        """Keep the state that means something: torch's metadata and what a module holds."""
+        """Keep the state of a record, or refuse a state that torch would read differently."""
         if isinstance(target, OrderedRecord):
             if not isinstance(state, dict):
                 raise FormatError("the state of an OrderedDict is not a dict")
-            if hidden := state.keys() & _OF_DICTS:  # what asks it for its keys asks these instead
+            if hidden := state.keys() & _OF_DICTS:  # calls such as keys() would reach these
                 what = "the state of an OrderedDict replaces its methods"
                 raise FormatError(what, found=clipped_list(sorted(hidden)))
             target.metadata = state.get("_metadata", target.metadata)
         elif isinstance(target, Blocked):
             if _OF_DTENSORS.fullmatch(target.name):
-                if target.inside[1:]:  # torch would take both
+                if target.inside[1:]:  # torch would apply both
                     what = "a part of a DTensor has two states"
                     raise FormatError(what, entry=target.name)
                 (state,) = self.taken((state,))
@@ -381,36 +381,36 @@ class TorchWorld:
                 target.state = state
         elif isinstance(target, ArrayRef):
             target.array = _array(state)
-            if target.array is not None:  # the same bytes may be those of many arrays
+            if target.array is not None:  # many arrays may share the same bytes
                 self.budget.spend(len(target.array.data))
         elif isinstance(target, NumpyDtype):
-            if target.is_used:  # numpy would read the arrays of it anew
+            if target.is_used:  # numpy would reinterpret the arrays that use it
                 raise FormatError("the state of a numpy dtype comes after its use")
             if isinstance(state, tuple) and len(state) > 1 and isinstance(state[1], str):
                 target.order = state[1][:1]
         else:
-            # A tensor too: torch.Tensor.set_ would take the state, and show other numbers.
-            what, found = "gives a state to something that has none", type(target).__name__
+            # Includes tensors: torch.Tensor.set_ would take the state, and show other numbers.
+            what, found = "gives a state to an object without one", type(target).__name__
             raise FormatError(f"the pickle {what}", found=f"a {found}")
 
     def extend(self, target: object, items: list[Any]) -> None:
-        """Note what is put into a blocked container; nothing else takes items."""
+        """Keep the items that are added to a blocked container, or refuse them."""
         if not isinstance(target, Blocked):
-            what, found = "puts items into something that takes none", type(target).__name__
+            what, found = "adds items to an object that is not a container", type(target).__name__
             raise FormatError(f"the pickle {what}", found=f"a {found}")
         target.inside.append(items)
 
 
 class _IsBlocked(Exception):
-    """A call takes what nobody can make, so that this is what its result stands for, too."""
+    """A call has a blocked argument, so its result is blocked, too."""
 
     def __init__(self, record: Blocked) -> None:
         self.record = record
 
 
-# The allow-list: for each global that a checkpoint may call, a function that makes a record of it.
-# They check the kinds of their arguments and raise TypeError or ValueError, which `TorchWorld.call`
-# turns into an error that names the global. Numbers are checked later, where the key is known.
+# The allow-list: a function for each global that a checkpoint may call. It returns a record. It
+# checks the types of its arguments and raises TypeError or ValueError. `TorchWorld.call` turns that
+# into an error that names the global. Numbers are checked later, when the key is known.
 
 
 def _checked(value: object, *kinds: type) -> Any:
@@ -453,15 +453,15 @@ def _tensor(
     if metadata:
         metadata = _checked(metadata, dict)
         assert isinstance(metadata, dict)
-        if not metadata.keys() <= LAZY.keys():  # what a backend keeps beside its tensors
+        if not metadata.keys() <= LAZY.keys():  # metadata of another backend
             return world.block("torch._utils._rebuild_tensor_v2 with metadata", True, made)
-        # torch looks whether a name is there, and not at what it says.
+        # torch looks for the name and ignores its value: {"neg": False} negates.
         made.lazy = tuple(LAZY[name] for name in LAZY if name in metadata)
     return made
 
 
 def _graded(requires_grad: object, dtype: str) -> object:
-    """Return whether a tensor requires gradients, which only some numbers can."""
+    """Return whether a tensor requires gradients, if its dtype can have them."""
     if _checked(requires_grad, bool) and not dtype.startswith(_GRADED):
         raise TypeError("gradients of whole numbers")
     return requires_grad
@@ -469,7 +469,7 @@ def _graded(requires_grad: object, dtype: str) -> object:
 
 def _tensor_v3(world: TorchWorld, *arguments: Any) -> TensorRef | Blocked:
     dtype = arguments[6] if len(arguments) > 6 else None
-    # Whether it can have gradients is a question of its own dtype, not of its storage's.
+    # Without gradients: its own dtype decides whether it can have them, not the storage's.
     made = _tensor(world, *(*arguments[:4], False, *arguments[5:6], *arguments[7:]))
     if isinstance(dtype, Blocked):
         return Blocked(dtype.name, True, made)
@@ -480,14 +480,14 @@ def _tensor_v3(world: TorchWorld, *arguments: Any) -> TensorRef | Blocked:
 
 
 def _strided(dtype: str) -> str:
-    """Return a dtype that a tensor can have which is nothing but its elements."""
+    """Return a dtype, if a plain strided tensor can have it."""
     if dtype not in ITEMSIZE:
         raise TypeError("not a dtype of plain tensors")
     return dtype
 
 
 def _sparse(world: TorchWorld, layout: object, data: object) -> object:
-    """Return a record of a tensor of (indices, values, size), or of one with two of indices."""
+    """Return a record of a sparse tensor: of (indices, values, size), or with two index tensors."""
     name = _checked(layout, str).removeprefix("torch.sparse_")
     if name not in ("coo", "csr", "csc", "bsr", "bsc"):
         raise ValueError("not a layout that torch rebuilds")
@@ -527,7 +527,7 @@ def _quantized(
             raise ValueError("no such dimension")
         if type(first) is TensorRef and type(second) is TensorRef:
             tensors += [first, second]
-        else:  # as old files have it
+        else:  # old files have lists instead of tensors
             for values in (first, second):
                 world.budget.spend(STEP * len(_checked(values, list)))
                 facts += (tuple([_checked(value, float, int) for value in values]),)
@@ -538,7 +538,7 @@ def _quantized(
 
 
 def _inner(found: Sequence[object], count: int) -> list[TensorRef]:
-    """Return the plain tensors that another one is made of."""
+    """Return the plain tensors that another tensor is made of."""
     tensors = [_made(item, TensorRef) for item in found]
     if len(found) != count or any(type(tensor) is not TensorRef for tensor in tensors):
         raise TypeError("not the tensors that it takes")
@@ -546,7 +546,7 @@ def _inner(found: Sequence[object], count: int) -> list[TensorRef]:
 
 
 def _kind(name: str, like: TensorRef, tensors: Sequence[TensorRef] = (), *facts: object) -> KindRef:
-    """Return a record of a tensor that is made of others, and shows what `like` says."""
+    """Return a record of a tensor that is made of others, with the shape and dtype of `like`."""
     numbers = sum(len(fact) for fact in facts if isinstance(fact, tuple))
     inner = sum(ENTRY + (tensor.cost if isinstance(tensor, KindRef) else 0) for tensor in tensors)
     return KindRef(
@@ -558,7 +558,7 @@ def _kind(name: str, like: TensorRef, tensors: Sequence[TensorRef] = (), *facts:
 def _on_device(
     world: TorchWorld, data: object, dtype: object, device: object, requires_grad: object
 ) -> object:
-    """Return a tensor of a device that has no storages, which is saved as the CPU's copy of it."""
+    """Return a tensor that was saved as a CPU copy, because its device lacks storages."""
     name = _checked(dtype, Global, Blocked).name.removeprefix("torch.")
     if isinstance(data, Blocked) or _checked(data, TensorRef).dtype != name:
         return world.block("torch._utils._rebuild_device_tensor_from_cpu_tensor", True, data)
@@ -581,7 +581,7 @@ def _from_type(
 ) -> object:
     made_by = _CALLS.get(_checked(function, Global, Blocked).name)
     if made_by not in _TENSOR_CALLS and isinstance(function, Global):
-        # Calls in calls could nest for ever; and torch fails with what has no as_subclass.
+        # Nested calls could recurse without end, and torch fails without as_subclass.
         raise TypeError("not a function that makes a tensor")
     made: Any = world.call(function, arguments)
     wrapper = isinstance(made, KindRef) and made.kind == SUBCLASS
@@ -609,7 +609,7 @@ def _wrapper(
     world: TorchWorld, kind: object, dtype: object, size: object, stride: object, offset: object,
     layout: object, device: object, requires_grad: object,
 ) -> object:  # fmt: skip
-    """Return a record of a tensor that shows what its class makes of the tensors in its state."""
+    """Return a record of a wrapper subclass, whose class computes it from the tensors it holds."""
     shown = _checked(dtype, Global, Blocked).name.removeprefix("torch.")
     name = _checked(kind, Blocked).name
     if shown not in ITEMSIZE or str(layout) != "torch.strided":
@@ -620,7 +620,7 @@ def _wrapper(
 
 
 def _parts(name: str, state: object) -> dict[Any, Any]:
-    """Return the attributes of a DTensor over a plain local tensor; of anything else, nothing."""
+    """Return the attributes of a DTensor over a plain local tensor, or an empty dict."""
     found = _OF_DTENSORS.fullmatch(name)
     parts: dict[Any, Any] = {}
     for some in state if isinstance(state, tuple) else (state,):
@@ -633,14 +633,14 @@ _HOLDING = (dict, list, tuple, set, frozenset, Blocked)
 
 
 def _tensors_inside(world: TorchWorld, state: object, *known: TensorRef) -> tuple[TensorRef, ...]:
-    """Return the tensors that a subclass is made of, each once: those known, those in its state."""
+    """Return the tensors that a subclass is made of, each once: known ones, then its state's."""
     found = {id(tensor): tensor for tensor in known}
     left = [(state, 0)]
     while left:
         item, depth = left.pop()
         if isinstance(item, TensorRef):
             found[id(item)] = item
-        elif isinstance(item, _HOLDING):  # as often as it is met: so often is it made
+        elif isinstance(item, _HOLDING):  # paid for each visit: rebuilding visits it as often
             inner = item.inside if isinstance(item, Blocked) else item
             world.budget.spend(STEP * (1 + len(inner)))
             if depth > _MAX_INSIDE:
@@ -680,7 +680,7 @@ def _set(world: TorchWorld, items: object = ()) -> set[Any]:
 
 
 def _copied(world: TorchWorld, items: object = None) -> dict[Any, Any]:
-    """Return a dict of its own: what is put into the argument later is not in it."""
+    """Return a copy of a dict, so that later changes of the argument do not show."""
     copied: dict[Any, Any] = {} if items is None else dict(_checked(items, dict))
     for key in copied:
         world.budget.hash(key)
@@ -715,7 +715,7 @@ def _encode(world: TorchWorld, text: object, encoding: object = "utf-8") -> byte
 
 
 def _bytes(world: TorchWorld, data: object = b"", encoding: object = None) -> bytes:
-    # A number here would ask for that many bytes of memory.
+    # A number as the argument would allocate that many bytes.
     data = data if encoding is None else _encode(world, data, encoding)
     return bytes(_checked(data, bytes, bytearray))
 
@@ -744,10 +744,10 @@ def _reconstructed(
 
 
 def _array(state: object) -> Array | None:
-    """Return an array as it was pickled; None where its elements are no plain numbers.
+    """Return an array as it was pickled, or None if its elements are not plain numbers.
 
     Raises:
-        FormatError: its bytes are not those of its shape.
+        FormatError: If its bytes do not match its shape.
     """
     shape: Any
     _, shape, dtype, columns, data = (
@@ -761,10 +761,12 @@ def _array(state: object) -> Array | None:
         return None
     sizes = (int(code[1:]), 4 if code[0] == "U" else 1)
     fits = isinstance(shape, tuple) and all(type(n) is int and 0 <= n < 1 << 62 for n in shape)
-    # Also where there are none: numpy multiplies the other sizes.
+    # Empty arrays are checked, too: numpy multiplies the other sizes, which may overflow.
     span = math.prod(max(size, 1) for size in (*shape, *sizes)) if fits and len(shape) <= 64 else -1
     if not 0 < span < 1 << 63 or math.prod((*shape, *sizes)) != len(data):
-        raise FormatError("an array's bytes are not those of its shape", found=f"{len(data)} bytes")
+        raise FormatError(
+            "the size of an array does not match its shape", found=f"{len(data)} bytes"
+        )
     order = ">" if ">" in (dtype.order, dtype.code[:1]) else "<"
     return Array(f"{order}{code}", shape, columns is True, data)
 
@@ -774,7 +776,7 @@ _NUMPY_LETTERS = {
     "u4": "I", "u8": "Q", "f2": "e", "f4": "f", "f8": "d",
 }  # fmt: skip
 
-#: numpy's names of dtypes whose elements are numbers.
+#: NumPy's names of dtypes whose elements are numbers.
 _NUMPY_NUMBERS = _NUMPY_LETTERS.keys() - {"?"} | {"f16", "c8", "c16", "c32"}
 
 _CALLS: dict[str, Callable[..., object]] = {
@@ -818,7 +820,7 @@ _TENSOR_CALLS = (
     _parameter, _wrapper,
 )  # fmt: skip
 
-#: Names that are values of torch's: kept as text where a file stores the name itself.
+#: Names of torch's constants. A file that stores one gives its name as text.
 CONSTANTS = {
     *(f"torch.{dtype}" for dtype in STORED_SIZE if dtype),
     *(f"torch.{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
@@ -833,7 +835,7 @@ CONSTANTS = {
         )
     ),
 }
-#: Those, and names of classes, which calls take; as a value, one is what `torch.load` refuses, too.
+#: Constants and names of classes that calls take. `torch.load` refuses a class as a value, too.
 _VALUES = {
     *CONSTANTS,
     *STORAGES,
@@ -847,13 +849,13 @@ def read_torch_pickle(data: bytes, world: TorchWorld) -> object:
     """Interpret the pickle of a torch file.
 
     Args:
-        data: the whole pickle.
-        world: collects the names that are blocked.
+        data: The whole pickle.
+        world: Collects the names that are blocked.
 
     Raises:
-        FormatError: not a complete, well-formed pickle.
+        FormatError: If it is not a complete, well-formed pickle.
     """
     root, end = read_pickle(data, world)
     if end != len(data):
-        raise FormatError("bytes after the end of the pickle", expected=end, found=len(data))
+        raise FormatError("the pickle is followed by other bytes", expected=end, found=len(data))
     return root

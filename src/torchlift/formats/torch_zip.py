@@ -1,12 +1,11 @@
 """Files of ``torch.save`` since torch 1.6: a zip of ``data.pkl`` and one record per storage.
 
-The pickle is read by an interpreter that cannot run code (see `unpickle`), and everything it says
-about bytes is checked against the archive before anybody allocates a tensor from it.
+An interpreter that cannot run code reads the pickle (see `unpickle`). Its claims about bytes are
+checked against the archive before a tensor is allocated.
 
-Laid out as torch does it: not only torch's reader counts on that. ``torch.load`` can be told to
-compute where a storage lies instead of looking
-(``torch.utils.serialization.config.load.calculate_storage_offsets``), and then counts on every
-padding and every descriptor that miniz, torch's writer, makes
+A new archive has the exact layout of torch. With
+``torch.utils.serialization.config.load.calculate_storage_offsets``, ``torch.load`` computes the
+place of a storage. It relies on every padding and every descriptor of miniz, torch's writer
 (caffe2/serialize/inline_container.cc, third_party/miniz).
 """
 
@@ -16,6 +15,7 @@ import math
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from torchlift._system.text import printable
 from torchlift.errors import FormatError, UnsafeError
@@ -58,23 +58,20 @@ from torchlift.formats.zip_archive import (
 
 #: Most bytes of a pickle, and of a text record.
 _MAX_PICKLE, _MAX_NOTE = 1 << 30, 1 << 10
-#: Most bytes that a compressed pickle inflates to: so many, and so many times its own. Torch's
-#: deflate to a fifth, and a byte of pickle can become 200 bytes of objects: more is a bomb.
+#: Most bytes that a compressed pickle inflates to: a fixed part, and a multiple of its size.
+#: Pickles of torch deflate to a fifth. A byte of pickle can become 200 bytes of objects.
 _MAX_INFLATED, _MAX_RATIO = 1 << 20, 20
 
 #: Versions of the archive that torch reads (caffe2/serialize/versions.h).
 _VERSIONS = range(1, 11)
 
-#: Most pickles that are remembered, and most bytes of each.
-_MAX_KNOWN, _MAX_KNOWN_BYTES = 1 << 12, 1 << 12
-
-#: A broadcast view may show this many times what its storage holds, or this many bytes; beyond,
-#: a dense copy is a denial of service, not a tensor.
+#: A broadcast view may show this multiple of its storage, or this many bytes. A larger dense
+#: copy would be a denial of service.
 _MAX_REPEAT, _MAX_REPEATED = 1 << 16, 1 << 32
 
 
 def repeats_too_often(nbytes: int, stored: int) -> bool:
-    """Return whether a view of so many bytes is refused, for it has so few stored ones."""
+    """Return whether a view of `nbytes` bytes is refused, because only `stored` bytes exist."""
     return nbytes > _MAX_REPEATED and nbytes > _MAX_REPEAT * stored
 
 
@@ -82,20 +79,18 @@ def read_torch_zip(
     source: Source,
     key: str | None = None,
     prefix: str = "",
-    known: dict[bytes, object] | None = None,
     records: dict[str, Record] | None = None,
 ) -> Index:
-    """Read the index of an archive that may be a window of a file.
+    """Read the index of an archive, which may be a window of a file.
 
     Args:
-        source: the archive; offsets in the index count from the start of the whole file.
-        key: a name for the whole object, under which everything in it comes; None for no name.
-        prefix: of the names of its storages.
-        known: pickle -> what it describes, for archives that have equal ones.
-        records: its directory, where that was read already.
+        source: The archive. Offsets in the index count from the start of the whole file.
+        key: Name of the container for the whole object, or None.
+        prefix: Prefix of the names of its storages.
+        records: Its directory, if it was read before.
 
     Raises:
-        FormatError: not such an archive, damaged, or inconsistent.
+        FormatError: If it is not such an archive, or is damaged or inconsistent.
     """
     records = read_directory(source) if records is None else records
     top = top_directory(records)
@@ -103,14 +98,8 @@ def read_torch_zip(
     assert pickled is not None
     expect_records(source, [pickled])
     notes = read_notes(source, records, top)
-    data = read_content(source, pickled)
     world = TorchWorld(source.budget)
-    root = known.get(data) if known else None
-    if root is None:
-        root = read_torch_pickle(data, world)
-        is_small = len(data) < _MAX_KNOWN_BYTES
-        if known is not None and is_small and len(known) < _MAX_KNOWN and not world.blocked:
-            known[data] = root
+    root = read_torch_pickle(read_content(source, pickled), world)
     resolver = zip_resolver(source, records, top + "data/", prefix + "data/", notes)
     root = root if key is None else {key: root}
     return index_of(source, "torch-zip", root, world, resolver, notes)
@@ -124,18 +113,19 @@ def index_of(
     resolver: Resolver,
     metadata: dict[str, str],
 ) -> Index:
-    """Return the index of what a pickle describes.
+    """Return the index of the object of a pickle.
 
     Args:
-        source: the file.
-        format: its format.
-        root: what the pickle describes.
-        world: what it named while it was read.
-        resolver: makes the entries.
-        metadata: what the format itself records.
+        source: The file.
+        format: Its format.
+        root: The object.
+        world: The world that the pickle was read with.
+        resolver: Makes the entries.
+        metadata: The metadata of the format.
 
     Raises:
-        FormatError: a whole module, two names for one key, or claims about bytes that are wrong.
+        FormatError: If a claim about bytes is wrong.
+        UnsafeError: If the object is a whole module.
     """
     _refuse_module(root)
     flat = flatten(root, source.budget)
@@ -161,7 +151,7 @@ def index_of(
 
 
 def read_content(source: Source, record: Record) -> bytes:
-    """Read a record that describes others, unless it inflates as no description does."""
+    """Read a record that describes others, unless it is a deflate bomb."""
     limit = _MAX_PICKLE
     if record.method != STORED:
         limit = _MAX_INFLATED + _MAX_RATIO * record.nbytes
@@ -175,7 +165,7 @@ def top_directory(records: dict[str, Record]) -> str:
     outside = next((name for name in records if not top or not name.startswith(top)), None)
     if outside is not None or not look_up(records, top + "data.pkl"):
         raise FormatError(
-            "a zip archive that torch.save did not write",
+            "torch.save did not write this zip archive",
             entry=outside,
             expected="data.pkl and every other record under one top directory",
             found=f"{len(records)} records" if records else "none: it is empty",
@@ -188,22 +178,22 @@ def look_up(records: dict[str, Record], name: str) -> Record | None:
     """Return the record that torch's reader finds under a name.
 
     Raises:
-        FormatError: one whose name differs in case, which torch takes and others do not.
+        FormatError: If its name differs in case: torch would read it, and others would not.
     """
     record = records.get(name)
     if record is None and name.lower() in map(str.lower, records):
         raise FormatError(
-            "a record's name is not written as torch writes it",
+            "the name of a record differs in case from what torch writes",
             entry=name,
-            expected="capital and small letters as here",
+            expected="this spelling",
             found=next(other for other in records if other.lower() == name.lower()),
-            hint="torch would read it and other programs would not; write the file again.",
+            hint="torch would read it, and other programs would not. Write the file again.",
         )
     return record
 
 
 def read_notes(source: Source, records: dict[str, Record], top: str) -> dict[str, str]:
-    """Read the small text records beside the pickle; they must be such that torch takes them."""
+    """Read the small text records of an archive, which must be valid for torch."""
     require_caseless(records)
     notes = {}
     for name in (".format_version", ".storage_alignment", "byteorder", "version", ".data/version"):
@@ -215,7 +205,7 @@ def read_notes(source: Source, records: dict[str, Record], top: str) -> dict[str
             expected, fits = "little or big", text in ("little", "big")
         else:
             text = text.strip()
-            # 19 digits: a longer number is absurd anyhow and could be slow to convert.
+            # Longer numbers are invalid anyhow, and could be slow to convert.
             number = int(text) if text.isdecimal() and len(text) < 19 else 0
             expected, fits = "a positive whole number", number > 0
             if name in ("version", ".data/version"):
@@ -223,11 +213,11 @@ def read_notes(source: Source, records: dict[str, Record], top: str) -> dict[str
                 fits = number in _VERSIONS
         notes[name.removeprefix(".data/").lstrip(".")] = text
         if not fits:
-            what = "a record of the archive makes no sense"
+            what = "a record of the archive has an invalid value"
             raise FormatError(what, entry=record.name, expected=expected, found=text)
     if "version" not in notes:
         raise FormatError(
-            "an archive without its version, which torch does not read",
+            "the archive lacks its version, so torch does not read it",
             expected=f"a record {top}version",
             hint="Save it with torch.save.",
         )
@@ -235,13 +225,13 @@ def read_notes(source: Source, records: dict[str, Record], top: str) -> dict[str
 
 
 def _refuse_module(root: object) -> None:
-    """Refuse a whole pickled module as what it is, instead of listing one blocked name."""
+    """Refuse a whole pickled module with its own error, instead of one blocked name."""
     if isinstance(root, Blocked) and root.state is not None and "_modules" in root.state:
         raise UnsafeError(
-            "a whole pickled module: loading it would import and run its class",
+            "the file is a pickled module: loading it would import and run its class",
             entry=root.name,
             expected="tensors in dicts and lists",
-            hint="Where you trust the file, load it with torch.load(weights_only=False) and save "
+            hint="If you trust the file, load it with torch.load(weights_only=False) and save "
             "module.state_dict() instead.",
         )
 
@@ -252,28 +242,27 @@ _SIGNED = {
     "negative": (*_COMPLEX, "float16", "bfloat16", "float32", "float64"),
 }
 
-#: (the tensor's key, what it says of its storage) -> where that is.
+#: (key of a tensor, its record of the storage) -> the storage.
 Find = Callable[[str, StorageRef], Storage]
 
 
 class Resolver:
-    """Tensor records -> entries, with every claim about bytes checked.
+    """Makes entries from records of tensors, and checks every claim about bytes.
 
     Args:
-        path: the file.
-        find: finds storages.
-        prefix: before the keys of storages, to name them.
-        big_endian: whether numbers are stored like that.
+        path: Path of the file.
+        find: Finds storages.
+        prefix: Prefix of the names of storages.
+        big_endian: Whether the file stores big-endian numbers.
 
     Attributes:
-        storages: name -> the storages that the entries use.
+        storages: Name -> storage that the entries use.
     """
 
     def __init__(self, path: str, find: Find, prefix: str = "", big_endian: bool = False) -> None:
         self.storages: dict[str, Storage] = {}
         self._find = find
         self._prefix = prefix
-        self._layouts: dict[tuple[int, int], _Layout] = {}
         self._path = path
         self._order = ("big-endian",) if big_endian else ()
 
@@ -282,43 +271,41 @@ class Resolver:
         return {key: self.entry(key, ref) for key, ref in refs.items()}
 
     def entry(self, key: str, ref: TensorRef) -> TensorEntry:
-        """Return the entry of one tensor, once all that it says of bytes is checked."""
+        """Return the checked entry of one tensor."""
         if isinstance(ref, KindRef):
             return self._of_kind(key, ref)
         stored = ref.storage
         name = self._prefix + stored.key
         self.storages[name] = storage = self._find(key, stored)
-        start, room = storage.offset, storage.nbytes
-        # By identity, not equality: (True,) equals (1,), and only one of them is a shape. The
-        # tuples stay alive as long as this object's input does.
-        layout = self._layouts.get((id(ref.size), id(ref.stride)))
-        if layout is None:
-            layout = self._layouts[id(ref.size), id(ref.stride)] = _layout(ref, key)
-        shape, stride, origin, numel, span = layout
-        itemsize, offset = ITEMSIZE[ref.dtype], ref.offset
-        if type(offset) is not int or not 0 <= offset < 1 << 63:
-            (offset,) = whole_numbers((offset,), key, "storage offset")
+        shape, stride = _shape_and_stride(ref, key)
+        (offset,) = whole_numbers((ref.offset,), key, "storage offset")
+        itemsize, numel = ITEMSIZE[ref.dtype], math.prod(shape)
         nbytes = numel * itemsize
-        if numel and (offset + span) * itemsize > room:
+        # Elements from the first to the last one: a stride can lead far beyond the shape's product.
+        span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+        if numel and (offset + span) * itemsize > storage.nbytes:
             raise FormatError(
                 "a tensor reaches outside its storage",
                 entry=key,
-                expected=f"at most {room} bytes in {name}",
+                expected=f"at most {storage.nbytes} bytes in {name}",
                 found=f"shape {shape}, stride {stride}, offset {offset} of {ref.dtype}",
             )
         if nbytes > storage.nbytes and repeats_too_often(nbytes, storage.nbytes):
             raise FormatError(
-                "a broadcast view is absurdly larger than its storage",
+                "a broadcast view is far larger than its storage",
                 entry=key,
                 found=f"shape {shape}, {nbytes} bytes over {storage.nbytes} stored ones",
             )
         if ref.lazy and ref.dtype not in _SIGNED[ref.lazy[0]]:
-            raise FormatError(f"a {ref.lazy[0]} view of numbers that have none", entry=key)
+            raise FormatError(
+                f"a {ref.lazy[0]} view has a dtype that does not support it", entry=key
+            )
         chunks: tuple[Chunk, ...] = ()
         encoding: tuple[str, ...] = ()
         if numel:
-            place = start + offset * itemsize, span * itemsize
-            chunks = (Chunk(self._path, *place, origin, shape, None, storage.packed),)
+            begin, origin = storage.offset + offset * itemsize, (0,) * len(shape)
+            length = span * itemsize
+            chunks = (Chunk(self._path, begin, length, origin, shape, None, storage.packed),)
             encoding = (self._order if itemsize > 1 else ()) + ref.lazy
             if storage.packed is not None:
                 encoding = ("deflated", *encoding)
@@ -328,15 +315,15 @@ class Resolver:
         )  # fmt: skip
 
     def _of_kind(self, key: str, ref: KindRef) -> TensorEntry:
-        """Return the entry of a tensor that torch makes of others, each of them checked."""
+        """Return the entry of a tensor that torch makes of others, all of them checked."""
         tensors = tuple([self.entry(key, inner) for inner in ref.tensors])
         if ref.kind.startswith("sparse"):
             shape = whole_numbers(ref.size, key, "size", "tuple")
             stride = row_major(shape)
         else:
-            shape, stride, *_ = _layout(ref, key)
+            shape, stride = _shape_and_stride(ref, key)
         if math.prod(shape) >= 1 << 63:
-            raise FormatError("a tensor has an impossible size", entry=key, found=list(shape))
+            raise FormatError("a tensor has an invalid size", entry=key, found=list(shape))
         chunks = tuple([chunk for inner in tensors for chunk in inner.chunks])
         nbytes = sum(inner.nbytes for inner in tensors)
         storage = tensors[0].storage if tensors else key
@@ -356,11 +343,11 @@ def zip_resolver(
     """Return the resolver of tensors whose storages are records of an archive.
 
     Args:
-        source: the archive.
-        records: its directory.
-        folder: where the storages are in the archive.
-        prefix: before their keys, to name them.
-        notes: of `read_notes`.
+        source: The archive.
+        records: Its directory.
+        folder: Folder of the storages in the archive.
+        prefix: Prefix of the names of storages.
+        notes: The result of `read_notes`.
     """
     find = partial(_record_of, source, records, folder, prefix)
     return Resolver(source.path, find, prefix, notes.get("byteorder") == "big")
@@ -369,16 +356,16 @@ def zip_resolver(
 def _record_of(
     source: Source, records: dict[str, Record], folder: str, prefix: str, key: str, ref: StorageRef
 ) -> Storage:
-    """Return the storage of a tensor, whose record must have exactly the declared size."""
+    """Return the storage of a tensor. Its record must have exactly the declared size."""
     path = folder + ref.key
     record = records.get(path) or look_up(records, path)
     if record is None:
         expected = f"record {prefix}{ref.key}"
-        raise FormatError("a tensor's storage is missing", entry=key, expected=expected)
+        raise FormatError("the storage of a tensor is missing", entry=key, expected=expected)
     nbytes = ref.numel * STORED_SIZE[ref.dtype]
     if nbytes != record.size:
         raise FormatError(
-            f"a storage does not have the size that the tensor {printable(key, 100)!r} says",
+            f"the size of a storage differs from what the tensor {printable(key, 100)!r} says",
             entry=record.name,
             expected=f"{ref.numel} elements, {nbytes} bytes",
             found=f"{record.size} bytes",
@@ -391,28 +378,31 @@ def _record_of(
     return Storage(source.path, start, nbytes, ref.location, crc)
 
 
-_Layout = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int, int]
+class _Strided(NamedTuple):
+    """The shape and the strides of a tensor, in elements."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
 
 
-def _layout(ref: TensorRef, key: str) -> _Layout:
-    """Check and return (shape, stride, first index, elements, elements from first to last)."""
+def _shape_and_stride(ref: TensorRef, key: str) -> _Strided:
+    """Return the checked shape and strides of a tensor."""
     shape = dense_shape(ref.size, key, "size", "tuple")
     stride = whole_numbers(ref.stride, key, "stride", "tuple")
     if len(shape) != len(stride):
         raise FormatError(
-            "a tensor has not one stride per dimension",
+            "the numbers of strides and dimensions of a tensor differ",
             entry=key,
             expected=f"{len(shape)} strides",
             found=f"{len(stride)}",
         )
-    span = 1 + sum((extent - 1) * step for extent, step in zip(shape, stride, strict=True))
-    return shape, stride, (0,) * len(shape), math.prod(shape), span
+    return _Strided(shape, stride)
 
 
-#: The top directory of what torch writes to a file object, and where storages are in it.
+#: The folder of storages in an archive that torch writes to a file object.
 _DATA = b"archive/data/"
 _CRC = struct.Struct("<I")
-#: Where the CRC-32 is in a record's descriptor, and in its header in the directory.
+#: Position of the CRC-32 in a record's descriptor, and in its header in the directory.
 _IN_DESCRIPTOR, _IN_HEADER = 4, 16
 
 
@@ -422,9 +412,9 @@ def archive_layout(
     """Lay out an archive that torch has written with holes for storages.
 
     Args:
-        gaps: (first byte, bytes) of what it has written, with a hole between each two.
-        tensors: one for each storage, in the order of the archive; one without bytes has no hole.
-        checked: whether to record the CRC-32 of every storage.
+        gaps: (first byte, bytes) of the written parts. There is a hole between each two.
+        tensors: One for each storage, in the order of the archive. An empty one lacks a hole.
+        checked: Whether to record the CRC-32 of every storage.
 
     Raises:
         FormatError: If the installed torch writes archives in another way.
@@ -436,14 +426,14 @@ def archive_layout(
     sizes = [tensor.nbytes for tensor in tensors]
     if found != [*filter(None, sizes)] or len(places) != len(tensors):
         raise FormatError(
-            "the installed torch does not leave the holes that skip_data is known to leave",
+            "the installed torch lays out files in an unknown way",
             expected=f"{len(tensors)} storages of {sum(sizes)} bytes",
             found=f"{len(places)} storages, and holes of {sum(found)} bytes",
             hint="Update torchlift, or install a version of torch that it is tested with.",
         )
     holes, at, payloads = iter(starts), 0, []
     for tensor, nbytes in zip(tensors, sizes, strict=True):
-        at = next(holes) if nbytes else at  # none: where a writer in one pass is by then
+        at = next(holes) if nbytes else at  # an empty one is at the current position
         payloads.append(Payload(tensor, at))
         at += nbytes
     frame = partial(_frame, gaps, sizes, places)
@@ -451,7 +441,7 @@ def archive_layout(
 
 
 def pickle_in(gaps: Sequence[tuple[int, bytes | bytearray]]) -> bytes:
-    """Return the pickle of such an archive, which is its first record."""
+    """Return the pickle of such an archive: its first record."""
     first = gaps[0][1]
     *_, n_name, n_extra = LOCAL.unpack_from(first)
     start = LOCAL.size + n_name + n_extra
@@ -479,12 +469,12 @@ def _frame(
     places: Sequence[int],
     sums: Iterable[int],
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield what torch has written, with the CRC-32s of the payloads where it has left zeros."""
+    """Yield the parts that torch has written, with the CRC-32s of the payloads filled in."""
     known, left, number = [], iter(sums), 0
     start, data = gaps[0][0], bytearray(gaps[0][1])
     for nbytes in sizes:
         if nbytes:
-            yield start, bytes(data)  # before the sum: it may be that of what is written next
+            yield start, bytes(data)  # before the sum is taken: the next payload may decide it
             number += 1
             start, data = gaps[number][0], bytearray(gaps[number][1])
         known.append(next(left, 0))

@@ -1,8 +1,9 @@
 """TorchScript archives: every tensor of the module tree by its path, without the program.
 
-``data.pkl`` holds the tree: objects whose classes are source text in the archive, each with a dict
-of attributes. That text is not read: it alone says which tensors are parameters, which are buffers
-and which are other attributes. ``constants.pkl`` holds the ``CONSTANTS.c0`` of the program.
+``data.pkl`` holds the tree: objects with a dict of attributes each. Their classes are source text
+in the archive, which is not read. It alone says which tensors are parameters, which are buffers and
+which are other attributes. ``constants.pkl`` holds the constants of the program. A module of
+``torch.jit.freeze`` keeps its weights there.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ CONSTANTS = "CONSTANTS"
 #: Attributes that torch gives to every module.
 _OF_TORCH = ("training", "_is_full_backward_hook")
 
-#: Calls that only say of what type a list is.
+#: Calls that only state the type of a list.
 _TYPED = "torch.jit._pickle."
 _LISTS = ("intlist", "tensorlist", "doublelist", "boollist")
 _TYPED_CALLS = ("restore_type_tag", *(f"build_{kind}" for kind in _LISTS))
@@ -56,7 +57,7 @@ class _ScriptWorld(TorchWorld):
     """The names in a TorchScript archive's pickles.
 
     Attributes:
-        folder: where the storages of the pickle are that is being read.
+        folder: Folder of the storages of the current pickle.
     """
 
     def __init__(self, folder: str, budget: Budget) -> None:
@@ -65,7 +66,7 @@ class _ScriptWorld(TorchWorld):
         self._classes: dict[str, Global] = {}
 
     def find(self, module: str, name: str) -> Global | Blocked:
-        """Return a stand-in; classes whose text is in the archive are not blocked."""
+        """Return a stand-in. Classes of the archive itself are not blocked."""
         dotted = f"{module}.{name}"
         is_typed = dotted.removeprefix(_TYPED) in _TYPED_CALLS
         if is_typed or (dotted.startswith("__torch__.") and ".torch.classes." not in dotted):
@@ -75,12 +76,12 @@ class _ScriptWorld(TorchWorld):
     def call(self, function: object, arguments: object, keywords: object = None) -> object:
         """Return a record of a call."""
         name = function.name if isinstance(function, Global) else ""
-        if name.startswith("__torch__."):  # of an enum, only the value follows
+        if name.startswith("__torch__."):  # the value of an enum comes as the argument
             return _Object() if arguments == () else arguments
         if name.startswith(_TYPED) and isinstance(arguments, tuple) and arguments:
             return arguments[0]
         if name == "torch._utils._rebuild_sparse_tensor" and isinstance(arguments, tuple):
-            # Other arguments than torch.save gives: a number, the size, and more than it needs.
+            # TorchScript passes the layout as a number, then the size, then the tensors.
             layout, size, _, *tensors = (*arguments[:-1], None, None, None)[:6]
             known = _LAYOUTS.get(layout) if type(layout) is int else None
             inner = [tensor for tensor in tensors if tensor is not None]
@@ -97,7 +98,7 @@ class _ScriptWorld(TorchWorld):
         """Give an object its attributes."""
         if isinstance(target, _Object):
             state = state if isinstance(state, dict) else {"__getstate__": state}
-            for name in state:  # which many objects may share, and each has a copy
+            for name in state:  # many objects may share one state, and each gets a copy
                 self.budget.hash(name)
             for name, value in state.items():
                 is_empty = isinstance(value, _Object) and not value  # such as a ReLU
@@ -115,7 +116,7 @@ def read_torchscript(content: Content) -> Index:
         ``CONSTANTS``.
 
     Raises:
-        FormatError: not such an archive, damaged, or inconsistent.
+        FormatError: If it is not such an archive, or is damaged or inconsistent.
     """
     source, records = content.source, content.records
     top = top_directory(records)
@@ -126,7 +127,9 @@ def read_torchscript(content: Content) -> Index:
     world = _ScriptWorld("data/", source.budget)
     root = read_torch_pickle(data, world)
     if not isinstance(root, _Object):
-        raise FormatError("a TorchScript archive without a module", entry=top + "data.pkl")
+        raise FormatError(
+            "the TorchScript archive does not contain a module", entry=top + "data.pkl"
+        )
     world.folder = "constants/"
     with errors_name(source.path, top + "constants.pkl"):
         pickled = read_content(source, records[top + "constants.pkl"])

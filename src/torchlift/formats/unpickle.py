@@ -1,14 +1,15 @@
 """A pickle interpreter that cannot run anything: globals become names, calls become records.
 
-Why not the standard library's C unpickler with a restricted ``find_class``: it imports nothing
-then, but a few hundred bytes can still make it hash a tuple nested a hundred thousand deep (a crash
-of the process), hash one that shares its items sixty levels down (a hang), or fill gigabytes of
-memo table from one index. Here every opcode is ours, so every such case is an error with a byte
-position. Opcodes are those of ``pickletools`` for protocols 2 to 5. Of the older text opcodes only
-``I`` is read: Python 2 wrote integers of more than 32 bits with it in protocol 2, too.
+The C unpickler of the standard library with a restricted ``find_class`` is not enough. It imports
+nothing, but a few hundred bytes can crash it: it hashes a tuple nested 100,000 deep. They can hang
+it with a tuple that shares its items 60 levels down, or fill gigabytes by one large memo index.
+Here each such case is an error with a byte position.
 
-What a global, a call, a persistent id or a ``__setstate__`` means is decided by a `World`, so that
-every format that embeds pickles shares this interpreter.
+The opcodes are those of ``pickletools`` for protocols 2 to 5. ``I`` is the only text opcode that is
+read, because Python 2 writes integers of more than 32 bits with it in protocol 2.
+
+A `World` decides the meaning of a global, a call, a persistent id and a ``__setstate__``. Every
+format that embeds pickles shares this interpreter.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from typing import Any, Protocol
 
 from torchlift.errors import FormatError
 
-#: Most marks open at once, and most bytes of a text argument or of an integer. Python's own pickler
-#: stops near a thousand levels; integers of more digits cannot even be printed.
+#: Most marks open at once, and most bytes of a text argument and of an integer. Python's own
+#: pickler stops near a thousand levels, and Python cannot print longer integers.
 MAX_MARKS, MAX_TEXT, MAX_INT = 1_000, 400, 128
 
 #: An integer as text, as Python 2 writes it.
 _WHOLE = re.compile(rb"-?(?:0|[1-9][0-9]*)")
 
-#: What reading may cost, in bytes of memory: in any case, and for each byte that was read from
-#: files. A step of work counts as ``STEP`` bytes, a tensor of the index as `ENTRY`.
+#: Budget in bytes of memory: a fixed part, and a part for each byte that is read from files. A step
+#: of work costs ``STEP`` bytes, and a tensor of the index costs `ENTRY`.
 _ALLOWANCE, _PER_BYTE, STEP, ENTRY = 1 << 23, 48, 32, 512
 
 #: Bytes of empty containers.
@@ -36,15 +37,15 @@ _LIST, _SET = 64, 216
 
 
 class Budget:
-    """What a file may still cost: everything that it can repeat without storing it is paid here.
+    """The work and memory that a file may still cost, in proportion to its size.
 
-    A few bytes of a pickle can name one large object again, and have it copied, hashed, joined or
-    shown again: a call with a remembered argument, a key, a list in a list, an empty container, a
-    deflated record. Priced together, in proportion to the bytes read, none of them needs a limit of
-    its own, and no combination goes past the sum.
+    A few bytes of a pickle can refer to one large object many times, and have it copied, hashed,
+    joined or printed each time. Examples are a call with a remembered argument, a key, a list in a
+    list, an empty container and a deflated record. All of them pay from one budget, so none needs
+    a limit of its own, and no combination exceeds the sum.
 
     Attributes:
-        left: what may still be spent, in bytes; a step of work counts as ``STEP`` of them.
+        left: Bytes that may still be spent. A step of work costs ``STEP`` bytes.
     """
 
     __slots__ = ("_keys", "left")
@@ -55,35 +56,35 @@ class Budget:
         self.grow(nbytes)
 
     def grow(self, nbytes: int) -> None:
-        """Note that bytes were read."""
+        """Add the allowance for bytes that were read."""
         self.left += _PER_BYTE * nbytes
 
     def spend(self, amount: int, entry: str | None = None) -> None:
         """Pay for work or memory.
 
         Raises:
-            FormatError: there is not that much left.
+            FormatError: If the budget is exceeded.
         """
         self.left -= amount
         if self.left < 0:
             raise FormatError(
-                "the file unfolds to far more than it stores",
+                "the file expands to far more data than it stores",
                 entry=entry,
                 expected="work and memory in proportion to its size",
-                found="a few bytes that ask for the same large thing again and again",
+                found="a few bytes that repeat a large object many times",
             )
 
     def hash(self, key: object) -> None:
         """Pay for a dictionary key.
 
         Raises:
-            FormatError: it must not be hashed, see ``check_key``; or there is not that much left.
+            FormatError: If `check_key` refuses it, or the budget is exceeded.
         """
         cost = STEP * check_key(key)
         self.spend(cost)
         if isinstance(key, (tuple, frozenset, complex)):
-            # Their hashes are arithmetic that anybody can solve, so that each new key is compared
-            # with all before it. Those of texts are random.
+            # Anybody can compute keys with equal hashes. Each new one is then compared with all
+            # before it. Hashes of texts are random.
             first, met = self._keys.setdefault(hash(key), (key, 0))
             if first != key:
                 self._keys[hash(key)] = (first, met + 1)
@@ -91,10 +92,10 @@ class Budget:
 
 
 class World(Protocol):
-    """What the interpreter asks about everything that is not plain data.
+    """The meaning of everything in a pickle that is not plain data.
 
     Attributes:
-        budget: what the pickle may still cost.
+        budget: Budget of the pickle.
     """
 
     budget: Budget
@@ -106,10 +107,9 @@ class World(Protocol):
         """Return the result of calling a stand-in: a record, never the real call's effect.
 
         Args:
-            function: the stand-in.
-            arguments: of the call.
-            keywords: None for a call; for a class whose ``__new__`` is called without its
-                ``__init__``, further arguments by name.
+            function: The stand-in.
+            arguments: Arguments of the call.
+            keywords: None for a call. For ``__new__`` without ``__init__``, its arguments by name.
         """
 
     def persistent(self, identity: object) -> object:
@@ -126,14 +126,14 @@ class Machine:
     """One pickle being read.
 
     Attributes:
-        data: the bytes.
-        world: what globals and calls stand for.
-        budget: that of the world.
-        pos: index of the next byte to read; at the end, of the first byte behind the pickle.
-        memo: objects the pickle refers back to, by index. A dict, so that an index of 2**31 costs
-            one entry and not a table.
-        stack: the objects since the last mark.
-        outer: the stacks below the open marks.
+        data: The bytes.
+        world: The meaning of globals and calls.
+        budget: The budget of the world.
+        pos: Index of the next byte. At the end, the first byte after the pickle.
+        memo: Objects that the pickle refers back to, by index. It is a dict, because a table would
+            take gigabytes for an index of 2**31.
+        stack: The objects since the last mark.
+        outer: The stacks below the open marks.
     """
 
     __slots__ = ("budget", "data", "memo", "outer", "pos", "stack", "world")
@@ -225,7 +225,7 @@ class Machine:
             self.world.extend(target, items)
 
     def hashed(self, items: list[Any]) -> list[Any]:
-        """Return items that may be hashed; see `Budget.hash`."""
+        """Pay for hashing items, and return them."""
         for item in items:
             self.budget.hash(item)
         return items
@@ -236,18 +236,18 @@ class Machine:
 
 
 def check_key(key: object, depth: int = 0) -> int:
-    """Refuse what must not be hashed: deep or shared tuples, and integers chosen to collide.
+    """Refuse keys that are costly to hash: deep tuples, and integers chosen to collide.
 
     Returns:
-        The number of steps that hashing, comparing or printing it takes.
+        The number of steps that hashing, comparing or printing the key takes.
 
     Raises:
-        FormatError: the object is not a scalar, a small tuple of scalars, or a stand-in.
+        FormatError: If the key is not a scalar, a small tuple of scalars, or a stand-in.
     """
     if isinstance(key, (str, bytes)):
         return 1 + len(key) // STEP
     if isinstance(key, int):
-        # Hashes of Python integers repeat every 2**61 - 1: wide ones can be made to collide.
+        # Hashes of Python integers repeat every 2**61 - 1, so wide integers can be made to collide.
         if not -(1 << 63) <= key < 1 << 64:
             raise FormatError("a dictionary key is an integer of more than 64 bits")
     elif isinstance(key, (tuple, frozenset)):
@@ -272,15 +272,15 @@ def read_pickle(data: bytes, world: World) -> tuple[object, int]:
     """Interpret one pickle without running anything.
 
     Args:
-        data: bytes that begin with it.
-        world: what globals and calls stand for.
+        data: Bytes that begin with the pickle.
+        world: The meaning of globals and calls.
 
     Returns:
-        The object, made of plain containers and of the world's stand-ins, and the position of the
-        first byte behind the pickle.
+        The object, made of plain containers and of stand-ins, and the position of the first byte
+        after the pickle.
 
     Raises:
-        FormatError: anything that is not a complete, well-formed pickle of bounded depth.
+        FormatError: If it is not a complete, well-formed pickle of bounded depth.
     """
     machine, start = Machine(data, world), 0
     try:
@@ -295,7 +295,7 @@ def read_pickle(data: bytes, world: World) -> tuple[object, int]:
         what = "ends early" if machine.pos >= len(data) else "takes more than its stack holds"
         raise FormatError(f"the pickle {what}", found=_at(data, start)) from error
     except KeyError as error:
-        what = "the pickle refers to something it has not made"
+        what = "the pickle refers to an object that it has not made"
         raise FormatError(what, found=_at(data, start)) from error
     except (struct.error, ValueError, TypeError, OverflowError) as error:
         raise FormatError("the pickle is damaged", found=_at(data, start)) from error
@@ -310,12 +310,12 @@ def _at(data: bytes, pos: int) -> str:
 
 
 def _unknown(m: Machine) -> None:
-    raise FormatError("not a pickle opcode", found=_at(m.data, m.pos - 1))
+    raise FormatError("the pickle has an unknown opcode", found=_at(m.data, m.pos - 1))
 
 
 def _refused(what: str) -> Handler:
     def handler(m: Machine) -> None:
-        raise FormatError(f"the pickle uses {what}, which no checkpoint needs")
+        raise FormatError(f"the pickle uses {what}, which checkpoints never need")
 
     return handler
 
@@ -337,7 +337,7 @@ def _stop(m: Machine) -> None:
 def _protocol(m: Machine) -> None:
     version = m.take(1)[0]
     if version > 5:
-        raise FormatError("an unknown pickle protocol", expected="at most 5", found=version)
+        raise FormatError("the pickle protocol is unknown", expected="at most 5", found=version)
 
 
 def _push(read: _Read) -> Handler:
@@ -365,7 +365,7 @@ def _fixed(layout: str) -> _Read:
 
 
 def _sized(length: _Read, convert: Callable[[bytes], object]) -> Handler:
-    """Push what the bytes behind their length are."""
+    """Push the value of bytes that follow their length."""
     return lambda m: m.stack.append(convert(m.take(length(m))))
 
 
@@ -373,14 +373,14 @@ def _long_binary(length: _Read) -> Handler:
     def read(m: Machine) -> int:
         nbytes = length(m)
         if not 0 <= nbytes <= MAX_INT:
-            raise FormatError("an integer of absurd length", found=f"{nbytes} bytes")
+            raise FormatError("an integer is too long", found=f"{nbytes} bytes")
         return int.from_bytes(m.take(nbytes), "little", signed=True)
 
     return _push(read)
 
 
 def _whole(line: bytes) -> int:
-    # C's readers take 010 for octal, 0x10 and 1_0 for what they are in programs, and " 1" for True.
+    # Readers disagree: C takes 010 for octal, Python's int accepts 1_0, and " 1" may be True.
     if not _WHOLE.fullmatch(line):
         raise ValueError("not a number as pickles write it")
     return int(line)
@@ -396,13 +396,13 @@ def decoded(data: bytes) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        # Python pickles half of a surrogate pair, which no terminal or other file can take.
-        what = "a text is not UTF-8: half of a surrogate pair, or damage"
+        # Python can pickle half of a surrogate pair, but no terminal or file can store it.
+        what = "a text is not valid UTF-8"
         raise FormatError(what, found=repr(data[:40])) from error
 
 
 def _string2(data: bytes) -> str | bytes:
-    """Decode a Python 2 string: text where it can be, as ``torch.load`` reads it, else bytes."""
+    """Decode a Python 2 string: as text if it is UTF-8, like ``torch.load``, else as bytes."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -442,7 +442,7 @@ def _newobj_ex(m: Machine) -> None:
 
 
 def _empty(kind: Callable[[], object], nbytes: int) -> Handler:
-    """Make a container, of which a million would be a million bytes of the pickle."""
+    """Make an empty container, which takes one byte in the pickle and far more in memory."""
 
     def handler(m: Machine) -> None:
         m.budget.spend(nbytes)

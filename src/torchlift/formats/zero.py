@@ -1,11 +1,11 @@
 """Directories of DeepSpeed's ZeRO: every rank stores its share of the model as flat vectors.
 
 Facts: deepspeed, ``utils/zero_to_fp32.py`` and the optimizers' ``state_dict`` in ``runtime``. In
-stages 1 and 2 the vectors of all ranks, one behind the other, are the parameters of a group. In
-stage 3 each parameter is cut into equal shares, the last one padded, and the vectors of one rank,
-one behind the other, are its shares of all parameters. ``param_shapes`` has their order. Objects
-of deepspeed's classes are in the files, too: none is needed to find the numbers. The weights are
-read, as ``zero_to_fp32`` gives them; the state of the optimizer is named, and refused.
+stages 1 and 2, the concatenated vectors of all ranks are the parameters of a group. In stage 3,
+each parameter is cut into equal shares, and the last one is padded. The concatenated vectors of one
+rank are its shares of all parameters. ``param_shapes`` has their order. Objects of deepspeed's
+classes in the files are not needed. The weights are read, as ``zero_to_fp32`` gives them. The state
+of the optimizer is blocked.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _FILE = re.compile(
 #: The number of a rank in such a name.
 _RANK = re.compile(r"(zero_pp_rank_)\d+")
 _OPTIM = "optimizer_state_dict"
-#: Where a rank has its vectors of weights, in stages 1 and 2 and in stage 3.
+#: Keys of a rank's vectors of weights, in stages 1 and 2 and in stage 3.
 _WEIGHTS = "single_partition_of_fp32_groups.", "fp32_flat_groups."
-#: The name under which the state of the optimizer is refused.
+#: The key of the optimizer's state, which is blocked.
 _ASIDE = "optimizer"
 
 
@@ -45,12 +45,12 @@ def read_zero(content: Content) -> Index:
     """Read the index of a ZeRO checkpoint of stage 1, 2 or 3.
 
     Weights and buffers have the model's names. The key ``optimizer`` stands for the optimizer's
-    state. It is blocked: its error names DeepSpeed's universal checkpoint.
+    state, which is blocked. Its error names DeepSpeed's universal checkpoint.
 
     Raises:
-        FormatError: a rank's file is missing, the model is split in other ways too, or the vectors
-            have not the length that the shapes need.
-        UnsafeError: a file is a link that leaves the directory.
+        FormatError: If a rank's file is missing, the model is also split in another way, or the
+            length of a vector does not match the shapes.
+        UnsafeError: If a file is a link that leaves the directory.
     """
     path, budget = content.path, content.budget
     kinds: dict[str, dict[int, str]] = {"model": {}, "optim": {}}
@@ -71,11 +71,11 @@ def read_zero(content: Content) -> Index:
 
     def read_optims(ranks: Sequence[int]) -> list[Index]:
         optims = read("optim", ranks)
-        budget.grow(sum(optim.nbytes for optim in optims))  # so many shares may be found in them
+        budget.grow(sum(optim.nbytes for optim in optims))  # they may hold that many shares
         return [under(optim, _OPTIM) or optim for optim in optims]
 
     ranks = sorted(kinds["optim"])
-    optims = read_optims(ranks[:1])  # which says how many there are
+    optims = read_optims(ranks[:1])  # the first one says how many ranks there were
     found = optims[0].objects.get("partition_count") if optims else None
     counts = found if isinstance(found, list) else [found]
     stated = [count for count in counts if type(count) is int]
@@ -93,26 +93,28 @@ def read_zero(content: Content) -> Index:
 
 def _split(how: str, entry: str | None = None, found: str | None = None) -> FormatError:
     return FormatError(
-        f"a ZeRO checkpoint of a model that is split {how}, too",
+        f"the model of this ZeRO checkpoint is also split {how}",
         entry=entry,
         found=found,
-        hint="Only DeepSpeed knows how it fits together: see its ds_to_universal.py.",
+        hint="Join it with DeepSpeed's ds_to_universal.py.",
     )
 
 
 class _Vector:
-    """Flat tensors that follow each other.
+    """Consecutive flat tensors.
 
     Attributes:
-        parts: the tensors.
-        ends: index of the first element behind each.
+        parts: The tensors.
+        ends: Index of the first element after each tensor.
     """
 
     def __init__(self, parts: Iterable[TensorEntry]) -> None:
         self.parts, self.ends = list(parts), list[int]()
         for part in self.parts:
             if len(part.shape) != 1 or not part.is_contiguous or part.encoding or part.kind:
-                raise FormatError("a partition that is not flat", entry=part.key, found=part.shape)
+                raise FormatError(
+                    "a partition is not a flat vector", entry=part.key, found=part.shape
+                )
             self.ends.append(part.shape[0] + self.numel)
 
     @property
@@ -121,7 +123,7 @@ class _Vector:
         return self.ends[-1] if self.ends else 0
 
     def runs(self, start: int, numel: int) -> Iterator[tuple[TensorEntry, int, int]]:
-        """Yield the tensors that hold elements of the vector, with the first one and how many."""
+        """Yield (tensor, first element in it, number of elements) for a range of the vector."""
         at, stop = bisect.bisect_right(self.ends, start), start + numel
         if stop > self.numel:
             raise _unequal(self, stop)
@@ -133,14 +135,14 @@ class _Vector:
 
 
 def _check_length(vector: _Vector, numel: int, align: int) -> None:
-    """Refuse a vector that its parameters do not fill, up to what it may be padded by."""
+    """Refuse a vector that its parameters do not fill, apart from padding to `align`."""
     if -(-numel // align) != -(-vector.numel // align):
         raise _unequal(vector, numel)
 
 
 def _unequal(vector: _Vector, numel: int) -> FormatError:
     return FormatError(
-        "a vector has not the length that the shapes of its parameters need",
+        "the length of a vector does not match the shapes of its parameters",
         entry=vector.parts[0].key if vector.parts else None,
         expected=f"{numel} elements",
         found=f"{vector.numel}",
@@ -149,11 +151,12 @@ def _unequal(vector: _Vector, numel: int) -> FormatError:
 
 
 class _Parameter(NamedTuple):
-    """Where a parameter is.
+    """The place of a parameter.
 
     Attributes:
-        group: number of the flat tensor that it starts in.
-        start: its first element in the vector, or in stage 3 that of each rank's share.
+        shape: Shape of the parameter.
+        group: Number of the flat tensor in which it starts.
+        start: First element in the vector. In stage 3, the first element of each rank's share.
     """
 
     shape: tuple[int, ...]
@@ -162,12 +165,12 @@ class _Parameter(NamedTuple):
 
 
 class _Reader:
-    """A checkpoint whose files have been read: see `read_zero`.
+    """A checkpoint whose optimizer files have been read.
 
     Args:
-        optims: what each rank says of the optimizer.
-        read_models: reads what the first ranks say of the model.
-        budget: what reading the directory may still cost.
+        optims: Index of each rank's optimizer file.
+        read_models: Number of ranks -> the indexes of their model files.
+        budget: Budget for reading the directory.
     """
 
     def __init__(
@@ -187,9 +190,8 @@ class _Reader:
         module = under(self.model, "module")
         if module is None or not self.groups:
             raise FormatError(
-                "a ZeRO checkpoint without a module or without weights",
-                hint="A pipeline's layers are in files of their own: see DeepSpeed's "
-                "ds_to_universal.py.",
+                "the ZeRO checkpoint lacks its module or its weights",
+                hint="If it is a pipeline, join its layers with DeepSpeed's ds_to_universal.py.",
             )
         keys = (*module.entries, *module.objects, *module.blocked_keys)
         has_own = any(key.partition(".")[0] == _ASIDE for key in keys)
@@ -215,10 +217,10 @@ class _Reader:
         )
 
     def _vectors(self) -> list[_Vector]:
-        """Return the vectors of the weights: one a group, or in stage 3 one a rank.
+        """Return the vectors of the weights: one per group, or in stage 3 one per rank.
 
         Raises:
-            FormatError: a rank lacks one.
+            FormatError: If a rank lacks one.
         """
         self.budget.spend(STEP * self.groups * self.world)
         table = []
@@ -226,24 +228,24 @@ class _Reader:
             keys = [f"{self.weights}{group}" for group in range(self.groups)]
             row = [optim.entries.get(key) for key in keys]
             if None in row:
-                what = "a rank without one of the vectors of weights"
+                what = "a rank lacks one of the vectors of weights"
                 raise FormatError(what, entry=keys[row.index(None)], file=optim.path)
             table.append(list(filter(None, row)))
         return [_Vector(row) for row in (table if self.is_stage_3 else zip(*table, strict=True))]
 
     def _layout(self, vectors: Sequence[_Vector]) -> dict[str, _Parameter]:
-        """Return where each parameter is.
+        """Return the place of each parameter.
 
         Raises:
-            FormatError: the vectors have not the length that the shapes need.
+            FormatError: If the length of a vector does not match the shapes.
         """
         shapes = self.model.objects.get("param_shapes")
         shapes = shapes if isinstance(shapes, list) else [shapes]
         if not all(isinstance(group, dict) for group in shapes):
-            raise FormatError("no shapes of the parameters", entry="param_shapes")
+            raise FormatError("the shapes of the parameters are missing", entry="param_shapes")
         if not self.is_stage_3 and len(shapes) != self.groups:
             raise FormatError(
-                "not as many groups of parameters as vectors",
+                "the numbers of parameter groups and vectors differ",
                 entry="param_shapes",
                 expected=self.groups,
                 found=len(shapes),
@@ -255,7 +257,9 @@ class _Reader:
             pads = iter(paddings[group] if isinstance(paddings, list) else ())
             for name, size in named.items():
                 if type(name) is not str or name in layout:
-                    raise FormatError("a parameter is not named, or twice", entry=str(name)[:100])
+                    raise FormatError(
+                        "a parameter's name is missing or repeated", entry=str(name)[:100]
+                    )
                 shape = dense_shape(size, name, "shape", "tuple")
                 numel = math.prod(shape)
                 if self.is_stage_3:
@@ -266,7 +270,7 @@ class _Reader:
                     layout[name] = _Parameter(shape, group, start)
                     start += numel + max(0, int(next(pads, 0)))
             if not self.is_stage_3:
-                # By how much it is padded is not recorded: zero_to_fp32 has this bound, too.
+                # The padding is not recorded. zero_to_fp32 uses the same bound.
                 _check_length(vectors[group], start, 2 * self.world)
                 start = 0
         for vector in vectors if self.is_stage_3 else ():
@@ -290,7 +294,9 @@ class _Reader:
                 kinds.add((part.dtype, part.location))
         dtypes = {dtype for dtype, _ in kinds} or {vectors[0].parts[0].dtype}
         if len(dtypes) > 1:
-            raise FormatError("shares of several dtypes", entry=key, found=sorted(dtypes))
+            raise FormatError(
+                "the shares of a parameter have several dtypes", entry=key, found=sorted(dtypes)
+            )
         location = min((location for _, location in kinds), default="cpu")
         entry = flat_entry(key, dtypes.pop(), place.shape, places, key, location)
         self.budget.spend(ENTRY + len(key) + 4 * STEP * len(entry.chunks), key)
@@ -299,7 +305,7 @@ class _Reader:
     def _module(
         self, module: Index, layout: dict[str, _Parameter], vectors: Sequence[_Vector]
     ) -> dict[str, TensorEntry]:
-        """Return the weights and buffers of the model, in its own order."""
+        """Return the weights and buffers of the model, in the order of its state dict."""
         found = {name: self._flat(name, place, vectors) for name, place in layout.items()}
         found.update(self._frozen())
         shared = under(self.model, "shared_params")
@@ -310,14 +316,14 @@ class _Reader:
         named = self.model.objects.get("buffer_names")
         buffers = {name for name in (named if isinstance(named, list) else ()) if type(name) is str}
         for name, entry in module.entries.items():
-            # In stage 3 anything but a buffer is an empty stand-in for a parameter.
+            # In stage 3, everything but a buffer is an empty stand-in for a parameter.
             if not self.is_stage_3 or name in buffers:
                 found.setdefault(name, entry)
         order = dict.fromkeys((*module.entries, *found))
         return {name: found[name] for name in order if name in found}
 
     def _frozen(self) -> Iterator[tuple[str, TensorEntry]]:
-        """Yield the parameters that are not trained."""
+        """Yield (name, entry) of the parameters that are not trained."""
         shapes = under(self.model, "frozen_param_shapes")
         if shapes is None:
             return
@@ -332,7 +338,7 @@ class _Reader:
                 yield name, self._flat(name, _Parameter(shape, 0, 0), vectors)
             elif whole is None or whole.shape != shape:
                 raise FormatError(
-                    "a frozen parameter without its values",
+                    "the values of a frozen parameter are missing",
                     entry=name,
                     expected=shape,
                     found=whole and whole.shape,
@@ -342,7 +348,7 @@ class _Reader:
 
 
 def _fits(content: Content) -> bool:
-    """Return whether a rank has a file of its own."""
+    """Return whether one of the names is that of a rank's file."""
     return any(match[1] for match in map(_FILE.fullmatch, content.names) if match)
 
 
