@@ -127,8 +127,8 @@ def test_inspect_chooses_sorts_and_descends(tmp_path) -> None:
                                                 ["b", "4", "B", "float32", "1"]]  # fmt: skip
     done = torchlift("inspect", path, "--root", "n", "--json")
     assert (done.returncode, done.stderr) == (1, f"torchlift: {path}: 'n': the checkpoint does not "
-            "contain this container; found at the top: head, m. Pass one of these as --root, or leave root out."
-            "\n")  # fmt: skip
+            "contain this container; found at the top: head, m. Pass one of these as --root, or "
+            "leave root out.\n")  # fmt: skip
     found = json.loads(done.stdout)["error"]
     assert (found["type"], found["entry"], found["file"]) == ("FormatError", "n", str(path))
     found = json.loads(torchlift("inspect", path, "--filter", "m.2*", "--json").stdout)
