@@ -32,7 +32,14 @@ from torchlift._plan.rules import (
 )
 from torchlift._plan.steps import Rename, Transform
 from torchlift._save.blocks import memory_of
-from torchlift._save.saving import SaveReport, Target, finish, from_files, unchanged
+from torchlift._save.saving import (
+    SaveOptions,
+    SaveReport,
+    require_unchanged,
+    take_apart_files,
+    write_state,
+)
+from torchlift._save.target import Target
 from torchlift._save.values import Becomes, stored_as, untied
 from torchlift._sources.opening import Given, index_of, is_state, opened, state_hint, tensors_in
 from torchlift._sources.tensors import FileTensor, SourceTensor, tensor_of
@@ -249,11 +256,11 @@ def convert(
         replaces = results.of if transform is not None or memory else None
         if verify and not dry_run and transform is not None:
             require_intact(checkpoints)  # before their values are somebody's
-        taken, values = from_files(ckpt, target, becomes, dropped, replaces, containers)
-        lost |= {} if transform is None else _untied(ckpt.entries, taken.tensors)
+        state = take_apart_files(ckpt, target, becomes, dropped, replaces, containers)
+        lost |= {} if transform is None else _untied(ckpt.entries, state.tensors)
         if verify and not dry_run and transform is None:
             # What is written as it is gets compared on the way: it is not read twice.
-            sources = (value.source for value in values if value.crc32 is not None)
+            sources = (value.source for value in state.values if value.crc32 is not None)
             compared = {entry.storage for entry in sources if isinstance(entry, TensorEntry)}
             used = used_by(read, whole.storages).keys() - compared if alone else None
             require_intact(checkpoints, only=used)
@@ -261,31 +268,24 @@ def convert(
         keeps_metadata = target.only_tensors and all(one.format in _TEXTS[:2] for one in texts)
         metadata = {k: v for one in texts for k, v in one.metadata.items() if k not in _BYTES_ONLY}
         if target.only_tensors:
-            lost |= dict.fromkeys(taken.objects, _AN_OBJECT)
+            lost |= dict.fromkeys(state.objects, _AN_OBJECT)
         if metadata and not keeps_metadata:
             lost["(metadata)"] = f"the format has no place for {', '.join(sorted(metadata))}"
         saved: object = None
         if target.only_tensors and root is None and len(given) == 1:
             saved = given[0] if is_state(given[0]) else whole.tree[0] if whole.tree else None
-        hint = _root_hint(saved, taken.tensors.keys() & whole.entries.keys())
+        hint = _root_hint(saved, state.tensors.keys() & whole.entries.keys())
 
         def check() -> None:
-            unchanged(ckpt)
+            require_unchanged(ckpt)
             # Somebody may have made it in the meantime.
             _check_apart(whole, target, overwrite)
 
         planning.close()
-        report = finish(
-            target,
-            taken,
-            values,
-            metadata=metadata if keeps_metadata else {},
-            checksum=checksum,
-            lost=lost,
-            check=check,
-            progress=progress,
-            written=not dry_run,
+        written = SaveOptions(
+            metadata if keeps_metadata else {}, checksum, progress, lost, check, dry_run
         )
+        report = write_state(target, state, written)
         return replace(report, hint=hint)
 
 

@@ -8,7 +8,6 @@ import os
 import signal
 import stat
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
@@ -22,7 +21,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 import torchlift
 from torchlift.distributed import CheckpointWriter, save_consolidated
@@ -211,18 +209,16 @@ def test_saving_a_torch_file_over_the_one_the_model_is_mapped_from(tmp_path: Pat
     assert os.listdir(tmp_path) == ["x.pt"]
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")  # it is not, for dcp.save
-def test_more_shards_than_a_process_may_open_are_written(tmp_path: Path) -> None:
+def test_more_files_than_a_process_may_open_are_written(tmp_path: Path) -> None:
     """Each is open for as long as it is written; after an error none is left, nor open."""
     resource = pytest.importorskip("resource")
     state = {f"w{number}": torch.ones(10) for number in range(60)}
     gc.collect()  # files that cycles of earlier tests hold would be closed meanwhile
     opened = os.listdir("/dev/fd")
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    writer = CheckpointWriter(tmp_path / "x.safetensors.index.json", max_shard_size=40)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, opened)) + 30, before[1]))
     try:
-        dcp.save(state, storage_writer=writer, no_dist=True)
+        torchlift.save(state, tmp_path, format="sharded", max_shard_size=40)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert torchlift.verify(tmp_path).ok
@@ -232,8 +228,9 @@ def test_more_shards_than_a_process_may_open_are_written(tmp_path: Path) -> None
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
     try:
-        with pytest.raises(CheckpointException, match="File too large"):
-            dcp.save({**state, "z": torch.ones(10_000)}, storage_writer=writer, no_dist=True)
+        larger = {**state, "z": torch.ones(10_000)}
+        with pytest.raises(CheckpointError, match="File too large"):
+            torchlift.save(larger, tmp_path, format="sharded", max_shard_size=40)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
@@ -241,56 +238,12 @@ def test_more_shards_than_a_process_may_open_are_written(tmp_path: Path) -> None
     assert len(os.listdir("/dev/fd")) == len(opened)
 
 
-class InRows(dcp.DefaultSavePlanner):
-    """Has a rank write the rows of a matrix one by one, all but those left out."""
-
-    def __init__(self, left_out: int = 0) -> None:
-        super().__init__()
-        self.left_out = left_out
-
-    def create_local_plan(self) -> Any:
-        plan = super().create_local_plan()
-        items = []
-        for item in plan.items:
-            rows, columns = item.tensor_data.size
-            for row in range(rows - self.left_out):
-                offset = torch.Size([row, 0])
-                chunk = ChunkStorageMetadata(offset, torch.Size([1, columns]))
-                data = replace(item.tensor_data, chunk=chunk)
-                items.append(
-                    replace(item, index=replace(item.index, offset=offset), tensor_data=data)
-                )
-        return replace(plan, items=items)
-
-    def create_global_plan(self, plans: Any) -> Any:
-        return plans, Metadata({})  # torch's would refuse to leave anything out
-
-    def resolve_data(self, item: Any) -> Any:
-        return self.state_dict[item.index.fqn][item.index.offset[0]][None]
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")  # it is not, for dcp.save
-def test_a_plan_may_give_a_rank_several_boxes_of_a_tensor(tmp_path: Path) -> None:
-    """They lie where they belong; a tensor of which some is nobody's is an error that says so."""
-    state = {"w": torch.arange(12.0).view(4, 3), "v": torch.arange(4).view(2, 2)}
-    for name in ("x.safetensors.index.json", "x.safetensors"):
-        writer = CheckpointWriter(tmp_path / name)
-        dcp.save(dict(state), storage_writer=writer, planner=InRows(), no_dist=True)
-        with torchlift.open(tmp_path / name) as found:
-            assert all(torch.equal(found[key], value) for key, value in state.items())
-        assert torchlift.verify(tmp_path / name).ok
-        before = files_in(tmp_path)
-        with pytest.raises(CheckpointException, match=r"nobody's to write.* 80 bytes.* 52 bytes"):
-            dcp.save(dict(state), storage_writer=writer, planner=InRows(1), no_dist=True)
-        assert files_in(tmp_path) == before
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")  # it is not, for dcp.save
 @pytest.mark.parametrize(
     ("lose", "message"),
     [
-        (os.unlink, "not whole; expected .* bytes; found no file"),
-        (lambda path: os.truncate(path, 10), "not whole; expected .* bytes; found 10 bytes"),
+        (os.unlink, "not complete; expected .* bytes; found no file"),
+        (lambda path: os.truncate(path, 10), "not complete; expected .* bytes; found 10 bytes"),
     ],
 )
 def test_a_directory_without_a_file_of_its_ranks_does_not_appear(
@@ -325,7 +278,7 @@ results = saved_then_loaded(Path(__file__).with_name("workers_save.py"), RANKS)
         "writes_a_module",
         "writes_rank_0s_metadata",
         "keeps_conjugate_shards_apart",
-        "lays_the_files_out_alike_on_all_ranks",
+        "equal_notes_are_saved_whatever_objects_they_are",
         "one_bad_rank_stops_all",
         "a_bad_path_of_one_rank_stops_all",
         "tells_ties_on_ranks_that_hold_nothing",

@@ -74,8 +74,8 @@ def main() -> None:
         keeper.wait()
     if rank in victims.split(","):
         if where == "write":
-            # What a rank alone writes of a file of DCP is one call here.
-            write.write_at = dies_in(1 if name == "dcp" else 4, write.write_at)
+            # A rank writes its own small file in one call. The first rank then writes one of all.
+            write.write_at = dies_in(2 if victims == "0" and name != "dcp" else 1, write.write_at)
         else:
             setattr(os, where, die)
     # Torch's own way ends with torch's own error.

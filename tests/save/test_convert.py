@@ -626,12 +626,11 @@ def test_the_command_says_what_it_would_write_and_writes_it(
     assert torchlift.open(tmp_path / "d").format == "dcp"
 
 
-def test_arrays_of_an_npz_are_no_views(tmp_path: Path) -> None:
-    """Their headers are not memory that a smaller file leaves out."""
+def test_arrays_of_an_npz_are_converted(tmp_path: Path) -> None:
+    """A header stands before the values of each."""
     np.savez(tmp_path / "x.npz", a=np.ones((3, 4), np.float32), b=np.zeros(5))
     for name in ("x.pt", "x.safetensors"):
-        report = torchlift.convert(tmp_path / "x.npz", tmp_path / name)
-        assert (report.compacted, report.left_out) == ((), 0)
+        torchlift.convert(tmp_path / "x.npz", tmp_path / name)
         assert torchlift.open(tmp_path / name)["a"].eq(1).all()
 
 

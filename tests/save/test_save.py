@@ -403,7 +403,7 @@ def test_views_of_another_dtype_are_told(tmp_path: Path, name: str) -> None:
 
 
 def test_a_tiny_view_of_a_large_memory_is_written_compactly(tmp_path: Path) -> None:
-    """Which the report tells; torch.save writes all of the memory."""
+    """A torch file and safetensors have its values only. torch.save writes all of the memory."""
     large = torch.arange(100_000.0)
     state = {
         "rows": large[10:13],
@@ -411,10 +411,7 @@ def test_a_tiny_view_of_a_large_memory_is_written_compactly(tmp_path: Path) -> N
         "wide": large[:1].expand(9),
     }
     for name in ("x.pt", "x.safetensors"):
-        report = torchlift.save(state, tmp_path / name)
-        assert sorted(report.compacted) == ["column", "rows", "wide"]
-        assert report.left_out > 390_000
-        assert "3 views, without" in str(report)
+        torchlift.save(state, tmp_path / name)
         assert os.path.getsize(tmp_path / name) < 9_000
         with torchlift.open(tmp_path / name) as ckpt:
             assert all(torch.equal(ckpt[key], value) for key, value in state.items())
@@ -598,7 +595,7 @@ def test_safetensors_hold_tensors_only(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
     report = torchlift.save({"model": {0: torch.ones(2)}, "list": [torch.ones(3)]}, path)
     assert report.lost == {
-        "model": "names that are no text become text",
+        "model": "names that are not text become text",
         "list": "a list, whose positions become names",
     }
     assert load_file(path).keys() == {"model.0", "list.0"}

@@ -1,29 +1,24 @@
-"""Save from a mesh: all ranks write their own byte ranges of the same files, or nothing changes.
-
-Here is who does what when, and how it is undone. What the files are like is what one process makes
-of the same state.
-"""
+"""Save from a mesh: each rank writes its own files, and all ranks end the same way."""
 
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import pickle
 import sys
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, product
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from torchlift._checkpoint.checkpoint import MappedViews, dtype_of
 from torchlift._model.dtensor import (
-    Spans,
     everything,
     first_rank,
     is_dtensor,
@@ -32,418 +27,613 @@ from torchlift._model.dtensor import (
     spread_of,
 )
 from torchlift._model.holders import find_buffers
-from torchlift._model.ranks import RankGroup, rank, ranks_of
-from torchlift._save.blocks import Workspace, tensor_blocks
+from torchlift._model.ranks import Exchange, RankGroup, StepResult, rank, ranks_of
+from torchlift._save.blocks import Workspace
 from torchlift._save.files import (
     Advance,
-    Begun,
+    CreatedFiles,
     Files,
     Objects,
-    Output,
-    Sums,
-    nobodys,
-    on_their_way,
-    place_of,
-    remove_unnamed,
-    require_one_writer,
+    make_folders,
+    new_files,
+    remove_empty,
+    remove_files,
+    require_same_place,
+    require_sizes,
     write_errors,
-    write_files,
+    write_file,
+    write_own_files,
+)
+from torchlift._save.layouts import (
+    Box,
+    Item,
+    Output,
+    OwnFiles,
+    add_objects,
+    dcp_content,
+    end_of,
+    require_complete,
 )
 from torchlift._save.pickling import Rebuilt
-from torchlift._save.replicas import TAKE_FIRST, Difference, difference_error
-from torchlift._save.values import Taken, Value, apart, stored_as, untied
-from torchlift._store.places import is_url, parent
+from torchlift._save.replicas import (
+    TAKE_FIRST,
+    Checksum,
+    HeldPart,
+    checksum_of,
+    difference_error,
+    find_differences,
+)
+from torchlift._save.target import Target
+from torchlift._save.values import State, Value, find_untied_keys, stored_as, untied
+from torchlift._store.files import FileStamp
+from torchlift._store.places import is_url
 from torchlift._system.interrupts import Running, deliver_interrupt
-from torchlift.errors import CheckpointError, PlacementError
-from torchlift.formats.boxes import narrowed, row_major, runs
-from torchlift.formats.index import Chunk, Leaf, TensorEntry
+from torchlift._transfer.write import AtomicFile, remove_debris
+from torchlift.errors import PlacementError
+from torchlift.formats.boxes import row_major
+from torchlift.formats.index import Chunk, Index, Leaf, Storage, TensorEntry
 from torchlift.formats.layout import Stored
 
 T = TypeVar("T")
+M = TypeVar("M")
 
 
-@dataclass(slots=True, eq=False)
-class Share(Value):
-    """A tensor that several processes save, and what this one has of it.
-
-    Attributes:
-        local: its values here.
-        spans: the ranges of the whole tensor that these are.
-        part: the number of these ranges from 0 on, the same for all ranks that hold the same.
-        number: of this rank among those; they write one block each in turn.
-        copies: how many they are; 0 where this rank writes nothing.
-        turn: a number that is the same on all ranks and differs from tensor to tensor.
-        step: how far the turn is from one block to the next; 0: one rank writes all of them.
-        places: numbers of ranks, and the ranges that each of them alone writes; empty where all
-            write one file.
-    """
-
-    local: torch.Tensor | None = None
-    spans: Spans = ()
-    part: int = 0
-    number: int = 0
-    copies: int = 0
-    turn: int = 0
-    step: int = 1
-    places: tuple[tuple[int, Spans], ...] = ()
-
-    @classmethod
-    def of(cls, stored: Stored, same: object, turn: int = 0) -> Self:
-        """Return a tensor of which this process has nothing.
-
-        Args:
-            stored: the whole tensor.
-            same: what is equal for two that are one tensor.
-            turn: see the class.
-        """
-        dtype = getattr(torch, stored.dtype)
-        whole = torch.empty(stored.shape, dtype=dtype, device="meta")
-        stride = row_major(stored.shape)
-        # As one that shares its memory with its ties alone, and lies dense in it.
-        place = dtype, stored.shape, stride, ("tensor", same), 0, 0, False
-        return cls(stored.key, whole, *place, turn=turn)
-
-    def with_values(
-        self, tensor: torch.Tensor, spans: Spans, part: int = 0, number: int = 0, copies: int = 1
-    ) -> Share:
-        """Return it with what this process has of it."""
-        return replace(self, local=tensor, spans=spans, part=part, number=number, copies=copies)
-
-    @property
-    def here(self) -> int:
-        """Return how many of its bytes this process has."""
-        return self.local.nbytes if self.local is not None and self.copies else 0
-
-    @property
-    def share(self) -> int:
-        """Return the number of what others should hold, too; 0 where they hold none of it."""
-        return self.part + 1 if self.copies > 1 else 0
-
-    def runs(self, work: Workspace) -> Iterator[tuple[memoryview, list[tuple[int, memoryview]]]]:
-        """Yield what this process has of its bytes, and which of that it writes where.
-
-        A whole tensor is never copied, however it lies in memory. No byte is written by two ranks.
-        What others hold too is read from beginning to end, to be compared.
-        """
-        local = self.local
-        if local is None or not self.copies or not local.numel():
-            return
-        shape, size = self.shape, local.itemsize
-        stored = self.stored
-        chunk = Chunk("", 0, stored.nbytes, (0,) * len(shape), shape)
-        whole = TensorEntry(
-            self.key, stored.dtype, shape, self.stride, stored.nbytes, "cpu", "", (chunk,)
-        )
-        part = narrowed(whole, self.spans)
-        for at, (block, view) in enumerate(tensor_blocks(local, local.dtype, work)):
-            places = []
-            if (self.turn + at * self.step) % self.copies == self.number:
-                found = runs(narrowed(part, [[span] for span in block]))
-                places = [(r.offset, view[r.at * size : (r.at + r.numel) * size]) for r in found]
-            yield view, places
-
-    def few(self) -> None:
-        """Return nothing: what this process has of it comes in blocks."""
-
-    @property
-    def begins(self) -> bool:
-        """Return whether this process writes the first block of what it has."""
-        return self.copies > 0 and self.turn % self.copies == self.number
-
-    def chunks(self) -> list[tuple[int, tuple[int, ...], Value]]:
-        """Return the number of a rank, a place in the tensor, and what that rank writes there.
-
-        Raises:
-            PlacementError: some of the tensor is no rank's.
-        """
-        if not self.places:
-            return super(Share, self).chunks()
-        found: list[tuple[int, tuple[int, ...], Value]] = []
-        for who, spans in self.places:
-            is_here = spans == self.spans and self.copies > 0
-            ends = [[*accumulate((b - a for a, b in dim), initial=0)] for dim in spans]
-            for box in product(*map(enumerate, spans)):
-                shape = tuple(stop - start for _, (start, stop) in box)
-                stored = Stored(self.key, self.stored.dtype, shape)
-                if not math.prod(shape) and (self.numel or found):
-                    continue
-                part = replace(Share.of(stored, self.key, self.turn), step=0)
-                if is_here:
-                    assert self.local is not None
-                    inside = [slice(e[n], e[n + 1]) for e, (n, _) in zip(ends, box, strict=True)]
-                    local = self.local[tuple(inside)]
-                    spread = everything(shape), self.part, self.number, self.copies
-                    part = part.with_values(local, *spread)
-                found.append((who, tuple(start for _, (start, _) in box), part))
-        if sum(part.numel for *_, part in found) != self.numel:
-            raise nobodys(self.key, self.stored.nbytes, sum(p.stored.nbytes for *_, p in found))
-        return found
-
-
-#: What one rank is to save, without the values of tensors: of each what is stored, and the first
-#: rank of its mesh (None if it has none); and text for the headers of safetensors.
-_Described = tuple[Taken, dict[str, str]]
-
-
-class Mesh:
-    """The processes that save a checkpoint together, or one alone.
+class Described(NamedTuple):
+    """A tensor as all ranks know it.
 
     Attributes:
-        path: where to, for messages.
-        leads: whether this one is the first.
-        written: bytes of tensors that this one has written.
+        stored: the complete tensor in a file.
+        first: the first rank of its mesh; None for a plain tensor.
     """
 
-    def __init__(self, process_group: Any = None, *, alone: bool = False, path: str = "") -> None:
-        self.path = path
+    stored: Stored
+    first: int | None
+
+
+class _Own(NamedTuple):
+    """What a rank saves, without the values of tensors.
+
+    Attributes:
+        state: its tensors are `Described`.
+        metadata: text for the headers of safetensors.
+    """
+
+    state: State
+    metadata: dict[str, str]
+
+
+class _OwnTies(NamedTuple):
+    """What a rank knows of its tensors by their memory.
+
+    Attributes:
+        same: see `_same_as`.
+        buffers: keys of buffers of a live module.
+    """
+
+    same: array[int]
+    buffers: set[str]
+
+
+@dataclass(frozen=True, slots=True)
+class SharedState:
+    """What all ranks save together. All but `lost` is the same on each of them.
+
+    Attributes:
+        state: the containers. Its tensors are `Described`.
+        metadata: text for the headers of safetensors.
+        tied: key -> the first key of the same tensor.
+        buffers: keys of buffers of a live module. They may differ between ranks.
+        holders: key -> the ranks that have it; empty if all ranks have all keys.
+        lost: key of this rank -> what the files do not keep of its tensor.
+    """
+
+    state: State
+    metadata: Mapping[str, str]
+    tied: Mapping[str, str] = field(default_factory=dict)
+    buffers: set[str] = field(default_factory=set)
+    holders: Mapping[str, list[int]] = field(default_factory=dict)
+    lost: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def stored(self) -> dict[str, Stored]:
+        """Return key -> the complete tensor."""
+        return {key: each.stored for key, each in self.state.tensors.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class OwnParts:
+    """What this rank holds and writes.
+
+    Attributes:
+        boxes: those that it writes.
+        replicas: what other ranks hold, too, and must be equal.
+    """
+
+    boxes: list[Box]
+    replicas: dict[HeldPart, torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of tensors that this rank writes."""
+        return sum(box.value.stored.nbytes for box in self.boxes)
+
+    def checksums(self) -> dict[HeldPart, Checksum]:
+        """Return the checksums of what other ranks hold, too."""
+        work = Workspace()
+        return {part: checksum_of(tensor, work) for part, tensor in self.replicas.items()}
+
+
+class SavingRanks:
+    """The ranks that save a checkpoint together, or one process alone.
+
+    Attributes:
+        group: how they exchange messages.
+        rank: number of this one.
+        ranks: all numbers.
+        leader: the first rank. It creates the files and makes them appear.
+    """
+
+    def __init__(self, process_group: Any = None, *, alone: bool = False) -> None:
         self.group = RankGroup([]) if alone else RankGroup.of_all(process_group=process_group)
         self.rank = rank()
         self.ranks = [self.rank] if alone else ranks_of(process_group)
-        self.leads = self.rank == self.ranks[0]
-        self.written = 0
+        self.leader = self.ranks[0]
 
-    def run(self, step: Callable[[], tuple[T, Any]]) -> tuple[T, dict[int, Any]]:
-        """Take a step on all ranks, of which an error of the system says what became of the files.
+    @property
+    def leads(self) -> bool:
+        """Return whether this is the first rank."""
+        return self.rank == self.leader
 
-        Only where it touches them: a caller's objects have such errors, too, of a lost connection.
+    @property
+    def number(self) -> int:
+        """Return the number of this rank among those that save."""
+        return self.ranks.index(self.rank)
+
+    def run(
+        self,
+        path: str,
+        step: Callable[[], tuple[T, M]],
+        validate: Callable[[dict[int, M]], None] = lambda _: None,
+    ) -> Exchange[T, M]:
+        """Run a step that touches files on all ranks. An error of the system names `path`.
+
+        The steps of a caller's objects do not run here: a lost connection of theirs is not an error
+        of the file.
         """
 
-        def take() -> tuple[T, Any]:
-            with write_errors(self.path):
+        def guarded() -> tuple[T, M]:
+            with write_errors(path):
                 return step()
 
-        return self.group.run(take)
+        return self.group.run(guarded, validate)
 
-    def laid_out(self, step: Callable[[], Output]) -> Output:
-        """Lay the files out on all ranks.
 
-        Raises:
-            PlacementError: not all lay them out alike, and would write over each other's bytes.
-        """
+def share_state(
+    ranks: SavingRanks, state: State, metadata: Mapping[str, str], compared: Mapping[str, object]
+) -> SharedState:
+    """Tell the other ranks what this rank saves. Ranks may have keys of their own.
 
-        def lay_out() -> tuple[Output, bytes]:
-            output = step()
-            require_one_writer(output, len(self.ranks))
-            return output, output.digest if len(self.ranks) > 1 else b""
+    Of plain data the first rank that has the key counts, of metadata the first rank.
 
-        output, digests = self.run(lay_out)
-        for who, digest in digests.items():
-            if digest != digests[self.ranks[0]]:
-                raise PlacementError(
-                    "the ranks do not lay the files out alike",
-                    file=self.path,
-                    expected=f"tensors at the same bytes as on rank {self.ranks[0]}",
-                    found=f"others on rank {who}",
-                    hint="Let all ranks have the same versions of Python, torch and torchlift.",
-                )
-        return output
+    Args:
+        ranks: those that save.
+        state: of this rank.
+        metadata: text for the headers of safetensors.
+        compared: arguments that must be equal on all ranks.
 
-    def merged(
-        self, taken: Taken, metadata: Mapping[str, str], asked: Mapping[str, object]
-    ) -> tuple[Taken, Sequence[Value], Mapping[str, str], dict[str, str]]:
-        """Tell each other what there is to save, of which ranks may have names of their own.
+    Raises:
+        PlacementError: If two ranks hold different things under one key, or their arguments differ.
+    """
+    local = state.tensors
+    kind = "torch-zip" if state.plain else "safetensors"
 
-        Of plain data the first rank that has the name counts, and rank 0's metadata.
+    def describe() -> StepResult[_Own, tuple[Mapping[str, object], bytes]]:
+        tensors = {
+            key: Described(stored_as(key, tensor, kind), first_rank(tensor))
+            for key, tensor in local.items()
+        }
+        own = _Own(replace(state, tensors=tensors, values=()), dict(metadata))
+        digest = hashlib.sha256(pickle.dumps(own)).digest()
+        return StepResult(own, (compared, digest))
 
-        Args:
-            taken: what this process has.
-            metadata: text for the headers of safetensors.
-            asked: the arguments that have to be the same on all ranks.
+    own, by_rank = ranks.group.run(describe)
+    # All ranks know the same, so all of them raise.
+    require_alike({who: arguments for who, (arguments, _) in by_rank.items()})
+    holders: dict[str, list[int]] = {}
+    if len({digest for _, digest in by_rank.values()}) > 1:
+        each_own = ranks.group.run(lambda: StepResult(None, own)).by_rank
+        states = {who: each.state for who, each in each_own.items()}
+        holders = _holders(states)
+        own = _Own(_merged([*states.values()]), each_own[ranks.leader].metadata)
 
-        Returns:
-            What all have, the same on each of them: containers, values and metadata; and key ->
-            what is lost of this rank's.
+    def find_ties() -> StepResult[dict[str, str], _OwnTies]:
+        values = [Value.of_tensor(key, local_tensor(tensor), kind) for key, tensor in local.items()]
+        plain = {key: tensor for key, tensor in local.items() if not is_dtensor(tensor)}
+        ties = _OwnTies(_same_as(own.state, local), find_buffers(plain))
+        return StepResult(untied(find_untied_keys(values, None)), ties)
 
-        Raises:
-            PlacementError: two ranks hold unlike things under one name, or ask for unlike things.
-        """
-        local = taken.tensors
-        kind = "torch-zip" if taken.plain else "safetensors"
+    lost, ties = ranks.group.run(find_ties)
+    tied = _ties(own.state, [each.same for each in ties.values()])
+    # Statistics that each rank has of its own data: the first rank's count, as in torch.
+    buffers = set[str]().union(*(each.buffers for each in ties.values()))
+    return SharedState(own.state, own.metadata, tied, buffers, holders, lost)
 
-        def describe() -> tuple[tuple[_Described, dict[str, str]], tuple[Any, bytes]]:
-            values = [
-                Value.of_tensor(key, local_tensor(tensor), kind) for key, tensor in local.items()
-            ]
-            tensors = {
-                key: (stored_as(key, tensor, kind), first_rank(tensor))
-                for key, tensor in local.items()
-            }
-            own = replace(taken, tensors=tensors), dict(metadata)
-            return (own, untied(apart(values, None))), (asked, _digest(own))
 
-        ((own, texts), lost), by_rank = self.group.run(describe)
-        # All ranks know the same, so they raise together without another exchange.
-        require_alike({who: asked for who, (asked, _) in by_rank.items()})
-        holders: dict[str, list[int]] = {}
-        if len({digest for _, digest in by_rank.values()}) > 1:
-            _, each_own = self.group.run(lambda: (None, (own, texts)))
-            holders = self._holders({who: each for who, (each, _) in each_own.items()})
-            texts = each_own[self.ranks[0]][1]
-            own = _merged([each for each, _ in each_own.values()])
+def find_own_parts(
+    ranks: SavingRanks,
+    shared: SharedState,
+    local: Mapping[str, torch.Tensor],
+    *,
+    compare: bool,
+    skip_tied: bool,
+) -> OwnParts:
+    """Return what this rank writes, and what it compares with others.
 
-        def list_ties() -> tuple[None, tuple[array[int], set[str]]]:
-            plain = {key: tensor for key, tensor in local.items() if not is_dtensor(tensor)}
-            compares = asked["replicated"] == "equal" and len(self.ranks) > 1
-            return None, (_same_as(own, local), find_buffers(plain) if compares else set())
+    Args:
+        ranks: those that save.
+        shared: what all ranks save.
+        local: the tensors of this rank.
+        compare: whether values that several ranks hold must be equal; else the first rank's count.
+        skip_tied: whether keys of one tensor are written once.
 
-        _, listed = self.group.run(list_ties)
-        same = _ties(own, [ties for ties, _ in listed.values()])
-        # Statistics that each rank has of its own data: the first rank's count, as in torch.
-        buffers = set[str]().union(*(found for _, found in listed.values()))
-
-        def share(turn: int, key: str, stored: Stored, first: int | None) -> Share:
-            made = Share.of(stored, same.get(key, key), turn)
-            if key not in local:
-                return made
-            is_equal = asked["replicated"] == "equal" and key not in buffers
-            return self._share_of(made, local[key], holders.get(key, self.ranks), first, is_equal)
-
-        is_apart = asked["format"] == "dcp" and len(self.ranks) > 1
-
-        def shares() -> tuple[list[Share], dict[str, Spans]]:
-            found = enumerate(own.tensors.items())
-            made = [share(turn, key, *each) for turn, (key, each) in found]
-            deliver_interrupt()  # here, where the others are told of it
-            return made, {each.key: each.spans for each in made if is_apart and each.begins}
-
-        values, placed = self.group.run(shares)
-        if is_apart:  # of two machines that write one file, one may undo what the other has done
-            spans = [placed[who] for who in self.ranks]
-            values = [
-                replace(v, places=tuple((n, s[v.key]) for n, s in enumerate(spans) if v.key in s))
-                for v in values
-            ]
-        return own, values, texts, lost
-
-    def _holders(self, told: Mapping[int, Taken]) -> dict[str, list[int]]:
-        """Return name -> the ranks that have it.
-
-        Raises:
-            PlacementError: two have unlike things of that name.
-        """
-        holders: dict[str, list[int]] = {}
-        kinds: dict[str, tuple[int, str]] = {}
-        for who, each in told.items():
-            found = dict.fromkeys(each.objects, "plain data")
-            for key, (stored, first) in each.tensors.items():
-                kind = "a plain tensor" if first is None else "a DTensor"
-                found[key] = f"{kind}, {stored.dtype} {list(stored.shape)}"
-                holders.setdefault(key, []).append(who)
-            for key, kind in found.items():
-                if len(each.paths[key]) > 1:
-                    kind += f" in {len(each.paths[key]) - 1} containers"
-                other, expected = kinds.setdefault(key, (who, kind))
-                if kind != expected:
-                    raise PlacementError(
-                        "the ranks do not hold the same under one name",
-                        entry=key,
-                        file=self.path,
-                        expected=f"{expected}, as on rank {other}",
-                        found=f"rank {who} differs from rank {other}: {kind}",
-                        hint="Give shards as DTensors, and what is not the same another name.",
-                    )
-        return holders
-
-    def _share_of(
-        self,
-        whole: Share,
-        tensor: torch.Tensor,
-        holders: Sequence[int],
-        first: int | None,
-        is_equal: bool,
-    ) -> Share:
-        """Return what this rank holds and writes of a tensor.
-
-        Raises:
-            PlacementError: it holds partial sums.
-        """
-        part, number, copies = 0, 0, 1
+    Raises:
+        PlacementError: If a tensor holds partial sums.
+    """
+    kind = "torch-zip" if shared.state.plain else "safetensors"
+    found = OwnParts([], {})
+    for turn, (key, described) in enumerate(shared.state.tensors.items()):
+        if key not in local or (skip_tied and key in shared.tied):
+            continue
+        tensor, part, number, copies = local[key], 0, 0, 1
         if not is_dtensor(tensor):
-            spans, number = everything(tensor.shape), holders.index(self.rank)
-            copies = len(holders)
+            holders = shared.holders.get(key, ranks.ranks)
+            spans, number, copies = (
+                everything(tensor.shape),
+                holders.index(ranks.rank),
+                len(holders),
+            )
         else:
             mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-            if coordinate is None or first != first_rank(tensor):
-                # Of several meshes side by side that hold the same, the first one writes.
-                return whole
+            if coordinate is None or described.first != first_rank(tensor):
+                continue  # of several meshes side by side that hold the same, the first one writes
+            spans = spans_of(tensor, key)
             for axis, placement in enumerate(tensor.placements):
                 if placement.is_replicate():
                     number = number * mesh.size(axis) + coordinate[axis]
                     copies *= mesh.size(axis)
                 else:
                     part = part * mesh.size(axis) + coordinate[axis]
-            spans = spans_of(tensor, whole.key)
-        if not is_equal:
-            copies = 1 if number == 0 else 0
-        return whole.with_values(local_tensor(tensor).detach(), spans, part, number, copies)
-
-    def write(self, output: Output, advance: Advance, check: Callable[[], None]) -> list[str]:
-        """Write all files; return their paths.
-
-        Args:
-            output: what to write.
-            advance: called with a number of bytes as this process reads them.
-            check: called before the checkpoint appears; raises where it must not.
-
-        Raises:
-            CheckpointError: a rank could not, or died; the old ones are untouched, unless it says
-                that the new ones are in place.
-        """
-        begun: Begun | None = None
-        if len(self.ranks) == 1:
-            output = replace(output, owners=dict.fromkeys(output.files, 0))
-        running = Running(sys._getframe())
-        with ExitStack() as stack:
-
-            def begin() -> tuple[Files | Objects | None, Begun | None]:
-                if not self.leads:
-                    return None, None
-                made = on_their_way(output, running)
-                stack.callback(made.close)
-                return made, made.begin()
-
-            def commit() -> tuple[None, list[str]]:
-                check()
-                if files is None:
-                    return None, []
-                files.complete([*written.values()])
-                return None, files.commit()
-
-            try:
-                files, by_rank = self.run(begin)
-                begun, number = by_rank[self.ranks[0]], self.ranks.index(self.rank)
-                write = partial(write_files, output, begun, number, advance, files)
-                _, written = self.run(lambda: (None, write()))
-                self.written = written[self.rank].nbytes
-                _require_equal(written, output, self.path)
-                paths: list[str] = self.run(commit)[1][self.ranks[0]]
-                return paths
-            except BaseException:
-                # The first rank may be the one that died, and cannot remove what it has created.
-                folder, names = parent(place_of(output)), begun.temporary if begun else []
-                if is_url(folder):
-                    with suppress(CheckpointError):
-                        if begun and output.kind:
-                            remove_unnamed(folder, names, output.kind)
-                    raise
-                for name in names:
-                    with suppress(OSError):
-                        os.unlink(os.path.join(folder, name))
-                raise
+        values, is_compared = local_tensor(tensor).detach(), compare and key not in shared.buffers
+        if is_compared and copies > 1:
+            found.replicas[HeldPart(key, spans if is_dtensor(tensor) else None)] = values
+        # In turn: else the first rank would write all replicas.
+        if number != (turn % copies if is_compared else 0):
+            continue
+        if not described.stored.nbytes and part == 0:  # one box says that there are no values
+            none = torch.empty(described.stored.shape, dtype=values.dtype, device="cpu")
+            found.boxes.append(Box((0,) * none.dim(), Value.of_tensor(key, none, kind)))
+        ends = [[*accumulate((b - a for a, b in dim), initial=0)] for dim in spans]
+        for box in product(*map(enumerate, spans)):
+            local_box = (slice(e[n], e[n + 1]) for e, (n, _) in zip(ends, box, strict=True))
+            inside = values[tuple(local_box)]
+            if inside.numel():
+                start = tuple(first for _, (first, _) in box)
+                found.boxes.append(Box(start, Value.of_tensor(key, inside, kind)))
+    return found
 
 
-def _digest(own: _Described) -> bytes:
-    """Return what is equal where two would be pickled alike, down to what is named twice.
+# ---- a folder of DCP
 
-    So the files are laid out alike, which have a pickle of it.
+
+class Written(NamedTuple):
+    """The result of a save on all ranks.
+
+    Attributes:
+        output: the files.
+        files: their paths.
     """
-    return hashlib.sha256(pickle.dumps(own)).digest()
+
+    output: Output
+    files: list[str]
 
 
-def require_alike(asked: Mapping[int, Mapping[str, object]]) -> None:
-    """Refuse ranks that ask for other formats, or for other values of what they share."""
-    first, expected = next(iter(asked.items()))
-    for who, each in asked.items():
+class _LaidOut(NamedTuple):
+    """The files of one rank, as all ranks know them.
+
+    Attributes:
+        sizes: name of each file -> its bytes.
+        items: of the files.
+    """
+
+    sizes: dict[str, int]
+    items: list[Item]
+
+
+def write_folder(
+    ranks: SavingRanks,
+    shared: SharedState,
+    own: OwnParts,
+    target: Target,
+    checksum: bool,
+    advance: Advance,
+) -> Written:
+    """Write a DCP folder, in which each rank has its own files.
+
+    Args:
+        ranks: those that save.
+        shared: what all ranks save.
+        own: what this rank writes.
+        target: the folder.
+        checksum: whether to record checksums.
+        advance: called with a number of bytes as this rank reads them.
+
+    Raises:
+        CheckpointError: If a rank fails or dies. The old checkpoint is unchanged, unless the
+            message says that the new one is in place.
+    """
+
+    def lay_out() -> StepResult[OwnFiles, _LaidOut]:
+        target.require_free_folder()
+        made = OwnFiles(ranks.number, target.limit)
+        for box in own.boxes:
+            made.add_box(box, checksum)
+        if ranks.leads:
+            add_objects(made, shared.state)
+        sizes = {name: end_of(sections) for name, sections in made.files.items()}
+        deliver_interrupt()  # here, where the other ranks learn of it
+        return StepResult(made, _LaidOut(sizes, made.items))
+
+    head = target.folder_output(shared.state)
+    files, by_rank = ranks.run(target.head, lay_out)
+    items = [item for each in by_rank.values() for item in each.items]
+    require_complete(shared.stored, items)
+    sizes = {name: size for each in by_rank.values() for name, size in each.sizes.items()}
+    content = partial(dcp_content, target.path, shared.state, shared.stored, [*sizes], items)
+    output = replace(head, files=files.files, content=content, untied=shared.tied)
+    return Written(output, write_together(ranks, output, sizes, advance, own.checksums))
+
+
+def write_together(
+    ranks: SavingRanks,
+    output: Output,
+    sizes: Mapping[str, int],
+    advance: Advance,
+    add_up: Callable[[], dict[HeldPart, Checksum]] = dict,
+    check: Callable[[], None] = lambda: None,
+) -> list[str]:
+    """Write the files of this rank, and make the files of all ranks appear. Return their paths.
+
+    Args:
+        ranks: those that save.
+        output: what this rank writes.
+        sizes: name of each file of all ranks -> its bytes.
+        advance: called with a number of bytes as this rank reads them.
+        add_up: returns the checksums of what other ranks hold, too.
+        check: called before the checkpoint appears. It raises if the checkpoint must not.
+
+    Raises:
+        CheckpointError: See `write_folder`.
+    """
+    head, kind, running = output.head, output.kind, Running(sys._getframe(1))
+    created: CreatedFiles | None = None
+    with ExitStack() as stack:
+
+        def create() -> StepResult[Files | Objects | None, CreatedFiles | None]:
+            if not ranks.leads:
+                return StepResult(None, None)
+            made = new_files(head, [*sizes], kind, output.replaces, running)
+            stack.callback(made.close)
+            return StepResult(made, made.create())
+
+        def write() -> StepResult[None, dict[HeldPart, Checksum]]:
+            assert created is not None
+            objects = files if isinstance(files, Objects) else None
+            write_own_files(head, kind, created, output.files, advance, objects)
+            return StepResult(None, add_up())
+
+        def commit() -> StepResult[None, list[str]]:
+            check()
+            if files is None:
+                return StepResult(None, [])
+            files.complete([*sizes.values()])
+            content = None if output.content is None else output.content(files.names)
+            return StepResult(None, files.commit(content))
+
+        try:
+            files, by_rank = ranks.run(head, create)
+            created = by_rank[ranks.leader]
+            ranks.run(head, write, partial(require_equal, path=head))
+            return ranks.run(head, commit).by_rank[ranks.leader]
+        except BaseException:
+            if created is not None:  # the first rank may be the one that died
+                remove_files(head, created.temporary.values(), kind)
+            raise
+
+
+def require_equal(by_rank: Mapping[int, Mapping[HeldPart, Checksum]], path: str) -> None:
+    """Refuse values that differ between ranks.
+
+    Raises:
+        PlacementError: If there are some.
+    """
+    wrong = {part.key: each for part, each in find_differences(by_rank).items()}
+    if wrong:
+        raise difference_error(wrong, TAKE_FIRST, path)
+
+
+# ---- one file, or shards, which the first rank makes of the files of all ranks
+
+
+class _PartFile(NamedTuple):
+    """The temporary file of one rank.
+
+    Attributes:
+        place: path of the file that is saved, links followed.
+        name: of the temporary file, in the same folder.
+    """
+
+    place: str
+    name: str
+
+
+class _PartWritten(NamedTuple):
+    """What a rank has written to its temporary file.
+
+    Attributes:
+        nbytes: of the file.
+        items: of the file.
+        checksums: of what other ranks hold, too.
+    """
+
+    nbytes: int
+    items: list[Item]
+    checksums: dict[HeldPart, Checksum]
+
+
+def write_in_parts(
+    ranks: SavingRanks,
+    shared: SharedState,
+    own: OwnParts,
+    head: str,
+    advance: Advance,
+    make: Callable[[State], T],
+) -> T:
+    """Let each rank write its parts to a temporary file. The first rank makes one file of them.
+
+    Args:
+        ranks: those that save.
+        shared: what all ranks save.
+        own: what this rank writes.
+        head: path of the file to make, next to which the temporary files are.
+        advance: called with a number of bytes as this rank reads them.
+        make: called on the first rank with the state, whose values are in the temporary files.
+
+    Returns:
+        The result of `make` on the first rank.
+
+    Raises:
+        CheckpointError: See `write_folder`.
+    """
+    if is_url(head) and len(ranks.ranks) > 1:
+        raise PlacementError(
+            "several ranks cannot write into one object of a store",
+            file=head,
+            expected="a DCP folder, to which each rank writes objects of its own",
+            found=f"{len(ranks.ranks)} ranks",
+            hint='Pass format="dcp"; torchlift.convert makes one file of that.',
+        )
+    running, folder, made = Running(sys._getframe()), os.path.dirname(head), list[str]()
+    with ExitStack() as stack:
+        if ranks.leads:
+            stack.callback(remove_empty, made)
+
+        def make_folder() -> StepResult[None, None]:
+            if ranks.leads:
+                make_folders(folder, made)
+            return StepResult(None, None)
+
+        def create_part() -> StepResult[AtomicFile, _PartFile]:
+            file = AtomicFile(head, running=running)
+            stack.callback(file.close)
+            name = os.path.basename(file.temporary)
+            return StepResult(file, _PartFile(os.path.realpath(head), name))
+
+        def write_part() -> StepResult[None, _PartWritten]:
+            place = os.path.realpath(head)
+            for who, each in parts.items() if ranks.leads else ():
+                exists = os.path.exists(os.path.join(os.path.dirname(place), each.name))
+                require_same_place(place, each.place, exists, ranks.leader, who)
+            files = OwnFiles(ranks.number)
+            for box in own.boxes:
+                files.add_box(box, checksum=False)
+            ((_, sections),) = files.files.items()
+
+            def advance_or_stop(nbytes: int) -> None:
+                deliver_interrupt()
+                advance(nbytes)
+
+            write_file(part.temporary, sections, advance_or_stop)
+            deliver_interrupt()
+            written = _PartWritten(end_of(sections), files.items, own.checksums())
+            return StepResult(None, written)
+
+        def validate(by_rank: Mapping[int, _PartWritten]) -> None:
+            require_equal({who: each.checksums for who, each in by_rank.items()}, head)
+            require_complete(
+                {k: s for k, s in shared.stored.items() if k not in shared.tied},
+                [item for each in by_rank.values() for item in each.items],
+            )
+
+        def make_file() -> StepResult[None, T | None]:
+            if not ranks.leads:
+                return StepResult(None, None)
+            where = os.path.dirname(part.temporary)
+            require_sizes(where, {parts[who].name: each.nbytes for who, each in written.items()})
+            paths = {who: os.path.join(where, each.name) for who, each in parts.items()}
+            items = [(paths[who], item) for who, each in written.items() for item in each.items]
+            views = _view_parts(shared, head, [*paths.values()], items)
+            with views.files:
+                return StepResult(None, make(_state_of(shared, views)))
+
+        try:
+            ranks.run(head, make_folder)
+            part, parts = ranks.run(head, create_part)
+            written = ranks.run(head, write_part, validate).by_rank
+            result = ranks.run(head, make_file).by_rank[ranks.leader]
+        except BaseException:
+            with suppress(OSError):  # a rank that died cannot remove its files
+                remove_debris(os.path.realpath(head))
+            raise
+        assert result is not None
+        return result
+
+
+def _view_parts(
+    shared: SharedState, path: str, files: Sequence[str], items: Sequence[tuple[str, Item]]
+) -> MappedViews:
+    """Return the tensors that are in the temporary files of ranks.
+
+    Args:
+        shared: what all ranks save.
+        path: of the file that is saved.
+        files: the temporary files.
+        items: with the path of the file that each is in.
+    """
+    chunks: dict[str, list[Chunk]] = {key: [] for key in shared.stored}
+    for file, item in items:
+        nbytes = Stored("", shared.stored[item.key].dtype, item.shape).nbytes
+        if item.start is not None and nbytes:
+            chunks[item.key].append(Chunk(file, item.payload, nbytes, item.start, item.shape))
+    entries = {}
+    for key, stored in shared.stored.items():
+        kept = shared.tied.get(key, key)
+        entries[key] = TensorEntry(
+            key, stored.dtype, stored.shape, row_major(stored.shape), stored.nbytes, "cpu", kept,
+            tuple(chunks[kept]),
+        )  # fmt: skip
+    stamps = {file: FileStamp.of(file) for file in files}
+    return MappedViews(Index(path, "dcp", entries, dict[str, Storage](), stamps))
+
+
+def _state_of(shared: SharedState, views: MappedViews) -> State:
+    """Return a state whose values are in files."""
+    becomes = partial(dtype_of, path=views.index.path)
+    entries = views.index.entries
+    values = [Value.of_entry(key, entry, views, becomes) for key, entry in entries.items()]
+    return replace(shared.state, values=values)
+
+
+# ---- what all ranks have
+
+
+def require_alike(by_rank: Mapping[int, Mapping[str, object]]) -> None:
+    """Refuse ranks whose arguments differ.
+
+    Raises:
+        PlacementError: If some do.
+    """
+    first, expected = next(iter(by_rank.items()))
+    for who, each in by_rank.items():
         for name, value in each.items():
             if value != expected[name]:
                 raise PlacementError(
@@ -453,61 +643,87 @@ def require_alike(asked: Mapping[int, Mapping[str, object]]) -> None:
                 )
 
 
-def _same_as(own: Taken, local: Mapping[str, torch.Tensor]) -> array[int]:
+def _holders(by_rank: Mapping[int, State]) -> dict[str, list[int]]:
+    """Return key -> the ranks that have it.
+
+    Raises:
+        PlacementError: If two of them have different things under one key.
+    """
+    holders: dict[str, list[int]] = {}
+    kinds: dict[str, tuple[int, str]] = {}
+    for who, each in by_rank.items():
+        found = dict.fromkeys(each.objects, "plain data")
+        for key, (stored, first) in each.tensors.items():
+            kind = "a plain tensor" if first is None else "a DTensor"
+            found[key] = f"{kind}, {stored.dtype} {list(stored.shape)}"
+            holders.setdefault(key, []).append(who)
+        for key, kind in found.items():
+            if len(each.paths[key]) > 1:
+                kind += f" in {len(each.paths[key]) - 1} containers"
+            other, expected = kinds.setdefault(key, (who, kind))
+            if kind != expected:
+                raise PlacementError(
+                    "the ranks do not hold the same under one name",
+                    entry=key,
+                    expected=f"{expected}, as on rank {other}",
+                    found=f"rank {who} differs from rank {other}: {kind}",
+                    hint="Give shards as DTensors, and what is not the same another name.",
+                )
+    return holders
+
+
+def _same_as(state: State, local: Mapping[str, torch.Tensor]) -> array[int]:
     """Return for each tensor the number of an earlier one that is the same here, or its own.
 
-    It is -1 where this rank holds no values of it.
+    It is -1 if this rank holds no values of the tensor.
     """
     first: dict[object, int] = {}
     found = array("i")
-    for number, key in enumerate(own.tensors):
+    for number, key in enumerate(state.tensors):
         tensor = local.get(key)
         values = None if tensor is None else local_tensor(tensor)
         if tensor is None or values is None or not values.numel():
             found.append(-1)
             continue
-        # A conjugate or negative view has the memory of its whole, and other values.
+        # A conjugate or negative view has the memory of its base, and other values.
         facts = (values.dtype, values.is_conj(), values.is_neg(), values.shape, values.stride())
         memory = (values.device, values.data_ptr(), *facts, tensor.shape, spread_of(tensor))
         found.append(first.setdefault(memory, number))
     return found
 
 
-def _ties(own: Taken, told: Sequence[array[int]]) -> dict[str, str]:
-    """Return name -> the first name that is the same tensor on every rank which holds some of it.
+def _ties(state: State, by_rank: Sequence[array[int]]) -> dict[str, str]:
+    """Return key -> the first key that is the same tensor on every rank that holds some of it.
 
-    A rank sees that two names are one tensor by their memory, but only where it holds values. All
+    A rank sees by their memory that two keys are one tensor, but only if it holds values. All
     ranks draw the same conclusion from what all of them see.
     """
     first: dict[tuple[int, ...], str] = {}
     same = {}
-    for key, *seen in zip(own.tensors, *told, strict=True):
+    for key, *seen in zip(state.tensors, *by_rank, strict=True):
         if max(seen) >= 0 and first.setdefault(tuple(seen), key) != key:
             same[key] = first[tuple(seen)]
     return same
 
 
-def _merged(told: Sequence[Taken]) -> Taken:
-    """Return what several ranks have, as one; the first that has a name counts.
+def _merged(states: Sequence[State]) -> State:
+    """Return the states of several ranks as one. The first rank that has a key counts.
 
     Raises:
-        PlacementError: their containers do not fit into each other.
+        PlacementError: If their containers differ in kind.
     """
-    tensors: dict[str, tuple[Stored, int | None]] = {}
-    template = _merged_template([each.template for each in told], "")
-    made = Taken(told[0].plain, template, tensors)
-    for each in told:
+    tensors: dict[str, Described] = {}
+    template = _merged_template([each.template for each in states], "")
+    made = State(states[0].plain, template, tensors)
+    for each in states:
         for key, (stored, first) in each.tensors.items():
             _, known = tensors.get(key, (stored, first))
-            tensors[key] = stored, first if known is None or first is None else min(known, first)
+            lowest = first if known is None or first is None else min(known, first)
+            tensors[key] = Described(stored, lowest)
         # In the order of the ranks, and with the value of the first.
-        made.objects = {**made.objects, **each.objects, **made.objects}
-        made.paths = {**made.paths, **each.paths, **made.paths}
-        made.containers = {**made.containers, **each.containers, **made.containers}
-        made.kinds = {**made.kinds, **each.kinds, **made.kinds}
-        others = made.made_of_others
-        made.made_of_others = {**others, **each.made_of_others, **others}
-        made.parts = {**made.parts, **each.parts, **made.parts}
+        for name in ("objects", "paths", "containers", "lost", "made_of_others", "parts"):
+            known_items = getattr(made, name)
+            setattr(made, name, {**known_items, **getattr(each, name), **known_items})
     return made
 
 
@@ -538,22 +754,3 @@ def _merged_template(templates: Sequence[Any], key: str) -> Any:
         entry=key or None,
         hint="Give what is not the same another name.",
     )
-
-
-def _require_equal(written: Mapping[int, Sums], output: Output, path: str) -> None:
-    """Refuse values that are not the same on ranks which should hold the same.
-
-    They were written in turns: of two that differ, the file has some of each.
-    """
-    wrong: dict[str, Difference] = {}
-    for at, stored in enumerate(output.stored):
-        seen: dict[int, tuple[int, int]] = {}
-        for who, each in written.items():
-            share, crc = divmod(each.shares[at], 1 << 32)
-            if share:
-                other, expected = seen.setdefault(share, (who, crc))
-                if crc != expected:
-                    wrong[stored.key] = Difference(other, who)
-                    break
-    if wrong:
-        raise difference_error(wrong, TAKE_FIRST, path)

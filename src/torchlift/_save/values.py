@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -47,16 +46,12 @@ from torchlift.formats.torch_zip import repeats_too_often
 #: Callable from a tensor of a checkpoint to the dtype that it is saved with.
 Becomes = Callable[[TensorEntry], torch.dtype]
 Replaced = Callable[[str, TensorEntry], torch.Tensor | None]
+#: What keys joined by dots do not keep of a container.
+TEXT_KEYS = "names that are not text become text"
+LIST = "a list, whose positions become names"
+TUPLE = "a tuple, which becomes a list"
 _PAIR = (dict, OrderedDict, Counter)
 _SMALL = 2 << 20  # bytes of a tensor of a URL that is read together with its neighbours
-
-
-class Loss(Enum):
-    """What names joined by dots do not tell of a container."""
-
-    TEXT = "names that are no text become text"
-    LIST = "a list, whose positions become names"
-    TUPLE = "a tuple, whose positions become names"
 
 
 @cache
@@ -166,20 +161,6 @@ class Value:
         return self.source_dtype != self.stored.dtype
 
     @property
-    def here(self) -> int:
-        """Return how many of its bytes, as they are saved, this process has."""
-        return self.stored.nbytes
-
-    @property
-    def share(self) -> int:
-        """Return a number from 1 on, where others may have the same bytes; else 0."""
-        return 0
-
-    def chunks(self) -> list[tuple[int, tuple[int, ...], Value]]:
-        """Return the number of a rank, a place in the tensor, and what that rank writes there."""
-        return [(0, (0,) * len(self.shape), self)]
-
-    @property
     def span(self) -> int:
         """Return the elements of its memory from its first to its last."""
         if not self.numel:
@@ -245,13 +226,6 @@ class Value:
         stored = dtype_of(self.source, self.views.index.path)
         return few_bytes(torch.frombuffer(data, dtype=stored), self.dtype)
 
-    def runs(self, work: Workspace) -> Iterator[tuple[memoryview, list[tuple[int, memoryview]]]]:
-        """Yield what this process has of its bytes, and which of that it writes where."""
-        at = 0
-        for data in self.blocks(work):
-            yield data, [(at, data)]
-            at += len(data)
-
 
 def _recorded(entry: TensorEntry, dtype: torch.dtype, index: Index) -> int | None:
     """Return the file's checksum of the bytes of an entry, where they are saved as they are."""
@@ -276,19 +250,20 @@ class Part(NamedTuple):
 
 
 @dataclass(slots=True)
-class Taken:
-    """What was taken apart.
+class State:
+    """A state that was taken apart.
 
     Attributes:
-        plain: whether values that are no tensors must be plain data.
+        plain: whether values that are not tensors must be plain data.
         template: the containers, with a `Leaf` for every value.
         tensors: key -> value that is a tensor.
-        objects: key -> value that is none.
+        objects: key -> value that is not a tensor.
         paths: key -> the names of the containers that lead to it.
-        containers: key of a container -> what names joined by dots do not tell of it.
-        kinds: key of a container -> what no file tells of it.
-        made_of_others: key of a tensor that torch makes of those inside of it -> what it is.
-        parts: key of a tensor inside of another one -> which, and what it is there.
+        containers: key of a container -> what keys joined by dots do not keep of it.
+        lost: key -> what no file keeps of it.
+        made_of_others: key of a tensor that torch makes of those inside of it -> its kind.
+        parts: key of a tensor inside of another tensor -> its role there.
+        values: of the tensors, in the order of the keys.
     """
 
     plain: bool
@@ -296,17 +271,18 @@ class Taken:
     tensors: dict[str, Any] = field(default_factory=dict)
     objects: dict[str, object] = field(default_factory=dict)
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
-    containers: dict[str, Loss] = field(default_factory=dict)
-    kinds: dict[str, str] = field(default_factory=dict)
+    containers: dict[str, str] = field(default_factory=dict)
+    lost: dict[str, str] = field(default_factory=dict)
     made_of_others: dict[str, str] = field(default_factory=dict)
     parts: dict[str, Part] = field(default_factory=dict)
+    values: Sequence[Value] = ()
 
     def name_of(self, key: str) -> str:
-        """Return the key of the tensor that one is a part of, or its own."""
+        """Return the key of the tensor that a tensor is a part of, or its own key."""
         return self.parts[key].name if key in self.parts else key
 
     def tied_names(self, tied: Mapping[str, str]) -> dict[str, str]:
-        """Return the tensors of which all parts are those of another one, and which."""
+        """Return key -> the tensor that has all of its parts."""
         kept: dict[str, set[str]] = {}
         for key in self.tensors:
             kept.setdefault(self.name_of(key), set()).add(self.name_of(tied.get(key, key)))
@@ -315,7 +291,7 @@ class Taken:
 
 def take_apart(
     saved: object, *, plain: bool = True, lists: bool = True, replaced: Replaced | None = None
-) -> Taken:
+) -> State:
     """Take containers apart; nothing of them is changed.
 
     What has a ``state_dict`` stands for that. Lists without tensors are one value, as in a
@@ -339,32 +315,32 @@ class _Walk:
     """The walk through containers; objects are asked for their states on the way."""
 
     def __init__(self, plain: bool, lists: bool, replaced: Replaced | None) -> None:
-        self.taken = Taken(plain)
+        self.state = State(plain)
         self._lists, self._replaced = lists, replaced
         self._rule = Containers((torch.Tensor, TensorEntry))
         # By identity, each with what has it: while that lives, nothing else has it.
         self._states: dict[int, tuple[object, Any]] = {}  # what was looked into -> what is saved
         self._classes: dict[int, tuple[object, str]] = {}  # container -> what no file tells of it
 
-    def run(self, saved: object) -> Taken:
-        self.taken.template = self._copied(self._stated(saved, "", 0), "", ())
-        return self.taken
+    def run(self, saved: object) -> State:
+        self.state.template = self._copied(self._stated(saved, "", 0), "", ())
+        return self.state
 
     def _copied(self, value: Any, key: str, path: tuple[str | int, ...]) -> Any:
-        taken = self.taken
+        state = self.state
         _check_depth(len(path), key)
         if self._replaced is not None and isinstance(value, TensorEntry):
             tensor = self._replaced(key if path else ROOT_TENSOR, value)
             value = value if tensor is None else tensor
         if path and _is_bare(value):  # most are
-            return self._filed(value, key, path, taken.tensors)
+            return self._filed(value, key, path, state.tensors)
         notes = getattr(value, "_metadata", None)
         if id(value) in self._classes:
-            taken.kinds[key or "(all)"] = self._classes[id(value)][1]
+            state.lost[key or "(all)"] = self._classes[id(value)][1]
         items = self._rule.items(value)
         if isinstance(value, dict) and (items is not None or not path):
             if any(type(name) is not str for name in value):
-                taken.containers[key] = Loss.TEXT
+                state.containers[key] = TEXT_KEYS
             made: Any = type(value)()
             for name, item in items or ():
                 text = _text(name)
@@ -374,22 +350,22 @@ class _Walk:
                 made._metadata = notes
             return made
         if items is not None and type(value) in (list, tuple):
-            taken.containers[key] = Loss.TUPLE if type(value) is tuple else Loss.LIST
+            state.containers[key] = TUPLE if type(value) is tuple else LIST
             return type(value)(
                 self._copied(item, _joined(key, str(at), path), (*path, at)) for at, item in items
             )
         is_tensor = isinstance(value, (torch.Tensor, TensorEntry))
         if isinstance(value, torch.Tensor) and (told := _beside(value)):
-            taken.kinds[key or "(all)"] = told
-        call = call_of(value) if taken.plain and is_tensor else None
+            state.lost[key or "(all)"] = told
+        call = call_of(value) if state.plain and is_tensor else None
         if call is not None:
             return self._rebuilt(value, call, key if path else ROOT_TENSOR, path or (ROOT_TENSOR,))
         if not path:
             key = ROOT_TENSOR if is_tensor else ROOT_OBJECT
-        if taken.plain and not is_tensor:
+        if state.plain and not is_tensor:
             require_plain(key, value)
         return self._filed(
-            value, key, path or (key,), taken.tensors if is_tensor else taken.objects
+            value, key, path or (key,), state.tensors if is_tensor else state.objects
         )
 
     def _filed(
@@ -400,13 +376,13 @@ class _Walk:
         Raises:
             PlacementError: another one has it.
         """
-        if key in self.taken.paths:
+        if key in self.state.paths:
             raise PlacementError(
                 "two tensors or objects have this key once containers are joined by dots",
                 entry=key,
                 hint="Rename one of them.",
             )
-        self.taken.paths[key] = path
+        self.state.paths[key] = path
         to[key] = value
         return Leaf(key)
 
@@ -418,21 +394,21 @@ class _Walk:
         path: tuple[str | int, ...],
     ) -> Rebuilt:
         """Return the call that makes a tensor of others, with a `Leaf` for each of these."""
-        taken, arguments, numbers = self.taken, call.arguments, None
-        taken.made_of_others[key] = _kind_of(value)
+        state, arguments, numbers = self.state, call.arguments, None
+        state.made_of_others[key] = _kind_of(value)
         if call.dtype is not None:
-            taken.parts[key] = Part(key)
-            numbers = self._filed(arguments[0], key, path, taken.tensors)
+            state.parts[key] = Part(key)
+            numbers = self._filed(arguments[0], key, path, state.tensors)
             arguments = arguments[1:]
         made = tuple(self._inside(each, key, path, key) for each in arguments)
         if call.function is REBUILD_SPARSE:  # of which the values come last
-            taken.parts[next(reversed(taken.tensors))] = Part(key, has_values=True)
+            state.parts[next(reversed(state.tensors))] = Part(key, has_values=True)
         return Rebuilt(call.function, made, numbers, call.dtype)
 
     def _inside(self, value: Any, key: str, path: tuple[str | int, ...], of: str) -> Any:
         """Return what a tensor is made of, with a `Leaf` for each tensor."""
         if isinstance(value, (torch.Tensor, TensorEntry)):
-            self.taken.parts[key] = Part(of)
+            self.state.parts[key] = Part(of)
             return self._copied(value, key, path)
         if type(value) in (dict, list, tuple):
             made = {
@@ -472,7 +448,7 @@ class _Walk:
                     found._metadata = notes
         if _is_kind(value):
             what = f"a {type(value).__name__}, which becomes a {type(found).__name__}"
-            self.taken.kinds[key or "(all)"] = what
+            self.state.lost[key or "(all)"] = what
             self._classes[id(found)] = found, what
         self._states[id(given)] = given, found
         return found
@@ -482,7 +458,7 @@ class _Walk:
         found = array.tolist()
         form = f"{array.dtype} {list(array.shape)}"
         what = f"a numpy array of {form}, which becomes a {type(found).__name__}"
-        self.taken.kinds[key or "(all)"] = what
+        self.state.lost[key or "(all)"] = what
         if array.ndim:  # a number may be the same object elsewhere
             self._classes[id(found)] = found, what
         self._states[id(array)] = array, found
@@ -641,7 +617,9 @@ def _sharing(values: Iterable[Value]) -> list[Value]:
     return [value for value in values if counts[value.storage] > 1]
 
 
-def apart(values: Iterable[Value], shared: Mapping[str, Shared] | None) -> dict[str, str]:
+def find_untied_keys(
+    values: Iterable[Value], shared: Mapping[str, Shared] | None
+) -> dict[str, str]:
     """Return key -> the first key with which it shares memory, and in the file not any more.
 
     Args:
@@ -666,22 +644,6 @@ def untied(pairs: Mapping[str, str]) -> dict[str, str]:
         key: f"shares no memory with {printable(other, 80)} any more"
         for key, other in pairs.items()
     }
-
-
-def compacted(values: Iterable[Value]) -> tuple[list[str], int]:
-    """Return the keys whose memory is larger than what is saved of it, and by how many bytes."""
-    used: dict[Hashable, list[Value]] = {}
-    for value in values:
-        if value.whole:
-            used.setdefault(value.memory, []).append(value)
-    keys, saved = [], 0
-    for group in used.values():
-        places = {v.place: v for v in group}.values() if len(group) > 1 else group
-        needed = sum([v.numel * v.source.itemsize for v in places])
-        if needed < group[0].whole:
-            keys += [value.key for value in group]
-            saved += group[0].whole - needed
-    return keys, saved
 
 
 def require_name(key: object) -> None:

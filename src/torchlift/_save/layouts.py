@@ -1,0 +1,376 @@
+"""Lay out the files of a checkpoint, format by format. Nothing is written here."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+import torch
+
+from torchlift._model.torch_private import dcp_item
+from torchlift._save.blocks import Workspace
+from torchlift._save.pickling import Shared, lay_out_torch_file
+from torchlift._save.values import State, Value, storages_of, ties_of
+from torchlift._store.places import inside
+from torchlift._transfer.write import SetKind
+from torchlift.errors import PlacementError
+from torchlift.formats.dcp import DCP_METADATA, DCP_SUFFIX, dcp_items
+from torchlift.formats.layout import INDEX_SUFFIX, Layout, Stored
+from torchlift.formats.safetensors import TIED_KEYS, safetensors_layout
+from torchlift.formats.sharded import index_content, is_index, shards_of
+
+_ALIGNMENT = 64
+
+
+class Section(NamedTuple):
+    """A part of a file.
+
+    Attributes:
+        base: its first byte in the file.
+        layout: what it contains.
+        values: the values of the payloads, in their order.
+    """
+
+    base: int
+    layout: Layout
+    values: Sequence[Value]
+
+    @property
+    def end(self) -> int:
+        """Return the byte after its last one."""
+        return self.base + self.layout.nbytes
+
+
+@dataclass(frozen=True)
+class Output:
+    """The files of a checkpoint before they are written.
+
+    Attributes:
+        head: path of the only file, or of the file that lists the others.
+        files: name -> sections of the file.
+        content: makes the bytes of the head from the final names of the files. None: the head is
+            the only file.
+        kind: how files of this set are recognised, or None for one file.
+        replaces: paths of older heads that readers would prefer. They are removed.
+        tied: key -> the key that holds its values.
+        untied: key -> a key of the same tensor, if each has its own values in the files.
+        shared: key -> its place in the storages of a torch file.
+    """
+
+    head: str
+    files: Mapping[str, Sequence[Section]]
+    content: Callable[[Sequence[str]], bytes] | None = None
+    kind: SetKind | None = None
+    replaces: Sequence[str] = ()
+    tied: Mapping[str, str] = field(default_factory=dict)
+    untied: Mapping[str, str] = field(default_factory=dict)
+    shared: Mapping[str, Shared] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of tensors in the files."""
+        sections = (section for own in self.files.values() for section in own)
+        return sum(place.tensor.nbytes for each in sections for place in each.layout.payloads)
+
+    def data(self) -> Iterator[tuple[int, memoryview | bytes]]:
+        """Yield (offset, bytes) of one file without checksums."""
+        work = Workspace()
+        for base, layout, values in (s for sections in self.files.values() for s in sections):
+            for offset, data in layout.frame([]):
+                yield base + offset, data
+            for (_, start), value in zip(layout.payloads, values, strict=True):
+                at = base + start
+                for block in value.blocks(work):
+                    yield at, block
+                    at += len(block)
+
+
+def end_of(sections: Sequence[Section]) -> int:
+    """Return the size of a file in bytes."""
+    return sections[-1].end if sections else 0
+
+
+def torch_output(path: str, state: State, checksum: bool) -> Output:
+    """Lay out a torch file: containers as they are, and one storage for tensors that share memory.
+
+    Raises:
+        PlacementError: If a value could not be read back, or only by running code.
+    """
+    storages, shared = storages_of(state.values)
+    tensors = [value.stored for value in storages]
+    is_plain = not state.objects and all(len(path) == 1 for path in state.paths.values())
+    layout, order = lay_out_torch_file(
+        state.template,
+        tensors,
+        {**shared, **state.objects},
+        checked=checksum,
+        read_back=not is_plain,
+    )
+    section = Section(0, layout, [storages[number] for number in order])
+    files = {os.path.basename(path): [section]}
+    return Output(path, files, tied=ties_of(state.values), shared=shared)
+
+
+def safetensors_output(
+    path: str, values: Sequence[Value], metadata: Mapping[str, str], checksum: bool
+) -> Output:
+    """Lay out a safetensors file: each tensor once, its other names in the metadata.
+
+    Raises:
+        PlacementError: If the format does not support a dtype.
+    """
+    tied = ties_of(values)
+    files = {os.path.basename(path): [_safetensors(values, tied, metadata, checksum)]}
+    return Output(path, files, tied=tied)
+
+
+def sharded_output(
+    head: str, values: Sequence[Value], limit: int, metadata: Mapping[str, str], checksum: bool
+) -> Output:
+    """Lay out shards of at most `limit` bytes and their index. A larger tensor has its own shard.
+
+    Raises:
+        PlacementError: If the format does not support a dtype.
+    """
+    tied = ties_of(values)
+    shards: list[list[Value]] = [[]]
+    room = limit
+    for value in values:
+        if value.key in tied:
+            continue
+        if value.stored.nbytes > room and shards[-1]:
+            shards.append([])
+            room = limit
+        shards[-1].append(value)
+        room -= value.stored.nbytes
+    stem = _stem(head)
+    names = [
+        f"{stem}-{at:05d}-of-{len(shards):05d}.safetensors" for at in range(1, len(shards) + 1)
+    ]
+    sections = [_safetensors(shard, tied, metadata, checksum) for shard in shards]
+    keys = [[value.key for value in shard] for shard in shards]
+    nbytes = sum(value.stored.nbytes for shard in shards for value in shard)
+
+    def content(found: Sequence[str]) -> bytes:
+        return index_content(dict(zip(found, keys, strict=True)), nbytes)
+
+    files = {name: [section] for name, section in zip(names, sections, strict=True)}
+    return Output(head, files, content, shards_of_kind(head), tied=tied)
+
+
+def _stem(head: str) -> str:
+    return os.path.basename(head)[: -len(INDEX_SUFFIX)].removesuffix(".safetensors")
+
+
+def shards_of_kind(head: str) -> SetKind:
+    """Return how the shards of an index are recognised: by names that we and Hugging Face write."""
+    stem = re.escape(_stem(head).removesuffix(".bin"))
+    ours = rf"{stem}(\.bin)?(-[0-9a-f]{{8}})?-\d{{5,}}-of-\d{{5,}}\.(safetensors|bin)"
+    return SetKind(shards_of, is_index, ours)
+
+
+def _safetensors(
+    values: Sequence[Value], tied: Mapping[str, str], metadata: Mapping[str, str], checksum: bool
+) -> Section:
+    own = {value.key: value for value in values if value.key not in tied}
+    noted = {key: kept for key, kept in tied.items() if kept in own}
+    # transformers refuses a file without "format".
+    noted = {"format": "pt", **metadata, **({TIED_KEYS: json.dumps(noted)} if noted else {})}
+    stored = [value.stored for value in own.values()]
+    layout = safetensors_layout(stored, noted, checked=checksum)
+    return Section(0, layout, [own[place.tensor.key] for place in layout.payloads])
+
+
+# ---- files of torch.distributed.checkpoint, of which each rank writes its own
+
+#: How the files of a DCP folder are recognised.
+DCP_FILES = SetKind(dcp_items, DCP_METADATA.__eq__, rf".+{re.escape(DCP_SUFFIX)}")
+
+
+class Box(NamedTuple):
+    """A box of a tensor that this process writes.
+
+    Attributes:
+        start: its first index in each dimension of the complete tensor.
+        value: the values in it.
+    """
+
+    start: tuple[int, ...]
+    value: Value
+
+
+class Item(NamedTuple):
+    """An item of a rank's own files, which all ranks know.
+
+    Attributes:
+        key: of the tensor, or of the value that is not a tensor.
+        start: of the box of the tensor; None for a value that is not a tensor.
+        shape: of the box.
+        file: name of the file.
+        first: first byte of the item in the file.
+        length: bytes of the item.
+        payload: first byte of the numbers in the file.
+    """
+
+    key: str
+    start: tuple[int, ...] | None
+    shape: tuple[int, ...]
+    file: str
+    first: int
+    length: int
+    payload: int
+
+
+class OwnFiles:
+    """The files of one rank, laid out item by item.
+
+    Attributes:
+        files: name -> sections of the file.
+        items: what is in them.
+    """
+
+    def __init__(self, number: int, limit: int | None = None) -> None:
+        """Begin with one empty file.
+
+        Args:
+            number: of the rank among those that save.
+            limit: bytes of a file after which the next file begins.
+        """
+        self._number, self._limit = number, limit
+        self.files: dict[str, list[Section]] = {}
+        self.items: list[Item] = []
+        self._begin_file()
+
+    def _begin_file(self) -> None:
+        self._name = f"__{self._number}_{len(self.files)}{DCP_SUFFIX}"
+        self.files[self._name] = []
+
+    def add_box(self, box: Box, checksum: bool) -> None:
+        """Add a box of a tensor, as a torch file inside of the file."""
+        self._add(box.value.key, box.start, _dcp_layout(box.value.stored, checksum), [box.value])
+
+    def add_value(self, key: str, layout: Layout) -> None:
+        """Add a value that is not a tensor."""
+        self._add(key, None, layout, [])
+
+    def _add(
+        self, key: str, start: tuple[int, ...] | None, layout: Layout, values: Sequence[Value]
+    ) -> None:
+        end = end_of(self.files[self._name])
+        if self._limit is not None and end and end + layout.nbytes > self._limit:
+            self._begin_file()
+            end = 0
+        section = Section(-(-end // _ALIGNMENT) * _ALIGNMENT, layout, values)
+        self.files[self._name].append(section)
+        shape = values[0].shape if values else ()
+        payload = section.base + (layout.payloads[0].offset if values else 0)
+        place = self._name, section.base, layout.nbytes, payload
+        self.items.append(Item(key, start, shape, *place))
+
+
+def dcp_output(path: str, state: State, limit: int | None, checksum: bool) -> Output:
+    """Lay out a DCP folder that one process writes."""
+    own = OwnFiles(0, limit)
+    for value in state.values:
+        own.add_box(Box((0,) * len(value.shape), value), checksum)
+    add_objects(own, state)
+    stored = {value.key: value.stored for value in state.values}
+    content = partial(dcp_content, path, state, stored, [*own.files], own.items)
+    head = inside(path, DCP_METADATA)
+    return Output(head, own.files, content, DCP_FILES, untied=ties_of(state.values))
+
+
+def add_objects(own: OwnFiles, state: State) -> None:
+    """Add the values of a state that are not tensors."""
+    for key, item in state.objects.items():
+        own.add_value(key, lay_out_torch_file(item, []).layout)
+
+
+def dcp_content(
+    path: str,
+    state: State,
+    tensors: Mapping[str, Stored],
+    files: Iterable[str],
+    items: Iterable[Item],
+    names: Sequence[str],
+) -> bytes:
+    """Return the metadata of a DCP folder.
+
+    Args:
+        path: of the folder.
+        state: the containers and what is not a tensor.
+        tensors: key -> the complete tensor.
+        files: names of the files as they were laid out.
+        items: of the files of all ranks.
+        names: the final names of the files.
+    """
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    name_of = dict(zip(files, names, strict=True))
+    chunks: dict[str, list[ChunkStorageMetadata]] = {key: [] for key in tensors}
+    data = {}
+    for item in items:
+        index = MetadataIndex(item.key)
+        if item.start is not None:
+            own = chunks[item.key]
+            own.append(ChunkStorageMetadata(torch.Size(item.start), torch.Size(item.shape)))
+            index = MetadataIndex(item.key, own[-1].offsets, len(own) - 1)
+        data[index] = dcp_item(name_of[item.file], item.first, item.length)
+    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
+        key: TensorStorageMetadata(
+            TensorProperties(dtype=getattr(torch, stored.dtype)),
+            torch.Size(stored.shape),
+            chunks[key],
+        )
+        for key, stored in tensors.items()
+    }
+    described |= {key: BytesStorageMetadata() for key in state.objects}
+    # The version tells torch how keys were joined.
+    return pickle.dumps(Metadata(described, state.paths, data, StorageMeta(str(path)), "1.0.0"))
+
+
+def require_complete(tensors: Mapping[str, Stored], items: Iterable[Item]) -> None:
+    """Refuse tensors of which no rank writes some values.
+
+    Raises:
+        PlacementError: If there is one.
+    """
+    found = dict.fromkeys(tensors, 0)
+    for item in items:
+        if item.start is not None:
+            found[item.key] += Stored("", tensors[item.key].dtype, item.shape).nbytes
+    for key, stored in tensors.items():
+        if found[key] != stored.nbytes:
+            raise PlacementError(
+                "no rank that saves holds some of its values",
+                entry=key,
+                expected=f"{stored.nbytes} bytes",
+                found=f"{found[key]} bytes",
+                hint="Call it on all ranks that hold tensors, or pass their process_group=.",
+            )
+
+
+def _dcp_layout(stored: Stored, checksum: bool) -> Layout:
+    """Lay out one tensor as DCP has it: as a torch file inside of its file."""
+    layout = _lay_out_item(stored._replace(key=""), checksum)
+    (place,) = layout.payloads
+    return replace(layout, payloads=(place._replace(tensor=stored),))
+
+
+@lru_cache(maxsize=1024)  # a model has 5,000 tensors of ten shapes
+def _lay_out_item(stored: Stored, checksum: bool) -> Layout:
+    return lay_out_torch_file(Shared(0), [stored], checked=checksum, read_back=False).layout

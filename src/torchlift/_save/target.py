@@ -1,0 +1,205 @@
+"""Where a checkpoint is saved, and in which format."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from torchlift._save.files import write_errors
+from torchlift._save.layouts import (
+    DCP_FILES,
+    Output,
+    dcp_output,
+    safetensors_output,
+    sharded_output,
+    torch_output,
+)
+from torchlift._save.pickling import AS_TENSOR
+from torchlift._save.values import State, Value, dense_by
+from torchlift._store.places import inside, is_folder, is_url, name_of, names_in, parent, place_of
+from torchlift._store.uploads import require_writable
+from torchlift._system.text import parse_size
+from torchlift.errors import CheckpointError, NotFound, PlacementError
+from torchlift.formats.dcp import DCP_METADATA, metadata_files
+from torchlift.formats.layout import FORMATS, INDEX_SUFFIX, SETS, format_for
+from torchlift.formats.sharded import is_index
+
+_SHARD = 5 * 10**9  # bytes, as in Hugging Face's libraries
+_IN_FOLDER = "model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a checkpoint is saved, and in which format.
+
+    Attributes:
+        path: absolute path or URL.
+        format: ``"torch-zip"``, ``"safetensors"``, ``"sharded"`` or ``"dcp"``.
+        limit: maximum size of a shard in bytes, or None.
+    """
+
+    path: str
+    format: str
+    limit: int | None
+
+    @classmethod
+    def of(
+        cls,
+        path: str | bytes | os.PathLike[str],
+        format: str | None,
+        size: int | str | None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> Target:
+        """Return the target that a caller's arguments describe.
+
+        Raises:
+            PlacementError: If nothing can be written to the URL.
+            ValueError: If the format is unknown, or the arguments contradict each other.
+        """
+        given = os.fsdecode(path)
+        if is_url(given):
+            given = place_of(given, storage_options)
+            require_writable(given)
+        found = format_for(given, format, (*FORMATS, *SETS))
+        limit = None if size is None else parse_size(size)
+        if limit is not None and (found == "torch-zip" or limit < 1):
+            raise ValueError(
+                f"max_shard_size={size!r}: a torch file is one file; save as safetensors or as DCP"
+                if found == "torch-zip"
+                else f"max_shard_size={size!r}: expected a size such as '5GB'"
+            )
+        with write_errors(given):  # there may be no current folder
+            given = place_of(given)
+        if found == "safetensors" and _is_folder(given):
+            given = inside(given, _IN_FOLDER)  # as save_pretrained does
+        if found == "sharded" and not given.lower().endswith(INDEX_SUFFIX):
+            is_file = given.lower().endswith(".safetensors") and not _is_folder(given)
+            given = _with_suffix(given if is_file else inside(given, _IN_FOLDER))
+        return cls(given, found, limit)
+
+    @property
+    def head(self) -> str:
+        """Return the path of the only file, or of the file that lists the others."""
+        return inside(self.path, DCP_METADATA) if self.format == "dcp" else self.path
+
+    @property
+    def heads(self) -> list[str]:
+        """Return the paths of all heads that this target may write or replace."""
+        if self.format == "safetensors":
+            return [self.path, _with_suffix(self.path)]
+        if self.format == "sharded" and self.path.endswith(".safetensors" + INDEX_SUFFIX):
+            # transformers looks for the one file first.
+            one = name_of(self.path)[: -len(INDEX_SUFFIX)]
+            return [self.path, inside(parent(self.path), one)]
+        return [self.head]
+
+    def require_free_folder(self) -> None:
+        """Refuse a folder with a checkpoint of another format, which readers would load instead.
+
+        Raises:
+            CheckpointError: If there is one.
+        """
+        folder, name = parent(self.head), name_of(self.head)
+        if not (self.format in SETS or name == _IN_FOLDER) or not _is_folder(folder):
+            return
+        names = names_in(folder)
+        other = metadata_files(names)
+        if self.format == "dcp":
+            other = [name for name in names if is_index(name) or name == _IN_FOLDER]
+        if other:
+            raise CheckpointError(
+                "the folder contains a checkpoint of another format, which readers may load",
+                file=inside(folder, other[0]),
+                hint="Save into another folder, or remove that checkpoint first.",
+            )
+
+    @property
+    def only_tensors(self) -> bool:
+        """Return whether the format stores tensors only."""
+        return self.format in ("safetensors", "sharded")
+
+    def require_storable(self, state: State, metadata: object) -> None:
+        """Refuse values and metadata that the format does not store.
+
+        Raises:
+            PlacementError: If there is such a value.
+            TypeError: If the metadata is not a mapping.
+            ValueError: If there is metadata, and the format is not safetensors.
+        """
+        if not isinstance(metadata, Mapping):
+            raise TypeError(f"metadata: expected a mapping, found a {type(metadata).__name__}")
+        if metadata and not self.only_tensors:
+            raise ValueError(
+                "a torch file has no place for metadata: save as safetensors, or put the text into "
+                "the state dict"
+            )
+        if self.only_tensors and state.objects:
+            key, value = next(iter(state.objects.items()))
+            raise PlacementError(
+                "cannot be stored in a safetensors file",
+                entry=key,
+                expected="a dense tensor with values",
+                found=state.lost.get(key, type(value).__name__),
+                hint="Save as a torch file or as DCP, which hold plain data, or leave it out; "
+                f"{AS_TENSOR}",
+            )
+
+    def value_of(self, key: str, tensor: torch.Tensor) -> Value:
+        """Return the value of a tensor in memory."""
+        return Value.of_tensor(key, tensor, "safetensors" if self.only_tensors else "torch-zip")
+
+    def folder_output(self, state: State) -> Output:
+        """Return a DCP folder without files.
+
+        Raises:
+            PlacementError: If the format does not store a tensor.
+        """
+        for key, kind in state.made_of_others.items():
+            dense = dense_by(kind)
+            raise PlacementError(
+                "cannot be stored in a DCP folder",
+                entry=key,
+                expected="a dense tensor with values",
+                found=kind,
+                hint=f"Save as a torch file, which keeps it{dense and f', or save {dense}'}.",
+            )
+        return Output(self.head, {}, kind=DCP_FILES)
+
+    def lay_out(self, state: State, metadata: Mapping[str, str], checksum: bool) -> Output:
+        """Lay out the files of a state that one process writes.
+
+        Raises:
+            PlacementError: If the format does not store a key or a value.
+        """
+        made = self._lay_out(state, metadata, checksum)
+        return replace(made, replaces=[head for head in self.heads if head != made.head])
+
+    def _lay_out(self, state: State, metadata: Mapping[str, str], checksum: bool) -> Output:
+        values, limit = state.values, self.limit
+        if self.format == "torch-zip":
+            return torch_output(self.path, state, checksum)
+        if self.format == "dcp":
+            self.folder_output(state)
+            return dcp_output(self.path, state, limit, checksum)
+        if self.format == "sharded":
+            return sharded_output(self.path, values, limit or _SHARD, metadata, checksum)
+        one = safetensors_output(self.path, values, metadata, checksum)
+        if limit is None or one.nbytes <= limit:
+            return one
+        return sharded_output(_with_suffix(self.path), values, limit, metadata, checksum)
+
+
+def _with_suffix(path: str) -> str:
+    """Return the path of the index of a file's shards."""
+    return inside(parent(path), name_of(path) + INDEX_SUFFIX)
+
+
+def _is_folder(place: str) -> bool:
+    try:
+        return is_folder(place)
+    except NotFound:
+        return False
