@@ -6,7 +6,7 @@ import mmap
 import os
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from tempfile import TemporaryFile
 from typing import IO, Any
@@ -40,7 +40,7 @@ from torchlift._save.saving import (
     write_state,
 )
 from torchlift._save.target import Target
-from torchlift._save.values import Becomes, stored_as, untied
+from torchlift._save.values import Becomes, State, stored_as, untied
 from torchlift._sources.opening import Given, index_of, is_state, opened, state_hint, tensors_in
 from torchlift._sources.tensors import FileTensor, SourceTensor, tensor_of
 from torchlift._store.files import FileStamp
@@ -71,7 +71,7 @@ from torchlift.formats.index import (
 from torchlift.formats.source import errors_name
 
 #: What a format without a place for it does not keep.
-_AN_OBJECT = "it is no tensor"
+_NOT_A_TENSOR = "it is no tensor"
 #: Formats in which metadata is the author's, and not the format's own.
 _TEXTS = ("safetensors", "sharded", "gguf")
 #: What metadata says of the files, and not of what is in them.
@@ -80,7 +80,7 @@ _BYTES_ONLY = ("format", "total_size")
 _BETWEEN = 16 * 2**20
 #: Bytes of results that are mapped at once, and where one may begin, for every dtype.
 _AREA, _ALIGNED = 256 * 2**20, 64
-_ASIDE = "it holds no model; convert it by itself with root="
+_NOT_OF_MODEL = "it does not belong to the model: convert it by itself with root="
 
 
 @explain_calls
@@ -180,113 +180,232 @@ def convert(
         rename=rename, dtype=dtype, include=include, exclude=exclude, transform=transform
     )
     if dtype == "model":  # which would leave everything as it is
-        raise ValueError("dtype='model': a conversion has no model; expected the name of a dtype")
+        raise ValueError("dtype='model': a conversion has no model. Pass the name of a dtype.")
     if not isinstance(dst, (str, bytes, os.PathLike)):
         raise wrong_call("convert", f"expected a path to write to, not a {type(dst).__name__}")
     target = Target.of(dst, format, max_shard_size, storage_options)
+    given = _to_list(src, storage_options)
     with ExitStack() as stack:
         planning = stack.enter_context(ExitStack())
-        if transform is None:  # which may make cycles of large tensors
+        if transform is None:  # a transform may make cycles of large tensors
             planning.enter_context(collection_paused())
-        # Of one checkpoint all is opened, so that what the root leaves out is seen.
-        given: Sequence[Any] = src if isinstance(src, (list, tuple)) else [src]
-        given = [place_of(one, storage_options) if is_url(one) else one for one in given]
-        alone = len(given) == 1 and not is_state(given[0])
-        try:
-            layers = stack.enter_context(
-                opened(given, None if alone else root, allow_classes, whole=True)
-            )
-        except NotFound as error:
-            if exists(target.path):
-                error.hint = "The source comes first: torchlift.convert(source, destination)."
-            raise
-        whole, checkpoints = index_of(layers), [x for x in layers if isinstance(x, Checkpoint)]
-        _check_apart(whole, target, overwrite)
-        index = whole
-        if alone and root is not None:
-            index = select(whole, root)
-        every = whole.entries
-        if root is not None and not (alone or every):
-            with opened(given, None, allow_classes, whole=True) as found:
-                every = index_of(found).entries
-        tensors = (every, ()), (index.entries, ())
-        require_kept(index.path, *tensors, "the root leaves out", f"root={root!r}")
-        lost: dict[str, str] = {}
-        containers: Any = None
-        others = [*index.objects, *index.blocked_keys]
-        dropped = left_out(index.entries, others, options.include, options.exclude, index.path)
-        if any(map(is_state, given)):
-            kept = {key: value for key, value in index.objects.items() if key not in dropped}
-            if hint := state_hint(kept):
-                raise PlacementError("an object cannot be converted", file=index.path, hint=hint)
-        read = {key: entry for key, entry in index.entries.items() if key not in dropped}
-        if target.only_tensors and index.aside:
-            for name in index.aside:
-                refusal = lacking(index.path, name, index.blocked_keys.get(name))
-                lost[name] = refusal.reason if refusal else _ASIDE
-            model = of_model(index)
-            beside = {*index.entries, *index.objects, *index.blocked_keys}
-            dropped |= beside - {*model.entries, *model.objects, *model.blocked_keys}
-            before, read = read, {key: entry for key, entry in read.items() if key not in dropped}
-            what = f"format={target.format!r} is for what belongs to a model"
-            require_kept(index.path, (before, ()), (read, ()), "the format leaves out", what)
-        if isinstance(options.rename, Rewriting):
-            for one in checkpoints:
-                options.rename.check(one._index.plain, one.path)
-        if options.rename is not None:
-            # Containers are taken apart: their values are to be what they were in them.
-            index = replace(index, objects={**index.objects, **objects_as_saved(index)})
-            before_names, without = index, dropped
-            index, dropped = _renamed(index, options.rename, dropped), set()
-            if index.tree is None and before_names.tree is not None and not target.only_tensors:
-                containers = _containers(before_names, index, without)
+        source = _open_source(given, root, allow_classes, target, stack)
+        _require_other_place(source.index, target, overwrite)
+        selection = _select_root(source, root, allow_classes)
+        selection = _leave_out(selection, options, source, target)
+        selection = _rename(selection, options, source, target)
         if not verify:
-            bare = {name: found._replace(crc32=None) for name, found in index.storages.items()}
-            index = replace(index, storages=bare)
-        ckpt = stack.enter_context(Checkpoint(index))
+            selection = replace(selection, index=_without_checksums(selection.index))
+        ckpt = stack.enter_context(Checkpoint(selection.index))
         check_rule(options.dtype, list(ckpt.entries), present=False)
+        _require_something(ckpt, target, selection.dropped)
+        _leave_out_blocked(selection, ckpt, target)
         becomes = partial(stored_dtype, options.dtype, path=ckpt.path)
-        _check_some(ckpt, target, dropped)
-        if target.only_tensors:
-            left = ckpt.blocked_keys.keys() - ckpt.blocked_tensors.keys()
-            lost |= {key: ckpt._refusal(key).reason for key in left if key not in dropped}
-            dropped |= left
-        memory = tensors_in(layers)
-        results = _Results(ckpt, memory, transform, becomes, target, stack)
-        replaces = results.of if transform is not None or memory else None
+        results = _Results(ckpt, source.memory, transform, becomes, target, stack)
         if verify and not dry_run and transform is not None:
-            require_intact(checkpoints)  # before their values are somebody's
-        state = take_apart_files(ckpt, target, becomes, dropped, replaces, containers)
-        lost |= {} if transform is None else _untied(ckpt.entries, state.tensors)
+            require_intact(source.checkpoints)  # before the transform gets their values
+        replaced = results.of if transform is not None or source.memory else None
+        state = take_apart_files(
+            ckpt, target, becomes, selection.dropped, replaced, selection.containers
+        )
         if verify and not dry_run and transform is None:
-            # What is written as it is gets compared on the way: it is not read twice.
-            sources = (value.source for value in state.values if value.crc32 is not None)
-            compared = {entry.storage for entry in sources if isinstance(entry, TensorEntry)}
-            used = used_by(read, whole.storages).keys() - compared if alone else None
-            require_intact(checkpoints, only=used)
-        texts = [one for one in checkpoints if one.format in _TEXTS]
-        keeps_metadata = target.only_tensors and all(one.format in _TEXTS[:2] for one in texts)
-        metadata = {k: v for one in texts for k, v in one.metadata.items() if k not in _BYTES_ONLY}
+            _require_intact_rest(state, selection, source)
+        lost = {} if transform is None else _untied(ckpt.entries, state.tensors)
         if target.only_tensors:
-            lost |= dict.fromkeys(state.objects, _AN_OBJECT)
-        if metadata and not keeps_metadata:
-            lost["(metadata)"] = f"the format has no place for {', '.join(sorted(metadata))}"
-        saved: object = None
-        if target.only_tensors and root is None and len(given) == 1:
-            saved = given[0] if is_state(given[0]) else whole.tree[0] if whole.tree else None
-        hint = _root_hint(saved, state.tensors.keys() & whole.entries.keys())
+            lost |= dict.fromkeys(state.objects, _NOT_A_TENSOR)
+        texts = _metadata_of(source.checkpoints)
+        is_kept = target.only_tensors and source.has_texts_only
+        if texts and not is_kept:
+            lost["(metadata)"] = f"the format has no place for {', '.join(sorted(texts))}"
+        hint = _root_hint(source, root, target, state.tensors)
 
         def check() -> None:
             require_unchanged(ckpt)
-            # Somebody may have made it in the meantime.
-            _check_apart(whole, target, overwrite)
+            # Another program may have made it in the meantime.
+            _require_other_place(source.index, target, overwrite)
 
         planning.close()
         written = SaveOptions(
-            metadata if keeps_metadata else {}, checksum, progress, lost, check, dry_run
+            metadata=texts if is_kept else {}, checksum=checksum, progress=progress,
+            lost=selection.lost | lost, check=check, dry_run=dry_run,
+        )  # fmt: skip
+        return replace(write_state(target, state, written), hint=hint)
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What is converted.
+
+    Attributes:
+        given: what the caller passed.
+        layers: the same, open.
+        index: of all of it, before `root` for one checkpoint.
+    """
+
+    given: Sequence[Any]
+    layers: Sequence[Any]
+    index: Index
+
+    @property
+    def is_one_file(self) -> bool:
+        """Return whether it is one checkpoint."""
+        return len(self.given) == 1 and not is_state(self.given[0])
+
+    @property
+    def checkpoints(self) -> list[Checkpoint]:
+        """Return the checkpoints among the layers."""
+        return [layer for layer in self.layers if isinstance(layer, Checkpoint)]
+
+    @property
+    def memory(self) -> Mapping[str, SourceTensor]:
+        """Return key -> tensor in memory."""
+        return tensors_in(self.layers)
+
+    @property
+    def has_texts_only(self) -> bool:
+        """Return whether the metadata of its author is that of safetensors."""
+        return all(one.format in _TEXTS[:2] for one in self.checkpoints if one.format in _TEXTS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Selection:
+    """What is written of a source, before values are changed.
+
+    Attributes:
+        index: the keys.
+        dropped: keys of the index that are left out.
+        lost: key -> why the format leaves it out.
+        containers: those of renamed keys, if the new file keeps them.
+        read: entries whose bytes are read, by their key in the source.
+    """
+
+    index: Index
+    dropped: set[str] = field(default_factory=set)
+    lost: dict[str, str] = field(default_factory=dict)
+    containers: Any = None
+    read: Mapping[str, TensorEntry] = field(default_factory=dict)
+
+
+def _to_list(src: Given | Sequence[Given], storage_options: Mapping[str, Any] | None) -> list[Any]:
+    """Return the sources, URLs with their options."""
+    given: Sequence[Any] = src if isinstance(src, (list, tuple)) else [src]
+    return [place_of(one, storage_options) if is_url(one) else one for one in given]
+
+
+def _open_source(
+    given: Sequence[Any], root: str | None, allow_classes: Allow, target: Target, stack: ExitStack
+) -> _Source:
+    """Open what is converted. One checkpoint is opened without `root`, to see what that drops."""
+    is_one_file = len(given) == 1 and not is_state(given[0])
+    try:
+        layers = stack.enter_context(
+            opened(given, None if is_one_file else root, allow_classes, whole=True)
         )
-        report = write_state(target, state, written)
-        return replace(report, hint=hint)
+    except NotFound as error:
+        if exists(target.path):
+            error.hint = "The source comes first: torchlift.convert(source, destination)."
+        raise
+    return _Source(given, layers, index_of(layers))
+
+
+def _select_root(source: _Source, root: str | None, allow_classes: Allow) -> _Selection:
+    """Return what is below the root.
+
+    Raises:
+        MismatchError: If tensors exist, and none is below the root.
+    """
+    index, every = source.index, source.index.entries
+    if source.is_one_file and root is not None:
+        index = select(index, root)
+    elif root is not None and not every:
+        with opened(source.given, None, allow_classes, whole=True) as found:
+            every = index_of(found).entries
+    tensors = (every, ()), (index.entries, ())
+    require_kept(index.path, *tensors, "the root leaves out", f"root={root!r}")
+    return _Selection(index)
+
+
+def _leave_out(
+    selection: _Selection, options: Options, source: _Source, target: Target
+) -> _Selection:
+    """Leave out keys by patterns, and for safetensors what does not belong to a model.
+
+    Raises:
+        MismatchError: If a pattern matches nothing, or no tensor is left.
+        PlacementError: If a state in memory contains an object that is not plain data.
+    """
+    index, lost = selection.index, dict[str, str]()
+    others = [*index.objects, *index.blocked_keys]
+    dropped = left_out(index.entries, others, options.include, options.exclude, index.path)
+    if any(map(is_state, source.given)):
+        kept = {key: value for key, value in index.objects.items() if key not in dropped}
+        if hint := state_hint(kept):
+            raise PlacementError("an object cannot be converted", file=index.path, hint=hint)
+    read = {key: entry for key, entry in index.entries.items() if key not in dropped}
+    if target.only_tensors and index.aside:
+        for name in index.aside:
+            refusal = lacking(index.path, name, index.blocked_keys.get(name))
+            lost[name] = refusal.reason if refusal else _NOT_OF_MODEL
+        model = of_model(index)
+        beside = {*index.entries, *index.objects, *index.blocked_keys}
+        dropped |= beside - {*model.entries, *model.objects, *model.blocked_keys}
+        before, read = read, {key: entry for key, entry in read.items() if key not in dropped}
+        what = f"format={target.format!r} is for what belongs to a model"
+        require_kept(index.path, (before, ()), (read, ()), "the format leaves out", what)
+    return replace(selection, dropped=dropped, lost=lost, read=read)
+
+
+def _rename(selection: _Selection, options: Options, source: _Source, target: Target) -> _Selection:
+    """Rename keys, and keep the containers of a file if the new names allow it.
+
+    Raises:
+        MismatchError: If two keys get one name, or no key is left.
+    """
+    rename = options.rename
+    if rename is None:
+        return selection
+    if isinstance(rename, Rewriting):
+        for one in source.checkpoints:
+            rename.check(one._index.plain, one.path)
+    # Containers are taken apart: their values must be those that were in them.
+    before = selection.index
+    before = replace(before, objects={**before.objects, **objects_as_saved(before)})
+    index, containers = _rename_keys(before, rename, selection.dropped), None
+    if before.tree is not None and not target.only_tensors:
+        containers = _containers(before, index, selection.dropped)
+    return replace(selection, index=index, dropped=set(), containers=containers)
+
+
+def _without_checksums(index: Index) -> Index:
+    bare = {name: found._replace(crc32=None) for name, found in index.storages.items()}
+    return replace(index, storages=bare)
+
+
+def _leave_out_blocked(selection: _Selection, ckpt: Checkpoint, target: Target) -> None:
+    """Leave out values without tensors that only running code could rebuild."""
+    if target.only_tensors:
+        left = ckpt.blocked_keys.keys() - ckpt.blocked_tensors.keys() - selection.dropped
+        selection.lost.update({key: ckpt._refusal(key).reason for key in left})
+        selection.dropped.update(left)
+
+
+def _require_intact_rest(state: State, selection: _Selection, source: _Source) -> None:
+    """Compare the checksums of bytes that are not compared while they are written.
+
+    Raises:
+        IntegrityError: If one is wrong.
+    """
+    sources = (value.source for value in state.values if value.crc32 is not None)
+    compared = {entry.storage for entry in sources if isinstance(entry, TensorEntry)}
+    storages = source.index.storages
+    only = used_by(selection.read, storages).keys() - compared if source.is_one_file else None
+    require_intact(source.checkpoints, only=only)
+
+
+def _metadata_of(checkpoints: Iterable[Checkpoint]) -> dict[str, str]:
+    """Return the metadata of the author, which a safetensors file keeps."""
+    texts = [one for one in checkpoints if one.format in _TEXTS]
+    return {k: v for one in texts for k, v in one.metadata.items() if k not in _BYTES_ONLY}
 
 
 class _Results:
@@ -378,15 +497,18 @@ class _Results:
         return values.view(tensor.dtype).view(tensor.shape)
 
 
-def _root_hint(saved: object, keys: Iterable[str]) -> Hint | None:
-    """Return which root takes a model out of a training's file, if its container is now a prefix.
+def _root_hint(
+    source: _Source, root: str | None, target: Target, tensors: Iterable[str]
+) -> Hint | None:
+    """Return which root selects the model of a training's file, if its container is now a prefix.
 
-    Whoever gets the new file would have keys such as ``model.weight``, which fit no model.
-
-    Args:
-        saved: the object in the source.
-        keys: names of tensors that are written under the names that they had.
+    Readers of the new file would get keys such as ``model.weight``, which match no model.
     """
+    if not target.only_tensors or root is not None or len(source.given) != 1:
+        return None
+    tree = source.index.tree
+    saved = source.given[0] if is_state(source.given[0]) else tree[0] if tree else None
+    keys = source.index.entries.keys() & {*tensors}
     names = [name for name in state_dicts_in(saved) if any(k.startswith(f"{name}.") for k in keys)]
     if not names:
         return None
@@ -397,7 +519,7 @@ def _root_hint(saved: object, keys: Iterable[str]) -> Hint | None:
     )
 
 
-def _check_some(ckpt: Checkpoint, target: Target, dropped: set[str]) -> None:
+def _require_something(ckpt: Checkpoint, target: Target, dropped: set[str]) -> None:
     """Refuse to write a file that nothing of the source would be in.
 
     Raises:
@@ -419,7 +541,7 @@ def _check_some(ckpt: Checkpoint, target: Target, dropped: set[str]) -> None:
         )
 
 
-def _check_apart(index: Index, target: Target, overwrite: bool) -> None:
+def _require_other_place(index: Index, target: Target, overwrite: bool) -> None:
     """Refuse to replace what is there, and the source above all, unless that is asked for."""
     if overwrite:
         return
@@ -441,7 +563,7 @@ def _check_apart(index: Index, target: Target, overwrite: bool) -> None:
             )
 
 
-def _renamed(index: Index, rename: Rename, dropped: set[str]) -> Index:
+def _rename_keys(index: Index, rename: Rename, dropped: set[str]) -> Index:
     """Return an index with other names, and without what is dropped; its containers are gone.
 
     Raises:
