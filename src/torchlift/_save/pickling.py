@@ -232,12 +232,6 @@ def is_array(value: Any) -> bool:
     return type(value) in kinds and value.dtype.kind in "biufcSU"
 
 
-def _text(value: str) -> str:
-    """Return the one object that all equal strings become."""
-    # Of one character, C code takes those that `chr` gives, whatever is interned.
-    return chr(ord(value)) if len(value) == 1 else sys.intern(value)
-
-
 #: What values that are not tensors may consist of: what ``weights_only=True`` and torchlift read.
 _LEAVES = (
     type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device,

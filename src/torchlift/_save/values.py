@@ -71,7 +71,6 @@ class Value:
         stride: of the source, in elements.
         memory: what tells its memory, as numbers of one dtype, from that of others.
         first: its first element in that memory.
-        whole: bytes of that memory.
         plain: whether its elements are those of the memory, in any order.
         views: of the file that it is in.
         crc32: the checksum that the file records of exactly the bytes that are saved, if it does.
@@ -86,7 +85,6 @@ class Value:
     stride: tuple[int, ...]
     memory: Hashable
     first: int
-    whole: int
     plain: bool
     views: MappedViews | None = None
     crc32: int | None = None
@@ -108,11 +106,9 @@ class Value:
         tensor = tensor.detach()
         flags = tensor.is_conj(), tensor.is_neg()
         found: Hashable = object()
-        whole = 0
         if tensor.numel():
-            storage = tensor.untyped_storage()
-            found, whole = (key_of(storage), tensor.dtype, *flags), storage.nbytes()
-        place = found, int(tensor.storage_offset()), whole, True not in flags
+            found = key_of(tensor.untyped_storage()), tensor.dtype, *flags
+        place = found, int(tensor.storage_offset()), True not in flags
         return cls(key, tensor, tensor.dtype, shape, tensor.stride(), *place)
 
     @classmethod
@@ -128,27 +124,25 @@ class Value:
             raise _not_kept(entry, index.path)
         dtype_of(entry, index.path)
         found: Hashable = object()
-        first, whole, plain = 0, 0, False
+        first, plain = 0, False
         if entry.chunks:
             found = entry.storage, entry.chunks, entry.dtype, entry.encoding
         storage = index.storage_of(entry)
         if storage is not None and len(entry.chunks) == 1:
             first, rest = divmod(entry.chunks[0].offset - storage.offset, entry.itemsize)
-            # That of npz has a header before the values: they are no view of it.
-            whole = 0 if index.format == "npz" else storage.nbytes
             plain = set(entry.encoding) <= {"big-endian"} and not rest
             if plain:
                 found = entry.storage, entry.dtype, entry.encoding
         dtype = becomes(entry)
         return cls(
-            key, entry, dtype, entry.shape, entry.stride, found, first, whole, plain, views,
+            key, entry, dtype, entry.shape, entry.stride, found, first, plain, views,
             _recorded(entry, dtype, index),
         )  # fmt: skip
 
     @property
     def storage(self) -> Hashable:
         """Return what tells the bytes that it is in from others, whatever their dtype."""
-        return self.memory[0] if isinstance(self.memory, tuple) and self.whole else self.memory
+        return self.memory[0] if isinstance(self.memory, tuple) else self.memory
 
     @property
     def source_dtype(self) -> str:
