@@ -198,7 +198,8 @@ def load_shards(path):
 # ------------------------
 #
 # The ranks take steps 7 to 12. For now both take the same six sentences, so that you can compare.
-# Then they save: all of them call `torchlift.save`, and each writes its own rows into one file.
+# Then they save: all of them call `torchlift.save`. Each writes its own rows, and the first rank
+# makes one file of them.
 
 
 def train_and_save(path, later):

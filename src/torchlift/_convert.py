@@ -1,4 +1,4 @@
-"""`convert`: a checkpoint of any format to another one, in the memory of some blocks."""
+"""`convert`: a checkpoint of any format to another one, in the memory of a few blocks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from torchlift._save.saving import (
     write_state,
 )
 from torchlift._save.target import Target
-from torchlift._save.values import Becomes, State, stored_as, untied
+from torchlift._save.values import Becomes, State, explain_untied, stored_as
 from torchlift._sources.opening import Given, index_of, is_state, opened, state_hint, tensors_in
 from torchlift._sources.tensors import FileTensor, SourceTensor, tensor_of
 from torchlift._store.files import FileStamp
@@ -70,15 +70,15 @@ from torchlift.formats.index import (
 )
 from torchlift.formats.source import errors_name
 
-#: What a format without a place for it does not keep.
-_NOT_A_TENSOR = "it is no tensor"
-#: Formats in which metadata is the author's, and not the format's own.
+#: Why safetensors do not keep a value.
+_NOT_A_TENSOR = "it is not a tensor"
+#: Formats whose metadata was written by the author of the file.
 _TEXTS = ("safetensors", "sharded", "gguf")
-#: What metadata says of the files, and not of what is in them.
+#: Metadata about the files, which new files must not repeat.
 _BYTES_ONLY = ("format", "total_size")
 #: Bytes of results between two releases of freed memory.
 _BETWEEN = 16 * 2**20
-#: Bytes of results that are mapped at once, and where one may begin, for every dtype.
+#: Bytes of results that are mapped at once, and the alignment of a result.
 _AREA, _ALIGNED = 256 * 2**20, 64
 _NOT_OF_MODEL = "it does not belong to the model: convert it by itself with root="
 
@@ -104,77 +104,55 @@ def convert(
     dry_run: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> SaveReport:
-    """Convert a checkpoint into another format, dtype, layout or naming, without loading it.
+    """Convert a checkpoint to another format, dtype or naming, without loading all of it.
 
-    It is read and written a block at a time: some 32 MiB of memory, whatever its size. A tensor
-    that the source has compressed (``numpy.savez_compressed``, a zip that was deflated) is the
-    exception: it is inflated whole. Of a `transform`, one tensor is in memory, and what becomes of
-    it; the results wait on the disk beside `dst`, in a file without a name. The new files appear
-    when they are whole, as with `torchlift.save`; the old ones are only read.
+    The conversion needs about 32 MiB of memory for any size. It reads the source and writes the
+    destination in blocks. The destination appears when it is complete, as with `torchlift.save`.
+    The source is only read, and its checksums are compared.
 
-    A torch file keeps the sparse and quantised tensors of another one; other formats need a
-    `transform` that makes them dense. What a `transform` returns of such a kind waits in memory.
-
-    Aliases and ties stay where the format can have them. Files of PyTorch and DCP keep their
-    containers (lists, plain data and, of files, integer keys) in a torch file; what `rename` leaves
-    below a dict of a file stays in it, but for names inside of lists: then all are flat.
-    safetensors hold what belongs to the model only, by its dotted names; the report lists what they
-    do not keep.
+    A torch file or a DCP folder keeps containers, plain data and ties. Safetensors store the
+    tensors of a model only, with keys joined by dots. The report lists what is not kept. See
+    "Convert" in the guide.
 
     Args:
-        src: what `torchlift.open` reads, a checkpoint that is open, a state dict in memory, or a
-            list of these, of which a later one wins; but for one file, names are flat.
-        dst: the file or folder to write, or its URL; see `torchlift.save` for what its suffix says,
-            and how it writes to a store.
-        format: ``"torch-zip"``, ``"safetensors"``, ``"sharded"`` or ``"dcp"``. None: the suffix.
-        root: keep only what is under this container, and strip it. Without it the keys of a
-            training's file begin with ``model.`` in safetensors: ``report.hint`` names the root.
-        include: patterns of keys, below `root` and before they are renamed; ``*`` stands for any
-            text, dots included.
-        exclude: patterns of keys to leave out, of those.
-        rename: a dict of names, or a callable from a key to its new name, or to None to drop it, as
-            `torchlift.remap.strip` and `torchlift.remap.rules` do; or a rule that merges and
-            splits, such as `torchlift.remap.merge`, whose ``reversed()`` is the way back.
-        dtype: a floating-point dtype or its name, for all tensors of floating-point numbers; or a
-            callable from `TensorEntry` to one or None, such as `torchlift.remap.by_pattern`.
-        transform: callable from (new name, a tensor of its own) to a tensor, called once for each,
-            before anything is written; its result may have another shape and dtype, and is cast.
-            Of tied names each has its own: they are tied no more, which of files the report says.
-        allow_classes: tensor subclasses that may be rebuilt, for a transform that makes plain
-            tensors of them; see `torchlift.open`.
-        max_shard_size: bytes of tensors in a shard, or text such as ``"5GB"``.
-        overwrite: whether to replace what is there, be it the source itself.
-        progress: show a bar of bytes on stderr.
-        checksum: whether to record checksums.
-        verify: compare the checksums that the source has of what is converted, before a new file
-            appears: a damaged file would become one whose checksums are right. Of a local file
-            without any, it is the one that a hub records of it, as in `torchlift.load`.
-        dry_run: write nothing, and report what would be written.
-        storage_options: of URLs, `src` and `dst`, as in `torchlift.open`.
+        src: A path, a URL, an open `Checkpoint`, a state dict in memory, or a list of these. In a
+            list, a later source wins.
+        dst: A file, a folder or a URL. Its suffix selects the format, as in `torchlift.save`.
+        format: ``"torch-zip"``, ``"safetensors"``, ``"sharded"`` or ``"dcp"``. Default: by suffix.
+        root: Key prefix to select and remove. See `torchlift.open`.
+        include: Glob patterns of keys to convert, below `root` and before `rename`.
+        exclude: Glob patterns of keys to skip.
+        rename: A dict of keys, a callable from a key to a new key or None, or a rule of
+            `torchlift.remap`.
+        dtype: A dtype or its name for all floating-point tensors, or a callable from `TensorEntry`.
+        transform: A callable from (new key, tensor) to a tensor, called once for each key. Results
+            wait in a temporary file next to `dst`. Tied keys are not tied any more.
+        allow_classes: Tensor subclasses that may be rebuilt. See `torchlift.open`.
+        max_shard_size: Maximum shard size in bytes, or text such as ``"5GB"``.
+        overwrite: Replace an existing destination, which may be the source.
+        progress: Show a bar of bytes on stderr.
+        checksum: Record checksums in the destination.
+        verify: Compare the checksums of the source before the destination appears.
+        dry_run: Report what would be written, and write nothing.
+        storage_options: Options of URLs. See `torchlift.open`.
 
     Returns:
         What was written, and what the format does not keep.
 
     Raises:
-        UnsafeError: a value that the format could hold can only be had by running code; leave it
-            out by `exclude`. safetensors hold tensors: there a value without any is ``lost``.
-        MismatchError: patterns fit nothing, two keys get one name, or nothing is left of all the
-            tensors that the source has.
-        PlacementError: the format cannot hold a name or a value, or there is none to write.
-        FormatError, IntegrityError: the source is damaged, or changes meanwhile.
-        CheckpointError: there is something at `dst`, or it is the source, and not `overwrite`; or
-            the files cannot be written, see `torchlift.save`.
+        MismatchError: If a pattern matches nothing, two keys get one name, or no tensor is left.
+        PlacementError: If the format does not store a key or a value.
+        UnsafeError: If a value could only be rebuilt by running code.
+        FormatError, IntegrityError: If the source is damaged.
+        CheckpointError: If the destination exists without `overwrite`, or cannot be written.
 
     Example:
         >>> import torch, torchlift, tempfile, os
         >>> folder = tempfile.mkdtemp()
         >>> src, dst = os.path.join(folder, "old.pth"), os.path.join(folder, "new.safetensors")
-        >>> state = {"model": {"module.weight": torch.ones(2)}, "epoch": 3}
-        >>> torch.save(state, src, _use_new_zipfile_serialization=False)
-        >>> strip = torchlift.remap.strip("module.")
-        >>> report = torchlift.convert(src, dst, root="model", rename=strip, dtype="bfloat16")
-        >>> torchlift.open(dst)["weight"]
-        tensor([1., 1.], dtype=torch.bfloat16)
+        >>> torch.save({"model": {"weight": torch.ones(2)}, "epoch": 3}, src)
+        >>> torchlift.convert(src, dst, root="model", dtype="bfloat16").tensors
+        1
     """
     options = Options(
         rename=rename, dtype=dtype, include=include, exclude=exclude, transform=transform
@@ -210,7 +188,7 @@ def convert(
         )
         if verify and not dry_run and transform is None:
             _require_intact_rest(state, selection, source)
-        lost = {} if transform is None else _untied(ckpt.entries, state.tensors)
+        lost = {} if transform is None else _find_untied(ckpt.entries, state.tensors)
         if target.only_tensors:
             lost |= dict.fromkeys(state.objects, _NOT_A_TENSOR)
         texts = _metadata_of(source.checkpoints)
@@ -372,7 +350,7 @@ def _rename(selection: _Selection, options: Options, source: _Source, target: Ta
     before = replace(before, objects={**before.objects, **objects_as_saved(before)})
     index, containers = _rename_keys(before, rename, selection.dropped), None
     if before.tree is not None and not target.only_tensors:
-        containers = _containers(before, index, selection.dropped)
+        containers = _rename_containers(before, index, selection.dropped)
     return replace(selection, index=index, dropped=set(), containers=containers)
 
 
@@ -414,10 +392,10 @@ class _Results:
     Args:
         ckpt: the files.
         memory: key -> tensor in memory.
-        transform: what the caller passed.
-        becomes: which dtype a tensor gets.
-        target: what is written: results wait beside it, in a file that has no name; of a URL, where
-            temporary files are.
+        transform: the caller's transform, or None.
+        becomes: returns the dtype of a tensor in the new file.
+        target: where it is saved. Results wait in a file without a name in the same folder; for a
+            URL, in the folder of temporary files.
         stack: closes that file.
     """
 
@@ -438,11 +416,11 @@ class _Results:
         self._passed = 0  # bytes of results since freed memory was last released
 
     def of(self, key: str, entry: TensorEntry) -> torch.Tensor | None:
-        """Return what is saved under a name; None: what the file has.
+        """Return the tensor to save under a key; None for the one in the file.
 
         Raises:
-            TypeError: the transform returned no tensor.
-            PlacementError: what it returned cannot be saved.
+            TypeError: If the transform did not return a tensor.
+            PlacementError: If its result cannot be saved.
         """
         one = tensor_of(entry, (key,), self._memory, self._ckpt._mapped())
         if self._transform is None and isinstance(one, FileTensor):
@@ -452,11 +430,11 @@ class _Results:
             made = transformed(self._transform, key, made.detach().clone(), self._ckpt.path)
         if is_dtensor(made):
             raise PlacementError(
-                "has its values on several ranks, and a conversion is of one process",
+                "has its values on several ranks, but one process converts",
                 file=self._ckpt.path,
                 entry=key,
                 found=f"a {type(made).__name__}",
-                hint="Save it from all of them with torchlift.save, and convert that file.",
+                hint="Save it on all ranks with torchlift.save, and convert that file.",
             )
         if self._format == "torch-zip" and call_of(made) is not None:
             return made.detach()
@@ -468,7 +446,7 @@ class _Results:
         return self._kept(made.detach().to("cpu", self._becomes(seen)).contiguous())
 
     def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the same values that is no memory of this process."""
+        """Return the tensor in a file on disk, mapped: it does not take memory of this process."""
         tensor = tensor.resolve_conj().resolve_neg()
         if not tensor.numel():
             return tensor
@@ -478,17 +456,17 @@ class _Results:
                 folder = os.path.dirname(folder)
             self._file = self._stack.enter_context(TemporaryFile(dir=folder))  # noqa: SIM115
         if self._area is None or self._at + tensor.nbytes > len(self._area):
-            # A map has a descriptor of its own, so that one for each tensor would be too many.
+            # Each map has a descriptor: one for each tensor would be too many.
             self._start += len(self._area or ())
             size = max(_AREA, -(-tensor.nbytes // _AREA) * _AREA)
-            self._file.truncate(self._start + size)  # takes no room on the disk until it is written
+            self._file.truncate(self._start + size)  # it takes space on the disk when it is written
             self._area, self._at = mmap.mmap(self._file.fileno(), size, offset=self._start), 0
         self._file.seek(self._start + self._at)
         self._file.write(memory_of(tensor))
         self._file.flush()
         self._passed += tensor.nbytes
         if self._passed > _BETWEEN:
-            trim()  # what a transform took and freed
+            trim()  # memory that the transform has freed
             self._passed = 0
         values = torch.frombuffer(
             self._area, dtype=torch.uint8, count=tensor.nbytes, offset=self._at
@@ -520,29 +498,33 @@ def _root_hint(
 
 
 def _require_something(ckpt: Checkpoint, target: Target, dropped: set[str]) -> None:
-    """Refuse to write a file that nothing of the source would be in.
+    """Refuse to write an empty file.
 
     Raises:
-        UnsafeError: all there is could only be had by running code.
-        PlacementError: the format holds tensors only, and there are none.
+        UnsafeError: If every value could only be rebuilt by running code.
+        PlacementError: If the format stores tensors only, and the source does not contain any.
     """
     if {*ckpt.entries, *(() if target.only_tensors else ckpt.objects)} - dropped:
         return
     for key in ckpt.blocked_keys.keys() - dropped:
         error = ckpt._refusal(key)
         if ckpt.blocked_keys[key] not in OF_RANKS:
-            error.hint = "There is nothing else to write: ask for a file with tensors in it."
+            error.hint = "Nothing else can be written. Ask for a file that contains tensors."
         raise error
     if target.only_tensors:
         raise PlacementError(
-            "there is no tensor to write",
+            "nothing to write: the checkpoint contains no tensors",
             file=ckpt.path,
-            hint="The format holds tensors only; a torch file (.pt) keeps plain data, too.",
+            hint="Safetensors store tensors only. A torch file (.pt) keeps plain data, too.",
         )
 
 
 def _require_other_place(index: Index, target: Target, overwrite: bool) -> None:
-    """Refuse to replace what is there, and the source above all, unless that is asked for."""
+    """Refuse to replace a file without `overwrite`.
+
+    Raises:
+        CheckpointError: If the destination exists. The message says whether it is the source.
+    """
     if overwrite:
         return
     paths = {index.path, *index.files}
@@ -564,11 +546,11 @@ def _require_other_place(index: Index, target: Target, overwrite: bool) -> None:
 
 
 def _rename_keys(index: Index, rename: Rename, dropped: set[str]) -> Index:
-    """Return an index with other names, and without what is dropped; its containers are gone.
+    """Return an index with new names, without dropped keys, and without containers.
 
     Raises:
-        MismatchError: two keys get one name, or all are dropped.
-        TypeError: a name is no text.
+        MismatchError: If two keys get one name, or no key is left.
+        TypeError: If a new name is not text.
     """
     check_rename(rename, {*index.entries, *index.objects, *index.blocked_keys}, index.path)
     kept = {key: entry for key, entry in index.entries.items() if key not in dropped}
@@ -583,17 +565,17 @@ def _rename_keys(index: Index, rename: Rename, dropped: set[str]) -> Index:
     return replace(
         index,
         entries={name: item.entry._replace(key=name) for name, item in made.items()},
-        objects=_of(index.objects, names),
-        blocked_keys=_of(index.blocked_keys, names),
-        blocked_tensors=_of(index.blocked_tensors, names),
+        objects=_select(index.objects, names),
+        blocked_keys=_select(index.blocked_keys, names),
+        blocked_tensors=_select(index.blocked_tensors, names),
         module_versions=versions_by_name(new_names, index.module_versions),
-        templates=_renamed_templates(index.templates, new_names),
+        templates=_rename_templates(index.templates, new_names),
         tree=None,
     )
 
 
-def _containers(before: Index, index: Index, dropped: set[str]) -> Any:
-    """Return the containers of a file with the leaves of an index that has other names for some."""
+def _rename_containers(before: Index, index: Index, dropped: set[str]) -> Any:
+    """Return the containers of a file with the renamed values of an index."""
     leaves: dict[str, object] = {**index.entries, **index.objects}
     known = {**before.entries, **before.objects}
     same = {
@@ -609,31 +591,31 @@ def _containers(before: Index, index: Index, dropped: set[str]) -> Any:
         return arranged(tree, before, known.keys() - same, new, index.module_versions)
 
 
-def _renamed_templates(
+def _rename_templates(
     templates: Mapping[str, object], names: Mapping[str, str]
 ) -> dict[str, object]:
-    """Return the containers of lists and extra states by what their values are called now."""
+    """Return the containers of lists and extra states under their new names."""
     found = templates_by_name(templates, names)
     return {
-        name: map_leaves(tree, partial(_renamed_leaf, name, len(key)))
+        name: map_leaves(tree, partial(_rename_leaf, name, len(key)))
         for name, (key, tree) in found.items()
     }
 
 
-def _renamed_leaf(name: str, start: int, leaf: Leaf, _: object) -> Leaf:
+def _rename_leaf(name: str, start: int, leaf: Leaf, _: object) -> Leaf:
     return Leaf(name + leaf.key[start:])
 
 
-def _untied(entries: Mapping[str, TensorEntry], taken: Iterable[str]) -> dict[str, str]:
-    """Return what is lost of names that were one tensor, of which a transform makes one each."""
+def _find_untied(entries: Mapping[str, TensorEntry], keys: Iterable[str]) -> dict[str, str]:
+    """Return key -> the reason, for tied keys whose tensors a transform has made separate."""
     first: dict[Hashable, str] = {}
     kept = {
         key: first.setdefault((entry.storage, entry.chunks), key)
-        for key, entry in ((key, entries[key]) for key in taken if key in entries)
+        for key, entry in ((key, entries[key]) for key in keys if key in entries)
         if entry.chunks
     }
-    return untied({key: other for key, other in kept.items() if key != other})
+    return explain_untied({key: other for key, other in kept.items() if key != other})
 
 
-def _of(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+def _select(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     return {names[key]: value for key, value in values.items() if key in names}

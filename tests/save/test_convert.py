@@ -660,9 +660,13 @@ class Blocked:
         (
             {"x": Blocked()},
             3,
-            "'x': only unpickling could rebuild it.*There is nothing else",
+            "'x': only unpickling could rebuild it.*Nothing else can be written",
         ),
-        ({"epoch": 3}, 1, "there is no tensor to write.*keeps plain data, too"),
+        (
+            {"epoch": 3},
+            1,
+            "nothing to write: the checkpoint contains no tensors.*keeps plain data, too",
+        ),
         ({"w": torch.ones(1), "x": Blocked()}, 0, "not kept: x: only unpickling"),
     ],
     ids=["root", "only", "plain", "beside"],

@@ -1,4 +1,4 @@
-"""Read the values of a tensor a block at a time, wherever they are and however they lie."""
+"""Read the values of a tensor in blocks, from memory, from a device or from a file."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from torchlift._transfer.reading import Request, is_readable, read, requests_for
 from torchlift.formats.boxes import narrowed
 from torchlift.formats.index import TensorEntry
 
-#: Bytes that are copied from an accelerator, cast, read or made dense at a time.
+#: Bytes of a block that is copied from an accelerator, cast, read or made dense.
 BLOCK = 16 << 20
 
 
 class Workspace:
-    """Memory for one block, the same for all tensors.
+    """Memory for one block, which all tensors share.
 
-    The C library would hold on to some that are made in a row; new pages cost more than a cast.
+    The C library would keep several of them if each tensor got its own. New pages cost more than a
+    cast.
     """
 
     def __init__(self, limit: int = BLOCK) -> None:
@@ -32,15 +33,15 @@ class Workspace:
 
     @cached_property
     def stage(self) -> Workspace:
-        """Return another one, for values on their way to the first."""
+        """Return a second workspace, for values on their way to the first."""
         return Workspace(self.limit)
 
     def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a flat tensor, which is valid until the next one is asked for."""
+        """Return a flat tensor, which is valid until the next call."""
         nbytes = numel * dtype.itemsize
         memory = self._memory.get(device)
         if memory is None or memory.numel() < nbytes:
-            # Nothing is copied when it grows; small tensors do with little.
+            # The old memory goes first: there must never be both.
             memory = self._memory.pop(device, None)
             del memory
             memory = allocate(1 << (nbytes - 1).bit_length(), torch.uint8, device)
@@ -52,13 +53,13 @@ def memory_of(values: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor in host memory."""
     # Through NumPy it would need NumPy.
     data = (ctypes.c_char * values.nbytes).from_address(values.data_ptr())
-    # An interrupt may leave a thread that still sums them up.
+    # An interrupt may leave a thread that still reads the bytes.
     data.owner = values  # type: ignore[attr-defined]
     return memoryview(data).cast("B")
 
 
 def few_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> bytes:
-    """Return the bytes of a small tensor in row-major order, wherever it is and however it lies."""
+    """Return the bytes of a small tensor in row-major order, on any device and of any strides."""
     is_plain = tensor.is_cpu and tensor.is_contiguous() and tensor.dtype == dtype
     if not is_plain or tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg().to("cpu", dtype).contiguous()
@@ -70,12 +71,12 @@ def tensor_blocks(
 ) -> Iterator[tuple[tuple[Span, ...], memoryview]]:
     """Yield blocks of a tensor in row-major order, with their bytes.
 
-    A whole tensor is never copied, however it lies in memory.
+    No more than a block is ever copied, whatever the strides.
 
     Args:
         tensor: on any device.
-        dtype: what its values become.
-        work: memory for those that do not lie as they are written.
+        dtype: of the bytes.
+        work: memory for blocks that must be cast or rearranged.
     """
     limit = max(1, work.limit // max(tensor.itemsize, dtype.itemsize))
     for block in blocks(tensor.shape, limit):
@@ -91,17 +92,17 @@ def tensor_blocks(
 def few_of_url(
     entries: Sequence[TensorEntry], dtypes: Sequence[torch.dtype], views: MappedViews
 ) -> Iterator[bytes | None]:
-    """Read small tensors of a file behind a URL together, and yield their bytes; None of others.
+    """Read small tensors of a URL together. Yield their bytes, or None if they need another way.
 
-    One after the other, each is a request: 1,000 tensors of 4 KB took 1,000, and take 1.
+    1,000 tensors of 4 KB took 1,000 requests one by one, and take 1 together.
 
     Args:
         entries: the tensors.
-        dtypes: what the values of each become.
-        views: of the files.
+        dtypes: of the bytes of each.
+        views: the files.
 
     Raises:
-        CheckpointError: they cannot be read.
+        CheckpointError: If they cannot be read.
     """
     rooms: list[torch.Tensor | None] = []
     requests: list[Request] = []
@@ -120,16 +121,16 @@ def few_of_url(
 def entry_blocks(
     entry: TensorEntry, dtype: torch.dtype, work: Workspace, views: MappedViews
 ) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor of a file in row-major order, some at a time.
+    """Yield the bytes of a tensor of a file in row-major order, in blocks.
 
     Args:
         entry: the tensor.
-        dtype: what its values become.
+        dtype: of the bytes.
         work: memory for the values.
-        views: of the files.
+        views: the files.
 
     Raises:
-        IntegrityError: the file cannot be read, or has changed.
+        IntegrityError: If the file cannot be read, or has changed.
     """
     (entry,) = views.resolved([entry])
     if not entry.is_plain:
@@ -144,13 +145,13 @@ def entry_blocks(
         part = narrowed(entry, [[span] for span in block])
         room = work.room(part.numel, dtype, host)
         if is_readable(part):
-            # Not out of the map: a file that is truncated meanwhile would be a SIGBUS.
+            # Not from the map: if the file is truncated meanwhile, that would be a SIGBUS.
             read(requests_for(part, room.view(part.shape), stored), views.files, stages=work.stages)
         else:
-            # Cast afterwards: of numbers that are not aligned, fill could only cast a copy.
+            # Cast afterwards: `fill` would need a copy to cast numbers that are not aligned.
             same = dtype == stored
             if not same:
-                work.stages.clear()  # not memory for both ways at once
+                work.stages.clear()  # never the memory of both branches at once
             values = room if same else stage.room(part.numel, stored, host)
             views.fill(values.view(part.shape), part)
             if not same:

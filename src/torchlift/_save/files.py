@@ -221,7 +221,7 @@ class Objects:
             # One by one: the folder may contain a million other objects.
             heads = [each for each in (self.head, *self._replaces) if is_object(each)]
             for each in heads:
-                old |= (_named(each, kind) if kind.is_head(name_of(each)) else None) or set()
+                old |= (_read_names(each, kind) if kind.is_head(name_of(each)) else None) or set()
         if content is None:
             assert self.upload is not None
             self.upload.commit()
@@ -274,7 +274,7 @@ def remove_files(head: str, names: Iterable[str], kind: SetKind | None) -> None:
                 _remove_unnamed(parent(head), names, kind)
 
 
-def _named(head: str, kind: SetKind) -> set[str] | None:
+def _read_names(head: str, kind: SetKind) -> set[str] | None:
     """Return what a head in a store lists; None if the head cannot be read."""
     try:
         return kind.named(head)
@@ -289,7 +289,7 @@ def _remove_unnamed(folder: str, names: Iterable[str], kind: SetKind) -> None:
         CheckpointError: If one cannot be removed.
     """
     there = listed(folder)
-    each = [_named(inside(folder, name), kind) for name in filter(kind.is_head, there)]
+    each = [_read_names(inside(folder, name), kind) for name in filter(kind.is_head, there)]
     if None in each:
         return
     needed = set().union(*filter(None, each))

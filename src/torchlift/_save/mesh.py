@@ -64,7 +64,7 @@ from torchlift._save.replicas import (
     find_differences,
 )
 from torchlift._save.target import Target
-from torchlift._save.values import State, Value, find_untied_keys, stored_as, untied
+from torchlift._save.values import State, Value, explain_untied, find_untied_keys, stored_as
 from torchlift._store.files import FileStamp
 from torchlift._store.places import is_url
 from torchlift._system.interrupts import Running, deliver_interrupt
@@ -106,7 +106,7 @@ class _OwnTies(NamedTuple):
     """What a rank knows of its tensors by their memory.
 
     Attributes:
-        same: see `_same_as`.
+        same: see `_find_same`.
         buffers: keys of buffers of a live module.
     """
 
@@ -243,17 +243,17 @@ def share_state(
     if len({digest for _, digest in by_rank.values()}) > 1:
         each_own = ranks.group.run(lambda: StepResult(None, own)).by_rank
         states = {who: each.state for who, each in each_own.items()}
-        holders = _holders(states)
-        own = _Own(_merged([*states.values()]), each_own[ranks.leader].metadata)
+        holders = _find_holders(states)
+        own = _Own(_merge_states([*states.values()]), each_own[ranks.leader].metadata)
 
     def find_ties() -> StepResult[dict[str, str], _OwnTies]:
         values = [Value.of_tensor(key, local_tensor(tensor), kind) for key, tensor in local.items()]
         plain = {key: tensor for key, tensor in local.items() if not is_dtensor(tensor)}
-        ties = _OwnTies(_same_as(own.state, local), find_buffers(plain))
-        return StepResult(untied(find_untied_keys(values, None)), ties)
+        ties = _OwnTies(_find_same(own.state, local), find_buffers(plain))
+        return StepResult(explain_untied(find_untied_keys(values, None)), ties)
 
     lost, ties = ranks.group.run(find_ties)
-    tied = _ties(own.state, [each.same for each in ties.values()])
+    tied = _find_ties(own.state, [each.same for each in ties.values()])
     # Statistics that each rank has of its own data: the first rank's count, as in torch.
     buffers = set[str]().union(*(each.buffers for each in ties.values()))
     return SharedState(own.state, own.metadata, tied, buffers, holders, lost)
@@ -643,7 +643,7 @@ def require_alike(by_rank: Mapping[int, Mapping[str, object]]) -> None:
                 )
 
 
-def _holders(by_rank: Mapping[int, State]) -> dict[str, list[int]]:
+def _find_holders(by_rank: Mapping[int, State]) -> dict[str, list[int]]:
     """Return key -> the ranks that have it.
 
     Raises:
@@ -672,7 +672,7 @@ def _holders(by_rank: Mapping[int, State]) -> dict[str, list[int]]:
     return holders
 
 
-def _same_as(state: State, local: Mapping[str, torch.Tensor]) -> array[int]:
+def _find_same(state: State, local: Mapping[str, torch.Tensor]) -> array[int]:
     """Return for each tensor the number of an earlier one that is the same here, or its own.
 
     It is -1 if this rank holds no values of the tensor.
@@ -692,7 +692,7 @@ def _same_as(state: State, local: Mapping[str, torch.Tensor]) -> array[int]:
     return found
 
 
-def _ties(state: State, by_rank: Sequence[array[int]]) -> dict[str, str]:
+def _find_ties(state: State, by_rank: Sequence[array[int]]) -> dict[str, str]:
     """Return key -> the first key that is the same tensor on every rank that holds some of it.
 
     A rank sees by their memory that two keys are one tensor, but only if it holds values. All
@@ -706,14 +706,14 @@ def _ties(state: State, by_rank: Sequence[array[int]]) -> dict[str, str]:
     return same
 
 
-def _merged(states: Sequence[State]) -> State:
+def _merge_states(states: Sequence[State]) -> State:
     """Return the states of several ranks as one. The first rank that has a key counts.
 
     Raises:
         PlacementError: If their containers differ in kind.
     """
     tensors: dict[str, Described] = {}
-    template = _merged_template([each.template for each in states], "")
+    template = _merge_templates([each.template for each in states], "")
     made = State(states[0].plain, template, tensors)
     for each in states:
         for key, (stored, first) in each.tensors.items():
@@ -727,7 +727,7 @@ def _merged(states: Sequence[State]) -> State:
     return made
 
 
-def _merged_template(templates: Sequence[Any], key: str) -> Any:
+def _merge_templates(templates: Sequence[Any], key: str) -> Any:
     first = templates[0]
     if all(isinstance(each, dict) for each in templates):
         ordered = [each for each in templates if isinstance(each, OrderedDict)]
@@ -735,7 +735,7 @@ def _merged_template(templates: Sequence[Any], key: str) -> Any:
         names = dict.fromkeys(name for each in templates for name in each)
         for name in names:
             inner = [each[name] for each in templates if name in each]
-            made[name] = _merged_template(inner, f"{key}.{name}".removeprefix("."))
+            made[name] = _merge_templates(inner, f"{key}.{name}".removeprefix("."))
         notes: OrderedDict[str, Any] = OrderedDict()
         for each in ordered:
             for name, note in getattr(each, "_metadata", {}).items():
@@ -748,7 +748,7 @@ def _merged_template(templates: Sequence[Any], key: str) -> Any:
         return first
     if alike and len({len(each) for each in templates}) == 1:
         rows = zip(*templates, strict=True)
-        return type(first)(_merged_template(row, f"{key}.{at}") for at, row in enumerate(rows))
+        return type(first)(_merge_templates(row, f"{key}.{at}") for at, row in enumerate(rows))
     raise PlacementError(
         "the ranks do not hold the same containers under one name",
         entry=key or None,

@@ -1,7 +1,7 @@
-"""Torch files as ``torch.save`` makes them, of names, dtypes and shapes: no tensor is at hand.
+"""Lay out torch files from names, dtypes and shapes, with ``torch.save`` and without tensors.
 
 Under ``torch.serialization.skip_data`` torch writes the pickle and the archive, and leaves holes
-for the storages. What it writes is kept in memory as a `Layout`: the holes are its payloads.
+for the storages. The result stays in memory as a `Layout`, whose payloads are the holes.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from torchlift.formats.torch_pickle import STORAGE_DTYPES, TorchWorld, read_torc
 from torchlift.formats.torch_zip import archive_layout, pickle_in
 from torchlift.formats.unpickle import MAX_INT, Budget, check_key
 
-#: Of these dtypes torch has storages of a class of their own.
+#: Dtypes whose storages have a class of their own.
 _TYPED = frozenset(getattr(torch, name) for name in STORAGE_DTYPES.values())
 
 
 class Shared(NamedTuple):
-    """In place of a tensor: the storage that holds it, and where in it.
+    """In place of a tensor: its storage, and its place in the storage.
 
     Attributes:
         number: of the storage.
         first: its first element there.
-        shape: its sizes; None where the storage is one dense tensor, of which it is the whole.
+        shape: its sizes; None if the storage is one dense tensor, and this is all of it.
         stride: in elements.
     """
 
@@ -46,13 +46,13 @@ class Shared(NamedTuple):
 
 
 class Rebuilt(NamedTuple):
-    """In place of a tensor that torch makes of others: the call that it pickles it as.
+    """In place of a tensor that torch makes of other tensors: the call that is pickled.
 
     Attributes:
-        function: one of torch's, which makes it.
-        arguments: what it takes, with a `Leaf` for each tensor inside.
-        numbers: the tensor whose storage, offset, sizes and strides the function takes before all
-            that; None: it takes no such.
+        function: one of torch's, which makes the tensor.
+        arguments: of the function, with a `Leaf` for each tensor inside.
+        numbers: the tensor whose storage, offset, sizes and strides are the first arguments, or
+            None.
         dtype: of that storage, as it is pickled.
     """
 
@@ -63,7 +63,7 @@ class Rebuilt(NamedTuple):
 
 
 class TorchFile(NamedTuple):
-    """A torch file that is yet to be written.
+    """A torch file before it is written.
 
     Attributes:
         layout: of the file.
@@ -82,13 +82,13 @@ def lay_out_torch_file(
     checked: bool = True,
     read_back: bool = True,
 ) -> TorchFile:
-    """Let ``torch.save`` write a file without the values of tensors.
+    """Lay out a torch file with ``torch.save``, without the values of tensors.
 
     Args:
         saved: containers of plain data, with a `Shared` or `Rebuilt` for each tensor, and a `Leaf`
-            for what is in `values`.
+            for each item of `values`.
         tensors: one for each storage.
-        values: key of a `Leaf` -> what is saved there.
+        values: key of a `Leaf` -> what is saved in its place.
         checked: whether to record the CRC-32 of every storage.
         read_back: whether to make sure that torchlift reads the pickle.
 
@@ -111,20 +111,20 @@ def lay_out_torch_file(
 
 
 class _Filling:
-    """The copying of containers for a pickle, with calls in the places of tensors.
+    """A copy of containers for a pickle, with calls in place of tensors.
 
     Attributes:
-        order: the numbers of storages, as torch meets them, which need not be in our order.
+        order: the numbers of storages, in the order in which torch pickles them.
     """
 
     def __init__(self, tensors: Sequence[Stored], values: Mapping[str, object]) -> None:
         self.order: dict[int, None] = {}
         self._tensors, self._values = tensors, values
         self._storages = [hollow_storage(tensor.nbytes) for tensor in tensors]
-        self._made: dict[int, Any] = {}  # container -> its copy: one in two places stays one
+        self._made: dict[int, Any] = {}  # container -> its copy: one container stays one object
 
     def copy(self, item: Any) -> Any:
-        """Return what is pickled: of plain data always the same, as an offset depends on it."""
+        """Return what is pickled. Equal plain data gives equal bytes in every process."""
         kind = type(item)
         if kind is Leaf:
             return self.copy(self._values[item.key])
@@ -136,8 +136,8 @@ class _Filling:
                 return _Call(item.function, rest)
             return self._call(item.function, self._values[item.numbers.key], item.dtype, *rest)
         if kind is str:
-            # A pickle refers back to a string that is the same object, and which equal ones are
-            # differs from process to process. Of one character, C code takes those of `chr`.
+            # A pickle refers back to a string that is the same object. Which equal strings are one
+            # object differs between processes. C code makes those of one character by `chr`.
             return chr(ord(item)) if len(item) == 1 else sys.intern(item)
         if kind not in _CONTAINERS or kind is torch.Size:
             return _number(item)
@@ -168,23 +168,23 @@ class _Filling:
             storage = typed_storage(storage, kind)
         if shape is None:
             shape, stride = whole, row_major(whole)
-        # New tuples: the pickle would refer back to one that it has seen, as torch's never does.
+        # New tuples: the pickle would refer back to a tuple that it has seen. Torch's never does.
         arguments = storage, first, (*shape,), (*stride,), *more
         return _Call(function, arguments, lambda: self.order.setdefault(number))
 
 
 class _Holes:
-    """A file in memory, in which torch skips what it leaves out.
+    """A file in memory, in which torch leaves holes.
 
     Attributes:
-        gaps: (first byte, bytes) of what it writes; a hole is between two of them.
+        gaps: (first byte, bytes) of each part that it writes. A hole lies between two parts.
     """
 
     def __init__(self) -> None:
         self.gaps: list[tuple[int, bytearray]] = [(0, bytearray())]
 
     def write(self, data: bytes) -> None:
-        """Keep some bytes."""
+        """Append bytes."""
         self.gaps[-1][1].extend(data)
 
     def seek(self, nbytes: int, whence: int) -> None:
@@ -194,11 +194,11 @@ class _Holes:
         self.gaps.append((start + len(data) + nbytes, bytearray()))
 
     def flush(self) -> None:
-        """Do nothing: the bytes are where they stay."""
+        """Do nothing: the bytes are in memory."""
 
 
 class _Call:
-    """An object that is pickled as a call, of which it is told then."""
+    """An object that is pickled as a call. It calls `noted` when that happens."""
 
     __slots__ = ("arguments", "function", "noted")
 
@@ -213,9 +213,9 @@ class _Call:
 
 
 def _number(value: Any) -> Any:
-    """Return the Python number that a scalar of numpy is, such as a best loss; all else as it is.
+    """Return a scalar of numpy, such as a best loss, as a number of Python.
 
-    Its class is none that ``torch.load`` takes from a file with ``weights_only=True``.
+    ``torch.load`` with ``weights_only=True`` refuses its class.
     """
     numpy: Any = sys.modules.get("numpy")
     is_numpys = numpy is not None and isinstance(value, (numpy.number, numpy.bool_))
@@ -223,29 +223,29 @@ def _number(value: Any) -> Any:
 
 
 def is_array(value: Any) -> bool:
-    """Return whether it is an array of numpy that a list tells all of, but for its dtype.
+    """Return whether it is an array of numpy that a list can replace, except for its dtype.
 
-    None of objects, fields or times, and no subclass: a list has no mask.
+    Arrays of objects, fields or times and subclasses are not: a list does not have a mask.
     """
     numpy: Any = sys.modules.get("numpy")
     kinds = () if numpy is None else (numpy.ndarray, numpy.memmap)
     return type(value) in kinds and value.dtype.kind in "biufcSU"
 
 
-#: What values that are not tensors may consist of: what ``weights_only=True`` and torchlift read.
+#: Types of plain data, which ``weights_only=True`` and torchlift load.
 _LEAVES = (
     type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device,
 )  # fmt: skip
 _CONTAINERS = (list, tuple, dict, OrderedDict, Counter, set, torch.Size)
-#: The way out for an array.
+#: The hint for an array.
 AS_TENSOR = "torch.from_numpy makes a tensor of an array of numbers, which can be saved."
 _MAX_BITS = 8 * (MAX_INT - 1)
-MAX_DEPTH = 90  # torchlift reads 100 levels, and a state dict and its templates are some of them
+MAX_DEPTH = 90  # torchlift reads 100 levels, some of which a state dict and templates need
 
 
 def require_plain(key: str, value: object) -> None:
-    """Refuse a value that torch, with ``weights_only=True``, and torchlift could not read back."""
-    seen: set[tuple[int, int]] = set()  # what many containers share is looked at once a level
+    """Refuse a value that torchlift, or torch with ``weights_only=True``, could not load."""
+    seen: set[tuple[int, int]] = set()  # a value of many containers is checked once a level
 
     def refuse(expected: str, found: str, hint: str = "") -> NoReturn:
         raise PlacementError(
@@ -253,7 +253,7 @@ def require_plain(key: str, value: object) -> None:
             entry=key,
             expected=expected,
             found=found,
-            hint=hint or "Take it out of what is saved, or flatten what holds it.",
+            hint=hint or "Remove it from the state, or flatten its containers.",
         )
 
     def check(item: Any, depth: int) -> None:
@@ -283,7 +283,7 @@ def require_plain(key: str, value: object) -> None:
 
 
 def _require_readable(pickled: bytes) -> None:
-    """Refuse what torchlift would not read back, such as two values that would get one name."""
+    """Refuse a pickle that torchlift would not load, for example with two values of one key."""
     try:
         world = TorchWorld(Budget(len(pickled)))
         flat = flatten(read_torch_pickle(pickled, world), world.budget)

@@ -1,4 +1,4 @@
-"""Find values that only look replicated: different on two ranks, under one name."""
+"""Find values that differ between ranks under one key."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from torchlift._model.handlers import inner_tensors, is_wrapper
 from torchlift._save.blocks import Workspace, tensor_blocks
 from torchlift.errors import PlacementError
 
-#: The way out for values that each rank has of its own.
+#: The hint for values that each rank has of its own.
 OWN_NAMES = (
     'Save them under a name of each rank, such as {f"rank{rank}": state}, or make shards DTensors.'
 )
-#: And the one where it does not matter which rank's values are saved.
+#: The hint if the values of one rank may be saved for all.
 TAKE_FIRST = f'{OWN_NAMES} If the first rank\'s values are the right ones, pass replicated="rank0".'
 
 Key = TypeVar("Key", bound=Hashable)
 
 
 class HeldPart(NamedTuple):
-    """What several ranks may hold of a tensor.
+    """A part of a tensor that several ranks may hold.
 
     Attributes:
-        key: the tensor's name.
-        spans: the ranges of a DTensor. None: a plain tensor, which counts as whole.
+        key: of the tensor.
+        spans: the ranges of a DTensor; None for a plain tensor.
     """
 
     key: str
@@ -36,7 +36,7 @@ class HeldPart(NamedTuple):
 
 
 class Checksum(NamedTuple):
-    """What a rank reports of values that others may hold, too.
+    """The checksum of values that other ranks may hold, too.
 
     Attributes:
         dtype: of the values.
@@ -62,10 +62,9 @@ class Difference(NamedTuple):
 
 
 def checksums_of(tensors: Mapping[str, torch.Tensor]) -> dict[HeldPart, Checksum]:
-    """Sum up what this rank holds of tensors that other ranks may hold, too. Exchanges nothing.
+    """Return the checksums of tensors that other ranks may hold, too, without an exchange.
 
-    A tensor without values, such as one on meta, is left out. So is a DTensor of partial sums,
-    and one that no two ranks hold the same part of.
+    Tensors on meta, DTensors of partial sums and DTensors without replicas are left out.
     """
     work, found = Workspace(), dict[HeldPart, Checksum]()
     for key, tensor in tensors.items():
@@ -82,7 +81,7 @@ def checksums_of(tensors: Mapping[str, torch.Tensor]) -> dict[HeldPart, Checksum
 
 
 def checksum_of(tensor: torch.Tensor, work: Workspace) -> Checksum:
-    """Sum up the values of a tensor that is no DTensor."""
+    """Return the checksum of a tensor that is not a DTensor."""
     return Checksum(tensor.dtype, tuple(tensor.shape), _crc(tensor, work, 0))
 
 
@@ -99,7 +98,7 @@ def _crc(tensor: torch.Tensor, work: Workspace, crc: int) -> int:
 
 
 def find_differences(by_rank: Mapping[int, Mapping[Key, Checksum]]) -> dict[Key, Difference]:
-    """Return what two ranks hold different values of, from the checksums of all ranks."""
+    """Return the keys under which two ranks have different checksums."""
     first: dict[Key, tuple[int, Checksum]] = {}
     found: dict[Key, Difference] = {}
     for who, sums in sorted(by_rank.items()):
@@ -113,7 +112,7 @@ def find_differences(by_rank: Mapping[int, Mapping[Key, Checksum]]) -> dict[Key,
 def difference_error(
     names: Mapping[str, Difference], hint: str, path: str | None = None
 ) -> PlacementError:
-    """Return the error for names under which ranks hold different values."""
+    """Return the error for keys under which ranks hold different values."""
     name, found = next(iter(names.items()))
     more = f" (and so do {len(names) - 1} more names)" if len(names) > 1 else ""
     return PlacementError(

@@ -38,9 +38,9 @@ from torchlift._save.values import (
     Part,
     State,
     Value,
+    explain_untied,
     find_untied_keys,
     take_apart,
-    untied,
 )
 from torchlift._store.places import inside, parent
 from torchlift._system.interrupts import uninterrupted
@@ -366,7 +366,7 @@ def _report(
                 gone.setdefault(key or "(all)", what)
         gone |= _versions_in(state)
     pairs = {**find_untied_keys(state.values, output.shared), **output.untied}
-    gone |= untied({name(key): name(other) for key, other in pairs.items()})
+    gone |= explain_untied({name(key): name(other) for key, other in pairs.items()})
     cast = {name(v.key): (v.source_dtype, v.stored.dtype) for v in state.values if v.is_cast}
     return SaveReport(
         # A URL as text: a report that is kept or sent must not contain credentials.

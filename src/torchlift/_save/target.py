@@ -19,7 +19,7 @@ from torchlift._save.layouts import (
     torch_output,
 )
 from torchlift._save.pickling import AS_TENSOR
-from torchlift._save.values import State, Value, dense_by
+from torchlift._save.values import State, Value
 from torchlift._store.places import inside, is_folder, is_url, name_of, names_in, parent, place_of
 from torchlift._store.uploads import require_writable
 from torchlift._system.text import parse_size
@@ -159,13 +159,13 @@ class Target:
             PlacementError: If the format does not store a tensor.
         """
         for key, kind in state.made_of_others.items():
-            dense = dense_by(kind)
             raise PlacementError(
                 "cannot be stored in a DCP folder",
                 entry=key,
                 expected="a dense tensor with values",
-                found=kind,
-                hint=f"Save as a torch file, which keeps it{dense and f', or save {dense}'}.",
+                found=kind.name,
+                hint="Save as a torch file, which keeps it"
+                f"{kind.dense and f', or save {kind.dense}'}.",
             )
         return Output(self.head, {}, kind=DCP_FILES)
 

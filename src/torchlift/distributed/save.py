@@ -1,4 +1,4 @@
-"""`save_consolidated`: `torchlift.save` under its name on a mesh."""
+"""`save_consolidated`: `torchlift.save` on all ranks."""
 
 from __future__ import annotations
 
@@ -23,30 +23,25 @@ def save_consolidated(
     process_group: torch.distributed.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> int:
-    """Save from a mesh: `torchlift.save` on all ranks, which returns what this one wrote.
+    """Save from all ranks with `torchlift.save`, also if the state has plain tensors only.
 
-    All ranks call it, also with plain tensors alone, of which each then writes some. See there for
-    what the files are like, and what becomes of them on a fault. The folder of the path must be the
-    same one on every rank.
+    Every rank must call this with the same path, in a folder that all ranks see. If it fails on one
+    rank, it fails on all, and the old file is unchanged.
 
     Args:
-        obj: a module, a state dict, or whatever else `torchlift.save` saves.
-        path: of the file or folder; one that exists is replaced.
-        format: see `torchlift.save`; None: the suffix says.
-        metadata: text to record in the header of a safetensors file; a torch file has no place.
-            Rank 0's is recorded; that of the others may differ, or be None.
-        replicated: ``"equal"`` or ``"rank0"``; see `torchlift.save`.
-        process_group: the ranks that save, which all call this; by default all.
-        storage_options: of a URL, to which several ranks save as DCP; see `torchlift.save`.
+        obj: A module, a state dict, or another state. See `torchlift.save`.
+        path: A file, a folder or a URL. To a URL, several ranks save with ``format="dcp"`` only.
+        format: See `torchlift.save`. Default: by suffix.
+        metadata: Text for the header of safetensors. The text of the first rank counts.
+        replicated: ``"equal"`` or ``"rank0"``. See `torchlift.save`.
+        process_group: The ranks that save. Default: all ranks.
+        storage_options: Options of a URL. See `torchlift.open`.
 
     Returns:
         Bytes of tensors that this rank wrote.
 
     Raises:
-        CheckpointError: see `torchlift.save`.
-        PlacementError: see `torchlift.save`.
-        TypeError: metadata that is not text.
-        ValueError: see `torchlift.save`; or metadata for another file than safetensors.
+        PlacementError, CheckpointError, TypeError, ValueError: See `torchlift.save`.
 
     Example:
         >>> import torch, torchlift, tempfile, os
@@ -56,10 +51,6 @@ def save_consolidated(
         32
         >>> torchlift.open(os.path.join(folder, "model.safetensors")).entries["weight"].shape
         (2, 3)
-        >>> save_consolidated(torch.nn.Linear(3, 2), os.path.join(folder, "model.pt"))
-        32
-        >>> torch.load(os.path.join(folder, "model.pt"), mmap=True)["weight"].shape
-        torch.Size([2, 3])
     """
     group = process_group or (torch.distributed.group.WORLD if has_group() else None)
     return save(

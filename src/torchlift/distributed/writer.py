@@ -209,9 +209,9 @@ class CheckpointWriter(StorageWriter):
     def _assign(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Create the files, and add to each plan what its rank must know."""
         head = self._target.head
-        shared = _shared_items([plan.storage_data or {} for plan in plans], head)
+        shared = _find_shared([plan.storage_data or {} for plan in plans], head)
         if self.replicated == "rank0":
-            plans, shared = _left_to_first(plans, shared), {}
+            plans, shared = _leave_to_first(plans, shared), {}
         names = [name for number in range(len(plans)) for name in OwnFiles(number).files]
         self._files = files = new_files(head, names, DCP_FILES)
         # A save that the death of another rank ends does not call the writer again.
@@ -321,7 +321,7 @@ class CheckpointWriter(StorageWriter):
         return not os.fspath(checkpoint_id).startswith(("http://", "https://"))
 
 
-def _shared_items(
+def _find_shared(
     by_rank: list[dict[MetadataIndex, WriteItem]], path: str
 ) -> dict[MetadataIndex, int]:
     """Return what several ranks hold -> the number of the first of them.
@@ -336,19 +336,19 @@ def _shared_items(
             other, expected = first.setdefault(index, (number, item))
             if other == number:
                 continue
-            if _form(item) != _form(expected):
+            if _form_of(item) != _form_of(expected):
                 hint = "Give each its own name, or make them shards of a DTensor."
                 raise difference_error({index.fqn: Difference(other, number)}, hint, path)
             shared[index] = other
     return shared
 
 
-def _form(item: WriteItem) -> object:
+def _form_of(item: WriteItem) -> object:
     data = item.tensor_data
     return data and (data.size, data.chunk, data.properties.dtype)
 
 
-def _left_to_first(plans: list[SavePlan], shared: dict[MetadataIndex, int]) -> list[SavePlan]:
+def _leave_to_first(plans: list[SavePlan], shared: dict[MetadataIndex, int]) -> list[SavePlan]:
     """Return plans in which the first rank writes what several hold: DCP takes any of them."""
     items: list[list[WriteItem]] = [[] for _ in plans]
     for number, plan in enumerate(plans):
