@@ -1,4 +1,4 @@
-"""`convert`: a checkpoint of any format to another one, in the memory of a few blocks."""
+"""`convert`: a checkpoint of any format to another one, in the memory of some blocks."""
 
 from __future__ import annotations
 

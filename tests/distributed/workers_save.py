@@ -279,7 +279,7 @@ def a_fault_of_one_rank_stops_all() -> None:
         assert not list(SHARED.glob(".fault*")), what
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == world - 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, old[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, old[1]))
     try:
         with pytest.raises(CheckpointError, match="File too large"):
             save_consolidated(state, path)
