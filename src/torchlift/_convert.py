@@ -16,8 +16,8 @@ import torch
 from torchlift._checkpoint.checkpoint import Checkpoint
 from torchlift._checkpoint.kinds import Allow, call_of
 from torchlift._checkpoint.tree import Tree, arranged, gathered, objects_as_saved
+from torchlift._load.checks import require_intact
 from torchlift._load.fetch import transformed
-from torchlift._load.loading import require_intact
 from torchlift._model.dtensor import is_dtensor
 from torchlift._model.hooks import templates_by_name, versions_by_name
 from torchlift._plan.names import Rewriting, others, rewritten
@@ -25,12 +25,13 @@ from torchlift._plan.rules import (
     DtypeRule,
     Options,
     Patterns,
+    Rename,
+    Transform,
     check_rename,
     check_rule,
     same_name,
     stored_dtype,
 )
-from torchlift._plan.steps import Rename, Transform
 from torchlift._save.blocks import memory_of
 from torchlift._save.saving import (
     SaveOptions,

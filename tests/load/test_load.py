@@ -187,7 +187,7 @@ def test_what_goes_to_meta_is_left_for_a_later_load(tmp_path, kind, device):
     assert report.deferred == ["a", "b"]
     assert report.hint is None
     report = torchlift.load(model, saved(state, tmp_path), device=device, dtype="bfloat16")
-    assert "hint: dtype= is not applied to what is left on meta" in str(report)
+    assert (report.loaded, report.deferred) == ({}, ["a", "b"])
     assert state_of(model) == before
     report = torchlift.load(model, saved(state, tmp_path))
     assert_holds(model, state)

@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import torchlift
+from torchlift._plan.names import Match
 from torchlift._plan.planner import check_names
 from torchlift._plan.rules import Options
-from torchlift._plan.steps import Match
 from torchlift.errors import MismatchError
 
 

@@ -50,13 +50,13 @@ def replicas_stay_replicas() -> None:
         assert item.kinds == {Hold.REDUCER}, item
     with pytest.raises(PlacementError, match="hooks of a DistributedDataParallel module"):
         torchlift.load(model, path, mode="swap")
-    with pytest.raises(PlacementError, match="Load before wrapping the module"):
+    with pytest.raises(PlacementError, match="Load before you wrap the module"):
         torchlift.load(model, path, dtype=torch.float64)
     # Something else that holds a parameter does not hide the hooks.
     view = model[2].bias.view(1, 2)
     assert swap.preflight(model)[3].kinds == {Hold.VIEW, Hold.REDUCER}
     last = {"2.bias": "2.bias"}.get
-    with pytest.raises(PlacementError, match="Load before wrapping the module"):
+    with pytest.raises(PlacementError, match="Load before you wrap the module"):
         torchlift.load(model, path, rename=last, dtype=torch.float64, strict=False)
     assert view._base is model[2].bias
     del view

@@ -11,12 +11,19 @@ from typing import NamedTuple
 import torch
 
 from torchlift._model.commit import ordinary_tensors
-from torchlift._model.dtensor import everything, is_dtensor, local_shape, unwrap, wrap
-from torchlift._model.handlers import clone_of, handles, is_plain, is_wrapper, oddity
+from torchlift._model.dtensor import (
+    everything,
+    is_dtensor,
+    local_shape,
+    local_tensor,
+    unwrap,
+    wrap,
+)
+from torchlift._model.handlers import apply, clone_of, handles, is_plain, is_wrapper, oddity
 from torchlift._model.slots import Group, is_lazy
-from torchlift._plan.decide import check_class, is_dense, swapped, taken
+from torchlift._plan.decide import Making, Step, is_dense
 from torchlift._plan.planner import LoadPlan
-from torchlift._plan.steps import Advance, Making, Step, Transform
+from torchlift._plan.rules import Advance, Transform
 from torchlift._skeleton.construction import make, strided
 from torchlift._sources.opening import Origin
 from torchlift._sources.tensors import (
@@ -25,6 +32,7 @@ from torchlift._sources.tensors import (
     MemoryTensor,
     SourceTensor,
     Values,
+    copy_values,
     is_in_place,
 )
 from torchlift._system.memory import trim
@@ -45,11 +53,13 @@ class Fetched(NamedTuple):
     """All that is to be placed.
 
     Attributes:
-        plain: each plain step of the plan with its tensor.
-        steps: each of the others.
-        made: what no source has.
+        source: Where the values come from. What is copied in place still is there.
+        plain: Each plain step of the plan with its tensor.
+        steps: Each other step with its values.
+        made: What the source does not have.
     """
 
+    source: Origin
     plain: list[tuple[Step, torch.Tensor]]
     steps: list[Prepared]
     made: list[tuple[Group, torch.Tensor]]
@@ -89,7 +99,7 @@ def fetch_all(
         for step, value in zip(ready, values, strict=True):
             if isinstance(value, torch.Tensor):
                 value = _wrapped(step, _strided(step, _without_old_scalar(step, value)))
-            check_class(step, value, path)
+            _check_class(step, value, path)
             found.append((step, value))
         rest = [step for step in others if step.raw]
         # All ranks fill together: how many tensors one of them has must not count.
@@ -102,7 +112,7 @@ def fetch_all(
                 found.append(_made(step, transform, tensor, path))
                 advance(step.span if step.owned else 0)
             trim()  # what a transform or a handler took and freed
-        return Fetched(plain, found, _make(plan._work.makings))
+        return Fetched(origin, plain, found, _make(plan._work.makings))
 
 
 @contextmanager
@@ -237,7 +247,7 @@ def _made(step: Step, transform: Transform | None, raw: torch.Tensor, path: str)
             return step, made if made.device == step.device else made.to(step.device)
     made = _strided(step, _cast(step, made, path))
     if step.in_place or not registered:  # a caller's handler may make a plain tensor
-        check_class(step, made, path)
+        _check_class(step, made, path)
     return step, made
 
 
@@ -248,10 +258,16 @@ def _handled(step: Step, source: torch.Tensor, path: str) -> tuple[Step, torch.T
         PlacementError: what it made cannot be placed.
     """
     destination = step.group.tensor
-    made = taken(step, source, path)
+    made = _convert_by_class(step, source, path)
     if step.in_place and not is_plain(made) and not step.handled:
-        # Found out only now: a transform returned a subclass for a plain, live tensor.
-        step = swapped(step)
+        raise PlacementError(
+            "transform returned a tensor of another class for a live one, which keeps its own",
+            file=path,
+            entry=step.key,
+            expected="a plain tensor",
+            found=type(made).__name__,
+            hint='Load with mode="swap" or "assign", or into a model on meta.',
+        )
     expected, found = _slots(destination), _slots(made)
     if step.mode == "swap" and not is_plain(made) and found != expected:
         raise PlacementError(
@@ -264,6 +280,70 @@ def _handled(step: Step, source: torch.Tensor, path: str) -> tuple[Step, torch.T
             hint='Load with mode="assign".',
         )
     return step, made
+
+
+def _convert_by_class(step: Step, value: torch.Tensor, path: str) -> torch.Tensor:
+    """Return what a handler, or the class itself, makes of a value for a tensor of the model.
+
+    Raises:
+        PlacementError: nothing that can be placed.
+    """
+    like = step.group.tensor
+    try:
+        return apply(like, value, assign=step.mode == "assign" or like.is_meta)
+    except PlacementError as error:
+        raise PlacementError(error.reason, file=path, entry=step.key) from error
+    except Exception as error:
+        if handles(type(like), type(value)):
+            raise
+        raise _not_taken(step, value, path, error) from error
+
+
+def _check_class(step: Step, value: Values, path: str) -> None:
+    """Refuse values that a class does not take, tried on a copy: a live tensor would be half set.
+
+    This runs before anything is placed, so that all ranks of a mesh end the same way.
+
+    Raises:
+        PlacementError: it does not, or a plain tensor would take the place of one of the class.
+    """
+    live = local_tensor(step.group.tensor)
+    if is_lazy(live):  # it has no shape yet
+        return
+    if not step.in_place:
+        is_other = isinstance(value, torch.Tensor) and not is_wrapper(local_tensor(value))
+        if is_other and is_wrapper(live):
+            kind = type(live).__name__
+            raise PlacementError(
+                f"its class {kind} holds its values in tensors of its own and does not say how a "
+                "plain tensor becomes one",
+                file=path,
+                entry=step.key,
+                hint="Load into the plain model, and convert that; or say how each tensor is "
+                f"converted: transform=..., or swap.module_load({kind}, handler).",
+            )
+        return
+    spans = everything(live.shape) if step.spans is None else step.spans
+    if not isinstance(value, torch.Tensor):
+        spans = everything(live.shape)
+        value = torch.ones(live.shape if is_wrapper(live) else (), dtype=value.dtype)
+    if is_wrapper(live) or is_wrapper(value) or oddity(live):
+        try:
+            copy_values([Copy(value, clone_of(live), spans)])
+        except Exception as error:
+            raise _not_taken(step, value, path, error) from error
+
+
+def _not_taken(step: Step, value: torch.Tensor, path: str, error: Exception) -> PlacementError:
+    return PlacementError(
+        "its class does not take such values",
+        file=path,
+        entry=step.key,
+        expected=type(local_tensor(step.group.tensor)).__name__,
+        found=f"{type(value).__name__} ({str(error).partition(chr(10))[0][:200]})",
+        hint="Save it from a model of the same classes; load into a plain model, and convert that; "
+        "or say how each tensor is converted: transform=..., or swap.module_load(...).",
+    )
 
 
 def _slots(tensor: torch.Tensor) -> list[str]:

@@ -2,63 +2,50 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 import warnings
-from collections import ChainMap
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
-from torchlift._checkpoint.checkpoint import Checkpoint
-from torchlift._checkpoint.kinds import Allow, dense_of
+from torchlift._checkpoint.kinds import Allow
+from torchlift._load.checks import require_finite, require_intact
 from torchlift._load.fetch import Fetched, Prepared, fetch_all
 from torchlift._model.commit import Commit
-from torchlift._model.dtensor import blocks, everything, is_dtensor, local_tensor, refresh_shards
+from torchlift._model.dtensor import everything, is_dtensor, local_tensor, refresh_shards
 from torchlift._model.handlers import is_plain
 from torchlift._model.hooks import run_post_hooks
 from torchlift._model.names import wrapped_names
-from torchlift._model.ranks import Agree, RankGroup, has_group, rank
+from torchlift._model.ranks import Agree, RankGroup, has_group
 from torchlift._model.slots import ModuleTree, is_lazy, read_tree
-from torchlift._plan.planner import LoadPlan, check_names, check_order, make_plan
+from torchlift._model.watch import Watch
+from torchlift._plan.names import Match
+from torchlift._plan.planner import LoadPlan, check_names, check_order, decide, match_names
 from torchlift._plan.report import LoadReport
 from torchlift._plan.rules import (
+    Advance,
     AnyMode,
     AnySource,
     DeviceRule,
     DtypeRule,
     Options,
     Patterns,
+    Rename,
+    Transform,
     allowed,
 )
-from torchlift._plan.steps import Advance, Match, Rename, Transform
 from torchlift._skeleton.construction import forget
-from torchlift._sources.opening import Given, Origin, sources
-from torchlift._sources.tensors import Copy, JoinedTensor, apart
-from torchlift._store.url import Url
+from torchlift._sources.opening import Given, Origin, open_source
+from torchlift._sources.tensors import Copy, apart
 from torchlift._system.interrupts import Interruptible, uninterrupted
 from torchlift._system.memory import collection_paused
 from torchlift._system.text import clipped_list, count_of, printable, progress_bar
-from torchlift.errors import IntegrityError, MismatchError, explain_calls
-from torchlift.formats.integrity import (
-    Checksums,
-    VerifyReport,
-    checksums,
-    compared,
-    hashes_of,
-    hub_checksums,
-    sums_of,
-)
-
-#: Values that are looked at at a time, and how many tensors an error lists.
-_VALUES, _SHOWN = 1 << 20, 20
-#: File -> the algorithm and the checksum of all of it that a hub records.
-_Recorded = Mapping[str, tuple[str, str]]
+from torchlift.errors import MismatchError, explain_calls
 
 
 @explain_calls
@@ -177,170 +164,186 @@ def load(
     start = time.perf_counter()
     options = Options(
         rename, device, dtype, strict, allow_missing, allow_unexpected, ignore_mismatched, mode,
-        source, include, exclude, transform,
+        source, include, exclude, transform, root, allow_classes, storage_options,
     )  # fmt: skip
-    if check not in (None, "finite"):
-        raise ValueError(f'check={check!r}: expected "finite" or None')
+    request = _Request(verify, check, progress, collective, process_group)
     check_order(model, ckpt)
     # A transform is the caller's code and may make garbage; without one, nothing here does.
     with collection_paused() if transform is None else nullcontext():
-        report = _load(
-            model, ckpt, options, root, allow_classes, verify, check, progress, collective,
-            process_group, storage_options,
-        )  # fmt: skip
+        report = _load(model, ckpt, options, request)
     return replace(report, seconds=time.perf_counter() - start)
 
 
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What a caller of `load` asks for besides the options of a plan; see there.
+
+    Raises:
+        ValueError: If `check` is unknown.
+    """
+
+    verify: bool
+    check: str | None
+    progress: bool
+    collective: bool | None
+    process_group: torch.distributed.ProcessGroup | None
+
+    def __post_init__(self) -> None:
+        if self.check not in (None, "finite"):
+            raise ValueError(f'check={self.check!r}: expected "finite" or None')
+
+
 def _load(
-    model: nn.Module,
-    ckpt: Given | Sequence[Given],
-    options: Options,
-    root: str | None,
-    allow_classes: Allow,
-    verify: bool,
-    check: str | None,
-    progress: bool,
-    collective: bool | None,
-    process_group: torch.distributed.ProcessGroup | None,
-    storage_options: Mapping[str, Any] | None,
+    model: nn.Module, ckpt: Given | Sequence[Given], options: Options, request: _Request
 ) -> LoadReport:
-    """Load, and be done with all records but the report: the collector looks at what is left."""
-    transform = options.transform
+    """Match names, decide, fetch, agree, place, report. No record but the report is kept."""
     tree = read_tree(model)
     ranks = RankGroup.of_model(
         [group.tensor for group in tree.groups],
-        collective=collective,
-        process_group=process_group,
+        collective=request.collective,
+        process_group=request.process_group,
     )
-    with ranks.together() as agree:
-        with sources(ckpt, root, allow_classes, storage_options) as origin:
-            before = origin.requests
+    with (
+        ranks.together() as agree,
+        open_source(ckpt, options.root, options.allow_classes, options.storage_options) as source,
+        uninterrupted() as deliver,
+        Commit() as commit,
+    ):
+        with Interruptible():
             # First, so that no code of the model or the caller sees damaged values. All ranks that
             # load together take part: one of them may have asked for it.
             unchecked = 0
-            if verify or ranks.groups:
-                unchecked = require_intact(origin.checkpoints if verify else (), ranks)
-            # What the model's own code changes is taken back whole, and so is what is placed.
-            with uninterrupted() as deliver, Commit() as commit:
-                plan = make_plan(tree, origin, options, commit)
-                with progress_bar(progress, plan.bytes_to_read, "load") as advance:
-                    with Interruptible():
-                        fetched = fetch_all(plan, origin, transform, advance)
-                        if check is not None:
-                            _require_finite(fetched, origin.path)
-                    agreed = Agreed(agree, deliver)
-                    judge = partial(check_names, path=origin.path, options=options)
-                    missing, unexpected, more = place(
-                        tree, plan, fetched, origin, commit, agreed, judge, advance
-                    )
-                    if more:
-                        agree(False)
-                    # An interrupt that waited comes now, and half of the values has no backup.
-                    commit.finish()
-        forget(tree)
-        _warn_of_missing(tree, plan, missing, options)
-        shared = {item.name: getattr(plan, item.name) for item in fields(LoadReport)}
-        changed = {"missing_keys": missing, "unexpected_keys": unexpected}
-        asked = origin.requests - before
-        costs = {
-            "bytes_read": plan.bytes_to_read, "unchecked_nbytes": unchecked, "requests": asked
-        }  # fmt: skip
-        report = LoadReport(**{**shared, **changed, **costs})
-        # The next thread could not swap what these still share the memory of.
-        del plan, fetched
-    return report
+            if request.verify or ranks.groups:
+                unchecked = require_intact(source.checkpoints if request.verify else (), ranks)
+        matched = match_names(tree, source, options, commit)
+        plan = decide(matched, tree, source, options)
+        with progress_bar(request.progress, plan.bytes_to_read, "load") as advance:
+            with Interruptible():
+                values = fetch_all(plan, source, options.transform, advance)
+                if request.check is not None:
+                    require_finite(values, source.path)
+            judge = partial(check_names, path=source.path, options=options)
+            turn = Turn(tree, commit, agree, deliver, judge, advance)
+            placed = place(plan, values, turn)
+            if placed.asks_again:
+                agree(False)
+            # An interrupt that waited comes now, and half of the values has no backup.
+            commit.finish()
+        requests = source.requests
+    forget(tree)
+    _warn_of_missing(tree, plan, placed.missing, options)
+    return _report(plan, placed, unchecked, requests)
 
 
-class Agreed(NamedTuple):
-    """How the ranks of a load go on together.
+class Turn(NamedTuple):
+    """What `place` works with besides a plan and its values.
 
     Attributes:
-        agree: called with whether this rank wants to be asked again; says whether any does.
-        deliver: delivers an interrupt that was held back.
-        again: whether something that may fail comes after the model.
+        tree: The model.
+        commit: Takes back everything that `place` does.
+        agree: Called with whether this rank wants to be asked again. Returns whether any rank does.
+        deliver: Delivers an interrupt that was held back.
+        judge: Raises an error if the names do not match, of which hooks may have excused some.
+        advance: Called with a number of bytes as they are copied.
+        again: Whether something that may fail comes after the model.
     """
 
+    tree: ModuleTree
+    commit: Commit
     agree: Agree
     deliver: Callable[[], None]
+    judge: Callable[[Match], None]
+    advance: Advance
     again: bool = False
 
 
-def place(
-    tree: ModuleTree,
-    plan: LoadPlan,
-    fetched: Fetched,
-    origin: Origin,
-    commit: Commit,
-    agreed: Agreed,
-    judge: Callable[[Match], None],
-    advance: Advance,
-) -> tuple[list[str], list[str], bool]:
-    """Place everything; let the post-hooks of the model see it, and judge what they leave.
+class Placed(NamedTuple):
+    """What is left to say when everything is placed.
 
-    Args:
-        tree: the model.
-        plan: what is to be done.
-        fetched: the values.
-        origin: where they come from.
-        commit: takes everything back that is done here.
-        agreed: how the ranks go on together.
-        judge: raises where the names, of which hooks may have excused some, do not fit.
-        advance: called with a number of bytes as they are copied.
+    Attributes:
+        missing, unexpected: Names that are missing and unexpected after the post-hooks.
+        asks_again: Whether the ranks agree once more when the rest is done.
+    """
 
-    Returns:
-        What is missing and unexpected after the post-hooks, and whether the ranks are to agree once
-        more when the rest is done.
+    missing: list[str]
+    unexpected: list[str]
+    asks_again: bool
+
+
+def place(plan: LoadPlan, values: Fetched, turn: Turn) -> Placed:
+    """Place everything, run the post-hooks of the model, and judge what they leave.
 
     Raises:
-        MismatchError: a post-hook of the model reports keys, or excuses too few.
+        MismatchError: If a post-hook of the model reports keys, or excuses too few.
     """
-    work, agree = plan._work, agreed.agree
+    matched, commit, tree = plan._work.match, turn.commit, turn.tree
     # Code of the model's own may still refuse, on one rank of many: ask again after each.
-    later = work.hooked or origin.collective or agreed.again
+    later = matched.hooked or values.source.collective or turn.again
     # Before the ranks agree, after which this one would stop alone.
-    agreed.deliver()
-    more = agree(later or bool(work.extra))
+    turn.deliver()
+    again = turn.agree(later or bool(matched.extra))
     commit.when_undone(lambda: refresh_shards(tree.modules))
     before = list[tuple[str, torch.Tensor]]()
-    if work.extra or work.hooked:
+    if matched.extra or matched.hooked:
         commit.keep_attributes(tree.modules)
         before = [(group.fqn, group.tensor) for group in tree.groups]  # others may hold them
-    in_place = put_new(fetched, commit)
-    if work.extra:
-        # As in torch, `set_extra_state` sees the new values of its module's own tensors. Those that
-        # rank 0 sends come in its order: the code sees the old ones.
-        takers = set() if origin.collective else {id(module) for module, _ in work.extra}
-        seen = [i for i in in_place if any(id(s.module) in takers for s in i[0].group.slots)]
-        in_place = [item for item in in_place if not any(item is each for each in seen)]
-        if seen:
-            copy_in_place(seen, origin, commit, backup=True, advance=advance)
-        tree.walk()
-        with commit.watch(tree, before):
-            for module, state in work.extra:
-                commit.extra_state(module, state)
+    in_place = put_new(values, commit)
+    if matched.extra:
+        in_place = _set_extra_states(matched, in_place, values.source, turn, before)
     # Last, because what was written over cannot be taken back without a copy: everything that can
     # refuse, here and in the checks of the plan, has had its chance, and so has an interrupt.
-    if more or not has_group():
-        agreed.deliver()
-    more = more and agree(later)
-    copy_in_place(in_place, origin, commit, backup=work.hooked or more, advance=advance)
-    lists = plan.missing_keys, plan.unexpected_keys
-    key_of, name_of = (
-        (str, str) if work.naming is None else (work.naming.key, work.naming.canonical)
-    )
-    missing, unexpected = (list(map(key_of, names)) for names in lists)
+    if again or not has_group():
+        turn.deliver()
+    again = again and turn.agree(later)
+    backup = matched.hooked or again
+    copy_in_place(in_place, values.source, commit, backup=backup, advance=turn.advance)
     watch = None
-    if work.hooked:
+    if matched.hooked:
         tree.walk()
         watch = commit.watch(tree, before)
+    return Placed(*_run_post_hooks(plan, turn, watch), again)
+
+
+def _set_extra_states(
+    matched: Match,
+    in_place: list[Prepared],
+    source: Origin,
+    turn: Turn,
+    before: Sequence[tuple[str, torch.Tensor]],
+) -> list[Prepared]:
+    """Call `set_extra_state` of modules; return the values that are still to be copied in place.
+
+    As in torch, the code sees the new values of its module's own tensors. Values that rank 0 sends
+    come in its order, so there the code sees the old ones.
+    """
+    takers = set() if source.collective else {id(module) for module, _ in matched.extra}
+    seen, rest = list[Prepared](), list[Prepared]()
+    for item in in_place:
+        is_seen = any(id(slot.module) in takers for slot in item[0].group.slots)
+        (seen if is_seen else rest).append(item)
+    if seen:
+        copy_in_place(seen, source, turn.commit, backup=True, advance=turn.advance)
+    turn.tree.walk()
+    with turn.commit.watch(turn.tree, before):
+        for module, state in matched.extra:
+            turn.commit.extra_state(module, state)
+    return rest
+
+
+def _run_post_hooks(plan: LoadPlan, turn: Turn, watch: Watch | None) -> tuple[list[str], list[str]]:
+    """Run the post-hooks of the model; return the names that are missing and unexpected then."""
+    matched = plan._work.match
+    lists = [list(plan.missing_keys), list(plan.unexpected_keys)]
+    if matched.naming is not None:  # hooks see the names of the wrapped model
+        lists = [list(map(matched.naming.key, names)) for names in lists]
     # FSDP's own, which is no code of the model's, has the next forward pass use what was loaded.
-    run_post_hooks(tree, missing, unexpected, work.given, watch)
-    for call in work.own_calls:
-        call.finish(missing, unexpected)
-    missing, unexpected = (list(map(name_of, names)) for names in (missing, unexpected))
-    if work.match.open:
-        _judge(plan, missing, unexpected, judge)
-    return missing, unexpected, more
+    run_post_hooks(turn.tree, lists[0], lists[1], matched.given, watch)
+    for call in matched.own_calls:
+        call.finish(lists[0], lists[1])
+    missing, unexpected = (list(map(matched.canonical, names)) for names in lists)
+    if matched.open:
+        _judge_names(plan, missing, unexpected, turn.judge)
+    return missing, unexpected
 
 
 def put_new(fetched: Fetched, commit: Commit) -> list[Prepared]:
@@ -384,7 +387,7 @@ def copy_in_place(
         advance(0 if step.owned else step.span)
 
 
-def _judge(
+def _judge_names(
     plan: LoadPlan, missing: list[str], unexpected: list[str], judge: Callable[[Match], None]
 ) -> None:
     """Refuse names that the post-hooks have added, and those that they have not excused."""
@@ -400,11 +403,22 @@ def _judge(
             missing_keys=lacking,
             unexpected_keys=extra,
         )
-    match = plan._work.match
-    match.open = False
-    match.missing = [name for name in missing if name not in match.mismatched]
-    match.unexpected = unexpected
-    judge(match)
+    matched = plan._work.match
+    missing = [name for name in missing if name not in matched.mismatched]
+    judge(replace(matched, open=False, missing=missing, unexpected=unexpected))
+
+
+def _report(plan: LoadPlan, placed: Placed, unchecked: int, requests: int) -> LoadReport:
+    """Return what was done: all that the plan has in common with a report, and what it took."""
+    shared = {item.name: getattr(plan, item.name) for item in fields(LoadReport)}
+    changed: dict[str, Any] = {
+        "missing_keys": placed.missing,
+        "unexpected_keys": placed.unexpected,
+        "bytes_read": plan.bytes_to_read,
+        "unchecked_nbytes": unchecked,
+        "requests": requests,
+    }
+    return LoadReport(**{**shared, **changed})
 
 
 def _warn_of_missing(
@@ -435,136 +449,3 @@ def _shaped(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor with the model's shape: a shard of nothing may have another."""
     slot = like if is_dtensor(tensor) else local_tensor(like)
     return tensor if is_lazy(slot) or tensor.shape == slot.shape else tensor.view(slot.shape)
-
-
-def _require_finite(fetched: Fetched, path: str) -> None:
-    """Refuse values that are NaN or infinite, as they will be once they are placed.
-
-    Raises:
-        IntegrityError: there are some.
-    """
-    found: dict[str, tuple[int, int]] = {}
-    for step, value in (*fetched.plain, *fetched.steps):
-        slices = [one for one, _ in value.slices] if isinstance(value, JoinedTensor) else [value]
-        dtype = local_tensor(step.group.tensor).dtype if step.in_place else None
-        nan = inf = 0
-        for each in slices:
-            assert isinstance(each, torch.Tensor)  # others come from rank 0, which `load` does not
-            for dense in dense_of(local_tensor(each).detach(), indices=False):
-                for block in blocks(dense.shape, _VALUES):
-                    some = _not_finite(dense[tuple(slice(*span) for span in block)], dtype)
-                    nan, inf = nan + some[0], inf + some[1]
-        if nan or inf:
-            found[step.key] = nan, inf
-    if not found:
-        return
-    lines = [f"{key}: {nan:,} NaN, {inf:,} infinite" for key, (nan, inf) in found.items()]
-    more = len(lines) - _SHOWN
-    error = IntegrityError(
-        f"{count_of(len(found), 'tensor')} to load with values that are not finite",
-        file=path,
-        hint="Where the file has finite ones (torchlift.open(path).stats(key)), dtype= is too "
-        "small for them; else take an older checkpoint. check=None loads them.",
-        lists=lines if more <= 0 else [*lines[:_SHOWN], f"and {more:,} more"],
-    )
-    error.not_finite = found
-    raise error
-
-
-def _not_finite(values: torch.Tensor, dtype: torch.dtype | None) -> tuple[int, int]:
-    """Return how many values of a block are NaN, and how many infinite, in a dtype."""
-    # First, as integers become infinite, too, and so do complex numbers.
-    values = values.to(dtype or values.dtype)
-    if values.is_complex():
-        values = torch.view_as_real(values.resolve_conj())
-    if not values.is_floating_point() or values.dtype == torch.float4_e2m1fn_x2:
-        return 0, 0
-    if values.itemsize == 1:  # of which torch knows no smallest one
-        values = values.float()
-    # In one pass, without memory: a NaN is the smallest and the largest.
-    low, high = values.aminmax()
-    if bool(low.isfinite()) and bool(high.isfinite()):
-        return 0, 0
-    return int(values.isnan().sum()), int(values.isinf().sum())
-
-
-def require_intact(
-    ckpts: Sequence[Checkpoint],
-    group: RankGroup | None = None,
-    *,
-    only: Collection[str] | None = None,
-) -> int:
-    """Return for how many bytes there is no checksum; all checksums that there are match.
-
-    Args:
-        ckpts: the checkpoints.
-        group: ranks that all call this; those with the same checkpoints read a part of them each.
-        only: the storages that count; None: all.
-
-    Raises:
-        IntegrityError: one of them is wrong.
-    """
-    ranks = group or RankGroup([])
-
-    def list_checksums() -> tuple[list[tuple[Checksums, _Recorded]], str]:
-        found = [_recorded(ckpt, only) for ckpt in ckpts]
-        return found, hashlib.sha256(repr(found).encode()).hexdigest() if ckpts else ""
-
-    known, digests = ranks.run(list_checksums)
-    if not any(digests.values()):
-        return 0
-    peers = [who for who, digest in digests.items() if digest == digests[rank()]]
-    part = peers.index(rank()), len(peers)
-
-    def compute() -> tuple[None, list[tuple[dict[int, int | None], dict[str, int]]]]:
-        return None, [
-            (sums_of(ckpt._index, of_parts, part=part), hashes_of(ckpt._index, of_files, part=part))
-            for ckpt, (of_parts, of_files) in zip(ckpts, known, strict=True)
-        ]
-
-    by_rank, unchecked = ranks.run(compute)[1], 0
-    for number, (ckpt, (of_parts, of_files)) in enumerate(zip(ckpts, known, strict=True)):
-        sums, hashes = zip(*(by_rank[who][number] for who in peers), strict=True)
-        report = compared(
-            ckpt._index, of_parts, dict(ChainMap(*sums)), of_files, dict(ChainMap(*hashes))
-        )
-        if not report.ok:
-            raise _damaged(ckpt, report)
-        unchecked += report.unchecked_nbytes
-    return unchecked
-
-
-def _recorded(ckpt: Checkpoint, only: Collection[str] | None) -> tuple[Checksums, _Recorded]:
-    """Return the checksums that a checkpoint has, and those that a hub has of whole files.
-
-    The latter where something has no other, as such a file is read once more for it; and of none
-    behind a URL, which would be downloaded twice.
-    """
-    index = ckpt._index
-    storages, records = checksums(index)
-    names = index.storages if only is None else only
-    files = {index.storages[name].file for name in names if name not in storages} | {*index.guides}
-    counted = {name: storage for name, storage in storages.items() if name in names}
-    by_hub = {
-        file: each
-        for file, each in hub_checksums(index).items()
-        if file in files and not isinstance(file, Url)
-    }
-    return (counted, records), by_hub
-
-
-def _damaged(ckpt: Checkpoint, report: VerifyReport) -> IntegrityError:
-    first, total = report.failed[0], len(report.checked) + len(report.records)
-    storage = ckpt._index.storages.get(first.name)
-    where = storage.file if storage is not None else ckpt.path
-    stamp = ckpt._index.files.get(where)
-    of_file = first.name in report.files
-    wrong = f"checksums are wrong in {len(report.failed)} of {total} records"
-    return IntegrityError(
-        "the checksum of the whole file, as the hub records it, is wrong" if of_file else wrong,
-        file=first.name if of_file else (stamp and stamp.shown) or where,
-        entry=None if of_file else first.name,
-        expected=first.right,
-        found=first.what,
-        hint="The file is damaged: fetch it again, or restore it from a copy.",
-    )

@@ -8,18 +8,120 @@ left in several files.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from torchlift._plan.rules import named, renamed
-from torchlift._plan.steps import Rename
+from torch import nn
+
+from torchlift._model.names import Names
+from torchlift._model.own_loading import OwnLoading
+from torchlift._model.slots import Group
+from torchlift._plan.report import Mismatch
+from torchlift._plan.rules import Rename, named, renamed
 from torchlift._sources.opening import Origin, extra_state
 from torchlift._sources.tensors import SourceTensor, described, tensor_of
 from torchlift._system.text import clipped_list
 from torchlift.errors import MismatchError
 from torchlift.formats.index import TensorEntry
 from torchlift.formats.source import errors_name
+
+
+class Named(NamedTuple):
+    """What a source has, by its names in the model.
+
+    Attributes:
+        candidates: name -> where its values are.
+        objects: key -> name of what is not a tensor.
+        values: key -> value of what is not a tensor.
+        templates: key of a container -> the container as it was saved.
+        noted: name that a file notes as tied to one of its tensors -> that tensor.
+        left_out: names whose keys the caller left out: they may be missing.
+        ignored: names of values that are blocked, and that the model does not need.
+        naming: names of a wrapped model.
+        hooked: (prefix, module) with loading code of its own for these names.
+        own_loaders: (prefix, module) whose class overrides `load_state_dict`.
+    """
+
+    candidates: Mapping[str, SourceTensor]
+    objects: Mapping[str, str]
+    values: Mapping[str, object]
+    templates: Mapping[str, object]
+    noted: Mapping[str, SourceTensor]
+    left_out: set[str]
+    ignored: list[str]
+    naming: Names | None
+    hooked: Sequence[tuple[str, nn.Module]]
+    own_loaders: Sequence[tuple[str, nn.Module]]
+
+
+class Pair(NamedTuple):
+    """One tensor of a model, and what a source has for it.
+
+    Attributes:
+        group: The tensor, with all its names.
+        key: The first of these names that the source has.
+        candidates: What the source has, under each of these names.
+    """
+
+    group: Group
+    key: str
+    candidates: list[SourceTensor]
+
+
+@dataclass(slots=True)
+class Match:
+    """A model's tensors paired with what a source has.
+
+    Attributes:
+        pairs: (group, name under which the source has it, the candidates of all its names).
+        unmatched: groups of the model that get nothing.
+        missing, unexpected, dropped, mismatched: as in `LoadReport`.
+        fits: how many pairs there are; 0 where none of them has anything of the source.
+        open: whether code of the model, which sees the result, may still excuse names.
+        left_out: names of the model whose keys the caller left out: they may be missing.
+        hint: what would make more names fit, else None.
+        candidates: name in the model -> what the source has, before code of the model sees it.
+        is_renamed: whether names in the source may differ from those in the model.
+        naming: the names of a wrapped model.
+        canonical: gives the name that is reported, for one of the model.
+        hooked: whether the model's own code looks at the result, and may refuse it.
+        on_meta: what was on meta before hooks of the model ran. None: no hook ran.
+        given: names of the model for which there are values, if it has post-hooks.
+        extra: (module, state) for ``set_extra_state``.
+        kept: name -> what the model's own code keeps outside of parameters and buffers.
+        own_calls: calls of a class's own `load_state_dict`, which wait for the result.
+    """
+
+    pairs: list[Pair] = field(default_factory=list)
+    unmatched: list[Group] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+    mismatched: dict[str, Mismatch] = field(default_factory=dict)
+    fits: int = 0
+    open: bool = False
+    hint: str | None = None
+    left_out: set[str] = field(default_factory=set)
+    candidates: Mapping[str, SourceTensor] = field(default_factory=dict)
+    is_renamed: bool = False
+    naming: Names | None = None
+    canonical: Callable[[str], str] = str
+    hooked: bool = False
+    on_meta: set[str] | None = None
+    given: frozenset[str] = frozenset()
+    extra: tuple[tuple[nn.Module, object], ...] = ()
+    kept: Mapping[str, SourceTensor] = field(default_factory=dict)
+    own_calls: tuple[OwnLoading, ...] = ()
+
+    def report_canonical(self, naming: Names) -> None:
+        """Give the names that are reported the form without wrappers."""
+        self.naming, self.canonical = naming, naming.canonical
+        self.missing = list(map(naming.canonical, self.missing))
+        self.unexpected = list(map(naming.canonical, self.unexpected))
+        self.dropped = list(map(naming.canonical, self.dropped))
+        items = {naming.canonical(key): item for key, item in self.mismatched.items()}
+        self.mismatched = {key: replace(item, key=key) for key, item in items.items()}
 
 
 class Made(NamedTuple):

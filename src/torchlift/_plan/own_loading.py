@@ -22,8 +22,8 @@ from torchlift._model.own_loading import OwnLoading, PassedState
 from torchlift._model.slots import ModuleTree
 from torchlift._model.torch_private import memory_of
 from torchlift._model.watch import Watch, version_of
+from torchlift._plan.names import Named
 from torchlift._plan.rules import Options
-from torchlift._plan.steps import Named
 from torchlift._sources.opening import Origin, flat_state
 from torchlift._sources.tensors import MemoryTensor, SourceTensor
 from torchlift.errors import PlacementError

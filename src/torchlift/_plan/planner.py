@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,15 +19,22 @@ from torchlift._model.hooks import Outcome, Shown, has_post_hooks, hooked_module
 from torchlift._model.names import wrapped_names
 from torchlift._model.own_loading import OwnLoading, own_loaders
 from torchlift._model.slots import Group, ModuleTree, is_lazy, read_tree
-from torchlift._plan.decide import makings_for, owns_all, steps_for
-from torchlift._plan.names import Rewriting, assembled, names_of_left_out, others
+from torchlift._plan.decide import Making, Step, makings_for, owns_all, steps_for
+from torchlift._plan.names import (
+    Match,
+    Named,
+    Pair,
+    Rewriting,
+    assembled,
+    names_of_left_out,
+    others,
+)
 from torchlift._plan.own_loading import call_own_loading
 from torchlift._plan.report import (
     KeyReport,
     LoadReport,
     Mismatch,
     Route,
-    listed,
     summarise,
 )
 from torchlift._plan.rules import (
@@ -37,15 +44,16 @@ from torchlift._plan.rules import (
     DtypeRule,
     Options,
     Patterns,
+    Rename,
+    Transform,
     allowed,
     check_rename,
     check_rule,
     named,
     renamed,
 )
-from torchlift._plan.steps import Match, Named, Rename, Step, Transform, Work
 from torchlift._plan.suggest import empty_hint, is_empty, look_alikes, suggestion
-from torchlift._sources.opening import Given, Origin, sources, state_hint
+from torchlift._sources.opening import Given, Origin, open_source, state_hint
 from torchlift._sources.tensors import FileTensor, MemoryTensor, SourceTensor
 from torchlift._store.url import Url
 from torchlift._system.interrupts import uninterrupted
@@ -64,8 +72,6 @@ from torchlift.errors import (
 from torchlift.formats.boxes import as_blocks
 from torchlift.formats.index import TensorEntry
 
-_DTYPE_LATER = "dtype= is not applied to what is left on meta: give it to the load that fills that"
-
 #: The way out where a load takes more memory than is free.
 _LEAVE_IN_FILE = (
     'source="mmap" without dtype= leaves the weights in the file; torchlift.convert casts a file '
@@ -79,6 +85,30 @@ _OTHER_SIZES = (
 )
 
 
+#: Raises an error if the names of a match, from the source at a path, do not fit.
+CheckNames = Callable[[Match, str, Options], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """All that a load is to do.
+
+    Attributes:
+        steps: The tensors that the source has.
+        makings: The tensors that the source does not have and that are made or moved.
+        match: The names, and what the model's own loading code does after its tensors.
+    """
+
+    steps: tuple[Step, ...] = ()
+    makings: tuple[Making, ...] = ()
+    match: Match = field(default_factory=Match)
+
+    @property
+    def replayed(self) -> list[Group]:
+        """What is made by replaying its construction."""
+        return [item.group for item in self.makings if item.group.tensor.is_meta]
+
+
 @dataclass(frozen=True, repr=False)
 class LoadPlan(LoadReport):
     """What a load would do; made by `plan`, without reading weights or changing the model.
@@ -88,14 +118,11 @@ class LoadPlan(LoadReport):
         bytes_to_read: bytes that will be copied out of the files.
         free_bytes: memory that was free when the plan was made, in bytes: the machine's, or less
             where a container or a batch job has a limit. None: the system does not say.
-        excusable: names, missing or unexpected, with which the load fails unless a hook of the
-            model (``register_load_state_dict_post_hook``) excuses them once it sees the result.
     """
 
     peak_bytes: int = 0
     bytes_to_read: int = 0
     free_bytes: int | None = None
-    excusable: list[str] = field(default_factory=list)
     _work: Work = field(default_factory=Work, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -123,7 +150,6 @@ class LoadPlan(LoadReport):
             facts.append(("does not fit", f"{free}. {_LEAVE_IN_FILE}"))
         elif self.free_bytes is not None:
             facts = [("", f"{costs}: it fits into the free memory")]
-        facts += listed("left to a post-hook of the model to excuse", self.excusable)
         return f"plan: {self._size}", [*facts, *summarise(self)]
 
 
@@ -201,33 +227,22 @@ def plan(
     """
     options = Options(
         rename, device, dtype, strict, allow_missing, allow_unexpected, ignore_mismatched, mode,
-        source, include, exclude, transform, present=present,
+        source, include, exclude, transform, root, allow_classes, storage_options, present,
     )  # fmt: skip
-    made = plan_only(
-        model, ckpt, options, root=root, allow_classes=allow_classes,
-        storage_options=storage_options,
-    )  # fmt: skip
+    made = plan_only(model, ckpt, options)
     return replace(made._answer(), free_bytes=free_memory())
 
 
-def plan_only(
-    model: nn.Module,
-    ckpt: Given | Sequence[Given],
-    options: Options,
-    *,
-    root: str | None = None,
-    allow_classes: Allow = (),
-    storage_options: Mapping[str, Any] | None = None,
-) -> LoadPlan:
+def plan_only(model: nn.Module, ckpt: Given | Sequence[Given], options: Options) -> LoadPlan:
     """Plan a load with its steps, and leave the model as it was."""
     check_order(model, ckpt, "plan")
     with (
-        sources(ckpt, root, allow_classes, storage_options) as origin,
+        open_source(ckpt, options.root, options.allow_classes, options.storage_options) as source,
         uninterrupted(),
         Commit() as commit,
     ):
         try:
-            return make_plan(read_tree(model), origin, options, commit)
+            return make_plan(read_tree(model), source, options, commit)
         finally:
             commit.undo()
 
@@ -255,35 +270,101 @@ def check_order(model: object, ckpt: object, function: str = "load") -> None:
 
 def make_plan(
     tree: ModuleTree,
-    origin: Origin,
+    source: Origin,
     options: Options,
     commit: Commit,
     *,
-    check: Callable[[Match, str, Options], None] | None = None,
+    check: CheckNames | None = None,
 ) -> LoadPlan:
-    """Plan a load from an open source; FSDP2's shards are in their slots.
+    """Plan a load from an open source; FSDP2's shards are in their slots. See `match_names`."""
+    return decide(match_names(tree, source, options, commit, check=check), tree, source, options)
+
+
+def match_names(
+    tree: ModuleTree,
+    source: Origin,
+    options: Options,
+    commit: Commit,
+    *,
+    check: CheckNames | None = None,
+) -> Match:
+    """Match the names of a model with those of a source. The model's own loading code runs here.
 
     Args:
-        tree: the model.
-        origin: where the values come from.
-        options: what was asked for.
-        commit: takes back what the model's own loading code changes in its modules.
-        check: raises for what does not fit, in place of `check_names`.
+        tree: The model.
+        source: Where the values come from.
+        options: The caller's options.
+        commit: Takes back what the model's own loading code changes in its modules.
+        check: Raises an error if the names do not match, in place of `check_names`.
+
+    Raises:
+        MismatchError: If names or shapes do not match.
+        UnsafeError: If a value that the model needs is blocked.
     """
-    before = origin.requests
-    named = _name_tensors(tree, origin, options, wrapped=check is None)
+    named = _name_tensors(tree, source, options, wrapped=check is None)
     if not named.own_loaders:
-        return _plan_named(tree, origin, options, commit, named, before, check)
-    started = call_own_loading(tree, origin, named, options, commit)
+        return _match_named(tree, source, options, commit, named, check)
+    started = call_own_loading(tree, source, named, options, commit)
     passed = started.passed
     while True:
         tree.walk()  # again: the method may have put other tensors and modules there
         named, asked = started.name_passed(passed, tree, options)
         try:
-            return _plan_named(tree, origin, asked, commit, named, before, check, started.calls)
+            return _match_named(tree, source, asked, commit, named, check, started.calls)
         except MismatchError as error:
             # A class may try other names then, as with torch's RuntimeError.
             passed = [call.refuse(error) for call in started.calls]
+
+
+def decide(matched: Match, tree: ModuleTree, source: Origin, options: Options) -> LoadPlan:
+    """Decide how each tensor is loaded, and count what that takes.
+
+    Raises:
+        PlacementError: If a tensor cannot go where it is to go, or nothing says how it is made.
+    """
+    steps = steps_for(matched, source.path, options)
+    try:
+        lacking = [*matched.unmatched, *tree.meta_attributes]
+        makings = tuple(makings_for(lacking, options, steps))
+    except PlacementError as error:
+        if matched.on_meta is not None and error.entry not in matched.on_meta:
+            error.hint = (
+                "The model's own loading code made it from tensors on meta. Build the model with "
+                "torchlift.skeleton, and call torchlift.materialize(model) before you load."
+            )
+        raise
+    work = Work(tuple(steps), makings, matched)
+    moved = [step for step in steps if not step.plain]
+    kept = {
+        matched.canonical(name): _describe_kept(matched.canonical(name), one, source)
+        for name, one in matched.kept.items()
+    }
+    extra = sum(item.nbytes for item in kept.values())
+    if options.transform is not None:
+        extra += _transformed_bytes(steps)
+    left = _left_on_meta(tree.groups, work)
+    changed = matched.candidates if matched.is_renamed else {}
+    called = {matched.canonical(name): one for name, one in changed.items()}
+    made = {name: one.keys for name, one in called.items() if one.keys}
+    return LoadPlan(
+        path=source.path,
+        loaded={**_describe_steps(steps, matched, source), **kept},
+        missing_keys=matched.missing,
+        unexpected_keys=matched.unexpected,
+        dropped=matched.dropped,
+        mismatched=matched.mismatched,
+        hint=matched.hint,
+        tied=tuple(tuple(map(matched.canonical, g.names)) for g in tree.groups if len(g.slots) > 1),
+        replayed=[matched.canonical(name) for group in work.replayed for name in group.names],
+        deferred=[matched.canonical(name) for group in left for name in group.names],
+        renamed={one.key: name for name, one in called.items() if not one.keys and one.key != name},
+        merged={name: keys for name, keys in made.items() if len(keys) > 1},
+        split=_find_split(made),
+        peak_bytes=_peak(work, moved, source) + extra,
+        bytes_to_read=sum(step.span for step in moved if step.owned or step.in_place),
+        requests=source.requests + _requests(steps),
+        _work=work,
+    )
 
 
 def _name_tensors(tree: ModuleTree, origin: Origin, options: Options, *, wrapped: bool) -> Named:
@@ -338,7 +419,7 @@ def _name_tensors(tree: ModuleTree, origin: Origin, options: Options, *, wrapped
         there = dict.fromkeys([*names.values(), *made, *objects.values(), *ignored])
         here = [name for name in dict.fromkeys(map(canonical, known)) if name not in there]
         rest = [name for name in there if name not in model_names]
-        raise _refusal(origin, refused, suggestion(here, rest, origin.root))
+        raise _refusal(origin, refused, suggestion(here, rest, options.root))
     # Of a DTensor, only what this rank has of it, unless a method of the model sees all of it.
     like = {slot.fqn: group.tensor for group in tree.groups for slot in group.slots}
     needed = {key: like[name] for key, name in names.items() if name in like}
@@ -369,29 +450,31 @@ def _name_tensors(tree: ModuleTree, origin: Origin, options: Options, *, wrapped
     )
 
 
-def _plan_named(
+def _match_named(
     tree: ModuleTree,
-    origin: Origin,
+    source: Origin,
     options: Options,
     commit: Commit,
     named: Named,
-    before: int,
-    check: Callable[[Match, str, Options], None] | None,
+    check: CheckNames | None,
     own_calls: Sequence[OwnLoading] = (),
-) -> LoadPlan:
-    """Plan a load of what has names of the model; `before` requests were made to open it."""
-    # A transform may still change shapes, or make a tensor dense.
-    check_shapes = options.transform is None
-    naming, candidates = named.naming, named.candidates
-    canonical = naming.canonical if naming is not None else str
-    modules = named.hooked
-    on_meta = {group.fqn for group in tree.on_meta} if modules else set()
-    found, outcome = dict(candidates), Outcome(unexpected=list(named.objects.values()))
-    if modules:
-        found, outcome = _after_hooks(tree, modules, commit, origin, named, options)
+) -> Match:
+    """Match a source that has names of the model; see `match_names`."""
+    found, outcome = dict(named.candidates), Outcome(unexpected=list(named.objects.values()))
+    on_meta = None
+    if named.hooked:
+        on_meta = {group.fqn for group in tree.on_meta}
+        found, outcome = _after_hooks(tree, commit, source, named, options)
     found |= _fill_noted_ties(tree.groups, found, named.noted)
-    hooked = has_post_hooks(tree)
-    matched = match(tree.groups, found, check_shapes=check_shapes)
+    # A transform may still change shapes, or make a tensor dense.
+    matched = match(tree.groups, found, check_shapes=options.transform is None)
+    matched.candidates, matched.on_meta = named.candidates, on_meta
+    matched.is_renamed = bool(options.rename is not None or named.naming or own_calls)
+    matched.own_calls, matched.extra = tuple(own_calls), tuple(outcome.extra)
+    matched.kept = {name: named.candidates[name] for name in outcome.taken}
+    has_hooks = has_post_hooks(tree)
+    matched.hooked = has_hooks or bool(own_calls)
+    matched.given = frozenset(found if has_hooks else ())
     matched.missing = [name for name in matched.missing if name not in outcome.excused]
     matched.missing = list(dict.fromkeys([*matched.missing, *outcome.missing]))
     if check is None:  # otherwise for torch's own functions, to which it is unexpected
@@ -399,60 +482,27 @@ def _plan_named(
         matched.dropped = [name for name in matched.unexpected if name in computed]
         matched.unexpected = [name for name in matched.unexpected if name not in computed]
     matched.unexpected += [*outcome.unexpected, *named.ignored]
-    # What a module's own code makes up (BatchNorm its counter) is no sign that anything fits.
-    known_keys = {one.key for one in candidates.values()} if modules else origin.candidates
-    anything = any(one.key in known_keys for pair in matched.pairs for one in pair[2])
-    matched.fits = len(matched.pairs) if anything or own_calls else 0
+    # BatchNorm makes up its counter: such a value does not show that anything matches.
+    known_keys = {one.key for one in named.candidates.values()} if named.hooked else None
+    if own_calls or known_keys is None or _has_any(matched.pairs, known_keys):
+        matched.fits = len(matched.pairs)
     matched.fits += len(outcome.taken)
-    if naming is not None:
-        matched.rename(canonical)
-    matched.hint = _hint(matched, tree.modules[0], options, origin.root, named)
-    matched.open = options.strict and hooked
+    if named.naming is not None:
+        matched.report_canonical(named.naming)
+    matched.hint = _hint(matched, tree.modules[0], options, named)
+    matched.open = options.strict and has_hooks
     matched.left_out = named.left_out
-    excusable = list[str]()
-    if matched.open:
-        excusable = [name for names in _not_allowed(matched, options) for name in names]
     (check or check_names)(
-        matched, origin.path, replace(options, strict=False) if matched.open else options
+        matched, source.path, replace(options, strict=False) if matched.open else options
     )
     # What ignore_mismatched lets pass counts as missing from here on.
     matched.missing += matched.mismatched
-    for _, _, several in matched.pairs:
-        for at, one in enumerate(several):
-            if isinstance(one, FileTensor) and one.entry.kind is not None:
-                several[at] = MemoryTensor(one.key, one.tensor(), one.keys, one.entry)
-    steps = steps_for(matched, origin.path, options)
-    try:
-        lacking = [*matched.unmatched, *tree.meta_attributes]
-        makings = tuple(makings_for(lacking, options, steps))
-    except PlacementError as error:
-        if modules and error.entry not in on_meta:
-            error.hint = (
-                "The model's own loading code made it, out of tensors on meta. Build the model "
-                "with torchlift.skeleton, and call torchlift.materialize(model) before you load."
-            )
-        raise
-    work = Work(
-        steps=tuple(steps),
-        makings=makings,
-        extra=tuple(outcome.extra),
-        hooked=hooked or bool(own_calls),
-        given=frozenset(found if hooked else ()),
-        match=matched,
-        naming=naming,
-        own_calls=tuple(own_calls),
-    )
-    later = None if options.dtype is None else _DTYPE_LATER
-    called = candidates if options.rename is not None or naming is not None or own_calls else {}
-    plan = _assemble(origin, tree.groups, matched, work, called, excusable, later, canonical)
-    extra = 0 if check_shapes else _transformed_bytes(work.steps)
-    requests = origin.requests - before + _requests(work.steps)
-    if outcome.taken:
-        found = {canonical(name): candidates[name] for name in outcome.taken}
-        taken = {name: _taken_report(name, one, origin) for name, one in found.items()}
-        plan = replace(plan, loaded={**plan.loaded, **taken})
-        extra += sum(item.nbytes for item in taken.values())
-    return replace(plan, peak_bytes=plan.peak_bytes + extra, requests=requests)
+    return matched
+
+
+def _has_any(pairs: Iterable[Pair], keys: Collection[str]) -> bool:
+    """Return whether some candidate of the pairs has one of these keys."""
+    return any(one.key in keys for pair in pairs for one in pair.candidates)
 
 
 def _fill_noted_ties(
@@ -473,15 +523,44 @@ def _fill_noted_ties(
     return {name: one for name, one in noted.items() if lacking.get(name) == tuple(one.shape)}
 
 
-def _taken_report(name: str, one: SourceTensor, origin: Origin) -> KeyReport:
-    """Return how a tensor is loaded that a module's own code keeps, such as a packed weight."""
+def _describe_kept(name: str, one: SourceTensor, source: Origin) -> KeyReport:
+    """Report a tensor that a module's own code keeps, such as a packed weight."""
     device = one.value.device if isinstance(one, MemoryTensor) else torch.device("cpu")
     return KeyReport(
-        name, one.key, _path_of(one, origin), one.nbytes, "assign",
+        name, one.key, _path_of(one, source), one.nbytes, "assign",
         "mmap" if isinstance(one, FileTensor) else "memory", "compute", str(device),
         str(one.dtype).removeprefix("torch."), None, "kept by its module's own loading code",
         one.keys or (one.key,),
     )  # fmt: skip
+
+
+def _describe_steps(steps: Iterable[Step], matched: Match, source: Origin) -> dict[str, KeyReport]:
+    """Return name in the model -> how its tensor is loaded."""
+    loaded: dict[str, KeyReport] = {}
+    canonical = matched.canonical
+    for step in steps:
+        one = step.candidate
+        seen = one.entry if isinstance(one, FileTensor) else one  # whose dtype takes no look-up
+        route: Route = "compute" if step.handled and step.route == "view" else step.route
+        becomes, stored = (str(t).removeprefix("torch.") for t in (step.dtype, seen.dtype))
+        report = KeyReport(
+            canonical(step.key), one.key, _path_of(one, source), seen.nbytes, step.mode,
+            step.source, route, str(step.device), becomes, None if stored == becomes else stored,
+            step.note, one.keys or (one.key,),
+        )  # fmt: skip
+        for slot in step.group.slots:
+            loaded[canonical(slot.fqn)] = report
+    return loaded
+
+
+def _left_on_meta(groups: Iterable[Group], work: Work) -> list[Group]:
+    """Return the tensors that are left for a later load."""
+    done = {id(step.group.tensor) for step in work.steps}
+    done |= {id(item.group.tensor) for item in work.makings}
+    left = [g for g in groups if id(g.tensor) not in done and not is_lazy(g.tensor)]
+    paired = {id(pair.group.tensor) for pair in work.match.pairs} if left else set()
+    # A live tensor with a value in the source counts, too: the device rule has left it as it is.
+    return [group for group in left if group.tensor.is_meta or id(group.tensor) in paired]
 
 
 def _path_of(one: SourceTensor, origin: Origin) -> str:
@@ -495,14 +574,13 @@ def _path_of(one: SourceTensor, origin: Origin) -> str:
 @ordinary_tensors()
 def _after_hooks(
     tree: ModuleTree,
-    modules: Sequence[tuple[str, nn.Module]],
     commit: Commit,
     origin: Origin,
     named: Named,
     options: Options,
 ) -> tuple[dict[str, SourceTensor], Outcome]:
     """Return name -> tensor after the model's own loading code has run, and what else it did."""
-    candidates, objects = named.candidates, named.objects
+    candidates, objects, modules = named.candidates, named.objects, named.hooked
     prefixes = tuple(prefix for prefix, _ in modules)
     like = {slot.fqn: group.tensor for group in tree.groups for slot in group.slots}
     seen = {name: one for name, one in candidates.items() if name.startswith(prefixes)}
@@ -534,71 +612,10 @@ def _after_hooks(
     return found, outcome
 
 
-def _assemble(
-    origin: Origin,
-    groups: list[Group],
-    matched: Match,
-    work: Work,
-    renamed: Mapping[str, SourceTensor],
-    excusable: list[str],
-    later: str | None,
-    canonical: Callable[[str], str],
-) -> LoadPlan:
-    """Put the plan together; `later` is the hint where something is left for a later load.
-
-    What `renamed` has may be called otherwise in the checkpoint.
-    """
-    loaded: dict[str, KeyReport] = {}
-    for step in work.steps:
-        one, slots = step.candidate, step.group.slots
-        seen = one.entry if isinstance(one, FileTensor) else one  # whose dtype takes no look-up
-        route: Route = "compute" if step.handled and step.route == "view" else step.route
-        becomes, stored = (str(t).removeprefix("torch.") for t in (step.dtype, seen.dtype))
-        described = KeyReport(
-            canonical(step.key), one.key, _path_of(one, origin), seen.nbytes, step.mode,
-            step.source, route, str(step.device), becomes, None if stored == becomes else stored,
-            step.note, one.keys or (one.key,),
-        )  # fmt: skip
-        for slot in slots:
-            loaded[canonical(slot.fqn)] = described
-    placed = {id(step.group.tensor) for step in work.steps}
-    placed |= {id(item.group.tensor) for item in work.makings}
-    left = [g for g in groups if id(g.tensor) not in placed and not is_lazy(g.tensor)]
-    matched_ids = {id(group.tensor) for group, _, _ in matched.pairs} if left else set()
-    moved = [step for step in work.steps if not step.plain]
-    called = {canonical(name): one for name, one in renamed.items()}
-    made = [(name, one.keys) for name, one in called.items() if one.keys]
-    deferred = [
-        canonical(name)
-        for group in left
-        if group.tensor.is_meta or id(group.tensor) in matched_ids
-        for name in group.names
-    ]
-    return LoadPlan(
-        path=origin.path,
-        loaded=loaded,
-        missing_keys=matched.missing,
-        unexpected_keys=matched.unexpected,
-        dropped=matched.dropped,
-        mismatched=matched.mismatched,
-        hint=matched.hint or (later if deferred else None),
-        tied=tuple(tuple(map(canonical, g.names)) for g in groups if len(g.slots) > 1),
-        replayed=[canonical(name) for group in work.replayed for name in group.names],
-        deferred=deferred,
-        renamed={c.key: name for name, c in called.items() if not c.keys and c.key != name},
-        merged={name: keys for name, keys in made if len(keys) > 1},
-        split=_split(made),
-        peak_bytes=_peak(work, moved, origin),
-        bytes_to_read=sum(step.span for step in moved if step.owned or step.in_place),
-        excusable=excusable,
-        _work=work,
-    )
-
-
-def _split(made: Iterable[tuple[str, tuple[str, ...]]]) -> dict[str, tuple[str, ...]]:
-    """Return name in the checkpoint -> the names that share its values, where there are several."""
+def _find_split(made: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Return name in the checkpoint -> the names that share its values, if there are several."""
     found: dict[str, list[str]] = {}
-    for name, keys in made:
+    for name, keys in made.items():
         for key in keys:
             found.setdefault(key, []).append(name)
     return {key: tuple(names) for key, names in found.items() if len(names) > 1}
@@ -624,7 +641,7 @@ def _peak(work: Work, steps: Sequence[Step], origin: Origin) -> int:
         if item.device.type == "cpu"
     )
     # What a hook may still refuse, or a subclass fail to copy, is kept until it has not.
-    backed_up = work.hooked or bool(work.extra)
+    backed_up = work.match.hooked or bool(work.match.extra)
     kept = sum(
         content_bytes(local_tensor(step.group.tensor))
         for step in steps
@@ -705,7 +722,6 @@ def _hint(
     matched: Match,
     model: nn.Module,
     options: Options,
-    root: str | None,
     named: Named,
 ) -> str | None:
     """Return the change that would match the names, or None.
@@ -714,7 +730,6 @@ def _hint(
         matched: the names that match, and those that do not.
         model: the model.
         options: the caller's.
-        root: the container that the caller chose.
         named: what the source has.
     """
     missing, unexpected = matched.missing, matched.unexpected
@@ -726,7 +741,7 @@ def _hint(
     values = {key: named.values[key] for key, name in named.objects.items() if name in names}
     if hint := state_hint(values):
         return hint
-    found = suggestion(missing, unexpected, root)
+    found = suggestion(missing, unexpected, options.root)
     return found or (_library_hint(model) if options.rename is None else None)
 
 
@@ -826,7 +841,7 @@ def match(
             one = candidates.get(slot.fqn) if slot.persistent else None
             if type(one) is FileTensor and one.entry.shape == group.tensor.shape:
                 known.add(slot.fqn)
-                result.pairs.append((group, slot.fqn, [one]))
+                result.pairs.append(Pair(group, slot.fqn, [one]))
                 continue
         names = [slot.fqn for slot in group.slots if slot.persistent]
         known.update(names)
@@ -850,7 +865,7 @@ def match(
         result.mismatched.update({item.key: item for item in wrong})
         found = [(name, one) for name, one in found if name not in result.mismatched]
         if found:  # also where another name of the tie has another shape
-            result.pairs.append((group, found[0][0], [candidate for _, candidate in found]))
+            result.pairs.append(Pair(group, found[0][0], [one for _, one in found]))
             continue
         if not wrong:
             result.missing += names

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import torch
 
 from torchlift._checkpoint.checkpoint import dtype_of
+from torchlift._checkpoint.kinds import Allow
 from torchlift._model.devices import usable_device
 from torchlift._model.dtensor import default_device, is_dtensor
 from torchlift._model.slots import Group
-from torchlift._plan.steps import Rename, Transform
 from torchlift._system.text import clipped_list
 from torchlift.errors import MismatchError, PlacementError, did_you_mean, note
 from torchlift.formats.boxes import row_major
@@ -24,6 +24,10 @@ DeviceRule = (
 )
 DtypeRule = torch.dtype | str | Callable[[TensorEntry], torch.dtype | str | None] | None
 Patterns = Collection[str]
+Rename = Callable[[str], str | None] | Mapping[str, str | None]
+Transform = Callable[[str, torch.Tensor], torch.Tensor]
+#: Called with a number of bytes as they arrive.
+Advance = Callable[[int], object]
 #: The dtype that keeps what the model has, also on meta.
 MODEL = "model"
 #: Names of other programs -> torch's.
@@ -55,6 +59,9 @@ class Options:
     include: Patterns = ("*",)
     exclude: Patterns = ()
     transform: Transform | None = None
+    root: str | None = None
+    allow_classes: Allow = ()
+    storage_options: Mapping[str, Any] | None = None
     present: bool = True
 
     def __post_init__(self) -> None:
@@ -184,13 +191,13 @@ def target_device(
     return torch.device("cpu") if tensor.is_meta else tensor.device
 
 
-def kept_on_disk(
+def check_on_disk(
     options: Options, group: Group, seen: TensorEntry, file_dtype: torch.dtype, *, is_cast: bool
-) -> Options:
-    """Return the options for a tensor that stays on disk: mapped as it is, on any file system.
+) -> None:
+    """Check that a tensor can stay on disk: mapped as it is.
 
     Raises:
-        PlacementError: what else was asked for takes memory for it.
+        PlacementError: If something else that the caller wants takes memory for it.
     """
     blank = torch.empty(0, dtype=group.tensor.dtype, device="meta")
     dtype = target_dtype(options.dtype, seen, blank, file_dtype, is_cast=is_cast)
@@ -216,8 +223,6 @@ def kept_on_disk(
             entry=group.fqn,
             hint='Load with mode="auto", "assign" or "swap".',
         )
-    mode: AnyMode = "swap" if options.mode == "auto" else options.mode
-    return replace(options, mode=mode, source="mmap")
 
 
 def check_rule(rule: object, names: Collection[str], *, present: bool) -> None:

@@ -56,7 +56,7 @@ IN_MEMORY = "the state dict"
 
 
 @contextmanager
-def sources(
+def open_source(
     given: Given | Sequence[Given],
     root: str | None,
     allow_classes: Allow = (),
@@ -67,14 +67,14 @@ def sources(
         opened(given, root, allow_classes, storage_options=storage_options) as layers,
         ExitStack() as stack,
     ):
-        origin: Origin
+        source: Origin
         if len(layers) > 1:
-            origin = _Layers(layers)
+            source = _Layers(layers)
         else:
-            origin = layers[0] if isinstance(layers[0], StateSource) else FileSource(layers[0])
-        origin.root = root
-        stack.callback(origin.close)
-        yield origin
+            source = layers[0] if isinstance(layers[0], StateSource) else FileSource(layers[0])
+        stack.callback(source.close)
+        source.opened_with = source.requests
+        yield source
 
 
 @contextmanager
@@ -267,7 +267,6 @@ class Origin:
 
     Attributes:
         path: for errors and reports.
-        root: the container that was asked for.
         paths: key -> the one of several sources that it comes from.
         checkpoints: whose files it reads.
         candidates: key -> where its values are.
@@ -278,11 +277,12 @@ class Origin:
         collective: whether other ranks take part in `fill`.
         views: tensors over the files, where there are any.
         noted: name that a file leaves out -> key of its values; see `Index`.
+        opened_with: how many requests were made to open what is behind URLs.
     """
 
     views: MappedViews | None = None
     path = IN_MEMORY
-    root: str | None = None
+    opened_with = 0
     paths: Mapping[str, str] = {}
     checkpoints: Sequence[Checkpoint] = ()
     blocked: Mapping[str, str] = {}
@@ -341,9 +341,10 @@ class Origin:
 
     @property
     def requests(self) -> int:
-        """How many requests were made so far to open and read what is behind URLs."""
+        """How many requests were made to read what is behind URLs, since it was opened."""
         files = (file for ckpt in self.checkpoints for file in ckpt._index.files)
-        return sum(store.requests for store in {f.store for f in files if isinstance(f, Url)})
+        stores = {file.store for file in files if isinstance(file, Url)}
+        return sum(store.requests for store in stores) - self.opened_with
 
     def resolve(self, wanted: Mapping[str, Spans | None]) -> None:
         """Find out where the numbers of these keys lie, all of each or those of a slice."""

@@ -24,13 +24,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from torchlift._checkpoint.checkpoint import open as open_checkpoint
-from torchlift._load.loading import require_intact
+from torchlift._load.checks import require_intact
 from torchlift._model.commit import Commit
 from torchlift._model.dtensor import is_dtensor
 from torchlift._model.ranks import RankGroup, StepResult, has_group, new_gloo_group, world_of
 from torchlift._plan.names import Rewriting
-from torchlift._plan.rules import Options, Patterns
-from torchlift._plan.steps import Rename
+from torchlift._plan.rules import Options, Patterns, Rename
 from torchlift._save.files import make_folders
 from torchlift._save.replicas import Checksum, HeldPart, checksums_of, find_differences
 from torchlift._save.saving import SaveReport, require_savable, savable_names, save

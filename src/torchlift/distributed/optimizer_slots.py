@@ -29,9 +29,9 @@ from torchlift._model.dtensor import (
 from torchlift._model.handlers import clone_of, is_wrapper, slice_of
 from torchlift._model.names import Names
 from torchlift._model.state import own
+from torchlift._plan.names import Match
 from torchlift._plan.report import listed
 from torchlift._plan.rules import Options, allowed
-from torchlift._plan.steps import Match
 from torchlift._plan.suggest import is_empty
 from torchlift._sources.tensors import FileTensor, Sent
 from torchlift._system.containers import leaves, map_leaves

@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.default_planner import (
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
+from torchlift._plan.names import Match
 from torchlift._plan.planner import check_names
 from torchlift._plan.report import Mismatch, listed
 from torchlift._plan.rules import Options, Patterns
-from torchlift._plan.steps import Match
 from torchlift._plan.suggest import suggestion
 from torchlift._system.containers import leaves, map_leaves
 from torchlift._system.text import Facts, Summary, clipped_list, count_of

@@ -34,13 +34,13 @@ from torchlift._plan.report import LoadReport, summarise
 from torchlift._plan.rules import (
     DtypeRule,
     Options,
+    Rename,
     check_rename,
     check_rule,
     entry_like,
     stored_dtype,
     target_dtype,
 )
-from torchlift._plan.steps import Rename
 from torchlift._sources.opening import checkpoint
 from torchlift._system.text import Facts, Summary, count_of, human
 from torchlift.formats.boxes import narrowed, row_major, run_count, steps_in_file
@@ -192,9 +192,9 @@ def simulate(
             if model is not None:
                 options = Options(
                     rename, dtype=dtype, strict=strict, ignore_mismatched=ignore_mismatched,
-                    source="read",
+                    source="read", root=root,
                 )  # fmt: skip
-                made = plan_only(model, whole, options, root=root)
+                made = plan_only(model, whole, options)
                 tensors = list(_of_plan(model, made, rewritten(ckpt.entries, rename, ckpt.path)))
                 made = made._answer()
             elif strict and not ignore_mismatched:

@@ -24,7 +24,7 @@ from torch import nn
 from torchlift._checkpoint.checkpoint import Checkpoint
 from torchlift._checkpoint.kinds import Allow
 from torchlift._load.fetch import Fetched, fetch_all
-from torchlift._load.loading import Agreed, copy_in_place, place, put_new
+from torchlift._load.loading import Turn, copy_in_place, place, put_new
 from torchlift._model.commit import Commit
 from torchlift._model.dtensor import is_dtensor, layout_of, reshard, spread_of
 from torchlift._model.names import Names, uses_fsdp1
@@ -32,9 +32,9 @@ from torchlift._model.ranks import RankGroup, portable, rank, ranks_of, tensors_
 from torchlift._model.slots import ModuleTree, read_tree
 from torchlift._model.state import PATCH, by_name, read_model, versioned, versions_of
 from torchlift._model.torch_private import IncompatibleKeys
+from torchlift._plan.names import Match
 from torchlift._plan.planner import LoadPlan, make_plan
 from torchlift._plan.rules import Options, Patterns, allowed
-from torchlift._plan.steps import Match
 from torchlift._save.replicas import (
     OWN_NAMES,
     Checksum,
@@ -1006,11 +1006,9 @@ def _load(
                     part.fetched = fetch_all(part.plan, part.source, None, _ignore)
                     try_states(part.slots, part.fetched)
             if plan is not None and fetched is not None:
-                agreed = Agreed(agree, deliver, again)
                 judge = partial(_check, job, path=source.path, options=asked)
-                missing, extra, more = place(
-                    tree, plan, fetched, source, commit, agreed, judge, _ignore
-                )
+                turn = Turn(tree, commit, agree, deliver, judge, _ignore, again)
+                missing, extra, more = place(plan, fetched, turn)
                 missing = [names.canonical(name) for name in missing]
                 if not broadcasts:
                     unexpected = [names.canonical(name) for name in extra]

@@ -22,8 +22,7 @@ from torchlift._model.devices import Device, checked_device, spelled_device
 from torchlift._model.slots import collect, is_lazy, walk
 from torchlift._model.torch_private import storage_key
 from torchlift._plan.names import rewritten
-from torchlift._plan.rules import DtypeRule, entry_like, stored_dtype, target_dtype
-from torchlift._plan.steps import Rename
+from torchlift._plan.rules import DtypeRule, Rename, entry_like, stored_dtype, target_dtype
 from torchlift._sources.opening import checkpoint
 from torchlift._system.text import Facts, Summary, count_of, human, parse_size
 from torchlift.errors import Argument, Hint, PlacementError, did_you_mean

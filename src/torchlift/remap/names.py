@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from torchlift._plan.names import Made, Rewriting
-from torchlift._plan.rules import renamed
-from torchlift._plan.steps import Rename
+from torchlift._plan.rules import Rename, renamed
 
 Replacement = str | Callable[["re.Match[str]"], str] | None
 

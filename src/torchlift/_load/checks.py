@@ -1,0 +1,166 @@
+"""Refuse damaged files, and values that are not finite, before a load changes anything."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import ChainMap
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+
+from torchlift._checkpoint.checkpoint import Checkpoint
+from torchlift._checkpoint.kinds import dense_of
+from torchlift._load.fetch import Fetched
+from torchlift._model.dtensor import blocks, local_tensor
+from torchlift._model.ranks import RankGroup, rank
+from torchlift._sources.tensors import JoinedTensor
+from torchlift._store.url import Url
+from torchlift._system.text import count_of
+from torchlift.errors import IntegrityError
+from torchlift.formats.integrity import (
+    Checksums,
+    VerifyReport,
+    checksums,
+    compared,
+    hashes_of,
+    hub_checksums,
+    sums_of,
+)
+
+#: Values that are looked at at a time, and how many tensors an error lists.
+_VALUES, _SHOWN = 1 << 20, 20
+#: File -> the algorithm and the checksum of all of it that a hub records.
+_Recorded = Mapping[str, tuple[str, str]]
+
+
+def require_finite(fetched: Fetched, path: str) -> None:
+    """Refuse values that are NaN or infinite, as they will be once they are placed.
+
+    Raises:
+        IntegrityError: there are some.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for step, value in (*fetched.plain, *fetched.steps):
+        slices = [one for one, _ in value.slices] if isinstance(value, JoinedTensor) else [value]
+        dtype = local_tensor(step.group.tensor).dtype if step.in_place else None
+        nan = inf = 0
+        for each in slices:
+            assert isinstance(each, torch.Tensor)  # others come from rank 0, which `load` does not
+            for dense in dense_of(local_tensor(each).detach(), indices=False):
+                for block in blocks(dense.shape, _VALUES):
+                    some = _not_finite(dense[tuple(slice(*span) for span in block)], dtype)
+                    nan, inf = nan + some[0], inf + some[1]
+        if nan or inf:
+            found[step.key] = nan, inf
+    if not found:
+        return
+    lines = [f"{key}: {nan:,} NaN, {inf:,} infinite" for key, (nan, inf) in found.items()]
+    more = len(lines) - _SHOWN
+    error = IntegrityError(
+        f"{count_of(len(found), 'tensor')} to load with values that are not finite",
+        file=path,
+        hint="Where the file has finite ones (torchlift.open(path).stats(key)), dtype= is too "
+        "small for them; else take an older checkpoint. check=None loads them.",
+        lists=lines if more <= 0 else [*lines[:_SHOWN], f"and {more:,} more"],
+    )
+    error.not_finite = found
+    raise error
+
+
+def _not_finite(values: torch.Tensor, dtype: torch.dtype | None) -> tuple[int, int]:
+    """Return how many values of a block are NaN, and how many infinite, in a dtype."""
+    # First, as integers become infinite, too, and so do complex numbers.
+    values = values.to(dtype or values.dtype)
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    if not values.is_floating_point() or values.dtype == torch.float4_e2m1fn_x2:
+        return 0, 0
+    if values.itemsize == 1:  # of which torch knows no smallest one
+        values = values.float()
+    # In one pass, without memory: a NaN is the smallest and the largest.
+    low, high = values.aminmax()
+    if bool(low.isfinite()) and bool(high.isfinite()):
+        return 0, 0
+    return int(values.isnan().sum()), int(values.isinf().sum())
+
+
+def require_intact(
+    ckpts: Sequence[Checkpoint],
+    group: RankGroup | None = None,
+    *,
+    only: Collection[str] | None = None,
+) -> int:
+    """Return for how many bytes there is no checksum; all checksums that there are match.
+
+    Args:
+        ckpts: the checkpoints.
+        group: ranks that all call this; those with the same checkpoints read a part of them each.
+        only: the storages that count; None: all.
+
+    Raises:
+        IntegrityError: one of them is wrong.
+    """
+    ranks = group or RankGroup([])
+
+    def list_checksums() -> tuple[list[tuple[Checksums, _Recorded]], str]:
+        found = [_recorded(ckpt, only) for ckpt in ckpts]
+        return found, hashlib.sha256(repr(found).encode()).hexdigest() if ckpts else ""
+
+    known, digests = ranks.run(list_checksums)
+    if not any(digests.values()):
+        return 0
+    peers = [who for who, digest in digests.items() if digest == digests[rank()]]
+    part = peers.index(rank()), len(peers)
+
+    def compute() -> tuple[None, list[tuple[dict[int, int | None], dict[str, int]]]]:
+        return None, [
+            (sums_of(ckpt._index, of_parts, part=part), hashes_of(ckpt._index, of_files, part=part))
+            for ckpt, (of_parts, of_files) in zip(ckpts, known, strict=True)
+        ]
+
+    by_rank, unchecked = ranks.run(compute)[1], 0
+    for number, (ckpt, (of_parts, of_files)) in enumerate(zip(ckpts, known, strict=True)):
+        sums, hashes = zip(*(by_rank[who][number] for who in peers), strict=True)
+        report = compared(
+            ckpt._index, of_parts, dict(ChainMap(*sums)), of_files, dict(ChainMap(*hashes))
+        )
+        if not report.ok:
+            raise _damaged(ckpt, report)
+        unchecked += report.unchecked_nbytes
+    return unchecked
+
+
+def _recorded(ckpt: Checkpoint, only: Collection[str] | None) -> tuple[Checksums, _Recorded]:
+    """Return the checksums that a checkpoint has, and those that a hub has of whole files.
+
+    The latter where something has no other, as such a file is read once more for it; and of none
+    behind a URL, which would be downloaded twice.
+    """
+    index = ckpt._index
+    storages, records = checksums(index)
+    names = index.storages if only is None else only
+    files = {index.storages[name].file for name in names if name not in storages} | {*index.guides}
+    counted = {name: storage for name, storage in storages.items() if name in names}
+    by_hub = {
+        file: each
+        for file, each in hub_checksums(index).items()
+        if file in files and not isinstance(file, Url)
+    }
+    return (counted, records), by_hub
+
+
+def _damaged(ckpt: Checkpoint, report: VerifyReport) -> IntegrityError:
+    first, total = report.failed[0], len(report.checked) + len(report.records)
+    storage = ckpt._index.storages.get(first.name)
+    where = storage.file if storage is not None else ckpt.path
+    stamp = ckpt._index.files.get(where)
+    of_file = first.name in report.files
+    wrong = f"checksums are wrong in {len(report.failed)} of {total} records"
+    return IntegrityError(
+        "the checksum of the whole file, as the hub records it, is wrong" if of_file else wrong,
+        file=first.name if of_file else (stamp and stamp.shown) or where,
+        entry=None if of_file else first.name,
+        expected=first.right,
+        found=first.what,
+        hint="The file is damaged: fetch it again, or restore it from a copy.",
+    )
