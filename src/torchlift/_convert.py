@@ -423,7 +423,7 @@ class _Results:
             TypeError: If the transform did not return a tensor.
             PlacementError: If its result cannot be saved.
         """
-        one = tensor_of(entry, (key,), self._memory, self._ckpt._mapped())
+        one = tensor_of(entry, (key,), self._ckpt._mapped())
         if self._transform is None and isinstance(one, FileTensor):
             return None
         made = one.tensor()

@@ -82,6 +82,30 @@ def test_de_quantised_on_load(path, mode, live):
     assert torch.equal(model[0].weight, wanted[0].weight.dequantised())
 
 
+@pytest.mark.parametrize("mode", ["auto", "copy"])
+def test_a_subclass_is_not_copied_over_a_live_plain_tensor(path, mode):
+    """The plan says "copy", which would lose the class. The modes that the error names keep it."""
+
+    def quantise(key, tensor):
+        return Int8.quantised(tensor) if key.endswith("weight") else tensor
+
+    with swap.module_load(Int8, lambda old, new, assign: new.detach()):
+        model = network()
+        before = state_of(model)
+        with pytest.raises(PlacementError, match='mode="swap" or "assign"') as caught:
+            torchlift.load(model, path, mode=mode, transform=quantise)
+        assert (caught.value.entry, caught.value.found) == ("0.weight", "Int8")
+        assert state_of(model) == before
+        for way in ("swap", "assign"):
+            model = network()
+            report = torchlift.load(model, path, mode=way, transform=quantise)
+            assert report.mode["0.weight"] == way
+            assert_quantised(model, path)
+        model = torchlift.skeleton(network)
+        torchlift.load(model, path, mode=mode, transform=quantise)
+        assert_quantised(model, path)
+
+
 def test_torch_asks_the_same_handlers(path):
     """Plain into subclass, subclass into plain, subclass into subclass, and both assigned."""
     state = torchlift.open(path).state_dict()

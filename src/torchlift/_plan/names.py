@@ -240,5 +240,5 @@ def assembled(origin: Origin, rename: Rewriting) -> tuple[dict[str, str], dict[s
         if entry is entries[keys[0]]:
             names[keys[0]] = name
         else:
-            made[name] = tensor_of(entry, keys, candidates, origin.views)
+            made[name] = tensor_of(entry, keys, origin.views)
     return names, made

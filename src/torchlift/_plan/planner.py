@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -746,67 +746,106 @@ def _hint(
 
 
 def check_names(matched: Match, path: str, options: Options) -> None:
-    """Refuse what does not fit, in one error that lists all of it.
+    """Refuse names and shapes that do not match, in one error that lists all of them.
 
     Raises:
-        MismatchError: names that are missing or unexpected, under ``strict=True``, and shapes.
+        MismatchError: If names are missing or unexpected under ``strict=True``, or shapes differ.
     """
     missing, unexpected = _not_allowed(matched, options)
-    # What the caller left out fits nothing either, nor does what has another shape, which is to be
-    # ignored: else a load of nothing would be none's error.
+    # A key that the caller left out is not a match, nor is one of another shape that is to be
+    # ignored: otherwise a load of nothing would succeed.
     misshapen = matched.mismatched.keys() - allowed(matched.mismatched, options.allow_missing)
-    lacking = bool(missing or misshapen) or not matched.left_out.isdisjoint(matched.missing)
-    nothing = lacking and not (matched.fits or matched.open)
+    left_out = [name for name in matched.missing if name in matched.left_out]
+    nothing = bool(missing or misshapen or left_out) and not (matched.fits or matched.open)
     wrong = matched.mismatched if nothing or not options.ignore_mismatched else {}
-    odd = set(matched.unexpected).intersection(missing)
+    # The checkpoint has a value under such a name, and it is not a tensor.
+    there = {*matched.unexpected}
+    odd = [name for name in missing if name in there]
     if not (wrong or nothing or odd or (options.strict and (missing or unexpected))):
         return
-    lists, ways, alike = [], list[str | Argument](), None
-    missing, unexpected = ([n for n in names if n not in odd] for names in (missing, unexpected))
     if odd:
-        names = [name for name in matched.missing if name in odd]
-        lists.append(f"no tensor in the checkpoint ({len(odd)}): {clipped_list(names)}")
-        ways.append("tensors under these names (torch.from_numpy makes one of an array)")
-    if missing:
-        lists.append(f"missing ({len(missing)}): {clipped_list(missing)}")
-        ways.append(Argument("allow_missing", "[...] with the names that may be"))
-    names = [name for name in matched.missing if name in matched.left_out]
-    if nothing and names and not (missing or odd):
-        lists.append(f"left out ({len(names)}): {clipped_list(names)}")
-        ways.append(Argument("include", "[...] with keys that the model has"))
-    if unexpected:
-        lists.append(f"unexpected ({len(unexpected)}): {clipped_list(unexpected)}")
-        ways.append(Argument("allow_unexpected", "[...] with the names that may be"))
-    if missing and unexpected:
-        ways = [Hint(Argument("rename"), " with the rule that brings the names together")]
-        alike = look_alikes(missing, unexpected)
-    shapes_of = {key: (item.expected, item.found) for key, item in wrong.items()}
-    no_values = [str(wrong[key]) for key, both in shapes_of.items() if is_empty(*both)]
-    others = [str(wrong[key]) for key, both in shapes_of.items() if not is_empty(*both)]
-    for what, texts in (("without values", no_values), ("mismatched", others)):
-        if texts:
-            lists.append(f"{what} ({len(texts)}): {clipped_list(texts, '; ')}")
-    if wrong and not options.ignore_mismatched:
-        skipping = Argument("ignore_mismatched", "True")
-        ways.append(Hint(skipping, " to skip what has another shape"))
-    hint = empty_hint(shapes_of) or matched.hint
-    shapes = sum(item.note is None for item in wrong.values())
-    misnamed = len(names) + min(len(missing), len(unexpected))
-    if hint is None and shapes > 3 * matched.fits + misnamed:
+        missing = [name for name in missing if name not in there]
+        unexpected = [name for name in unexpected if name not in odd]
+    unfit = _Unfit(odd, missing, unexpected, left_out if nothing else [], wrong)
+    hint = empty_hint(unfit.shapes) or matched.hint
+    differing = sum(item.note is None for item in wrong.values())
+    misnamed = len(left_out) + min(len(missing), len(unexpected))
+    if hint is None and differing > 3 * matched.fits + misnamed:
+        # To skip nearly all shapes would leave the model as it was made.
         hint = _OTHER_SIZES
-    elif hint is None and ways:
-        start = f"{alike}: if it is the same, pass " if alike else "Pass "
-        hint = Hint(start, ways[0], *(f for way in ways[1:] for f in (" and ", way)), ".")
     fits = "nothing in the checkpoint fits" if nothing else "the checkpoint does not fit"
     raise MismatchError(
         f"{fits} the model",
         file=path,
-        hint=hint,
-        lists=lists,
+        hint=hint or unfit.ways_out(skips=bool(wrong) and not options.ignore_mismatched),
+        lists=unfit.lists(),
         missing_keys=matched.missing,
         unexpected_keys=matched.unexpected,
-        mismatched=shapes_of,
+        mismatched=unfit.shapes,
     )
+
+
+class _Unfit(NamedTuple):
+    """All that an error about names lists.
+
+    Attributes:
+        odd: Names of the model for which the checkpoint has a value that is not a tensor.
+        missing, unexpected: Names of one side alone.
+        left_out: Names of the model whose keys the caller left out.
+        wrong: Name -> the shapes that differ.
+    """
+
+    odd: list[str]
+    missing: list[str]
+    unexpected: list[str]
+    left_out: list[str]
+    wrong: Mapping[str, Mismatch]
+
+    @property
+    def shapes(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Name -> (shape in the model, shape in the checkpoint)."""
+        return {key: (item.expected, item.found) for key, item in self.wrong.items()}
+
+    def lists(self) -> list[str]:
+        """Return a line for each kind of name, with how many there are."""
+        empty, other = list[str](), list[str]()
+        for item in self.wrong.values():
+            (empty if is_empty(item.expected, item.found) else other).append(str(item))
+        titles = {
+            "no tensor in the checkpoint": clipped_list(self.odd),
+            "missing": clipped_list(self.missing),
+            "left out": clipped_list(self.left_out) if not (self.missing or self.odd) else "",
+            "unexpected": clipped_list(self.unexpected),
+            "without values": clipped_list(empty, "; "),
+            "mismatched": clipped_list(other, "; "),
+        }
+        counts = map(len, (self.odd, self.missing, self.left_out, self.unexpected, empty, other))
+        each = zip(titles.items(), counts, strict=True)
+        return [f"{title} ({count}): {text}" for (title, text), count in each if text]
+
+    def ways_out(self, *, skips: bool) -> Hint | None:
+        """Return the arguments with which the load succeeds; `skips`: those for shapes, too."""
+        ways, start = list[str | Argument](), "Pass "
+        if self.odd:
+            ways.append("tensors under these names (torch.from_numpy makes one of an array)")
+        if self.missing and self.unexpected:
+            # Less would be loaded than anybody means: the names have to be brought together first.
+            ways = [Hint(Argument("rename"), " with the rule that brings the names together")]
+            if alike := look_alikes(self.missing, self.unexpected):
+                start = f"{alike}: if it is the same, pass "
+        elif self.missing:
+            ways.append(Argument("allow_missing", "[...] with the names that may be"))
+        elif self.unexpected:
+            ways.append(Argument("allow_unexpected", "[...] with the names that may be"))
+        if self.left_out and not (self.missing or self.odd):
+            ways.append(Argument("include", "[...] with keys that the model has"))
+        if skips:
+            ways.append(
+                Hint(Argument("ignore_mismatched", "True"), " to skip what has another shape")
+            )
+        if not ways:
+            return None
+        return Hint(start, ways[0], *(f for way in ways[1:] for f in (" and ", way)), ".")
 
 
 def _not_allowed(matched: Match, options: Options) -> tuple[list[str], list[str]]:

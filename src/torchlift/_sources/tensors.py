@@ -8,7 +8,7 @@ file whose bytes come from there; a mesh that runs elsewhere sends its tensors a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple, Self
@@ -31,9 +31,6 @@ from torchlift._transfer.pinned import Sender
 from torchlift._transfer.reading import Request, is_readable, read, requests_for
 from torchlift.formats.boxes import narrowed, row_major, steps_in_file
 from torchlift.formats.index import UNRESOLVED, Chunk, TensorEntry
-
-#: Stands before a key in place of a file, for a tensor in memory: no path has this character.
-_MEMORY = "\0"
 
 
 @dataclass(slots=True, eq=False)
@@ -135,13 +132,13 @@ class JoinedTensor(_Apart):
 
     Attributes:
         key, keys: as of a `FileTensor`.
-        slices: views, and which box of the tensor each one is.
+        slices: the parts, in any order.
         shape, dtype: of the tensor.
     """
 
     key: str
     keys: tuple[str, ...]
-    slices: tuple[tuple[torch.Tensor, tuple[Span, ...]], ...]
+    slices: tuple[Slice, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -186,6 +183,23 @@ def _nbytes(one: Values) -> int:
 # ---- as entries, of which a rename makes others
 
 
+class _InMemory(str):
+    """What a chunk has in place of a file if its values are in memory: their tensor.
+
+    As text it is the name of the tensor, so that two chunks of one tensor are chunks of one file.
+
+    Attributes:
+        tensor: The tensor.
+    """
+
+    tensor: SourceTensor
+
+    def __new__(cls, tensor: SourceTensor) -> Self:
+        made = super().__new__(cls, f"{tensor.key!r} in memory")
+        made.tensor = tensor
+        return made
+
+
 def described(one: SourceTensor) -> TensorEntry:
     """Return the entry of a tensor: of one in memory, as if its storage were a file."""
     if isinstance(one, FileTensor):
@@ -201,56 +215,58 @@ def described(one: SourceTensor) -> TensorEntry:
     encoding = (odd,) if odd else ()
     dtype = str(one.dtype).removeprefix("torch.")
     entry = TensorEntry(one.key, dtype, shape, stride, one.nbytes, "", "", (), encoding=encoding)
-    file, zeros = _MEMORY + one.key, (0,) * len(shape)
-    chunk = Chunk(file, offset * entry.itemsize, entry.nbytes, zeros, shape)
+    zeros = (0,) * len(shape)
+    chunk = Chunk(_InMemory(one), offset * entry.itemsize, entry.nbytes, zeros, shape)
     return entry._replace(chunks=(chunk,) if entry.numel else ())
 
 
-def tensor_of(
-    entry: TensorEntry,
-    keys: tuple[str, ...],
-    tensors: Mapping[str, SourceTensor],
-    views: MappedViews | None,
-) -> SourceTensor:
+def tensor_of(entry: TensorEntry, keys: tuple[str, ...], views: MappedViews | None) -> SourceTensor:
     """Return the tensor of an entry that a rename made of others, or left as it was.
 
     Args:
-        entry: whose boxes are of files, of memory or of both.
-        keys: of what it is made.
-        tensors: key -> those of the source that are in memory.
-        views: the files, where there are any.
+        entry: An entry whose chunks are in files, in memory, or in both.
+        keys: The names in the source of what it is made of.
+        views: The files, if there are any.
     """
-    from_memory = [chunk.file[1:] for chunk in entry.chunks if chunk.file.startswith(_MEMORY)]
-    if views is not None and not from_memory:
+    held = [chunk.file.tensor for chunk in entry.chunks if isinstance(chunk.file, _InMemory)]
+    if views is not None and not held:
         return FileTensor(keys[0], entry, views, keys)
-    if len(from_memory) == 1 == len(entry.chunks):
-        whole = described(tensors[from_memory[0]])
+    if len(held) == 1 == len(entry.chunks):
+        whole = described(held[0])
         same = whole.chunks, whole.stride, whole.encoding
         if same == (entry.chunks, entry.stride, entry.encoding):
-            return replace(tensors[from_memory[0]], keys=keys)
-    slices = tuple(_slices(entry, tensors, views))
+            return replace(held[0], keys=keys)
+    slices = tuple(_slices(entry, views))
     return JoinedTensor(keys[0], keys, slices, entry.shape, getattr(torch, entry.dtype))
 
 
-def _slices(
-    entry: TensorEntry, tensors: Mapping[str, SourceTensor], views: MappedViews | None
-) -> Iterator[tuple[torch.Tensor, tuple[Span, ...]]]:
-    """Yield what is in each box of an entry, as a view, and where in it that goes."""
+class Slice(NamedTuple):
+    """A part of a tensor.
+
+    Attributes:
+        values: A view of the part.
+        block: Which box of the tensor it is.
+    """
+
+    values: torch.Tensor
+    block: tuple[Span, ...]
+
+
+def _slices(entry: TensorEntry, views: MappedViews | None) -> Iterator[Slice]:
+    """Yield what is in each chunk of an entry."""
     for chunk in entry.chunks:
         spans = zip(chunk.start, chunk.shape, strict=True)
         block = tuple((start, start + size) for start, size in spans)
         steps = steps_in_file(entry, chunk)
-        if chunk.file.startswith(_MEMORY):
-            value = tensors[chunk.file[1:]].tensor().detach()
+        if isinstance(chunk.file, _InMemory):
+            value = chunk.file.tensor.tensor().detach()
             box = value.as_strided(chunk.shape, steps, chunk.offset // value.element_size())
-            yield (calculated(entry, box.float()) if entry.encoding[1:] else box), block
+            yield Slice(calculated(entry, box.float()) if entry.encoding[1:] else box, block)
         else:
             assert views is not None
             alone = chunk._replace(start=(0,) * len(chunk.start), stride=None)
-            yield (
-                views.view(entry._replace(shape=chunk.shape, stride=steps, chunks=(alone,))),
-                block,
-            )
+            part = entry._replace(shape=chunk.shape, stride=steps, chunks=(alone,))
+            yield Slice(views.view(part), block)
 
 
 # ---- filling memory
