@@ -249,9 +249,9 @@ def test_what_has_no_tensor_has_no_number(tmp_path: Path) -> None:
     torch.save({"step": 3}, tmp_path / "m.pt")
     nothing = [{}, {"a": 1, "b": "text"}, nn.ReLU(), {"n": np.array(["x"])}, tmp_path / "m.pt"]
     for each in nothing:
-        with pytest.raises(FormatError, match=r"no tensor in it.*Pass what has the weights"):
+        with pytest.raises(FormatError, match=r"contains no tensors.*Pass a model"):
             torchlift.digest(each)
-    with pytest.raises(FormatError, match="no tensor in it"):
+    with pytest.raises(FormatError, match="contains no tensors"):
         torchlift.digest({"model": Net(), "args": {"lr": 0.1}}, root="args")
 
 
@@ -260,7 +260,7 @@ def test_what_has_no_names_is_refused() -> None:
     model = Net()
     iterators = model.parameters(), model.named_parameters()
     for each in (*iterators, ["a.pt", Path("b.pt")], [], 42, None, np.ones(3)):
-        message = rf"expected a model.*not {type(each).__name__}: .*dict\(model.named_parameters"
+        message = rf"expected a model.*not {type(each).__name__}\. .*dict\(model.named_parameters"
         with pytest.raises(TypeError, match=message):
             torchlift.digest(each)
     assert all(list(each) for each in iterators)
@@ -285,7 +285,7 @@ def test_an_array_of_numpy_counts_as_in_a_file(tmp_path: Path) -> None:
         assert torchlift.digest(dict(found)) == expected
     assert torchlift.digest({**arrays, "plain": np.zeros(3)}) != expected
     if np.dtype(np.longdouble).itemsize > 8:
-        with pytest.raises(PlacementError, match=r"'a\.w': torch has no dtype.*astype"):
+        with pytest.raises(PlacementError, match=r"'a\.w': torch does not have the dtype.*astype"):
             torchlift.digest({"a": {"w": np.ones(2, dtype=np.longdouble)}})
         np.savez(tmp_path / "long.npz", w=np.ones(2, dtype=np.longdouble), b=np.ones(2))
         with pytest.raises(UnsafeError, match=r"'w': .*numpy\.dtype"):

@@ -17,10 +17,10 @@ from torchlift._checkpoint.checkpoint import Checkpoint
 from torchlift._checkpoint.kinds import Allow, call_of
 from torchlift._checkpoint.tree import Tree, arranged, gathered, objects_as_saved
 from torchlift._load.checks import require_intact
-from torchlift._load.fetch import transformed
+from torchlift._load.fetch import apply_transform
 from torchlift._model.dtensor import is_dtensor
 from torchlift._model.hooks import templates_by_name, versions_by_name
-from torchlift._plan.names import Rewriting, others, rewritten
+from torchlift._plan.names import Rewriting, rename_objects, rewrite_entries
 from torchlift._plan.rules import (
     DtypeRule,
     Options,
@@ -29,7 +29,7 @@ from torchlift._plan.rules import (
     Transform,
     check_rename,
     check_rule,
-    same_name,
+    same_name_error,
     stored_dtype,
 )
 from torchlift._save.blocks import memory_of
@@ -42,7 +42,14 @@ from torchlift._save.saving import (
 )
 from torchlift._save.target import Target
 from torchlift._save.values import Becomes, State, explain_untied, stored_as
-from torchlift._sources.opening import Given, index_of, is_state, opened, state_hint, tensors_in
+from torchlift._sources.opening import (
+    Given,
+    index_of,
+    is_state,
+    open_layers,
+    state_hint,
+    tensors_in,
+)
 from torchlift._sources.tensors import FileTensor, SourceTensor, tensor_of
 from torchlift._store.files import FileStamp
 from torchlift._store.places import exists, is_url, place_of
@@ -274,11 +281,11 @@ def _to_list(src: Given | Sequence[Given], storage_options: Mapping[str, Any] | 
 def _open_source(
     given: Sequence[Any], root: str | None, allow_classes: Allow, target: Target, stack: ExitStack
 ) -> _Source:
-    """Open what is converted. One checkpoint is opened without `root`, to see what that drops."""
+    """Open what is converted. One checkpoint is open_layers without `root`, to see what that drops."""
     is_one_file = len(given) == 1 and not is_state(given[0])
     try:
         layers = stack.enter_context(
-            opened(given, None if is_one_file else root, allow_classes, whole=True)
+            open_layers(given, None if is_one_file else root, allow_classes, whole=True)
         )
     except NotFound as error:
         if exists(target.path):
@@ -297,7 +304,7 @@ def _select_root(source: _Source, root: str | None, allow_classes: Allow) -> _Se
     if source.is_one_file and root is not None:
         index = select(index, root)
     elif root is not None and not every:
-        with opened(source.given, None, allow_classes, whole=True) as found:
+        with open_layers(source.given, None, allow_classes, whole=True) as found:
             every = index_of(found).entries
     tensors = (every, ()), (index.entries, ())
     require_kept(index.path, *tensors, "the root leaves out", f"root={root!r}")
@@ -428,7 +435,7 @@ class _Results:
             return None
         made = one.tensor()
         if self._transform is not None:  # which may write to what it gets
-            made = transformed(self._transform, key, made.detach().clone(), self._ckpt.path)
+            made = apply_transform(self._transform, key, made.detach().clone(), self._ckpt.path)
         if is_dtensor(made):
             raise PlacementError(
                 "has its values on several ranks, but one process converts",
@@ -555,12 +562,12 @@ def _rename_keys(index: Index, rename: Rename, dropped: set[str]) -> Index:
     """
     check_rename(rename, {*index.entries, *index.objects, *index.blocked_keys}, index.path)
     kept = {key: entry for key, entry in index.entries.items() if key not in dropped}
-    made = rewritten(kept, rename, index.path)
+    made = rewrite_entries(kept, rename, index.path)
     rest = [key for key in (*index.objects, *index.blocked_keys) if key not in dropped]
-    names = others(rest, rename, index.path, made)
+    names = rename_objects(rest, rename, index.path, made)
     for key, name in names.items():
         if name in made:
-            raise same_name(name, made[name].keys[0], key, index.path)
+            raise same_name_error(name, made[name].keys[0], key, index.path)
     require_kept(index.path, (kept, rest), (made, names), "rename drops", f"rename={rename!r}")
     new_names = {key: name for name, item in made.items() for key in item.keys} | names
     return replace(

@@ -63,47 +63,33 @@ def digest(
     process_group: torch.distributed.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return one number for weights: equal where names, dtypes, shapes and all bits are.
+    """Return one number for weights: equal if names, dtypes, shapes and all bits are equal.
 
-    All ranks of a mesh get the same number as one process with the whole model, and as any file of
-    it, whatever its format. DTensors are gathered one at a time, so that each rank needs memory for
-    the largest one. In front of a name there is no trace of DDP, FSDP or ``torch.compile``. The
-    order of names, devices, strides, and what is no tensor (step counts, hyperparameters,
-    non-persistent buffers) do not count; the sign of a zero and the bits of a NaN do. An array of
-    numbers of numpy that has a name of its own counts as the tensor that a .npz file has of it; the
-    list that `torchlift.save` makes of one does not.
+    The number does not depend on the format of a file, the mesh, the device, the strides, or the
+    order of names. Wrappers such as DDP, FSDP and ``torch.compile`` do not change it. Only tensors
+    and arrays of numbers count, so step counts and hyperparameters do not. Each of two tied names
+    counts.
 
-    Each name counts, a tied one, too: two tied tensors and two equal ones are the same weights, as
-    for `torchlift.diff`. Where a library has left one of two tied names out of a file, load it, and
-    take the digest of the model. A tensor that is made of others (sparse, nested, quantised, of a
-    subclass) counts by its layout, and by the dense ones that it stands for.
+    On a mesh, call it on every rank. DTensors are gathered one at a time.
 
-    It is Carter and Wegman's multilinear hash: each four bytes, as a number, times a pseudo-random
-    number that belongs to their place and name. By chance, weights that differ have one digest once
-    in 2^33 at the worst, where nothing but signs of float32 differ, and mostly once in 2^64. That
-    protects from mistakes, and from no forger: the numbers are no secret.
+    The digest protects from mistakes, but not from a forger. It is Carter and Wegman's multilinear
+    hash. Two different sets of weights get one digest by chance once in 2^33 or less.
 
     Args:
-        obj: a model, live, wrapped or sharded; a state dict in memory, nested or flat; or what
-            `torchlift.open` reads, of which some blocks are in memory at a time.
-        root: only what is under this container, without that prefix: of a file with an optimizer,
-            ``root="model"`` has the number of the model.
-        process_group: the ranks that call this together where the state has no DTensors, as stages
-            of a pipeline do: of a name that several ranks have, the first one's value counts. Where
-            it has DTensors, all ranks of their meshes call it. A replica needs no other: each rank
-            of DDP gets the same number by itself, if it has the same weights.
-        storage_options: of a URL, as for `torchlift.open`.
+        obj: A model, a state dict, a `Checkpoint`, or a path, a URL or a file object.
+        root: The container to use, such as ``"model"``. See :ref:`arg-root`.
+        process_group: The ranks that call this together if the state has no DTensors, such as
+            pipeline stages. If several ranks have one name, the value of the first rank counts.
+        storage_options: Options for the store of a URL. See :ref:`arg-storage-options`.
 
     Returns:
-        The number, as 16 hexadecimal digits; ``int(found, 16)`` is the number itself.
+        16 hexadecimal digits. ``int(found, 16)`` is the number.
 
     Raises:
-        PlacementError: a tensor has no values, such as one on meta, or only partial sums; torch has
-            no dtype for an array.
-        UnsafeError: some tensors of the file could only be had by running code.
-        FormatError: there is no tensor in it; the file is damaged.
-        IntegrityError: the file changes meanwhile.
-        TypeError: it has no names: an iterator of parameters, a list of paths, a number.
+        PlacementError: If a tensor has no values, for example on meta, or only partial sums.
+        UnsafeError: If a tensor of the file would need code from the file.
+        FormatError: If there is no tensor, or the file is damaged.
+        TypeError: If the tensors have no names, as in an iterator of parameters.
 
     Example:
         >>> import torch, torchlift, tempfile, os
@@ -121,7 +107,9 @@ def digest(
     """
     if isinstance(obj, (Checkpoint, str, bytes, os.PathLike)) or hasattr(obj, "read"):
         if process_group is not None:
-            raise ValueError("process_group= is for what ranks hold: each reads a file by itself")
+            raise ValueError(
+                "process_group= is for models and state dicts: each rank reads a file by itself"
+            )
         given: Any = obj
         with checkpoint(given, root, whole=True, storage_options=storage_options) as ckpt:
             found = [*_of_files(ckpt)]
@@ -172,9 +160,9 @@ def _of_memory(obj: Any, root: str | None, process_group: Any) -> int:
             taken = take_apart(container(obj, root), plain=False, lists=False)
             if root is None and isinstance(taken.template, Leaf) and ROOT_OBJECT in taken.objects:
                 raise TypeError(
-                    "expected a model, a state dict, or one path or Checkpoint, not "
-                    f"{type(obj).__name__}: a digest is of tensors with names, such as "
-                    "dict(model.named_parameters()) has them"
+                    "expected a model, a state dict, a path or a Checkpoint, not "
+                    f"{type(obj).__name__}. Pass tensors with names, such as "
+                    "dict(model.named_parameters())"
                 )
             tensors = {**taken.tensors, **_arrays(taken.objects, IN_MEMORY)}
             return tensors, {key: _part_of(key, tensor) for key, tensor in tensors.items()}
@@ -248,10 +236,10 @@ def _inside(leaf: object) -> Iterable[torch.Tensor]:
 
 def _empty(path: str, found: str | None = None) -> FormatError:
     return FormatError(
-        "there is no tensor in it, and so no digest",
+        "nothing to digest: it contains no tensors",
         file=path,
         found=found,
-        hint="Pass what has the weights: a model, its state dict, or a file of it.",
+        hint="Pass a model, its state dict, or a file with weights.",
     )
 
 
@@ -271,7 +259,7 @@ def _arrays(objects: Mapping[str, Any], path: str) -> dict[str, torch.Tensor]:
             found[key] = torch.from_numpy(array)
         except TypeError as error:
             raise PlacementError(
-                "torch has no dtype for the numbers of an array",
+                "torch does not have the dtype of an array",
                 file=path,
                 entry=key,
                 found=str(value.dtype),
@@ -297,14 +285,14 @@ def _of_tensor(key: str, tensor: torch.Tensor, path: str) -> Iterator[int]:
 
 def _require_values(key: str, tensor: torch.Tensor, path: str) -> None:
     """Refuse a tensor on meta, and a lazy one."""
-    odd = "a lazy one, which has no shape yet" if is_lazy(tensor) else ""
+    odd = "a lazy tensor, which has no shape yet" if is_lazy(tensor) else ""
     if odd or tensor.is_meta:
         raise PlacementError(
-            "a tensor without values has no digest",
+            "a tensor without values cannot be digested",
             file=path,
             entry=key,
-            found=odd or "one on meta",
-            hint="Load the model first, or run it once where a module is lazy.",
+            found=odd or "a tensor on meta",
+            hint="Load the model first. Run it once if a module is lazy.",
         )
 
 

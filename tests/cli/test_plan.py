@@ -17,7 +17,7 @@ from small_models import saved
 from torch import nn
 
 from torchlift import cli
-from torchlift._plan.suggest import suggestion
+from torchlift._plan.suggest import suggest_rename
 from torchlift.cli.output import spelled
 
 MODEL = """
@@ -263,7 +263,7 @@ def test_a_way_out_is_spelled_as_the_command_has_it_and_works(
 )
 def test_rules_for_names_are_options_of_their_own(missing, unexpected, words) -> None:
     """A pattern and what replaces it, quoted for a shell; without the option they are Python's."""
-    hint = suggestion([missing], [unexpected])
+    hint = suggest_rename([missing], [unexpected])
     assert words in str(spelled(hint, ["--rename"]))
     assert str(spelled(hint, [])) == f"{hint[:-1]} in Python."
     assert spelled(None, []) is None

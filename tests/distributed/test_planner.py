@@ -129,8 +129,8 @@ def test_a_load_in_which_nothing_fits_is_an_error(reader: Any) -> None:
     flat = {"body": torch.zeros(4), "head": torch.zeros(3, 2)}
     error = refusal(flat, reader, LenientPlanner(strict=False))
     assert error.hint == (
-        "Of the checkpoint's names some start with 'model.': pass root='model' to leave the rest "
-        "of it out, or rename=remap.strip('model.'). torchlift.load takes that."
+        "Some of the checkpoint's names start with 'model.': pass root='model' to load these "
+        "alone, or rename=remap.strip('model.'). torchlift.load takes that."
     )
     dcp.load(flat, storage_reader=reader, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
     assert not flat["body"].any()

@@ -181,7 +181,7 @@ def test_names_may_be_renamed_by_a_dict(tmp_path: Path) -> None:
     out = tmp_path / "y.safetensors"
     torchlift.convert(tmp_path / "x.pt", out, rename={"enc.w": "encoder.weight"})
     assert sorted(torchlift.open(out)) == sorted(state())
-    with pytest.raises(MismatchError, match="rename is for a key that is not there"):
+    with pytest.raises(MismatchError, match="rename has a key that the checkpoint lacks"):
         torchlift.convert(tmp_path / "x.pt", out, rename={"nothing": "x"}, overwrite=True)
 
 

@@ -442,7 +442,7 @@ def test_a_model_of_other_sizes_is_no_load_of_nothing(tmp_path, kind, ignore):
         torchlift.load(model, path, strict=False, ignore_mismatched=ignore)
     error = caught.value
     assert error.reason == "nothing in the checkpoint fits the model"
-    assert "build the model with the sizes of the one that was saved" in error.hint
+    assert "Build the model with the sizes of the checkpoint" in error.hint
     assert error.mismatched.keys() == state.keys()
     assert f"mismatched ({len(state)}): " in str(error)
     assert state_of(model) == before
@@ -646,7 +646,7 @@ def test_a_copy_that_would_change_the_dtype_is_refused(tmp_path):
         torchlift.load(model, saved(randomised(Two()), tmp_path), mode="copy", dtype=torch.float16)
     assert str(caught.value) == (
         "'a': cannot be copied in place, because its dtype or device would change; expected "
-        "torch.float32 on cpu; found torch.float16 on cpu asked for. "
+        "torch.float32 on cpu; found torch.float16 on cpu. "
         'Load with mode="swap" or mode="auto".'
     )
     assert state_of(model) == before
@@ -762,8 +762,8 @@ def test_a_transform_may_work_in_place(tmp_path, kind, source):
 @pytest.mark.parametrize(
     ("result", "error", "text"),
     [
-        (lambda value: None, TypeError, r"transform\('b', ...\) returned NoneType, no tensor"),
-        (lambda value: value.tolist(), TypeError, r"transform\('b', ...\) returned list, no tenso"),
+        (lambda value: None, TypeError, r"transform\('b', ...\) returned NoneType, not a tensor"),
+        (lambda value: value.tolist(), TypeError, r"transform\('b', ...\) returned list, not a"),
         (lambda value: value[0], MismatchError, r"'b': transform returned another shape than the "
                                                 r"model has; expected \[2, 3\]; found \[3\]"),
         (lambda value: value.to("meta"), PlacementError, "'b': transform returned a tensor that"),
@@ -876,7 +876,7 @@ def test_arrays_in_a_state_dict_are_named_beside_modules_with_loading_code_of_th
         MismatchError, match=r"Pass tensors under these names \(torch\.from_numpy"
     ) as e:
         torchlift.load(model, arrays)
-    assert "no tensor in the checkpoint (7)" in str(e.value)
+    assert "not a tensor in the checkpoint (7)" in str(e.value)
     assert "loading code" not in str(e.value)
     assert "left out" not in str(e.value)
 

@@ -132,8 +132,8 @@ def test_one_held_parameter_among_a_thousand_leaves_all_of_them_as_they_were(tmp
         f"'777': cannot be swapped: {reason}. Nothing was changed"
         + "".join(f"; found held by {holder}" for holder in holders)
         + ". "
-        "Release what holds it (swap.preflight lists all of it), or load with "
-        'mode="auto", which takes for each tensor a way that keeps the references.'
+        'Release the holders, which swap.preflight lists. Or pass mode="auto", which copies in '
+        "place where it must."
     )
     assert state_of(model) == before
     del held, caught

@@ -11,8 +11,8 @@ import torchlift
 from torchlift import remap
 from torchlift._model.slots import collect
 from torchlift._plan.planner import match
-from torchlift._plan.rules import renamed
-from torchlift._plan.suggest import look_alikes, suggestion
+from torchlift._plan.rules import rename_keys
+from torchlift._plan.suggest import find_look_alikes, suggest_rename
 from torchlift._sources.tensors import MemoryTensor
 from torchlift.errors import MismatchError
 
@@ -109,37 +109,37 @@ def test_a_vector_of_one_does_not_fit_a_scalar():
 
 def test_renaming_maps_keys_and_drops_those_that_become_none():
     """A rename that returns None leaves the key out."""
-    names = renamed(["x.a", "x.b", "y"], lambda key: key[2:] or None, "f")
+    names = rename_keys(["x.a", "x.b", "y"], lambda key: key[2:] or None, "f")
     assert names == {"x.a": "a", "x.b": "b"}
-    assert renamed(["p", "q"], None, "f") == {"p": "p", "q": "q"}
+    assert rename_keys(["p", "q"], None, "f") == {"p": "p", "q": "q"}
 
 
 def test_renaming_two_keys_to_one_name_is_an_error():
     """A collision names the file, both keys and the way out."""
     with pytest.raises(MismatchError) as caught:
-        renamed(["a.w", "b.w"], lambda key: key[2:], "f.pt")
+        rename_keys(["a.w", "b.w"], lambda key: key[2:], "f.pt")
     assert str(caught.value) == (
         "f.pt: 'a.w': rename gives two keys one name, 'w'; found b.w. "
-        "Return None for the one that is to be dropped."
+        "Return None for the key to drop."
     )
 
 
 def test_renaming_to_something_that_is_no_name_is_a_type_error():
     """A callable that returns something else than text is the caller's mistake."""
     with pytest.raises(TypeError, match=r"rename\('a'\) returned 3, which is neither str nor None"):
-        renamed(["a"], lambda key: 3, "f")
+        rename_keys(["a"], lambda key: 3, "f")
 
 
 def test_a_prefix_of_the_checkpoint_is_recognised():
     """The names that data-parallel training leaves behind get the rename that removes them."""
-    text = suggestion(["fc.weight", "fc.bias"], ["module.fc.weight", "module.fc.bias", "epoch"])
+    text = suggest_rename(["fc.weight", "fc.bias"], ["module.fc.weight", "module.fc.bias", "epoch"])
     assert "start with 'module.'" in text
     assert "remap.strip('module.')" in text
 
 
 def test_a_prefix_of_the_model_is_recognised():
     """A checkpoint of a part of the model gets the rename that adds the prefix."""
-    text = suggestion(["bert.w", "bert.b", "head.w"], ["w", "b"])
+    text = suggest_rename(["bert.w", "bert.b", "head.w"], ["w", "b"])
     assert "The model's names start with 'bert.'" in text
     assert "rename=lambda key: 'bert.' + key" in text
 
@@ -155,7 +155,7 @@ def test_a_prefix_of_the_model_is_recognised():
 )
 def test_no_suggestion_is_better_than_a_wrong_one(missing, unexpected):
     """A prefix that would help few names is a coincidence."""
-    assert suggestion(missing, unexpected) is None
+    assert suggest_rename(missing, unexpected) is None
 
 
 @pytest.mark.parametrize("prefix", ["module.", "model.", "_orig_mod.", "a.b.c."])
@@ -163,9 +163,9 @@ def test_the_suggested_prefix_works(prefix):
     """Any prefix is found, whatever its depth, and applying it removes every difference."""
     wanted = list(Mixed().state_dict())
     found = [prefix + key for key in wanted]
-    text = suggestion(wanted, found)
+    text = suggest_rename(wanted, found)
     assert f"{prefix!r}" in text
-    assert list(renamed(found, lambda key: key.removeprefix(prefix), "f").values()) == wanted
+    assert list(rename_keys(found, lambda key: key.removeprefix(prefix), "f").values()) == wanted
 
 
 BERT = [
@@ -190,15 +190,15 @@ def test_the_rule_that_an_error_names_brings_all_names_together(name):
     """It is copied from the message, and then nothing is missing."""
     found = [AS_SAVED[name](key) for key in BERT]
     odd = [key for key in found if key not in BERT]
-    text = suggestion([key for key in BERT if key not in found], odd)
+    text = suggest_rename([key for key in BERT if key not in found], odd)
     rename = eval(text.partition("pass rename=")[2].rstrip("."), {"remap": remap})
-    assert list(renamed(found, rename, "f").values()) == BERT
+    assert list(rename_keys(found, rename, "f").values()) == BERT
 
 
 def test_a_container_with_other_things_beside_it_is_a_root():
     """As Lightning saves: the weights of the module's child `model`, epoch and optimizer."""
     found = [f"state_dict.model.{key}" for key in BERT] + ["optimizer_states.0.state.0.exp_avg"]
-    assert "pass root='state_dict.model' to leave the rest of it out" in suggestion(BERT, found)
+    assert "pass root='state_dict.model' to load these alone" in suggest_rename(BERT, found)
 
 
 @pytest.mark.parametrize("door", ["memory", "file", "several", "simulate"])
@@ -214,11 +214,11 @@ def test_the_root_that_a_hint_names_counts_from_where_root_does(tmp_path, door):
         def act(model, source, root):
             return torchlift.distributed.simulate(source, "fsdp=2", model=model, root=root)
 
-    with pytest.raises(MismatchError, match=r"pass root='ema\.module' to leave"):
+    with pytest.raises(MismatchError, match=r"pass root='ema\.module' to load these"):
         act(model, source, root="ema")
     act(model, source, root="ema.module")
     with torchlift.open(path, root="ema") as ckpt:
-        with pytest.raises(MismatchError, match="pass root='module' to leave"):
+        with pytest.raises(MismatchError, match="pass root='module' to load these"):
             torchlift.load(model, ckpt)
         torchlift.load(model, ckpt, root="module")
 
@@ -227,8 +227,8 @@ def test_names_that_are_spelled_alike_are_named():
     """Three of them, where no rule fits."""
     missing = ["fc.weight", "fc.bias", "out.weight", "out.bias"]
     unexpected = ["fc_weight", "fc_bias", "out_weight", "x"]
-    assert suggestion(missing, unexpected) is None
-    assert look_alikes(missing, unexpected) == (
+    assert suggest_rename(missing, unexpected) is None
+    assert find_look_alikes(missing, unexpected) == (
         "'fc_weight' looks like 'fc.weight', 'fc_bias' looks like 'fc.bias', "
         "'out_weight' looks like 'out.weight'"
     )
@@ -244,7 +244,7 @@ def test_names_that_are_spelled_alike_are_named():
 )
 def test_a_rule_that_would_mix_names_up_is_not_named(missing, unexpected):
     """Numbers stand for layers, words may mean anything, and no two keys may get one name."""
-    assert suggestion(missing, unexpected) is None
+    assert suggest_rename(missing, unexpected) is None
 
 
 def test_a_hundred_thousand_names_are_compared_in_bounded_steps(monkeypatch):
@@ -255,8 +255,8 @@ def test_a_hundred_thousand_names_are_compared_in_bounded_steps(monkeypatch):
     )
     model = [f"layers.{n}.weight" for n in range(100_000)]
     file = [f"blocks.{n}.inner.weight" for n in range(100_000)]
-    assert suggestion(model, file) is None
-    look_alikes(model, file)
+    assert suggest_rename(model, file) is None
+    find_look_alikes(model, file)
     assert len(compared) < 100_000
 
 

@@ -75,7 +75,7 @@ def test_all_that_filters_a_file_filters_memory(tmp_path: Path) -> None:
     assert given["model"].keys() == state().keys()
     with pytest.raises(MismatchError, match=r"no key fits the pattern 'b\.\*'"):
         torchlift.convert(given, out, include=["b.*"], overwrite=True)
-    with pytest.raises(TypeError, match="an empty list"):
+    with pytest.raises(TypeError, match="list of checkpoints is empty"):
         torchlift.convert([], out, overwrite=True)
 
 
@@ -133,7 +133,7 @@ def test_a_transform_that_fails_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError) as caught:
         torchlift.convert(tmp_path / "one.pt", out, transform=fails)
     assert any("'a.w'" in text for text in caught.value.__notes__)
-    with pytest.raises(TypeError, match=r"transform\('a.w', \.\.\.\) returned int, no tensor"):
+    with pytest.raises(TypeError, match=r"transform\('a.w', \.\.\.\) returned int, not a tensor"):
         torchlift.convert(tmp_path / "one.pt", out, transform=lambda key, tensor: 3)  # type: ignore[arg-type,return-value]
     with pytest.raises(
         PlacementError, match=r"'a\.w': cannot be stored.* found a sparse coo tensor"

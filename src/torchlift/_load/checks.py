@@ -48,7 +48,7 @@ def require_finite(fetched: Fetched, path: str) -> None:
             assert isinstance(each, torch.Tensor)  # others come from rank 0, which `load` does not
             for dense in dense_of(local_tensor(each).detach(), indices=False):
                 for block in blocks(dense.shape, _VALUES):
-                    some = _not_finite(dense[tuple(slice(*span) for span in block)], dtype)
+                    some = _count_not_finite(dense[tuple(slice(*span) for span in block)], dtype)
                     nan, inf = nan + some[0], inf + some[1]
         if nan or inf:
             found[step.key] = nan, inf
@@ -57,17 +57,17 @@ def require_finite(fetched: Fetched, path: str) -> None:
     lines = [f"{key}: {nan:,} NaN, {inf:,} infinite" for key, (nan, inf) in found.items()]
     more = len(lines) - _SHOWN
     error = IntegrityError(
-        f"{count_of(len(found), 'tensor')} to load with values that are not finite",
+        f"{count_of(len(found), 'tensor')} to load with NaN or infinite values",
         file=path,
-        hint="Where the file has finite ones (torchlift.open(path).stats(key)), dtype= is too "
-        "small for them; else take an older checkpoint. check=None loads them.",
+        hint="If torchlift.open(path).stats(key) shows finite values, pass a larger dtype=. "
+        "Otherwise load an older checkpoint. check=None loads these values.",
         lists=lines if more <= 0 else [*lines[:_SHOWN], f"and {more:,} more"],
     )
     error.not_finite = found
     raise error
 
 
-def _not_finite(values: torch.Tensor, dtype: torch.dtype | None) -> tuple[int, int]:
+def _count_not_finite(values: torch.Tensor, dtype: torch.dtype | None) -> tuple[int, int]:
     """Return how many values of a block are NaN, and how many infinite, in a dtype."""
     # First, as integers become infinite, too, and so do complex numbers.
     values = values.to(dtype or values.dtype)
@@ -103,7 +103,7 @@ def require_intact(
     ranks = group or RankGroup([])
 
     def list_checksums() -> tuple[list[tuple[Checksums, _Recorded]], str]:
-        found = [_recorded(ckpt, only) for ckpt in ckpts]
+        found = [_find_checksums(ckpt, only) for ckpt in ckpts]
         return found, hashlib.sha256(repr(found).encode()).hexdigest() if ckpts else ""
 
     known, digests = ranks.run(list_checksums)
@@ -125,12 +125,12 @@ def require_intact(
             ckpt._index, of_parts, dict(ChainMap(*sums)), of_files, dict(ChainMap(*hashes))
         )
         if not report.ok:
-            raise _damaged(ckpt, report)
+            raise _damage_error(ckpt, report)
         unchecked += report.unchecked_nbytes
     return unchecked
 
 
-def _recorded(ckpt: Checkpoint, only: Collection[str] | None) -> tuple[Checksums, _Recorded]:
+def _find_checksums(ckpt: Checkpoint, only: Collection[str] | None) -> tuple[Checksums, _Recorded]:
     """Return the checksums that a checkpoint has, and those that a hub has of whole files.
 
     The latter where something has no other, as such a file is read once more for it; and of none
@@ -149,7 +149,7 @@ def _recorded(ckpt: Checkpoint, only: Collection[str] | None) -> tuple[Checksums
     return (counted, records), by_hub
 
 
-def _damaged(ckpt: Checkpoint, report: VerifyReport) -> IntegrityError:
+def _damage_error(ckpt: Checkpoint, report: VerifyReport) -> IntegrityError:
     first, total = report.failed[0], len(report.checked) + len(report.records)
     storage = ckpt._index.storages.get(first.name)
     where = storage.file if storage is not None else ckpt.path

@@ -86,7 +86,7 @@ def fetch_all(
         IntegrityError: a file changed or could not be read.
     """
     steps, path = plan._work.steps, origin.path
-    with ordinary_tensors(), _room(path):
+    with ordinary_tensors(), _explain_full_device(path):
         others = [step for step in steps if not step.plain]
         for step in others:
             _check_ties(step, origin)
@@ -98,35 +98,35 @@ def fetch_all(
         values = _by_route(ready, origin, advance)
         for step, value in zip(ready, values, strict=True):
             if isinstance(value, torch.Tensor):
-                value = _wrapped(step, _strided(step, _without_old_scalar(step, value)))
+                value = _wrap_like_target(step, _restride(step, _drop_old_dim(step, value)))
             _check_class(step, value, path)
             found.append((step, value))
         rest = [step for step in others if step.raw]
         # All ranks fill together: how many tensors one of them has must not count.
-        for batch in [rest] if origin.collective else _batches(rest):
+        for batch in [rest] if origin.collective else _split_into_batches(rest):
             # Popped one by one, so that an untransformed tensor is freed as soon as it is used.
             raw = _by_route(batch, origin, lambda _: None)
             for step in batch:
                 tensor = raw.pop(0)
                 assert isinstance(tensor, torch.Tensor)
-                found.append(_made(step, transform, tensor, path))
+                found.append(_make_value(step, transform, tensor, path))
                 advance(step.span if step.owned else 0)
             trim()  # what a transform or a handler took and freed
         return Fetched(origin, plain, found, _make(plan._work.makings))
 
 
 @contextmanager
-def _room(path: str) -> Iterator[None]:
+def _explain_full_device(path: str) -> Iterator[None]:
     """Say what to do where a device runs out of memory."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise PlacementError(
-            "a device has not enough memory left for what goes there",
+            "a device does not have enough memory for its tensors",
             file=path,
             found=str(error).partition("\n")[0],
-            hint="Free memory there, or load less of it: with a smaller dtype=, or a device= that "
-            "spreads the tensors, such as torchlift.remap.fit makes.",
+            hint="Free memory there, pass a smaller dtype=, or pass a device= that spreads the "
+            "tensors, for example torchlift.remap.fit(...).",
         ) from error
 
 
@@ -205,18 +205,18 @@ def _copy(step: Step) -> Copy:
     return Copy(one.values(), torch.empty(local_shape(spans), dtype=dtype, device=device), spans)
 
 
-def _strided(step: Step, tensor: torch.Tensor) -> torch.Tensor:
+def _restride(step: Step, tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor with the strides that were asked for, one such copy at a time."""
     return tensor if step.stride is None else strided(tensor, step.stride)
 
 
-def _wrapped(step: Step, tensor: torch.Tensor) -> torch.Tensor:
+def _wrap_like_target(step: Step, tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor as it will be placed: of a DTensor that is to be new, the whole of it."""
     like = step.group.tensor
     return wrap(like, tensor) if is_dtensor(like) and not step.in_place else tensor
 
 
-def _batches(steps: Sequence[Step]) -> Iterator[list[Step]]:
+def _split_into_batches(steps: Sequence[Step]) -> Iterator[list[Step]]:
     batch: list[Step] = []
     size = 0
     for step in steps:
@@ -229,29 +229,29 @@ def _batches(steps: Sequence[Step]) -> Iterator[list[Step]]:
         yield batch
 
 
-def _made(step: Step, transform: Transform | None, raw: torch.Tensor, path: str) -> Prepared:
+def _make_value(step: Step, transform: Transform | None, raw: torch.Tensor, path: str) -> Prepared:
     """Return what a transform and the class of the model's tensor make of one tensor."""
     like = step.group.tensor
     if is_dtensor(like) and not step.handled:
         # A transform sees one tensor of the model, so that what it computes means the same on any
         # mesh: a DTensor, whose local tensor is all that was read.
         assert transform is not None
-        whole = _transformed(step, transform, wrap(like, raw), path)
+        whole = _transform_step(step, transform, wrap(like, raw), path)
         local = unwrap(whole, like, step.key).contiguous()
-        return step, _wrapped(step, _cast(step, local, path))
-    made = raw if transform is None else _transformed(step, transform, raw, path)
+        return step, _wrap_like_target(step, _cast(step, local, path))
+    made = raw if transform is None else _transform_step(step, transform, raw, path)
     registered = handles(type(like), type(made))
     if step.handled or registered:
-        step, made = _handled(step, made, path)
+        step, made = _apply_handler(step, made, path)
         if not is_plain(made):
             return step, made if made.device == step.device else made.to(step.device)
-    made = _strided(step, _cast(step, made, path))
+    made = _restride(step, _cast(step, made, path))
     if step.in_place or not registered:  # a caller's handler may make a plain tensor
         _check_class(step, made, path)
     return step, made
 
 
-def _handled(step: Step, source: torch.Tensor, path: str) -> tuple[Step, torch.Tensor]:
+def _apply_handler(step: Step, source: torch.Tensor, path: str) -> tuple[Step, torch.Tensor]:
     """Ask the handler, or the class itself, what is to be placed.
 
     Raises:
@@ -271,8 +271,8 @@ def _handled(step: Step, source: torch.Tensor, path: str) -> tuple[Step, torch.T
     expected, found = _slots(destination), _slots(made)
     if step.mode == "swap" and not is_plain(made) and found != expected:
         raise PlacementError(
-            "a handler returned a class whose slots differ from those of the model's tensor, "
-            "so that the two cannot be exchanged",
+            "a handler returned a class with other slots than the model's tensor has, so the two "
+            "cannot be exchanged",
             file=path,
             entry=step.key,
             expected=f"{type(destination).__name__} with slots {expected}",
@@ -296,7 +296,7 @@ def _convert_by_class(step: Step, value: torch.Tensor, path: str) -> torch.Tenso
     except Exception as error:
         if handles(type(like), type(value)):
             raise
-        raise _not_taken(step, value, path, error) from error
+        raise _not_taken_error(step, value, path, error) from error
 
 
 def _check_class(step: Step, value: Values, path: str) -> None:
@@ -331,18 +331,20 @@ def _check_class(step: Step, value: Values, path: str) -> None:
         try:
             copy_values([Copy(value, clone_of(live), spans)])
         except Exception as error:
-            raise _not_taken(step, value, path, error) from error
+            raise _not_taken_error(step, value, path, error) from error
 
 
-def _not_taken(step: Step, value: torch.Tensor, path: str, error: Exception) -> PlacementError:
+def _not_taken_error(
+    step: Step, value: torch.Tensor, path: str, error: Exception
+) -> PlacementError:
     return PlacementError(
         "its class does not take such values",
         file=path,
         entry=step.key,
         expected=type(local_tensor(step.group.tensor)).__name__,
         found=f"{type(value).__name__} ({str(error).partition(chr(10))[0][:200]})",
-        hint="Save it from a model of the same classes; load into a plain model, and convert that; "
-        "or say how each tensor is converted: transform=..., or swap.module_load(...).",
+        hint="Save it from a model of the same classes, or load into a plain model and convert "
+        "that. Or convert each tensor: transform=..., or swap.module_load(...).",
     )
 
 
@@ -365,7 +367,7 @@ def _to(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch
     return tensor.to(device) if tensor.dtype == dtype else tensor.to(device, dtype)
 
 
-def transformed(
+def apply_transform(
     transform: Transform, name: str, raw: torch.Tensor, path: str, key: str | None = None
 ) -> torch.Tensor:
     """Return what a caller's transform makes of one tensor.
@@ -386,12 +388,12 @@ def transformed(
         note(error, f"transform was called with {name!r}, {key or name!r} in {path}")
         raise
     if not isinstance(made, torch.Tensor):
-        raise TypeError(f"transform({name!r}, ...) returned {type(made).__name__}, no tensor")
+        raise TypeError(f"transform({name!r}, ...) returned {type(made).__name__}, not a tensor")
     return made
 
 
-def _transformed(step: Step, transform: Transform, raw: torch.Tensor, path: str) -> torch.Tensor:
-    made = transformed(transform, step.key, raw, path, step.candidate.key)
+def _transform_step(step: Step, transform: Transform, raw: torch.Tensor, path: str) -> torch.Tensor:
+    made = apply_transform(transform, step.key, raw, path, step.candidate.key)
     # Found out while placing, these would leave the model half loaded.
     if odd := oddity(made):
         raise PlacementError(
@@ -401,7 +403,7 @@ def _transformed(step: Step, transform: Transform, raw: torch.Tensor, path: str)
             expected="a dense tensor with values",
             found=odd,
         )
-    made = _without_old_scalar(step, made)
+    made = _drop_old_dim(step, made)
     if not is_lazy(step.group.tensor) and made.shape != step.group.tensor.shape:
         raise MismatchError(
             "transform returned another shape than the model has",
@@ -413,7 +415,7 @@ def _transformed(step: Step, transform: Transform, raw: torch.Tensor, path: str)
     return made
 
 
-def _without_old_scalar(step: Step, tensor: torch.Tensor) -> torch.Tensor:
+def _drop_old_dim(step: Step, tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor without the dimension that torch < 0.4 gave to scalars."""
     like = step.group.tensor
     return tensor.view(()) if not is_lazy(like) and like.dim() == 0 == tensor.dim() - 1 else tensor

@@ -41,7 +41,7 @@ from torchlift._plan.rules import (
 )
 from torchlift._skeleton.construction import forget
 from torchlift._sources.opening import Given, Origin, open_source
-from torchlift._sources.tensors import Copy, apart
+from torchlift._sources.tensors import Copy, copy_overlapping_sources
 from torchlift._system.interrupts import Interruptible, uninterrupted
 from torchlift._system.memory import collection_paused
 from torchlift._system.text import clipped_list, count_of, printable, progress_bar
@@ -74,83 +74,55 @@ def load(
     process_group: torch.distributed.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> LoadReport:
-    """Load a checkpoint into a module, live or on meta, in the memory of one copy.
+    """Load a checkpoint into a model, live or on meta, in the memory of one copy.
 
-    Every tensor is prepared before the first one is placed, so an error leaves the module exactly
-    as it was. Mapped weights belong to the file until they are written to: never write such a file
-    in place. Of both, and of threads, the guide says more: "How loading works".
+    torchlift prepares every tensor before it changes the model. If a load fails, the model is
+    exactly as it was.
+
+    Do not overwrite a file in place while a model uses weights that are mapped from it: the weights
+    change, or the process dies. Pass ``source="read"`` to copy them. See "How loading works" in the
+    guide, for threads and meshes also.
 
     Args:
-        model: the module to load into.
-        ckpt: a checkpoint, a path or file that `torchlift.open` reads, a state dict in memory, or
-            a list of these, of which a later one wins; ``KeyReport.path`` says which gave what.
-        root: keep only what is under this container of the checkpoint, of each where it is a list.
-        include: patterns of names in the checkpoint, below `root` and before `rename`, of which one
-            must fit; ``*`` stands for any text, dots included. One that fits nothing is an error.
-        exclude: patterns of those to leave out. What the model has for a key that is left out may
-            be missing: it stays as it is, or is replayed where it is on meta, with a warning of
-            parameters.
-        rename: a dict of names in the checkpoint to names in the model, or a callable from one to
-            the other, and None to drop; or a rule of `torchlift.remap`, which may also merge
-            tensors and split them.
-        device: None, a device, a rule of `torchlift.remap`, or any callable from `TensorEntry` (its
-            ``key`` is the model's name) to a device or None. None leaves a live tensor where it is
-            and puts a meta one on the CPU; ``"disk"`` leaves the tensor mapped from the file,
-            ``"meta"`` as it is, for a later load.
-        dtype: None, a floating-point dtype or its name, ``"model"`` for what the model has, or a
-            callable from `TensorEntry` to any of these. It casts floating-point parameters and
-            persistent buffers, nothing else. None keeps a live tensor's dtype and gives a meta one
-            the checkpoint's.
-        strict: raise when keys are missing or unexpected. With False, a missing key keeps its live
-            value, or is replayed from the skeleton's construction; parameters of which that is true
-            give one warning, and where nothing at all fits it is an error.
-        allow_missing: patterns of names that may be missing, such as ``["head.*"]``, also where
-            `strict` is True; ``*`` stands for any text, dots included.
-        allow_unexpected: patterns of names that may be unexpected.
-        ignore_mismatched: treat a key whose shape differs as missing instead of raising.
-        mode: ``"assign"`` puts a new tensor in the slot; ``"copy"`` writes in place; ``"swap"``
-            gives the same Python object new content, so that an optimizer keeps seeing it, and
-            refuses before anything changes where somebody would keep the old content (see
-            `torchlift.swap.preflight`); ``"auto"`` takes, per tensor, what preserves references and
-            needs the least memory.
-        source: ``"mmap"`` leaves the weights file-backed (what is copied over a live tensor, as
-            ``"auto"`` does it, is in the tensor's own memory all the same); ``"read"`` reads them
-            into memory the process owns; ``"auto"`` maps what is on meta on a local file system,
-            and reads on a network one, wherever new memory must be filled anyway because of a cast
-            or a move, and for a live tensor, which is never left mapped without being asked for.
-        allow_classes: tensor subclasses that a torch file names and that may be rebuilt, such as
-            torchao's ``[Int8Tensor]``, for this call, and what they have in their attributes;
-            nothing else that the file names is ever called.
-        transform: callable from (name in the model, tensor as the checkpoint holds it) to a tensor.
-            It gets one tensor at a time, and its result is cast, moved and placed. For a DTensor
-            parameter it gets a DTensor of that layout, of which only the local shard was read, and
-            returns one: so that what it computes means the same on any mesh.
-        verify: Verify the file's checksums first, as `torchlift.verify` does, then load. This reads
-            the file twice. Ranks that load together verify a part of it each. The report says
-            for how many bytes there is no checksum.
-        check: ``"finite"``: refuse a NaN or an infinity in what is loaded, as it is after a
-            transform and a cast, in which a number may become too large; before anything changes.
-            All values are read for it, some of them in memory at a time. None: none is looked at.
-        progress: show a bar of bytes on stderr.
-        collective: whether the ranks of a process group load together: before anything changes
-            they exchange whether all are ready, and an error of one is raised by every one. None
-            means when the model has DTensors; True also when it has none (a replica on each rank);
-            False never.
-        process_group: the ranks that load together instead of those; over gloo, what they agree
-            on travels beside NCCL, whose watchdog ends ranks that wait for long.
-        storage_options: Options of a URL's store, as for `torchlift.open`. A live model gets its
-            values when all of them have arrived, so that they take memory twice until then.
+        model: The module to load into.
+        ckpt: A path, a URL, a file object, a `Checkpoint`, a state dict, or a list of these. Of a
+            list, a later checkpoint wins.
+        root: The container to load, such as ``"model"``. See :ref:`arg-root`.
+        include: Glob patterns of checkpoint keys to load. See :ref:`arg-include`.
+        exclude: Glob patterns of checkpoint keys to skip. Skipped keys may be missing.
+        rename: A dict, a callable or a rule of `torchlift.remap` that maps checkpoint keys to names
+            of the model. See :ref:`arg-rename`.
+        device: A device, a rule of `torchlift.remap`, or a callable from `TensorEntry`. Default:
+            live tensors stay where they are, meta tensors go to the CPU. See :ref:`arg-device`.
+        dtype: A dtype, its name, ``"model"``, or a callable from `TensorEntry`. It casts parameters
+            and persistent buffers that are floating-point. See :ref:`arg-dtype`.
+        strict: Whether missing and unexpected keys are an error. See :ref:`arg-strict`.
+        allow_missing: Glob patterns of model names that may be missing, such as ``["head.*"]``.
+        allow_unexpected: Glob patterns of checkpoint keys that may be unexpected.
+        ignore_mismatched: Whether a key with another shape counts as missing. Default: an error.
+        mode: ``"assign"``, ``"copy"``, ``"swap"`` or ``"auto"``: whether a tensor is replaced, is
+            written in place, or stays the same object with new content. See :ref:`arg-mode`.
+        source: ``"mmap"``, ``"read"`` or ``"auto"``: whether weights stay in the file, or are read
+            into allocated memory. See :ref:`arg-source`.
+        allow_classes: Tensor subclasses that may be rebuilt. See :ref:`arg-allow-classes`.
+        transform: A callable from (name in the model, tensor of the checkpoint) to a tensor. Each
+            result is then cast and placed. A DTensor parameter gets a DTensor with its local shard.
+        verify: Whether to verify all checksums first. The file is then read twice.
+        check: ``"finite"`` refuses NaN and infinite values after the cast. Default: no check.
+        progress: Whether to show a progress bar on stderr.
+        collective: Whether all ranks succeed or fail together. Default: if the model has DTensors.
+            See :ref:`arg-collective`.
+        process_group: The ranks that load together. Default: the ranks of the meshes.
+        storage_options: Options for the store of a URL. See :ref:`arg-storage-options`.
 
     Returns:
-        What was done, key by key; on a mesh, what this rank did.
+        A report of each key. On a mesh, it reports what this rank loaded.
 
     Raises:
-        MismatchError: the names or shapes do not fit; one error that lists all of them.
-        UnsafeError: a value could only be had by running code.
-        PlacementError: a tensor cannot go where it was asked to go, or cannot be made.
-        IntegrityError: a checksum is wrong, or the file changed or could not be read; or values are
-            not finite, and `check` asks for that: one error that lists the tensors.
-        ValueError: `check` is something else.
+        MismatchError: If names or shapes do not match. One error lists all of them.
+        PlacementError: If a tensor cannot go to its device, or cannot be made.
+        UnsafeError: If a value would need code from the file.
+        IntegrityError: If a checksum is wrong, the file changes, or `check` finds a value.
 
     Example:
         >>> import torch, torchlift, tempfile, os
@@ -359,7 +331,7 @@ def put_new(fetched: Fetched, commit: Commit) -> list[Prepared]:
     new += [one for one in fetched.plain if one[0].mode != "swap"]
     for step, value in new:
         assert isinstance(value, torch.Tensor)
-        ways[step.mode](step.group, _shaped(step.group.tensor, value))
+        ways[step.mode](step.group, _reshape_like(step.group.tensor, value))
     return in_place
 
 
@@ -380,7 +352,7 @@ def copy_in_place(
         spans = everything(local.shape) if step.spans is None else step.spans
         copies.append(Copy(value, local, spans))
     if not origin.collective:  # which copies in the order of rank 0, and looks itself
-        copies = apart(copies)
+        copies = copy_overlapping_sources(copies)
     origin.fill([copy for copy in copies if not is_plain(copy.target)])
     origin.fill([copy for copy in copies if is_plain(copy.target)])
     for step, _ in steps:
@@ -440,12 +412,13 @@ def _warn_of_missing(
     if lacking:
         warnings.warn(
             f"{count_of(len(lacking), 'parameter')} got no value from {printable(plan.path)}: "
-            f"{clipped_list(lacking)}. Allow what is meant to be so by name: allow_missing=[...].",
+            f"{clipped_list(lacking)}. If you intend this, pass allow_missing=[...] with these "
+            "names.",
             stacklevel=5,
         )
 
 
-def _shaped(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+def _reshape_like(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor with the model's shape: a shard of nothing may have another."""
     slot = like if is_dtensor(tensor) else local_tensor(like)
     return tensor if is_lazy(slot) or tensor.shape == slot.shape else tensor.view(slot.shape)

@@ -45,8 +45,8 @@ from torchlift.formats.boxes import row_major
 from torchlift.formats.index import ITEMSIZE, TensorEntry
 
 _RELEASE = (
-    'Release what holds it (swap.preflight lists all of it), or load with mode="auto", which '
-    "takes for each tensor a way that keeps the references."
+    'Release the holders, which swap.preflight lists. Or pass mode="auto", which copies in place '
+    "where it must."
 )
 
 
@@ -141,7 +141,7 @@ class Making:
     dtype: torch.dtype
 
 
-def steps_for(matched: Match, path: str, options: rules.Options) -> list[Step]:
+def decide_steps(matched: Match, path: str, options: rules.Options) -> list[Step]:
     """Decide every pair of a match, except for pairs that are left for a later load.
 
     Args:
@@ -165,8 +165,8 @@ def steps_for(matched: Match, path: str, options: rules.Options) -> list[Step]:
             if kind is not None:
                 known[kind] = aim
     # Both look at all tensors together, so they come before the first decision.
-    blockers = _blockers(pairs, aims, options.mode)
-    sharing = _sharing(pairs, aims)
+    blockers = _find_blockers(pairs, aims, options.mode)
+    sharing = _find_sharing(pairs, aims)
     steps: list[Step] = []
     alike: dict[object, tuple[Any, ...]] = {}
     for number, (pair, aim) in enumerate(zip(pairs, aims, strict=True)):
@@ -190,7 +190,7 @@ def owns_all(source: rules.AnySource, *, live: bool) -> bool:
     return source == "read" or (source == "auto" and live)
 
 
-def makings_for(
+def decide_makings(
     groups: Iterable[Group], options: rules.Options, steps: Iterable[Step]
 ) -> Iterator[Making]:
     """Decide what happens to the tensors that no source has.
@@ -201,7 +201,10 @@ def makings_for(
         PlacementError: a tensor is on meta and no skeleton recorded how it is made.
     """
     asked = [
-        (group, rules.asked_device(options.device, rules.entry_like(group.fqn, group), group)[0])
+        (
+            group,
+            rules.apply_device_rule(options.device, rules.entry_like(group.fqn, group), group)[0],
+        )
         for group in groups
         if not is_lazy(group.tensor)  # they stay as they are
     ]
@@ -304,7 +307,7 @@ def _aim(pair: Pair, kind: object | None, options: rules.Options, path: str) -> 
         seen = rules.entry_like(key, Group(like, group.slots))
     if seen.key != key:
         seen = seen._replace(key=key)
-    asked, note = rules.asked_device(options.device, seen, group)
+    asked, note = rules.apply_device_rule(options.device, seen, group)
     if asked is not None and rules.is_deferred(asked):
         return None
     if isinstance(one, MemoryTensor) and options.transform is None:
@@ -437,10 +440,10 @@ def _source_of(
     file = entry.chunks[0].file if entry.chunks else path
     if asked == "mmap" and isinstance(file, Url):
         raise PlacementError(
-            "what is behind a URL cannot be mapped, only read",
+            "a file behind a URL cannot be mapped",
             file=file,
             entry=entry.key,
-            hint='Load it with source="read", or copy the file to this machine first.',
+            hint='Pass source="read", or download the file first.',
         )
     if asked == "read" or (asked == "auto" and (anew or isinstance(file, Url) or is_network(file))):
         return "read", None
@@ -500,8 +503,7 @@ def _shard(group: Group, candidates: list[SourceTensor]) -> tuple[list[SourceTen
         entry = one.entry
         if repeats(entry.shape, entry.stride):
             raise PlacementError(
-                "elements share their bytes in the file, so that no rank's shard is a range of "
-                "them",
+                "several elements share one place in the file, so no rank can read its shard alone",
                 entry=group.fqn,
                 found=f"strides {list(entry.stride)}",
                 hint="Save a contiguous() tensor.",
@@ -528,13 +530,13 @@ def _require_values(group: Group, value: torch.Tensor, path: str) -> None:
     odd = oddity(local_tensor(value))
     if odd and (value.is_meta or (not tensor.is_meta and odd != oddity(local_tensor(tensor)))):
         raise PlacementError(
-            "its value cannot be copied",
+            "the value cannot be copied",
             file=path,
             entry=group.fqn,
             expected="a dense tensor with values",
             found=f"a tensor that is {odd}",
-            hint="Make it dense, on a device that has its values: load with "
-            "transform=lambda key, tensor: ..., which calls to_dense() or dequantize().",
+            hint="Make it dense, on a device that has its values: pass "
+            "transform=lambda key, tensor: tensor.to_dense(), or tensor.dequantize().",
         )
 
 
@@ -546,7 +548,7 @@ def _check_in_place(group: Group, device: torch.device, dtype: torch.dtype) -> N
             "cannot be copied in place, because its dtype or device would change",
             entry=group.fqn,
             expected=f"{tensor.dtype} on {tensor.device}",
-            found=f"{dtype} on {device} asked for",
+            found=f"{dtype} on {device}",
             hint='Load with mode="swap" or mode="auto".',
         )
 
@@ -578,7 +580,7 @@ def _is_aligned(entry: TensorEntry) -> bool:
 # ---- what depends on other tensors: who shares bytes, who is in the way
 
 
-def _sharing(pairs: Sequence[Pair], aims: Sequence[_Aim]) -> set[int]:
+def _find_sharing(pairs: Sequence[Pair], aims: Sequence[_Aim]) -> set[int]:
     """Return the places of pairs that need memory of their own, because their bytes overlap.
 
     The first of several tensors over the same bytes may stay mapped. A class or a transform may
@@ -601,7 +603,7 @@ def _sharing(pairs: Sequence[Pair], aims: Sequence[_Aim]) -> set[int]:
     return found
 
 
-def _blockers(
+def _find_blockers(
     pairs: Iterable[Pair], aims: Iterable[_Aim], asked: rules.AnyMode
 ) -> dict[str, Blocker]:
     """Return name -> why its tensor, which is to be swapped, cannot be.

@@ -18,9 +18,9 @@ from torchlift._model.names import Names
 from torchlift._model.own_loading import OwnLoading
 from torchlift._model.slots import Group
 from torchlift._plan.report import Mismatch
-from torchlift._plan.rules import Rename, named, renamed
+from torchlift._plan.rules import Rename, apply_rename, rename_keys
 from torchlift._sources.opening import Origin, extra_state
-from torchlift._sources.tensors import SourceTensor, described, tensor_of
+from torchlift._sources.tensors import SourceTensor, describe, tensor_of
 from torchlift._system.text import clipped_list
 from torchlift.errors import MismatchError
 from torchlift.formats.index import TensorEntry
@@ -164,7 +164,7 @@ class Rewriting:
         raise NotImplementedError
 
 
-def rewritten(
+def rewrite_entries(
     entries: Mapping[str, TensorEntry], rename: Rename | None, path: str
 ) -> dict[str, Made]:
     """Return name in the model -> the tensor that a rename, a merge or a split makes for it.
@@ -176,10 +176,10 @@ def rewritten(
     if isinstance(rename, Rewriting):
         with errors_name(path):
             return rename.rewrite(items, path)
-    return {name: items[key] for key, name in renamed(entries, rename, path).items()}
+    return {name: items[key] for key, name in rename_keys(entries, rename, path).items()}
 
 
-def others(
+def rename_objects(
     keys: Iterable[str], rename: Rename | None, path: str, made: Container[str] = ()
 ) -> dict[str, str]:
     """Return key -> name of leaves that are no tensors, and that a rule can therefore not merge.
@@ -195,8 +195,8 @@ def others(
         MismatchError: two get the same name of another rename.
     """
     if not isinstance(rename, Rewriting):
-        return renamed(keys, rename, path)
-    names = named(keys, rename)
+        return rename_keys(keys, rename, path)
+    names = apply_rename(keys, rename)
     counts = Counter(names.values())
     taken = {name for name, count in counts.items() if count > 1 or name in made}
     return {key: key if name in taken else name for key, name in names.items()}
@@ -206,32 +206,34 @@ def names_of_left_out(
     gone: Mapping[str, SourceTensor | None], rename: Rename | None, path: str
 ) -> set[str]:
     """Return the names that keys would have had, which a caller has left out."""
-    names = set(named(gone, rename).values())
+    names = set(apply_rename(gone, rename).values())
     names |= {whole for name in names if (whole := extra_state(name))}
     if isinstance(rename, Rewriting):
         tensors = {key: one for key, one in gone.items() if one is not None}
-        entries = {key: described(one) for key, one in tensors.items()}
+        entries = {key: describe(one) for key, one in tensors.items()}
         try:
-            return names | rewritten(entries, rename, path).keys()
+            return names | rewrite_entries(entries, rename, path).keys()
         except MismatchError:  # a part without the others makes nothing that could be missing
             return names
     return names
 
 
-def assembled(origin: Origin, rename: Rewriting) -> tuple[dict[str, str], dict[str, SourceTensor]]:
+def assemble_tensors(
+    origin: Origin, rename: Rewriting
+) -> tuple[dict[str, str], dict[str, SourceTensor]]:
     """Return key -> name of what stays as it is, and name -> candidate of what a rule makes.
 
     Raises:
-        MismatchError: see `rewritten`.
+        MismatchError: see `rewrite_entries`.
     """
     for ckpt in origin.checkpoints:
         rename.check(ckpt._index.plain, ckpt.path)
     candidates = {k: v for k, v in origin.candidates.items() if k not in origin.blocked}
-    entries = {key: described(one) for key, one in candidates.items()}
+    entries = {key: describe(one) for key, one in candidates.items()}
     names: dict[str, str] = {}
     made: dict[str, SourceTensor] = {}
     try:
-        tensors = rewritten(entries, rename, origin.path)
+        tensors = rewrite_entries(entries, rename, origin.path)
     except MismatchError as error:
         if no_tensors := [key for key in error.missing_keys if key in origin.objects]:
             error.hint = f"In the checkpoint this is no tensor: {clipped_list(no_tensors)}."

@@ -77,7 +77,9 @@ class OwnCalls:
                 full = prefix + name
                 if tensor.is_meta and identity_of(tensor) not in self.shown:
                     if not _is_of(like.get(full), tensor):
-                        raise _lost(full, "passes on a tensor that has no values, made of one")
+                        raise _lost_error(
+                            full, "passes on a tensor without values, computed from one"
+                        )
                     left_out.add(full)  # it is the model's own: it stays as it is
                     continue
                 candidates[full] = self._candidate(full, tensor, like.get(full))
@@ -97,7 +99,7 @@ class OwnCalls:
                 group.names
             ):
                 if group.tensor.is_meta:
-                    raise _lost(group.fqn, "writes into it, and nothing can be written")
+                    raise _lost_error(group.fqn, "writes into a tensor without memory, one")
                 left_out |= {*group.names}
         named = named._replace(
             candidates=candidates, objects=objects, values=values, templates=templates,
@@ -123,12 +125,12 @@ def _is_of(own: torch.Tensor | None, tensor: torch.Tensor) -> bool:
     return own is not None and own.shape == tensor.shape and memory_of(own) == memory_of(tensor)
 
 
-def _lost(name: str, what: str) -> PlacementError:
+def _lost_error(name: str, what: str) -> PlacementError:
     return PlacementError(
         f"the load_state_dict of the model's class {what} on meta",
         entry=name,
         hint="Build the model with torchlift.skeleton, and call torchlift.materialize(model) "
-        "before you load; or load into a model that has values.",
+        "before you load. Or load into a model that has values.",
     )
 
 

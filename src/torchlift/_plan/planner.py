@@ -19,15 +19,15 @@ from torchlift._model.hooks import Outcome, Shown, has_post_hooks, hooked_module
 from torchlift._model.names import wrapped_names
 from torchlift._model.own_loading import OwnLoading, own_loaders
 from torchlift._model.slots import Group, ModuleTree, is_lazy, read_tree
-from torchlift._plan.decide import Making, Step, makings_for, owns_all, steps_for
+from torchlift._plan.decide import Making, Step, decide_makings, decide_steps, owns_all
 from torchlift._plan.names import (
     Match,
     Named,
     Pair,
     Rewriting,
-    assembled,
+    assemble_tensors,
     names_of_left_out,
-    others,
+    rename_objects,
 )
 from torchlift._plan.own_loading import call_own_loading
 from torchlift._plan.report import (
@@ -47,12 +47,12 @@ from torchlift._plan.rules import (
     Rename,
     Transform,
     allowed,
+    apply_rename,
     check_rename,
     check_rule,
-    named,
-    renamed,
+    rename_keys,
 )
-from torchlift._plan.suggest import empty_hint, is_empty, look_alikes, suggestion
+from torchlift._plan.suggest import empty_hint, find_look_alikes, is_empty, suggest_rename
 from torchlift._sources.opening import Given, Origin, open_source, state_hint
 from torchlift._sources.tensors import FileTensor, MemoryTensor, SourceTensor
 from torchlift._store.url import Url
@@ -74,14 +74,14 @@ from torchlift.formats.index import TensorEntry
 
 #: The way out where a load takes more memory than is free.
 _LEAVE_IN_FILE = (
-    'source="mmap" without dtype= leaves the weights in the file; torchlift.convert casts a file '
+    'source="mmap" without dtype= leaves the weights in the file. torchlift.convert casts a file '
     "in blocks of about 32 MiB."
 )
 
 #: To skip these would leave (nearly) the whole model as it was made.
 _OTHER_SIZES = (
-    "These are the shapes of another configuration: build the model with the sizes of the one that "
-    "was saved, or load the checkpoint of a model of these sizes."
+    "These are the shapes of another configuration. Build the model with the sizes of the "
+    "checkpoint, or load the checkpoint of a model of these sizes."
 )
 
 
@@ -111,13 +111,13 @@ class Work:
 
 @dataclass(frozen=True, repr=False)
 class LoadPlan(LoadReport):
-    """What a load would do; made by `plan`, without reading weights or changing the model.
+    """What a load would do. `plan` makes it.
 
     Attributes:
-        peak_bytes: estimate of the anonymous memory the load adds at its peak, in bytes.
-        bytes_to_read: bytes that will be copied out of the files.
-        free_bytes: memory that was free when the plan was made, in bytes: the machine's, or less
-            where a container or a batch job has a limit. None: the system does not say.
+        peak_bytes: Estimate of the anonymous memory that the load adds at its peak, in bytes.
+        bytes_to_read: Bytes that will be copied out of the files.
+        free_bytes: Free memory when the plan was made, in bytes. A limit of a container or a batch
+            job counts. None: the system does not report it.
     """
 
     peak_bytes: int = 0
@@ -175,47 +175,39 @@ def plan(
     present: bool = True,
     storage_options: Mapping[str, Any] | None = None,
 ) -> LoadPlan:
-    """Say what `load` with the same arguments would do, without doing it.
+    """Plan a load without reading weights or changing the model.
+
+    The plan lists what a `load` with the same arguments would load, how, and at what cost. Tensors
+    of `allow_classes` are made to see whether they match, and so are sparse and quantised ones.
 
     Args:
-        model: a module, live or on meta. It is not changed.
-        ckpt: a checkpoint, a path or file that `torchlift.open` reads, a state dict in memory, or
-            a list of these, of which a later one wins.
-        root: keep only what is under this container of the checkpoint, of each where it is a list.
-        include: patterns of names in the checkpoint, below `root` and before `rename`, of which one
-            must fit; ``*`` stands for any text, dots included. One that fits nothing is an error.
-        exclude: patterns of those to leave out; see `load`.
-        rename: a dict of names in the checkpoint to names in the model, or a callable from one to
-            the other, and None to drop; or a rule of `torchlift.remap`, which may also merge
-            tensors and split them.
-        device: None, a device, a rule of `torchlift.remap`, or any callable from `TensorEntry` (its
-            ``key`` is the model's name) to a device or None. None leaves a live tensor where it is
-            and puts a meta one on the CPU; ``"disk"`` leaves the tensor mapped from the file,
-            ``"meta"`` as it is, for a later load.
-        dtype: None, a floating-point dtype or its name, ``"model"``, or a callable from
-            `TensorEntry` to any of these; see `load`.
-        strict: raise when keys are missing or unexpected.
-        allow_missing: patterns of names that may be missing, such as ``["head.*"]``.
-        allow_unexpected: patterns of names that may be unexpected.
-        ignore_mismatched: treat a key whose shape differs as missing instead of raising.
-        mode: ``"assign"``, ``"copy"``, ``"swap"`` or ``"auto"``.
-        source: ``"mmap"``, ``"read"`` or ``"auto"``.
-        allow_classes: tensor subclasses that may be rebuilt by name, such as ``[Int8Tensor]``; see
-            `load`. These tensors, and sparse and quantised ones, are made to see whether they fit,
-            over a map of the file: that runs code of the allowed classes (their constructors and
-            ``__setstate__``) and reads the indices of sparse ones.
-        transform: what `load` will be given, which is not called here: its shapes are not checked,
-            and new memory for each of its results is in the estimate.
-        present: whether the devices must be there; False plans for a machine that has them.
-        storage_options: of URLs, as for `torchlift.open`.
+        model: A module, live or on meta.
+        ckpt: A path, a URL, a file object, a `Checkpoint`, a state dict, or a list of these.
+        root: The container to load, such as ``"model"``. See :ref:`arg-root`.
+        include: Glob patterns of checkpoint keys to load. See :ref:`arg-include`.
+        exclude: Glob patterns of checkpoint keys to skip.
+        rename: A dict, a callable or a rule of `torchlift.remap`. See :ref:`arg-rename`.
+        device: A device, a rule of `torchlift.remap`, or a callable. See :ref:`arg-device`.
+        dtype: A dtype, its name, ``"model"``, or a callable. See :ref:`arg-dtype`.
+        strict: Whether missing and unexpected keys are an error. See :ref:`arg-strict`.
+        allow_missing: Glob patterns of model names that may be missing, such as ``["head.*"]``.
+        allow_unexpected: Glob patterns of checkpoint keys that may be unexpected.
+        ignore_mismatched: Whether a key with another shape counts as missing.
+        mode: ``"assign"``, ``"copy"``, ``"swap"`` or ``"auto"``. See :ref:`arg-mode`.
+        source: ``"mmap"``, ``"read"`` or ``"auto"``. See :ref:`arg-source`.
+        allow_classes: Tensor subclasses that may be rebuilt. See :ref:`arg-allow-classes`.
+        transform: The transform of the load. It is not called: shapes are not compared, and the
+            estimate contains new memory for each result.
+        present: Whether the devices must exist here. False plans for another machine.
+        storage_options: Options for the store of a URL. See :ref:`arg-storage-options`.
 
     Returns:
-        The plan; printing it gives a summary.
+        The plan. Print it to get a summary.
 
     Raises:
-        MismatchError: the names or shapes do not fit; one error that lists all of them.
-        UnsafeError: a value could only be had by running code.
-        PlacementError: a tensor cannot go where it was asked to go.
+        MismatchError: If names or shapes do not match. One error lists all of them.
+        UnsafeError: If a value would need code from the file.
+        PlacementError: If a tensor cannot go to its device.
 
     Example:
         >>> import torch, torchlift, tempfile, os
@@ -322,10 +314,10 @@ def decide(matched: Match, tree: ModuleTree, source: Origin, options: Options) -
     Raises:
         PlacementError: If a tensor cannot go where it is to go, or nothing says how it is made.
     """
-    steps = steps_for(matched, source.path, options)
+    steps = decide_steps(matched, source.path, options)
     try:
         lacking = [*matched.unmatched, *tree.meta_attributes]
-        makings = tuple(makings_for(lacking, options, steps))
+        makings = tuple(decide_makings(lacking, options, steps))
     except PlacementError as error:
         if matched.on_meta is not None and error.entry not in matched.on_meta:
             error.hint = (
@@ -341,7 +333,7 @@ def decide(matched: Match, tree: ModuleTree, source: Origin, options: Options) -
     }
     extra = sum(item.nbytes for item in kept.values())
     if options.transform is not None:
-        extra += _transformed_bytes(steps)
+        extra += _count_transformed_bytes(steps)
     left = _left_on_meta(tree.groups, work)
     changed = matched.candidates if matched.is_renamed else {}
     called = {matched.canonical(name): one for name, one in changed.items()}
@@ -362,7 +354,7 @@ def decide(matched: Match, tree: ModuleTree, source: Origin, options: Options) -
         split=_find_split(made),
         peak_bytes=_peak(work, moved, source) + extra,
         bytes_to_read=sum(step.span for step in moved if step.owned or step.in_place),
-        requests=source.requests + _requests(steps),
+        requests=source.requests + _count_requests(steps),
         _work=work,
     )
 
@@ -390,13 +382,15 @@ def _name_tensors(tree: ModuleTree, origin: Origin, options: Options, *, wrapped
     made: dict[str, SourceTensor] = {}
     if isinstance(options.rename, Rewriting):
         origin.resolve(dict.fromkeys(origin.candidates))
-        names, made = assembled(origin, options.rename)
-        objects = others(origin.objects, options.rename, origin.path, {*names.values(), *made})
+        names, made = assemble_tensors(origin, options.rename)
+        objects = rename_objects(
+            origin.objects, options.rename, origin.path, {*names.values(), *made}
+        )
     else:
         tensors = [key for key in origin.candidates if key not in origin.blocked]
-        names = renamed(tensors, options.rename, origin.path)
-        objects = renamed(origin.objects, options.rename, origin.path)
-    blocked = named(origin.blocked, options.rename)
+        names = rename_keys(tensors, options.rename, origin.path)
+        objects = rename_keys(origin.objects, options.rename, origin.path)
+    blocked = apply_rename(origin.blocked, options.rename)
     naming = wrapped_names(tree) if wrapped else None
     canonical = naming.canonical if naming is not None else str
     own = own_loaders(tree)
@@ -419,7 +413,7 @@ def _name_tensors(tree: ModuleTree, origin: Origin, options: Options, *, wrapped
         there = dict.fromkeys([*names.values(), *made, *objects.values(), *ignored])
         here = [name for name in dict.fromkeys(map(canonical, known)) if name not in there]
         rest = [name for name in there if name not in model_names]
-        raise _refusal(origin, refused, suggestion(here, rest, options.root))
+        raise _blocked_error(origin, refused, suggest_rename(here, rest, options.root))
     # Of a DTensor, only what this rank has of it, unless a method of the model sees all of it.
     like = {slot.fqn: group.tensor for group in tree.groups for slot in group.slots}
     needed = {key: like[name] for key, name in names.items() if name in like}
@@ -432,7 +426,9 @@ def _name_tensors(tree: ModuleTree, origin: Origin, options: Options, *, wrapped
         prefixes = tuple(prefix for prefix, _ in (*hooked, *own))
         origin.receive([key for key, name in names.items() if name.startswith(prefixes)])
     candidates = {name: origin.candidates[key] for key, name in names.items()} | made
-    ties = named({name: key for name, key in origin.noted.items() if key in names}, options.rename)
+    ties = apply_rename(
+        {name: key for name, key in origin.noted.items() if key in names}, options.rename
+    )
     tied_names = list(ties.values()) if naming is None else naming.keys(ties.values())
     tied = [origin.candidates[origin.noted[name]] for name in ties]
     noted = dict(zip(tied_names, tied, strict=True))
@@ -464,7 +460,7 @@ def _match_named(
     on_meta = None
     if named.hooked:
         on_meta = {group.fqn for group in tree.on_meta}
-        found, outcome = _after_hooks(tree, commit, source, named, options)
+        found, outcome = _run_hooks(tree, commit, source, named, options)
     found |= _fill_noted_ties(tree.groups, found, named.noted)
     # A transform may still change shapes, or make a tensor dense.
     matched = match(tree.groups, found, check_shapes=options.transform is None)
@@ -572,7 +568,7 @@ def _path_of(one: SourceTensor, origin: Origin) -> str:
 
 
 @ordinary_tensors()
-def _after_hooks(
+def _run_hooks(
     tree: ModuleTree,
     commit: Commit,
     origin: Origin,
@@ -648,13 +644,13 @@ def _peak(work: Work, steps: Sequence[Step], origin: Origin) -> int:
         if step.in_place and (backed_up or not is_plain(local_tensor(step.group.tensor)))
         if step.group.tensor.device.type == "cpu"
     )
-    new = sum(_new_bytes(step) for step in steps if step.owned)
+    new = sum(_count_new_bytes(step) for step in steps if step.owned)
     is_sent = any(step.route == "read" and step.memory.type != "cpu" for step in steps)
     staged = min(staged, RING if is_sent or origin.is_away else STAGING)
-    return new + made + kept + staged + _inflated_bytes(steps, origin)
+    return new + made + kept + staged + _count_inflated_bytes(steps, origin)
 
 
-def _requests(steps: Sequence[Step]) -> int:
+def _count_requests(steps: Sequence[Step]) -> int:
     """Return how many ranges of URLs the steps that are not done yet ask for."""
     found = list[tuple[TensorEntry, bool]]()
     for step in steps:
@@ -666,14 +662,14 @@ def _requests(steps: Sequence[Step]) -> int:
     return count_ranges(found)
 
 
-def _transformed_bytes(steps: Sequence[Step]) -> int:
+def _count_transformed_bytes(steps: Sequence[Step]) -> int:
     """Return the bytes that a transform takes on the host: what it gets, and where it is to stay.
 
     It may return new memory for every tensor, and what is copied in place waits until all are made.
     """
     most = max((step.candidate.nbytes for step in steps), default=0)
     total = sum(step.candidate.nbytes for step in steps)
-    stay = [step for step in steps if step.memory.type == "cpu" and _new_bytes(step) == 0]
+    stay = [step for step in steps if step.memory.type == "cpu" and _count_new_bytes(step) == 0]
     return min(total, max(most, BUDGET // 4)) + sum(
         step.group.tensor.numel() * step.dtype.itemsize
         for step in stay
@@ -681,7 +677,7 @@ def _transformed_bytes(steps: Sequence[Step]) -> int:
     )
 
 
-def _inflated_bytes(steps: Sequence[Step], origin: Origin) -> int:
+def _count_inflated_bytes(steps: Sequence[Step], origin: Origin) -> int:
     """Return the bytes of deflated records that are in memory at a time beside the new tensors."""
     entries = (step.entry for step in steps if step.entry)
     records = {chunk.packed for entry in entries for chunk in entry.chunks if chunk.packed}
@@ -693,7 +689,7 @@ def _inflated_bytes(steps: Sequence[Step], origin: Origin) -> int:
     return kept + max((record.size for record in records - shared), default=0)
 
 
-def _new_bytes(step: Step) -> int:
+def _count_new_bytes(step: Step) -> int:
     """Return the anonymous memory, in bytes, that the new tensor of a step takes on the host."""
     if step.memory.type != "cpu" or not step.owned:
         return 0
@@ -706,7 +702,7 @@ def _new_bytes(step: Step) -> int:
     return math.prod(shape) * step.dtype.itemsize
 
 
-def _refusal(origin: Origin, keys: Sequence[str], found: Hint | None) -> CheckpointError:
+def _blocked_error(origin: Origin, keys: Sequence[str], found: Hint | None) -> CheckpointError:
     """Return the error for all values that cannot be had; first the root without them, if any."""
     error = origin.refusal(keys[0], several=len(keys) > 1)
     if len(keys) > 1:
@@ -734,14 +730,14 @@ def _hint(
     """
     missing, unexpected = matched.missing, matched.unexpected
     if matched.fits:  # what is allowed is meant to be so; that nothing fits, nobody means
-        missing, unexpected = _not_allowed(matched, options)
+        missing, unexpected = _find_disallowed(matched, options)
     if not missing or not unexpected:
         return None
     names = {*unexpected}
     values = {key: named.values[key] for key, name in named.objects.items() if name in names}
     if hint := state_hint(values):
         return hint
-    found = suggestion(missing, unexpected, options.root)
+    found = suggest_rename(missing, unexpected, options.root)
     return found or (_library_hint(model) if options.rename is None else None)
 
 
@@ -751,7 +747,7 @@ def check_names(matched: Match, path: str, options: Options) -> None:
     Raises:
         MismatchError: If names are missing or unexpected under ``strict=True``, or shapes differ.
     """
-    missing, unexpected = _not_allowed(matched, options)
+    missing, unexpected = _find_disallowed(matched, options)
     # A key that the caller left out is not a match, nor is one of another shape that is to be
     # ignored: otherwise a load of nothing would succeed.
     misshapen = matched.mismatched.keys() - allowed(matched.mismatched, options.allow_missing)
@@ -812,7 +808,7 @@ class _Unfit(NamedTuple):
         for item in self.wrong.values():
             (empty if is_empty(item.expected, item.found) else other).append(str(item))
         titles = {
-            "no tensor in the checkpoint": clipped_list(self.odd),
+            "not a tensor in the checkpoint": clipped_list(self.odd),
             "missing": clipped_list(self.missing),
             "left out": clipped_list(self.left_out) if not (self.missing or self.odd) else "",
             "unexpected": clipped_list(self.unexpected),
@@ -827,11 +823,11 @@ class _Unfit(NamedTuple):
         """Return the arguments with which the load succeeds; `skips`: those for shapes, too."""
         ways, start = list[str | Argument](), "Pass "
         if self.odd:
-            ways.append("tensors under these names (torch.from_numpy makes one of an array)")
+            ways.append("tensors under these names (torch.from_numpy converts an array)")
         if self.missing and self.unexpected:
             # Less would be loaded than anybody means: the names have to be brought together first.
             ways = [Hint(Argument("rename"), " with the rule that brings the names together")]
-            if alike := look_alikes(self.missing, self.unexpected):
+            if alike := find_look_alikes(self.missing, self.unexpected):
                 start = f"{alike}: if it is the same, pass "
         elif self.missing:
             ways.append(Argument("allow_missing", "[...] with the names that may be"))
@@ -848,7 +844,7 @@ class _Unfit(NamedTuple):
         return Hint(start, ways[0], *(f for way in ways[1:] for f in (" and ", way)), ".")
 
 
-def _not_allowed(matched: Match, options: Options) -> tuple[list[str], list[str]]:
+def _find_disallowed(matched: Match, options: Options) -> tuple[list[str], list[str]]:
     """Return the names that are missing, and those that are unexpected, and may not be."""
     excused = allowed(matched.missing, options.allow_missing) | matched.left_out
     extra = allowed(matched.unexpected, options.allow_unexpected)
@@ -892,9 +888,9 @@ def match(
         for name, one in found:
             if isinstance(one, MemoryTensor) and is_lazy(one.value):
                 raise PlacementError(
-                    "its value is that of a lazy module that has seen no input: it has no shape",
+                    "the value has no shape: its lazy module never ran",
                     entry=name,
-                    hint="Run the module once before its state dict is taken.",
+                    hint="Run the module once before you take its state dict.",
                 )
         wrong = [
             Mismatch(name, tuple(group.tensor.shape), candidate.shape)

@@ -23,21 +23,20 @@ class KeyReport:
     """How one tensor of the model is loaded.
 
     Attributes:
-        key: its name in the model.
-        entry: its name in the checkpoint, of several that it is made of the first.
-        path: the checkpoint, of several that one which gave it.
-        nbytes: bytes of the tensor in the checkpoint.
+        key: Its name in the model.
+        entry: Its name in the checkpoint. If it is made of several, the first.
+        path: The checkpoint that it comes from.
+        nbytes: Bytes of the tensor in the checkpoint.
         mode: ``"assign"``, ``"copy"`` or ``"swap"``.
-        source: ``"mmap"`` where the weights stay file-backed or are copied out of the map,
-            ``"read"`` where they are read into memory that the process owns, ``"memory"`` where
-            they are in memory already.
-        route: ``"view"``, ``"read"``, ``"copy"``, ``"fill"`` or ``"compute"``: how they get to
-            where they are placed from.
-        device: where it ends up.
-        dtype: what it ends up as.
-        cast_from: its dtype in the checkpoint where that differs, else None.
-        note: why it is done this way, where that is not what was asked for, else None.
-        entries: all its names in the checkpoint.
+        source: ``"mmap"`` if the weights are mapped or copied out of the map, ``"read"`` if they
+            are read into memory that the process owns, ``"memory"`` if they were in memory before.
+        route: ``"view"``, ``"read"``, ``"copy"``, ``"fill"`` or ``"compute"``: how the values get
+            into memory.
+        device: Its device after the load.
+        dtype: Its dtype after the load.
+        cast_from: Its dtype in the checkpoint if that differs, else None.
+        note: Why it is loaded in another way than you asked for, else None.
+        entries: All its names in the checkpoint.
     """
 
     key: str
@@ -61,13 +60,13 @@ class KeyReport:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A key whose shape in the checkpoint is not its shape in the model.
+    """A key with different shapes in the model and in the checkpoint.
 
     Attributes:
-        key: its name.
-        expected: its shape in the model; ``()`` of what is no tensor there.
-        found: its shape in the checkpoint; ``()`` of what is no tensor there.
-        note: which of the two is no tensor, if one is.
+        key: Its name.
+        expected: Its shape in the model. ``()`` if it is not a tensor there.
+        found: Its shape in the checkpoint. ``()`` if it is not a tensor there.
+        note: Which of the two is not a tensor, or None.
     """
 
     key: str
@@ -85,28 +84,24 @@ class LoadReport(Summary):
     """What a load did.
 
     Attributes:
-        path: the checkpoint.
-        loaded: name in the model -> `KeyReport`, one for every name that received a value. Tensors
-            that a module's own loading code keeps outside of its parameters and buffers, such as
-            packed weights, have their name in the checkpoint.
-        missing_keys: names of the model that the checkpoint lacks.
-        unexpected_keys: names of the checkpoint that the model lacks.
-        dropped: names of the checkpoint that are non-persistent buffers of the model, which makes
-            them itself.
-        mismatched: name -> `Mismatch`, where ``ignore_mismatched=True`` let it pass.
-        tied: groups of names that are one tensor in the model.
-        replayed: names whose value came from replaying their construction.
-        deferred: names that the device rule left for a later load, with ``"meta"``.
-        renamed: name in the checkpoint -> name in the model, where they differ.
-        merged: name in the model -> the names in the checkpoint that it is put together of.
-        split: name in the checkpoint -> the names in the model that share its values.
-        hint: what would make more names fit, where a prefix seems to be in the way; or that what is
-            left for a later load got no dtype; else None.
-        seconds: wall time of the load.
-        bytes_read: bytes copied out of the files; what stays mapped counts nothing.
-        requests: ranges of URLs that were asked for, once those were open. A plan counts those of
-            a rank that shares them with no other.
-        unchecked_nbytes: bytes for which ``verify=True`` found no checksum, in a file or of a hub.
+        path: The checkpoint.
+        loaded: Name in the model -> `KeyReport`, for each name with a value from the checkpoint.
+            Values that a module's own loading code keeps, such as packed weights, count.
+        missing_keys: Names of the model that the checkpoint lacks.
+        unexpected_keys: Names of the checkpoint that the model lacks.
+        dropped: Names of the checkpoint that are non-persistent buffers of the model.
+        mismatched: Name -> `Mismatch`, for keys that ``ignore_mismatched=True`` skipped.
+        tied: Groups of names that are one tensor in the model.
+        replayed: Names whose value was made by replaying their construction.
+        deferred: Names that the device rule left for a later load, with ``"meta"``.
+        renamed: Name in the checkpoint -> name in the model, if they differ.
+        merged: Name in the model -> the names in the checkpoint that were joined.
+        split: Name in the checkpoint -> the names in the model that share its values.
+        hint: The change that would match more names, or None.
+        seconds: Wall time of the load.
+        bytes_read: Bytes copied out of the files. Mapped bytes do not count.
+        requests: Range requests to URLs after the checkpoint was opened.
+        unchecked_nbytes: Bytes for which ``verify=True`` found no checksum.
     """
 
     path: str
@@ -202,17 +197,17 @@ def summarise(report: LoadReport) -> Facts:
     paths = Counter(item.path for item in report.loaded.values())
     if len(paths) > 1:
         facts += [(f"from {path}", str(n)) for path, n in paths.items()]
-    facts += listed("missing", report.missing_keys)
-    facts += listed("unexpected", report.unexpected_keys)
-    facts += listed("dropped, the model makes them itself", report.dropped)
-    facts += listed("mismatched", [str(item) for item in report.mismatched.values()])
-    facts += listed("replayed", report.replayed)
-    facts += listed("left for later", report.deferred)
-    facts += listed("tied", [" = ".join(names) for names in report.tied])
-    facts += listed("renamed", [f"{old} -> {new}" for old, new in report.renamed.items()])
+    facts += list_names("missing", report.missing_keys)
+    facts += list_names("unexpected", report.unexpected_keys)
+    facts += list_names("dropped, the model makes them itself", report.dropped)
+    facts += list_names("mismatched", [str(item) for item in report.mismatched.values()])
+    facts += list_names("replayed", report.replayed)
+    facts += list_names("left for later", report.deferred)
+    facts += list_names("tied", [" = ".join(names) for names in report.tied])
+    facts += list_names("renamed", [f"{old} -> {new}" for old, new in report.renamed.items()])
     merged = [f"{new} of {_brief(old)}" for new, old in report.merged.items()]
-    facts += listed("merged", merged)
-    facts += listed("split", [f"{old} into {_brief(new)}" for old, new in report.split.items()])
+    facts += list_names("merged", merged)
+    facts += list_names("split", [f"{old} into {_brief(new)}" for old, new in report.split.items()])
     if report.hint:
         facts.append(("hint", report.hint))
     notes = Counter(item.note for item in report.loaded.values() if item.note)
@@ -231,6 +226,6 @@ def _bytes_of(reports: Iterable[KeyReport]) -> int:
     return sum({id(item): item.nbytes for item in reports}.values())
 
 
-def listed(title: str, items: list[str]) -> Facts:
+def list_names(title: str, items: list[str]) -> Facts:
     """Return a fact about names, of which the first are given; none where there are no names."""
     return [(f"{title} ({len(items)})", clipped_list(items))] if items else []

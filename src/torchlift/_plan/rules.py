@@ -155,7 +155,7 @@ def full_name(short: object) -> str:
     return f". Did you mean {_SHORT[short]!r}?" if short in _SHORT else ""
 
 
-def asked_device(
+def apply_device_rule(
     rule: DeviceRule, seen: TensorEntry, group: Group
 ) -> tuple[torch.device | str | int | None, str | None]:
     """Return what the rule says, and a note where it says several things about one tied tensor."""
@@ -168,7 +168,7 @@ def asked_device(
     given = [(name, answer) for name, answer in answers.items() if answer is not None]
     first = given[0][1] if given else None
     other = [f"{name!r} to {answer}" for name, answer in given if str(answer) != str(first)]
-    return first, f"tied, one tensor: the rule would send {', '.join(other)}" if other else None
+    return first, f"tied: the rule sends {', '.join(other)}" if other else None
 
 
 def is_deferred(asked: object) -> bool:
@@ -206,7 +206,7 @@ def check_on_disk(
             "cannot stay on disk and be cast",
             entry=group.fqn,
             expected=f"{file_dtype}, as in the file",
-            found=f"{dtype} asked for",
+            found=str(dtype),
             hint="Give it room on another device, or convert the file to that dtype first.",
         )
     is_deflated = "deflated" in seen.encoding
@@ -252,22 +252,22 @@ def entry_like(key: str, group: Group) -> TensorEntry:
     )
 
 
-def renamed(keys: Iterable[str], rename: Rename | None, path: str) -> dict[str, str]:
+def rename_keys(keys: Iterable[str], rename: Rename | None, path: str) -> dict[str, str]:
     """Return name in the checkpoint -> name in the model, without those that `rename` drops.
 
     Raises:
         MismatchError: two keys get the same name.
     """
-    names = named(keys, rename)
+    names = apply_rename(keys, rename)
     keys_of: dict[str, str] = {}
     for key, name in names.items():
         if name in keys_of:
-            raise same_name(name, keys_of[name], key, path)
+            raise same_name_error(name, keys_of[name], key, path)
         keys_of[name] = key
     return names
 
 
-def named(keys: Iterable[str], rename: Rename | None) -> dict[str, str]:
+def apply_rename(keys: Iterable[str], rename: Rename | None) -> dict[str, str]:
     """Return the same of names in the model that several keys may have."""
     if rename is None:
         return {key: key for key in keys}
@@ -306,19 +306,19 @@ def check_rename(rename: Rename | None, keys: Collection[str], path: str) -> Non
     for key in rename if isinstance(rename, Mapping) else ():
         if key not in keys:
             raise MismatchError(
-                "rename is for a key that is not there",
+                "rename has a key that the checkpoint lacks",
                 file=path,
                 entry=key,
                 hint=did_you_mean(key, keys) or "Look at the keys with torchlift inspect.",
             )
 
 
-def same_name(name: str, first: str, second: str, path: str) -> MismatchError:
+def same_name_error(name: str, first: str, second: str, path: str) -> MismatchError:
     """Return the error that says that two keys get one name."""
     return MismatchError(
         f"rename gives two keys one name, {name!r}",
         file=path,
         entry=first,
         found=second,
-        hint="Return None for the one that is to be dropped.",
+        hint="Return None for the key to drop.",
     )

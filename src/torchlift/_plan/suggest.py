@@ -13,15 +13,15 @@ _LOOKED_AT = 2000
 _Shape = tuple[int, ...]
 #: Neither a model of other sizes nor a load without them would have the values.
 _NO_VALUES = (
-    "Weights of shape [0] hold no values: each rank of DeepSpeed's ZeRO-3 has its part elsewhere. "
-    "Pass the folder of DeepSpeed's own checkpoint, which has zero_to_fp32.py in it, or what that "
-    "script makes of it. Or save again with stage3_gather_16bit_weights_on_model_save."
+    "Weights of shape [0] contain no values: each rank of DeepSpeed ZeRO-3 saved its part "
+    "elsewhere. Pass the folder of the DeepSpeed checkpoint that contains zero_to_fp32.py, or the "
+    "output of that script. Or save again with stage3_gather_16bit_weights_on_model_save."
 )
 #: Children in which wrappers of PyTorch hold the module that they wrap.
 _WRAPPERS = ("module", COMPILED, CHECKPOINTED, FULLY_SHARDED)
 
 
-def suggestion(
+def suggest_rename(
     missing: Iterable[str], unexpected: Iterable[str], root: str | None = None
 ) -> Hint | None:
     r"""Return the one rename or root that would bring the two lists together, or None.
@@ -32,9 +32,9 @@ def suggestion(
         root: the container that was asked for.
 
     Example:
-        >>> print(suggestion(["fc.weight"], ["module.fc.weight"]))
+        >>> print(suggest_rename(["fc.weight"], ["module.fc.weight"]))
         The checkpoint's names start with 'module.': pass rename=remap.strip('module.').
-        >>> print(suggestion(["fc.bias"], ["fc._orig_mod.bias"]).partition(": ")[2])
+        >>> print(suggest_rename(["fc.bias"], ["fc._orig_mod.bias"]).partition(": ")[2])
         pass rename=remap.rules([('(?<![^.])_orig_mod[.]', '')]).
     """
     lacking, extra = list(missing), list(unexpected)
@@ -47,9 +47,9 @@ def suggestion(
             return Hint(f"The checkpoint's names start with {drop!r}: pass ", strip, ".")
         below = f"{root}.{drop[:-1]}" if root else drop[:-1]
         return Hint(
-            f"Of the checkpoint's names some start with {drop!r}: pass ",
+            f"Some of the checkpoint's names start with {drop!r}: pass ",
             Argument("root", repr(below), (below,)),
-            " to leave the rest of it out, or ",
+            " to load these alone, or ",
             strip,
             ".",
         )
@@ -80,7 +80,7 @@ def empty_hint(mismatched: Mapping[str, tuple[_Shape, _Shape]]) -> str | None:
     return _NO_VALUES if any(is_empty(*both) for both in mismatched.values()) else None
 
 
-def look_alikes(missing: Sequence[str], unexpected: Sequence[str]) -> str | None:
+def find_look_alikes(missing: Sequence[str], unexpected: Sequence[str]) -> str | None:
     """Return which of the names may mean the same, for three at most, or None."""
     by_end = defaultdict(list)
     for name in unexpected:

@@ -23,10 +23,10 @@ from torchlift._sources.tensors import (
     MemoryTensor,
     Sent,
     SourceTensor,
-    apart,
+    copy_overlapping_sources,
     copy_values,
-    described,
-    within,
+    describe,
+    select_chunks,
 )
 from torchlift._store.url import Url
 from torchlift._system.containers import leaves
@@ -62,9 +62,9 @@ def open_source(
     allow_classes: Allow = (),
     storage_options: Mapping[str, Any] | None = None,
 ) -> Iterator[Origin]:
-    """Open what a caller passed as the one source of a load; for the arguments, see `opened`."""
+    """Open what a caller passed as the one source of a load; see `open_layers`."""
     with (
-        opened(given, root, allow_classes, storage_options=storage_options) as layers,
+        open_layers(given, root, allow_classes, storage_options=storage_options) as layers,
         ExitStack() as stack,
     ):
         source: Origin
@@ -78,7 +78,7 @@ def open_source(
 
 
 @contextmanager
-def opened(
+def open_layers(
     given: Given | Sequence[Given],
     root: str | None,
     allow_classes: Allow = (),
@@ -101,7 +101,7 @@ def opened(
     """
     layers: Sequence[Given] = given if isinstance(given, (list, tuple)) else [given]  # type: ignore[list-item]
     if not layers:
-        raise TypeError("an empty list of checkpoints")
+        raise TypeError("the list of checkpoints is empty")
     with ExitStack() as stack:
         found: list[Layer] = []
         for one in layers:
@@ -147,7 +147,7 @@ def checkpoint(
         yield _chosen(given, root, whole, allow_classes)
         return
     if isinstance(given, Mapping):
-        raise TypeError("a checkpoint is expected here, and this is a state dict in memory")
+        raise TypeError("expected a checkpoint, not a state dict in memory")
     if isinstance(given, (str, os.PathLike)):
         refuse_bare_slice(os.path.abspath(given))
     with open_checkpoint(given, storage_options=storage_options) as found:
@@ -185,7 +185,7 @@ def flat_state(state: Mapping[str, Any], root: str | None) -> Flat[Any]:
     with errors_name(IN_MEMORY):
         flat = flatten_state(state, Containers((torch.Tensor, Sent), Mapping))
         if root is not None and (hint := state_hint({root: flat.objects.get(root)})):
-            raise FormatError("it is an object, not a container", entry=root, hint=hint)
+            raise FormatError("the value is an object, not a container", entry=root, hint=hint)
         if root is not None:
             below(state, root, IN_MEMORY)  # raises an error if the root could mean two containers
     return flat if root is None else flat_under(flat, root, IN_MEMORY)
@@ -356,7 +356,7 @@ class Origin:
             for key, one in found.items()
             if isinstance(one, FileTensor) and UNRESOLVED in one.entry.encoding
         }
-        some = [within(one.entry, wanted[key]) for key, one in todo.items()]
+        some = [select_chunks(one.entry, wanted[key]) for key, one in todo.items()]
         for one, entry in zip(todo.values(), self.views.resolved(some), strict=True):
             one.entry = entry
 
@@ -368,7 +368,7 @@ class Origin:
 
     def fill(self, copies: Sequence[Copy]) -> None:
         """Execute the copies."""
-        copy_values(apart(copies))
+        copy_values(copy_overlapping_sources(copies))
 
     def refusal(self, key: str, *, several: bool = False) -> CheckpointError:
         """Return the error that says why `key` cannot be had, perhaps as one of several."""
@@ -487,7 +487,7 @@ class StateSource(Origin):
 
     def refusal(self, key: str, *, several: bool = False) -> CheckpointError:
         what = "two values have this key once containers are joined by dots"
-        hint = "Rename one of them, or pass the container that is meant."
+        hint = "Rename one of them, or pass one of the containers."
         return FormatError(what, file=self.path, entry=key, hint=hint)
 
     def shown(self, one: SourceTensor, like: torch.Tensor | None) -> torch.Tensor:
@@ -501,7 +501,7 @@ class StateSource(Origin):
 
     def index(self) -> Index:
         """Return the index of what is here: each tensor as if its storage were a file."""
-        entries = {key: described(one) for key, one in self.candidates.items()}
+        entries = {key: describe(one) for key, one in self.candidates.items()}
         return Index(
             self.path, "memory", entries, {}, {},
             objects=self.objects, blocked_keys=self.blocked,

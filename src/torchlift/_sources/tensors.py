@@ -200,7 +200,7 @@ class _InMemory(str):
         return made
 
 
-def described(one: SourceTensor) -> TensorEntry:
+def describe(one: SourceTensor) -> TensorEntry:
     """Return the entry of a tensor: of one in memory, as if its storage were a file."""
     if isinstance(one, FileTensor):
         return one.entry
@@ -232,7 +232,7 @@ def tensor_of(entry: TensorEntry, keys: tuple[str, ...], views: MappedViews | No
     if views is not None and not held:
         return FileTensor(keys[0], entry, views, keys)
     if len(held) == 1 == len(entry.chunks):
-        whole = described(held[0])
+        whole = describe(held[0])
         same = whole.chunks, whole.stride, whole.encoding
         if same == (entry.chunks, entry.stride, entry.encoding):
             return replace(held[0], keys=keys)
@@ -304,7 +304,7 @@ def copy_values(copies: Sequence[Copy]) -> None:
     targets = [item.target for item in sent]
     cast = (item.target for item in sent if item.source.dtype != item.target.dtype)
     reads: dict[MappedViews, list[Request]] = {}
-    entries = _resolved(copies)
+    entries = _resolve(copies)
     with torch.no_grad(), Sender(targets, cast) if targets else nullcontext() as sender:
         for item in copies:
             source = item.source
@@ -322,7 +322,7 @@ def copy_values(copies: Sequence[Copy]) -> None:
             read(requests, views.files)
 
 
-def within(entry: TensorEntry, spans: Spans | None) -> TensorEntry:
+def select_chunks(entry: TensorEntry, spans: Spans | None) -> TensorEntry:
     """Return an entry with the chunks that have something of a slice of it."""
     if spans is None or len(spans) != len(entry.shape):
         return entry
@@ -338,12 +338,12 @@ def within(entry: TensorEntry, spans: Spans | None) -> TensorEntry:
     return entry._replace(chunks=tuple(chunks)) if len(chunks) > 1 else entry
 
 
-def _resolved(copies: Sequence[Copy]) -> dict[int, TensorEntry]:
+def _resolve(copies: Sequence[Copy]) -> dict[int, TensorEntry]:
     """Return the identity of copies -> what they read, where that takes requests to find out."""
     todo: dict[MappedViews, list[tuple[Copy, TensorEntry]]] = {}
     for item in copies:
         if isinstance(source := item.source, FileTensor) and UNRESOLVED in source.entry.encoding:
-            some = within(source.entry, item.spans)
+            some = select_chunks(source.entry, item.spans)
             todo.setdefault(source.views, []).append((item, some))
     return {
         id(item): entry
@@ -385,7 +385,7 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
     target.copy_(source)
 
 
-def apart(copies: Iterable[Copy]) -> list[Copy]:
+def copy_overlapping_sources(copies: Iterable[Copy]) -> list[Copy]:
     """Return the copies, where none reads from memory that another one writes to.
 
     Two states may trade places: the second would otherwise read what the first has written. What is
@@ -401,12 +401,12 @@ def apart(copies: Iterable[Copy]) -> list[Copy]:
     return [
         item
         if isinstance(item.source, (FileTensor, Sent)) or written.isdisjoint(read)
-        else item._replace(source=_copied(item.source))
+        else item._replace(source=_copy_source(item.source))
         for read, item in needed
     ]
 
 
-def _copied(source: torch.Tensor | JoinedTensor) -> torch.Tensor:
+def _copy_source(source: torch.Tensor | JoinedTensor) -> torch.Tensor:
     return source.tensor() if isinstance(source, JoinedTensor) else clone_of(source)
 
 

@@ -16,7 +16,7 @@ from torchlift._sources.tensors import (
     Copy,
     MemoryTensor,
     Sent,
-    apart,
+    copy_overlapping_sources,
     copy_values,
     place,
     whole_copy,
@@ -96,7 +96,11 @@ class BroadcastSource(StateSource):
         Large tensors are sent in blocks, so that a rank never holds more than `BUDGET` bytes beside
         its own slices: torch sends each one whole (pytorch/pytorch#149640).
         """
-        copy_values(apart([item for item in copies if isinstance(item.source, torch.Tensor)]))
+        copy_values(
+            copy_overlapping_sources(
+                [item for item in copies if isinstance(item.source, torch.Tensor)]
+            )
+        )
         taken: dict[int, list[Copy]] = {}
         for item in copies:
             if isinstance(item.source, Sent):

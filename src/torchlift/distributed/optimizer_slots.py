@@ -30,7 +30,7 @@ from torchlift._model.handlers import clone_of, is_wrapper, slice_of
 from torchlift._model.names import Names
 from torchlift._model.state import own
 from torchlift._plan.names import Match
-from torchlift._plan.report import listed
+from torchlift._plan.report import list_names
 from torchlift._plan.rules import Options, allowed
 from torchlift._plan.suggest import is_empty
 from torchlift._sources.tensors import FileTensor, Sent
@@ -82,10 +82,10 @@ class OptimizerReport(Summary):
 
     def _summary(self) -> tuple[str, Facts]:
         return f"loaded the state of {len(self.loaded)} parameters", [
-            *listed("missing", self.missing_keys),
-            *listed("unexpected", self.unexpected_keys),
-            *listed("hyperparameters kept", self.kept_hyperparameters),
-            *listed("without a state, which the first step makes", self.left_out),
+            *list_names("missing", self.missing_keys),
+            *list_names("unexpected", self.unexpected_keys),
+            *list_names("hyperparameters kept", self.kept_hyperparameters),
+            *list_names("without a state, which the first step makes", self.left_out),
         ]
 
 

@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from torchlift._plan.names import Match
 from torchlift._plan.planner import check_names
-from torchlift._plan.report import Mismatch, listed
+from torchlift._plan.report import Mismatch, list_names
 from torchlift._plan.rules import Options, Patterns
-from torchlift._plan.suggest import suggestion
+from torchlift._plan.suggest import suggest_rename
 from torchlift._system.containers import leaves, map_leaves
 from torchlift._system.text import Facts, Summary, clipped_list, count_of
 from torchlift.errors import Hint, MismatchError
@@ -158,7 +158,7 @@ class LenientPlanner(Summary, DefaultLoadPlanner):
             fits=len(set(chain(*takes))),
         )
         options = self._options
-        if found := suggestion(both.missing, both.unexpected):
+        if found := suggest_rename(both.missing, both.unexpected):
             both.hint = Hint(found, " torchlift.load takes that.")
         elif not (both.fits or both.mismatched):
             both.hint = f"The checkpoint has {clipped_list(both.unexpected)}."
@@ -196,7 +196,7 @@ class LenientPlanner(Summary, DefaultLoadPlanner):
 
     def _summary(self) -> tuple[str, Facts]:
         return f"loaded {count_of(len(self.loaded), 'value')}", [
-            *listed("missing", self.missing_keys),
-            *listed("unexpected", self.unexpected_keys),
-            *listed("mismatched", [str(item) for item in self.mismatched.values()]),
+            *list_names("missing", self.missing_keys),
+            *list_names("unexpected", self.unexpected_keys),
+            *list_names("mismatched", [str(item) for item in self.mismatched.values()]),
         ]

@@ -27,7 +27,7 @@ from torchlift._model.own_loading import ModuleHolder
 from torchlift._model.ranks import StepResult
 from torchlift._model.slots import ModuleTree
 from torchlift._model.state import versioned
-from torchlift._plan.rules import Options, check_rename, renamed
+from torchlift._plan.rules import Options, check_rename, rename_keys
 from torchlift._save.blocks import memory_of
 from torchlift._save.pickling import is_array
 from torchlift._save.saving import require_savable
@@ -606,8 +606,8 @@ def _select(
     check_rename(rules.rename, states, path)
     out = left_out([*states, *others], (), rules.include, rules.exclude, path)
     # In two steps: a new head may have the name of the old one, which is left out.
-    kept = renamed([name for name in states if name not in out], rules.rename, path)
-    left = renamed([name for name in states if name in out], rules.rename, path)
+    kept = rename_keys([name for name in states if name not in out], rules.rename, path)
+    left = rename_keys([name for name in states if name in out], rules.rename, path)
     taken = {*kept.values()}
     names = {**kept, **{old: new for old, new in left.items() if new not in taken}}
     for old, new in names.items():

@@ -28,7 +28,7 @@ from torchlift._model.dtensor import Spans, is_dtensor, local_shape, shard_spans
 from torchlift._model.names import Names
 from torchlift._model.slots import Group, ModuleTree, collect
 from torchlift._model.torch_private import shard_order
-from torchlift._plan.names import Made, rewritten
+from torchlift._plan.names import Made, rewrite_entries
 from torchlift._plan.planner import LoadPlan, plan_only
 from torchlift._plan.report import LoadReport, summarise
 from torchlift._plan.rules import (
@@ -195,7 +195,9 @@ def simulate(
                     source="read", root=root,
                 )  # fmt: skip
                 made = plan_only(model, whole, options)
-                tensors = list(_of_plan(model, made, rewritten(ckpt.entries, rename, ckpt.path)))
+                tensors = list(
+                    _of_plan(model, made, rewrite_entries(ckpt.entries, rename, ckpt.path))
+                )
                 made = made._answer()
             elif strict and not ignore_mismatched:
                 tensors = list(_of_checkpoint(ckpt, rename, dtype))
@@ -298,7 +300,7 @@ def _of_checkpoint(ckpt: Checkpoint, rename: Rename | None, dtype: DtypeRule) ->
     """List the tensors of a checkpoint, two keys of one tensor once."""
     check_rename(rename, {*ckpt.entries, *ckpt.objects}, ckpt.path)
     seen: set[object] = set()
-    for name, (entry, _) in rewritten(ckpt.entries, rename, ckpt.path).items():
+    for name, (entry, _) in rewrite_entries(ckpt.entries, rename, ckpt.path).items():
         place = (entry.storage, entry.chunks[:1], entry.shape, entry.stride, entry.dtype)
         if place in seen and entry.chunks:
             continue

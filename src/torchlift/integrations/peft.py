@@ -10,7 +10,7 @@ from peft import get_peft_model_state_dict
 from torch import nn
 
 from torchlift._plan.names import Made, Rewriting
-from torchlift._plan.rules import renamed
+from torchlift._plan.rules import rename_keys
 
 #: What PEFT's wrappers put into the names of a base: of all of it, and of a layer.
 _WRAPPER = "base_model.model."
@@ -67,7 +67,7 @@ class _Names(Rewriting):
             if _MODULES not in key or self(key) not in saved:
                 saved[self(key)] = key
         kept = [key for key in items if saved.get(self(key), key) == key]
-        return {name: items[key] for key, name in renamed(kept, self, path).items()}
+        return {name: items[key] for key, name in rename_keys(kept, self, path).items()}
 
 
 def _plain(name: str) -> str:

@@ -94,12 +94,12 @@ class Loader:
             )
 
     def _weights(self, ckpt: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        from torchlift._plan.rules import renamed
+        from torchlift._plan.rules import rename_keys
         from torchlift.remap import rules
 
         pairs = [tuple(pair) for pair in self.options.get("rename", ())]
         keys = (*ckpt, *ckpt.blocked_tensors)  # the latter are refused where they are asked for
-        for key, name in renamed(keys, rules(pairs) if pairs else None, ckpt.path).items():
+        for key, name in rename_keys(keys, rules(pairs) if pairs else None, ckpt.path).items():
             yield name, ckpt[key]
 
     def _open(self, model_config: Any) -> Any:

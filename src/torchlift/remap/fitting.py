@@ -21,7 +21,7 @@ from torchlift._checkpoint.checkpoint import Checkpoint
 from torchlift._model.devices import Device, checked_device, spelled_device
 from torchlift._model.slots import collect, is_lazy, walk
 from torchlift._model.torch_private import storage_key
-from torchlift._plan.names import rewritten
+from torchlift._plan.names import rewrite_entries
 from torchlift._plan.rules import DtypeRule, Rename, entry_like, stored_dtype, target_dtype
 from torchlift._sources.opening import checkpoint
 from torchlift._system.text import Facts, Summary, count_of, human, parse_size
@@ -340,7 +340,7 @@ def _of_model(model: nn.Module, dtype: DtypeRule) -> Inventory:
 
 def _of_checkpoint(ckpt: Checkpoint, dtype: DtypeRule, rename: Rename | None) -> Inventory:
     entries = ckpt._index.entries
-    made = rewritten(entries, rename, ckpt.path)
+    made = rewrite_entries(entries, rename, ckpt.path)
     same: dict[object, list[str]] = {}
     for name, (entry, _) in made.items():
         # Two keys with the same bytes, shape and strides are one tensor.

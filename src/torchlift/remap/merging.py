@@ -21,7 +21,7 @@ from itertools import accumulate, islice, pairwise
 from typing import Any
 
 from torchlift._plan.names import Made, Rewriting
-from torchlift._plan.rules import same_name
+from torchlift._plan.rules import same_name_error
 from torchlift._system.text import clipped_list
 from torchlift.errors import MismatchError, PlacementError
 from torchlift.formats.boxes import at_indices, joined, permuted, squeezed, unsqueezed
@@ -386,7 +386,7 @@ def add(made: MutableMapping[str, Any], name: str, item: Made, path: str) -> Non
     if name in made:
         other = made[name]
         first = other.keys[0] if isinstance(other, Made) else name
-        raise same_name(name, first, item.keys[0], path)
+        raise same_name_error(name, first, item.keys[0], path)
     made[name] = item
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from torchlift._plan.names import Made, Rewriting
-from torchlift._plan.rules import Rename, renamed
+from torchlift._plan.rules import Rename, rename_keys
 
 Replacement = str | Callable[["re.Match[str]"], str] | None
 
@@ -91,7 +91,7 @@ class _RewritingChain(_Chain, Rewriting):
             if isinstance(step, Rewriting):
                 made = step.rewrite(made, path)
             else:
-                made = {name: made[key] for key, name in renamed(made, step, path).items()}
+                made = {name: made[key] for key, name in rename_keys(made, step, path).items()}
         return made
 
 
