@@ -50,7 +50,7 @@ from torchlift._sources.opening import (
     state_hint,
     tensors_in,
 )
-from torchlift._sources.tensors import FileTensor, SourceTensor, tensor_of
+from torchlift._sources.tensors import FileTensor, tensor_of
 from torchlift._store.files import FileStamp
 from torchlift._store.places import exists, is_url, place_of
 from torchlift._system.containers import map_leaves
@@ -187,7 +187,7 @@ def convert(
         _require_something(ckpt, target, selection.dropped)
         _leave_out_blocked(selection, ckpt, target)
         becomes = partial(stored_dtype, options.dtype, path=ckpt.path)
-        results = _Results(ckpt, source.memory, transform, becomes, target, stack)
+        results = _Results(ckpt, transform, becomes, target, stack)
         if verify and not dry_run and transform is not None:
             require_intact(source.checkpoints)  # before the transform gets their values
         replaced = results.of if transform is not None or source.memory else None
@@ -281,7 +281,7 @@ def _to_list(src: Given | Sequence[Given], storage_options: Mapping[str, Any] | 
 def _open_source(
     given: Sequence[Any], root: str | None, allow_classes: Allow, target: Target, stack: ExitStack
 ) -> _Source:
-    """Open what is converted. One checkpoint is open_layers without `root`, to see what that drops."""
+    """Open the sources. A single checkpoint is opened without `root`, to see what that drops."""
     is_one_file = len(given) == 1 and not is_state(given[0])
     try:
         layers = stack.enter_context(
@@ -399,7 +399,6 @@ class _Results:
 
     Args:
         ckpt: the files.
-        memory: key -> tensor in memory.
         transform: the caller's transform, or None.
         becomes: returns the dtype of a tensor in the new file.
         target: where it is saved. Results wait in a file without a name in the same folder; for a
@@ -410,13 +409,12 @@ class _Results:
     def __init__(
         self,
         ckpt: Checkpoint,
-        memory: Mapping[str, SourceTensor],
         transform: Transform | None,
         becomes: Becomes,
         target: Target,
         stack: ExitStack,
     ) -> None:
-        self._ckpt, self._memory, self._transform, self._becomes = ckpt, memory, transform, becomes
+        self._ckpt, self._transform, self._becomes = ckpt, transform, becomes
         self._head, self._format, self._stack = target.head, target.format, stack
         self._file: IO[bytes] | None = None
         self._area: mmap.mmap | None = None  # a part of that file, from `_start` on

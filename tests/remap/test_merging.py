@@ -269,7 +269,8 @@ def test_rules_compose_and_the_report_says_which_keys_gave_which(path) -> None:
         "layers.1.q.weight", "layers.1.k.weight", "layers.1.v.weight",
     )  # fmt: skip
     assert report.renamed == {f"model.layers.{n}.norm": f"layers.{n}.norm" for n in range(2)}
-    assert "merged (4): layers.0.down of 4 (model.layers.0.experts.0" in str(report)
+    assert "merged (4): layers." in str(report)
+    assert "layers.0.down of 4 (model.layers.0.experts.0" in str(report)
     assert "split (2): model.layers.0.qkv.weight into layers.0.q.weight + " in str(report)
 
 
@@ -586,7 +587,7 @@ def test_a_member_that_is_no_tensor_is_told(tmp_path) -> None:
     state = {"l.1.w": torch.ones(2), "l.0.w": 3}
     torch.save(state, tmp_path / "model.pt")
     for ckpt in (state, tmp_path / "model.pt"):
-        with pytest.raises(MismatchError, match=r"Missing: l\.0\.w\. In .* is no tensor: l\.0\.w"):
+        with pytest.raises(MismatchError, match=r"Missing: l\.0\.w\. In .* not a tensor: l\.0\.w"):
             torchlift.plan(nn.Linear(1, 1), ckpt, rename=remap.merge("*.{i}.w", "*", stack=0))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import ChainMap
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -12,7 +13,7 @@ from torchlift._checkpoint.checkpoint import Checkpoint
 from torchlift._checkpoint.kinds import dense_of
 from torchlift._load.fetch import Fetched
 from torchlift._model.dtensor import blocks, local_tensor
-from torchlift._model.ranks import RankGroup, rank
+from torchlift._model.ranks import RankGroup, StepResult, rank
 from torchlift._sources.tensors import JoinedTensor
 from torchlift._store.url import Url
 from torchlift._system.text import count_of
@@ -27,17 +28,39 @@ from torchlift.formats.integrity import (
     sums_of,
 )
 
-#: Values that are looked at at a time, and how many tensors an error lists.
+#: Values that are checked at a time, and how many tensors an error lists.
 _VALUES, _SHOWN = 1 << 20, 20
-#: File -> the algorithm and the checksum of all of it that a hub records.
-_Recorded = Mapping[str, tuple[str, str]]
+
+
+class _Known(NamedTuple):
+    """The checksums to verify for one checkpoint.
+
+    Attributes:
+        parts: Those of its storages and other records.
+        files: File -> the algorithm and the checksum of the complete file, as a hub records it.
+    """
+
+    parts: Checksums
+    files: Mapping[str, tuple[str, str]]
+
+
+class _Computed(NamedTuple):
+    """The checksums that one rank computed for one checkpoint.
+
+    Attributes:
+        parts: Storage or record -> its checksum.
+        files: File -> the checksum of the complete file.
+    """
+
+    parts: dict[int, int | None]
+    files: dict[str, int]
 
 
 def require_finite(fetched: Fetched, path: str) -> None:
-    """Refuse values that are NaN or infinite, as they will be once they are placed.
+    """Refuse NaN and infinite values, after the cast of a copy in place.
 
     Raises:
-        IntegrityError: there are some.
+        IntegrityError: If there are such values.
     """
     found: dict[str, tuple[int, int]] = {}
     for step, value in (*fetched.plain, *fetched.steps):
@@ -45,7 +68,7 @@ def require_finite(fetched: Fetched, path: str) -> None:
         dtype = local_tensor(step.group.tensor).dtype if step.in_place else None
         nan = inf = 0
         for each in slices:
-            assert isinstance(each, torch.Tensor)  # others come from rank 0, which `load` does not
+            assert isinstance(each, torch.Tensor)  # `load` does not broadcast
             for dense in dense_of(local_tensor(each).detach(), indices=False):
                 for block in blocks(dense.shape, _VALUES):
                     some = _count_not_finite(dense[tuple(slice(*span) for span in block)], dtype)
@@ -68,16 +91,16 @@ def require_finite(fetched: Fetched, path: str) -> None:
 
 
 def _count_not_finite(values: torch.Tensor, dtype: torch.dtype | None) -> tuple[int, int]:
-    """Return how many values of a block are NaN, and how many infinite, in a dtype."""
-    # First, as integers become infinite, too, and so do complex numbers.
+    """Count the NaN values and the infinite values of a block after a cast."""
+    # The cast comes first: integers and complex numbers may become infinite, too.
     values = values.to(dtype or values.dtype)
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
     if not values.is_floating_point() or values.dtype == torch.float4_e2m1fn_x2:
         return 0, 0
-    if values.itemsize == 1:  # of which torch knows no smallest one
+    if values.itemsize == 1:  # aminmax does not support 8-bit floats
         values = values.float()
-    # In one pass, without memory: a NaN is the smallest and the largest.
+    # One pass without a copy: aminmax returns NaN if there is one.
     low, high = values.aminmax()
     if bool(low.isfinite()) and bool(high.isfinite()):
         return 0, 0
@@ -90,21 +113,23 @@ def require_intact(
     *,
     only: Collection[str] | None = None,
 ) -> int:
-    """Return for how many bytes there is no checksum; all checksums that there are match.
+    """Verify all checksums; return the number of bytes without a checksum.
 
     Args:
-        ckpts: the checkpoints.
-        group: ranks that all call this; those with the same checkpoints read a part of them each.
-        only: the storages that count; None: all.
+        ckpts: The checkpoints.
+        group: Ranks that all call this. Ranks with the same checkpoints read a part each.
+        only: The storages to verify. None: all.
 
     Raises:
-        IntegrityError: one of them is wrong.
+        IntegrityError: If a checksum is wrong.
     """
     ranks = group or RankGroup([])
 
-    def list_checksums() -> tuple[list[tuple[Checksums, _Recorded]], str]:
+    def list_checksums() -> StepResult[list[_Known], str]:
         found = [_find_checksums(ckpt, only) for ckpt in ckpts]
-        return found, hashlib.sha256(repr(found).encode()).hexdigest() if ckpts else ""
+        # Ranks may load different files: only equal ones share the work.
+        digest = hashlib.sha256(repr(found).encode()).hexdigest() if ckpts else ""
+        return StepResult(found, digest)
 
     known, digests = ranks.run(list_checksums)
     if not any(digests.values()):
@@ -112,17 +137,21 @@ def require_intact(
     peers = [who for who, digest in digests.items() if digest == digests[rank()]]
     part = peers.index(rank()), len(peers)
 
-    def compute() -> tuple[None, list[tuple[dict[int, int | None], dict[str, int]]]]:
-        return None, [
-            (sums_of(ckpt._index, of_parts, part=part), hashes_of(ckpt._index, of_files, part=part))
-            for ckpt, (of_parts, of_files) in zip(ckpts, known, strict=True)
+    def compute() -> StepResult[None, list[_Computed]]:
+        found = [
+            _Computed(
+                sums_of(ckpt._index, each.parts, part=part),
+                hashes_of(ckpt._index, each.files, part=part),
+            )
+            for ckpt, each in zip(ckpts, known, strict=True)
         ]
+        return StepResult(None, found)
 
-    by_rank, unchecked = ranks.run(compute)[1], 0
-    for number, (ckpt, (of_parts, of_files)) in enumerate(zip(ckpts, known, strict=True)):
+    by_rank, unchecked = ranks.run(compute).by_rank, 0
+    for number, (ckpt, each) in enumerate(zip(ckpts, known, strict=True)):
         sums, hashes = zip(*(by_rank[who][number] for who in peers), strict=True)
         report = compared(
-            ckpt._index, of_parts, dict(ChainMap(*sums)), of_files, dict(ChainMap(*hashes))
+            ckpt._index, each.parts, dict(ChainMap(*sums)), each.files, dict(ChainMap(*hashes))
         )
         if not report.ok:
             raise _damage_error(ckpt, report)
@@ -130,11 +159,11 @@ def require_intact(
     return unchecked
 
 
-def _find_checksums(ckpt: Checkpoint, only: Collection[str] | None) -> tuple[Checksums, _Recorded]:
-    """Return the checksums that a checkpoint has, and those that a hub has of whole files.
+def _find_checksums(ckpt: Checkpoint, only: Collection[str] | None) -> _Known:
+    """Return the checksums of a checkpoint, and those that a hub records of complete files.
 
-    The latter where something has no other, as such a file is read once more for it; and of none
-    behind a URL, which would be downloaded twice.
+    A file is hashed for the hub only if a part of it has no other checksum, because this reads the
+    file again. A file behind a URL is not hashed: it would be downloaded twice.
     """
     index = ckpt._index
     storages, records = checksums(index)
@@ -146,7 +175,7 @@ def _find_checksums(ckpt: Checkpoint, only: Collection[str] | None) -> tuple[Che
         for file, each in hub_checksums(index).items()
         if file in files and not isinstance(file, Url)
     }
-    return (counted, records), by_hub
+    return _Known((counted, records), by_hub)
 
 
 def _damage_error(ckpt: Checkpoint, report: VerifyReport) -> IntegrityError:

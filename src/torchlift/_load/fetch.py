@@ -1,4 +1,4 @@
-"""Turn the steps of a plan into tensors, each by its route; place nothing."""
+"""Fetch the values of a plan, each by its route. The model does not change here."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ from torchlift._transfer.reading import BUDGET, Request, read, requests_for
 from torchlift.errors import MismatchError, PlacementError, note
 from torchlift.formats.index import TensorEntry
 
-#: Bytes of untransformed tensors in memory at a time; the rest of the budget is for staging.
+#: Bytes of tensors that wait for their transform. The rest of the budget is for staging.
 _BATCH = BUDGET // 4
 
-#: A step and the tensor that is to be placed for it. What rank 0 sends, and what is put together of
-#: others, may be copied in place.
+#: A step and its values. Values that rank 0 sends, and values joined from several tensors, can only
+#: be copied in place.
 Prepared = tuple[Step, Values]
 
 
 class Fetched(NamedTuple):
-    """All that is to be placed.
+    """All values of a plan.
 
     Attributes:
         source: Where the values come from. What is copied in place still is there.
@@ -71,19 +71,18 @@ def fetch_all(
     transform: Transform | None,
     advance: Advance,
 ) -> Fetched:
-    """Prepare every tensor of a plan; read in as few rounds as possible; leave the model as it was.
+    """Prepare every tensor of a plan, with as few reads as possible. The model does not change.
 
     Args:
-        plan: what is to be done.
-        origin: where the values come from.
-        transform: the caller's.
-        advance: called with a number of bytes as they arrive.
+        plan: The plan.
+        origin: Where the values come from.
+        transform: The caller's transform, or None.
+        advance: Called with a number of bytes as they arrive.
 
     Raises:
-        MismatchError: two tied names have different values, or a transform made another shape.
-        PlacementError: a value cannot be cast, a transform or handler made one that cannot be
-            placed, or a device runs out of memory.
-        IntegrityError: a file changed or could not be read.
+        MismatchError: If two tied names have different values, or a transform made another shape.
+        PlacementError: If a value cannot be cast or placed, or a device runs out of memory.
+        IntegrityError: If a file changed or could not be read.
     """
     steps, path = plan._work.steps, origin.path
     with ordinary_tensors(), _explain_full_device(path):
@@ -102,7 +101,7 @@ def fetch_all(
             _check_class(step, value, path)
             found.append((step, value))
         rest = [step for step in others if step.raw]
-        # All ranks fill together: how many tensors one of them has must not count.
+        # With a broadcast all ranks fill together, so the number of batches must be the same.
         for batch in [rest] if origin.collective else _split_into_batches(rest):
             # Popped one by one, so that an untransformed tensor is freed as soon as it is used.
             raw = _by_route(batch, origin, lambda _: None)
@@ -111,13 +110,13 @@ def fetch_all(
                 assert isinstance(tensor, torch.Tensor)
                 found.append(_make_value(step, transform, tensor, path))
                 advance(step.span if step.owned else 0)
-            trim()  # what a transform or a handler took and freed
+            trim()  # memory that a transform or a handler freed
         return Fetched(origin, plain, found, _make(plan._work.makings))
 
 
 @contextmanager
 def _explain_full_device(path: str) -> Iterator[None]:
-    """Say what to do where a device runs out of memory."""
+    """Turn an out-of-memory error of a device into one that names the way out."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -131,7 +130,7 @@ def _explain_full_device(path: str) -> Iterator[None]:
 
 
 def _make(makings: Sequence[Making]) -> list[tuple[Group, torch.Tensor]]:
-    """Replay what is on meta; move what is live and belongs elsewhere."""
+    """Replay tensors on meta; move live tensors to their device."""
     on_meta = [item for item in makings if item.group.tensor.is_meta]
     live = [item for item in makings if not item.group.tensor.is_meta]
     replayed = make([item.group for item in on_meta], [item.device for item in on_meta])
@@ -143,7 +142,7 @@ def _make(makings: Sequence[Making]) -> list[tuple[Group, torch.Tensor]]:
 
 
 def _by_route(steps: Sequence[Step], origin: Origin, advance: Advance) -> list[Values]:
-    """Return the tensors of the steps; read and copied all together where the route says so."""
+    """Return the tensors of the steps. Those that are read or copied are so all together."""
     tensors: list[Values] = []
     requests: list[Request] = []
     copies: list[Copy] = []
@@ -184,14 +183,14 @@ def _new(step: Step, entry: TensorEntry) -> torch.Tensor:
 
 
 def _read(step: Step, one: FileTensor, requests: list[Request]) -> torch.Tensor:
-    """Return the tensor that the requests, of which it adds some, will fill."""
+    """Return a new tensor, and add the requests that will fill it."""
     entry, flat = one.entry, _new(step, one.entry)
     if entry.needs_assembly:
         requests += requests_for(entry, flat.view(entry.shape), one.dtype)
         return flat.view(entry.shape)
     (chunk,) = entry.chunks
     requests.append(Request(chunk.file, chunk.offset, chunk.nbytes, flat, one.dtype))
-    # Dense, so the file's own order of the dimensions fits the same number of elements.
+    # The entry is dense, so its strides fit into the same number of elements.
     return flat.as_strided(entry.shape, entry.stride)
 
 
@@ -206,12 +205,12 @@ def _copy(step: Step) -> Copy:
 
 
 def _restride(step: Step, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor with the strides that were asked for, one such copy at a time."""
+    """Return the tensor with the strides of the step."""
     return tensor if step.stride is None else strided(tensor, step.stride)
 
 
 def _wrap_like_target(step: Step, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor as it will be placed: of a DTensor that is to be new, the whole of it."""
+    """Return the tensor as it will be placed: a new DTensor around its local tensor."""
     like = step.group.tensor
     return wrap(like, tensor) if is_dtensor(like) and not step.in_place else tensor
 
@@ -230,11 +229,11 @@ def _split_into_batches(steps: Sequence[Step]) -> Iterator[list[Step]]:
 
 
 def _make_value(step: Step, transform: Transform | None, raw: torch.Tensor, path: str) -> Prepared:
-    """Return what a transform and the class of the model's tensor make of one tensor."""
+    """Apply the transform, and the handler of the class, to one tensor."""
     like = step.group.tensor
     if is_dtensor(like) and not step.handled:
-        # A transform sees one tensor of the model, so that what it computes means the same on any
-        # mesh: a DTensor, whose local tensor is all that was read.
+        # The transform gets a DTensor, so its result is the same on any mesh. Only the local
+        # tensor was read.
         assert transform is not None
         whole = _transform_step(step, transform, wrap(like, raw), path)
         local = unwrap(whole, like, step.key).contiguous()
@@ -246,16 +245,16 @@ def _make_value(step: Step, transform: Transform | None, raw: torch.Tensor, path
         if not is_plain(made):
             return step, made if made.device == step.device else made.to(step.device)
     made = _restride(step, _cast(step, made, path))
-    if step.in_place or not registered:  # a caller's handler may make a plain tensor
+    if step.in_place or not registered:  # a caller's handler may return a plain tensor
         _check_class(step, made, path)
     return step, made
 
 
 def _apply_handler(step: Step, source: torch.Tensor, path: str) -> tuple[Step, torch.Tensor]:
-    """Ask the handler, or the class itself, what is to be placed.
+    """Return what the handler, or the class itself, makes of a value.
 
     Raises:
-        PlacementError: what it made cannot be placed.
+        PlacementError: If the result cannot be placed.
     """
     destination = step.group.tensor
     made = _convert_by_class(step, source, path)
@@ -283,10 +282,10 @@ def _apply_handler(step: Step, source: torch.Tensor, path: str) -> tuple[Step, t
 
 
 def _convert_by_class(step: Step, value: torch.Tensor, path: str) -> torch.Tensor:
-    """Return what a handler, or the class itself, makes of a value for a tensor of the model.
+    """Call the handler of a class, or the class itself, on a value for a tensor of the model.
 
     Raises:
-        PlacementError: nothing that can be placed.
+        PlacementError: If the class does not take the value.
     """
     like = step.group.tensor
     try:
@@ -300,12 +299,12 @@ def _convert_by_class(step: Step, value: torch.Tensor, path: str) -> torch.Tenso
 
 
 def _check_class(step: Step, value: Values, path: str) -> None:
-    """Refuse values that a class does not take, tried on a copy: a live tensor would be half set.
+    """Refuse values that a class does not take. They are tried on a copy of the live tensor.
 
-    This runs before anything is placed, so that all ranks of a mesh end the same way.
+    This runs before anything is placed, so all ranks of a mesh end the same way.
 
     Raises:
-        PlacementError: it does not, or a plain tensor would take the place of one of the class.
+        PlacementError: If the class does not take them, or a plain tensor would replace a wrapper.
     """
     live = local_tensor(step.group.tensor)
     if is_lazy(live):  # it has no shape yet
@@ -353,7 +352,7 @@ def _slots(tensor: torch.Tensor) -> list[str]:
 
 
 def _cast(step: Step, made: torch.Tensor, path: str) -> torch.Tensor:
-    """Return what a transform made, with the dtype and on the device that it is to have."""
+    """Return the result of a transform with the dtype and on the device of its step."""
     if step.in_place:
         _check_cast(step, made.dtype, path)
         return made.detach()
@@ -363,24 +362,24 @@ def _cast(step: Step, made: torch.Tensor, path: str) -> torch.Tensor:
 
 
 def _to(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    # torchao's NF4Tensor gives up its encoding where it is asked for a dtype, also for its own.
+    # torchao's NF4Tensor is dequantised by any dtype that is passed to it, even its own.
     return tensor.to(device) if tensor.dtype == dtype else tensor.to(device, dtype)
 
 
 def apply_transform(
     transform: Transform, name: str, raw: torch.Tensor, path: str, key: str | None = None
 ) -> torch.Tensor:
-    """Return what a caller's transform makes of one tensor.
+    """Call a transform on one tensor.
 
     Args:
-        transform: what the caller passed.
-        name: what it is told that the tensor is called.
-        raw: the tensor, which it may write to.
-        path: of the source.
-        key: the name in the source, where it is another one.
+        transform: The caller's transform.
+        name: The name that the transform gets.
+        raw: The tensor. The transform may write to it.
+        path: The path of the source.
+        key: The name in the source, if it differs.
 
     Raises:
-        TypeError: it returned no tensor.
+        TypeError: If it did not return a tensor.
     """
     try:
         made = transform(name, raw)
@@ -394,7 +393,7 @@ def apply_transform(
 
 def _transform_step(step: Step, transform: Transform, raw: torch.Tensor, path: str) -> torch.Tensor:
     made = apply_transform(transform, step.key, raw, path, step.candidate.key)
-    # Found out while placing, these would leave the model half loaded.
+    # Such a tensor would raise while it is placed, with the model half loaded.
     if odd := oddity(made):
         raise PlacementError(
             "transform returned a tensor that cannot be placed",
@@ -416,7 +415,7 @@ def _transform_step(step: Step, transform: Transform, raw: torch.Tensor, path: s
 
 
 def _drop_old_dim(step: Step, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor without the dimension that torch < 0.4 gave to scalars."""
+    """Return a scalar that torch < 0.4 saved with shape [1] as a scalar."""
     like = step.group.tensor
     return tensor.view(()) if not is_lazy(like) and like.dim() == 0 == tensor.dim() - 1 else tensor
 
@@ -437,7 +436,7 @@ def _check_cast(step: Step, dtype: torch.dtype, path: str) -> None:
 
 @cache
 def _can_cast(source: torch.dtype, target: torch.dtype) -> bool:
-    # Tried, because nothing in torch says it: packed 4-bit floats are one case that cannot.
+    # torch has no function that tells. Packed 4-bit floats cannot be cast, for example.
     try:
         one = torch.zeros(16, dtype=torch.uint8, device="cpu")[: source.itemsize].view(source)
         torch.empty(1, dtype=target, device="cpu").copy_(one)
@@ -447,15 +446,15 @@ def _can_cast(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def _check_ties(step: Step, origin: Origin) -> None:
-    """Refuse two names of one tensor that have different values in the source."""
+    """Refuse tied names with different values in the source."""
     for other in step.alternatives:
         if not _same_values(step.candidate, other, origin):
             raise MismatchError(
                 "the model ties two keys that have different values in the checkpoint",
                 file=origin.path,
                 entry=step.candidate.key,
-                expected=f"the values of {other.key!r}: {_summary(other)}",
-                found=_summary(step.candidate),
+                expected=f"the values of {other.key!r}: {_summarise_values(other)}",
+                found=_summarise_values(step.candidate),
                 hint="Pass rename= to drop the one that is wrong, or untie the model.",
             )
 
@@ -471,7 +470,7 @@ def _same_values(one: SourceTensor, two: SourceTensor, origin: Origin) -> bool:
         return True
     if (left.dtype, left.shape) != (right.dtype, right.shape):
         return False
-    return torch.equal(_bytes_of(left), _bytes_of(right))  # bits, so that a NaN equals itself
+    return torch.equal(_bytes_of(left), _bytes_of(right))  # as bytes: a NaN equals itself
 
 
 def _content(entry: TensorEntry) -> tuple[object, ...]:
@@ -479,12 +478,12 @@ def _content(entry: TensorEntry) -> tuple[object, ...]:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    # Not flatten(): a single element may keep a stride that a view as bytes refuses.
+    # flatten() keeps the stride of a single element, which a view as bytes may refuse.
     dense = tensor.resolve_conj().resolve_neg().contiguous()
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
-def _summary(one: SourceTensor) -> str:
+def _summarise_values(one: SourceTensor) -> str:
     tensor = one.tensor()
     first = ", ".join(f"{value:.4g}" for value in tensor.flatten()[:3].tolist())
     dtype = str(one.dtype).removeprefix("torch.")

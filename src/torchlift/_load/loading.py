@@ -140,7 +140,7 @@ def load(
     )  # fmt: skip
     request = _Request(verify, check, progress, collective, process_group)
     check_order(model, ckpt)
-    # A transform is the caller's code and may make garbage; without one, nothing here does.
+    # Without a transform, which is code of the caller, a load makes no cyclic garbage.
     with collection_paused() if transform is None else nullcontext():
         report = _load(model, ckpt, options, request)
     return replace(report, seconds=time.perf_counter() - start)
@@ -183,7 +183,7 @@ def _load(
     ):
         with Interruptible():
             # First, so that no code of the model or the caller sees damaged values. All ranks that
-            # load together take part: one of them may have asked for it.
+            # load together take part, because one of them may have passed verify=True.
             unchecked = 0
             if request.verify or ranks.groups:
                 unchecked = require_intact(source.checkpoints if request.verify else (), ranks)
@@ -194,12 +194,13 @@ def _load(
                 values = fetch_all(plan, source, options.transform, advance)
                 if request.check is not None:
                     require_finite(values, source.path)
-            judge = partial(check_names, path=source.path, options=options)
-            turn = Turn(tree, commit, agree, deliver, judge, advance)
+            check = partial(check_names, path=source.path, options=options)
+            turn = Turn(tree, commit, agree, deliver, check, advance)
             placed = place(plan, values, turn)
             if placed.asks_again:
                 agree(False)
-            # An interrupt that waited comes now, and half of the values has no backup.
+            # A Ctrl-C that waited comes after this line. It must not undo anything: values that
+            # were copied in place have no backup.
             commit.finish()
         requests = source.requests
     forget(tree)
@@ -215,7 +216,7 @@ class Turn(NamedTuple):
         commit: Takes back everything that `place` does.
         agree: Called with whether this rank wants to be asked again. Returns whether any rank does.
         deliver: Delivers an interrupt that was held back.
-        judge: Raises an error if the names do not match, of which hooks may have excused some.
+        check_names: Raises an error if the names that the hooks leave do not match.
         advance: Called with a number of bytes as they are copied.
         again: Whether something that may fail comes after the model.
     """
@@ -224,13 +225,13 @@ class Turn(NamedTuple):
     commit: Commit
     agree: Agree
     deliver: Callable[[], None]
-    judge: Callable[[Match], None]
+    check_names: Callable[[Match], None]
     advance: Advance
     again: bool = False
 
 
 class Placed(NamedTuple):
-    """What is left to say when everything is placed.
+    """What a report needs after everything is placed.
 
     Attributes:
         missing, unexpected: Names that are missing and unexpected after the post-hooks.
@@ -243,27 +244,27 @@ class Placed(NamedTuple):
 
 
 def place(plan: LoadPlan, values: Fetched, turn: Turn) -> Placed:
-    """Place everything, run the post-hooks of the model, and judge what they leave.
+    """Place everything, run the post-hooks of the model, and check the names that they leave.
 
     Raises:
         MismatchError: If a post-hook of the model reports keys, or excuses too few.
     """
     matched, commit, tree = plan._work.match, turn.commit, turn.tree
-    # Code of the model's own may still refuse, on one rank of many: ask again after each.
+    # The model's own code may still raise on one rank of many: the ranks agree after each part.
     later = matched.hooked or values.source.collective or turn.again
-    # Before the ranks agree, after which this one would stop alone.
+    # A Ctrl-C after the ranks agree would stop this rank alone.
     turn.deliver()
     again = turn.agree(later or bool(matched.extra))
     commit.when_undone(lambda: refresh_shards(tree.modules))
     before = list[tuple[str, torch.Tensor]]()
     if matched.extra or matched.hooked:
         commit.keep_attributes(tree.modules)
-        before = [(group.fqn, group.tensor) for group in tree.groups]  # others may hold them
+        before = [(group.fqn, group.tensor) for group in tree.groups]  # other code may hold them
     in_place = put_new(values, commit)
     if matched.extra:
         in_place = _set_extra_states(matched, in_place, values.source, turn, before)
-    # Last, because what was written over cannot be taken back without a copy: everything that can
-    # refuse, here and in the checks of the plan, has had its chance, and so has an interrupt.
+    # Copies in place come last, because they cannot be undone without a backup. Everything that can
+    # raise has run by now, and a Ctrl-C is delivered before.
     if again or not has_group():
         turn.deliver()
     again = again and turn.agree(later)
@@ -283,7 +284,7 @@ def _set_extra_states(
     turn: Turn,
     before: Sequence[tuple[str, torch.Tensor]],
 ) -> list[Prepared]:
-    """Call `set_extra_state` of modules; return the values that are still to be copied in place.
+    """Call `set_extra_state` of modules; return the values that are not yet copied in place.
 
     As in torch, the code sees the new values of its module's own tensors. Values that rank 0 sends
     come in its order, so there the code sees the old ones.
@@ -308,19 +309,19 @@ def _run_post_hooks(plan: LoadPlan, turn: Turn, watch: Watch | None) -> tuple[li
     lists = [list(plan.missing_keys), list(plan.unexpected_keys)]
     if matched.naming is not None:  # hooks see the names of the wrapped model
         lists = [list(map(matched.naming.key, names)) for names in lists]
-    # FSDP's own, which is no code of the model's, has the next forward pass use what was loaded.
+    # FSDP's own post-hook makes the next forward pass use the loaded values.
     run_post_hooks(turn.tree, lists[0], lists[1], matched.given, watch)
     for call in matched.own_calls:
         call.finish(lists[0], lists[1])
     missing, unexpected = (list(map(matched.canonical, names)) for names in lists)
     if matched.open:
-        _judge_names(plan, missing, unexpected, turn.judge)
+        _check_hooked_names(plan, missing, unexpected, turn.check_names)
     return missing, unexpected
 
 
 def put_new(fetched: Fetched, commit: Commit) -> list[Prepared]:
-    """Put new tensors into their slots; return the values that are to be copied in place."""
-    # Before anything is placed: what is on meta is live as soon as it has its content.
+    """Put new tensors into their slots; return the values to copy in place."""
+    # Sorted before anything is placed: a tensor on meta is live as soon as it has its content.
     in_place, new = list[Prepared](), list[Prepared]()
     for item in fetched.steps:
         (in_place if item[0].in_place else new).append(item)
@@ -343,7 +344,7 @@ def copy_in_place(
     backup: bool,
     advance: Advance,
 ) -> None:
-    """Write over live values; subclasses first, which run code of their own and are backed up."""
+    """Copy values in place. Subclasses come first: they run their own code and are backed up."""
     copies: list[Copy] = []
     for step, value in steps:
         local = local_tensor(step.group.tensor)
@@ -351,7 +352,7 @@ def copy_in_place(
             commit.keep_values(step.group.tensor, step.key)
         spans = everything(local.shape) if step.spans is None else step.spans
         copies.append(Copy(value, local, spans))
-    if not origin.collective:  # which copies in the order of rank 0, and looks itself
+    if not origin.collective:  # a broadcast copies in the order of rank 0
         copies = copy_overlapping_sources(copies)
     origin.fill([copy for copy in copies if not is_plain(copy.target)])
     origin.fill([copy for copy in copies if is_plain(copy.target)])
@@ -359,10 +360,10 @@ def copy_in_place(
         advance(0 if step.owned else step.span)
 
 
-def _judge_names(
-    plan: LoadPlan, missing: list[str], unexpected: list[str], judge: Callable[[Match], None]
+def _check_hooked_names(
+    plan: LoadPlan, missing: list[str], unexpected: list[str], check: Callable[[Match], None]
 ) -> None:
-    """Refuse names that the post-hooks have added, and those that they have not excused."""
+    """Refuse names that the post-hooks have added, and names that they have not excused."""
     known = set(plan.missing_keys), set(plan.unexpected_keys)
     lacking = [name for name in missing if name not in known[0]]
     extra = [name for name in unexpected if name not in known[1]]
@@ -377,11 +378,11 @@ def _judge_names(
         )
     matched = plan._work.match
     missing = [name for name in missing if name not in matched.mismatched]
-    judge(replace(matched, open=False, missing=missing, unexpected=unexpected))
+    check(replace(matched, open=False, missing=missing, unexpected=unexpected))
 
 
 def _report(plan: LoadPlan, placed: Placed, unchecked: int, requests: int) -> LoadReport:
-    """Return what was done: all that the plan has in common with a report, and what it took."""
+    """Return the report of a load: what its plan has in common with a report, and its costs."""
     shared = {item.name: getattr(plan, item.name) for item in fields(LoadReport)}
     changed: dict[str, Any] = {
         "missing_keys": placed.missing,
@@ -396,7 +397,7 @@ def _report(plan: LoadPlan, placed: Placed, unchecked: int, requests: int) -> Lo
 def _warn_of_missing(
     tree: ModuleTree, plan: LoadPlan, missing: Sequence[str], options: Options
 ) -> None:
-    """Name the parameters that train on although nothing was loaded into them."""
+    """Warn of parameters without a value from the checkpoint."""
     if not missing:
         return
     parameters = {
@@ -404,7 +405,7 @@ def _warn_of_missing(
     }
     if (naming := wrapped_names(tree)) is not None:
         parameters = set(map(naming.canonical, parameters))
-    # Of a live one the caller knows; of a replayed one the values are new.
+    # The caller left these out on purpose. But a replayed parameter has new values.
     left_out = plan._work.match.left_out.difference(plan.replayed)
     by_name = allowed(missing, options.allow_missing)
     excused = {*plan.mismatched, *plan.deferred, *by_name, *left_out}
@@ -419,6 +420,6 @@ def _warn_of_missing(
 
 
 def _reshape_like(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor with the model's shape: a shard of nothing may have another."""
+    """Return the tensor with the model's shape: an empty shard may have another shape."""
     slot = like if is_dtensor(tensor) else local_tensor(like)
     return tensor if is_lazy(slot) or tensor.shape == slot.shape else tensor.view(slot.shape)

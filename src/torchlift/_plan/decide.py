@@ -59,22 +59,23 @@ class Step:
     """One tensor of the model and the values that it gets.
 
     Attributes:
-        group: where they go.
-        key: the model's name under which the source has them.
-        candidate: what the source has, of a sharded tensor this rank's slice of an entry.
-        spans: which slice of the candidate's value this rank takes; None: all of it.
-        alternatives: candidates under the group's other names, which must hold the same values.
-        mode: how the tensor is placed.
-        source: where its bytes come from.
-        route: how they get from there to where they are placed from; see `Route`.
-        device, dtype: what the tensor becomes.
-        dtype_is_fixed: whether that dtype was asked for, or is a live tensor's.
-        handled: whether the class of the model's tensor says how it is loaded.
-        raw: whether it is fetched as the source has it: a class or a transform makes the rest.
-        note: why it is done this way, where that is not what was asked for.
-        stride: strides that it gets, in elements, where they are not those of the source.
-        plain: whether it is a dense tensor of a file, as it is, for a plain one on meta and of its
-            shape: what is looked for in all others is not there.
+        group: The tensor.
+        key: The name in the model under which the source has the values.
+        candidate: The values: of a sharded tensor, this rank's slice of an entry.
+        spans: The slice of the candidate that this rank takes. None: all of it.
+        alternatives: Candidates under the other names of a tie. Their values must be equal.
+        mode: How the tensor is placed.
+        source: Where its bytes come from.
+        route: How the values get into memory; see `Route`.
+        device, dtype: The device and the dtype of the tensor after the load.
+        dtype_is_fixed: Whether a transform cannot change the dtype: it was passed, or is that of
+            a live tensor.
+        handled: Whether the class of the model's tensor converts the values.
+        raw: Whether the values are fetched without a cast, for a class or a transform.
+        note: Why the tensor is loaded in another way than the caller wants.
+        stride: Strides of the tensor in elements, if they differ from those of the source.
+        plain: Whether a dense tensor of a file becomes, without a copy, a plain tensor on meta.
+            Such a step needs no further check.
     """
 
     group: Group
@@ -101,12 +102,12 @@ class Step:
 
     @property
     def owned(self) -> bool:
-        """Whether new memory is filled for it."""
+        """Whether the step fills new memory."""
         return self.handled or self.route != "view"
 
     @property
     def span(self) -> int:
-        """Bytes that are taken out of the file for it, gaps between its elements included."""
+        """Bytes that are read from the file, with the gaps between its elements."""
         if self.entry is None:
             made_of = self.candidate.entry
             return made_of.nbytes if made_of is not None and made_of.kind is not None else 0
@@ -116,17 +117,17 @@ class Step:
 
     @property
     def in_place(self) -> bool:
-        """Whether a live tensor's memory is written to."""
+        """Whether the step writes to the memory of a live tensor."""
         return self.mode == "copy" and not is_blank(self.group.tensor)
 
     @property
     def memory(self) -> torch.device:
-        """Where new memory for it is taken: values for a copy in place wait on the host."""
+        """Where new memory is allocated. Values for a copy in place wait on the host."""
         return torch.device("cpu") if self.in_place else self.device
 
     @property
     def fetched_as(self) -> tuple[torch.device, torch.dtype]:
-        """The device and the dtype with which its values come out of the source."""
+        """The device and the dtype with which its values are fetched."""
         if self.raw:
             return torch.device("cpu"), self.candidate.dtype
         return self.memory, self.dtype
@@ -134,7 +135,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Making:
-    """A tensor that no source has: replayed from its construction, or live and to be moved."""
+    """A tensor without values in the source: it is replayed, or moved if it is live."""
 
     group: Group
     device: torch.device
@@ -182,10 +183,10 @@ def decide_steps(matched: Match, path: str, options: rules.Options) -> list[Step
 
 
 def owns_all(source: rules.AnySource, *, live: bool) -> bool:
-    """Return whether what a model keeps after the load is the process's own, and no file's map.
+    """Return whether a model owns its memory after the load, so that no weight is mapped.
 
-    A file that is overwritten in place ends the process that has mapped it. What is live had memory
-    of its own, and has it afterwards unless the caller asks for the map.
+    A process dies if a file that it has mapped is overwritten in place. A live model owned its
+    memory before, so its weights are never mapped unless the caller passes ``source="mmap"``.
     """
     return source == "read" or (source == "auto" and live)
 
@@ -193,12 +194,12 @@ def owns_all(source: rules.AnySource, *, live: bool) -> bool:
 def decide_makings(
     groups: Iterable[Group], options: rules.Options, steps: Iterable[Step]
 ) -> Iterator[Making]:
-    """Decide what happens to the tensors that no source has.
+    """Decide how tensors without values in the source are made or moved.
 
-    A new head gets the dtype that everything around it has been given, as in transformers.
+    A new head gets the dtype of all other parameters of the load, as in transformers.
 
     Raises:
-        PlacementError: a tensor is on meta and no skeleton recorded how it is made.
+        PlacementError: If a tensor is on meta and no skeleton recorded how it is made.
     """
     asked = [
         (
@@ -232,7 +233,7 @@ def decide_makings(
             yield Making(group, device, dtype)
 
 
-#: All of a step that `_kind_of` decides on.
+#: The fields of a step that are equal for all pairs of one kind.
 _DECIDED = attrgetter(*[each.name for each in fields(Step)][5:])
 
 
@@ -302,7 +303,7 @@ def _aim(pair: Pair, kind: object | None, options: rules.Options, path: str) -> 
     candidates = [_without_kind(one) for one in pair.candidates]
     one = candidates[0]
     seen, file_dtype = one.entry, one.dtype
-    if seen is None:  # a lazy tensor has the shape of what it is given
+    if seen is None:  # a lazy tensor gets the shape of its value
         like = one.value if is_lazy(tensor) and isinstance(one, MemoryTensor) else tensor
         seen = rules.entry_like(key, Group(like, group.slots))
     if seen.key != key:
@@ -324,7 +325,7 @@ def _aim(pair: Pair, kind: object | None, options: rules.Options, path: str) -> 
     device = rules.target_device(asked, seen.key, tensor, present=options.present)
     spans: Spans | None = None
     if is_dtensor(tensor):
-        # Rules have seen the whole tensor; from here on there is only this rank's slice of it.
+        # The rules above get the complete tensor. All below is about this rank's slice.
         candidates, spans = _shard(group, candidates)
         one, stride = candidates[0], None
     elif isinstance(one, MemoryTensor):
@@ -379,8 +380,8 @@ def _decide(pair: Pair, aim: _Aim, path: str, blocker: Blocker | None, *, is_sha
     in_place = mode == "copy" and not is_blank(tensor)
     entry, note = one.entry, aim.note
     source: Source = "memory"
-    # A caller's tensor is never placed: what trains the model would write to it. One that the
-    # model's own code has seen may be, as long as it is the file's map, which is private.
+    # A tensor of the caller is never placed: training the model would write to it. A tensor that
+    # the model's own code has seen may be placed if it is the file's map, which is private.
     owned = aim.raw or not in_place
     if entry is not None:
         of_file = isinstance(one, FileTensor)
@@ -390,7 +391,7 @@ def _decide(pair: Pair, aim: _Aim, path: str, blocker: Blocker | None, *, is_sha
             entry, path, aim.source, anew=filled or kept, copied=in_place or aim.changes
         )
         note = why or note
-        if aim.raw:  # nobody else sees it, but for who looks into the same bytes
+        if aim.raw:  # it is converted, so nobody else sees it
             owned = (
                 (source == "read" or entry.needs_assembly) if of_file else (aim.spans is not None)
             )
@@ -425,18 +426,18 @@ def _decide(pair: Pair, aim: _Aim, path: str, blocker: Blocker | None, *, is_sha
 def _source_of(
     entry: TensorEntry, path: str, asked: rules.AnySource, *, anew: bool, copied: bool
 ) -> tuple[Source, str | None]:
-    """Decide whether a file is mapped or read, and say why it is not mapped where it could be.
+    """Return whether a file is mapped or read, and a note if it cannot be mapped.
 
     Args:
-        entry: the tensor in the file.
-        path: of the file, of a tensor without bytes.
-        asked: what the caller asked for.
-        anew: whether the values get memory of their own in any case.
-        copied: whether the map only serves to copy them from.
+        entry: The tensor in the file.
+        path: The path of the file, for a tensor without bytes.
+        asked: What the caller wants.
+        anew: Whether the values get new memory in any case.
+        copied: Whether the values are copied out of the map.
     """
     if "deflated" in entry.encoding:
         return "read", "deflated in the file, so that it is inflated into memory"
-    # Of the file, not of its folder: it may be a link to elsewhere.
+    # The file counts, not its folder: it may be a link to another file system.
     file = entry.chunks[0].file if entry.chunks else path
     if asked == "mmap" and isinstance(file, Url):
         raise PlacementError(
@@ -449,7 +450,7 @@ def _source_of(
         return "read", None
     if entry.needs_assembly:
         return "mmap", None
-    # The map of a misaligned storage is a copy of it: reading does without that copy.
+    # The map of a misaligned storage is copied anyway. Reading saves that copy.
     if not _is_aligned(entry):
         return "read", "not aligned in the file, so it is read instead of mapped"
     if not copied and repeats(entry.shape, entry.stride):
@@ -458,17 +459,17 @@ def _source_of(
 
 
 def _route(one: SourceTensor, source: Source, *, owned: bool) -> Route:
-    """Decide how the values get into memory.
+    """Return how the values get into memory.
 
     Args:
-        one: what there is.
-        source: where its bytes come from.
-        owned: whether new memory is needed.
+        one: The values.
+        source: Where their bytes come from.
+        owned: Whether they need new memory.
     """
     if not isinstance(one, FileTensor):
         return "compute" if owned else "view"
     entry, assembled = one.entry, one.entry.needs_assembly
-    # Several chunks are no view of the map: they are put together in memory, or not at all.
+    # A view of the map has one chunk. Several chunks are joined in new memory.
     if not owned and not (assembled and (len(entry.chunks) > 1 or not _is_aligned(entry))):
         return "view"
     readable = is_readable(entry) if assembled else is_dense(entry)
@@ -481,11 +482,11 @@ def _shard(group: Group, candidates: list[SourceTensor]) -> tuple[list[SourceTen
     """Restrict candidates to this rank's slice of a distributed tensor.
 
     Returns:
-        The candidates, entries restricted to the slice's bytes; and the slice, where the first is a
-        whole tensor in memory.
+        The candidates, with entries of the bytes of the slice. And the slice, if the first
+        candidate is a complete tensor in memory.
 
     Raises:
-        PlacementError: elements share their bytes in the file, or the tensor has no shards.
+        PlacementError: If elements share their bytes in the file, or the tensor has no shards.
     """
     tensor = group.tensor
     found: list[SourceTensor] = []
@@ -513,7 +514,7 @@ def _shard(group: Group, candidates: list[SourceTensor]) -> tuple[list[SourceTen
 
 
 def _require_layout(group: Group, value: object) -> None:
-    """Refuse a DTensor that is not laid out as the model's tensor."""
+    """Refuse a DTensor with another layout than the model's tensor."""
     if is_dtensor(value) and layout_of(value) != layout_of(group.tensor):
         raise PlacementError(
             "the state dict has another layout than the model",
@@ -525,7 +526,7 @@ def _require_layout(group: Group, value: object) -> None:
 
 
 def _require_values(group: Group, value: torch.Tensor, path: str) -> None:
-    """Refuse a tensor in memory that cannot be copied to where it goes."""
+    """Refuse a tensor in memory that cannot be copied into the model's tensor."""
     tensor = group.tensor
     odd = oddity(local_tensor(value))
     if odd and (value.is_meta or (not tensor.is_meta and odd != oddity(local_tensor(tensor)))):
@@ -559,15 +560,15 @@ def _mode(
     if asked != "auto":
         return asked
     stays = not is_blank(tensor) and (device, dtype) == (tensor.device, tensor.dtype)
-    # In place, a sparse tensor takes exactly as many numbers as it has now.
+    # A sparse tensor can be copied in place only if it keeps its number of values.
     stays = stays and tensor.layout is torch.strided
     if stays and not handles(type(tensor), torch.Tensor):
         return "copy"
-    return "swap"  # unless somebody is in the way
+    return "swap"  # unless something blocks it: see `_mode_without`
 
 
 def is_dense(entry: TensorEntry) -> bool:
-    """Return whether it is one run of the file, without gaps or repetitions."""
+    """Return whether an entry is one run of the file, without gaps and repetitions."""
     if not entry.chunks or entry.needs_assembly:
         return not entry.chunks
     return entry.chunks[0].nbytes == entry.nbytes and not repeats(entry.shape, entry.stride)
@@ -577,7 +578,7 @@ def _is_aligned(entry: TensorEntry) -> bool:
     return all(chunk.offset % entry.itemsize == 0 for chunk in entry.chunks)
 
 
-# ---- what depends on other tensors: who shares bytes, who is in the way
+# ---- decisions that depend on other tensors: shared bytes, and what blocks a swap
 
 
 def _find_sharing(pairs: Sequence[Pair], aims: Sequence[_Aim]) -> set[int]:
@@ -611,7 +612,7 @@ def _find_blockers(
     Raises:
         PlacementError: If there is one with ``mode="swap"``.
     """
-    # On meta nobody can keep old values. A plain tensor there without holders is always free.
+    # Nothing can block a plain tensor on meta that nobody else holds.
     groups = [
         pair.group
         for pair, aim in zip(pairs, aims, strict=True)
@@ -624,7 +625,7 @@ def _find_blockers(
 
 
 class _Placing(NamedTuple):
-    """How a tensor is placed, and what a caller should know about it."""
+    """How a tensor is placed, and notes about it for the report."""
 
     mode: Mode
     notes: Sequence[str] = ()

@@ -1,8 +1,8 @@
-"""Which tensors of a checkpoint make which of a model: renames, merges and splits.
+"""Match names of a checkpoint with names of a model: records, renames, merges and splits.
 
-A merged tensor is an entry of more boxes than the ones that it is made of, and a split one of fewer
-(`torchlift.formats.boxes`): a plan counts and reads both as it does what a distributed writer has
-left in several files.
+A merged tensor is an entry with the boxes of several tensors, and a split tensor has a part of the
+boxes of one (`torchlift.formats.boxes`). A plan counts and reads both like a tensor that a
+distributed writer saved in several files.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from torchlift.formats.source import errors_name
 
 
 class Named(NamedTuple):
-    """What a source has, by its names in the model.
+    """The content of a source, under names of the model.
 
     Attributes:
-        candidates: name -> where its values are.
-        objects: key -> name of what is not a tensor.
-        values: key -> value of what is not a tensor.
-        templates: key of a container -> the container as it was saved.
-        noted: name that a file notes as tied to one of its tensors -> that tensor.
-        left_out: names whose keys the caller left out: they may be missing.
-        ignored: names of values that are blocked, and that the model does not need.
-        naming: names of a wrapped model.
-        hooked: (prefix, module) with loading code of its own for these names.
-        own_loaders: (prefix, module) whose class overrides `load_state_dict`.
+        candidates: Name -> where its values are.
+        objects: Key -> name, of non-tensor values.
+        values: Key -> non-tensor value.
+        templates: Key of a container -> the container as it was saved.
+        noted: Name that a file notes as tied to one of its tensors -> that tensor.
+        left_out: Names whose keys the caller left out: they may be missing.
+        ignored: Names of blocked values that the model does not need.
+        naming: The names of a wrapped model, or None.
+        hooked: (prefix, module) of modules with their own loading code for these names.
+        own_loaders: (prefix, module) of modules whose class overrides `load_state_dict`.
     """
 
     candidates: Mapping[str, SourceTensor]
@@ -74,23 +74,21 @@ class Match:
     """A model's tensors paired with what a source has.
 
     Attributes:
-        pairs: (group, name under which the source has it, the candidates of all its names).
-        unmatched: groups of the model that get nothing.
-        missing, unexpected, dropped, mismatched: as in `LoadReport`.
-        fits: how many pairs there are; 0 where none of them has anything of the source.
-        open: whether code of the model, which sees the result, may still excuse names.
-        left_out: names of the model whose keys the caller left out: they may be missing.
-        hint: what would make more names fit, else None.
-        candidates: name in the model -> what the source has, before code of the model sees it.
-        is_renamed: whether names in the source may differ from those in the model.
-        naming: the names of a wrapped model.
-        canonical: gives the name that is reported, for one of the model.
-        hooked: whether the model's own code looks at the result, and may refuse it.
-        on_meta: what was on meta before hooks of the model ran. None: no hook ran.
-        given: names of the model for which there are values, if it has post-hooks.
+        pairs: The tensors of the model that the source has.
+        unmatched: The tensors of the model that the source lacks.
+        missing, unexpected, dropped, mismatched: As in `LoadReport`.
+        fits: The number of pairs. 0 if no pair has a value of the source.
+        open: Whether a post-hook of the model may still excuse names.
+        left_out: Names of the model whose keys the caller left out: they may be missing.
+        hint: The change that would match more names, or None.
+        naming: The names of a wrapped model, or None.
+        canonical: Returns the reported name for a name of the model.
+        hooked: Whether the model's own code runs after the load, and may refuse the result.
+        on_meta: Names on meta before hooks of the model ran. None: no hook ran.
+        given: Names of the model with values, if the model has post-hooks.
         extra: (module, state) for ``set_extra_state``.
-        kept: name -> what the model's own code keeps outside of parameters and buffers.
-        own_calls: calls of a class's own `load_state_dict`, which wait for the result.
+        kept: Name -> what the model's own code keeps outside of parameters and buffers.
+        own_calls: Calls of a class's own `load_state_dict`. They wait for the result.
     """
 
     pairs: list[Pair] = field(default_factory=list)
@@ -103,8 +101,6 @@ class Match:
     open: bool = False
     hint: str | None = None
     left_out: set[str] = field(default_factory=set)
-    candidates: Mapping[str, SourceTensor] = field(default_factory=dict)
-    is_renamed: bool = False
     naming: Names | None = None
     canonical: Callable[[str], str] = str
     hooked: bool = False
@@ -128,8 +124,8 @@ class Made(NamedTuple):
     """A tensor as a rename makes it.
 
     Attributes:
-        entry: where its values are.
-        keys: whose values they are, in their order.
+        entry: Where its values are.
+        keys: The names in the checkpoint of what it is made of, in order.
     """
 
     entry: TensorEntry
@@ -145,21 +141,21 @@ class Rewriting:
         raise NotImplementedError
 
     def check(self, plain: Mapping[str, object], path: str) -> None:
-        """Refuse a checkpoint that says, besides its tensors, that it is none for this rule.
+        """Refuse a checkpoint with metadata of another model.
 
         Raises:
-            MismatchError: it is of another model.
+            MismatchError: If it is of another model.
         """
 
     def rewrite(self, items: Mapping[str, Made], path: str) -> dict[str, Made]:
         """Return name in the model -> tensor.
 
         Args:
-            items: name in the checkpoint, or after the rename before this one -> tensor.
-            path: of the checkpoint, for errors.
+            items: Name -> tensor, as the checkpoint or the rename before this one has it.
+            path: The path of the checkpoint, for errors.
 
         Raises:
-            MismatchError: they do not fit the rule.
+            MismatchError: If they do not match the rule.
         """
         raise NotImplementedError
 
@@ -170,7 +166,7 @@ def rewrite_entries(
     """Return name in the model -> the tensor that a rename, a merge or a split makes for it.
 
     Raises:
-        MismatchError: two keys get the same name, or what is to be merged does not fit together.
+        MismatchError: If two keys get one name, or tensors to be merged do not match.
     """
     items = {key: Made(entry, (key,)) for key, entry in entries.items()}
     if isinstance(rename, Rewriting):
@@ -182,17 +178,17 @@ def rewrite_entries(
 def rename_objects(
     keys: Iterable[str], rename: Rename | None, path: str, made: Container[str] = ()
 ) -> dict[str, str]:
-    """Return key -> name of leaves that are no tensors, and that a rule can therefore not merge.
+    """Return key -> name of non-tensor values. A rule cannot merge them.
 
     Args:
-        keys: theirs.
-        rename: that of the tensors.
-        path: of the checkpoint, for errors.
-        made: names of tensors. A leaf for which a rule that merges has one of them, or the name of
-            another leaf, keeps its key.
+        keys: Their keys.
+        rename: The rename of the tensors.
+        path: The path of the checkpoint, for errors.
+        made: Names of tensors. If a merging rule gives a value one of these names, or the name of
+            another value, the value keeps its key.
 
     Raises:
-        MismatchError: two get the same name of another rename.
+        MismatchError: If another rename gives two values one name.
     """
     if not isinstance(rename, Rewriting):
         return rename_keys(keys, rename, path)
@@ -205,7 +201,7 @@ def rename_objects(
 def names_of_left_out(
     gone: Mapping[str, SourceTensor | None], rename: Rename | None, path: str
 ) -> set[str]:
-    """Return the names that keys would have had, which a caller has left out."""
+    """Return the names in the model of keys that the caller left out."""
     names = set(apply_rename(gone, rename).values())
     names |= {whole for name in names if (whole := extra_state(name))}
     if isinstance(rename, Rewriting):
@@ -213,7 +209,7 @@ def names_of_left_out(
         entries = {key: describe(one) for key, one in tensors.items()}
         try:
             return names | rewrite_entries(entries, rename, path).keys()
-        except MismatchError:  # a part without the others makes nothing that could be missing
+        except MismatchError:  # a part of what is merged makes no tensor
             return names
     return names
 
@@ -221,10 +217,10 @@ def names_of_left_out(
 def assemble_tensors(
     origin: Origin, rename: Rewriting
 ) -> tuple[dict[str, str], dict[str, SourceTensor]]:
-    """Return key -> name of what stays as it is, and name -> candidate of what a rule makes.
+    """Return key -> name of unchanged tensors, and name -> tensor that a rule makes.
 
     Raises:
-        MismatchError: see `rewrite_entries`.
+        MismatchError: See `rewrite_entries`.
     """
     for ckpt in origin.checkpoints:
         rename.check(ckpt._index.plain, ckpt.path)
@@ -236,7 +232,7 @@ def assemble_tensors(
         tensors = rewrite_entries(entries, rename, origin.path)
     except MismatchError as error:
         if no_tensors := [key for key in error.missing_keys if key in origin.objects]:
-            error.hint = f"In the checkpoint this is no tensor: {clipped_list(no_tensors)}."
+            error.hint = f"In the checkpoint this is not a tensor: {clipped_list(no_tensors)}."
         raise
     for name, (entry, keys) in tensors.items():
         if entry is entries[keys[0]]:

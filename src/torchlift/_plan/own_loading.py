@@ -1,4 +1,4 @@
-"""What a source's tensors become in a `load_state_dict` that a model's class overrides."""
+"""Run a `load_state_dict` that a model's class overrides, and load what it passes on."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from torchlift.errors import PlacementError
 
 @dataclass(frozen=True, slots=True)
 class _Shown:
-    """A tensor as the method sees it; while it lives, no other one has its identity."""
+    """A tensor as the method sees it. While it lives, no other tensor has its identity."""
 
     candidate: SourceTensor
     tensor: torch.Tensor
@@ -40,14 +40,14 @@ class _Shown:
 
 @dataclass(frozen=True, slots=True)
 class OwnCalls:
-    """Calls of `load_state_dict` that wait inside of the method of `nn.Module`.
+    """Calls of `load_state_dict` that wait inside the method of `nn.Module`.
 
     Attributes:
-        calls: one for each root whose class overrides the method.
-        passed: what each passes on first.
-        named: what the source has.
-        shown: identity of a tensor -> what was shown.
-        watch: what the methods have written to.
+        calls: One call for each root whose class overrides the method.
+        passed: The state that each call passes on first.
+        named: The content of the source.
+        shown: Identity of a tensor -> what the method got.
+        watch: Records which tensors the methods write to.
     """
 
     calls: tuple[OwnLoading, ...]
@@ -59,7 +59,7 @@ class OwnCalls:
     def name_passed(
         self, passed: Sequence[PassedState], tree: ModuleTree, options: Options
     ) -> tuple[Named, Options]:
-        """Return what there is to load now, and whether the names must match."""
+        """Return what the methods pass on, and options with their ``strict``."""
         named, strict = self.named, options.strict
         prefixes = tuple(call.prefix for call in self.calls)
         candidates = {k: v for k, v in named.candidates.items() if not k.startswith(prefixes)}
@@ -80,13 +80,13 @@ class OwnCalls:
                         raise _lost_error(
                             full, "passes on a tensor without values, computed from one"
                         )
-                    left_out.add(full)  # it is the model's own: it stays as it is
+                    left_out.add(full)  # the model's own tensor stays as it is
                     continue
                 candidates[full] = self._candidate(full, tensor, like.get(full))
             for name, value in flat.objects.items():
                 values[prefix + name], objects[prefix + name] = value, prefix + name
             templates.update({prefix + name: tree for name, tree in flat.templates.items()})
-            # Of a method that hands all of it to a child, the rest stays as it is.
+            # If a method passes its state to a child, the rest of the model stays as it is.
             left_out |= {
                 name
                 for group in tree.groups
@@ -94,7 +94,7 @@ class OwnCalls:
                 if name.startswith(call.prefix) and not name.startswith(prefix)
             }
         for group in tree.groups:
-            # What the method has written itself needs no value.
+            # A tensor that the method wrote to needs no value.
             if self.watch.moment_of(group.tensor) is not None and candidates.keys().isdisjoint(
                 group.names
             ):
@@ -110,18 +110,18 @@ class OwnCalls:
     def _candidate(
         self, name: str, tensor: torch.Tensor, like: torch.Tensor | None
     ) -> SourceTensor:
-        """Return the tensor of the source, if the method left it as it was shown."""
+        """Return the tensor of the source if the method did not change it, else the new tensor."""
         shown = self.shown.get(identity_of(tensor))
         if shown is not None and version_of(tensor) == shown.version:
             return shown.candidate
         if like is not None and is_dtensor(tensor) and is_dtensor(like):
-            # An operation on a DTensor may choose another layout: torch copies from any.
+            # An operation may return a DTensor of another layout. torch copies from any layout.
             tensor = tensor.redistribute(placements=like.placements)
         return MemoryTensor(name, tensor)
 
 
 def _is_of(own: torch.Tensor | None, tensor: torch.Tensor) -> bool:
-    """Return whether a tensor on meta is one of the model's, as its `state_dict` gives it."""
+    """Return whether a tensor on meta is the model's own, as its `state_dict` returns it."""
     return own is not None and own.shape == tensor.shape and memory_of(own) == memory_of(tensor)
 
 
@@ -141,7 +141,7 @@ def call_own_loading(
     """Call the `load_state_dict` of each root whose class overrides it.
 
     Raises:
-        PlacementError: one does not call that of `nn.Module`, where torchlift loads.
+        PlacementError: If a method does not call the method of `nn.Module`.
     """
     commit.keep_attributes(tree.modules)
     given = [one for one in named.candidates.values() if isinstance(one, MemoryTensor)]

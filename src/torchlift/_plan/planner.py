@@ -1,4 +1,4 @@
-"""`plan`: which bytes go to which tensor, how, and at what cost, before anything happens."""
+"""`plan`: match names, decide how each tensor is loaded, and count what that costs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from torchlift._plan.rules import (
     check_rule,
     rename_keys,
 )
-from torchlift._plan.suggest import empty_hint, find_look_alikes, is_empty, suggest_rename
+from torchlift._plan.suggest import Shapes, empty_hint, find_look_alikes, is_empty, suggest_rename
 from torchlift._sources.opening import Given, Origin, open_source, state_hint
 from torchlift._sources.tensors import FileTensor, MemoryTensor, SourceTensor
 from torchlift._store.url import Url
@@ -72,20 +72,20 @@ from torchlift.errors import (
 from torchlift.formats.boxes import as_blocks
 from torchlift.formats.index import TensorEntry
 
-#: The way out where a load takes more memory than is free.
+#: The way out if a load needs more memory than is free.
 _LEAVE_IN_FILE = (
     'source="mmap" without dtype= leaves the weights in the file. torchlift.convert casts a file '
     "in blocks of about 32 MiB."
 )
 
-#: To skip these would leave (nearly) the whole model as it was made.
+#: ``ignore_mismatched=True`` would leave nearly all of the model as it was made.
 _OTHER_SIZES = (
     "These are the shapes of another configuration. Build the model with the sizes of the "
     "checkpoint, or load the checkpoint of a model of these sizes."
 )
 
 
-#: Raises an error if the names of a match, from the source at a path, do not fit.
+#: Called with a match, the path of the source and the options. Raises an error if names differ.
 CheckNames = Callable[[Match, str, Options], None]
 
 
@@ -137,7 +137,7 @@ class LoadPlan(LoadReport):
         return {**super().to_dict(), **costs}
 
     def _answer(self) -> LoadPlan:
-        """Return it without the steps: who keeps it, or sends it away, keeps no model and files."""
+        """Return the plan without its steps, which would keep the model and the files alive."""
         return replace(self, _work=Work())
 
     def _summary(self) -> tuple[str, Facts]:
@@ -226,7 +226,7 @@ def plan(
 
 
 def plan_only(model: nn.Module, ckpt: Given | Sequence[Given], options: Options) -> LoadPlan:
-    """Plan a load with its steps, and leave the model as it was."""
+    """Plan a load, with its steps. The model does not change."""
     check_order(model, ckpt, "plan")
     with (
         open_source(ckpt, options.root, options.allow_classes, options.storage_options) as source,
@@ -243,9 +243,9 @@ def check_order(model: object, ckpt: object, function: str = "load") -> None:
     """Refuse arguments that are swapped, and a model that is not a module.
 
     Args:
-        model: the first argument.
-        ckpt: the second argument.
-        function: the name of the function that was called.
+        model: The first argument.
+        ckpt: The second argument.
+        function: The name of the function that was called.
 
     Raises:
         TypeError: If `model` is not a module.
@@ -335,9 +335,6 @@ def decide(matched: Match, tree: ModuleTree, source: Origin, options: Options) -
     if options.transform is not None:
         extra += _count_transformed_bytes(steps)
     left = _left_on_meta(tree.groups, work)
-    changed = matched.candidates if matched.is_renamed else {}
-    called = {matched.canonical(name): one for name, one in changed.items()}
-    made = {name: one.keys for name, one in called.items() if one.keys}
     return LoadPlan(
         path=source.path,
         loaded={**_describe_steps(steps, matched, source), **kept},
@@ -349,9 +346,6 @@ def decide(matched: Match, tree: ModuleTree, source: Origin, options: Options) -
         tied=tuple(tuple(map(matched.canonical, g.names)) for g in tree.groups if len(g.slots) > 1),
         replayed=[matched.canonical(name) for group in work.replayed for name in group.names],
         deferred=[matched.canonical(name) for group in left for name in group.names],
-        renamed={one.key: name for name, one in called.items() if not one.keys and one.key != name},
-        merged={name: keys for name, keys in made.items() if len(keys) > 1},
-        split=_find_split(made),
         peak_bytes=_peak(work, moved, source) + extra,
         bytes_to_read=sum(step.span for step in moved if step.owned or step.in_place),
         requests=source.requests + _count_requests(steps),
@@ -360,18 +354,18 @@ def decide(matched: Match, tree: ModuleTree, source: Origin, options: Options) -
 
 
 def _name_tensors(tree: ModuleTree, origin: Origin, options: Options, *, wrapped: bool) -> Named:
-    """Give what a source has the names of the model.
+    """Name the content of a source as the model does.
 
     Args:
-        tree: the model.
-        origin: the source.
-        options: what was asked for.
-        wrapped: whether a wrapped model's names are looked for, too. For torch's own functions the
-            source has the keys of the wrapped model by now.
+        tree: The model.
+        origin: The source.
+        options: The caller's options.
+        wrapped: Whether keys may have the names of a wrapped model, too. torch's own functions pass
+            a source that has these names already.
 
     Raises:
-        MismatchError: a rule or a pattern matches nothing.
-        UnsafeError: a value that the model needs is blocked.
+        MismatchError: If a rule or a pattern matches nothing.
+        UnsafeError: If a value that the model needs is blocked.
     """
     keys = {*origin.candidates, *origin.objects, *origin.blocked} if options.rename else ()
     check_rename(options.rename, keys, origin.path)
@@ -397,8 +391,8 @@ def _name_tensors(tree: ModuleTree, origin: Origin, options: Options, *, wrapped
     if naming is not None:
         given = [*names.values(), *made, *objects.values()]
         to_key = dict(zip(given, naming.keys(given), strict=True))
-        # Under the names of the wrapped model, a file is for its own `load_state_dict`; under the
-        # wrappers' it is for theirs, and torch calls the root's only.
+        # torch calls the method of the root alone. A file with the names of the wrapped model is
+        # for the method of that model, and a file with the names of the wrapper for the wrapper's.
         if given != [*to_key.values()]:
             own = own_loaders(tree, inside=True)
         names = {key: to_key[name] for key, name in names.items()}
@@ -414,13 +408,13 @@ def _name_tensors(tree: ModuleTree, origin: Origin, options: Options, *, wrapped
         here = [name for name in dict.fromkeys(map(canonical, known)) if name not in there]
         rest = [name for name in there if name not in model_names]
         raise _blocked_error(origin, refused, suggest_rename(here, rest, options.root))
-    # Of a DTensor, only what this rank has of it, unless a method of the model sees all of it.
+    # This rank needs its own slices of DTensors alone, unless a method of the model sees all.
     like = {slot.fqn: group.tensor for group in tree.groups for slot in group.slots}
     needed = {key: like[name] for key, name in names.items() if name in like}
     origin.resolve(
         {key: spans_of(t, key) if is_dtensor(t) and not own else None for key, t in needed.items()}
     )
-    # Code of the model's looks at values: they have to be here.
+    # Code of the model sees values, so they are fetched now.
     hooked = hooked_modules(tree, [*names.values(), *made])
     if hooked or own:
         prefixes = tuple(prefix for prefix, _ in (*hooked, *own))
@@ -455,7 +449,7 @@ def _match_named(
     check: CheckNames | None,
     own_calls: Sequence[OwnLoading] = (),
 ) -> Match:
-    """Match a source that has names of the model; see `match_names`."""
+    """Match a source whose content has names of the model; see `match_names`."""
     found, outcome = dict(named.candidates), Outcome(unexpected=list(named.objects.values()))
     on_meta = None
     if named.hooked:
@@ -464,8 +458,7 @@ def _match_named(
     found |= _fill_noted_ties(tree.groups, found, named.noted)
     # A transform may still change shapes, or make a tensor dense.
     matched = match(tree.groups, found, check_shapes=options.transform is None)
-    matched.candidates, matched.on_meta = named.candidates, on_meta
-    matched.is_renamed = bool(options.rename is not None or named.naming or own_calls)
+    matched.on_meta = on_meta
     matched.own_calls, matched.extra = tuple(own_calls), tuple(outcome.extra)
     matched.kept = {name: named.candidates[name] for name in outcome.taken}
     has_hooks = has_post_hooks(tree)
@@ -473,12 +466,12 @@ def _match_named(
     matched.given = frozenset(found if has_hooks else ())
     matched.missing = [name for name in matched.missing if name not in outcome.excused]
     matched.missing = list(dict.fromkeys([*matched.missing, *outcome.missing]))
-    if check is None:  # otherwise for torch's own functions, to which it is unexpected
+    if check is None:  # for torch's own functions, such a name is unexpected
         computed = {s.fqn for group in tree.groups for s in group.slots if not s.persistent}
         matched.dropped = [name for name in matched.unexpected if name in computed]
         matched.unexpected = [name for name in matched.unexpected if name not in computed]
     matched.unexpected += [*outcome.unexpected, *named.ignored]
-    # BatchNorm makes up its counter: such a value does not show that anything matches.
+    # A hook may add values, as BatchNorm adds its counter. They do not show that a name matches.
     known_keys = {one.key for one in named.candidates.values()} if named.hooked else None
     if own_calls or known_keys is None or _has_any(matched.pairs, known_keys):
         matched.fits = len(matched.pairs)
@@ -491,7 +484,7 @@ def _match_named(
     (check or check_names)(
         matched, source.path, replace(options, strict=False) if matched.open else options
     )
-    # What ignore_mismatched lets pass counts as missing from here on.
+    # From here on, a mismatch that ignore_mismatched allows counts as missing.
     matched.missing += matched.mismatched
     return matched
 
@@ -506,8 +499,8 @@ def _fill_noted_ties(
 ) -> dict[str, SourceTensor]:
     """Return name in the model -> the tensor that a file notes as tied to it.
 
-    Only for what the model lacks otherwise, and with its shape: the note may be any text, and a
-    tie of a view has another shape (keras-hub#3075).
+    A note counts only for a name without a value, and if the shapes are equal: it may be any text,
+    and a tie of a view has another shape (keras-hub#3075).
     """
     lacking = {
         slot.fqn: tuple(group.tensor.shape)
@@ -526,7 +519,7 @@ def _describe_kept(name: str, one: SourceTensor, source: Origin) -> KeyReport:
         name, one.key, _path_of(one, source), one.nbytes, "assign",
         "mmap" if isinstance(one, FileTensor) else "memory", "compute", str(device),
         str(one.dtype).removeprefix("torch."), None, "kept by its module's own loading code",
-        one.keys or (one.key,),
+        one.keys or (one.key,), bool(one.keys),
     )  # fmt: skip
 
 
@@ -536,13 +529,15 @@ def _describe_steps(steps: Iterable[Step], matched: Match, source: Origin) -> di
     canonical = matched.canonical
     for step in steps:
         one = step.candidate
-        seen = one.entry if isinstance(one, FileTensor) else one  # whose dtype takes no look-up
+        seen = (
+            one.entry if isinstance(one, FileTensor) else one
+        )  # an entry has the name of its dtype
         route: Route = "compute" if step.handled and step.route == "view" else step.route
         becomes, stored = (str(t).removeprefix("torch.") for t in (step.dtype, seen.dtype))
         report = KeyReport(
             canonical(step.key), one.key, _path_of(one, source), seen.nbytes, step.mode,
             step.source, route, str(step.device), becomes, None if stored == becomes else stored,
-            step.note, one.keys or (one.key,),
+            step.note, one.keys or (one.key,), bool(one.keys),
         )  # fmt: skip
         for slot in step.group.slots:
             loaded[canonical(slot.fqn)] = report
@@ -555,12 +550,12 @@ def _left_on_meta(groups: Iterable[Group], work: Work) -> list[Group]:
     done |= {id(item.group.tensor) for item in work.makings}
     left = [g for g in groups if id(g.tensor) not in done and not is_lazy(g.tensor)]
     paired = {id(pair.group.tensor) for pair in work.match.pairs} if left else set()
-    # A live tensor with a value in the source counts, too: the device rule has left it as it is.
+    # A live tensor with a value in the source is left, too, if the device rule says "meta".
     return [group for group in left if group.tensor.is_meta or id(group.tensor) in paired]
 
 
 def _path_of(one: SourceTensor, origin: Origin) -> str:
-    """Return the path of the checkpoint, or of each of several, that a tensor comes from."""
+    """Return the path of the checkpoint that a tensor comes from, or the paths of several."""
     if not origin.paths:
         return origin.path
     paths = (origin.paths.get(key, origin.path) for key in one.keys or (one.key,))
@@ -575,7 +570,7 @@ def _run_hooks(
     named: Named,
     options: Options,
 ) -> tuple[dict[str, SourceTensor], Outcome]:
-    """Return name -> tensor after the model's own loading code has run, and what else it did."""
+    """Run the model's own loading code; return name -> tensor after it, and what else it did."""
     candidates, objects, modules = named.candidates, named.objects, named.hooked
     prefixes = tuple(prefix for prefix, _ in modules)
     like = {slot.fqn: group.tensor for group in tree.groups for slot in group.slots}
@@ -599,7 +594,7 @@ def _run_hooks(
     found = {name: one for name, one in candidates.items() if name not in seen}
     for name, (tensor, shown_as, written) in outcome.tensors.items():
         one = None if shown_as is None else seen[shown_as]
-        # What the code wrote is in this tensor alone: the file, or the map of it, has old values.
+        # If the code wrote to the tensor, the entry in the file has the old values.
         entry = None if one is None or written else one.entry
         key, keys = (name, ()) if one is None else (one.key, one.keys)
         found[name] = MemoryTensor(key, tensor, keys, entry)
@@ -608,22 +603,13 @@ def _run_hooks(
     return found, outcome
 
 
-def _find_split(made: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """Return name in the checkpoint -> the names that share its values, if there are several."""
-    found: dict[str, list[str]] = {}
-    for name, keys in made.items():
-        for key in keys:
-            found.setdefault(key, []).append(name)
-    return {key: tuple(names) for key, names in found.items() if len(names) > 1}
-
-
 def _peak(work: Work, steps: Sequence[Step], origin: Origin) -> int:
     """Estimate the anonymous memory, in bytes, that the work takes at its peak.
 
     Args:
-        work: all of it.
-        steps: those that are not just mapped.
-        origin: where the values come from.
+        work: The work.
+        steps: The steps that are not only mapped.
+        origin: Where the values come from.
     """
     staged = sum(
         step.span
@@ -636,7 +622,7 @@ def _peak(work: Work, steps: Sequence[Step], origin: Origin) -> int:
         for item in work.makings
         if item.device.type == "cpu"
     )
-    # What a hook may still refuse, or a subclass fail to copy, is kept until it has not.
+    # A backup exists while a hook may still raise, or a subclass may fail to copy.
     backed_up = work.match.hooked or bool(work.match.extra)
     kept = sum(
         content_bytes(local_tensor(step.group.tensor))
@@ -651,7 +637,7 @@ def _peak(work: Work, steps: Sequence[Step], origin: Origin) -> int:
 
 
 def _count_requests(steps: Sequence[Step]) -> int:
-    """Return how many ranges of URLs the steps that are not done yet ask for."""
+    """Return how many range requests to URLs the steps will make."""
     found = list[tuple[TensorEntry, bool]]()
     for step in steps:
         entry = step.entry
@@ -663,9 +649,9 @@ def _count_requests(steps: Sequence[Step]) -> int:
 
 
 def _count_transformed_bytes(steps: Sequence[Step]) -> int:
-    """Return the bytes that a transform takes on the host: what it gets, and where it is to stay.
+    """Return the bytes that a transform takes on the host, for its arguments and its results.
 
-    It may return new memory for every tensor, and what is copied in place waits until all are made.
+    Each result may be new memory, and a result for a copy in place waits until all are made.
     """
     most = max((step.candidate.nbytes for step in steps), default=0)
     total = sum(step.candidate.nbytes for step in steps)
@@ -678,12 +664,13 @@ def _count_transformed_bytes(steps: Sequence[Step]) -> int:
 
 
 def _count_inflated_bytes(steps: Sequence[Step], origin: Origin) -> int:
-    """Return the bytes of deflated records that are in memory at a time beside the new tensors."""
+    """Return the bytes of inflated records that are in memory at a time, besides the tensors."""
     entries = (step.entry for step in steps if step.entry)
     records = {chunk.packed for entry in entries for chunk in entry.chunks if chunk.packed}
     if not records:
         return 0
-    # Those of several tensors stay until the last of them; of the others one is there at a time.
+    # A record of several tensors stays until the last of them. Of other records, one is there at
+    # a time.
     shared = shared_records(one.entry for one in origin.candidates.values() if one.entry)
     kept = sum(record.size for record in records & shared)
     return kept + max((record.size for record in records - shared), default=0)
@@ -703,7 +690,7 @@ def _count_new_bytes(step: Step) -> int:
 
 
 def _blocked_error(origin: Origin, keys: Sequence[str], found: Hint | None) -> CheckpointError:
-    """Return the error for all values that cannot be had; first the root without them, if any."""
+    """Return the error for blocked values. Its hint begins with a root without them, if any."""
     error = origin.refusal(keys[0], several=len(keys) > 1)
     if len(keys) > 1:
         error.lists.append(f"blocked ({len(keys)}): {clipped_list(keys)}")
@@ -723,13 +710,13 @@ def _hint(
     """Return the change that would match the names, or None.
 
     Args:
-        matched: the names that match, and those that do not.
-        model: the model.
-        options: the caller's.
-        named: what the source has.
+        matched: The names that match, and those that do not.
+        model: The model.
+        options: The caller's options.
+        named: The content of the source.
     """
     missing, unexpected = matched.missing, matched.unexpected
-    if matched.fits:  # what is allowed is meant to be so; that nothing fits, nobody means
+    if matched.fits:  # allowed names are intended, unless nothing matches
         missing, unexpected = _find_disallowed(matched, options)
     if not missing or not unexpected:
         return None
@@ -798,8 +785,8 @@ class _Unfit(NamedTuple):
     wrong: Mapping[str, Mismatch]
 
     @property
-    def shapes(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Name -> (shape in the model, shape in the checkpoint)."""
+    def shapes(self) -> dict[str, Shapes]:
+        """Name -> its two shapes."""
         return {key: (item.expected, item.found) for key, item in self.wrong.items()}
 
     def lists(self) -> list[str]:
@@ -845,7 +832,7 @@ class _Unfit(NamedTuple):
 
 
 def _find_disallowed(matched: Match, options: Options) -> tuple[list[str], list[str]]:
-    """Return the names that are missing, and those that are unexpected, and may not be."""
+    """Return the missing names and the unexpected names that are not allowed."""
     excused = allowed(matched.missing, options.allow_missing) | matched.left_out
     extra = allowed(matched.unexpected, options.allow_unexpected)
     missing = [name for name in matched.missing if name not in excused]
@@ -858,20 +845,20 @@ def _find_disallowed(matched: Match, options: Options) -> tuple[list[str], list[
 def match(
     groups: Iterable[Group], candidates: Mapping[str, SourceTensor], *, check_shapes: bool
 ) -> Match:
-    """Pair groups with candidates by name; any name of a tied group will do.
+    """Pair tensors of a model with candidates by name. One name of a tie is enough.
 
     Args:
-        groups: the model's tensors.
-        candidates: name in the model -> what the source has for it.
-        check_shapes: False where a transform may still change shapes.
+        groups: The tensors of the model.
+        candidates: Name in the model -> what the source has for it.
+        check_shapes: Whether shapes must be equal. False if a transform may change them.
 
     Raises:
-        PlacementError: a candidate has no shape.
+        PlacementError: If a candidate does not have a shape.
     """
     result = Match()
     known: set[str] = set()
     for group in groups:
-        if len(group.slots) == 1 and is_plain(group.tensor):  # as nearly all are
+        if len(group.slots) == 1 and is_plain(group.tensor):  # as nearly all tensors
             (slot,) = group.slots
             one = candidates.get(slot.fqn) if slot.persistent else None
             if type(one) is FileTensor and one.entry.shape == group.tensor.shape:
@@ -899,7 +886,7 @@ def match(
         ]
         result.mismatched.update({item.key: item for item in wrong})
         found = [(name, one) for name, one in found if name not in result.mismatched]
-        if found:  # also where another name of the tie has another shape
+        if found:  # even if another name of the tie has another shape
             result.pairs.append(Pair(group, found[0][0], [one for _, one in found]))
             continue
         if not wrong:
@@ -910,7 +897,7 @@ def match(
 
 
 def _blocks_for(one: SourceTensor, tensor: torch.Tensor) -> SourceTensor:
-    """Return the blocks of quantised values as they are, for memory that holds just those."""
+    """Return the raw blocks of quantised values if the model's tensor has their size and dtype."""
     if tensor.dtype != torch.uint8 or not isinstance(one, FileTensor) or not one.entry.encoding:
         return one
     raw = as_blocks(one.entry)
@@ -922,7 +909,7 @@ def _blocks_for(one: SourceTensor, tensor: torch.Tensor) -> SourceTensor:
 def _fits(tensor: torch.Tensor, shape: tuple[int, ...]) -> bool:
     if is_lazy(tensor):
         return True
-    # A scalar saved with shape [1] by torch < 0.4, which load_state_dict accepts to this day.
+    # torch < 0.4 saved a scalar with shape [1]. load_state_dict still accepts that.
     return tuple(tensor.shape) == shape or (tensor.dim() == 0 and shape == (1,))
 
 

@@ -1,4 +1,4 @@
-"""What a load will do or has done, key by key: the results of `plan` and `load`."""
+"""The report of a load, key by key: the results of `plan` and `load`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from torchlift._system.text import Facts, Summary, clipped_list, count_of, human
 
 Mode = Literal["assign", "copy", "swap"]
 Source = Literal["mmap", "read", "memory"]
-#: How values get to where they are placed from. view: nothing is moved, they are the file's map (or
-#: a caller's tensor that is copied in place); read: by parallel reads into new memory; copy: out of
-#: the map into new memory; fill: chunk by chunk out of the map; compute: out of tensors in memory,
-#: or by the class of the model's tensor.
+#: How values get into memory. view: they stay in the file's map, or in a tensor of the caller.
+#: read: by parallel reads into new memory. copy: from the map into new memory. fill: chunk by chunk
+#: from the map. compute: from tensors in memory, or by the class of the model's tensor.
 Route = Literal["view", "read", "copy", "fill", "compute"]
 
 
@@ -37,6 +36,7 @@ class KeyReport:
         cast_from: Its dtype in the checkpoint if that differs, else None.
         note: Why it is loaded in another way than you asked for, else None.
         entries: All its names in the checkpoint.
+        is_made: Whether a rename merged or split tensors to make it.
     """
 
     key: str
@@ -51,10 +51,11 @@ class KeyReport:
     cast_from: str | None = None
     note: str | None = None
     entries: tuple[str, ...] = ()
+    is_made: bool = False
 
     @property
     def is_mapped(self) -> bool:
-        """Whether the model's tensor is the file's map, and not a copy of it."""
+        """Whether the model's tensor is mapped from the file."""
         return (self.source, self.route) == ("mmap", "view") and self.mode != "copy"
 
 
@@ -94,9 +95,6 @@ class LoadReport(Summary):
         tied: Groups of names that are one tensor in the model.
         replayed: Names whose value was made by replaying their construction.
         deferred: Names that the device rule left for a later load, with ``"meta"``.
-        renamed: Name in the checkpoint -> name in the model, if they differ.
-        merged: Name in the model -> the names in the checkpoint that were joined.
-        split: Name in the checkpoint -> the names in the model that share its values.
         hint: The change that would match more names, or None.
         seconds: Wall time of the load.
         bytes_read: Bytes copied out of the files. Mapped bytes do not count.
@@ -113,9 +111,6 @@ class LoadReport(Summary):
     dropped: list[str] = field(default_factory=list)
     replayed: list[str] = field(default_factory=list)
     deferred: list[str] = field(default_factory=list)
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    merged: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    split: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     hint: str | None = None
     seconds: float = 0.0
     bytes_read: int = 0
@@ -124,8 +119,34 @@ class LoadReport(Summary):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all loaded tensors in the checkpoint, ties counted once."""
+        """Bytes of all loaded tensors in the checkpoint. A tie counts once."""
         return _bytes_of(self.loaded.values())
+
+    @property
+    def renamed(self) -> dict[str, str]:
+        """Name in the checkpoint -> name in the model, if they differ."""
+        return {
+            item.entry: key for key, item in self._own if item.entry != key and not item.is_made
+        }
+
+    @property
+    def merged(self) -> dict[str, tuple[str, ...]]:
+        """Name in the model -> the names in the checkpoint that were joined."""
+        return {key: item.entries for key, item in self._own if len(item.entries) > 1}
+
+    @property
+    def split(self) -> dict[str, tuple[str, ...]]:
+        """Name in the checkpoint -> the names in the model that share its values."""
+        found: dict[str, list[str]] = {}
+        for key, item in self._own:
+            for entry in item.entries if item.is_made else ():
+                found.setdefault(entry, []).append(key)
+        return {entry: tuple(keys) for entry, keys in found.items() if len(keys) > 1}
+
+    @property
+    def _own(self) -> list[tuple[str, KeyReport]]:
+        """Each tensor once, under the name that the checkpoint has for it."""
+        return [(key, item) for key, item in self.loaded.items() if item.key == key]
 
     @property
     def bytes(self) -> dict[str, int]:
@@ -222,10 +243,10 @@ def _brief(names: tuple[str, ...]) -> str:
 
 
 def _bytes_of(reports: Iterable[KeyReport]) -> int:
-    """Return bytes in the checkpoint, those of a tie counted once."""
+    """Return bytes in the checkpoint. A tie counts once."""
     return sum({id(item): item.nbytes for item in reports}.values())
 
 
 def list_names(title: str, items: list[str]) -> Facts:
-    """Return a fact about names, of which the first are given; none where there are no names."""
+    """Return a fact with the number of names and the first of them, or nothing without names."""
     return [(f"{title} ({len(items)})", clipped_list(items))] if items else []

@@ -1,4 +1,4 @@
-"""What a caller asked for: the arguments of `plan` and `load`, and how a rule becomes an answer."""
+"""The options of `plan` and `load`, and the answers of device, dtype and rename rules."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ Rename = Callable[[str], str | None] | Mapping[str, str | None]
 Transform = Callable[[str, torch.Tensor], torch.Tensor]
 #: Called with a number of bytes as they arrive.
 Advance = Callable[[int], object]
-#: The dtype that keeps what the model has, also on meta.
+#: The dtype that keeps the dtype of the model, also on meta.
 MODEL = "model"
-#: Names of other programs -> torch's.
+#: Name in other programs -> name in torch.
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 AnyMode = Literal["auto", "assign", "copy", "swap"]
 AnySource = Literal["auto", "mmap", "read"]
@@ -41,10 +41,10 @@ class Options:
     """The arguments that `plan` and `load` share; see there.
 
     Attributes:
-        present: whether the devices must exist here; False for a plan that is only looked at.
+        present: Whether the devices must exist here.
 
     Raises:
-        TypeError, ValueError: an argument is not what it can be.
+        TypeError, ValueError: If an argument has another type or value.
     """
 
     rename: Rename | None = None
@@ -74,7 +74,9 @@ class Options:
             raise ValueError(
                 f'dtype={dtype!r}: expected a name such as "bfloat16", or "model"{full_name(dtype)}'
             )
-        is_rule = callable(dtype) and not isinstance(dtype, type)  # float would take an entry
+        is_rule = callable(dtype) and not isinstance(
+            dtype, type
+        )  # the class float is callable, too
         if not (dtype is None or isinstance(dtype, (torch.dtype, str)) or is_rule):
             raise TypeError(
                 f"dtype={dtype!r}: expected a torch.dtype, its name, a callable or None"
@@ -102,17 +104,17 @@ def target_dtype(
     *,
     is_cast: bool = False,
 ) -> torch.dtype:
-    """Return the dtype that `rule` gives a tensor; only floating-point ones are ever cast.
+    """Return the dtype that `rule` gives a tensor. Only floating-point tensors are cast.
 
     Args:
-        rule: what was asked for.
-        entry: what the rule gets to see.
-        tensor: the model's.
-        file_dtype: that of its values in the source.
-        is_cast: whether a tensor on meta was cast by the caller, and keeps its dtype.
+        rule: The caller's rule.
+        entry: What the rule gets.
+        tensor: The model's tensor.
+        file_dtype: The dtype of its values in the source.
+        is_cast: Whether the caller cast a tensor on meta, which then keeps its dtype.
 
     Raises:
-        PlacementError: the rule gives something else than a floating-point dtype.
+        PlacementError: If the rule does not give a floating-point dtype.
     """
     default = file_dtype if tensor.is_meta and not is_cast else tensor.dtype
     floating = file_dtype.is_floating_point and tensor.dtype.is_floating_point
@@ -134,19 +136,19 @@ def target_dtype(
 
 
 def stored_dtype(rule: DtypeRule, entry: TensorEntry, path: str) -> torch.dtype:
-    """Return the dtype that `rule` gives a tensor of the file at `path`, for no model."""
+    """Return the dtype that `rule` gives a tensor of the file at `path`, without a model."""
     stored = dtype_of(entry, path)
     return target_dtype(rule, entry, torch.empty(0, dtype=stored, device="meta"), stored)
 
 
 def dtype_named(name: str) -> torch.dtype | None:
-    """Return the dtype that torch has under a name, such as ``"bfloat16"``; None: it has none."""
+    """Return torch's dtype of a name, such as ``"bfloat16"``, or None."""
     found = getattr(torch, name.removeprefix("torch."), None)
     return found if isinstance(found, torch.dtype) else None
 
 
 def full_name(short: object) -> str:
-    """Return a question with torch's name for the short one of a dtype, or an empty string.
+    """Return a question with torch's name for the short name of a dtype, or an empty string.
 
     Example:
         >>> full_name("bf16"), full_name("float7")
@@ -158,7 +160,7 @@ def full_name(short: object) -> str:
 def apply_device_rule(
     rule: DeviceRule, seen: TensorEntry, group: Group
 ) -> tuple[torch.device | str | int | None, str | None]:
-    """Return what the rule says, and a note where it says several things about one tied tensor."""
+    """Return the answer of a device rule, and a note if it differs between tied names."""
     if not callable(rule):
         return rule, None
     if len(group.slots) == 1:
@@ -179,10 +181,10 @@ def is_deferred(asked: object) -> bool:
 def target_device(
     asked: torch.device | str | int | None, key: str, tensor: torch.Tensor, *, present: bool
 ) -> torch.device:
-    """Return the device that a tensor goes to; the default where nothing was asked for.
+    """Return the device that a tensor goes to, with the default if there is no rule.
 
     Raises:
-        PlacementError: it is no device, or not one of this machine.
+        PlacementError: If it is not a device of this machine.
     """
     if asked is not None:
         return usable_device(asked, key, present=present)
@@ -201,35 +203,30 @@ def check_on_disk(
     """
     blank = torch.empty(0, dtype=group.tensor.dtype, device="meta")
     dtype = target_dtype(options.dtype, seen, blank, file_dtype, is_cast=is_cast)
-    if dtype != file_dtype:
-        raise PlacementError(
-            "cannot stay on disk and be cast",
-            entry=group.fqn,
-            expected=f"{file_dtype}, as in the file",
-            found=str(dtype),
-            hint="Give it room on another device, or convert the file to that dtype first.",
-        )
     is_deflated = "deflated" in seen.encoding
-    if is_deflated or len(seen.chunks) > 1 or any(chunk.stride for chunk in seen.chunks):
-        where = "deflated" if is_deflated else "in several places"
+    reason = hint = None
+    if dtype != file_dtype:
+        reason, hint = " and be cast", "convert the file to that dtype first"
+    elif is_deflated or len(seen.chunks) > 1 or any(chunk.stride for chunk in seen.chunks):
+        reason = f", where it is {'deflated' if is_deflated else 'in several places'}"
+        hint = "convert the file first"
+    elif options.mode == "copy":
+        reason, hint = " and be copied", "pass another mode="
+    if reason:
         raise PlacementError(
-            f"cannot stay on disk, where it is {where}",
+            f"cannot stay on disk{reason}",
             entry=group.fqn,
-            hint="Give it room on another device, or convert the file first.",
-        )
-    if options.mode == "copy":
-        raise PlacementError(
-            "cannot stay on disk and be copied",
-            entry=group.fqn,
-            hint='Load with mode="auto", "assign" or "swap".',
+            expected=f"{file_dtype}, as in the file" if dtype != file_dtype else None,
+            found=str(dtype) if dtype != file_dtype else None,
+            hint=f"Pass another device for it, or {hint}.",
         )
 
 
 def check_rule(rule: object, names: Collection[str], *, present: bool) -> None:
-    """Let a rule of `remap` check itself once, before a tensor is looked at.
+    """Let a rule of `remap` check itself once, before the first tensor.
 
     Raises:
-        PlacementError: it names what is not there.
+        PlacementError: If it names something that does not exist.
     """
     check = getattr(rule, "check", None)
     if callable(check):
@@ -237,7 +234,7 @@ def check_rule(rule: object, names: Collection[str], *, present: bool) -> None:
 
 
 def entry_like(key: str, group: Group) -> TensorEntry:
-    """Return a description, for a device rule, of a tensor that no file holds."""
+    """Describe a tensor that no file contains, for a device rule."""
     tensor = group.tensor
     shape = tuple(tensor.shape)
     return TensorEntry(
@@ -253,10 +250,10 @@ def entry_like(key: str, group: Group) -> TensorEntry:
 
 
 def rename_keys(keys: Iterable[str], rename: Rename | None, path: str) -> dict[str, str]:
-    """Return name in the checkpoint -> name in the model, without those that `rename` drops.
+    """Return name in the checkpoint -> name in the model, without keys that `rename` drops.
 
     Raises:
-        MismatchError: two keys get the same name.
+        MismatchError: If two keys get one name.
     """
     names = apply_rename(keys, rename)
     keys_of: dict[str, str] = {}
@@ -268,7 +265,7 @@ def rename_keys(keys: Iterable[str], rename: Rename | None, path: str) -> dict[s
 
 
 def apply_rename(keys: Iterable[str], rename: Rename | None) -> dict[str, str]:
-    """Return the same of names in the model that several keys may have."""
+    """Return the same, but let several keys have one name in the model."""
     if rename is None:
         return {key: key for key in keys}
     names: dict[str, str] = {}
@@ -290,7 +287,7 @@ def check_rename(rename: Rename | None, keys: Collection[str], path: str) -> Non
     """Refuse a rename with a name, a prefix or a rule that matches no key of the source.
 
     Raises:
-        MismatchError: If there is one. The result would be a copy with the old names.
+        MismatchError: If there is one. The caller would get the old names without an error.
     """
     find_idle = getattr(rename, "find_idle", None)  # a rename of torchlift.remap
     idle = find_idle(keys) if find_idle is not None and keys else None
@@ -314,7 +311,7 @@ def check_rename(rename: Rename | None, keys: Collection[str], path: str) -> Non
 
 
 def same_name_error(name: str, first: str, second: str, path: str) -> MismatchError:
-    """Return the error that says that two keys get one name."""
+    """Return the error for two keys that get one name."""
     return MismatchError(
         f"rename gives two keys one name, {name!r}",
         file=path,

@@ -1,4 +1,4 @@
-"""Which rule would bring the names of a checkpoint and of a model together."""
+"""Suggest the rename or the root that matches the names of a checkpoint and of a model."""
 
 from __future__ import annotations
 
@@ -8,28 +8,29 @@ from collections.abc import Iterable, Mapping, Sequence
 from torchlift._model.torch_private import CHECKPOINTED, COMPILED, FULLY_SHARDED
 from torchlift.errors import Argument, Hint, nearest
 
-#: Names of each side from which rules are guessed; what they do is counted on all names.
+#: Names of each side from which rules are guessed. All names count for their effect.
 _LOOKED_AT = 2000
-_Shape = tuple[int, ...]
-#: Neither a model of other sizes nor a load without them would have the values.
+#: The shape of a tensor in the model, and in the checkpoint.
+Shapes = tuple[tuple[int, ...], tuple[int, ...]]
+#: The way out for weights of shape [0].
 _NO_VALUES = (
     "Weights of shape [0] contain no values: each rank of DeepSpeed ZeRO-3 saved its part "
     "elsewhere. Pass the folder of the DeepSpeed checkpoint that contains zero_to_fp32.py, or the "
     "output of that script. Or save again with stage3_gather_16bit_weights_on_model_save."
 )
-#: Children in which wrappers of PyTorch hold the module that they wrap.
+#: Names of the child in which a wrapper of PyTorch holds its module.
 _WRAPPERS = ("module", COMPILED, CHECKPOINTED, FULLY_SHARDED)
 
 
 def suggest_rename(
     missing: Iterable[str], unexpected: Iterable[str], root: str | None = None
 ) -> Hint | None:
-    r"""Return the one rename or root that would bring the two lists together, or None.
+    r"""Return the rename or the root that matches the two lists, or None.
 
     Args:
-        missing: names of the model.
-        unexpected: names of the checkpoint, below `root`.
-        root: the container that was asked for.
+        missing: Names of the model.
+        unexpected: Names of the checkpoint, below `root`.
+        root: The container that the caller passed.
 
     Example:
         >>> print(suggest_rename(["fc.weight"], ["module.fc.weight"]))
@@ -62,26 +63,26 @@ def suggest_rename(
     inner = _wrappers_in(lacking, extra)
     if not inner:
         return None
-    told = ", ".join(f"{name!r} is in the checkpoint's names only" for name in inner)
-    return Hint(f"{told}: pass ", _rename(inner), ".")
+    reasons = ", ".join(f"{name!r} is in the checkpoint's names only" for name in inner)
+    return Hint(f"{reasons}: pass ", _rename(inner), ".")
 
 
-def is_empty(expected: _Shape, found: _Shape) -> bool:
-    """Return whether a checkpoint has no values for a tensor that a model has values for."""
+def is_empty(expected: tuple[int, ...], found: tuple[int, ...]) -> bool:
+    """Return whether a checkpoint has an empty tensor for a tensor of the model with values."""
     return 0 in found and 0 not in expected
 
 
-def empty_hint(mismatched: Mapping[str, tuple[_Shape, _Shape]]) -> str | None:
-    """Return the way out if a checkpoint has names, and no values under some of them.
+def empty_hint(mismatched: Mapping[str, Shapes]) -> str | None:
+    """Return the way out if a checkpoint has names without values.
 
     Args:
-        mismatched: name -> (shape in the model, shape in the checkpoint).
+        mismatched: Name -> (shape in the model, shape in the checkpoint).
     """
     return _NO_VALUES if any(is_empty(*both) for both in mismatched.values()) else None
 
 
 def find_look_alikes(missing: Sequence[str], unexpected: Sequence[str]) -> str | None:
-    """Return which of the names may mean the same, for three at most, or None."""
+    """Return which names look alike, three pairs at most, or None."""
     by_end = defaultdict(list)
     for name in unexpected:
         by_end[name.rpartition(".")[2]].append(name)
@@ -119,13 +120,13 @@ def _wrappers_in(lacking: list[str], extra: list[str]) -> list[str]:
     known = set(lacking)
     others = [name for name in extra if name not in known] if found else []
     made = {".".join(part for part in name.split(".") if part not in found) for name in others}
-    # Where two names become one, the rule is another one.
+    # Two names that become one show that the rule is wrong.
     fits = 2 * len(known & made) > min(len(known), len(others)) and len(made) == len(others)
     return found if fits else []
 
 
 def _rename(inner: Sequence[str], drop: str = "") -> Argument:
-    # Whole components, which may have any character but a dot; \b ends at a hyphen.
+    # Complete components, which may contain any character but a dot. \b would end at a hyphen.
     pairs = [(f"(?<![^.]){name}[.]", "") for name in inner]
     steps = [f"remap.strip({drop!r})"] * bool(drop) + [f"remap.rules({pairs!r})"] * bool(pairs)
     return Argument("rename", " | ".join(steps), (*[drop] * bool(drop), *pairs))

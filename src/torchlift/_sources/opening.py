@@ -1,4 +1,4 @@
-"""Open what a caller passes: files, a state dict in memory, or several of them, as one source."""
+"""Open files, a state dict in memory, or several of these as one source of a load."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ from torchlift.formats.ranks import refuse_bare_slice
 from torchlift.formats.sharded import put_together
 from torchlift.formats.source import errors_name
 
-#: What a caller may pass as a checkpoint.
+#: The types that a caller may pass as a checkpoint.
 Given = Checkpoint | str | os.PathLike[str] | BinaryIO | Mapping[str, Any]
 
 _EXTRA_STATE = "_extra_state"
-#: What messages and reports call a state dict.
+#: The path of a state dict in messages and reports.
 IN_MEMORY = "the state dict"
 
 
@@ -62,7 +62,7 @@ def open_source(
     allow_classes: Allow = (),
     storage_options: Mapping[str, Any] | None = None,
 ) -> Iterator[Origin]:
-    """Open what a caller passed as the one source of a load; see `open_layers`."""
+    """Open the argument of a caller as the source of a load; see `open_layers`."""
     with (
         open_layers(given, root, allow_classes, storage_options=storage_options) as layers,
         ExitStack() as stack,
@@ -86,18 +86,18 @@ def open_layers(
     whole: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Iterator[list[Layer]]:
-    """Open what a caller passed: a checkpoint, a state dict, or several, of which later ones win.
+    """Open the argument of a caller: a checkpoint, a state dict, or a list, of which the last wins.
 
     Args:
-        given: what the caller passed.
-        root: the container to take.
-        allow_classes: classes that may be rebuilt.
-        whole: whether what holds no model is taken, too.
-        storage_options: as for `torchlift.open`.
+        given: The argument.
+        root: The container to use.
+        allow_classes: Classes that may be rebuilt.
+        whole: Whether to keep values that do not belong to a model.
+        storage_options: As for `torchlift.open`.
 
     Raises:
-        CheckpointError: one cannot be opened.
-        TypeError: something else was passed.
+        CheckpointError: If a checkpoint cannot be opened.
+        TypeError: If the argument has another type.
     """
     layers: Sequence[Given] = given if isinstance(given, (list, tuple)) else [given]  # type: ignore[list-item]
     if not layers:
@@ -133,17 +133,17 @@ def checkpoint(
     """Open a checkpoint for one call, or restrict one that the caller has opened.
 
     Args:
-        given: what the caller passed.
-        root: the container to take.
-        whole: whether what holds no model is taken, too.
-        allow_classes: classes that may be rebuilt.
-        storage_options: as for `torchlift.open`.
+        given: The argument of the caller.
+        root: The container to use.
+        whole: Whether to keep values that do not belong to a model.
+        allow_classes: Classes that may be rebuilt.
+        storage_options: As for `torchlift.open`.
 
     Raises:
-        CheckpointError: it was closed, or is the path of one of a model's slices.
+        CheckpointError: If it was closed, or is the path of one slice of a model.
     """
     if isinstance(given, Checkpoint):
-        given._mapped()  # or else some loads of a closed one would go on, and others not
+        given._mapped()  # raises an error if it is closed, which only some loads would notice
         yield _chosen(given, root, whole, allow_classes)
         return
     if isinstance(given, Mapping):
@@ -155,7 +155,7 @@ def checkpoint(
 
 
 def _chosen(ckpt: Checkpoint, root: str | None, whole: bool, allow_classes: Allow) -> Checkpoint:
-    """Return what is to be loaded: what is under `root`, or else all that is of a model."""
+    """Return the part to load: the content of `root`, or all that belongs to a model."""
     index = of_model(ckpt._index) if root is None and not whole else ckpt._index
     allowed = {**ckpt._allowed, **classes(allow_classes)}
     if root is None and index is ckpt._index and allowed == ckpt._allowed:
@@ -164,10 +164,10 @@ def _chosen(ckpt: Checkpoint, root: str | None, whole: bool, allow_classes: Allo
 
 
 def container(state: Any, root: str | None) -> Any:
-    """Return what a state in memory has below a root, in its containers.
+    """Return what a state in memory contains below a root.
 
     Raises:
-        FormatError: `root` names nothing in it.
+        FormatError: If `root` does not exist in it.
     """
     found = state if root is None else below(state, root, IN_MEMORY)
     if found is MISSING:
@@ -177,10 +177,10 @@ def container(state: Any, root: str | None) -> Any:
 
 
 def flat_state(state: Mapping[str, Any], root: str | None) -> Flat[Any]:
-    """Return a state dict's leaves by dotted key, as a file of it would have them.
+    """Return the leaves of a state dict by dotted key, as a file of it has them.
 
     Raises:
-        FormatError: `root` names nothing in it, or it contains itself.
+        FormatError: If `root` does not exist in it, or it contains itself.
     """
     with errors_name(IN_MEMORY):
         flat = flatten_state(state, Containers((torch.Tensor, Sent), Mapping))
@@ -192,10 +192,10 @@ def flat_state(state: Mapping[str, Any], root: str | None) -> Flat[Any]:
 
 
 def state_hint(objects: Mapping[str, object]) -> str | None:
-    """Return the way out for the first object that has a state dict and is not one, or None.
+    """Return the way out if an object with a ``state_dict`` method was passed, or None.
 
     Args:
-        objects: key -> non-tensor value of a state dict in memory.
+        objects: Key -> non-tensor value of a state dict in memory.
 
     Example:
         >>> print(state_hint({"epoch": 3, "model": torch.nn.ReLU()}))
@@ -211,7 +211,7 @@ def state_hint(objects: Mapping[str, object]) -> str | None:
 
 
 def index_of(layers: Sequence[Layer]) -> Index:
-    """Return one index of all layers; of a tensor in memory, as if its storage were a file."""
+    """Return one index of all layers. A tensor in memory is described as if it were a file."""
     indexes = [one._index if isinstance(one, Checkpoint) else one.index() for one in layers]
     if len(layers) == 1:
         return indexes[0]
@@ -225,7 +225,7 @@ def index_of(layers: Sequence[Layer]) -> Index:
 
 
 def tensors_in(layers: Sequence[Layer]) -> dict[str, SourceTensor]:
-    """Return key -> tensor of what is in memory, and not in a later layer as well."""
+    """Return key -> tensor in memory, without keys that a later layer has, too."""
     owner = _owners(layers)
     return {
         key: one
@@ -237,13 +237,13 @@ def tensors_in(layers: Sequence[Layer]) -> dict[str, SourceTensor]:
 
 
 def _owners(layers: Sequence[Layer]) -> dict[str, str]:
-    """Return key -> the number, as text, of the layer whose value counts: the last that has it."""
+    """Return key -> the number, as text, of the last layer that has the key."""
     owner: dict[str, str] = {}
     for number, layer in enumerate(layers):
         keys = layer.candidates if isinstance(layer, StateSource) else layer.entries
         blocked = layer.blocked if isinstance(layer, StateSource) else layer.blocked_keys
         owner |= dict.fromkeys((*keys, *layer.objects, *blocked), str(number))
-    # The extra state of a module is one value, however many keys it has in each.
+    # The extra state of a module is one value, even if it has several keys.
     last: dict[str, str] = {}
     for key, name in owner.items():
         if whole := extra_state(key):
@@ -252,7 +252,7 @@ def _owners(layers: Sequence[Layer]) -> dict[str, str]:
 
 
 def extra_state(key: str) -> str:
-    """Return the name of the extra state that a key is of, or an empty text.
+    """Return the name of the extra state that a key belongs to, or an empty text.
 
     Example:
         >>> extra_state("a._extra_state.scale.0"), extra_state("a.weight")
@@ -266,18 +266,18 @@ class Origin:
     """Where the values of a load come from.
 
     Attributes:
-        path: for errors and reports.
-        paths: key -> the one of several sources that it comes from.
-        checkpoints: whose files it reads.
-        candidates: key -> where its values are.
-        objects: key -> leaf that is no tensor.
-        blocked: key -> global that its value would need: only unpickling could rebuild it.
-        versions: path of a module -> what its state dict says of it (``_metadata``).
-        templates: key of a nested extra state, of a list or of a tuple -> its containers as saved.
-        collective: whether other ranks take part in `fill`.
-        views: tensors over the files, where there are any.
-        noted: name that a file leaves out -> key of its values; see `Index`.
-        opened_with: how many requests were made to open what is behind URLs.
+        path: The path for errors and reports.
+        paths: Key -> the checkpoint that it comes from, if there are several.
+        checkpoints: The checkpoints whose files it reads.
+        candidates: Key -> where its values are.
+        objects: Key -> non-tensor value.
+        blocked: Key -> the global that only unpickling could call for its value.
+        versions: Path of a module -> its entry in ``_metadata``.
+        templates: Key of a nested extra state, a list or a tuple -> its containers as saved.
+        collective: Whether other ranks take part in `fill`.
+        views: Tensors over the files, if there are any.
+        noted: Name that a file leaves out -> key of its values; see `Index`.
+        opened_with: How many requests to URLs it took to open the source.
     """
 
     views: MappedViews | None = None
@@ -303,13 +303,13 @@ class Origin:
     def leave_out(
         self, include: Collection[str], exclude: Collection[str]
     ) -> Mapping[str, SourceTensor | None]:
-        """Leave out the keys that patterns do not choose; an extra state whole, or not at all.
+        """Drop the keys that patterns do not choose. An extra state is kept or dropped as a unit.
 
         Returns:
-            What was left out: key -> candidate, or None of what is no tensor.
+            The dropped keys: key -> candidate, or None for a non-tensor value.
 
         Raises:
-            MismatchError: a pattern fits nothing, or nothing is left.
+            MismatchError: If a pattern matches nothing, or no key is left.
         """
         others = [*self.objects, *self.blocked, *self.noted]
         gone = left_out(self.candidates, others, include, exclude, self.path)
@@ -326,11 +326,11 @@ class Origin:
         return found
 
     def shown(self, one: SourceTensor, like: torch.Tensor | None) -> torch.Tensor:
-        """Return a tensor as code of the model's own is to see it.
+        """Return a tensor for the model's own loading code.
 
         Args:
-            one: of this source.
-            like: the model's tensor that it is for, where there is one.
+            one: A tensor of this source.
+            like: The model's tensor of that name, if there is one.
         """
         return one.tensor()
 
@@ -341,13 +341,13 @@ class Origin:
 
     @property
     def requests(self) -> int:
-        """How many requests were made to read what is behind URLs, since it was opened."""
+        """How many requests to URLs were made since the source was opened."""
         files = (file for ckpt in self.checkpoints for file in ckpt._index.files)
         stores = {file.store for file in files if isinstance(file, Url)}
         return sum(store.requests for store in stores) - self.opened_with
 
     def resolve(self, wanted: Mapping[str, Spans | None]) -> None:
-        """Find out where the numbers of these keys lie, all of each or those of a slice."""
+        """Find where the values of these keys are, of each tensor or of a slice."""
         if self.views is None or not self.is_away:
             return
         found = {key: self.candidates[key] for key in wanted if key in self.candidates}
@@ -361,21 +361,21 @@ class Origin:
             one.entry = entry
 
     def receive(self, keys: Sequence[str]) -> None:
-        """Have the tensors of these keys here, for code that looks at values."""
+        """Fetch the tensors of these keys, for code that looks at values."""
 
     def reserve(self) -> None:
-        """Take the memory that `fill` needs beside its targets."""
+        """Allocate the memory that `fill` needs in addition to its targets."""
 
     def fill(self, copies: Sequence[Copy]) -> None:
         """Execute the copies."""
         copy_values(copy_overlapping_sources(copies))
 
     def refusal(self, key: str, *, several: bool = False) -> CheckpointError:
-        """Return the error that says why `key` cannot be had, perhaps as one of several."""
+        """Return the error for a blocked key; `several`: there are other blocked keys."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Close files, where there are any; tensors over them stay valid."""
+        """Close the files. Tensors over their maps stay valid."""
 
 
 class FileSource(Origin):
@@ -406,8 +406,8 @@ class FileSource(Origin):
 
 
 def _objects_of(ckpt: Checkpoint) -> Mapping[str, object]:
-    """Return the leaves of a checkpoint, as they were saved where a module's code may take them."""
-    # Of an index, only an extra state and the names of dtypes are not what was saved.
+    """Return the non-tensor values, as saved if a module's own code may get them."""
+    # An index has text in place of dtypes, and flattens an extra state. All else is as saved.
     keys = [k for k, v in ckpt.objects.items() if type(v) is str or _EXTRA_STATE in k]
     saved = objects_as_saved(ckpt._index) if keys else {}
     saved = {key: saved[key] for key in keys if key in saved}
@@ -415,15 +415,15 @@ def _objects_of(ckpt: Checkpoint) -> Mapping[str, object]:
 
 
 class _Layers(FileSource):
-    """Several sources, of which a later one wins."""
+    """Several sources. Of equal keys, the last counts."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
-        # Each entry has the classes that were allowed for its own checkpoint.
+        # An entry keeps the classes that its own checkpoint allows.
         super().__init__(Checkpoint(index_of(layers)))
         self.candidates = {**self.candidates, **tensors_in(layers)}
         owners = _owners(layers)
         self.paths = {key: layers[int(name)].path for key, name in owners.items()}
-        # A tie is of one file: its value there, in place of what an earlier one has of that name.
+        # A tie that a file notes replaces a tensor of that name in an earlier file.
         noted = dict[str, str]()
         for number, layer in enumerate(layers):
             ties = layer._index.noted if isinstance(layer, Checkpoint) else {}
@@ -438,12 +438,13 @@ class _Layers(FileSource):
 
 
 class StateSource(Origin):
-    """The values of a state dict in memory, which stays as it is.
+    """The values of a state dict in memory. The state dict does not change.
 
     Args:
-        state: key -> tensor, of memory or of one file, or a value that is none.
-        versions: path of a module -> its version and the like (``_metadata``).
-        whole: whether plain tensors stand for DTensors, of which each rank takes its own slice.
+        state: Key -> tensor, in memory or in one file, or a non-tensor value.
+        versions: Path of a module -> its entry in ``_metadata``.
+        whole: Whether a plain tensor is the complete value of a DTensor. Each rank then takes its
+            own slice.
     """
 
     def __init__(
@@ -466,13 +467,13 @@ class StateSource(Origin):
             elif isinstance(value, (FileTensor, Sent)):
                 candidates[key] = replace(value, key=key)
                 if isinstance(value, FileTensor):
-                    self.views = value.views  # of one file: what is read is read by them
+                    self.views = value.views  # the views of the one file that values are read from
             else:
                 objects[key] = value
         self.candidates, self.objects = candidates, objects
 
     def beside(self, state: Mapping[str, Any]) -> Self:
-        """Return a source of other values, which come in the same way as those of this one."""
+        """Return a source of other values, with the options of this one."""
         made = copy.copy(self)
         made.versions = {}
         made._hold(state)
@@ -480,7 +481,7 @@ class StateSource(Origin):
 
     @classmethod
     def of_flat(cls, flat: Flat[Any]) -> StateSource:
-        """Return the source of whole tensors that a caller passed, in whatever containers."""
+        """Return the source of complete tensors, from the containers that a caller passed."""
         made = cls({**flat.tensors, **flat.objects}, flat.versions, whole=True)
         made.blocked, made.templates = flat.blocked, flat.templates
         return made
@@ -496,11 +497,11 @@ class StateSource(Origin):
             return value
         if is_dtensor(value) or value.shape != like.shape:
             return value
-        # As in torch: a module's own code gets a DTensor where the model has one.
+        # As in torch, a module's own code gets a DTensor if the model has one.
         return wrap(like, shard_of_value(value, like, one.key))
 
     def index(self) -> Index:
-        """Return the index of what is here: each tensor as if its storage were a file."""
+        """Return an index of the state dict, with each tensor as if it were a file."""
         entries = {key: describe(one) for key, one in self.candidates.items()}
         return Index(
             self.path, "memory", entries, {}, {},

@@ -1,8 +1,7 @@
-"""A tensor that a plan draws from: of a file, of memory, or of another rank.
+"""The tensors of a source: in a file, in memory, or on rank 0.
 
-Each says what it is (``key``, ``shape``, ``dtype``, ``nbytes``), gives a view of itself
-(``tensor``), and fills memory with a slice of itself, by a `Copy`. A store on another machine is a
-file whose bytes come from there; a mesh that runs elsewhere sends its tensors as rank 0 does.
+Each has ``key``, ``shape``, ``dtype``, ``nbytes``, and a view of itself (``tensor``). A `Copy`
+fills memory with a slice of it. A tensor behind a URL is a tensor of a file.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ class FileTensor:
     """A tensor of a file.
 
     Attributes:
-        key: its name in the source, of several that it is made of the first.
-        entry: where its bytes are.
-        views: the files.
-        keys: all its names in the source, where a rename has made it of them.
+        key: Its name in the source. If a rename made it of several, the first.
+        entry: Where its bytes are.
+        views: The files.
+        keys: All its names in the source, if a rename made it.
     """
 
     key: str
@@ -65,7 +64,7 @@ class FileTensor:
         return self.entry.nbytes
 
     def tensor(self) -> torch.Tensor:
-        """Return a view of the file's map, or a copy where there is none of all of it."""
+        """Return a view of the file's map, or a copy if one view cannot show it."""
         return self.views.view(self.entry)
 
     values = tensor
@@ -76,9 +75,9 @@ class MemoryTensor:
     """A tensor in memory.
 
     Attributes:
-        key, keys: as of a `FileTensor`.
-        value: the tensor: a caller's, or one that code of the model's own has seen or made.
-        entry: where a file has the same values, over whose map it lies; else None.
+        key, keys: As in `FileTensor`.
+        value: The tensor, of the caller or of the model's own loading code.
+        entry: Where the values are in a file, if the tensor is a view of its map. Else None.
     """
 
     key: str
@@ -106,12 +105,12 @@ class MemoryTensor:
         return self.value
 
     def values(self) -> torch.Tensor:
-        """Return what its values are copied out of."""
+        """Return what its values are copied from."""
         return self.value.detach()
 
 
-class _Apart:
-    """A tensor that is in no memory of its own yet: it is filled from as what it is."""
+class _NotInMemory:
+    """A tensor that does not exist as one block of memory yet."""
 
     __slots__ = ()
     entry: ClassVar[None] = None
@@ -122,18 +121,18 @@ class _Apart:
         return _nbytes(self)  # type: ignore[arg-type]
 
     def values(self) -> Self:
-        """Return what its values are copied out of."""
+        """Return what its values are copied from."""
         return self
 
 
 @dataclass(slots=True, eq=False)
-class JoinedTensor(_Apart):
-    """A tensor that is put together, where it goes, of slices of tensors in memory.
+class JoinedTensor(_NotInMemory):
+    """A tensor that is joined, in its target, from slices of tensors in memory.
 
     Attributes:
-        key, keys: as of a `FileTensor`.
-        slices: the parts, in any order.
-        shape, dtype: of the tensor.
+        key, keys: As in `FileTensor`.
+        slices: The parts, in any order.
+        shape, dtype: Of the tensor.
     """
 
     key: str
@@ -151,13 +150,13 @@ class JoinedTensor(_Apart):
 
 
 @dataclass(frozen=True, slots=True)
-class Sent(_Apart):
-    """A whole tensor that rank 0 holds: what the other ranks know of it before it arrives.
+class Sent(_NotInMemory):
+    """A complete tensor of rank 0, as other ranks describe it before it arrives.
 
     Attributes:
-        index: its place in the order in which rank 0 sends tensors.
-        shape, dtype: of the whole tensor.
-        key, keys: as of a `FileTensor`.
+        index: Its place in the order in which rank 0 sends tensors.
+        shape, dtype: Of the complete tensor.
+        key, keys: As in `FileTensor`.
     """
 
     index: int
@@ -167,7 +166,7 @@ class Sent(_Apart):
     keys: tuple[str, ...] = ()
 
     def tensor(self) -> torch.Tensor:
-        """Return nothing: code that looks at values is given what has arrived."""
+        """Raise an error. Code that looks at values gets the tensor after it has arrived."""
         raise AssertionError(f"{self.key} is still with rank 0")
 
 
@@ -180,7 +179,7 @@ def _nbytes(one: Values) -> int:
     return math.prod(one.shape) * one.dtype.itemsize
 
 
-# ---- as entries, of which a rename makes others
+# ---- entries for a rename, which makes other entries of them
 
 
 class _InMemory(str):
@@ -201,7 +200,7 @@ class _InMemory(str):
 
 
 def describe(one: SourceTensor) -> TensorEntry:
-    """Return the entry of a tensor: of one in memory, as if its storage were a file."""
+    """Return the entry of a tensor. A tensor in memory is described as if it were a file."""
     if isinstance(one, FileTensor):
         return one.entry
     shape = tuple(one.shape)
@@ -273,13 +272,12 @@ def _slices(entry: TensorEntry, views: MappedViews | None) -> Iterator[Slice]:
 
 
 class Copy(NamedTuple):
-    """One whole tensor on its way into one local tensor.
+    """A copy from a complete tensor into a local tensor.
 
     Attributes:
-        source: the whole tensor, of memory or of a file, what it is put together of, or its
-            description where rank 0 sends it.
-        target: a plain tensor in this process; it keeps its dtype.
-        spans: which slice of the whole tensor `target` is.
+        source: The complete tensor, or its description if rank 0 sends it.
+        target: A plain tensor in this process. It keeps its dtype.
+        spans: The slice of the complete tensor that `target` is.
     """
 
     source: Values
@@ -293,13 +291,13 @@ def whole_copy(source: Values, target: torch.Tensor) -> Copy:
 
 
 def copy_values(copies: Sequence[Copy]) -> None:
-    """Fill every target; each rank touches only its own slices, of tensors in memory and of files.
+    """Fill every target. Each rank reads its own slices only.
 
     Raises:
-        IntegrityError: a file changed or could not be read. What is filled from it then holds
-            undefined values: it must be memory that nobody looks into yet.
+        IntegrityError: If a file changed or could not be read. Its targets then contain undefined
+            values, so they must be memory that nobody uses yet.
     """
-    # What is read goes through memory of its own, and needs none of the sender's, nor its threads.
+    # Reads stage their bytes themselves, so they do not need the sender's buffers and threads.
     sent = [c for c in copies if c.target.is_cuda and not isinstance(c.source, FileTensor)]
     targets = [item.target for item in sent]
     cast = (item.target for item in sent if item.source.dtype != item.target.dtype)
@@ -323,7 +321,7 @@ def copy_values(copies: Sequence[Copy]) -> None:
 
 
 def select_chunks(entry: TensorEntry, spans: Spans | None) -> TensorEntry:
-    """Return an entry with the chunks that have something of a slice of it."""
+    """Return an entry with the chunks that contain a part of a slice."""
     if spans is None or len(spans) != len(entry.shape):
         return entry
     chunks = [
@@ -334,12 +332,12 @@ def select_chunks(entry: TensorEntry, spans: Spans | None) -> TensorEntry:
             for dim, start, size in zip(spans, chunk.start, chunk.shape, strict=True)
         )
     ]
-    # One alone would count as the whole tensor.
+    # A single chunk would count as the complete tensor.
     return entry._replace(chunks=tuple(chunks)) if len(chunks) > 1 else entry
 
 
 def _resolve(copies: Sequence[Copy]) -> dict[int, TensorEntry]:
-    """Return the identity of copies -> what they read, where that takes requests to find out."""
+    """Return identity of a copy -> its entry, for entries that take requests to find."""
     todo: dict[MappedViews, list[tuple[Copy, TensorEntry]]] = {}
     for item in copies:
         if isinstance(source := item.source, FileTensor) and UNRESOLVED in source.entry.encoding:
@@ -353,7 +351,7 @@ def _resolve(copies: Sequence[Copy]) -> dict[int, TensorEntry]:
 
 
 def _reads(source: FileTensor, target: torch.Tensor, spans: Spans) -> Iterator[Request]:
-    """Yield the reads that fill a target; what is not worth one is copied out of the map."""
+    """Yield the reads that fill a target. If it cannot be read into, copy from the map."""
     entry = narrowed(source.entry, spans)
     apart = target.is_contiguous() or not repeats(target.shape, target.stride())
     if apart and is_readable(entry, target.stride()):
@@ -365,13 +363,13 @@ def _reads(source: FileTensor, target: torch.Tensor, spans: Spans) -> Iterator[R
 def place(
     values: torch.Tensor, block: Sequence[Span], item: Copy, sender: Sender | None = None
 ) -> None:
-    """Copy what `values` (the `block` of the whole tensor) and the target have in common."""
+    """Copy the common part of `values`, which is a block of the complete tensor, and the target."""
     target, copy = item.target, _copy if sender is None else sender.copy
-    # A scalar may have been saved with shape [1]; and a slice of a subclass need not be a view.
+    # A scalar may be saved with shape [1]. A slice of a subclass is not always a view.
     if target.dim() != values.dim() or (
         target.shape == values.shape and item.spans == tuple((span,) for span in block)
     ):
-        # Not reshaped where it need not be: a subclass may not know how.
+        # A subclass may not support reshape, so it is called only if the shapes differ.
         if values.shape != target.shape:
             values = values.reshape(target.shape)
         copy(values, target)
@@ -386,10 +384,10 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def copy_overlapping_sources(copies: Iterable[Copy]) -> list[Copy]:
-    """Return the copies, where none reads from memory that another one writes to.
+    """Copy sources that another copy writes to; leave out copies that would change nothing.
 
-    Two states may trade places: the second would otherwise read what the first has written. What is
-    in its place already is left out.
+    Two states may exchange their values. Without this, the second copy would read what the first
+    has written.
     """
     needed: list[tuple[set[int], Copy]] = []
     written: set[int] = set()
@@ -411,7 +409,7 @@ def _copy_source(source: torch.Tensor | JoinedTensor) -> torch.Tensor:
 
 
 def _memory(source: Values) -> set[int]:
-    """Return what tells the memory of values from that of others; of a wrapper, what it has."""
+    """Return addresses of the storages of values. A wrapper has those of its inner tensors."""
     if isinstance(source, JoinedTensor):
         return {memory for values, _ in source.slices for memory in _memory(values)}
     if not isinstance(source, torch.Tensor) or not source.numel():
@@ -422,7 +420,7 @@ def _memory(source: Values) -> set[int]:
 
 
 def is_in_place(one: Values, two: torch.Tensor) -> bool:
-    """Return whether the numbers of one are, in its memory, already those of the other."""
+    """Return whether both tensors are the same view of the same memory."""
     if not isinstance(one, torch.Tensor):
         return False
     if is_wrapper(one) or is_wrapper(two):
