@@ -190,7 +190,7 @@ def convert(
         results = _Results(ckpt, transform, becomes, target, stack)
         if verify and not dry_run and transform is not None:
             require_intact(source.checkpoints)  # before the transform gets their values
-        replaced = results.of if transform is not None or source.memory else None
+        replaced = results.of if transform is not None or source.has_memory else None
         state = take_apart_files(
             ckpt, target, becomes, selection.dropped, replaced, selection.containers
         )
@@ -243,9 +243,9 @@ class _Source:
         return [layer for layer in self.layers if isinstance(layer, Checkpoint)]
 
     @property
-    def memory(self) -> Mapping[str, SourceTensor]:
-        """Return key -> tensor in memory."""
-        return tensors_in(self.layers)
+    def has_memory(self) -> bool:
+        """Return whether a source is a state dict in memory."""
+        return bool(tensors_in(self.layers))
 
     @property
     def has_texts_only(self) -> bool:

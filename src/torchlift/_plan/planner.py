@@ -52,7 +52,7 @@ from torchlift._plan.rules import (
     check_rule,
     rename_keys,
 )
-from torchlift._plan.suggest import Shapes, empty_hint, find_look_alikes, is_empty, suggest_rename
+from torchlift._plan.suggest import Shapes, empty_hint, is_empty, suggest_rename
 from torchlift._sources.opening import Given, Origin, open_source, state_hint
 from torchlift._sources.tensors import FileTensor, MemoryTensor, SourceTensor
 from torchlift._store.url import Url
@@ -808,14 +808,12 @@ class _Unfit(NamedTuple):
 
     def ways_out(self, *, skips: bool) -> Hint | None:
         """Return the arguments with which the load succeeds; `skips`: those for shapes, too."""
-        ways, start = list[str | Argument](), "Pass "
+        ways = list[str | Argument]()
         if self.odd:
             ways.append("tensors under these names (torch.from_numpy converts an array)")
         if self.missing and self.unexpected:
             # Less would be loaded than anybody means: the names have to be brought together first.
             ways = [Hint(Argument("rename"), " with the rule that brings the names together")]
-            if alike := find_look_alikes(self.missing, self.unexpected):
-                start = f"{alike}: if it is the same, pass "
         elif self.missing:
             ways.append(Argument("allow_missing", "[...] with the names that may be"))
         elif self.unexpected:
@@ -828,7 +826,7 @@ class _Unfit(NamedTuple):
             )
         if not ways:
             return None
-        return Hint(start, ways[0], *(f for way in ways[1:] for f in (" and ", way)), ".")
+        return Hint("Pass ", ways[0], *(f for way in ways[1:] for f in (" and ", way)), ".")
 
 
 def _find_disallowed(matched: Match, options: Options) -> tuple[list[str], list[str]]:

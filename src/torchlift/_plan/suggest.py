@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from torchlift._model.torch_private import CHECKPOINTED, COMPILED, FULLY_SHARDED
-from torchlift.errors import Argument, Hint, nearest
+from torchlift.errors import Argument, Hint
 
 #: Names of each side from which rules are guessed. All names count for their effect.
 _LOOKED_AT = 2000
@@ -79,19 +79,6 @@ def empty_hint(mismatched: Mapping[str, Shapes]) -> str | None:
         mismatched: Name -> (shape in the model, shape in the checkpoint).
     """
     return _NO_VALUES if any(is_empty(*both) for both in mismatched.values()) else None
-
-
-def find_look_alikes(missing: Sequence[str], unexpected: Sequence[str]) -> str | None:
-    """Return which names look alike, three pairs at most, or None."""
-    by_end = defaultdict(list)
-    for name in unexpected:
-        by_end[name.rpartition(".")[2]].append(name)
-    pairs = []
-    for name in missing[:10]:
-        same_end = by_end.get(name.rpartition(".")[2])
-        near = nearest(name, (same_end or unexpected)[:_LOOKED_AT])
-        pairs += [f"{near[0]!r} looks like {name!r}"] if near else []
-    return ", ".join(pairs[:3]) or None
 
 
 def _prefix(short: list[str], long: list[str]) -> tuple[str, int]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from torchlift._model.dtensor import is_dtensor, layout_of, local_tensor
 from torchlift._model.handlers import oddity
-from torchlift._plan.suggest import empty_hint, find_look_alikes
+from torchlift._plan.suggest import empty_hint
 from torchlift._system.text import clipped_list
 from torchlift.errors import StateDictMismatch as StateDictMismatch
 from torchlift.formats.flattening import items_of
@@ -269,8 +269,7 @@ def misfit(what: str, problems: Mapping[str, list[str]], **fields: Any) -> State
     hint = empty_hint(shapes) if shapes else "Pass strict=False to load what fits."
     if not shapes and problems.get(MISSING) and problems.get(UNEXPECTED):
         # Less would be loaded than anybody means: the names have to be brought together first.
-        alike = find_look_alikes(problems[MISSING], problems[UNEXPECTED])
-        hint = f"Rename what is meant to be the same{f': {alike}' if alike else ''}."
+        hint = "Rename the keys that have another name in the model."
     for problem, names in problems.items():
         if names:
             texts.append(f"{problem} {clipped_list(map(repr, names))}")
