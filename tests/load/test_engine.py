@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from collections import Counter
+from dataclasses import fields
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -13,6 +15,7 @@ from small_models import Two, saved
 
 import torchlift
 from torchlift._model.slots import walk
+from torchlift._plan.decide import Step
 
 PACKAGE = Path(torchlift.__file__).parent
 #: Files of the package in which a function runs while two tensors are loaded, at most. Two only
@@ -22,16 +25,16 @@ FILES = 38
 
 
 def traced(path: Path) -> tuple[dict[str, set[str]], Counter[CodeType]]:
-    """Load into a live model; return file -> its functions that ran, and how often each began."""
+    """Load into a live model; return file -> its functions that ran, and how often each ran."""
     functions: dict[str, set[str]] = {}
-    begun: Counter[CodeType] = Counter()
+    calls: Counter[CodeType] = Counter()
     frames: set[FrameType] = set()  # a generator is called again each time that it goes on
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
         file = Path(frame.f_code.co_filename)
         if event == "call" and PACKAGE in file.parents and frame not in frames:
             frames.add(frame)
-            begun[frame.f_code] += 1
+            calls[frame.f_code] += 1
             functions.setdefault(str(file.relative_to(PACKAGE)), set()).add(frame.f_code.co_name)
 
     model = Two()
@@ -40,13 +43,26 @@ def traced(path: Path) -> tuple[dict[str, set[str]], Counter[CodeType]]:
         torchlift.load(model, path)
     finally:
         sys.setprofile(None)
-    return functions, begun
+    return functions, calls
 
 
 def test_a_load_walks_over_the_modules_once_and_through_few_files(tmp_path):
     """What a reader must open to follow a load of two tensors."""
     path = saved({"a": torch.ones(2, 3), "b": torch.zeros(2, 3)}, tmp_path)
     torchlift.load(Two(), path)  # what the first load of a process imports is not of interest
-    functions, begun = traced(path)
-    assert begun[walk.__code__] == 1
+    functions, calls = traced(path)
+    assert calls[walk.__code__] == 1
     assert len(functions) <= FILES, "\n".join(sorted(functions))
+
+
+def test_a_step_is_decided_once():
+    """No line changes a step, or makes another one of it, after the plan has decided it."""
+    step = {field.name for field in fields(Step)} - {"key", "source"}
+    for path in (path for room in ("_plan", "_load") for path in (PACKAGE / room).glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            parts = [part for each in targets for part in ast.walk(each)]
+            changed = [each.attr for each in parts if isinstance(each, ast.Attribute)]
+            assert step.isdisjoint(changed), f"{path.name}:{node.lineno}"
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "replace":
+                assert getattr(node.args[0], "id", "") != "step", f"{path.name}:{node.lineno}"
