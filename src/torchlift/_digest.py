@@ -48,7 +48,7 @@ class _Part(NamedTuple):
 
     Attributes:
         ranks: The ranks of its mesh, in order. This rank alone for a plain tensor.
-        value: What a plain tensor adds to the sum. 0 for a DTensor, which is gathered later.
+        value: The sum of a plain tensor. 0 for a DTensor, which is gathered later.
     """
 
     ranks: tuple[int, ...]
@@ -359,7 +359,7 @@ def _sum_block(data: torch.Tensor, at: int) -> int:
 
 
 def _sum_words(words: torch.Tensor, number: int) -> int:
-    """Return the sum over words; `number` is the place of the first word in the tensor."""
+    """Return the sum over words, from the place of the first word in the tensor."""
     found, first = list[torch.Tensor](), number // _ROW
     keys, most = _make_keys(words.device), _CHUNK if words.is_cpu else len(words)
     # One buffer for all: with new memory for each, page faults took twice the time of the sum.

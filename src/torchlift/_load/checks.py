@@ -113,7 +113,7 @@ def require_intact(
     *,
     only: Collection[str] | None = None,
 ) -> int:
-    """Verify all checksums; return the number of bytes without a checksum.
+    """Verify all checksums. Return the number of bytes without a checksum.
 
     Args:
         ckpts: The checkpoints.

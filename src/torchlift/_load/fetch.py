@@ -53,10 +53,10 @@ class Fetched(NamedTuple):
     """All values of a plan.
 
     Attributes:
-        source: Where the values come from. What is copied in place still is there.
+        source: The source of the values. Values for copies in place are still there.
         plain: Each plain step of the plan with its tensor.
         steps: Each other step with its values.
-        made: What the source does not have.
+        made: The tensors without values in the source.
     """
 
     source: Origin
@@ -75,7 +75,7 @@ def fetch_all(
 
     Args:
         plan: The plan.
-        origin: Where the values come from.
+        origin: The source of the values.
         transform: The caller's transform, or None.
         advance: Called with a number of bytes as they arrive.
 
@@ -130,7 +130,7 @@ def _explain_full_device(path: str) -> Iterator[None]:
 
 
 def _make(makings: Sequence[Making]) -> list[tuple[Group, torch.Tensor]]:
-    """Replay tensors on meta; move live tensors to their device."""
+    """Replay tensors on meta, and move live tensors to their device."""
     on_meta = [item for item in makings if item.group.tensor.is_meta]
     live = [item for item in makings if not item.group.tensor.is_meta]
     replayed = make([item.group for item in on_meta], [item.device for item in on_meta])
@@ -436,7 +436,7 @@ def _check_cast(step: Step, dtype: torch.dtype, path: str) -> None:
 
 @cache
 def _can_cast(source: torch.dtype, target: torch.dtype) -> bool:
-    # torch has no function that tells. Packed 4-bit floats cannot be cast, for example.
+    # torch does not have a function for this. Packed 4-bit floats cannot be cast, for example.
     try:
         one = torch.zeros(16, dtype=torch.uint8, device="cpu")[: source.itemsize].view(source)
         torch.empty(1, dtype=target, device="cpu").copy_(one)

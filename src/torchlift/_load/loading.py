@@ -1,4 +1,4 @@
-"""`load`: plan, fetch, commit; all of it or nothing."""
+"""`load`: match names, decide, fetch, place. It loads all or nothing."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def load(
 
     Args:
         model: The module to load into.
-        ckpt: A path, a URL, a file object, a `Checkpoint`, a state dict, or a list of these. Of a
+        ckpt: A path, a URL, a file object, a `Checkpoint`, a state dict, or a list of these. In a
             list, a later checkpoint wins.
         root: The container to load, such as ``"model"``. See :ref:`arg-root`.
         include: Glob patterns of checkpoint keys to load. See :ref:`arg-include`.
@@ -148,7 +148,7 @@ def load(
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What a caller of `load` asks for besides the options of a plan; see there.
+    """The arguments of `load` that a plan does not have. See there.
 
     Raises:
         ValueError: If `check` is unknown.
@@ -209,12 +209,12 @@ def _load(
 
 
 class Turn(NamedTuple):
-    """What `place` works with besides a plan and its values.
+    """The tools of `place`, besides a plan and its values.
 
     Attributes:
         tree: The model.
         commit: Takes back everything that `place` does.
-        agree: Called with whether this rank wants to be asked again. Returns whether any rank does.
+        agree: Called with whether this rank must agree once more. Returns whether any rank must.
         deliver: Delivers an interrupt that was held back.
         check_names: Raises an error if the names that the hooks leave do not match.
         advance: Called with a number of bytes as they are copied.
@@ -231,7 +231,7 @@ class Turn(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """What a report needs after everything is placed.
+    """The result of `place`.
 
     Attributes:
         missing, unexpected: Names that are missing and unexpected after the post-hooks.
@@ -284,7 +284,7 @@ def _set_extra_states(
     turn: Turn,
     before: Sequence[tuple[str, torch.Tensor]],
 ) -> list[Prepared]:
-    """Call `set_extra_state` of modules; return the values that are not yet copied in place.
+    """Call `set_extra_state` of modules. Return the values that are not yet copied in place.
 
     As in torch, the code sees the new values of its module's own tensors. Values that rank 0 sends
     come in its order, so there the code sees the old ones.
@@ -304,7 +304,7 @@ def _set_extra_states(
 
 
 def _run_post_hooks(plan: LoadPlan, turn: Turn, watch: Watch | None) -> tuple[list[str], list[str]]:
-    """Run the post-hooks of the model; return the names that are missing and unexpected then."""
+    """Run the post-hooks of the model. Return the missing and the unexpected names after them."""
     matched = plan._work.match
     lists = [list(plan.missing_keys), list(plan.unexpected_keys)]
     if matched.naming is not None:  # hooks see the names of the wrapped model
@@ -320,7 +320,7 @@ def _run_post_hooks(plan: LoadPlan, turn: Turn, watch: Watch | None) -> tuple[li
 
 
 def put_new(fetched: Fetched, commit: Commit) -> list[Prepared]:
-    """Put new tensors into their slots; return the values to copy in place."""
+    """Put new tensors into their slots. Return the values to copy in place."""
     # Sorted before anything is placed: a tensor on meta is live as soon as it has its content.
     in_place, new = list[Prepared](), list[Prepared]()
     for item in fetched.steps:

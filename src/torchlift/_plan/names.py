@@ -31,7 +31,7 @@ class Named(NamedTuple):
     """The content of a source, under names of the model.
 
     Attributes:
-        candidates: Name -> where its values are.
+        candidates: Name -> its tensor in the source.
         objects: Key -> name, of non-tensor values.
         values: Key -> non-tensor value.
         templates: Key of a container -> the container as it was saved.
@@ -61,7 +61,7 @@ class Pair(NamedTuple):
     Attributes:
         group: The tensor, with all its names.
         key: The first of these names that the source has.
-        candidates: What the source has, under each of these names.
+        candidates: Its candidates in the source, one for each of these names.
     """
 
     group: Group
@@ -124,7 +124,7 @@ class Made(NamedTuple):
     """A tensor as a rename makes it.
 
     Attributes:
-        entry: Where its values are.
+        entry: The place of its values.
         keys: The names in the checkpoint of what it is made of, in order.
     """
 

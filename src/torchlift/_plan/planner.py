@@ -105,13 +105,13 @@ class Work:
 
     @property
     def replayed(self) -> list[Group]:
-        """What is made by replaying its construction."""
+        """The tensors that are made by replaying their construction."""
         return [item.group for item in self.makings if item.group.tensor.is_meta]
 
 
 @dataclass(frozen=True, repr=False)
 class LoadPlan(LoadReport):
-    """What a load would do. `plan` makes it.
+    """The plan of a load. `plan` returns it.
 
     Attributes:
         peak_bytes: Estimate of the anonymous memory that the load adds at its peak, in bytes.
@@ -268,7 +268,7 @@ def make_plan(
     *,
     check: CheckNames | None = None,
 ) -> LoadPlan:
-    """Plan a load from an open source; FSDP2's shards are in their slots. See `match_names`."""
+    """Plan a load from an open source. FSDP2's shards must be in their slots."""
     return decide(match_names(tree, source, options, commit, check=check), tree, source, options)
 
 
@@ -284,7 +284,7 @@ def match_names(
 
     Args:
         tree: The model.
-        source: Where the values come from.
+        source: The source of the values.
         options: The caller's options.
         commit: Takes back what the model's own loading code changes in its modules.
         check: Raises an error if the names do not match, in place of `check_names`.
@@ -312,7 +312,7 @@ def decide(matched: Match, tree: ModuleTree, source: Origin, options: Options) -
     """Decide how each tensor is loaded, and count what that takes.
 
     Raises:
-        PlacementError: If a tensor cannot go where it is to go, or nothing says how it is made.
+        PlacementError: If a tensor cannot be placed as the options want, or cannot be made.
     """
     steps = decide_steps(matched, source.path, options)
     try:
@@ -449,7 +449,7 @@ def _match_named(
     check: CheckNames | None,
     own_calls: Sequence[OwnLoading] = (),
 ) -> Match:
-    """Match a source whose content has names of the model; see `match_names`."""
+    """Match a source with names of the model. See `match_names`."""
     found, outcome = dict(named.candidates), Outcome(unexpected=list(named.objects.values()))
     on_meta = None
     if named.hooked:
@@ -550,7 +550,7 @@ def _left_on_meta(groups: Iterable[Group], work: Work) -> list[Group]:
     done |= {id(item.group.tensor) for item in work.makings}
     left = [g for g in groups if id(g.tensor) not in done and not is_lazy(g.tensor)]
     paired = {id(pair.group.tensor) for pair in work.match.pairs} if left else set()
-    # A live tensor with a value in the source is left, too, if the device rule says "meta".
+    # A live tensor with a value in the source is left, too, if the device rule returns "meta".
     return [group for group in left if group.tensor.is_meta or id(group.tensor) in paired]
 
 
@@ -570,7 +570,7 @@ def _run_hooks(
     named: Named,
     options: Options,
 ) -> tuple[dict[str, SourceTensor], Outcome]:
-    """Run the model's own loading code; return name -> tensor after it, and what else it did."""
+    """Run the model's own loading code. Return name -> tensor after it, and its outcome."""
     candidates, objects, modules = named.candidates, named.objects, named.hooked
     prefixes = tuple(prefix for prefix, _ in modules)
     like = {slot.fqn: group.tensor for group in tree.groups for slot in group.slots}
@@ -609,7 +609,7 @@ def _peak(work: Work, steps: Sequence[Step], origin: Origin) -> int:
     Args:
         work: The work.
         steps: The steps that are not only mapped.
-        origin: Where the values come from.
+        origin: The source of the values.
     """
     staged = sum(
         step.span
@@ -807,7 +807,7 @@ class _Unfit(NamedTuple):
         return [f"{title} ({count}): {text}" for (title, text), count in each if text]
 
     def ways_out(self, *, skips: bool) -> Hint | None:
-        """Return the arguments with which the load succeeds; `skips`: those for shapes, too."""
+        """Return the arguments with which the load succeeds, with those for shapes if `skips`."""
         ways = list[str | Argument]()
         if self.odd:
             ways.append("tensors under these names (torch.from_numpy converts an array)")

@@ -27,14 +27,14 @@ class KeyReport:
         path: The checkpoint that it comes from.
         nbytes: Bytes of the tensor in the checkpoint.
         mode: ``"assign"``, ``"copy"`` or ``"swap"``.
-        source: ``"mmap"`` if the weights are mapped or copied out of the map, ``"read"`` if they
-            are read into memory that the process owns, ``"memory"`` if they were in memory before.
+        source: ``"mmap"``: mapped, or copied out of the map. ``"read"``: read into memory that the
+            process owns. ``"memory"``: in memory before the load.
         route: ``"view"``, ``"read"``, ``"copy"``, ``"fill"`` or ``"compute"``: how the values get
             into memory.
         device: Its device after the load.
         dtype: Its dtype after the load.
         cast_from: Its dtype in the checkpoint if that differs, else None.
-        note: Why it is loaded in another way than you asked for, else None.
+        note: The reason if it is loaded in another way than you want, else None.
         entries: All its names in the checkpoint.
         is_made: Whether a rename merged or split tensors to make it.
     """
@@ -82,7 +82,7 @@ class Mismatch:
 
 @dataclass(frozen=True, repr=False)
 class LoadReport(Summary):
-    """What a load did.
+    """The report of a load.
 
     Attributes:
         path: The checkpoint.

@@ -38,7 +38,7 @@ AnySource = Literal["auto", "mmap", "read"]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The arguments that `plan` and `load` share; see there.
+    """The arguments that `plan` and `load` share. See there.
 
     Attributes:
         present: Whether the devices must exist here.
@@ -108,7 +108,7 @@ def target_dtype(
 
     Args:
         rule: The caller's rule.
-        entry: What the rule gets.
+        entry: The argument of the rule.
         tensor: The model's tensor.
         file_dtype: The dtype of its values in the source.
         is_cast: Whether the caller cast a tensor on meta, which then keeps its dtype.

@@ -62,7 +62,7 @@ def open_source(
     allow_classes: Allow = (),
     storage_options: Mapping[str, Any] | None = None,
 ) -> Iterator[Origin]:
-    """Open the argument of a caller as the source of a load; see `open_layers`."""
+    """Open the argument of a caller as the source of a load. See `open_layers`."""
     with (
         open_layers(given, root, allow_classes, storage_options=storage_options) as layers,
         ExitStack() as stack,
@@ -86,7 +86,7 @@ def open_layers(
     whole: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Iterator[list[Layer]]:
-    """Open the argument of a caller: a checkpoint, a state dict, or a list, of which the last wins.
+    """Open the argument of a caller: a checkpoint, a state dict, or a list of these.
 
     Args:
         given: The argument.
@@ -263,20 +263,20 @@ def extra_state(key: str) -> str:
 
 
 class Origin:
-    """Where the values of a load come from.
+    """The source of the values of a load.
 
     Attributes:
         path: The path for errors and reports.
         paths: Key -> the checkpoint that it comes from, if there are several.
         checkpoints: The checkpoints whose files it reads.
-        candidates: Key -> where its values are.
+        candidates: Key -> its tensor.
         objects: Key -> non-tensor value.
         blocked: Key -> the global that only unpickling could call for its value.
         versions: Path of a module -> its entry in ``_metadata``.
         templates: Key of a nested extra state, a list or a tuple -> its containers as saved.
         collective: Whether other ranks take part in `fill`.
         views: Tensors over the files, if there are any.
-        noted: Name that a file leaves out -> key of its values; see `Index`.
+        noted: Name that a file leaves out -> key of its values. See `Index`.
         opened_with: How many requests to URLs it took to open the source.
     """
 
@@ -371,7 +371,7 @@ class Origin:
         copy_values(copy_overlapping_sources(copies))
 
     def refusal(self, key: str, *, several: bool = False) -> CheckpointError:
-        """Return the error for a blocked key; `several`: there are other blocked keys."""
+        """Return the error for a blocked key, perhaps one of several."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -415,7 +415,7 @@ def _objects_of(ckpt: Checkpoint) -> Mapping[str, object]:
 
 
 class _Layers(FileSource):
-    """Several sources. Of equal keys, the last counts."""
+    """Several sources. The last one with a key counts."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         # An entry keeps the classes that its own checkpoint allows.

@@ -38,7 +38,7 @@ class FileTensor:
 
     Attributes:
         key: Its name in the source. If a rename made it of several, the first.
-        entry: Where its bytes are.
+        entry: The place of its bytes.
         views: The files.
         keys: All its names in the source, if a rename made it.
     """
@@ -77,7 +77,7 @@ class MemoryTensor:
     Attributes:
         key, keys: As in `FileTensor`.
         value: The tensor, of the caller or of the model's own loading code.
-        entry: Where the values are in a file, if the tensor is a view of its map. Else None.
+        entry: The place of the values in a file, if the tensor is a view of its map. Else None.
     """
 
     key: str
@@ -132,7 +132,7 @@ class JoinedTensor(_NotInMemory):
     Attributes:
         key, keys: As in `FileTensor`.
         slices: The parts, in any order.
-        shape, dtype: Of the tensor.
+        shape, dtype: The shape and the dtype of the tensor.
     """
 
     key: str
@@ -155,7 +155,7 @@ class Sent(_NotInMemory):
 
     Attributes:
         index: Its place in the order in which rank 0 sends tensors.
-        shape, dtype: Of the complete tensor.
+        shape, dtype: The shape and the dtype of the complete tensor.
         key, keys: As in `FileTensor`.
     """
 
@@ -170,7 +170,7 @@ class Sent(_NotInMemory):
         raise AssertionError(f"{self.key} is still with rank 0")
 
 
-#: What memory is filled from.
+#: The sources of a copy.
 Values = torch.Tensor | FileTensor | JoinedTensor | Sent
 SourceTensor = FileTensor | MemoryTensor | JoinedTensor | Sent
 
@@ -183,7 +183,7 @@ def _nbytes(one: Values) -> int:
 
 
 class _InMemory(str):
-    """What a chunk has in place of a file if its values are in memory: their tensor.
+    """The file of a chunk whose values are in memory: their tensor.
 
     As text it is the name of the tensor, so that two chunks of one tensor are chunks of one file.
 
@@ -384,7 +384,7 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def copy_overlapping_sources(copies: Iterable[Copy]) -> list[Copy]:
-    """Copy sources that another copy writes to; leave out copies that would change nothing.
+    """Copy sources that another copy writes to. Drop copies that would change nothing.
 
     Two states may exchange their values. Without this, the second copy would read what the first
     has written.
