@@ -81,6 +81,7 @@ class Match:
         open: Whether a post-hook of the model may still excuse names.
         left_out: Names of the model whose keys the caller left out: they may be missing.
         hint: The change that would match more names, or None.
+        renamed: Name in the source -> name in the model, if they differ.
         naming: The names of a wrapped model, or None.
         canonical: Returns the reported name for a name of the model.
         hooked: Whether the model's own code runs after the load, and may refuse the result.
@@ -101,6 +102,7 @@ class Match:
     open: bool = False
     hint: str | None = None
     left_out: set[str] = field(default_factory=set)
+    renamed: Mapping[str, str] = field(default_factory=dict)
     naming: Names | None = None
     canonical: Callable[[str], str] = str
     hooked: bool = False

@@ -345,6 +345,7 @@ def decide(matched: Match, tree: ModuleTree, source: Origin, options: Options) -
         hint=matched.hint,
         tied=tuple(tuple(map(matched.canonical, g.names)) for g in tree.groups if len(g.slots) > 1),
         replayed=[matched.canonical(name) for group in work.replayed for name in group.names],
+        renamed=matched.renamed,
         deferred=[matched.canonical(name) for group in left for name in group.names],
         peak_bytes=_peak(work, moved, source) + extra,
         bytes_to_read=sum(step.span for step in moved if step.owned or step.in_place),
@@ -478,6 +479,10 @@ def _match_named(
     matched.fits += len(outcome.taken)
     if named.naming is not None:
         matched.report_canonical(named.naming)
+    if options.rename is not None or named.naming is not None or own_calls:
+        called = {name: one for name, one in named.candidates.items() if not one.keys}
+        reported = {one.key: matched.canonical(name) for name, one in called.items()}
+        matched.renamed = {key: name for key, name in reported.items() if key != name}
     matched.hint = _hint(matched, tree.modules[0], options, named)
     matched.open = options.strict and has_hooks
     matched.left_out = named.left_out

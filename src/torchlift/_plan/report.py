@@ -95,6 +95,7 @@ class LoadReport(Summary):
         tied: Groups of names that are one tensor in the model.
         replayed: Names whose value was made by replaying their construction.
         deferred: Names that the device rule left for a later load, with ``"meta"``.
+        renamed: Name in the checkpoint -> name in the model, if they differ.
         hint: The change that would match more names, or None.
         seconds: Wall time of the load.
         bytes_read: Bytes copied out of the files. Mapped bytes do not count.
@@ -111,6 +112,7 @@ class LoadReport(Summary):
     dropped: list[str] = field(default_factory=list)
     replayed: list[str] = field(default_factory=list)
     deferred: list[str] = field(default_factory=list)
+    renamed: Mapping[str, str] = field(default_factory=dict)
     hint: str | None = None
     seconds: float = 0.0
     bytes_read: int = 0
@@ -121,13 +123,6 @@ class LoadReport(Summary):
     def nbytes(self) -> int:
         """Bytes of all loaded tensors in the checkpoint. A tie counts once."""
         return _bytes_of(self.loaded.values())
-
-    @property
-    def renamed(self) -> dict[str, str]:
-        """Name in the checkpoint -> name in the model, if they differ."""
-        return {
-            item.entry: key for key, item in self._own if item.entry != key and not item.is_made
-        }
 
     @property
     def merged(self) -> dict[str, tuple[str, ...]]:
