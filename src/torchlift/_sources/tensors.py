@@ -227,14 +227,14 @@ def tensor_of(entry: TensorEntry, keys: tuple[str, ...], views: MappedViews | No
         keys: The names in the source of what it is made of.
         views: The files, if there are any.
     """
-    held = [chunk.file.tensor for chunk in entry.chunks if isinstance(chunk.file, _InMemory)]
-    if views is not None and not held:
+    in_memory = [chunk.file.tensor for chunk in entry.chunks if isinstance(chunk.file, _InMemory)]
+    if views is not None and not in_memory:
         return FileTensor(keys[0], entry, views, keys)
-    if len(held) == 1 == len(entry.chunks):
-        whole = describe(held[0])
+    if len(in_memory) == 1 == len(entry.chunks):
+        whole = describe(in_memory[0])
         same = whole.chunks, whole.stride, whole.encoding
         if same == (entry.chunks, entry.stride, entry.encoding):
-            return replace(held[0], keys=keys)
+            return replace(in_memory[0], keys=keys)
     slices = tuple(_slices(entry, views))
     return JoinedTensor(keys[0], keys, slices, entry.shape, getattr(torch, entry.dtype))
 
