@@ -265,6 +265,62 @@ def test_a_method_that_loads_by_itself_is_refused_with_a_way_out(tmp_path: Path)
     assert same(skeleton, other)
 
 
+def test_a_method_that_copies_every_value_itself_has_changed_nothing(tmp_path: Path) -> None:
+    """Not in a module inside either: the method wrote into copies."""
+
+    class Copying(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.tied = nn.Linear(2, 2), nn.Linear(2, 2)
+            self.tied.weight = self.one.weight
+
+        def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:  # type: ignore[override]
+            own = self.state_dict()
+            for name, value in state_dict.items():
+                own[name].copy_(value)
+                own[name].data.add_(1)
+
+    torchlift.save(Copying(), path := tmp_path / "a.pt")
+    model = Copying()
+    before, objects = values_of(model), [*model.parameters()]
+    for call in (torchlift.plan, torchlift.load):
+        with pytest.raises(torchlift.PlacementError, match=r"load_state_dict of Copying"):
+            call(model, path)
+        assert all(torch.equal(before[name], value) for name, value in values_of(model).items())
+        assert all(map(lambda a, b: a is b, objects, model.parameters()))
+
+
+@pytest.mark.parametrize("write", ["copy_", "data", "resize_"])
+def test_what_a_method_writes_itself_is_kept_in_a_module_inside_too(write: str) -> None:
+    """It passes on the rest; the parameter is the same object."""
+
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.head = nn.Linear(2, 2), nn.Linear(2, 2)
+            self.register_buffer("bank", torch.zeros(1))
+
+        def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]
+            rest = dict(state_dict)
+            value = rest.pop("inner.weight")
+            if write == "resize_":
+                self.bank.resize_(rest["bank"].shape)
+            target = self.inner.weight.data if write == "data" else self.inner.weight.detach()
+            target.copy_(value * 2)
+            return super().load_state_dict(rest, strict=False)
+
+    ours, theirs = Partly(), Partly()
+    state = {key: torch.rand(value.shape) for key, value in ours.state_dict().items()}
+    if write == "resize_":
+        state["bank"] = torch.rand(3)
+    weight, bank = ours.inner.weight, ours.bank
+    torchlift.load(ours, state)
+    theirs.load_state_dict(state)
+    assert same(ours, theirs)
+    assert ours.inner.weight is weight
+    assert ours.bank is bank
+
+
 def test_a_method_that_loads_two_parts_is_refused_with_a_way_out(tmp_path: Path) -> None:
     """Everything is loaded in the first call, and the second would load something else."""
 

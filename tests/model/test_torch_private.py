@@ -264,7 +264,7 @@ def test_no_other_file_uses_these_names() -> None:
         for alias in node.names
         if alias.name.startswith("_")
     }
-    names -= {"_C", "_replace"}
+    names -= {"_C", "_replace", "_version"}  # a module has one, too
     assert len(names) > 12
     for path in source.rglob("*.py"):
         if path.name != "torch_private.py":
@@ -292,6 +292,17 @@ def test_is_closed_tells_of_a_stager_that_it_cannot_stage_any_more() -> None:
     assert private.is_closed(stager)
     with pytest.raises(KeyError):
         stager.stage({"a": {"b"}})
+
+
+def test_version_of_counts_writes_and_knows_what_is_not_counted() -> None:
+    """Neither a lazy parameter nor a tensor of inference mode has a count."""
+    tensor = torch.ones(2)
+    version = private.version_of(tensor)
+    tensor.add_(1)
+    assert private.version_of(tensor) == version + 1
+    with torch.inference_mode():
+        assert private.version_of(torch.ones(2)) == -1
+    assert private.version_of(nn.LazyLinear(2).weight) == -1
 
 
 def test_set_version_takes_writes_back_from_the_count() -> None:

@@ -233,7 +233,9 @@ def run(seed: int) -> str:
         planned = torchlift.plan(ours, dict_of(state), strict=strict)
     except (CheckpointError, RuntimeError) as error:  # an override's own one, of a copy in place
         planned = error
-    assert look(ours) == before, (seed, "a plan changed the model")
+    # Code that writes into a live tensor before the verdict is refused, and its write stays.
+    writes = "writes into" in str(planned) and "before the load is decided" in str(planned)
+    assert writes or look(ours) == before, (seed, "a plan changed the model")
     keys = problem = refused = None
     try:
         keys = theirs.load_state_dict(dict_of(state), strict=strict)
@@ -244,11 +246,12 @@ def run(seed: int) -> str:
     except (CheckpointError, RuntimeError) as error:
         refused = error
     if refused is not None:
-        assert look(ours) == before, (seed, "a failed load changed the model", refused)
+        assert writes or look(ours) == before, (seed, "a failed load changed it", refused)
         if problem is None:
             # What nothing can place as torch does is refused by name; so is what fits nowhere.
             words = (
-                "that load_state_dict has loaded by then",
+                "writes into this tensor",
+                "writes into it, and load_state_dict would load it after that",
                 "nothing in the checkpoint fits",
                 "different values in the checkpoint",
             )

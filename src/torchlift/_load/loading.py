@@ -23,7 +23,7 @@ from torchlift._model.hooks import run_post_hooks
 from torchlift._model.names import wrapped_names
 from torchlift._model.ranks import Agree, RankGroup, has_group
 from torchlift._model.slots import ModuleTree, is_lazy, read_tree
-from torchlift._model.watch import Watch
+from torchlift._model.stand_ins import Untouched
 from torchlift._plan.names import Match
 from torchlift._plan.planner import LoadPlan, check_names, check_order, decide, match_names
 from torchlift._plan.report import LoadReport
@@ -256,13 +256,13 @@ def place(plan: LoadPlan, values: Fetched, turn: Turn) -> Placed:
     turn.deliver()
     again = turn.agree(later or bool(matched.extra))
     commit.when_undone(lambda: refresh_shards(tree.modules))
-    before = list[tuple[str, torch.Tensor]]()
     if matched.extra or matched.hooked:
-        commit.keep_attributes(tree.modules)
-        before = [(group.fqn, group.tensor) for group in tree.groups]  # other code may hold them
+        work = plan._work
+        placed = [step.group for step in work.steps] + [item.group for item in work.makings]
+        commit.keep_live(tree, {id(group.tensor) for group in placed})
     in_place = put_new(values, commit)
     if matched.extra:
-        in_place = _set_extra_states(matched, in_place, values.source, turn, before)
+        in_place = _set_extra_states(matched, in_place, values.source, turn)
     # Copies in place come last, because they cannot be undone without a backup. Everything that can
     # raise has run by now, and a Ctrl-C is delivered before.
     if again or not has_group():
@@ -270,19 +270,13 @@ def place(plan: LoadPlan, values: Fetched, turn: Turn) -> Placed:
     again = again and turn.agree(later)
     backup = matched.hooked or again
     copy_in_place(in_place, values.source, commit, backup=backup, advance=turn.advance)
-    watch = None
     if matched.hooked:
         tree.walk()
-        watch = commit.watch(tree, before)
-    return Placed(*_run_post_hooks(plan, turn, watch), again)
+    return Placed(*_run_post_hooks(plan, turn), again)
 
 
 def _set_extra_states(
-    matched: Match,
-    in_place: list[Prepared],
-    source: Origin,
-    turn: Turn,
-    before: Sequence[tuple[str, torch.Tensor]],
+    matched: Match, in_place: list[Prepared], source: Origin, turn: Turn
 ) -> list[Prepared]:
     """Call `set_extra_state` of modules. Return the values that are not yet copied in place.
 
@@ -296,21 +290,21 @@ def _set_extra_states(
         (seen if is_seen else rest).append(item)
     if seen:
         copy_in_place(seen, source, turn.commit, backup=True, advance=turn.advance)
-    turn.tree.walk()
-    with turn.commit.watch(turn.tree, before):
-        for module, state in matched.extra:
-            turn.commit.extra_state(module, state)
+    late = Untouched((step.group.fqn, step.group.tensor) for step, _ in rest)
+    for module, state in matched.extra:
+        turn.commit.extra_state(module, state)
+    late.check("set_extra_state of the model", "Write to it in a post-hook of the model.")
     return rest
 
 
-def _run_post_hooks(plan: LoadPlan, turn: Turn, watch: Watch | None) -> tuple[list[str], list[str]]:
+def _run_post_hooks(plan: LoadPlan, turn: Turn) -> tuple[list[str], list[str]]:
     """Run the post-hooks of the model. Return the missing and the unexpected names after them."""
     matched = plan._work.match
     lists = [list(plan.missing_keys), list(plan.unexpected_keys)]
     if matched.naming is not None:  # hooks see the names of the wrapped model
         lists = [list(map(matched.naming.key, names)) for names in lists]
     # FSDP's own post-hook makes the next forward pass use the loaded values.
-    run_post_hooks(turn.tree, lists[0], lists[1], matched.given, watch)
+    run_post_hooks(turn.tree, lists[0], lists[1], matched.given)
     for call in matched.own_calls:
         call.finish(lists[0], lists[1])
     missing, unexpected = (list(map(matched.canonical, names)) for names in lists)

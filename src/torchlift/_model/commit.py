@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import is_
@@ -25,10 +25,11 @@ from torchlift._model.slots import CONSTRUCTION, Group, ModuleTree, is_lazy
 from torchlift._model.torch_private import (
     fits_data,
     make_subclass,
+    memory_of,
     set_version,
     swap_content,
+    version_of,
 )
-from torchlift._model.watch import Watch, version_of
 from torchlift._system.containers import leaves
 from torchlift._system.text import clipped_list
 from torchlift.errors import PlacementError, note
@@ -230,28 +231,40 @@ class Commit:
             for container in _containers(vars(module), set()):
                 self.when_undone(_restore(container), name)
 
-    def watch(self, tree: ModuleTree, more: Iterable[tuple[str, torch.Tensor]] = ()) -> Watch:
-        """Note what is written to tensors inside of the block that this is for.
+    def keep_flags(self, tree: ModuleTree) -> None:
+        """Note which tensors train and which gradients they have; no values."""
+        for group in [*tree.groups, *tree.attributes]:
+            tensor = group.tensor
+            if tensor.is_leaf:
+                again = partial(_equip_again, tensor, tensor.requires_grad, tensor.grad)
+                self.when_undone(again, group.fqn)
+
+    def keep_live(self, tree: ModuleTree, placed: Collection[int]) -> None:
+        """Note all that the model's own code may change once it may: values, too.
 
         Args:
-            tree: the model, whose parameters, buffers and attributes count, and their gradients.
-            more: name -> other tensors that count.
+            tree: the model.
+            placed: identities of tensors that get other values, which are noted there.
         """
-        named = [(g.fqn, g.tensor) for g in [*tree.groups, *tree.attributes]]
-        leafs = [(name, tensor) for name, tensor in named if tensor.is_leaf]
-        for name, tensor in leafs:
-            self.when_undone(partial(_equip_again, tensor, tensor.requires_grad, tensor.grad), name)
-        grads = [(f"{name}.grad", t.grad) for name, t in leafs if t.grad is not None]
-        return Watch([*named, *grads, *more], self.when_undone)
+        self.keep_attributes(tree.modules)
+        self.keep_flags(tree)
+        for group in [*tree.groups, *tree.attributes]:
+            if id(group.tensor) not in placed:
+                self.keep_values(group.tensor, group.fqn)
+            if group.tensor.is_leaf and group.tensor.grad is not None:
+                self.keep_values(group.tensor.grad, f"{group.fqn}.grad")
 
     def keep_values(self, tensor: torch.Tensor, name: str) -> None:
         """Note a tensor's values, in a second copy of them, and whether it asks for a gradient."""
         if tensor.is_meta or is_lazy(tensor):
             return
-        local, grad = _once(local_tensor(tensor).detach()), tensor.requires_grad
+        whole, grad = local_tensor(tensor), tensor.requires_grad
+        content, local = whole.detach(), _once(whole.detach())
         before, version = clone_of(local), version_of(local)
 
         def undo() -> None:
+            if memory_of(whole) != memory_of(content) or whole.shape != content.shape:
+                whole.data = content
             local.copy_(before)
             if version >= 0:  # a graph that was recorded before finds what it has seen
                 set_version(local, version)
@@ -301,16 +314,7 @@ class Commit:
             self._fill_lazy(group, new)
             return
         if not (old.is_meta or is_wrapper(old)) and is_plain(new) and fits_data(old, new):
-            previous, grad = old.data, old.grad if old.is_leaf else None
-            version = version_of(old)
-
-            def undo() -> None:
-                _set_data(old, previous, grad)
-                if version >= 0:
-                    set_version(old, version)
-
-            self.when_undone(undo, group.fqn)
-            _set_data(old, new, grad)
+            self.set_data(old, new, group.fqn)
             return
         try:
             self.when_undone(exchange_content(group, successor_of(old, new)), group.fqn)
@@ -369,11 +373,18 @@ class Commit:
             self.when_undone(lambda: module.set_extra_state(before), name)
         module.set_extra_state(state)
 
-    def resize(self, tensor: torch.Tensor, name: str, data: torch.Tensor) -> None:
-        """Give a tensor other data, of another shape, for what comes next."""
-        before = tensor.data
-        self.when_undone(partial(_set_data, tensor, before, None), name)
-        _set_data(tensor, data, None)
+    def set_data(self, old: torch.Tensor, new: torch.Tensor, name: str) -> None:
+        """Give a live tensor other data, of any shape, and keep a gradient that fits."""
+        before, grad = old.data, old.grad if old.is_leaf else None
+        version = version_of(old)
+
+        def undo() -> None:
+            _set_data(old, before, grad)
+            if version >= 0:
+                set_version(old, version)
+
+        self.when_undone(undo, name)
+        _set_data(old, new, grad)
 
 
 def _exchange_back(group: Group, other: torch.Tensor) -> None:

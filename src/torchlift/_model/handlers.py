@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchlift._model.dtensor import is_dtensor, local_tensor, wrap
 from torchlift._model.slots import is_lazy
 from torchlift._model.torch_private import DISABLED, make_subclass
 from torchlift.errors import PlacementError
@@ -165,6 +166,8 @@ def clone_of(tensor: torch.Tensor, device: torch.device | None = None) -> torch.
         >>> clone_of(torch.ones(2))
         tensor([1., 1.])
     """
+    if is_dtensor(tensor):  # which flattens into its mesh, too
+        return wrap(tensor, clone_of(local_tensor(tensor), device))
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         return tensor.detach().to(device or tensor.device, copy=True)

@@ -4,8 +4,8 @@ Modules may change the state dict they are loaded from (``register_load_state_di
 themselves (``_load_from_state_dict``), keep state that is not a tensor (``set_extra_state``), or
 look at the result (``register_load_state_dict_post_hook``). torch runs all of it while it writes.
 Here it runs before anything is written, on a dict of mapped tensors, so that what it decides
-becomes part of the plan; what it writes to the model meanwhile is noticed, and can be taken back.
-Those that look at the result run when there is one.
+becomes part of the plan. The module's own tensors are copies meanwhile. Code that writes into
+another live tensor is refused. Hooks that look at the result run when there is one.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from __future__ import annotations
 import copy
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,14 +24,22 @@ from torchlift._model.commit import Commit, successor_of
 from torchlift._model.dtensor import is_fsdp
 from torchlift._model.handlers import clone_of, has_memory
 from torchlift._model.slots import ModuleTree, is_lazy
+from torchlift._model.stand_ins import (
+    Change,
+    StandIns,
+    Untouched,
+    has_same_bytes,
+    own_tensors,
+    written_on_meta,
+)
 from torchlift._model.torch_private import (
     LAZY_HOOK,
     IncompatibleKeys,
     NormBase,
     differs_in_shape,
     memory_of,
+    version_of,
 )
-from torchlift._model.watch import Watch, version_of
 from torchlift._system.containers import leaves, map_leaves
 from torchlift.errors import MismatchError, PlacementError
 
@@ -116,7 +123,6 @@ def run_hooks(
     modules: Sequence[tuple[str, nn.Module]],
     commit: Commit,
     shown: Shown,
-    given: Sequence[tuple[str, torch.Tensor]],
     strict: bool,
     own: bool,
 ) -> Outcome:
@@ -131,48 +137,29 @@ def run_hooks(
         modules: of `hooked_modules`.
         commit: takes back what the code changes.
         shown: what the code sees.
-        given: (what a message calls it, tensor) of all that a caller has in memory.
         strict: passed on to the code.
         own: whether what modules keep besides their tensors is copied, as a file's map is not
             their own.
-    """
-    commit.keep_attributes(tree.modules)
-    order = {prefix: number for number, (prefix, _) in enumerate(tree.paths)}
-    watch = commit.watch(tree, given)
-    run = _Run(shown, strict, commit, watch)
-    for prefix, module in modules:
-        watch.moment = order[prefix]
-        run.visit(prefix, module)
-    run.own(own)
-    run.finish()
-    tree.walk()  # again: the code may have put other tensors in their slots
-    _refuse_what_is_lost(tree, {*shown.unseen, *run.outcome.tensors}, watch, order)
-    return run.outcome
-
-
-def _refuse_what_is_lost(
-    tree: ModuleTree, given: Collection[str], watch: Watch, order: Mapping[str, int]
-) -> None:
-    """Refuse what code wrote to a tensor that `load_state_dict` loads before it runs that code.
-
-    Here the values come after all of it, and would be put in its place.
 
     Raises:
-        PlacementError: it did.
+        PlacementError: If the code writes into a live tensor of another module.
     """
-    for group in tree.groups if watch.written else ():
-        moment = watch.moment_of(group.tensor)
-        names = [name for name in group.names if name in given]
-        if moment is None or not names or not watch.is_other(group.tensor):
-            continue
-        if max(order.get(name[: name.rfind(".") + 1], moment) for name in names) < moment:
-            prefix = next(prefix for prefix, number in order.items() if number == moment)
-            raise PlacementError(
-                f"loading code of {prefix[:-1]!r}, which runs before anything is placed, writes "
-                "into a tensor that load_state_dict has loaded by then",
-                entry=group.fqn,
-                hint="Write to it in a hook of register_load_state_dict_post_hook.",
-            )
+    commit.keep_attributes(tree.modules)
+    commit.keep_flags(tree)
+    untouched = Untouched.of(tree)
+    run = _Run(shown, strict, untouched)
+    try:
+        for prefix, module in modules:
+            run.visit(prefix, module)
+    finally:  # also if the code raises: that error would hide what it has written
+        untouched.check(
+            "loading code of the model",
+            "Write to it in a hook of register_load_state_dict_post_hook.",
+        )
+    run.own(own)
+    run.finish(commit)
+    tree.walk()  # again: the code may have put other tensors in their slots
+    return run.outcome
 
 
 def _has_code(module: nn.Module, prefix: str, names: set[str]) -> bool:
@@ -225,20 +212,32 @@ class _Run:
         known: identity of a tensor in it -> its name, itself and its version at first.
         versions: path of a module of the model -> what its state dict says of it.
         set: (module, name) of attributes that overrides set besides tensors.
+        stand_ins: identity of a module -> its stand-ins: a shared module has the same each time.
+        changes: identity of a module -> what the code did to its stand-ins.
     """
 
-    def __init__(self, shown: Shown, strict: bool, commit: Commit, watch: Watch) -> None:
+    def __init__(self, shown: Shown, strict: bool, untouched: Untouched) -> None:
         self.shown = shown
         self.strict = strict
-        self.commit = commit
-        self.watch = watch
+        self.untouched = untouched
         self.set: list[tuple[nn.Module, str]] = []
+        self.stand_ins: dict[int, StandIns] = {}
+        self.changes: dict[int, Iterable[Change]] = {}
         self.templates = templates_by_name(shown.templates, shown.names)
         self.versions = versions_by_name(shown.names, shown.versions)
         self.outcome = Outcome()
-        self.state: dict[str, Any] = {**shown.tensors, **shown.objects}
+        # A caller's tensors are never written to. Of tensors that are one, there is one copy.
+        mapped, copies = {*shown.mapped}, dict[tuple[object, ...], torch.Tensor]()
+        tensors = {
+            name: value
+            if name in mapped
+            else copies.setdefault(identity_of(value), clone_of(value))
+            for name, value in shown.tensors.items()
+        }
+        self.state: dict[str, Any] = {**tensors, **shown.objects}
+        self.memories = {memory_of(value) for value in tensors.values()} - {None}
         # With the tensor itself: while it lives, no other one has its identity.
-        self.known = {identity_of(v): (name, v, version_of(v)) for name, v in shown.tensors.items()}
+        self.known = {identity_of(v): (name, v, version_of(v)) for name, v in tensors.items()}
         self.order = sorted(self.state)
 
     def visit(self, prefix: str, module: nn.Module) -> None:
@@ -248,10 +247,15 @@ class _Run:
         metadata = {**self.versions.get(prefix[:-1], {}), "assign_to_params_buffers": True}
         if _takes_extra(type(module)):
             gather(local, prefix + _EXTRA, self.templates)
+        stand_ins = self.stand_ins.get(id(module)) or StandIns([(prefix, module)])
+        self.stand_ins[id(module)] = stand_ins
+        stand_ins.put_on()
         if _overrides_load(type(module)):
-            self._override(prefix, module, local, metadata)
+            self._override(prefix, module, local, metadata, stand_ins)
         else:
             self._pre_hooks(prefix, module, local, metadata)
+            self.changes[id(module)] = stand_ins.take_off().values()
+        self.untouched.add((prefix + name, tensor) for name, tensor in own_tensors(module))
         self._note_taken(prefix, module, names, local.used, sets=len(self.set) > count)
         self._put_back(prefix, local)
 
@@ -274,7 +278,7 @@ class _Run:
             sets: whether it set attributes: else it has dropped what it took out.
         """
         children = tuple(f"{prefix}{name}." for name in module._modules)
-        slots = {prefix + name for name, _ in _own(module)}
+        slots = {prefix + name for name, _ in own_tensors(module)}
         # A slot that gets a value under a name of its own has it from an older file's names.
         sets = sets and not any(name in self.outcome.tensors for name in slots.difference(names))
         extra, inside = prefix + _EXTRA, tuple(f"{name}." for name in used)
@@ -290,8 +294,7 @@ class _Run:
         missing, unexpected, errors = self.outcome.missing, self.outcome.unexpected, list[str]()
         for hook in module._load_state_dict_pre_hooks.values():
             if not _is_lazy_hook(hook) and not is_fsdp(hook):
-                with self.watch:
-                    hook(local, prefix, metadata, self.strict, missing, unexpected, errors)
+                hook(local, prefix, metadata, self.strict, missing, unexpected, errors)
         self._refuse(errors, prefix)
         if not _takes_extra(type(module)):
             return
@@ -301,26 +304,19 @@ class _Run:
             missing.append(prefix + _EXTRA)
 
     def _override(
-        self, prefix: str, module: nn.Module, local: OrderedDict[str, Any], metadata: dict[str, Any]
+        self,
+        prefix: str,
+        module: nn.Module,
+        local: OrderedDict[str, Any],
+        metadata: dict[str, Any],
+        stand_ins: StandIns,
     ) -> None:
-        """Let a module load into other tensors over the memory of its own, and look what it did."""
+        """Let a module load into its stand-ins, and look what it did."""
         missing, unexpected, errors = list[str](), list[str](), list[str]()
         extras: list[object] = []
-        attributes, live, stand_ins = (
-            dict(vars(module)),
-            dict(_own(module)),
-            dict[str, torch.Tensor](),
-        )
+        attributes, known = dict(vars(module)), dict(own_tensors(module)).keys()
         if _takes_extra(type(module)):
             object.__setattr__(module, "set_extra_state", extras.append)
-        for name, tensor in live.items():
-            # torch exchanges the content of what is there, where it is asked to
-            # (`torch.__future__.set_swap_module_params_on_conversion`).
-            stand_ins[name] = tensor if is_lazy(tensor) else successor_of(tensor, tensor.detach())
-            _registry(module, name)[name] = stand_ins[name]
-        # Strict in any case: torch's own code lists no missing name otherwise, and a name that is
-        # not listed counts as accepted. What becomes of the lists is for the plan to say.
-        before = {name: self.watch.count_of(tensor) for name, tensor in stand_ins.items()}
         mine = {*module._modules, *module._parameters, *module._buffers}
         for whole in self.templates:
             head, _, name = whole.rpartition(".")
@@ -328,10 +324,9 @@ class _Run:
                 gather(local, whole, self.templates)
         seen = list(local)
         try:
-            with self.watch:
-                module._load_from_state_dict(
-                    local, prefix, metadata, True, missing, unexpected, errors
-                )
+            # Strict in any case: torch's own code lists no missing name otherwise, and a name that
+            # is not listed counts as accepted. What becomes of the lists is for the plan to say.
+            module._load_from_state_dict(local, prefix, metadata, True, missing, unexpected, errors)
         except KeyError as error:
             if not any(key.startswith(f"{error.args[0]}.") for key in seen):
                 raise
@@ -346,7 +341,7 @@ class _Run:
         # Of what is no tensor the plan says which names they are and the way out, all in one.
         odd = {
             f'While copying the parameter named "{full}", expected torch.Tensor': full
-            for full in (prefix + name for name in live)
+            for full in (prefix + name for name in known)
             if full in local and not isinstance(local[full], torch.Tensor)
         }
         refused_values = {text: odd[start] for text in errors for start in odd if start in text}
@@ -356,41 +351,36 @@ class _Run:
         # torch's own words for a shape that differs; the plan has its own, with all of them.
         self._refuse([text for text in errors if not differs_in_shape(text)], prefix)
         self.outcome.extra += [(module, state) for state in extras]
-        for name, found in dict(_own(module)).items():
+        slots, changes = dict(own_tensors(module)), stand_ins.take_off()
+        self.changes[id(module)] = changes.values()
+        for name, found in slots.items():
             full, given = prefix + name, local.get(prefix + name)
-            old, there = stand_ins.get(name), live.get(name)
-            written = found is old and (
-                self.watch.count_of(found) != before[name]
-                or (there is not None and memory_of(found) != memory_of(there))  # by `.data = `
-            )
-            if written and found.is_meta:
-                raise PlacementError(
-                    "its module's own loading code writes into it, and on meta nothing can be "
-                    "written",
-                    file=self.shown.path,
-                    entry=full,
-                    hint=f"Call torchlift.materialize(model, names=[{full!r}]) before you load.",
-                )
-            if full in missing and found is not old:  # a hook has put it there
-                self.watch.add(name, found)
+            change, live = changes.get((id(module), name)), stand_ins.live.get((id(module), name))
+            in_place = found is live or found is stand_ins.made.get((id(module), name))
+            written = in_place and change is not None and change.is_written
+            shown = self.shown.tensors.get(full)
+            if in_place and found.is_meta and full not in missing and not is_lazy(found):
+                # A write through `.data` leaves no trace on meta. A value of the right shape that
+                # the code took out of the state dict has been written there, or is lost.
+                was_taken = shown is not None and given is None and shown.shape == found.shape
+                if written or was_taken:
+                    raise written_on_meta(full, self.shown.path)
+            if full in missing and not in_place:  # a hook has put it there
                 continue
-            if name in module._non_persistent_buffers_set and found is not old:
-                # Nothing else gives it values: no state dict has it.
-                setattr(module, name, found.clone() if memory_of(found) in self._given() else found)
-                self.watch.add(name, getattr(module, name))
-                continue
-            self._replace(module, name, found, there, in_place=found is old)
             if name in module._non_persistent_buffers_set:
+                if not in_place and memory_of(found) in self.memories:
+                    setattr(module, name, found.clone())  # nothing else gives it values
                 continue
-            changed = (written or found is not old) and full not in missing
+            if not in_place:
+                self._replace(module, name, found, live)
             refused = any(differs_in_shape(text, full) for text in errors)
             if refused and isinstance(given, torch.Tensor):
                 self.outcome.tensors[full] = self._left(given)  # to be reported
-            elif changed:
+            elif (written or not in_place) and full not in missing:
                 self.outcome.tensors[full] = self._left(found.detach())
             elif full not in missing:
                 self.outcome.excused.add(full)
-        self.outcome.missing += [name for name in missing if name[len(prefix) :] not in live]
+        self.outcome.missing += [name for name in missing if name[len(prefix) :] not in known]
         self.outcome.unexpected += unexpected
         self.set += [
             (module, name)
@@ -402,38 +392,19 @@ class _Run:
             del local[name]  # its own level is done; the rest is its children's
 
     def _replace(
-        self,
-        module: nn.Module,
-        name: str,
-        found: torch.Tensor,
-        there: torch.Tensor | None,
-        *,
-        in_place: bool,
+        self, module: nn.Module, name: str, found: torch.Tensor, there: torch.Tensor | None
     ) -> None:
         """Put in a slot what the values that were found in it are to be placed into."""
-        if is_lazy(found):
-            return
         parameters = isinstance(there, nn.Parameter) and isinstance(found, nn.Parameter)
         if parameters and there is not None and there.requires_grad is not found.requires_grad:
             there.requires_grad_(found.requires_grad)
         if there is not None and (is_lazy(there) or there.shape == found.shape):
-            if there is not found:
-                setattr(module, name, there)
-            return
-        # The module has decided on another shape, or on one more tensor.
-        if memory_of(found) in self._given() or in_place or there is not None:
+            setattr(module, name, there)
+        elif there is not None or memory_of(found) in self.memories:
+            # The module has decided on another shape, or on one more tensor.
             like = found if there is None else there
             blank = torch.empty(found.shape, dtype=like.dtype, device=like.device)
-            if in_place and there is not None:
-                self.commit.resize(there, name, blank)
-                setattr(module, name, there)
-            else:
-                setattr(module, name, successor_of(like, blank))
-        self.watch.add(name, getattr(module, name))
-
-    def _given(self) -> set[int | None]:
-        """Return the memories of what the source has."""
-        return {memory_of(value) for value in self.shown.tensors.values()} - {None}
+            setattr(module, name, successor_of(like, blank))
 
     def _under(self, prefix: str) -> list[str]:
         if not prefix:
@@ -456,8 +427,14 @@ class _Run:
     def _left(self, tensor: torch.Tensor) -> Left:
         if identity_of(tensor) not in self.known:
             return Left(tensor)
-        name, _, version = self.known[identity_of(tensor)]
-        return Left(tensor, name, version_of(tensor) != version)
+        name, shown, version = self.known[identity_of(tensor)]
+        if version_of(tensor) != version:
+            return Left(tensor, name, written=True)
+        # Of a caller's tensor there is a copy, which `.data` and NumPy may have written to.
+        original = self.shown.tensors[name]
+        if shown is not original and not has_same_bytes(shown, original):
+            return Left(tensor, name, written=True)
+        return Left(original, name)
 
     def _refuse(self, errors: Sequence[str], prefix: str) -> None:
         if errors:
@@ -468,59 +445,45 @@ class _Run:
             )
 
     def own(self, mapped: bool) -> None:
-        """Copy what modules are about to keep of the source besides their tensors.
+        """Copy what modules are about to keep of a file besides their tensors.
 
         Args:
-            mapped: whether the file's map is copied, too, and not only what a caller has.
+            mapped: whether the file's map is copied. Of a caller's tensors the code has copies.
         """
         files = {memory_of(self.shown.tensors[name]) for name in self.shown.mapped} - {None}
-        given = self._given()
-
-        def is_ours(leaf: torch.Tensor) -> bool:
-            return not mapped and memory_of(leaf) in files
 
         def copied(state: object) -> Any:
             copies = {
                 id(leaf): leaf.clone()
-                for leaf in leaves(state).values()
-                if isinstance(leaf, torch.Tensor) and memory_of(leaf) in given and not is_ours(leaf)
+                for leaf in (leaves(state).values() if mapped else ())
+                if isinstance(leaf, torch.Tensor) and memory_of(leaf) in files
             }
             if not copies:
                 return state
             return map_leaves(state, lambda leaf, _: copies.get(id(leaf), leaf))
 
         def deeply(state: object) -> object:
-            tensors = (leaf for leaf in leaves(state).values() if isinstance(leaf, torch.Tensor))
-            memo = {id(leaf): leaf if is_ours(leaf) else clone_of(leaf) for leaf in tensors}
+            state = copied(state)
+            memo = {id(t): t for t in leaves(state).values() if isinstance(t, torch.Tensor)}
             try:
                 return copy.deepcopy(state, memo)
             except Exception:  # a lock, a stream: torch hands everything on as it is
-                return copied(state)
+                return state
 
         outcome = self.outcome
         outcome.extra = [(module, deeply(state)) for module, state in outcome.extra]
         for module, name in self.set:
             vars(module)[name] = copied(vars(module)[name])
 
-    def finish(self) -> None:
-        """Add to the outcome everything that no override took."""
+    def finish(self, commit: Commit) -> None:
+        """Add everything that no override took, and change live tensors as their stand-ins were."""
         for name, value in self.state.items():
             if isinstance(value, torch.Tensor):
                 self.outcome.tensors.setdefault(name, self._left(value))
             else:
                 self.outcome.unexpected.append(name)
-
-
-def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the module's own parameters and buffers."""
-    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-        if tensor is not None:
-            yield name, tensor
-
-
-def _registry(module: nn.Module, name: str) -> dict[str, Any]:
-    found: Any = module._parameters if name in module._parameters else module._buffers
-    return found  # type: ignore[no-any-return]
+        for change in (change for changes in self.changes.values() for change in changes):
+            change.apply(commit, values=change.name not in self.outcome.tensors)
 
 
 def versions_by_name(
@@ -562,43 +525,44 @@ def _takes_extra(kind: type[nn.Module]) -> bool:
 
 
 def run_post_hooks(
-    tree: ModuleTree,
-    missing: list[str],
-    unexpected: list[str],
-    given: Collection[str],
-    watch: Watch | None,
+    tree: ModuleTree, missing: list[str], unexpected: list[str], given: Collection[str]
 ) -> None:
     """Call the modules' post-hooks, which may remove names from the two lists.
 
-    They run in the order of `load_state_dict`. There, a module that is registered twice, and a
-    tensor that has two names, get their values a second time, over what hooks wrote in between.
+    They run in the order of `load_state_dict`.
 
     Args:
         tree: the model, loaded.
         missing: names that the hooks may change.
         unexpected: the same.
-        given: names of the model that got values.
-        watch: what notices what the hooks write, where there are any that may.
+        given: names of the model that got values; empty if no hook is the model's own.
+
+    Raises:
+        PlacementError: If a hook writes into a tensor that torch would load after that: of a later
+            module, or under a second name.
     """
     keys = IncompatibleKeys(missing, unexpected)
-    placed = dict(_named(tree)) if watch is not None else {}
+    loaded = {name: g.tensor for g in tree.groups if given for name in g.names if name in given}
+    if loaded:
+        untouched = Untouched((g.fqn, g.tensor) for g in tree.groups if len(g.slots) > 1)
+        untouched.add(loaded.items(), values=False)  # to compare their values reads all of a file
 
     def visit(prefix: str, module: nn.Module) -> None:
-        for name, tensor in _tensors_of(module) if placed else ():
-            full = prefix + name
-            was = placed.get(full)
-            if watch is None or was is None or full not in given:
-                continue
-            if was is not tensor or watch.moment_of(was) is not None:
-                with torch.no_grad():
-                    watch.put_back(was, tensor)
+        for name, tensor in own_tensors(module) if loaded else ():
+            was = loaded.get(prefix + name)
+            if was is not None and (tensor is not was or untouched.has_changed(was)):
+                raise PlacementError(
+                    "a post-hook of the model writes into it, and load_state_dict would load it "
+                    "after that",
+                    entry=prefix + name,
+                    hint="Register the hook on the model itself: it runs when all is loaded.",
+                )
         for name, child in list(module._modules.items()):
             if child is not None:
                 visit(f"{prefix}{name}.", child)
         hooks = module._load_state_dict_post_hooks
         for hook in list(hooks.values()) if hooks else ():
-            with nullcontext() if watch is None else watch:
-                answer = hook(module, keys)
+            answer = hook(module, keys)
             if answer is not None:
                 raise TypeError(
                     "a hook of register_load_state_dict_post_hook returned a value; it changes "
@@ -606,19 +570,6 @@ def run_post_hooks(
                 )
 
     visit("", tree.model)
-
-
-def _named(tree: ModuleTree) -> Iterator[tuple[str, torch.Tensor]]:
-    for prefix, module in tree.paths:
-        for name, tensor in _tensors_of(module):
-            yield prefix + name, tensor
-
-
-def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the module's own parameters and persistent buffers."""
-    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-        if tensor is not None and name not in module._non_persistent_buffers_set:
-            yield name, tensor
 
 
 def has_post_hooks(tree: ModuleTree) -> bool:

@@ -25,9 +25,9 @@ from torch import nn
 from torchlift._model.commit import Commit
 from torchlift._model.names import wrapped_by
 from torchlift._model.slots import ModuleTree, walk
+from torchlift._model.stand_ins import Change, StandIns
 from torchlift._model.state import own
 from torchlift._model.torch_private import strict_of_caller
-from torchlift._model.watch import Watch
 from torchlift._system.text import clipped_list
 from torchlift.errors import CheckpointError, MismatchError, PlacementError, note
 
@@ -86,17 +86,21 @@ class _Abandoned(BaseException):
 class OwnLoading:
     """One call of a class's own `load_state_dict`, which waits while torchlift loads.
 
+    Until everything is in place, all tensors of the module are copies that the method may write to.
+
     Args:
         prefix: how the names of the module's state begin in the model's state dict.
         module: the module whose class overrides the method.
         commit: ends the method where it waits, if the load fails.
-        watch: notices what the method writes, so that it can be undone.
+
+    Attributes:
+        changes: what the method did to the copies so far.
     """
 
-    def __init__(self, prefix: str, module: nn.Module, commit: Commit, watch: Watch) -> None:
+    def __init__(self, prefix: str, module: nn.Module, commit: Commit) -> None:
         self.prefix = prefix
+        self.changes: list[Change] = []
         self._module = module
-        self._watch = watch
         self._events: SimpleQueue[PassedState | BaseException | None] = SimpleQueue()
         self._replies: SimpleQueue[BaseException | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -125,7 +129,7 @@ class OwnLoading:
             if index >= 0:
                 torch.accelerator.set_device_index(index)
             try:
-                with torch.set_grad_enabled(grad), default_device, self._watch:
+                with torch.set_grad_enabled(grad), default_device:
                     method = own(self._module, "load_state_dict")
                     method(values) if strict else method(values, strict=False)
                 self._events.put(None)
@@ -153,9 +157,11 @@ class OwnLoading:
             raise self._refusal(
                 "runs in another thread, for another load", "Wait until that load has ended."
             )
+        self._stand_ins = StandIns((self.prefix + path, each) for path, each in walk(self._module))
+        self._stand_ins.put_on()
         self._intercept()
         self._thread.start()
-        return self._require(self._wait())
+        return self._require(self._take_off(self._wait()))
 
     def refuse(self, error: MismatchError) -> PassedState:
         """Raise the error in the method; return what it passes on if it tries again.
@@ -163,10 +169,15 @@ class OwnLoading:
         Raises:
             MismatchError: it does not.
         """
-        found = self._resume(_Refused(str(error)))
+        self._stand_ins.put_on()
+        found = self._take_off(self._resume(_Refused(str(error))))
         if found is None:
             raise error
         return found
+
+    def _take_off(self, passed: PassedState | None) -> PassedState | None:
+        self.changes = [*self._stand_ins.take_off().values()]
+        return passed
 
     def finish(self, missing: Sequence[str], unexpected: Sequence[str]) -> None:
         """Return from the method of `nn.Module`: everything is in place, and the rest runs.

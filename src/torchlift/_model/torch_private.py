@@ -182,6 +182,11 @@ def shard_order(dtensor: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(entry.mesh_dims) for entry in entries)
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor has been written to; -1 where that is not counted."""
+    return -1 if isinstance(tensor, LAZY) or tensor.is_inference() else tensor._version
+
+
 def set_version(tensor: torch.Tensor, version: int) -> None:
     """Set how often a tensor has been written to: back, where it has the values of that time."""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))

@@ -11,6 +11,7 @@ import torch
 
 from torchlift._model.commit import Commit, ordinary_tensors
 from torchlift._model.dtensor import is_dtensor
+from torchlift._model.handlers import clone_of
 from torchlift._model.hooks import (
     gather,
     hooked_modules,
@@ -20,12 +21,12 @@ from torchlift._model.hooks import (
 )
 from torchlift._model.own_loading import OwnLoading, PassedState
 from torchlift._model.slots import ModuleTree
-from torchlift._model.torch_private import memory_of
-from torchlift._model.watch import Watch, version_of
+from torchlift._model.stand_ins import has_same_bytes
+from torchlift._model.torch_private import memory_of, version_of
 from torchlift._plan.names import Named
 from torchlift._plan.rules import Options
 from torchlift._sources.opening import Origin, flat_state
-from torchlift._sources.tensors import MemoryTensor, SourceTensor
+from torchlift._sources.tensors import FileTensor, MemoryTensor, SourceTensor
 from torchlift.errors import PlacementError
 
 
@@ -47,14 +48,14 @@ class OwnCalls:
         passed: The state that each call passes on first.
         named: The content of the source.
         shown: Identity of a tensor -> what the method got.
-        watch: Records which tensors the methods write to.
+        commit: Undoes the changes of this call.
     """
 
     calls: tuple[OwnLoading, ...]
     passed: list[PassedState]
     named: Named
     shown: Mapping[tuple[object, ...], _Shown]
-    watch: Watch
+    commit: Commit
 
     def name_passed(
         self, passed: Sequence[PassedState], tree: ModuleTree, options: Options
@@ -93,14 +94,23 @@ class OwnCalls:
                 for name in group.names
                 if name.startswith(call.prefix) and not name.startswith(prefix)
             }
-        for group in tree.groups:
-            # A tensor that the method wrote to needs no value.
-            if self.watch.moment_of(group.tensor) is not None and candidates.keys().isdisjoint(
-                group.names
-            ):
-                if group.tensor.is_meta:
-                    raise _lost_error(group.fqn, "writes into a tensor without memory, one")
-                left_out |= {*group.names}
+        names_of = {id(group.tensor): group.names for group in tree.groups}
+        for change in (change for call in self.calls for change in call.changes):
+            names = names_of.get(id(change.live), (change.name,))
+            is_given = not candidates.keys().isdisjoint(names)
+            if change.is_written and not is_given:
+                # A tensor that the method wrote to needs no value.
+                if change.live.is_meta:
+                    raise _lost_error(change.name, "writes into a tensor without memory, one")
+                left_out |= {*names}
+            change.apply(self.commit, values=not is_given)
+        for name, one in self.named.candidates.items():
+            # A write through `.data` leaves no trace on meta, so that a value may be lost there.
+            slot = like.get(name)
+            if slot is None or not slot.is_meta or name in candidates or name in left_out:
+                continue
+            if name.startswith(prefixes) and tuple(one.shape) == tuple(slot.shape):
+                raise _lost_error(name, "does not pass on a value for a tensor")
         named = named._replace(
             candidates=candidates, objects=objects, values=values, templates=templates,
             left_out=left_out, hooked=hooked_modules(tree, candidates),
@@ -113,7 +123,10 @@ class OwnCalls:
         """Return the tensor of the source if the method did not change it, else the new tensor."""
         shown = self.shown.get(identity_of(tensor))
         if shown is not None and version_of(tensor) == shown.version:
-            return shown.candidate
+            original = shown.candidate
+            # A caller's tensor was shown as a copy, which `.data` and NumPy may have written to.
+            if isinstance(original, FileTensor) or has_same_bytes(tensor, original.tensor()):
+                return original
         if like is not None and is_dtensor(tensor) and is_dtensor(like):
             # An operation may return a DTensor of another layout. torch copies from any layout.
             tensor = tensor.redistribute(placements=like.placements)
@@ -144,17 +157,19 @@ def call_own_loading(
         PlacementError: If a method does not call the method of `nn.Module`.
     """
     commit.keep_attributes(tree.modules)
-    given = [one for one in named.candidates.values() if isinstance(one, MemoryTensor)]
-    watch = commit.watch(tree, [(f"{one.key} of {origin.path}", one.value) for one in given])
+    commit.keep_flags(tree)
     names = {**{one.key: name for name, one in named.candidates.items()}, **named.objects}
     versions = versions_by_name(names, origin.versions)
     shown: dict[tuple[object, ...], _Shown] = {}
+    copies: dict[tuple[object, ...], torch.Tensor] = {}
     calls, passed = [], []
     for prefix, module in named.own_loaders:
         state: OrderedDict[str, Any] = OrderedDict()
         for name, one in named.candidates.items():
             if name.startswith(prefix):
                 tensor = one.tensor()
+                if not isinstance(one, FileTensor):  # a caller's tensors are never written to
+                    tensor = copies.setdefault(identity_of(tensor), clone_of(tensor))
                 shown.setdefault(identity_of(tensor), _Shown(one, tensor, version_of(tensor)))
                 state[name.removeprefix(prefix)] = tensor
         for key, name in named.objects.items():
@@ -169,6 +184,6 @@ def call_own_loading(
             for path, says in inside
             if f"{path}.".startswith(prefix)
         )
-        calls.append(OwnLoading(prefix, module, commit, watch))
+        calls.append(OwnLoading(prefix, module, commit))
         passed.append(calls[-1].start(state, options.strict))
-    return OwnCalls(tuple(calls), passed, named, shown, watch)
+    return OwnCalls(tuple(calls), passed, named, shown, commit)

@@ -592,10 +592,8 @@ def _run_hooks(
         versions=origin.versions,
         templates=named.templates,
     )
-    given = [one for one in candidates.values() if isinstance(one, MemoryTensor)]
-    watched = [(f"{one.key} of {origin.path}", one.value) for one in given]
     own = owns_all(options.source, live=not any(tensor.is_meta for tensor in like.values()))
-    outcome = run_hooks(tree, modules, commit, shown, watched, options.strict, own)
+    outcome = run_hooks(tree, modules, commit, shown, options.strict, own)
     found = {name: one for name, one in candidates.items() if name not in seen}
     for name, (tensor, shown_as, written) in outcome.tensors.items():
         one = None if shown_as is None else seen[shown_as]

@@ -30,9 +30,9 @@ from torchlift._model.torch_private import (
     TRUNC_NORMAL,
     device_constructors,
     key_of,
+    version_of,
     writes_into_leaf,
 )
-from torchlift._model.watch import version_of
 from torchlift._skeleton.handed_out import Foreign, HandedOut, elements_of
 from torchlift._skeleton.recording import (
     META,
