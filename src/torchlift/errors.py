@@ -1,9 +1,8 @@
 """The exceptions torchlift raises for a bad file, a bad match or a bad placement.
 
-Every message answers five questions in one sentence each, in this order: which file, which entry,
-what was expected, what was found, and what to do; lists of names come last, so that nobody has to
-look for the way out behind them. All of it is in attributes too, so a program can react to them
-without parsing text.
+Every message names, in this order, the file, the entry, what is wrong, what was expected, what was
+found, and the fix. Lists of names come last, after the fix. Each part is also an attribute, so a
+program need not parse the text.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ _MOST_COMPARED = 50  # names, with one that does not exist
 
 @dataclass(frozen=True)
 class Argument:
-    """An argument that a hint names; it shows as Python has it.
+    """An argument that a hint names, shown as Python code.
 
     Attributes:
-        name: such as ``"rename"``.
-        value: what is behind the equals sign.
-        steps: the value as data, for who spells it otherwise: of ``rename`` a prefix to strip, or a
-            pattern and its replacement.
+        name: The name, such as ``"rename"``.
+        value: The text after the equals sign.
+        steps: The value as data, for the command line. For ``rename``: prefixes to strip, or
+            pairs of a pattern and its replacement.
     """
 
     name: str
@@ -47,10 +46,10 @@ class Argument:
 
 
 class Hint(str):
-    """A way out that names arguments.
+    """A fix that names arguments.
 
     Attributes:
-        fragments: what it is made of, in this order.
+        fragments: The texts and arguments that it consists of.
 
     Example:
         >>> hint = Hint("Leave ", Argument("root"), " out.")
@@ -61,14 +60,14 @@ class Hint(str):
     fragments: tuple[str | Argument, ...]
 
     def __new__(cls, *fragments: str | Argument) -> Hint:
-        """Return the text of all fragments, as Python has them."""
+        """Join the fragments; arguments are spelled as in Python."""
         made = super().__new__(cls, "".join(map(str, fragments)))
         inner = ((f.fragments if isinstance(f, Hint) else (f,)) for f in fragments)
         made.fragments = tuple(chain.from_iterable(inner))
         return made
 
     def spelled(self, spell: Callable[[Argument], str]) -> str:
-        """Return the text with every argument as somebody else writes it."""
+        """Return the text with every argument spelled by a function."""
         return "".join(spell(f) if isinstance(f, Argument) else f for f in self.fragments)
 
 
@@ -76,13 +75,13 @@ class CheckpointError(Exception):
     """Base of every error torchlift raises about a checkpoint.
 
     Attributes:
-        reason: what is wrong, in a short phrase.
-        file: the file concerned, or None.
-        entry: the key, record or module name concerned, or None.
-        expected: what would have been right, or None.
-        found: what was there instead, or None.
-        hint: the way out, or None.
-        lists: what there is more than one of, a line for each.
+        reason: What is wrong, in a short phrase.
+        file: The file, or None.
+        entry: The key, record or module name, or None.
+        expected: The expected value, or None.
+        found: The value that was found, or None.
+        hint: The fix, or None.
+        lists: Lines of names, one for each kind of problem.
 
     Example:
         >>> import os, tempfile, torchlift
@@ -110,7 +109,7 @@ class CheckpointError(Exception):
         lists: Iterable[str] = (),
     ) -> None:
         self.reason = reason
-        # Of a URL only the text: what travels with it is nobody's business who reads errors.
+        # The text of a URL only: a `Url` object may carry credentials, which no error may show.
         self.file = None if file is None else str(os.fspath(file))
         self.entry = entry
         self.expected = expected
@@ -154,7 +153,7 @@ class FormatError(CheckpointError):
 
 
 class _OfSystem(CheckpointError):
-    """An error that is Python's own, too, with what programs read of that one."""
+    """An error that is also one of Python's own, with the attributes of that one."""
 
     strerror: str | None
 
@@ -169,10 +168,10 @@ class _OfSystem(CheckpointError):
 
 
 class NotFound(_OfSystem, FormatError, FileNotFoundError):
-    """Nothing is there, under a path or a URL.
+    """A path or a URL does not exist.
 
-    Like the three errors below it is Python's own, too: a program that catches that keeps working
-    when a path becomes a URL.
+    Like the three errors below it is also one of Python's own errors. A program that catches
+    Python's error keeps working when a path becomes a URL.
 
     Example:
         >>> import torchlift
@@ -187,25 +186,25 @@ class NotFound(_OfSystem, FormatError, FileNotFoundError):
 
 
 class NotAllowed(_OfSystem, FormatError, PermissionError):
-    """The system or the server refuses access: permissions, or credentials."""
+    """The system or the server refuses access because of permissions or credentials."""
 
     errno = errno.EACCES
 
 
 class TimedOut(_OfSystem, TimeoutError):
-    """No byte came for as long as one waits."""
+    """No byte arrived before the timeout."""
 
     errno = errno.ETIMEDOUT
 
 
 class Unreachable(_OfSystem, ConnectionError):
-    """A server cannot be reached, or cannot answer: name, network, TLS, its own state."""
+    """A server cannot be reached, or cannot answer, because of its name, the network or TLS."""
 
     errno = errno.ECONNABORTED
 
 
 class UnsafeError(CheckpointError):
-    """Refused: using the file would run code or read outside its directory.
+    """Using the file would run code, or read outside of its directory.
 
     Example:
         >>> import fractions, os, tempfile, torch, torchlift
@@ -221,13 +220,13 @@ class UnsafeError(CheckpointError):
 
 
 class MismatchError(CheckpointError):
-    """The checkpoint and the model do not fit together.
+    """The checkpoint does not match the model.
 
     Attributes:
-        missing_keys: names the model has and the checkpoint lacks.
-        unexpected_keys: names the checkpoint has and the model lacks.
-        mismatched: name -> (shape in the model, shape in the checkpoint).
-        lists: the names of these kinds, a line for each kind.
+        missing_keys: Names that the model has and the checkpoint lacks.
+        unexpected_keys: Names that the checkpoint has and the model lacks.
+        mismatched: Name -> (shape in the model, shape in the checkpoint).
+        lists: These names, one line for each kind.
 
     Example:
         >>> import os, tempfile, torch, torchlift
@@ -261,15 +260,15 @@ class MismatchError(CheckpointError):
 
 
 class StateDictMismatch(MismatchError, RuntimeError):
-    """A state dict does not fit the model or the optimizer.
+    """A state dict does not match the model or the optimizer.
 
-    It is a `RuntimeError` too, because that is what ``torch.distributed.checkpoint.state_dict``
-    raises: a program that catches it keeps working after the import is changed.
+    It is a `RuntimeError`, too, as ``torch.distributed.checkpoint.state_dict`` raises one. A
+    program that catches `RuntimeError` keeps working after you change the import.
     """
 
 
 class PlacementError(CheckpointError):
-    """A tensor cannot be put where it was asked to go (device, mode, live module).
+    """A tensor cannot be placed as requested, on this device, in this mode or in this module.
 
     Example:
         >>> import os, tempfile, torch, torchlift
@@ -287,12 +286,12 @@ class PlacementError(CheckpointError):
 
 
 class IntegrityError(CheckpointError):
-    """Bytes are not what a checksum, or the file as it was opened, says they should be.
+    """A checksum is wrong, or the file changed after it was opened.
 
-    Or values are not what ``torchlift.load(check="finite")`` asks for.
+    ``torchlift.load(check="finite")`` raises this, too, if values are not finite.
 
     Attributes:
-        not_finite: name in the model -> how many of its values are NaN, and how many infinite.
+        not_finite: Name in the model -> (number of NaN values, number of infinite values).
 
     Example:
         >>> import os, tempfile, torch, torchlift
@@ -357,7 +356,7 @@ def wrong_call(name: str, problem: str) -> TypeError:
 
 
 def explain_calls(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Return the function, which explains a missing argument and other libraries' keywords."""
+    """Make a function explain a missing argument, and keywords of other libraries."""
     parameters = signature(function).parameters
     required = [name for name, each in parameters.items() if each.default is each.empty]
 
@@ -365,7 +364,7 @@ def explain_calls(function: Callable[_P, _T]) -> Callable[_P, _T]:
     def call(*args: _P.args, **keywords: _P.kwargs) -> _T:
         for name in keywords:
             if name in _ELSEWHERE and name not in parameters:
-                raise TypeError(f"{function.__name__}() has no {name}=: {_ELSEWHERE[name]}")
+                raise TypeError(f"{function.__name__}() does not take {name}=: {_ELSEWHERE[name]}")
         if missing := [name for name in required[len(args) :] if name not in keywords]:
             lack = "an argument is" if len(missing) == 1 else "arguments are"
             raise wrong_call(function.__name__, f"{lack} missing: {', '.join(missing)}")
@@ -375,7 +374,7 @@ def explain_calls(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def note(error: BaseException, text: str) -> None:
-    """Add a line to what a traceback shows of an error that a caller's own code raised."""
+    """Add a line to the traceback of an error that a caller's own code raised."""
     error.add_note(printable(text, _LONGEST))
 
 
@@ -388,8 +387,8 @@ def did_you_mean(word: str, words: Iterable[str]) -> str:
 def nearest(word: str, words: Iterable[str]) -> list[str]:
     """Return at most three of `words` that are spelled like a word, the nearest first.
 
-    difflib compares every letter with every letter, 0.1 ms for two names: 11 s for 100,000. So it
-    sees only the names that share most components with the word, and of those the most of its ends.
+    difflib takes 0.1 ms to compare two names, which is 11 s for 100,000. It therefore gets only the
+    names that share the most components with the word, then the longest start and end.
     """
     components = set(word.split("."))
 

@@ -1,8 +1,8 @@
 """Live modules: new content for the same Python objects, so that every holder sees it.
 
-An optimizer, an average, a compiled graph hold on to the parameters of a module. `preflight` says
-whether their content can be exchanged and who is in the way, `preserving_references` makes torch's
-own conversions exchange it, and `module_load` lets a tensor subclass say how it is loaded.
+Optimizers, averages and compiled graphs hold the parameters of a module. `preflight` lists the
+tensors whose content cannot be exchanged, and their holders. `preserving_references` makes torch's
+own conversions exchange content. `module_load` registers how a tensor subclass is loaded.
 """
 
 from __future__ import annotations

@@ -319,7 +319,7 @@ def test_a_plan_for_an_absent_device_takes_what_can_be_one() -> None:
         plan = torchlift.plan(model, model.state_dict(), device=asked, present=False)
         assert {report.device for report in plan.loaded.values()} == {found}
     for wrong in ("gpu", "cuda:abc", "cudaa", -1):
-        with pytest.raises(PlacementError, match="that is no device"):
+        with pytest.raises(PlacementError, match="is not a device"):
             torchlift.plan(model, model.state_dict(), device=wrong, present=False)
 
 

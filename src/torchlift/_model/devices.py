@@ -1,4 +1,4 @@
-"""Devices that a caller asks for: checked before anything goes there."""
+"""Check the devices that a caller selects, before anything is moved there."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def usable_device(asked: object, entry: str, *, present: bool = True) -> torch.d
     """Return `asked` as a device with its index, after making an empty tensor there.
 
     Args:
-        asked: what a caller gave; ``"disk"`` is the CPU, where the file is mapped.
-        entry: what an error is about.
-        present: whether this machine must have it; where not, nothing is made there.
+        asked: The caller's device. ``"disk"`` is the CPU, where the file is mapped.
+        entry: The entry that an error names.
+        present: Whether this machine must have it. If False, no tensor is made there.
 
     Raises:
-        PlacementError: it is no device, or not one of this machine.
+        PlacementError: If it is not a device, or this machine does not have it.
     """
     try:
         device = torch.device("cpu" if asked == DISK else asked)  # type: ignore[call-overload]
@@ -58,7 +58,7 @@ def usable_device(asked: object, entry: str, *, present: bool = True) -> torch.d
         if isinstance(asked, Mapping):
             hint = "Wrap it: remap.by_key(...) for names, remap.by_location(...) for tags."
         raise PlacementError(
-            "cannot go to the device that was asked for",
+            "cannot be moved to the selected device",
             entry=entry,
             found=f"{asked!r} ({str(error).splitlines()[0]})",
             hint=hint,
@@ -66,10 +66,10 @@ def usable_device(asked: object, entry: str, *, present: bool = True) -> torch.d
 
 
 def checked_device(value: object, entry: str) -> Device:
-    """Return `value`, once it can be a device of some machine; it need not be one of this.
+    """Return `value` if it can be a device of some machine, not necessarily of this one.
 
     Raises:
-        PlacementError: it cannot; the error names `entry`.
+        PlacementError: If it cannot be a device. The error names `entry`.
     """
     if isinstance(value, torch.device):
         return value
@@ -84,7 +84,7 @@ def checked_device(value: object, entry: str) -> Device:
             return value
         hint = f"Did you mean {near[0]!r}?" if near and near[0] != kind else None
     raise PlacementError(
-        "is mapped to something that is no device",
+        "the value for it is not a device",
         entry=entry,
         expected='a device such as "cpu" or "cuda:0", or "disk"',
         found=repr(value),

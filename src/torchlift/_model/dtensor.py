@@ -1,6 +1,6 @@
-"""Which part of a whole tensor a rank holds, as ranges of indices; and the shards of FSDP2.
+"""Compute the part of a tensor that a rank holds, as ranges of indices; handle FSDP2's shards.
 
-No collective is involved.
+Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def spans_of(tensor: torch.Tensor, key: str | None = None) -> Spans:
         key: what an error is about.
 
     Raises:
-        PlacementError: its values are partial sums, or it is not laid out as its placements say.
+        PlacementError: If its values are partial sums, or its shape contradicts its placements.
     """
     if not is_dtensor(tensor):
         return everything(tensor.shape)
@@ -82,7 +82,7 @@ def spans_of(tensor: torch.Tensor, key: str | None = None) -> Spans:
     present = tuple(local_of(tensor).shape)
     if local_shape(found) != present:
         raise PlacementError(
-            "the local tensor has not the shape that its placements say",
+            "the shape of the local tensor does not match its placements",
             entry=key,
             expected=f"{list(local_shape(found))} for {tensor.placements}",
             found=list(present),
@@ -112,18 +112,18 @@ def shard_spans(
     """Return the ranges of a tensor that one rank of a mesh holds.
 
     Args:
-        shape: of the whole tensor.
-        mesh: sizes of the mesh dimensions.
-        placements: one per mesh dimension: Shard, a strided shard or Replicate.
-        coordinate: the rank's place in the mesh.
-        order: for each tensor dimension that is sharded the mesh dimensions in the order in which
-            they shard it; empty: from the outermost to the innermost.
+        shape: The shape of the whole tensor.
+        mesh: The sizes of the mesh dimensions.
+        placements: One for each mesh dimension: Shard, a strided shard or Replicate.
+        coordinate: The place of the rank in the mesh.
+        order: For each sharded tensor dimension, the mesh dimensions in the order in which they
+            shard it. Empty: from the outermost to the innermost.
 
     Returns:
-        For each tensor dimension the ranges that follow each other in the local tensor.
+        For each tensor dimension, its ranges in the order of the local tensor.
 
     Raises:
-        PlacementError: a placement that holds no values of its own, such as Partial.
+        PlacementError: If a placement does not hold values of its own, such as Partial.
 
     Example:
         >>> from torch.distributed.tensor import Replicate, Shard
@@ -140,7 +140,7 @@ def _placement(placement: Any) -> Placement:
     dim = getattr(placement, "dim", None)
     if dim is None or placement.is_partial():
         raise PlacementError(
-            "a tensor that is only a partial sum on each rank has no values to load or save",
+            "each rank has a partial sum of this tensor only, so it cannot be loaded or saved",
             found=placement,
             hint="Redistribute it to Replicate() or Shard() first.",
         )
@@ -204,7 +204,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def default_device(tensor: torch.Tensor) -> torch.device:
-    """Return where a shard goes if nobody says otherwise: where it is; from meta, to its mesh."""
+    """Return the default device of a shard: its own, or that of its mesh if it is on meta."""
     assert is_dtensor(tensor)
     if not tensor.is_meta:
         return tensor.device
@@ -242,14 +242,14 @@ def shard_of_value(value: torch.Tensor, tensor: torch.Tensor, key: str) -> torch
 def wrap(
     like: torch.Tensor, local: torch.Tensor, requires_grad: bool = False, parameter: bool = False
 ) -> DTensor:
-    """Wrap a local tensor as a DTensor that is laid out as `like`; the dtype may differ.
+    """Wrap a local tensor as a DTensor with the layout of `like`. The dtype may differ.
 
     Args:
-        like: a DTensor.
-        local: the local tensor.
-        requires_grad: of the new DTensor.
-        parameter: whether it is to be a parameter: what `nn.Parameter` makes of a DTensor, without
-            the detaching that every operation on one takes tens of microseconds for.
+        like: A DTensor.
+        local: The local tensor.
+        requires_grad: Whether the new DTensor requires gradients.
+        parameter: Whether to make a parameter. `nn.Parameter` would detach it, which takes tens of
+            microseconds.
     """
     made: DTensor = dtensor_like(like, local, grad=requires_grad, parameter=parameter)
     return made
@@ -259,7 +259,7 @@ def unwrap(made: torch.Tensor, like: torch.Tensor, key: str) -> torch.Tensor:
     """Return the local tensor of what a transform returned for the DTensor that it got.
 
     Raises:
-        PlacementError: it is not a DTensor of the same layout.
+        PlacementError: If it is not a DTensor of the same layout.
     """
     assert is_dtensor(like)
     if is_dtensor(made) and spread_of(made) == spread_of(like):
@@ -267,12 +267,12 @@ def unwrap(made: torch.Tensor, like: torch.Tensor, key: str) -> torch.Tensor:
     layout = f"a DTensor with placements {placed(like)}"
     found = f"placements {placed(made)}" if is_dtensor(made) else type(made).__name__
     raise PlacementError(
-        "transform got a DTensor, because the parameter is one, and returned another layout",
+        "transform got a DTensor and returned another layout",
         entry=key,
         expected=layout,
         found=found,
-        hint="Return tensor.redistribute(placements=...), which communicates, or do the work with "
-        "operations that keep the layout.",
+        hint="Return tensor.redistribute(placements=...), which communicates, or use operations "
+        "that keep the layout.",
     )
 
 
@@ -287,9 +287,9 @@ def first_rank(tensor: torch.Tensor) -> int | None:
 
 
 def spread_of(tensor: object) -> tuple[object, ...] | None:
-    """Return what two DTensors have in common of which each rank holds the same part.
+    """Return mesh, placements and order: if equal, a rank holds the same part of two DTensors.
 
-    Placements alone do not say it: two that shard one dimension in another order are equal.
+    Placements alone are not enough: the order in which they shard one dimension may differ.
 
     Example:
         >>> spread_of(torch.zeros(2)) is None
@@ -323,7 +323,7 @@ def layout_of(tensor: torch.Tensor) -> str | None:
 
 
 def is_fsdp(hook: Any) -> bool:
-    """Say whether it is a hook that ``fully_shard`` registered; none of them reads a state dict.
+    """Say whether ``fully_shard`` registered a hook. Such hooks do not read a state dict.
 
     Example:
         >>> is_fsdp(print)
@@ -352,10 +352,10 @@ def reshard(modules: Iterable[nn.Module]) -> None:
 
 
 def refresh_shards(modules: Iterable[nn.Module]) -> None:
-    """Have FSDP2 look at its shards again, after they were put back.
+    """Let FSDP2 register its shards again after they were put back.
 
-    It gathers from references of its own to their memory: a load that was undone would otherwise
-    live on in the next forward pass.
+    FSDP2 gathers from its own references to their memory. Without this, the next forward pass would
+    use the values of a load that was undone.
     """
     for module in modules:
         for hook in module._load_state_dict_post_hooks.values():

@@ -1,7 +1,7 @@
-"""How a tensor subclass is loaded: by a registered handler, or by its own ``__torch_function__``.
+"""Load tensor subclasses with a registered handler or with their own ``__torch_function__``.
 
-torch asks ``destination.module_load(source, assign)`` for what will be exchanged with the
-destination. While a handler is registered, that method looks here first; torch's own
+torch calls ``destination.module_load(source, assign)`` and exchanges its result with the
+destination. This file replaces the method while a handler is registered. torch's
 ``load_state_dict`` on the swap path and `torchlift.load` both call it.
 """
 
@@ -30,13 +30,13 @@ _active = threading.local()
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Registration:
-    """A handler that is in force until ``remove()``, or until the end of a ``with`` block."""
+    """A registered handler. It is active until ``remove()`` or the end of its ``with`` block."""
 
     subclass: type[torch.Tensor]
     handler: Handler
 
     def remove(self) -> None:
-        """Forget the handler; doing so twice is no error."""
+        """Remove the handler. A second call does nothing."""
         global _registered, _torch_module_load
         with _lock:
             _registered = tuple(item for item in _registered if item is not self)
@@ -56,31 +56,26 @@ class Registration:
 
 
 def module_load(subclass: type[torch.Tensor], handler: Handler) -> Registration:
-    """Register how tensors of a subclass are loaded into, and from.
+    """Register a function that loads tensors of a subclass.
 
-    ``handler(destination, source, assign=...)`` is called when the destination, the source or both
-    are of the class or inherit from it, and returns the tensor that is to be in the module: a new
-    object with the destination's shape, of any class. ``assign`` is True when dtype and device are
-    to be the source's (``assign=True`` in torch; ``mode="assign"``, or a destination on meta, in
-    `torchlift.load`), and False when they are to be the destination's.
+    torch and `torchlift.load` call ``handler(destination, source, assign=...)`` if one of the two
+    tensors is an instance of `subclass`. The handler returns a new tensor with the shape of the
+    destination, which then replaces the destination. ``assign`` is True if the new tensor should
+    have the dtype and device of the source, and False if those of the destination.
 
-    Returning ``NotImplemented`` passes the pair on: to an earlier handler of the same class, to
-    that of a base class, to that of the other tensor, to torch. The destination's class comes
-    first, unless the source's inherits from it. With ``mode="copy"``, values are copied in place
-    and no handler is asked.
-
-    In `torchlift.load` the handler gets one tensor at a time, as the checkpoint holds it and after
-    a ``transform``, and a live destination as a copy: what it writes there is thrown away.
+    If the handler returns ``NotImplemented``, the next one is called: an earlier one for the same
+    class, one for a base class, one for the other tensor, then torch. ``mode="copy"`` calls none.
 
     Args:
-        subclass: a class that inherits from `torch.Tensor` or `torch.nn.Parameter`.
-        handler: a callable as described; it runs without autograd.
+        subclass: A class that inherits from `torch.Tensor` or `torch.nn.Parameter`.
+        handler: A callable. It runs without autograd. `torchlift.load` passes a copy of a live
+            destination.
 
     Returns:
-        The registration: call its ``remove()``, or use it in a ``with`` statement.
+        The registration. Call its ``remove()``, or use it in a ``with`` statement.
 
     Raises:
-        TypeError: the class is no subclass, or the handler cannot be called.
+        TypeError: If `subclass` is not a tensor subclass, or `handler` cannot be called.
 
     Example:
         >>> import torch, torchlift
@@ -138,7 +133,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def oddity(tensor: torch.Tensor) -> str | None:
-    """Say what keeps values from being copied into a plain tensor; None where nothing does.
+    """Return why values cannot be copied into a plain tensor, or None if they can.
 
     Example:
         >>> oddity(torch.ones(2)), oddity(torch.eye(2).to_sparse())
@@ -154,13 +149,13 @@ def oddity(tensor: torch.Tensor) -> str | None:
 
 
 def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors in which a wrapper keeps its values, where it says so."""
+    """Return the tensors in which a wrapper keeps its values, if it declares them."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     return [getattr(tensor, name) for name in flatten()[0]] if flatten else []
 
 
 def clone_of(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    """Copy a tensor with what it holds its values in; its class need not know how to clone.
+    """Copy a tensor and the tensors inside of it, without the class's own `clone`.
 
     Example:
         >>> clone_of(torch.ones(2))
@@ -181,7 +176,7 @@ def clone_of(tensor: torch.Tensor, device: torch.device | None = None) -> torch.
 
 
 def slice_of(tensor: torch.Tensor, index: tuple[slice, ...]) -> torch.Tensor:
-    """Return a slice of a tensor; of a class that can only be split evenly, one of the parts.
+    """Return a slice of a tensor, by an even split if its class cannot be sliced.
 
     Example:
         >>> slice_of(torch.arange(4), (slice(2, 4),))
@@ -225,10 +220,10 @@ def is_handled(tensor: torch.Tensor) -> bool:
 
 
 def returns_own_input(tensor: torch.Tensor) -> bool:
-    """Load zeros into a copy and return whether the class gives back what it was given.
+    """Load zeros into a copy, and say whether the class returns one of its arguments.
 
-    Such a result cannot be exchanged with the tensor: `torchlift.load` copies in place then, as
-    torch does, where without this trial it would refuse.
+    Such a result cannot be exchanged with the tensor. `torchlift.load` then copies in place, as
+    torch does. Without this trial it would raise an error.
     """
     copy = _stand_in(tensor)
     if copy is tensor:

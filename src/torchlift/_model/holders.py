@@ -1,7 +1,7 @@
-"""What forbids that a tensor object gets other content, and torch's own swap path guarded by it.
+"""Find holders that forbid a swap of a tensor's content, and guard torch's own swap path.
 
-Counting references is cheap and done for every tensor. Only if one has a reference too many, one
-walk over all live objects looks for views, tensors over the same memory, graphs and replicas.
+References are counted for every tensor, which is cheap. If a tensor has too many, one walk over
+all live objects looks for views, tensors over the same memory, graphs and replicas.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Hold(Enum):
-    """A kind of reason that forbids an exchange; the value is the reason in words."""
+    """A reason that forbids an exchange. The value is its text."""
 
     WEAK_REFERENCE = "a weak reference to it exists"
     VIEW = "a view of it is alive"
@@ -55,10 +55,10 @@ class Blocker:
     """A tensor that cannot be swapped.
 
     Attributes:
-        key: its name in the module.
-        reason: what forbids it.
-        holders: views and tensors over its memory that are in the way, in words.
-        kinds: the same as `reason`, for programs to decide on.
+        key: The name of the tensor in the module.
+        reason: Text that says why the tensor cannot be swapped.
+        holders: Texts that describe views and other tensors over its memory.
+        kinds: The reasons as values, so that a program need not read the text.
     """
 
     key: str
@@ -73,15 +73,15 @@ class Blocker:
 
 @dataclass(slots=True, eq=False)
 class Holders:
-    """What holds one tensor besides its module.
+    """The holders of one tensor in addition to its module.
 
     Attributes:
-        group: the tensor and its slots.
-        weak: how many weak references there are to the object.
-        uses: how many references C++ has to its content: views, AccumulateGrad, code of others.
-        owners: how many other tensors are over its memory.
-        kinds: what of this forbids an exchange, after a search.
-        words: who holds it, for a message.
+        group: The tensor and its slots.
+        weak: Number of weak references to the object.
+        uses: Number of references in C++ to its content, such as views and AccumulateGrad.
+        owners: Number of other tensors over its memory.
+        kinds: Reasons that forbid an exchange, after a search.
+        words: Texts that describe the holders, for a message.
     """
 
     group: Group
@@ -104,24 +104,22 @@ class Holders:
 
 
 def preflight(module: nn.Module) -> list[Blocker]:
-    """Find every parameter and persistent buffer that ``load(mode="swap")`` would refuse to swap.
+    """Find the tensors of a module that ``load(mode="swap")`` cannot swap.
 
-    In the way are weak references, views and other tensors over the same memory (they would keep
-    the old values), a graph that a forward pass recorded or a gradient hook of
-    ``DistributedDataParallel``, classes with slots, and a ``__torch_function__`` that returns its
-    own input from ``module_load``. An optimizer is not: it holds the object, which stays. Nor are
-    the weak references that a recurrent layer keeps to its own weights, which are released, nor a
-    dict that ``state_dict`` returned, which goes on holding the values it was taken for.
+    Weak references, views, and other tensors over the same memory block a swap, because they would
+    keep the old values. A graph of a forward pass and a gradient hook of
+    ``DistributedDataParallel`` block it, too, and so do classes with slots.
 
-    The conditions are those of ``torch.utils.swap_tensors`` and stricter in one point: torch does
-    not look for other tensors over the same memory.
+    Optimizers do not block a swap: they hold the Python object, which stays. Neither does a dict
+    that ``state_dict`` returned. The conditions are those of ``torch.utils.swap_tensors``, which
+    does not look for other tensors over the same memory.
 
     Args:
-        module: the module; it is not changed.
+        module: A module. It is not changed.
 
     Returns:
-        One `Blocker` for each tensor that is blocked, in the order of ``state_dict``; empty when
-        all can be swapped.
+        One `Blocker` for each blocked tensor, in the order of ``state_dict``. The list is empty if
+        all parameters and persistent buffers can be swapped.
 
     Example:
         >>> import torch, torchlift
@@ -232,7 +230,7 @@ def _weak_references(group: Group) -> int:
 def _is_recorded(tensor: torch.Tensor) -> bool:
     """Return whether a node that accumulates the tensor's gradient exists already.
 
-    Asking for the node makes one, which goes again; only the count before tells the two apart.
+    The call that returns the node makes one if needed, so the count before it decides.
     """
     if not tensor.requires_grad or not tensor.is_leaf:
         return False
@@ -260,7 +258,7 @@ def _class_reason(tensor: torch.Tensor) -> str | None:
 def find_buffers(tensors: Mapping[Key, torch.Tensor]) -> set[Key]:
     """Return the keys of tensors that lie in the memory of a live module's buffer.
 
-    A state dict does not tell buffers from parameters.
+    A state dict does not distinguish buffers from parameters.
 
     Example:
         >>> norm = nn.BatchNorm1d(2)
@@ -334,29 +332,24 @@ _before = False
 
 @contextmanager
 def preserving_references(*, check: nn.Module | None = None) -> Iterator[None]:
-    """Inside the block, torch's conversions keep every parameter the same Python object.
+    """Keep every parameter the same Python object while torch converts a module.
 
-    ``module.to()``, ``.half()``, ``.double()``, ``.cuda()``, ``.to_empty()`` and
-    ``load_state_dict`` then exchange content with ``torch.utils.swap_tensors``, and tensor
-    subclasses decide in ``Tensor.module_load`` how they are loaded. This sets
-    ``torch.__future__.set_swap_module_params_on_conversion``, which takes precedence over
-    ``set_overwrite_module_params_on_conversion``: that one puts *new* parameters in the module, and
-    an optimizer made before goes on updating the old ones.
+    Inside the block, ``module.to()``, ``.half()``, ``.cuda()``, ``.to_empty()`` and
+    ``load_state_dict`` exchange the content of parameters with ``torch.utils.swap_tensors``. An
+    optimizer that was made before therefore updates the converted parameters.
 
-    The flag is restored on any exit. It is one flag for the whole process: blocks may be nested and
-    may overlap in threads, and the last one to end restores what the first one found; other
-    threads see it meanwhile. torch converts one parameter after the other and stops at the first
-    that it cannot exchange (in ``load_state_dict`` it goes on with the next), which leaves a module
-    half converted. With ``check`` nothing starts in that case. `torchlift.load` needs neither: it
-    is all or nothing by itself.
+    torch stops at the first parameter that it cannot exchange, which leaves the module half
+    converted. Pass `check` to find such a parameter before anything changes.
+
+    The block sets ``torch.__future__.set_swap_module_params_on_conversion`` for the whole process,
+    so other threads see it. The last block to end restores the flag.
 
     Args:
-        check: a module to examine first, as `preflight` does. Weak references that its recurrent
-            layers keep to their own weights, for which torch refuses ``load_state_dict``, are
-            released for the time of the block. Do not load into it in other threads meanwhile.
+        check: A module to examine first, as `preflight` does. Do not load into it in other threads
+            meanwhile, because its recurrent layers release their weak references to weights.
 
     Raises:
-        PlacementError: a tensor of ``check`` cannot be exchanged; names it and its holders.
+        PlacementError: If a tensor of `check` cannot be exchanged. The error names its holders.
 
     Example:
         >>> import torch, torchlift

@@ -1,4 +1,4 @@
-"""What a module's own loading code makes of a checkpoint: hooks, overrides, extra state.
+"""Run the loading code that modules have: hooks, overrides, extra state.
 
 Modules may change the state dict they are loaded from (``register_load_state_dict_pre_hook``), load
 themselves (``_load_from_state_dict``), keep state that is not a tensor (``set_extra_state``), or
@@ -48,23 +48,21 @@ _EXTRA = "_extra_state"
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What loading code of a model is shown: all that a source has under the prefixes of it.
+    """The part of a source that loading code of a model sees.
 
     Attributes:
-        path: of the source, for errors.
-        tensors: name in the model -> tensor.
-        mapped: those of them that lie over the map of a file.
-        unseen: names in the model of the tensors that no such code sees.
-        objects: name in the model -> value that is no tensor.
-        names: key in the source -> name in the model.
-        versions: path of a module in the source -> what its state dict says of it.
-        templates: key of a container in the source -> the container as it was saved.
+        path: The path of the source, for errors.
+        tensors: Name in the model -> tensor.
+        mapped: Names of the tensors that are mapped from a file.
+        objects: Name in the model -> value that is not a tensor.
+        names: Key in the source -> name in the model.
+        versions: Path of a module in the source -> its metadata in the state dict.
+        templates: Key of a container in the source -> the container as it was saved.
     """
 
     path: str
     tensors: Mapping[str, torch.Tensor]
     mapped: Collection[str]
-    unseen: Collection[str]
     objects: Mapping[str, object]
     names: Mapping[str, str]
     versions: Mapping[str, Mapping[str, object]]
@@ -75,9 +73,9 @@ class Left(NamedTuple):
     """A tensor that loading code leaves in the state dict, or puts into a module.
 
     Attributes:
-        tensor: its values.
-        name: under which name it was shown, if it was.
-        written: whether the code has written to it.
+        tensor: The values.
+        name: The name under which the code saw it; None if the code made it.
+        written: Whether the code wrote to it.
     """
 
     tensor: torch.Tensor
@@ -87,15 +85,15 @@ class Left(NamedTuple):
 
 @dataclass(slots=True)
 class Outcome:
-    """What the modules' code decided.
+    """The result of running the modules' loading code.
 
     Attributes:
-        tensors: name in the model -> what there is for it, after all hooks.
-        excused: names of the model that get nothing and are not to be called missing.
-        missing, unexpected: names that the code itself reported.
-        extra: (module, state) for `set_extra_state`.
-        taken: names of shown tensors that a module keeps outside of its parameters and buffers:
-            packed weights, attributes, extra state.
+        tensors: Name in the model -> its value after all hooks.
+        excused: Names of the model that get no value and do not count as missing.
+        missing, unexpected: Names that the code itself reported.
+        extra: Pairs of a module and the state for its `set_extra_state`.
+        taken: Names of tensors that a module keeps outside of its parameters and buffers, such as
+            packed weights, attributes and extra state.
     """
 
     tensors: dict[str, Left] = field(default_factory=dict)
@@ -126,20 +124,18 @@ def run_hooks(
     strict: bool,
     own: bool,
 ) -> Outcome:
-    """Run the loading code of modules, as `load_state_dict` would, on the modules themselves.
+    """Run the loading code of modules, as `load_state_dict` would.
 
-    What it changes there, `commit` can take back. What lies under the prefix of such a module
-    counts as seen by its code, which may have written to it: its values are those of this run.
-    Everything else is left alone.
+    Tensors under the prefix of such a module get the values that its code leaves.
 
     Args:
-        tree: the model.
-        modules: of `hooked_modules`.
-        commit: takes back what the code changes.
-        shown: what the code sees.
-        strict: passed on to the code.
-        own: whether what modules keep besides their tensors is copied, as a file's map is not
-            their own.
+        tree: The model.
+        modules: The result of `hooked_modules`.
+        commit: Undoes changes of attributes and slots.
+        shown: The part of the source that the code sees.
+        strict: Passed on to the code.
+        own: Whether to copy tensors that modules keep as attributes, because the map of the file
+            may end before the module.
 
     Raises:
         PlacementError: If the code writes into a live tensor of another module.
@@ -184,7 +180,7 @@ def _is_lazy_hook(hook: Any) -> bool:
 
 
 class _Watched(OrderedDict[str, Any]):
-    """A state dict that notes which of its values are taken out."""
+    """A state dict that records which of its values are used."""
 
     def __init__(self, items: Iterable[tuple[str, Any]]) -> None:
         super().__init__(items)
@@ -204,16 +200,16 @@ class _Watched(OrderedDict[str, Any]):
 
 
 class _Run:
-    """A state dict on its way through the modules that have loading code of their own.
+    """A state dict that passes through the modules with loading code of their own.
 
     Attributes:
-        state: what their code sees, by its name in the model.
-        order: the names in it, sorted: those under one prefix follow each other.
-        known: identity of a tensor in it -> its name, itself and its version at first.
-        versions: path of a module of the model -> what its state dict says of it.
-        set: (module, name) of attributes that overrides set besides tensors.
-        stand_ins: identity of a module -> its stand-ins: a shared module has the same each time.
-        changes: identity of a module -> what the code did to its stand-ins.
+        state: Name in the model -> value that the code sees.
+        order: The names in `state`, sorted, so that names with one prefix are neighbours.
+        known: Identity of a tensor in `state` -> its name, the tensor and its first version.
+        versions: Path of a module of the model -> its metadata in the state dict.
+        set: Pairs of a module and an attribute that its override sets.
+        stand_ins: Identity of a module -> its stand-ins. A shared module keeps them.
+        changes: Identity of a module -> changes of its stand-ins.
     """
 
     def __init__(self, shown: Shown, strict: bool, untouched: Untouched) -> None:
@@ -268,18 +264,18 @@ class _Run:
         *,
         sets: bool,
     ) -> None:
-        """Note the tensors that a module keeps outside of its parameters and buffers.
+        """Record the tensors that a module keeps outside of its parameters and buffers.
 
         Args:
-            prefix: of the module.
-            module: the module.
-            names: the tensors and values that its code was shown.
-            used: those, and containers of those, that it took out of the state dict.
-            sets: whether it set attributes: else it has dropped what it took out.
+            prefix: The prefix of the module's names.
+            module: The module.
+            names: Names of the values that its code saw.
+            used: Names of values, and of containers of values, that the code used.
+            sets: Whether the code set attributes. If not, it dropped the values.
         """
         children = tuple(f"{prefix}{name}." for name in module._modules)
         slots = {prefix + name for name, _ in own_tensors(module)}
-        # A slot that gets a value under a name of its own has it from an older file's names.
+        # A slot that got a value of another name was renamed from an older file: none is kept.
         sets = sets and not any(name in self.outcome.tensors for name in slots.difference(names))
         extra, inside = prefix + _EXTRA, tuple(f"{name}." for name in used)
         for name in names:
@@ -338,7 +334,7 @@ class _Run:
                 hint="Load a state dict: torchlift.load(model, torch.load(path)).",
             ) from error
         vars(module).pop("set_extra_state", None)
-        # Of what is no tensor the plan says which names they are and the way out, all in one.
+        # torch's line for a value that is not a tensor: the plan lists all of them in one error.
         odd = {
             f'While copying the parameter named "{full}", expected torch.Tensor': full
             for full in (prefix + name for name in known)
@@ -348,7 +344,7 @@ class _Run:
         missing += refused_values.values()
         unexpected += refused_values.values()
         errors = [text for text in errors if text not in refused_values]
-        # torch's own words for a shape that differs; the plan has its own, with all of them.
+        # torch's line for a shape that differs: the plan lists all of them in one error, too.
         self._refuse([text for text in errors if not differs_in_shape(text)], prefix)
         self.outcome.extra += [(module, state) for state in extras]
         slots, changes = dict(own_tensors(module)), stand_ins.take_off()
@@ -389,12 +385,12 @@ class _Run:
         ]
         children = tuple(prefix + name + "." for name in module._modules)
         for name in [name for name in local if not name.startswith(children)]:
-            del local[name]  # its own level is done; the rest is its children's
+            del local[name]  # the module has loaded its own level; the rest is for its children
 
     def _replace(
         self, module: nn.Module, name: str, found: torch.Tensor, there: torch.Tensor | None
     ) -> None:
-        """Put in a slot what the values that were found in it are to be placed into."""
+        """Put a tensor into a slot to receive the values that the code put there."""
         parameters = isinstance(there, nn.Parameter) and isinstance(found, nn.Parameter)
         if parameters and there is not None and there.requires_grad is not found.requires_grad:
             there.requires_grad_(found.requires_grad)
@@ -418,7 +414,7 @@ class _Run:
         old = self._under(prefix)
         for name in set(old) - local.keys():
             del self.state[name]
-        # Names outside the prefix are nobody's: torch gives each child a filtered copy.
+        # Names outside of the prefix are dropped: torch gives each child a filtered copy, too.
         kept = {name: value for name, value in local.items() if name.startswith(prefix)}
         self.state.update(kept)
         if kept.keys() != set(old):
@@ -445,10 +441,10 @@ class _Run:
             )
 
     def own(self, mapped: bool) -> None:
-        """Copy what modules are about to keep of a file besides their tensors.
+        """Copy tensors of a file that modules keep as attributes or extra state.
 
         Args:
-            mapped: whether the file's map is copied. Of a caller's tensors the code has copies.
+            mapped: Whether to copy them. The code has copies of a caller's tensors already.
         """
         files = {memory_of(self.shown.tensors[name]) for name in self.shown.mapped} - {None}
 
@@ -467,7 +463,7 @@ class _Run:
             memo = {id(t): t for t in leaves(state).values() if isinstance(t, torch.Tensor)}
             try:
                 return copy.deepcopy(state, memo)
-            except Exception:  # a lock, a stream: torch hands everything on as it is
+            except Exception:  # a lock or a stream cannot be copied: torch copies nothing at all
                 return state
 
         outcome = self.outcome
@@ -489,11 +485,11 @@ class _Run:
 def versions_by_name(
     names: Mapping[str, str], versions: Mapping[str, Mapping[str, object]]
 ) -> dict[str, Mapping[str, object]]:
-    """Return path of a module of the model -> what its state dict says of it.
+    """Return path of a module of the model -> its metadata in the state dict.
 
     Args:
-        names: key in the source -> name in the model.
-        versions: path of a module in the source -> what is said of it.
+        names: Key in the source -> name in the model.
+        versions: Path of a module in the source -> its metadata.
     """
     found: dict[str, Mapping[str, object]] = {}
     known: set[tuple[str, str]] = set()
@@ -512,7 +508,7 @@ def versions_by_name(
 
 
 def identity_of(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return what tells a tensor's values from those of others, as long as it lives."""
+    """Return a key that no other values have as long as the tensor lives."""
     if not has_memory(tensor):
         return (id(tensor),)
     # A conjugate is the same numbers in the same place, shown otherwise.
@@ -529,17 +525,17 @@ def run_post_hooks(
 ) -> None:
     """Call the modules' post-hooks, which may remove names from the two lists.
 
-    They run in the order of `load_state_dict`.
+    The hooks run in the order of `load_state_dict`.
 
     Args:
-        tree: the model, loaded.
-        missing: names that the hooks may change.
-        unexpected: the same.
-        given: names of the model that got values; empty if no hook is the model's own.
+        tree: The loaded model.
+        missing: Missing names. Hooks may change the list.
+        unexpected: Unexpected names. Hooks may change the list.
+        given: Names of the model that got values. Empty if the model has no hooks of its own.
 
     Raises:
-        PlacementError: If a hook writes into a tensor that torch would load after that: of a later
-            module, or under a second name.
+        PlacementError: If a hook writes into a tensor that torch would load after that, because it
+            has a second name or belongs to a later module.
     """
     keys = IncompatibleKeys(missing, unexpected)
     loaded = {name: g.tensor for g in tree.groups if given for name in g.names if name in given}
@@ -573,9 +569,9 @@ def run_post_hooks(
 
 
 def has_post_hooks(tree: ModuleTree) -> bool:
-    """Say whether any module looks at the result of a load and could refuse it.
+    """Say whether any module has a post-hook that could refuse a load.
 
-    FSDP2's hook, which looks at new shards and refuses nothing, does not count.
+    FSDP2's hook, which registers new shards, does not count.
     """
     return any(
         not is_fsdp(hook)
@@ -601,7 +597,7 @@ def templates_by_name(
 def gather(
     local: MutableMapping[str, Any], name: str, templates: Mapping[str, tuple[str, object]]
 ) -> None:
-    """Put the values of the container called `name` together again, under its name."""
+    """Join the values of the container `name` again, under its name."""
     inside = [key for key in local if key.startswith(name + ".")]
     if name in local or not inside:
         return
@@ -609,12 +605,12 @@ def gather(
     renamed = {leaf.key: name + leaf.key[len(key) :] for leaf in leaves(tree).values() if leaf}
     if renamed and all(here in local for here in renamed.values()):
         local[name] = map_leaves(tree, lambda leaf, _: local.pop(renamed[leaf.key]))
-    elif name.endswith(_EXTRA):  # a list of which something was left out is none any more
+    elif name.endswith(_EXTRA):  # a list lacks values that the caller left out: a dict instead
         local[name] = _nested(local, inside, name + ".")
 
 
 def _nested(local: MutableMapping[str, Any], keys: list[str], prefix: str) -> dict[str, object]:
-    """Return the dicts that dotted keys tell of: for what was saved or made without containers."""
+    """Return nested dicts for dotted keys, for values that were saved without containers."""
     state: dict[str, Any] = {}
     for key in keys:
         *path, last = key[len(prefix) :].split(".")

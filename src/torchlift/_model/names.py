@@ -1,8 +1,8 @@
-"""One name for every tensor of a model, whatever the model is wrapped in.
+"""Give every tensor of a model one name, in any wrapper.
 
-The canonical name (FQN) of a parameter is what the bare model calls it. DDP, ``torch.compile``,
-activation checkpointing and FSDP add a step to the path of a module, at any depth; here each such
-step is known and left out.
+The canonical name (FQN) of a parameter is its name in the bare model. DDP, ``torch.compile``,
+activation checkpointing and FSDP add a step to the path of a module, at any depth. This file knows
+these steps and leaves them out.
 """
 
 from __future__ import annotations
@@ -96,10 +96,10 @@ class Names:
         return _translate(fqn, self._to_key)
 
     def keys(self, found: Iterable[str]) -> list[str]:
-        """Return what ``load_state_dict`` calls the names of a file: canonical, or the wrappers'.
+        """Return the keys of ``load_state_dict`` for names that are canonical or a wrapper's.
 
-        A name is what leads deeper into the model. Where that gives two one key, the file has the
-        wrappers' names: a module may have a child of its own that is called ``module``.
+        Each name is read in the way that leads deeper into the model. If two names would get one
+        key, all of them are a wrapper's names: a module may have a child called ``module``.
         """
         names = list(found)
         keys = [
@@ -141,7 +141,7 @@ def _is_parallel(kind: type[nn.Module]) -> bool:
 
 
 def wrapped_names(tree: ModuleTree) -> Names | None:
-    """Return the names of a model that is wrapped; None: of a bare one they are the paths."""
+    """Return the names of a wrapped model; None for a bare model, whose names are its paths."""
     return Names(tree) if any(wrapped_by(module)[0] for module in tree.modules) else None
 
 

@@ -1,10 +1,9 @@
-"""A `load_state_dict` that a model's class overrides: called once, as torch would call it.
+"""Call a `load_state_dict` that a model's class overrides, once, as torch does.
 
-Some classes reorder rows there, rename keys of older releases or resize a table, and then call the
-method of `nn.Module`. Some compute something from the values afterwards. Both halves run here: the
-method runs in a thread of its own, which waits inside of the method of `nn.Module` until torchlift
-has loaded the state that was passed on. Torch calls the override of the root only, and so does
-torchlift.
+Such a method may reorder rows, rename keys or resize a table. Then it calls the method of
+`nn.Module`, and may compute something from the values afterwards. The method runs in a thread of
+its own. There it waits inside of the method of `nn.Module` until torchlift has loaded the state
+that it passed on. torch calls the override of the root only, and so does torchlift.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ _RUNNING: dict[int, OwnLoading] = {}
 
 
 class ModuleHolder(nn.ModuleDict):
-    """Several models under any names, each of which is saved and loaded as a root."""
+    """Several models under any names. Each is saved and loaded as a root."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         super().__init__()
         self._modules.update(modules)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the state of each under its name; an override may not expect a prefix."""
+        """Return the state of each model under its name, from a call without a prefix."""
         found: OrderedDict[str, Any] = OrderedDict()
         metadata: OrderedDict[str, Any] = OrderedDict()
         for name, module in self._modules.items():
@@ -62,12 +61,12 @@ class ModuleHolder(nn.ModuleDict):
 
 @dataclass(frozen=True, slots=True)
 class PassedState:
-    """What a class's own `load_state_dict` passes to the method of `nn.Module`.
+    """The arguments that a class's own `load_state_dict` passes to the method of `nn.Module`.
 
     Attributes:
-        module: the module whose method it calls: the model, or one inside of it.
-        values: name in that module -> tensor or other value.
-        strict: whether names must match.
+        module: The module whose method it calls: the model, or a module inside of it.
+        values: Name in that module -> tensor or other value.
+        strict: Whether names must match.
     """
 
     module: nn.Module
@@ -76,11 +75,11 @@ class PassedState:
 
 
 class _Refused(RuntimeError):
-    """Names do not match. Torch raises a RuntimeError; some classes catch it and rename keys."""
+    """Names do not match. It is a RuntimeError, as in torch, because some classes catch that."""
 
 
 class _Abandoned(BaseException):
-    """The load ended elsewhere: the waiting method is to end, too."""
+    """The load has ended, so the waiting method must end, too."""
 
 
 class OwnLoading:
@@ -110,14 +109,14 @@ class OwnLoading:
         commit.when_undone(self.abandon)
 
     def start(self, values: Mapping[str, Any], strict: bool) -> PassedState:
-        """Call the method, until it calls that of `nn.Module`.
+        """Run the method until it calls the method of `nn.Module`.
 
         Args:
-            values: the state dict that it gets.
-            strict: whether names must match.
+            values: The state dict.
+            strict: Whether names must match.
 
         Raises:
-            PlacementError: it never calls that.
+            PlacementError: If it never calls that.
         """
         grad, device = torch.is_grad_enabled(), torch.get_default_device()
         default_device = nullcontext() if device.type == "cpu" else device
@@ -164,10 +163,10 @@ class OwnLoading:
         return self._require(self._take_off(self._wait()))
 
     def refuse(self, error: MismatchError) -> PassedState:
-        """Raise the error in the method; return what it passes on if it tries again.
+        """Raise the error in the method, and return the state of its next attempt.
 
         Raises:
-            MismatchError: it does not.
+            MismatchError: If it does not try again.
         """
         self._stand_ins.put_on()
         found = self._take_off(self._resume(_Refused(str(error))))
@@ -180,14 +179,14 @@ class OwnLoading:
         return passed
 
     def finish(self, missing: Sequence[str], unexpected: Sequence[str]) -> None:
-        """Return from the method of `nn.Module`: everything is in place, and the rest runs.
+        """Return from the method of `nn.Module`, and run the rest of the override.
 
         Args:
-            missing: names of the model that got no value.
-            unexpected: names of the source that the model does not have.
+            missing: Names of the model without a value.
+            unexpected: Names of the source that the model does not have.
 
         Raises:
-            PlacementError: the method calls that of `nn.Module` again.
+            PlacementError: If the override calls the method of `nn.Module` again.
         """
         self._placed, self._reported = True, ([*missing], [*unexpected])
         try:

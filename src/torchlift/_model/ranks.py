@@ -1,8 +1,7 @@
-"""One small exchange between ranks, so that every one goes on or none does.
+"""Exchange small messages between ranks, so that all continue or none does.
 
-A load prepares everything before it changes anything. Between the two, the ranks that share a
-model tell each other whether they are ready: a rank that lacks a file then stops all of them, with
-the same error, instead of leaving the others to train beside a model that was not loaded.
+A load prepares everything before it changes anything. Between the two, the ranks that share a model
+exchange whether they are ready. If one rank lacks a file, all ranks stop with the same error.
 """
 
 from __future__ import annotations
@@ -112,11 +111,11 @@ def rank() -> int:
 
 
 class _Answer(NamedTuple):
-    """What one rank sends to the others in an exchange.
+    """The message of one rank in an exchange.
 
     Attributes:
-        error: what its step raised, or None.
-        message: what its step returned for the others.
+        error: The error that its step raised, or None.
+        message: The message that its step returned.
     """
 
     error: CheckpointError | None
@@ -124,14 +123,14 @@ class _Answer(NamedTuple):
 
 
 class RankGroup:
-    """Let processes do something together, and all of it or nothing.
+    """Run steps on several processes, all or none.
 
-    A process group may hold processes that have nothing to do with a model, so a collective over
-    all of it could wait for ever for one that never loads.
+    Only processes that share the model take part. A collective over all processes could wait
+    forever for one that never loads.
 
     Args:
-        groups: process groups over which what a process knows spreads to all of them.
-        kind: what is raised for another's error is one of these; here a caller's ``except`` says.
+        groups: Process groups. In their order, messages of each process reach all of them.
+        kind: The class of the error that is raised for another rank's error.
 
     Example:
         >>> RankGroup([]).run(lambda: StepResult("stays here", "is sent"))  # no other process
@@ -261,11 +260,10 @@ class RankGroup:
     def together(self) -> Iterator[Agree]:
         """Let the processes enter the second half of the block together or not at all.
 
-        The block gets a function to call when nothing has changed yet. It returns when every rank
-        has called it. If one left the block with an error before that, it raises on all others, and
-        the block raises on that one, the same error with the rank in its text. Where any rank asks
-        for it, all are asked again, and so on: by then something has changed that can be taken
-        back.
+        The block receives a function, `agree`, and calls it before it changes anything. The
+        function returns when every rank has called it. If a rank leaves the block with an error
+        before that, all ranks raise this error with the rank in its text. If a rank passes True,
+        all ranks must call the function again later.
 
         Example:
             >>> with RankGroup([]).together() as agree:  # nobody to agree with
@@ -355,13 +353,13 @@ def _on_cpu(group: Any) -> Any:
 
 
 def new_gloo_group(limit: timedelta | None = None) -> Any:
-    """Make a gloo group of all processes, which come here at one time, as after an exchange.
+    """Make a gloo group of all processes, which call this together.
 
     Args:
-        limit: how long they wait for each other in it; None: as long as the job was told to.
+        limit: The timeout of the group. None: the timeout of the job.
 
     Raises:
-        CheckpointError: one does not come.
+        CheckpointError: If a process does not call this.
     """
     dist = torch.distributed
     limit = limit or timeout_of(dist.group.WORLD)
@@ -436,17 +434,16 @@ def raise_first(
     own: BaseException | None,
     kind: type[CheckpointError] = CheckpointError,
 ) -> None:
-    """Raise the error of the first rank that met one, unless this rank's own is to be raised.
+    """Raise the error of the first rank that has one, unless this rank should raise its own.
 
     Args:
-        problems: rank -> what it met, or None.
-        own: what this rank met.
-        kind: what is raised is one of these.
+        problems: Rank -> its error, or None.
+        own: The error of this rank, or None.
+        kind: The class of the error to raise.
 
     Raises:
-        CheckpointError: that error, with the rank in front, as a `kind`. Where all met the same
-            one, each has its own. An error that is not about a checkpoint, such as a wrong
-            argument, stays what it is on the rank that made it.
+        CheckpointError: If a rank has an error. The text begins with the rank. A rank raises its
+            own error if all ranks have the same one, or if it is not about a checkpoint.
     """
     raised = {rank: error for rank, error in sorted(problems.items()) if error is not None}
     if not raised:

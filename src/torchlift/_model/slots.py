@@ -1,6 +1,6 @@
-"""The places in a module where a tensor can go, and which of them are one tensor: ties.
+"""Find the slots of a module, where tensors can go, and the ties: slots that hold one tensor.
 
-Reads modules only; nothing here changes one.
+This file reads modules and does not change them.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Slot:
     """One name in a module tree under which a parameter or buffer is registered.
 
     Attributes:
-        fqn: fully qualified name from the root, as in ``state_dict``.
-        module: the submodule that owns it.
-        name: its attribute name there.
-        persistent: whether ``state_dict`` contains it; False for non-persistent buffers.
+        fqn: The fully qualified name from the root, as in ``state_dict``.
+        module: The submodule that owns the slot.
+        name: The attribute name in the submodule.
+        persistent: Whether ``state_dict`` contains it. False for non-persistent buffers.
     """
 
     fqn: str
@@ -69,19 +69,19 @@ class Group:
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:
-    """Say whether it is a lazy module's parameter or buffer, which has no shape yet."""
+    """Say whether a tensor belongs to a lazy module and does not have a shape yet."""
     return isinstance(tensor, LAZY)
 
 
 def is_blank(tensor: torch.Tensor) -> bool:
-    """Say whether the tensor has no values yet, so that nothing can be copied into it in place."""
+    """Say whether a tensor is without values, so that nothing can be copied into it in place."""
     return tensor.is_meta or is_lazy(tensor)
 
 
 def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (prefix, module) for every path to every submodule; prefixes end in a dot or are empty.
+    """Yield (prefix, module) for every path to every submodule.
 
-    A module registered at two paths comes twice, as its tensors have two names each.
+    A prefix ends in a dot or is empty. A module that is registered at two paths is yielded twice.
     """
     # A stack of its own: named_modules(remove_duplicate=False) passes every module up through one
     # generator per level, which is most of the time of a skeleton.
@@ -149,8 +149,8 @@ class ModuleTree:
         found: list[Group] = []
         for prefix, module in self.paths:
             for name, value in vars(module).items():
-                # Most attributes are flags, numbers and empty dicts of hooks: told apart by their
-                # type alone, since this runs over every attribute of every module of every load.
+                # Most attributes are flags, numbers and empty dicts of hooks. Their type alone
+                # decides here, because each load checks every attribute of every module.
                 kind = type(value)
                 if kind in _PLAIN_TYPES:
                     continue

@@ -116,7 +116,7 @@ class StandIns:
         self._exchange(self.live, self.made)
 
     def take_off(self) -> dict[Slot, Change]:
-        """Put the live tensors back, where the copies are; return what was changed."""
+        """Put the live tensors back into the slots. Return the changes of the copies."""
         there = self._exchange(self.made, self.live)
         changes = {}
         for slot, made in self.made.items():
@@ -132,7 +132,7 @@ class StandIns:
         return changes
 
     def _exchange(self, old: dict[Slot, torch.Tensor], new: dict[Slot, torch.Tensor]) -> set[int]:
-        """Replace tensors wherever the modules have them; return which were there."""
+        """Replace tensors wherever the modules have them. Return identities of those found."""
         others = {id(tensor): new[slot] for slot, tensor in old.items()}
         found = set()
         for _, module in self._modules.values():
@@ -146,7 +146,7 @@ class StandIns:
 
 
 class _Before(NamedTuple):
-    """What a tensor was like before code ran; `facts` tell whether it was written to."""
+    """A tensor before code ran. Its `facts` differ if it was written to."""
 
     name: str
     tensor: torch.Tensor
@@ -267,7 +267,7 @@ def _factors(device: torch.device) -> torch.Tensor:
 
 
 def _facts(tensor: torch.Tensor, values: bool) -> tuple[Any, ...]:
-    """Return what tells whether a tensor was written to, or got other memory."""
+    """Return values that differ if a tensor was written to, or got other memory."""
     tensor = local_tensor(tensor)
     if is_lazy(tensor):
         return ()

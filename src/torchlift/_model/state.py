@@ -83,14 +83,14 @@ def read_model(
     """Return the state dict of `model` by canonical name, neither gathered nor on another device.
 
     Args:
-        model: wrapped in whatever it is.
-        names: of its tensors.
-        submodules: of which alone; None: of all.
-        frozen: whether to keep parameters that do not require gradients.
-        prefixed: whether names of submodules stay those in the model.
+        model: A model, in any wrapper.
+        names: The canonical names of its tensors.
+        submodules: Return the state of these only. None: of all.
+        frozen: Whether to keep parameters that do not require gradients.
+        prefixed: Whether names of submodules keep their prefix in the model.
 
     Raises:
-        StateDictMismatch: two keys have one canonical name.
+        StateDictMismatch: If two keys have one canonical name.
     """
     raw = own(model, "state_dict")()
     found = unique((names.canonical(key), value) for key, value in raw.items())
@@ -110,16 +110,16 @@ def read_model(
 def versioned(
     state: dict[str, Any], versions: Mapping[str, Mapping[str, object]] | None
 ) -> dict[str, Any]:
-    """Return a state dict with module versions (``_metadata``), where there are any.
+    """Add module versions (``_metadata``) to a state dict, if there are any.
 
-    They tell a later load which tensors to expect: BatchNorm has one more since its version 2.
+    A later load uses them: BatchNorm, for example, has one more tensor since its version 2.
     """
     if versions is None or not state:
         return state
     state = OrderedDict(state)
     # Each a copy: torch writes to them when it loads with assign=True.
     state._metadata = OrderedDict(  # type: ignore[attr-defined]
-        {path: dict(told) for path, told in versions.items()}
+        {path: dict(version) for path, version in versions.items()}
     )
     return state
 
@@ -127,13 +127,13 @@ def versioned(
 def versions_of(
     state: Mapping[Any, Any], rename: Callable[[str], str]
 ) -> OrderedDict[str, Any] | None:
-    """Return a copy of the module versions in a state dict, under other paths; None without any.
+    """Copy the module versions of a state dict under other paths; None if it has none.
 
-    Of wrappers and what they wrap, the wrapped module's counts.
+    If a wrapper and its module get the same path, the version of the module is used.
 
     Args:
-        state: a state dict, with ``_metadata`` or without.
-        rename: what becomes of the key of a tensor, and so of the path before it.
+        state: A state dict, with ``_metadata`` or without.
+        rename: Function from the key of a tensor to its new key.
     """
     metadata = getattr(state, "_metadata", None)
     if metadata is None:
@@ -157,7 +157,7 @@ def by_name(model_state: Any, names: Names) -> dict[str, Any]:
     """Return a copy of a state dict whose keys may be modules, each standing for a prefix.
 
     Raises:
-        StateDictMismatch: a key is no string, or a module that the model does not contain.
+        StateDictMismatch: If a key is not a string, or is a module outside of the model.
 
     Example:
         >>> from torchlift._model.slots import ModuleTree
@@ -189,10 +189,10 @@ def by_name(model_state: Any, names: Names) -> dict[str, Any]:
                 versions[(prefix + path).removesuffix(".")] = version
     for key in copy:
         if not isinstance(key, str):
-            raise StateDictMismatch("a key of the state dict is no string", found=repr(key))
+            raise StateDictMismatch("a key of the state dict is not a string", found=repr(key))
         if "_flat_param" in key:
             raise StateDictMismatch(
-                "the key of a flattened FSDP parameter has no canonical name",
+                "the key of a flattened FSDP parameter does not have a canonical name",
                 entry=key,
                 hint="Pass the root module, not a part of it.",
             )
@@ -200,10 +200,10 @@ def by_name(model_state: Any, names: Names) -> dict[str, Any]:
 
 
 def unique(pairs: Iterator[tuple[str, object]]) -> dict[str, object]:
-    """Return a dict of `pairs`; two values for one name are an error.
+    """Return a dict of `pairs` whose names are all different.
 
     Raises:
-        StateDictMismatch: a name comes twice.
+        StateDictMismatch: If a name occurs twice.
 
     Example:
         >>> unique(iter([("a", 1), ("b", 2)]))

@@ -1,6 +1,6 @@
-"""Names of torch that are not public: each is in this file alone, and has a test with its name.
+"""Private names of torch. Each is in this file alone and has a test with its name.
 
-Where torch could move one without an error, the code that uses it notices; see the tests.
+If torch could change one without an error, the code that uses it checks that.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ key_of: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 def make_wrapper(
     kind: type, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, grad: bool
 ) -> torch.Tensor:
-    """Return a tensor of a class that has no memory of its own, on the CPU."""
+    """Return a tensor of a wrapper class without memory of its own, on the CPU."""
     cpu = torch.device("cpu")
     make: Callable[..., torch.Tensor] = torch.Tensor._make_wrapper_subclass
     return make(kind, shape, strides=stride, dtype=dtype, device=cpu, requires_grad=grad)
@@ -108,16 +108,16 @@ def typed_storage(storage: Any, dtype: torch.dtype) -> Any:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return what tells the tensor's storage from others.
+    """Return a key for the tensor's storage.
 
     Raises:
-        NotImplementedError, RuntimeError, ValueError: it has none: sparse, lazy, a wrapper.
+        NotImplementedError, RuntimeError, ValueError: If it has none (sparse, lazy, a wrapper).
     """
     return key_of(tensor.untyped_storage())
 
 
 def unseen_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """Return the tensor's storage; no function mode sees that, so none answers instead."""
+    """Return the tensor's storage without a function mode, which could answer instead."""
     with torch._C.DisableTorchFunction():
         return tensor.untyped_storage()
 
@@ -193,14 +193,14 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
 
 
 def dcp_item(file: str, offset: int, nbytes: int) -> Any:
-    """Return what a distributed checkpoint's metadata says of where an item is."""
+    """Return the place of an item, as a distributed checkpoint's metadata has it."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(file, offset, nbytes)
 
 
 def timeout_of(group: Any) -> timedelta | None:
-    """Return how long processes of a group wait for each other; None: as torch says by default."""
+    """Return a group's timeout; None if it is torch's default."""
     from torch.distributed import constants
 
     options = [getattr(group._get_backend(kind), "options", None) for kind in group._device_types]
@@ -210,17 +210,17 @@ def timeout_of(group: Any) -> timedelta | None:
 
 
 def set_timeout(group: Any, limit: timedelta | None) -> None:
-    """Let processes of a group wait as long for each other; None: as torch does by default."""
+    """Set a group's timeout; None for torch's default."""
     from torch.distributed import constants, distributed_c10d
 
     distributed_c10d._set_pg_timeout(limit or constants.default_pg_timeout, group)
 
 
 def require_fsdp1_state(model: Any, optimizers: Any, state: Any, options: Any) -> None:
-    """Let torch look for what optimizers of a ``FullyShardedDataParallel`` need; nobody waits.
+    """Check the state for optimizers of a ``FullyShardedDataParallel``, without communication.
 
     Raises:
-        KeyError, RuntimeError, ValueError: a state dict lacks something.
+        KeyError, RuntimeError, ValueError: If a state dict lacks an entry.
     """
     from torch.distributed.checkpoint import state_dict as own
 

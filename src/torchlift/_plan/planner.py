@@ -583,7 +583,6 @@ def _run_hooks(
     shown = Shown(
         path=origin.path,
         tensors={name: origin.shown(one, like.get(name)) for name, one in seen.items()},
-        unseen=candidates.keys() - seen.keys(),
         mapped=[name for name, one in seen.items() if isinstance(one, FileTensor)],
         objects={
             name: named.values[key] for key, name in objects.items() if name.startswith(prefixes)

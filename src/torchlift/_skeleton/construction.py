@@ -29,24 +29,26 @@ M = TypeVar("M", bound=nn.Module)
 def skeleton(factory: Callable[P, M], *args: P.args, **kwargs: P.kwargs) -> M:
     """Build a module on the meta device that remembers how each of its tensors is made.
 
-    Construction is recorded instead of executed, so it takes no memory for weights and no time for
-    initialising them. What a checkpoint does not hold (non-persistent buffers, a new head) can be
-    made later by `materialize`, or by `load`, with the values that normal construction gives.
-    What the constructor writes through NumPy, ``apply_``, a storage or an address is kept. See
-    "A skeleton cannot replay the constructor" in the guide for the limits.
+    torchlift records the construction and does not execute it. Weights therefore take no memory,
+    and their initialisation takes no time. Later, `materialize` or `load` can replay the recording
+    for tensors that a checkpoint does not contain, such as non-persistent buffers or a new head.
+    They get the values of normal construction.
+
+    The recording includes writes through NumPy, ``apply_``, a storage or an address. See "A
+    skeleton cannot replay the constructor" in the guide for the limits.
 
     Args:
-        factory: a module class, or a callable that returns a module.
-        args: passed to `factory`.
-        kwargs: passed to `factory`.
+        factory: A module class, or a callable that returns a module.
+        args: Positional arguments of `factory`.
+        kwargs: Keyword arguments of `factory`.
 
     Returns:
-        The module, with every parameter and buffer on meta but those that are sparse.
+        The module. Every parameter and buffer is on meta, except sparse ones.
 
     Raises:
-        TypeError: `factory` did not return a module.
-        PlacementError: If the constructor quantises a tensor, or reads a random number after it
-            has seeded torch.
+        TypeError: If `factory` does not return a module.
+        PlacementError: If the constructor quantises a tensor.
+        PlacementError: If the constructor reads a random number after it seeded torch.
 
     Example:
         >>> import torch, torchlift
@@ -83,26 +85,26 @@ def materialize(
     device: torch.device | str | None = None,
     names: Iterable[str] | str | None = None,
 ) -> list[str]:
-    """Replay construction for what is still on meta, directly on its device.
+    """Replay the construction of a skeleton's tensors that are still on meta.
 
-    Deterministic tensors get the values of normal construction. Random ones get the same
-    distribution, and with the same seed and nothing left out the same values too.
+    Deterministic tensors get the values of normal construction. Random tensors get the same
+    distribution. They get the same values, too, if the seed is the same and you make all tensors.
+    If an error occurs, the module is unchanged.
 
     Args:
-        model: a skeleton, or a module that contains one.
-        device: where to make the tensors; None means the CPU.
-        names: fully qualified names of tensors, or of submodules for all of theirs, or one such
-            name; None means all.
+        model: A skeleton, or a module that contains one.
+        device: A device for the new tensors. Default: the CPU.
+        names: A name, or several, of tensors or submodules. Default: every tensor on meta.
 
     Returns:
-        The names of the tensors that were made, in the order of ``state_dict``.
+        Names of the new tensors, in the order of ``state_dict``.
 
     Raises:
-        TypeError: `model` is no module.
-        PlacementError: a tensor on meta was not made by `skeleton`, a name is not one of the
-            module's, or the device does not exist. Or a tensor cannot be replayed: it is random
-            and the constructor seeds torch, or it is made of a NumPy array that changed. Nothing
-            has changed then.
+        TypeError: If `model` is not a module.
+        PlacementError: If `skeleton` did not make one of the tensors.
+        PlacementError: If a name does not exist in the module, or the device does not exist.
+        PlacementError: If the constructor seeds torch before it draws random values for a tensor,
+            or a NumPy array that a tensor was made of has changed.
 
     Example:
         >>> import torch, torchlift
@@ -134,8 +136,8 @@ def make(groups: Sequence[Group], devices: Sequence[torch.device]) -> list[torch
     """Replay the groups' construction, each on its device.
 
     Raises:
-        PlacementError: a tensor was not made by `skeleton`, or is random and the constructor
-            seeds torch.
+        PlacementError: If `skeleton` did not make a tensor, or a tensor is random and the
+            constructor seeds torch.
     """
     constructions = constructions_of(groups)
     made: dict[int, torch.Tensor] = {}
@@ -169,10 +171,10 @@ def strided(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
 
 
 def _remember(recorder: Recorder, group: Group) -> None:
-    """Attach to a tensor how it is made, and to the modules that hold it.
+    """Attach its construction to a tensor and to the modules that hold it.
 
-    A deep copy of a parameter loses what hangs on the tensor (`torch.nn.Parameter.__deepcopy__`
-    calls the class), and so does a buffer that is cast; the module keeps its own.
+    A deep copy of a parameter loses attributes of the tensor (`torch.nn.Parameter.__deepcopy__`
+    calls the class), and so does a buffer that is cast. The module keeps them.
     """
     tensor, is_meta = group.tensor, group.tensor.is_meta
     inner = [] if is_meta else inner_tensors(tensor)
@@ -214,7 +216,7 @@ def _named(groups: list[Group], names: list[str], tree: ModuleTree) -> list[Grou
         if not any(_is_under(full, name) for full in known):
             modules = [prefix[:-1] for prefix, _ in tree.paths if prefix]
             raise PlacementError(
-                "the module has no such tensor or submodule",
+                "the module does not have a tensor or submodule of this name",
                 entry=name,
                 hint=did_you_mean(name, [*known, *modules]) or None,
             )
@@ -230,7 +232,7 @@ def _is_under(full: str, name: str) -> bool:
 
 
 def forget(tree: ModuleTree) -> None:
-    """Let go of how parameters are made once they are, and so of the recordings behind them."""
+    """Drop the recordings of modules whose tensors are all made."""
     for module in tree.modules:
         if CONSTRUCTION in module.__dict__:
             tensors = [*module._parameters.values(), *module._buffers.values()]
@@ -274,15 +276,15 @@ def constructions_of(groups: Iterable[Group]) -> list[Construction]:
     """Return how tensors on meta are made.
 
     Raises:
-        PlacementError: nothing knows how to make some of them; names them all. Or one is made of
-            memory that changed meanwhile.
+        PlacementError: If `skeleton` did not make some of them, or one of them was made of memory
+            that has changed since.
     """
     found = [(group, construction_of(group)) for group in groups]
     lost = [name for group, made in found if made is None for name in group.names]
     if lost:
         are = "tensor is" if len(lost) == 1 else "tensors are"
         raise PlacementError(
-            f"{len(lost)} {are} on meta and nothing says how they are made: {clipped_list(lost)}",
+            f"{len(lost)} {are} on meta without a recorded construction: {clipped_list(lost)}",
             entry=lost[0],
             expected="a value in the checkpoint, or a module built by torchlift.skeleton",
             hint="Build the model with torchlift.skeleton(Model, ...) instead of on meta.",
@@ -290,7 +292,7 @@ def constructions_of(groups: Iterable[Group]) -> list[Construction]:
     for group, made in found:
         if made is not None and made.recording.is_lost(made.ref.key):
             raise PlacementError(
-                "is made of memory that changed while the constructor ran, such as a NumPy array",
+                "was made of memory, such as a NumPy array, that changed while the constructor ran",
                 entry=group.fqn,
                 hint="Copy the array in the constructor: torch.tensor(array) instead of "
                 "torch.from_numpy(array). Or build the model without torchlift.skeleton.",

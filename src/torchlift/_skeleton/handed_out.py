@@ -74,7 +74,7 @@ class HandedOut(Memory):
         self.note()
 
     def changed(self) -> torch.Tensor | None:
-        """Return which elements were written since they were noted; None if none was."""
+        """Return a mask of the elements that were written since `note`, or None."""
         found = elements_of(self.memory, self.width)
         return None if torch.equal(found, self.known) else found != self.known
 
@@ -85,11 +85,11 @@ class HandedOut(Memory):
 
 @dataclass(slots=True)
 class Foreign(Memory):
-    """Memory that torch did not make, such as a NumPy array; a recording reads it when it replays.
+    """Memory that torch did not make, such as a NumPy array. A replay reads it.
 
     Attributes:
-        checksum: of its content when torch first read or wrote it; None before.
-        is_written: whether torch wrote there. The recording does, the memory stays as it is.
+        checksum: Checksum of its content when torch first used it, or None before that.
+        is_written: Whether torch wrote there. Only the recording contains that write.
     """
 
     checksum: int | None = None

@@ -1,14 +1,14 @@
-"""Records how tensors are made, while they are made on the meta device.
+"""Record how tensors are made, while they are made on the meta device.
 
-A `Recorder` is a torch-function mode: it sees every call of the torch API before torch does, sends
-what would allocate to the meta device, and writes down the call. Tensors are told apart by their
-storage and their view of it, so that `nn.Parameter(t)`, ``t.data``, views and in-place writes
-through any of them need no special case: a call reads some storages and writes some.
+A `Recorder` is a torch-function mode. It sees every call of the torch API before torch does, sends
+allocations to the meta device, and records the call. A tensor is identified by its storage and its
+view of it. `nn.Parameter(t)`, ``t.data``, views and in-place writes therefore need no special case:
+each call reads some storages and writes some.
 
-The idea of recording a constructor and running it later for one tensor alone is that of
-torchdistX's deferred initialisation. The torch-function level is chosen over the dispatch level
-because the first operation under a Python dispatch mode imports hundreds of modules (sympy among
-them): 1.0 s in a fresh process, against 1 ms for plain construction on meta.
+torchdistX's deferred initialisation has the same idea: record a constructor, and run it later for
+one tensor alone. The recorder works at the torch-function level, because the first operation under
+a Python dispatch mode imports hundreds of modules, sympy among them. That takes 1.0 s in a fresh
+process, and plain construction on meta 1 ms.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ _LOOKS = frozenset({
     SET_GRAD_ENABLED, torch.is_floating_point, torch.is_complex, torch.numel,
 })
 # fmt: on
-#: Arguments of these types are recorded as they are; most are, so they are told apart first.
+#: Arguments of these types are recorded as they are. Most arguments have one of these types.
 _SCALARS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.memory_format})
 #: They give a constructor the memory of their tensor, also on meta, where there is none.
 _ADDRESSES = frozenset({torch.Tensor.data_ptr, torch.Tensor.storage, torch.Tensor.untyped_storage})
@@ -121,9 +121,8 @@ class Recorder(TorchFunctionMode):
     """A mode that keeps every tensor on meta and remembers the calls that made it.
 
     Attributes:
-        recording: what it has written down.
-        default_device: where construction without a recorder would put a tensor, unless told
-            otherwise.
+        recording: The calls so far.
+        default_device: The default device of construction without a recorder.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -299,8 +298,8 @@ class Recorder(TorchFunctionMode):
         self._alive.append(storage)
         key = key_of(storage)
         self._storages[key] = self._storage_on(self._device_from(kwargs.get("device")))
-        # What torch's default was is told by what it made: a replay has other threads beside it,
-        # and their default is theirs.
+        # The result shows torch's default dtype. A replay must not set that default, because other
+        # threads would see it.
         typed = _TYPED.setdefault(made.dtype, {"device": Device, "dtype": made.dtype})
         rest = typed if rest.keys() <= typed.keys() else {**rest, **typed}
         self._refs[key] = ref = _ref(key, made)
@@ -400,19 +399,19 @@ class Recorder(TorchFunctionMode):
     def _with_dtype(
         self, func: Func, args: Args, kwargs: Kwargs, result: Any
     ) -> tuple[Args, Kwargs] | None:
-        """Return arguments for which a result has the same dtype whatever torch's default is.
+        """Return arguments that give a result of the same dtype under any default of torch.
 
-        Without a floating-point tensor among them, that default is what a factory makes, and what
-        whole numbers, truth values and Python's numbers are promoted to.
+        If no argument is a floating-point tensor, a factory makes tensors of the default dtype, and
+        integers, booleans and Python's numbers are promoted to it.
 
         Args:
-            func: what was called.
-            args: its arguments on meta.
-            kwargs: the same, by name.
-            result: what it returned for them.
+            func: The function that was called.
+            args: Its positional arguments on meta.
+            kwargs: Its keyword arguments on meta.
+            result: Its result.
 
         Returns:
-            The arguments; None where these are such already, or nothing can be done.
+            The arguments, or None if the present ones do, or no others do.
         """
         if not isinstance(result, torch.Tensor) or result.dtype.is_complex == (
             result.dtype.is_floating_point
@@ -512,8 +511,8 @@ class Recorder(TorchFunctionMode):
     def _note_seed(self, thorough: bool = False) -> None:
         """Note whether the constructor has seeded torch's default generator, which no mode sees.
 
-        Another seed shows it, until the end of a `torch.random.fork_rng` takes that back; the same
-        seed again, only a generator that has drawn nothing since.
+        Another seed shows this until a `torch.random.fork_rng` ends. If the seed is the same, only
+        a generator that has drawn nothing since then shows it.
         """
         generator, recording = torch.default_generator, self.recording
         if generator.initial_seed() != self._seed:
@@ -536,7 +535,7 @@ class Recorder(TorchFunctionMode):
     def _send_to_meta(
         self, func: Func, args: Args, kwargs: Kwargs
     ) -> tuple[Args, Kwargs, torch.device | None]:
-        """Return the arguments with the device replaced by meta, and the device asked for."""
+        """Return the arguments with meta as the device, and the device that they had."""
         asked: torch.device | None = None
         if func in _CONSTRUCTORS or "device" in kwargs:
             given = kwargs.get("device")
@@ -588,7 +587,7 @@ class Recorder(TorchFunctionMode):
     def _answer(
         self, func: Func, recorded: tuple[Args, Kwargs], given: list[Given]
     ) -> tuple[Any, list[Key]]:
-        """Run a call on replayed values; return its result on meta, and the storages it wrote."""
+        """Run a call on replayed values. Return its result on meta, and the storages it wrote."""
         self._note_seed(thorough=True)
         self._catch_up([*self._handed_out])  # frees memory that the constructor has dropped
         with self._numbers_kept():
@@ -756,7 +755,7 @@ _SPECIAL: dict[Func, Callable[[Recorder, Func, Args, Kwargs], Any]] = {
 
 
 def _key_of(tensor: torch.Tensor) -> Key:
-    """Return what tells a tensor's storage from others; 0 for tensors without one storage."""
+    """Return a key for a tensor's storage, or 0 for tensors without one storage."""
     try:
         return key_of(tensor.untyped_storage())
     except (NotImplementedError, RuntimeError):

@@ -1,4 +1,4 @@
-"""What is known of a construction: data that a `Recorder` writes and a replay reads."""
+"""The recording of a construction: a `Recorder` writes it and a replay reads it."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class GeneratorState(NamedTuple):
     """Stands in a recorded call where a generator of the constructor's own was.
 
     Attributes:
-        key: a storage that every draw reads and writes, so that the order of draws is kept.
-        seed, state: the generator as the constructor left it; recording draws nothing.
+        key: A storage that every draw reads and writes, so that the order of draws is kept.
+        seed, state: The state in which the constructor left the generator.
     """
 
     key: Key
@@ -51,10 +51,10 @@ class Call:
     """One recorded call.
 
     Attributes:
-        func: what to call; tensors among the arguments are `Ref`, devices `Device`.
-        reads: storages it looks at.
-        writes: storages it makes or changes.
-        made: its tensor results, in their order: those with a storage of their own, else None.
+        func: The function. Its arguments have `Ref` for a tensor and `Device` for a device.
+        reads: Storages that it reads.
+        writes: Storages that it makes or changes.
+        made: Its tensor results in their order, or None for one without a storage of its own.
     """
 
     func: Callable[..., Any]
@@ -66,11 +66,11 @@ class Call:
 
 
 class Storage(NamedTuple):
-    """What a recording knows of one storage, or of many that are alike.
+    """The facts about one storage, or about many equal ones.
 
     Attributes:
-        device: where the constructor believes it to be.
-        real: the tensor whose memory it stands for, if it came from outside the torch API.
+        device: The device that the constructor sees.
+        real: The real tensor with this memory, if it came from outside of the torch API.
     """
 
     device: torch.device
@@ -82,12 +82,12 @@ class Recording:
     """The calls of a construction, and the storages that they wrote.
 
     Attributes:
-        calls: in the order in which the constructor made them.
-        storages: what is known of each storage.
-        is_seeded: whether the constructor seeded torch's default generator.
-        lost: storages whose values are not known: memory that torch did not make, which others
-            wrote after torch had read it, or that torch wrote by one of two views.
-        tensors: how many tensors of the finished module were made by these calls.
+        calls: The calls, in the order of the constructor.
+        storages: The facts about each storage.
+        is_seeded: Whether the constructor seeded torch's default generator.
+        lost: Storages with unknown values. torch did not make their memory, and other code wrote
+            there after torch read it, or torch wrote through one of two views.
+        tensors: Number of tensors of the finished module that these calls made.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -99,7 +99,7 @@ class Recording:
     _listed: int = 0
 
     def writers(self) -> dict[Key, list[int]]:
-        """Return storage -> positions of the calls that wrote it; listed when a replay asks."""
+        """Return storage -> positions of the calls that wrote it. The list is made on first use."""
         for at in range(self._listed, len(self.calls)):
             for key in self.calls[at].writes:
                 self._writers.setdefault(key, []).append(at)
@@ -140,13 +140,13 @@ class Recording:
 
 
 class Construction:
-    """How one tensor of a skeleton is made: a place in a recording.
+    """The construction of one tensor of a skeleton: a place in a recording.
 
     Attributes:
-        recording: the recorded construction of the module.
-        ref: which of its tensors.
-        copy: what tells the tensors of a deep copy from the original's, which are made from the
-            same place in the same recording but must not share memory.
+        recording: The recorded construction of the module.
+        ref: The tensor in the recording.
+        copy: An object for each deep copy of the module. Its tensors are made from the same place
+            in the same recording, but must not share memory with the original's.
     """
 
     __slots__ = ("copy", "recording", "ref")

@@ -61,12 +61,12 @@ class Run:
         kept: Set[Key] = frozenset(),
         before: Callable[[int], None] = lambda at: None,
     ) -> Iterator[int]:
-        """Execute calls, yielding the position of each; free what no later one needs.
+        """Execute calls, yield the position of each, and free memory that later ones do not need.
 
         Args:
-            order: positions of the calls.
-            kept: storages that are not freed.
-            before: called with each position, before its call.
+            order: Positions of the calls.
+            kept: Storages that are not freed.
+            before: Function that gets each position before its call.
         """
         calls = self.recording.calls
         last = {key: at for at in order for key in (*calls[at].reads, *calls[at].writes)}
@@ -106,7 +106,7 @@ class Run:
 
 
 def _laid_out(tensor: torch.Tensor, ref: Ref) -> torch.Tensor:
-    """Return a tensor with the strides that meta predicted; kernels may choose others."""
+    """Return a tensor with the strides of the recording, since kernels may choose others."""
     found = tensor.stride(), tensor.storage_offset(), tensor.dtype
     if found == (ref.stride, ref.offset, ref.dtype):
         return tensor
@@ -117,12 +117,12 @@ def _laid_out(tensor: torch.Tensor, ref: Ref) -> torch.Tensor:
 def replay(
     recording: Recording, refs: Sequence[Ref], device: torch.device
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Make tensors, yielding (position in `refs`, tensor) as each is finished.
+    """Make tensors, and yield (position in `refs`, tensor) when each is finished.
 
-    Calls run in the order in which the constructor made them, and when the whole module is asked
-    for none is left out, not even those whose result was dropped (the head of a model that ties
-    it): so the random numbers are those of plain construction with the same seed. What no later
-    call needs is freed at once.
+    Calls run in the order of the constructor. If `refs` are all tensors of the module, every call
+    runs, also one whose result was dropped, such as the head of a model that ties it. The random
+    numbers are then those of plain construction with the same seed. Memory that later calls do not
+    need is freed at once.
     """
     calls = recording.calls
     order = recording.calls_behind([(ref.key, len(calls)) for ref in refs])
@@ -169,7 +169,7 @@ def state_of(device: torch.device) -> torch.Tensor:
 
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Run recorded calls on a device, without gradients; nothing that other threads see changes."""
+    """Run recorded calls on a device, without gradients and without effect on other threads."""
     with torch.no_grad(), ExitStack() as stack:
         if torch.get_default_device().type == "meta":
             # The initialisers that torch writes in Python make helpers on the default device.

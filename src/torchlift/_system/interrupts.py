@@ -28,7 +28,7 @@ class Running:
         self._process, self._frame = os.getpid(), id(frame)
 
     def is_over(self) -> bool:
-        """Return whether it has ended; never in a fork, where the call is the other process's."""
+        """Return whether it has ended. In a fork it never has: the other process runs it."""
         frame = sys._current_frames().get(self.thread)
         while frame is not None and id(frame) != self._frame:
             frame = frame.f_back
@@ -36,10 +36,10 @@ class Running:
 
 
 class _Hold:
-    """A handler of signals that leaves them to another one, for later; of a second, at once.
+    """A signal handler that passes the first signal to another one later, and the second at once.
 
-    It also ends with its block if an interrupt kept that from taking it away: else a Ctrl-C that
-    comes an hour later would be held back.
+    An interrupt may keep the block from removing it. It therefore ends with its block all the same,
+    or it would hold back a Ctrl-C an hour later.
     """
 
     def __init__(self, handler: Callable[[int, FrameType | None], object]) -> None:
@@ -68,10 +68,10 @@ _interrupts: list[tuple[_Hold, int, FrameType | None]] = []
 
 @contextmanager
 def uninterrupted() -> Iterator[Callable[[], None]]:
-    """Deliver a SIGINT at the end of the block, or where the block calls what it is given.
+    """Hold back a SIGINT until the block ends or calls the function that it receives.
 
-    A second one is delivered at once. Of blocks inside of each other the outermost one counts. Only
-    the main thread receives signals, so in other threads the block is as it is.
+    A second SIGINT is delivered at once. If blocks are nested, the outermost one delivers it. In
+    other threads than the main one this does nothing, because they receive no signals.
     """
     handler = signal.getsignal(signal.SIGINT)
     if isinstance(handler, _Hold) and handler.block.is_over():
@@ -105,7 +105,7 @@ class Interruptible:
 def deliver_interrupt() -> None:
     """Deliver the SIGINT that `uninterrupted` holds back, if there is one.
 
-    What waits for others calls it: a lock may be theirs for as long as they like.
+    Code that waits for another process calls it, because that may hold a lock for any time.
     """
     if _interrupts and _is_main_thread():
         hold, number, frame = _interrupts.pop()

@@ -21,10 +21,10 @@ _CGROUPS = {
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Pause the collector inside the block; nothing is lost, it only runs later.
+    """Pause the collector inside the block. It runs later.
 
-    A hundred thousand records make it walk everything a dozen times for nothing, and importing
-    torch leaves a full collection due: 50 ms that would fall on the first load, which takes 4.
+    A hundred thousand records would make it walk over everything a dozen times for nothing. The
+    import of torch leaves a full collection due, which takes 50 ms. A first load takes 4 ms.
 
     Example:
         >>> import gc
@@ -42,11 +42,11 @@ def collection_paused() -> Iterator[None]:
 
 
 def trim() -> None:
-    """Release what the process has freed and still owns.
+    """Return freed memory to the system.
 
-    glibc keeps a freed block of up to 32 MiB for the next request, but torch asks for aligned
-    memory, for which a hole of the same size is too small: sixteen temporaries of 16 MiB, one after
-    the other, took 257 MiB, and 17 MiB with this between them. Elsewhere it does nothing.
+    glibc keeps a freed block of up to 32 MiB for the next request. torch requests aligned memory,
+    for which a hole of the same size is too small. Sixteen temporaries of 16 MiB, one after the
+    other, took 257 MiB, and 17 MiB with this between them. Other C libraries need nothing.
     """
     c_function("malloc_trim")(0)
 
@@ -54,15 +54,15 @@ def trim() -> None:
 def free_memory(root: str = "/") -> int | None:
     """Return how many bytes this process can allocate before the kernel kills one, or None.
 
-    A container or a batch job has a limit of its own, its cgroup's. ``MemAvailable`` is the
-    machine's, so that a job with a limit of 16 GB on a machine with 512 GB would seem to fit.
+    A container or a batch job has the limit of its cgroup. ``MemAvailable`` is that of the machine:
+    a job with a limit of 16 GB on a machine with 512 GB would seem to fit.
 
     Args:
-        root: the folder that has ``proc`` and ``sys``.
+        root: The folder that has ``proc`` and ``sys``.
 
     Returns:
-        the lowest of what is available on the machine and in each cgroup around this process; pages
-        of files in the page cache count as free. None if the system does not say, as on macOS.
+        The lowest number of the machine and of each cgroup around this process. Pages of files in
+        the page cache count as free. None if the system does not report it, as on macOS.
     """
     available = _number(os.path.join(root, "proc/meminfo"), "MemAvailable:")
     if available is None:
@@ -87,7 +87,7 @@ def free_memory(root: str = "/") -> int | None:
 
 
 def _number(path: str, label: str = "") -> int | None:
-    """Return the first number of a file, or the one behind a label; None if there is not one."""
+    """Return the first number of a file, or the one after a label, or None."""
     found = re.search(rf"(?m)^{label}\s*(\d+)", _text(path))
     return None if found is None else int(found[1])
 
@@ -102,7 +102,7 @@ def _text(path: str) -> str:
 
 @cache
 def c_function(name: str) -> Callable[..., object]:
-    """Return a function of the C library, or one that does nothing where it has none."""
+    """Return a function of the C library, or one that does nothing if it does not exist."""
     import ctypes  # 2 ms, which reading an index does without
 
     try:

@@ -14,13 +14,13 @@ _UNITS = {
 
 
 def parse_size(size: str | int) -> int:
-    """A number of bytes from text such as ``2GiB``, ``500 MB`` or ``4096``.
+    """Return the number of bytes that a text such as ``2GiB``, ``500 MB`` or ``4096`` means.
 
     Args:
-        size: the text; an int is taken as bytes already.
+        size: The text, or a number of bytes.
 
     Raises:
-        ValueError: not such a text, or negative.
+        ValueError: If the text is not a size, or the size is negative.
 
     Example:
         >>> from torchlift._system.text import parse_size
@@ -37,7 +37,7 @@ def parse_size(size: str | int) -> int:
 
 @contextmanager
 def progress_bar(shown: bool, total: int, what: str) -> Iterator[Callable[[int], object]]:
-    """Show a bar of bytes on stderr; call what it gives with a number of bytes as they arrive."""
+    """Show a bar of bytes on stderr. Yield a function that adds a number of bytes to it."""
     if not shown:
         yield lambda _: None
         return
@@ -123,10 +123,10 @@ Table = tuple[Sequence[str], Iterable[Sequence[str]]]
 
 
 def to_html(title: str, *tables: Table) -> str:
-    """Return a title and tables for a notebook; a table without rows is left out.
+    """Return a title and tables for a notebook. A table without rows is left out.
 
-    Every cell is escaped: names are a file's. No colour is named, so the page's theme, light or
-    dark, decides on all of them. Blanks at the start of a cell are kept: they say how deep it is.
+    Every cell is escaped, because names come from a file. The page's theme selects all colours.
+    Blanks at the start of a cell are kept, because they show how deep it is.
 
     Example:
         >>> to_html("a < b", ((), [("layer", "4 B")])).partition("</style>")[2]

@@ -56,14 +56,14 @@ _LONGEST = 64  # bytes of a message; a request lies in a file
 
 
 class Request(NamedTuple):
-    """What a child does.
+    """The request for a child process.
 
     Attributes:
-        target: ``"module:function"``, which is imported in the child.
-        arguments: what the function is called with; plain pickle must be able to send them.
-        environment: all variables of the child.
-        path: its ``sys.path``.
-        folder: its working directory.
+        target: ``"module:function"``, which the child imports and calls.
+        arguments: Arguments of the function, which plain pickle must be able to send.
+        environment: All variables of the child.
+        path: The ``sys.path`` of the child.
+        folder: The working directory of the child.
     """
 
     target: str
@@ -80,10 +80,10 @@ class Child:
     _owner: int
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """Return the exit status, negative for a signal; None if the child still runs.
+        """Return the exit status, negative for a signal, or None if the child still runs.
 
         Args:
-            timeout: seconds to wait for the end; None waits without limit.
+            timeout: Seconds to wait for the end. None waits without limit.
         """
         raise NotImplementedError
 
@@ -120,15 +120,15 @@ def start(
     """Start a process that calls a function.
 
     Args:
-        target: ``"module:function"``; the child imports it.
-        *arguments: sent by plain pickle.
-        environment: variables besides those of this process.
-        stdin: a file descriptor. None is an empty file. A new interpreter ignores it.
-        stdout: a file descriptor.
-        stderr: a file descriptor.
-        fork: whether the zygote may fork it. A new interpreter starts anyway if there is no zygote
-            (outside of Linux, or with an accelerator, which a forked process cannot use), or if a
-            variable differs that only a new interpreter reads.
+        target: ``"module:function"``, which the child imports and calls.
+        *arguments: Arguments of the function, sent with plain pickle.
+        environment: Variables in addition to those of this process.
+        stdin: A file descriptor. None is an empty file. A new interpreter ignores it.
+        stdout: A file descriptor.
+        stderr: A file descriptor.
+        fork: Whether the zygote may fork it. A new interpreter starts all the same outside of
+            Linux, with an accelerator, which a forked process cannot use, or if a variable differs
+            that only a new interpreter reads.
     """
     variables = {**os.environ, **_DEFAULTS, **(environment or {})}
     request = Request(target, arguments, variables, [*map(str, sys.path)], os.getcwd())
@@ -351,7 +351,7 @@ _making = threading.Lock()
 
 
 def _find_zygote() -> _Zygote | None:
-    """Return the zygote of this process, started now if there is none; None if it cannot fork."""
+    """Return the zygote of this process, or None if it cannot fork. Start it if needed."""
     global _zygote
     if sys.platform != "linux":
         return None
@@ -433,10 +433,11 @@ def serve(descriptor: int) -> NoReturn:
 
 
 def _answer(requests: socket.socket, running: set[int]) -> list[int] | None:
-    """Do what a message says.
+    """Handle one message.
 
     Returns:
-        The descriptors of the request in a new child, none after the last message, else None.
+        In a new child the descriptors of its request. After the last message an empty list.
+        Otherwise None.
     """
     zygote = os.getpid()
     message, descriptors, *_ = socket.recv_fds(requests, _LONGEST, 4)
@@ -532,7 +533,7 @@ def _end(status: int) -> NoReturn:
 
 
 def serve_one() -> None:
-    """Do what the request on stdin says, and leave when the caller does."""
+    """Handle the request on stdin, and end when the caller ends."""
     pipe = os.dup(0)
     request = pickle.load(sys.stdin.buffer)
     with open(os.devnull, "rb") as empty:  # the function is to see nothing of the pipe
@@ -549,7 +550,7 @@ def _leave_with_the_caller(pipe: int) -> NoReturn:
 
 
 def _call(request: Request) -> int:
-    """Call the function and return the exit status; an error prints its traceback on stderr."""
+    """Call the function and return the exit status. An error prints its traceback on stderr."""
     os.chdir(request.folder)
     sys.path[:] = request.path
     invalidate_caches()
