@@ -15,6 +15,7 @@ from small_models import saved
 from torch import nn
 
 import torchlift
+from torchlift._model.stand_ins import row_factors, fingerprint
 from torchlift.distributed import set_model_state_dict
 from torchlift.errors import MismatchError, PlacementError
 
@@ -313,3 +314,29 @@ def test_a_module_hears_the_version_of_its_own_also_without_tensors_of_its_own(t
     model.register_load_state_dict_pre_hook(lambda m, s, p, metadata, *_: seen.append(metadata))
     torchlift.load(model, saved(model.state_dict(), tmp_path))
     assert [one["version"] for one in seen] == [5]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("size", [1, 7, 1 << 15, (1 << 17) + 5])
+def test_a_fingerprint_changes_with_any_value(size: int, dtype: torch.dtype) -> None:
+    """One value, a sign, and the order of rows: what a write that nothing counts may change."""
+    plain = torch.arange(1, size + 1).remainder(120).to(dtype)
+    before = fingerprint(plain)
+    assert before == fingerprint(plain.clone())
+    changed = [plain.clone(), -plain if dtype.is_floating_point else plain + 1]
+    changed[0][size // 2] += 1
+    changed += [plain.flip(0)] if size > 1 else []
+    assert all(fingerprint(each) != before for each in changed)
+    if size > 7:  # unaligned, and not in a row
+        assert fingerprint(plain[3:]) == fingerprint(plain[3:].clone())
+        assert fingerprint(plain[::2]) == fingerprint(plain[::2].clone())
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_a_fingerprint_takes_no_numbers_and_no_device_of_the_caller(device: str) -> None:
+    """Random numbers and the default device are the caller's."""
+    state = torch.get_rng_state()
+    row_factors.cache_clear()
+    with torch.device(device):
+        assert fingerprint(torch.ones(3, device="cpu"))
+    assert torch.equal(state, torch.get_rng_state())

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect_left
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -143,7 +143,8 @@ def run_hooks(
     commit.keep_attributes(tree.modules)
     commit.keep_flags(tree)
     untouched = Untouched.of(tree)
-    run = _Run(shown, strict, untouched)
+    counts = Counter(id(module) for _, module in modules)
+    run = _Run(shown, strict, untouched, {each for each in counts if counts[each] > 1})
     try:
         for prefix, module in modules:
             run.visit(prefix, module)
@@ -208,14 +209,18 @@ class _Run:
         known: Identity of a tensor in `state` -> its name, the tensor and its first version.
         versions: Path of a module of the model -> its metadata in the state dict.
         set: Pairs of a module and an attribute that its override sets.
-        stand_ins: Identity of a module -> its stand-ins. A shared module keeps them.
+        shared: Identities of modules with several names.
+        stand_ins: Identity of a shared module -> its stand-ins.
         changes: Identity of a module -> changes of its stand-ins.
     """
 
-    def __init__(self, shown: Shown, strict: bool, untouched: Untouched) -> None:
+    def __init__(
+        self, shown: Shown, strict: bool, untouched: Untouched, shared: Collection[int]
+    ) -> None:
         self.shown = shown
         self.strict = strict
         self.untouched = untouched
+        self.shared = shared
         self.set: list[tuple[nn.Module, str]] = []
         self.stand_ins: dict[int, StandIns] = {}
         self.changes: dict[int, Iterable[Change]] = {}
@@ -244,7 +249,8 @@ class _Run:
         if _takes_extra(type(module)):
             gather(local, prefix + _EXTRA, self.templates)
         stand_ins = self.stand_ins.get(id(module)) or StandIns([(prefix, module)])
-        self.stand_ins[id(module)] = stand_ins
+        if id(module) in self.shared:
+            self.stand_ins[id(module)] = stand_ins
         stand_ins.put_on()
         if _overrides_load(type(module)):
             self._override(prefix, module, local, metadata, stand_ins)
