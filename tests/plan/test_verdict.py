@@ -15,7 +15,7 @@ from small_models import saved
 from torch import nn
 
 import torchlift
-from torchlift._model.stand_ins import row_factors, fingerprint
+from torchlift._model.stand_ins import fingerprint, row_factors
 from torchlift.distributed import set_model_state_dict
 from torchlift.errors import MismatchError, PlacementError
 
