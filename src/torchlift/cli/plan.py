@@ -23,12 +23,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "None of the devices needs to be there. With --model, names, shapes and ties are checked\n"
         "as torchlift.load would; --model imports and runs the module that you name.\n"
-        "With --mesh, what each rank of a cluster reads: of the model's tensors where --model is\n"
-        "given, else of all in the file. Without --parallelize, fsdp (or dp_shard, shard, cp, ep)\n"
-        "shards every parameter along its first dimension, and dp (or ddp, dp_replicate,\n"
-        "replicate, hsdp) replicates. --parallelize names your own function of the model and the\n"
-        "DeviceMesh, which calls fully_shard, parallelize_module and the like; it runs here, on a\n"
-        "fake process group, for any dimensions: fsdp=1024,tp=8, or pp=4,dp_shard=64,tp=8."
+        "With --mesh, the bytes that each rank of a cluster reads: the tensors of --model, or all\n"
+        "tensors of the file. Without --parallelize, fsdp=N is fully_shard, and dp=N,fsdp=N is\n"
+        "fully_shard with replicas. --parallelize names your own function of the model and the\n"
+        "DeviceMesh, which calls fully_shard, parallelize_module and the like. It runs here, on a\n"
+        "fake process group, for any dimensions: fsdp=1024,tp=8, or pp=4,dp_shard=64,tp=8. A mesh\n"
+        "of more than 16 ranks is planned at its corners."
     )
     parser.add_argument("path", metavar="FILE", help="a checkpoint file or directory")
     parser.add_argument("--root", metavar="KEY", help="only this container of the file")
@@ -98,18 +98,21 @@ def _check(args: argparse.Namespace) -> None:
 
 def _on_mesh(args: argparse.Namespace, ckpt: torchlift.Checkpoint) -> tuple[str, dict[str, Any]]:
     """Return, as text and as data, which bytes each rank of a mesh would read."""
-    from torchlift.cli.factory import make_model, make_parallelize
+    from torchlift.cli.factory import make_model, make_parallelize, search_working_folder
 
-    found = torchlift.distributed.simulate(
-        ckpt,
-        args.mesh,
-        root=args.root,
-        model=make_model(args.model, args.model_args) if args.model is not None else None,
-        parallelize=make_parallelize(args.parallelize) if args.parallelize is not None else None,
-        rename=rename_of(args),
-        dtype=dtype_of(args),
-        strict=not args.no_strict,
-    )
+    model = make_model(args.model, args.model_args) if args.model is not None else None
+    function = make_parallelize(args.parallelize) if args.parallelize is not None else None
+    with search_working_folder():
+        found = torchlift.distributed.simulate(
+            ckpt,
+            args.mesh,
+            root=args.root,
+            model=model,
+            parallelize=function,
+            rename=rename_of(args),
+            dtype=dtype_of(args),
+            strict=not args.no_strict,
+        )
     return str(found), found.to_dict()
 
 
