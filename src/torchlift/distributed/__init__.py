@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from torchlift.distributed.generators import Generators as Generators
     from torchlift.distributed.optimizer_slots import OptimizerReport as OptimizerReport
     from torchlift.distributed.options import StateDictOptions as StateDictOptions
-    from torchlift.distributed.planner import LenientPlanner as LenientPlanner
     from torchlift.distributed.ranks import on_ranks as on_ranks
     from torchlift.distributed.reader import CheckpointReader as CheckpointReader
     from torchlift.distributed.save import save_consolidated as save_consolidated
@@ -51,7 +50,6 @@ __getattr__, __dir__, __all__ = lazy(
         "generators": "Generators",
         "optimizer_slots": "OptimizerReport",
         "options": "StateDictMismatch StateDictOptions",
-        "planner": "LenientPlanner",
         "ranks": "on_ranks",
         "reader": "CheckpointReader",
         "save": "save_consolidated",
