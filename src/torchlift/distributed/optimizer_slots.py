@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import ChainMap, Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
@@ -29,6 +29,7 @@ from torchlift._model.dtensor import (
 from torchlift._model.handlers import clone_of, is_wrapper, slice_of
 from torchlift._model.names import Names
 from torchlift._model.state import own
+from torchlift._model.torch_private import IncompatibleKeys
 from torchlift._plan.report import listed
 from torchlift._plan.rules import Options, allowed
 from torchlift._plan.steps import Match
@@ -46,7 +47,12 @@ from torchlift.distributed.optimizer_state import (
     path_text,
     require_known,
 )
-from torchlift.distributed.options import StateDictMismatch, StateDictOptions, check_value, misfit
+from torchlift.distributed.options import (
+    StateDictMismatch,
+    StateDictOptions,
+    check_value,
+    mismatch_error,
+)
 from torchlift.formats.boxes import row_major
 
 #: A saved tensor: here, in several places of files, or with rank 0.
@@ -87,6 +93,30 @@ class OptimizerReport(Summary):
             *listed("hyperparameters kept", self.kept_hyperparameters),
             *listed("without a state, which the first step makes", self.left_out),
         ]
+
+
+class LoadedKeys(IncompatibleKeys):
+    """Missing and unexpected keys by canonical name, as `set_state_dict` returns them.
+
+    A tuple of those two lists, as torch's is; what happened to the optimizers is beside it.
+
+    Attributes:
+        optimizer: the `OptimizerReport`.
+    """
+
+    optimizer: OptimizerReport
+
+    def __init__(self, *_: Iterable[str]) -> None:
+        self.optimizer = OptimizerReport()
+
+    @classmethod
+    def of(
+        cls, missing: list[str], unexpected: list[str], report: OptimizerReport | None
+    ) -> LoadedKeys:
+        """Return the result of a load."""
+        made = cls(missing, unexpected)
+        made.optimizer = report or made.optimizer
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +281,7 @@ class OptimizerSlots:
         if self._options.strict and missing:
             if any(map(PLACE.fullmatch, missing)):
                 require_known(self._names, self._optimizers, {*saved.state, *saved.hyper})
-            raise misfit("optimizer", problems, missing_keys=missing)
+            raise mismatch_error("optimizer", problems, missing_keys=missing)
 
     def _slots_of(self, owner: _Owner) -> dict[Any, Any]:
         """Add the slots of one parameter, and return its new state with them in it.

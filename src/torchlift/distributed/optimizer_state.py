@@ -377,7 +377,7 @@ class Saved:
         self.hyper = {name: value for name, value in self.hyper.items() if name not in self.gone}
 
 
-def normalised(
+def normalise(
     saved: Mapping[str, Any], optimizers: Iterable[torch.optim.Optimizer], names: Names
 ) -> Saved:
     """Bring any of the three forms of an optimizer state dict into that of `Saved`.

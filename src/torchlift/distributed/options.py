@@ -60,18 +60,18 @@ class StateDictOptions:
     dsd_fqn_modifiers: str = "_fqn_modifiers"
 
 
-def checked(options: Any) -> StateDictOptions:
-    """Return a private, valid copy of what the caller passed; torch's own class is welcome.
+def validate_options(options: Any) -> StateDictOptions:
+    """Return a valid copy of the options.
 
     Args:
-        options: a `StateDictOptions`, torch's class of that name, or None for the defaults.
+        options: A `StateDictOptions`, torch's class of that name, or None for the defaults.
 
     Raises:
-        TypeError: the object lacks a field of `StateDictOptions`.
-        ValueError: `broadcast_from_rank0` without `full_state_dict`.
+        TypeError: If the object lacks a field of `StateDictOptions`.
+        ValueError: If `broadcast_from_rank0` is set without `full_state_dict`.
 
     Example:
-        >>> checked(None) == StateDictOptions()
+        >>> validate_options(None) == StateDictOptions()
         True
     """
     if options is None:
@@ -81,41 +81,53 @@ def checked(options: Any) -> StateDictOptions:
     except AttributeError as error:
         raise TypeError(f"options must be a StateDictOptions, not {options!r}") from error
     if copy.broadcast_from_rank0 and not copy.full_state_dict:
-        raise ValueError(
-            "broadcast_from_rank0=True sends whole tensors: full_state_dict must be True as well"
-        )
+        raise ValueError("broadcast_from_rank0=True needs full_state_dict=True")
     return copy
 
 
 class Part(Flag):
-    """What a call reads or loads."""
+    """The part of a training state that a call reads or loads."""
 
     MODEL = auto()
     OPTIMIZERS = auto()
     BOTH = MODEL | OPTIMIZERS
 
 
-def several(optimizers: Any, part: Part = Part.BOTH) -> tuple[torch.optim.Optimizer, ...]:
-    """Return one or several optimizers as a tuple.
+class States(NamedTuple):
+    """The state dicts of a model and of its optimizers, each empty if it was not requested."""
+
+    model: dict[str, Any]
+    optimizer: dict[str, Any]
+
+
+def to_tuple(optimizers: Any) -> tuple[Any, ...]:
+    """Return one or several optimizers as a tuple."""
+    return tuple(optimizers) if isinstance(optimizers, Iterable) else (optimizers,)
+
+
+def require_optimizers(optimizers: Any, part: Part) -> tuple[torch.optim.Optimizer, ...]:
+    """Return one or several optimizers as a tuple, if each of them has a state.
 
     Raises:
-        TypeError: something in there is no optimizer.
-        StateDictMismatch: one only holds other optimizers.
-        RuntimeError: there is none, and the call is about optimizers only; torch raises that too.
+        TypeError: If one of them is not an optimizer.
+        StateDictMismatch: If one only holds other optimizers.
+        RuntimeError: If there is none, and the call is about optimizers only, as in torch.
 
     Example:
-        >>> len(several(torch.optim.SGD([torch.ones(1)])))
+        >>> len(require_optimizers(torch.optim.SGD([torch.ones(1)]), Part.BOTH))
         1
     """
-    found = tuple(optimizers) if isinstance(optimizers, Iterable) else (optimizers,)
+    found = to_tuple(optimizers)
     for each in found:
         require_groups(each)
-        # Not by their class: wrappers of optimizers need not be optimizers.
+        # Not by the class: a wrapper of an optimizer may be of another class.
         if not hasattr(each, "param_groups"):
             kind = type(each).__name__  # the text of a whole model would be pages long
             raise TypeError(f"optimizers must be an optimizer or an iterable of them, not {kind}")
     if part is Part.OPTIMIZERS and not found:
-        raise RuntimeError("the state dict of optimizers was asked for, and none was passed")
+        raise RuntimeError(
+            "the state dict of optimizers was requested, but no optimizer was passed"
+        )
     return found
 
 
@@ -191,7 +203,7 @@ class LoadCall:
         model: the model, wrapped or not.
         optimizers: its optimizers, perhaps none.
         model_state: by canonical name or by module.
-        optim_state: in any form that `normalised` knows.
+        optim_state: in any form that `normalise` knows.
         options: how to load.
         collective: see `RankGroup.of_model`.
         process_group: see `RankGroup.of_model`.
@@ -252,7 +264,9 @@ def _state_dict(state: Any, argument: str, strict: bool) -> Mapping[Any, Any]:
 MISSING, UNEXPECTED = "Missing key(s)", "Unexpected key(s)"
 
 
-def misfit(what: str, problems: Mapping[str, list[str]], **fields: Any) -> StateDictMismatch:
+def mismatch_error(
+    what: str, problems: Mapping[str, list[str]], **fields: Any
+) -> StateDictMismatch:
     """Return the one error that lists everything that does not fit.
 
     Args:
@@ -261,7 +275,7 @@ def misfit(what: str, problems: Mapping[str, list[str]], **fields: Any) -> State
         fields: attributes of the error.
 
     Example:
-        >>> print(misfit("model", {UNEXPECTED: ["a"], MISSING: []}))
+        >>> print(mismatch_error("model", {UNEXPECTED: ["a"], MISSING: []}))
         the state dict does not fit the model: Unexpected key(s) 'a'. Pass strict=False to load...
     """
     texts = []
@@ -281,14 +295,14 @@ def misfit(what: str, problems: Mapping[str, list[str]], **fields: Any) -> State
     )
 
 
-def model_misfit(
+def model_mismatch_error(
     missing: list[str],
     unexpected: list[str],
     shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]],
 ) -> StateDictMismatch:
     """Return the error for a model: names, and (shape in the model, in the state dict) by name."""
     wrong = [f"{n}: model {list(a)}, state dict {list(b)}" for n, (a, b) in shapes.items()]
-    return misfit(
+    return mismatch_error(
         "model",
         {MISSING: missing, UNEXPECTED: unexpected, "size mismatch for": wrong},
         missing_keys=missing,

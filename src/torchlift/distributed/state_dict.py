@@ -28,7 +28,7 @@ from torchlift._load.loading import Agreed, copy_in_place, place, put_new
 from torchlift._model.commit import Commit
 from torchlift._model.dtensor import is_dtensor, layout_of, reshard, spread_of
 from torchlift._model.names import Names, uses_fsdp1
-from torchlift._model.ranks import RankGroup, portable, rank, ranks_of, tensors_of
+from torchlift._model.ranks import RankGroup, StepResult, portable, rank, ranks_of, tensors_of
 from torchlift._model.slots import ModuleTree, read_tree
 from torchlift._model.state import PATCH, by_name, read_model, versioned, versions_of
 from torchlift._model.torch_private import IncompatibleKeys
@@ -61,16 +61,19 @@ from torchlift._system.memory import collection_paused
 from torchlift._system.text import clipped_list
 from torchlift.distributed.broadcast import BroadcastSource, sendable
 from torchlift.distributed.gather import (
-    Sequence,
+    Steps,
     digests,
     finish,
     map_tensors,
+    names_digest,
     relaid,
-    require_alike,
+    require_same_names,
+    require_same_steps,
     require_within,
-    sequence,
+    steps_of,
 )
 from torchlift.distributed.optimizer_slots import (
+    LoadedKeys,
     OptimizerReport,
     OptimizerSlots,
     layout_for,
@@ -79,7 +82,7 @@ from torchlift.distributed.optimizer_slots import (
     set_states,
     try_states,
 )
-from torchlift.distributed.optimizer_state import Saved, name_by_place, normalised, read_optimizers
+from torchlift.distributed.optimizer_state import Saved, name_by_place, normalise, read_optimizers
 from torchlift.distributed.options import (
     UNEXPECTED,
     LoadCall,
@@ -87,13 +90,15 @@ from torchlift.distributed.options import (
     Part,
     StateDictMismatch,
     StateDictOptions,
+    States,
     bad_value,
     check_value,
-    checked,
-    misfit,
-    model_misfit,
+    mismatch_error,
+    model_mismatch_error,
     require_module,
-    several,
+    require_optimizers,
+    to_tuple,
+    validate_options,
 )
 from torchlift.errors import (
     Argument,
@@ -107,21 +112,6 @@ from torchlift.formats.detect import optimizer_in
 from torchlift.formats.flattening import items_of
 from torchlift.formats.index import TensorEntry
 from torchlift.formats.source import errors_name
-
-
-class LoadedKeys(IncompatibleKeys):
-    """Missing and unexpected keys by canonical name, as `set_state_dict` returns them.
-
-    A tuple of those two lists, as torch's is; what happened to the optimizers is beside it.
-
-    Attributes:
-        optimizer: the `OptimizerReport`.
-    """
-
-    optimizer: OptimizerReport
-
-    def __init__(self, *_: Iterable[str]) -> None:
-        self.optimizer = OptimizerReport()
 
 
 def get_model_state_dict(
@@ -160,7 +150,7 @@ def get_model_state_dict(
         >>> sorted(get_model_state_dict(model))
         ['0.bias', '0.weight']
     """
-    return _read(Part.MODEL, model, (), submodules, options, process_group)[0]
+    return _read(Part.MODEL, model, (), submodules, options, process_group).model
 
 
 def get_optimizer_state_dict(
@@ -217,7 +207,7 @@ def get_optimizer_state_dict(
         >>> found["state"]["weight"]["step"], found["param_groups"][0]["params"]
         (tensor(0.), ['weight'])
     """
-    return _read(Part.OPTIMIZERS, model, optimizers, None, options, process_group)[1]
+    return _read(Part.OPTIMIZERS, model, optimizers, None, options, process_group).optimizer
 
 
 def get_state_dict(
@@ -252,8 +242,8 @@ def get_state_dict(
         >>> sorted(found[0]), found[1]["param_groups"][0]["lr"]
         (['bias', 'weight'], 0.1)
     """
-    state, optimizer_state = _read(Part.BOTH, model, optimizers, submodules, options, process_group)
-    return state, optimizer_state
+    states = _read(Part.BOTH, model, optimizers, submodules, options, process_group)
+    return states.model, states.optimizer
 
 
 def set_model_state_dict(
@@ -594,7 +584,7 @@ def patch_model_state_dict(model: nn.Module, *, options: StateDictOptions | None
         ['bias', 'weight']
     """
     require_module(model)
-    chosen = checked(options)
+    chosen = validate_options(options)
 
     def load_state_dict(state_dict: dict[str, Any]) -> Any:
         return set_model_state_dict(model, state_dict, options=chosen)
@@ -626,7 +616,7 @@ def patch_optimizer_state_dict(
         ['weight', 'bias']
     """
     require_module(model)
-    chosen, found = checked(options), several(optimizers)
+    chosen, found = validate_options(options), to_tuple(optimizers)
 
     def load_state_dict(state_dict: dict[str, Any]) -> Any:
         return set_optimizer_state_dict(model, found, state_dict, options=chosen)
@@ -655,26 +645,26 @@ def _read(
     process_group: torch.distributed.ProcessGroup | None,
     *,
     compare: bool = True,
-) -> list[dict[str, Any]]:
-    """Return the state dicts of a model and its optimizers; empty where they are not asked for.
+) -> States:
+    """Return the state dicts of a model and its optimizers, each empty if it is not requested.
 
-    Ranks that gather do so when all have read theirs and are about to gather the same. Ranks that
-    do not gather exchange nothing, unless there are plain values beside DTensors: whoever saves
-    these keeps one rank's, so they have to be equal.
+    Ranks gather after all have read their state, and are about to gather the same tensors. Ranks
+    that do not gather exchange nothing, unless there are plain values beside DTensors. A checkpoint
+    keeps one rank's plain values, so they must be equal.
     """
     require_module(model)
-    chosen, found = checked(options), several(optimizers)
+    chosen, found = validate_options(options), to_tuple(optimizers)
     inside = set(submodules or ()) & set(model.modules())
 
-    def check() -> None:
-        several(found, part)
+    def validate_arguments() -> None:
+        require_optimizers(found, part)
         if submodules and not inside:
             raise StateDictMismatch("none of the submodules is part of the model")
 
     if uses_fsdp1(model):
         from torchlift.distributed import fsdp1
 
-        return fsdp1.read(part, model, found, inside, chosen, check, process_group)
+        return fsdp1.read(part, model, found, inside, chosen, validate_arguments, process_group)
     if submodules:
         warnings.warn(
             "Getting submodules only model/optim state_dict is deprecated, as in torch: pick the "
@@ -682,52 +672,62 @@ def _read(
             FutureWarning,
             stacklevel=3,
         )
-    gathered: list[torch.Tensor] = []
-    shared: list[torch.Tensor] = []
     tree = ModuleTree(model)
     reshard(tree.modules)
+    gathered: list[torch.Tensor] = []
     if chosen.full_state_dict:
-        # Submodules may have nothing to gather, and then not every rank need ask for them.
+        # Submodules may have nothing to gather, and then not every rank needs to call this.
         only = inside if inside and not found else {model}
-        shared = gathered = [tensor for module in only for tensor in tensors_of(module)]
-    elif compare and _looks_replicated(tree, found):
-        shared = [group.tensor for group in tree.groups]
-
-    def read() -> tuple[tuple[list[dict[str, Any]], Sequence], _ReadMessage]:
-        check()
-        names = Names(tree, chosen.dsd_fqn_modifiers)
-        state = [
-            read_model(
-                model,
-                names,
-                inside,
-                frozen=not chosen.ignore_frozen_params,
-                prefixed=chosen.keep_submodule_prefixes,
-            )
-            if Part.MODEL in part
-            else {},
-            read_optimizers(names, found, chosen) if found else {},
-        ]
-        if chosen.full_state_dict and not chosen.cpu_offload:
-            require_within(state)
-        steps: Sequence = {}
-        if group.groups and (chosen.full_state_dict or process_group is not None):
-            steps = sequence({"model": state[0], "optimizer": state[1]}, gathered)
-        checksums = checksums_of(_replicas(state, names)) if compare and group.groups else {}
-        return (state, steps), _ReadMessage(digests(steps), chosen.cpu_offload, checksums)
-
-    group = RankGroup.of_model(shared, kind=StateDictMismatch, process_group=process_group)
-    if chosen.cpu_offload and process_group is None and any(map(is_dtensor, gathered)):
-        # Ranks that no mesh ties to this one may have other stages, which would be lost.
+        gathered = [tensor for module in only for tensor in tensors_of(module)]
+    offloads = chosen.full_state_dict and chosen.cpu_offload
+    if offloads and process_group is None and any(map(is_dtensor, gathered)):
+        # The names of ranks that no mesh ties to this one are compared, too.
         group = RankGroup.of_all(StateDictMismatch)
+    else:
+        shared = gathered
+        if compare and not gathered and _looks_replicated(tree, found):
+            shared = [each.tensor for each in tree.groups]
+        group = RankGroup.of_model(shared, kind=StateDictMismatch, process_group=process_group)
+
+    def read_state() -> StepResult[_ReadState, _ReadMessage]:
+        validate_arguments()
+        names = Names(tree, chosen.dsd_fqn_modifiers)
+        states = States({}, {})
+        if Part.MODEL in part:
+            frozen, prefixed = not chosen.ignore_frozen_params, chosen.keep_submodule_prefixes
+            model_state = read_model(model, names, inside, frozen=frozen, prefixed=prefixed)
+            states = states._replace(model=model_state)
+        if found:
+            states = states._replace(optimizer=read_optimizers(names, found, chosen))
+        for state in states if chosen.full_state_dict else ():
+            require_within(state)
+        steps: Steps = {}
+        if group.groups and (chosen.full_state_dict or process_group is not None):
+            steps = steps_of(states._asdict(), gathered)
+        message = _ReadMessage(
+            digests(steps),
+            names_digest(states) if offloads and group.groups else None,
+            checksums_of(_replicas(states, names)) if compare and group.groups else {},
+        )
+        return StepResult(_ReadState(states, steps), message)
+
     with collection_paused(), torch.no_grad():
-        (state, steps), by_rank = group.run(read)
-        require_alike(group, steps, (each.digests for each in by_rank.values()))
-        every = all(each.offloads for each in by_rank.values())
-        whole = [
-            versioned(finish(each, chosen, every, group), getattr(each, "_metadata", None))
-            for each in state
-        ]
+        read, by_rank = group.run(read_state)
+        require_same_steps(group, read.steps, {who: each.digests for who, each in by_rank.items()})
+        offloading = {who: each.names for who, each in by_rank.items() if each.names is not None}
+        require_same_names(offloading)
+        keeps = not offloads or rank() == ranks_of(*group.groups[:1])[0]
+
+        def gather_states() -> StepResult[States, None]:
+            made = [
+                versioned(finish(each, chosen, keeps=keeps), getattr(each, "_metadata", None))
+                for each in read.states
+            ]
+            return StepResult(States(*made), None)
+
+        # A rank that does not have the memory stops all of them.
+        gatherers = group if chosen.full_state_dict else RankGroup([])
+        whole = gatherers.run(gather_states).value
     differing = find_differences({who: each.checksums for who, each in by_rank.items()})
     if differing:
         names = {part.key: each for part, each in differing.items()}
@@ -735,17 +735,24 @@ def _read(
     return whole
 
 
+class _ReadState(NamedTuple):
+    """The state that a rank has read, and the steps in which it will gather it."""
+
+    states: States
+    steps: Steps
+
+
 class _ReadMessage(NamedTuple):
-    """What a rank reports when it has read its state.
+    """The message of a rank that has read its state.
 
     Attributes:
-        digests: of what it will gather.
-        offloads: whether it keeps its result on the CPU of the first rank.
-        checksums: of plain parameters and plain optimizer state.
+        digests: Of the steps in which it will gather.
+        names: Digest of its names, if the first rank alone keeps the result.
+        checksums: Of plain parameters and plain optimizer state.
     """
 
     digests: dict[str, str]
-    offloads: bool
+    names: bytes | None
     checksums: dict[HeldPart, Checksum]
 
 
@@ -763,14 +770,15 @@ def _looks_replicated(tree: ModuleTree, optimizers: tuple[torch.optim.Optimizer,
     return not all(map(is_dtensor, [*parameters, *moments]))
 
 
-def _replicas(state: list[dict[str, Any]], names: Names) -> dict[str, torch.Tensor]:
-    """Return the plain values of a state that every rank must hold alike: of these one is saved."""
+def _replicas(states: States, names: Names) -> dict[str, torch.Tensor]:
+    """Return the plain values that must be equal on all ranks: a checkpoint keeps one of them."""
     found: dict[str, torch.Tensor] = {
         name: tensor
         for name, tensor in names.tensors.items()
-        if isinstance(tensor, nn.Parameter) and name in state[0]
+        if isinstance(tensor, nn.Parameter) and name in states.model
     }
-    moments = {path: leaf for path, leaf in leaves(state[1]).items() if torch.is_tensor(leaf)}
+    optimizer = leaves(states.optimizer)
+    moments = {path: leaf for path, leaf in optimizer.items() if torch.is_tensor(leaf)}
     found |= {".".join(map(str, path)): leaf for path, leaf in moments.items()}
     return {name: tensor for name, tensor in found.items() if not is_dtensor(tensor)}
 
@@ -781,39 +789,34 @@ def read_states(
     options: StateDictOptions | None = None,
     *,
     part: Part = Part.BOTH,
-) -> tuple[dict[str, Any], dict[str, Any]]:
+) -> States:
     """Return what `get_state_dict` does, but compare nothing with other ranks."""
-    state, optimizer_state = _read(part, model, optimizers, None, options, None, compare=False)
-    return state, optimizer_state
+    return _read(part, model, optimizers, None, options, None, compare=False)
 
 
 def load_states(call: LoadCall, commit: Commit | None = None) -> LoadedKeys:
-    """Load what a call is about, or nothing at all, on every rank.
+    """Load the states of a call on every rank, or nothing.
 
     Args:
-        call: the arguments.
-        commit: takes the load back if what the caller does afterwards fails. Values that are
-            written over are then in memory twice until it is left.
+        call: The arguments.
+        commit: Undoes the load if a later step of the caller fails. Until it ends, values that are
+            overwritten are in memory twice.
     """
     require_module(call.model)
     if uses_fsdp1(call.model):
         from torchlift.distributed import fsdp1
 
-        *keys, report = fsdp1.write(call)
-    else:
-        given = call.model_state
-        if isinstance(given, Mapping) and any(isinstance(key, nn.Module) for key in given):
-            warnings.warn(
-                "Passing model_state_dict as a dict of modules is deprecated, as in torch: put "
-                "the module's name before the keys",
-                FutureWarning,
-                stacklevel=3,
-            )
-        with collection_paused():
-            *keys, report = _together(call, commit)
-    done = LoadedKeys(*keys)
-    done.optimizer = report
-    return done
+        return fsdp1.write(call)
+    given = call.model_state
+    if isinstance(given, Mapping) and any(isinstance(key, nn.Module) for key in given):
+        warnings.warn(
+            "Passing model_state_dict as a dict of modules is deprecated, as in torch: put "
+            "the module's name before the keys",
+            FutureWarning,
+            stacklevel=3,
+        )
+    with collection_paused():
+        return _load_together(call, commit)
 
 
 # ---- a load of model and optimizers together: checked as a whole, on every rank, then done
@@ -821,14 +824,14 @@ def load_states(call: LoadCall, commit: Commit | None = None) -> LoadedKeys:
 
 @dataclass
 class _State:
-    """What there is to load.
+    """The state to load.
 
     Attributes:
-        model: canonical name -> value; None when the model is not to be loaded.
-        optimizer: the optimizers' state; None when they are not to be loaded.
-        versions: module versions (``_metadata``) of the model's state dict.
-        tensors: with ``broadcast_from_rank0`` what rank 0 sends, elsewhere its descriptions.
-        kind: device type of the model that has the state dict.
+        model: Canonical name -> value, or None if the model is not to be loaded.
+        optimizer: The optimizers' state, or None if they are not to be loaded.
+        versions: Module versions (``_metadata``) of the model's state dict.
+        tensors: With ``broadcast_from_rank0``, the tensors on rank 0, their descriptions elsewhere.
+        kind: Device type of the model that has the state dict.
     """
 
     model: dict[str, Any] | None = None
@@ -840,7 +843,7 @@ class _State:
 
 @dataclass
 class _Job:
-    """What this rank was asked for, once it is known to make sense."""
+    """The valid arguments of a load on this rank."""
 
     call: LoadCall
     names: Names
@@ -850,103 +853,111 @@ class _Job:
     state: _State
 
 
-def _together(
-    call: LoadCall, commit: Commit | None
-) -> tuple[list[str], list[str], OptimizerReport]:
-    """Load a model and optimizers, or nothing at all, on every rank.
+def _load_together(call: LoadCall, commit: Commit | None) -> LoadedKeys:
+    """Load a model and optimizers on every rank, or nothing.
 
-    Whatever is wrong with the arguments is found out inside what precedes an agreement: the other
-    ranks would wait for one that had left before.
-
-    Returns:
-        Missing and unexpected keys by canonical name, and what happened to the optimizers.
+    Each check of an argument is inside a step of the group. A rank that raised before such a step
+    would leave the others waiting.
 
     Raises:
-        StateDictMismatch: something does not fit, on this rank or on another.
+        StateDictMismatch: If something does not match, on this rank or on another.
     """
     tree = read_tree(call.model)
-    tensors = [group.tensor for group in tree.groups]
-    among: dict[str, Any] = {
-        "collective": call.collective, "process_group": call.process_group
-    }  # fmt: skip
-    group = RankGroup.of_model(tensors, tree.modules, StateDictMismatch, **among)
-    # Where one rank of a model sends to all processes, the others take part, and then refuse.
-    sends = bool(getattr(call.options, "broadcast_from_rank0", False))
-    asked = set(group.run(lambda: (None, sends))[1].values())
-    begin = partial(_begin, call, tree)
-
-    def begin_alike() -> tuple[tuple[_Job, Sequence], dict[str, str]]:
-        job = begin()
-        loaded = {"model": job.state.model, "optimizers": job.state.optimizer}
-        loading = [f"to load {name}" for name, state in loaded.items() if state is not None]
-        other: dict[str, torch.Tensor] = {}
-        _each_other_layout(job, lambda name, value, _: other.setdefault(name, value))
-        steps = {"call": loading, **sequence(other, tensors)}
-        return (job, steps), digests(steps)
-
+    group = RankGroup.of_model(
+        [each.tensor for each in tree.groups], tree.modules, StateDictMismatch,
+        collective=call.collective, process_group=call.process_group,
+    )  # fmt: skip
+    # If one rank broadcasts, the others take part too, and then raise: rank 0 sends to all.
+    broadcasts = bool(getattr(call.options, "broadcast_from_rank0", False))
+    by_rank = group.run(lambda: StepResult(None, broadcasts)).by_rank
     try:
         with torch.no_grad():
-            if True in asked:
-                if call.collective is False:
-                    raise ValueError("broadcast_from_rank0=True is not for a rank that loads alone")
-                group = RankGroup.of_all(StateDictMismatch, call.process_group)
-                return _load(_received(group, begin, alike=len(asked) == 1), group, commit)
-            (job, steps), by_rank = group.run(begin_alike)
-            require_alike(group, steps, by_rank.values())
-
-            # This communicates: now, when no rank can be stopped by its modules' code.
-            def laid_out(name: str, value: Any, live: Any) -> Any:
-                if call.collective is False:
-                    raise StateDictMismatch(
-                        "a value has another layout than the model, which ranks change together",
-                        entry=name,
-                        expected=layout_of(live),
-                        found=layout_of(value),
-                        hint="Leave collective=False out.",
-                    )
-                return relaid(value, live)
-
-            _each_other_layout(job, laid_out)
-            return _load(job, group, commit)
+            if not any(by_rank.values()):
+                return _load(_prepare_alike(call, tree, group), group, commit)
+            if call.collective is False:
+                raise ValueError("broadcast_from_rank0=True is not for a rank that loads alone")
+            group = RankGroup.of_all(StateDictMismatch, call.process_group)
+            return _load(_receive_job(call, tree, group, all(by_rank.values())), group, commit)
+    except StateDictMismatch:
+        raise
     except CheckpointError as error:
-        if isinstance(error, StateDictMismatch):
-            raise
         raise portable(error, StateDictMismatch) from error
 
 
-def _begin(call: LoadCall, tree: ModuleTree) -> _Job:
-    chosen, found = checked(call.options), several(call.optimizers, call.part)
+def _prepare(call: LoadCall, tree: ModuleTree) -> _Job:
+    """Validate the arguments of this rank, and bring the state dicts into one form."""
+    chosen = validate_options(call.options)
+    optimizers = require_optimizers(call.optimizers, call.part)
     names = Names(tree, chosen.dsd_fqn_modifiers)
-    name_by_place(names, found)
-    job = _Job(call, names, tree, found, chosen, _State(kind=_kind(tree)))
+    name_by_place(names, optimizers)
+    job = _Job(call, names, tree, optimizers, chosen, _State(kind=_device_type(tree)))
     if chosen.broadcast_from_rank0 and rank() != 0:
         return job
+    state = job.state
     model_state = call.model_dict(chosen.strict)
     if model_state is not None:
-        job.state.model = by_name(model_state, names)
-        job.state.versions = versions_of(job.state.model, names.key)
-    if found:
-        saved = normalised(call.optim_dict(chosen.strict), found, names)
-        saved.leave_out(call.include, call.exclude, call.allow_missing)
-        job.state.optimizer = saved
-    moments = leaves(job.state.optimizer.state) if job.state.optimizer else {}
-    values = {(name,): value for name, value in (job.state.model or {}).items()}
+        state.model = by_name(model_state, names)
+        state.versions = versions_of(state.model, names.key)
+    if optimizers:
+        state.optimizer = normalise(call.optim_dict(chosen.strict), optimizers, names)
+        state.optimizer.leave_out(call.include, call.exclude, call.allow_missing)
+    moments = leaves(state.optimizer.state) if state.optimizer else {}
+    values = {(name,): value for name, value in (state.model or {}).items()}
     for path, value in [*values.items(), *moments.items()]:
         if isinstance(value, torch.Tensor) and value.is_nested:
-            # It has no shape to be compared, and torch fails where it is asked for one.
+            # A nested tensor has no shape to compare, and torch fails if it is asked for one.
             check_value(".".join(map(str, path)), None, value, chosen)
+    return job
+
+
+class _PreparedJob(NamedTuple):
+    """The job of a rank, and the steps in which it will change layouts."""
+
+    job: _Job
+    steps: Steps
+
+
+def _prepare_alike(call: LoadCall, tree: ModuleTree, group: RankGroup) -> _Job:
+    """Validate the arguments of all ranks, and lay out values like the tensors they are for."""
+    tensors = [each.tensor for each in tree.groups]
+
+    def describe() -> StepResult[_PreparedJob, dict[str, str]]:
+        job = _prepare(call, tree)
+        loaded = {"model": job.state.model, "optimizers": job.state.optimizer}
+        loading = [f"to load {name}" for name, state in loaded.items() if state is not None]
+        other: dict[str, torch.Tensor] = {}
+        _change_other_layouts(job, lambda name, value, _: other.setdefault(name, value))
+        steps = {"call": loading, **steps_of(other, tensors)}
+        return StepResult(_PreparedJob(job, steps), digests(steps))
+
+    (job, steps), by_rank = group.run(describe)
+    require_same_steps(group, steps, by_rank)
+
+    def lay_out(name: str, value: Any, live: Any) -> Any:
+        if call.collective is False:
+            raise StateDictMismatch(
+                "a value has another layout than the model, which ranks change together",
+                entry=name,
+                expected=layout_of(live),
+                found=layout_of(value),
+                hint="Leave collective=False out.",
+            )
+        return relaid(value, live)
+
+    # This communicates. It is done now, while no module's own code can stop one of the ranks.
+    _change_other_layouts(job, lay_out)
     return job
 
 
 @dataclass
 class _OptimizerPart:
-    """What is planned for the optimizers.
+    """The plan of the optimizers' state.
 
     Attributes:
-        slots: where it goes.
-        source: where it comes from.
-        plan: how it gets there.
-        fetched: the values, when they are here.
+        slots: The slots that receive it.
+        source: The source of the values.
+        plan: How the slots are filled.
+        fetched: The values, once they are in memory.
     """
 
     slots: OptimizerSlots
@@ -955,65 +966,81 @@ class _OptimizerPart:
     fetched: Fetched | None = None
 
 
-def _load(
-    job: _Job, group: RankGroup, outer: Commit | None
-) -> tuple[list[str], list[str], OptimizerReport]:
+class _Plans(NamedTuple):
+    """The plans of this rank, each None if that part is not to be loaded."""
+
+    model: LoadPlan | None
+    optimizer: _OptimizerPart | None
+
+
+class _PlanMessage(NamedTuple):
+    """The message of a rank that has planned its load.
+
+    Attributes:
+        refuses: Whether an optimizer's own code may still end the load.
+        is_strict: Whether the load is strict on this rank.
+        unexpected: With ``broadcast_from_rank0``, a bit for each name of rank 0, in its order.
+    """
+
+    refuses: bool
+    is_strict: bool
+    unexpected: int
+
+
+def _load(job: _Job, group: RankGroup, outer: Commit | None) -> LoadedKeys:
+    """Plan, fetch and put a valid job, or change nothing.
+
+    Args:
+        job: The job of this rank.
+        group: The ranks that load together.
+        outer: The caller's commit, which ends later.
+    """
     options, names, tree, state = job.options, job.names, job.tree, job.state
     broadcasts = options.broadcast_from_rank0
-    missing: list[str] = []
-    unexpected: list[str] = []
-    numbers = {names.key(name): number for number, name in enumerate(state.model or ())}
-    # The commit is the inner one: an interrupt while it takes things back would end that half-way.
+    # The commit is the inner one: an interrupt while it undoes changes would leave half of them.
     with uninterrupted() as deliver, Commit() if outer is None else nullcontext(outer) as commit:
-        asked = _engine_options(job)
+        rules, source = _engine_options(job), _source(job)
 
-        def prepare() -> tuple[tuple[LoadPlan | None, _OptimizerPart | None], Any]:
+        def plan_all() -> StepResult[_Plans, _PlanMessage]:
             plan, part = None, None
-            source.reserve()  # before the ranks go on: one without memory stops all
+            source.reserve()  # a rank without memory stops all ranks here
             if state.model is not None:
-                check = partial(_check, job)
-                plan = make_plan(tree, source, asked, commit, check=check)
+                plan = make_plan(tree, source, rules, commit, check=partial(_check, job))
             if state.optimizer is not None:
-                device = _device(job)
-                slots = OptimizerSlots(names, job.optimizers, state.optimizer, options, device)
-                values, buffers = source.beside(slots.values), ModuleTree(slots.module)
-                fill = make_plan(buffers, values, slots.options, commit, check=require_matched)
-                part = _OptimizerPart(slots, values, fill)
-            extra = 0  # a bit for each name of rank 0's, which all ranks know in one order
+                part = _plan_optimizers(job, source, commit)
+            extra = 0
             if broadcasts and plan is not None:
+                numbers = {names.key(name): at for at, name in enumerate(state.model or ())}
                 extra = sum(1 << numbers[name] for name in plan.unexpected_keys)
             refuses = any(map(runs_own_code, job.optimizers if part else ()))
-            deliver()  # an interrupt: here the others are told of it
-            return (plan, part), (refuses, options.strict, extra)
+            deliver()  # an interrupt here is reported to the other ranks
+            return StepResult(_Plans(plan, part), _PlanMessage(refuses, options.strict, extra))
 
-        source = _source(job)
-        (plan, part), by_rank = group.run(prepare)
-        # An optimizer's own code may still end the load; one strict rank is enough.
-        refuses, strict = (any(each[at] for each in by_rank.values()) for at in (0, 1))
-        if broadcasts:
-            # Unexpected is what no rank takes: the stages of a pipeline share one state dict.
-            nobodys = reduce(and_, (extra for *_, extra in by_rank.values()))
-            unexpected = sorted(n for at, n in enumerate(state.model or ()) if nobodys >> at & 1)
-            if unexpected and strict:
-                raise misfit("model", {UNEXPECTED: unexpected}, unexpected_keys=unexpected)
-        again = refuses or broadcasts or outer is not None
+        (plan, part), by_rank = group.run(plan_all)
+        messages = by_rank.values()
+        missing: list[str] = []
+        unexpected = _unexpected_on_all(state, messages) if broadcasts else []
+        if unexpected and any(message.is_strict for message in messages):
+            raise mismatch_error("model", {UNEXPECTED: unexpected}, unexpected_keys=unexpected)
+        # If something can fail after the first change, the ranks agree again, and keep old values.
+        again = broadcasts or outer is not None or any(message.refuses for message in messages)
         with group.together() as agree:
             more = True
-            # Of values that rank 0 sends, an interrupt would leave the others waiting.
+            # An interrupt while rank 0 broadcasts would leave the other ranks waiting.
             with nullcontext() if broadcasts else Interruptible():
                 fetched = fetch_all(plan, source, None, _ignore) if plan is not None else None
                 if part is not None:
                     part.fetched = fetch_all(part.plan, part.source, None, _ignore)
                     try_states(part.slots, part.fetched)
             if plan is not None and fetched is not None:
-                agreed = Agreed(agree, deliver, again)
-                judge = partial(_check, job, path=source.path, options=asked)
-                missing, extra, more = place(
-                    tree, plan, fetched, source, commit, agreed, judge, _ignore
-                )
-                missing = [names.canonical(name) for name in missing]
+                placed = place(
+                    tree, plan, fetched, source, commit, Agreed(agree, deliver, again),
+                    partial(_check, job, path=source.path, options=rules), _ignore,
+                )  # fmt: skip
+                missing = [names.canonical(name) for name in placed[0]]
                 if not broadcasts:
-                    unexpected = [names.canonical(name) for name in extra]
+                    unexpected = [names.canonical(name) for name in placed[1]]
+                more = placed[2]
             more = more and agree(again and part is not None)
             if part is not None and part.fetched is not None:
                 steps = put_new(part.fetched, commit)
@@ -1023,7 +1050,23 @@ def _load(
                     agree(False)
             if outer is None:
                 commit.finish()
-    return missing, unexpected, OptimizerReport() if part is None else part.slots.report()
+    return LoadedKeys.of(missing, unexpected, None if part is None else part.slots.report())
+
+
+def _plan_optimizers(job: _Job, source: StateSource, commit: Commit) -> _OptimizerPart:
+    assert job.state.optimizer is not None
+    slots = OptimizerSlots(
+        job.names, job.optimizers, job.state.optimizer, job.options, _device(job)
+    )
+    values, buffers = source.beside(slots.values), ModuleTree(slots.module)
+    plan = make_plan(buffers, values, slots.options, commit, check=require_matched)
+    return _OptimizerPart(slots, values, plan)
+
+
+def _unexpected_on_all(state: _State, messages: Iterable[_PlanMessage]) -> list[str]:
+    """Return the names that no rank uses: the stages of a pipeline share one state dict."""
+    unused = reduce(and_, (message.unexpected for message in messages))
+    return sorted(name for at, name in enumerate(state.model or ()) if unused >> at & 1)
 
 
 def _ignore(_: int) -> None:
@@ -1089,17 +1132,17 @@ def _check(job: _Job, matched: Match, path: str, options: Options) -> None:
         for key, item in matched.mismatched.items()
     }
     if missing or unexpected or shapes:
-        error = model_misfit(missing, unexpected, shapes)
+        error = model_mismatch_error(missing, unexpected, shapes)
         if missing and (hint := state_hint({name: values.get(name) for name in unexpected})):
             error.hint = hint
         raise error
 
 
-# ---- what the ranks do together
+# ---- steps of all ranks
 
 
-def _kind(tree: ModuleTree) -> str:
-    """Return the device type of a model: where rank 0's values are received."""
+def _device_type(tree: ModuleTree) -> str:
+    """Return the device type of a model, on which ranks receive the values of rank 0."""
     for group in tree.groups:
         if is_dtensor(group.tensor):
             return group.tensor.device_mesh.device_type
@@ -1108,68 +1151,81 @@ def _kind(tree: ModuleTree) -> str:
     return "cpu"
 
 
-def _each_other_layout(job: _Job, change: Callable[[str, Any, Any], Any]) -> None:
-    """Replace values that are laid out otherwise on the mesh than the tensor they are for.
+def _change_other_layouts(job: _Job, change: Callable[[str, Any, Any], Any]) -> None:
+    """Replace each value whose layout on the mesh differs from that of the tensor it is for.
 
     Args:
-        job: its state, not the caller's, is changed.
-        change: called with a name, the value and the model's or optimizer's tensor.
+        job: Its state is changed. The caller's is not.
+        change: Called with a name, the value, and the tensor of the model or optimizer.
     """
 
-    def changed(name: str, value: Any, live: Any) -> Any:
+    def change_one(name: str, value: Any, live: Any) -> Any:
         if not (is_dtensor(value) and is_dtensor(live)) or value.device_mesh != live.device_mesh:
             return value
         return value if spread_of(value) == spread_of(live) else change(name, value, live)
 
     model, saved = job.state.model or {}, job.state.optimizer or Saved()
-    for name, tensor in job.names.tensors.items():  # on every rank in the same order
+    for name, tensor in job.names.tensors.items():  # in the same order on every rank
         if name in model:
-            model[name] = changed(name, model[name], tensor)
+            model[name] = change_one(name, model[name], tensor)
     for optimizer in job.optimizers:
         for param in (p for group in optimizer.param_groups for p in group["params"]):
             live = leaves(optimizer.state.get(param, {})) if is_dtensor(param) else {}
 
-            def of_state(
+            def change_moment(
                 value: Any, path: Any, live: Any = live, param: torch.Tensor = param
             ) -> Any:
                 like = layout_for(value, live.get(path[1:]), param)
-                return changed(".".join(map(str, path)), value, like)
+                return change_one(".".join(map(str, path)), value, like)
 
             for name in job.names.fqns(param) if is_dtensor(param) else ():
                 if name in saved.state:
-                    saved.state[name] = map_leaves(saved.state[name], of_state, (name,))
+                    saved.state[name] = map_leaves(saved.state[name], change_moment, (name,))
 
 
-def _received(group: RankGroup, begin: Callable[[], _Job], alike: bool) -> _Job:
-    """Return this rank's job with rank 0's state."""
+class _PackedJob(NamedTuple):
+    """The job of this rank, and on rank 0 the bytes of its state."""
 
-    def pack() -> tuple[tuple[_Job, bytes | None], bool]:
-        job = begin()  # first, for what is wrong with the options themselves
-        if 0 not in ranks_of(job.call.process_group):
+    job: _Job
+    packed: bytes | None
+
+
+def _receive_job(call: LoadCall, tree: ModuleTree, group: RankGroup, all_broadcast: bool) -> _Job:
+    """Return the job of this rank with the state of rank 0.
+
+    Raises:
+        StateDictMismatch: If only some of the ranks broadcast.
+    """
+
+    def pack() -> StepResult[_PackedJob, bool]:
+        job = _prepare(call, tree)  # first, because it validates the options
+        if 0 not in ranks_of(call.process_group):
             raise ValueError("broadcast_from_rank0=True needs rank 0 in process_group=")
         if not torch.distributed.is_initialized():
             raise StateDictMismatch(
                 "broadcast_from_rank0=True needs a process group",
                 hint="Call torch.distributed.init_process_group first, or leave the option out.",
             )
-        return (job, _packed(job.state) if rank() == 0 else None), alike
+        packed = _pack(job.state) if rank() == 0 else None
+        return StepResult(_PackedJob(job, packed), all_broadcast)
 
-    def unpack() -> tuple[_State, None]:
-        return pickle.loads(box[0] or b""), None  # an object in it may be unknown to this process
-
-    (job, message), by_rank = group.run(pack)
+    (job, packed), by_rank = group.run(pack)
     if not all(by_rank.values()):
         raise StateDictMismatch("broadcast_from_rank0 must be the same on every rank")
-    box = [message]
+    box = [packed]
     torch.distributed.broadcast_object_list(box, src=0, group=group.groups[0])
-    state, _ = group.run(unpack)
+
+    def unpack() -> StepResult[_State, None]:
+        return StepResult(pickle.loads(box[0] or b""), None)  # this process may not know a class
+
+    state = group.run(unpack).value
     if rank() == 0:
         state.tensors = job.state.tensors
     return replace(job, state=state)
 
 
-def _packed(state: _State) -> bytes:
-    """Return the state as it travels, and keep its tensors in order in its attribute `tensors`."""
+def _pack(state: _State) -> bytes:
+    """Return a state as it is sent, and keep its tensors in order in its attribute `tensors`."""
     tensors: list[torch.Tensor | Sent] = []
     sent: dict[int, Sent] = {}
 
@@ -1197,7 +1253,7 @@ def _packed(state: _State) -> bytes:
         )
     state.tensors = tensors
     described = replace(state, model=model, optimizer=optimizer, tensors=list(sent.values()))
-    # Not left to the broadcast, where what cannot be packed stops rank 0 alone.
+    # Packed here, and not by the broadcast: there an error would stop rank 0 alone.
     try:
         return pickle.dumps(described)
     except Exception as error:
