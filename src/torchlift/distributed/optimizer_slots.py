@@ -61,17 +61,16 @@ Stored = torch.Tensor | FileTensor | Sent
 
 @dataclass(frozen=True, repr=False)
 class OptimizerReport(Summary):
-    """What a load did to the optimizers; every list holds canonical names.
+    """The result of a load of optimizer state. Every list holds canonical names.
 
     Attributes:
-        loaded: parameters that received a saved state.
-        missing_keys: parameters the state dict has nothing for; they keep the state they had.
-        unexpected_keys: parameters that no optimizer here holds; several optimizers, or the
-            stages of a pipeline, may share one state dict, so these are never an error.
-        kept_hyperparameters: parameters whose group kept its hyperparameters.
-        left_out: parameters the state dict has nothing for, of optimizers that make their state in
-            ``step`` only: nobody can say whether anything is missing, so these are never an error.
-            They start without a state.
+        loaded: Parameters that received a saved state.
+        missing_keys: Parameters without a saved state. They keep the state they had.
+        unexpected_keys: Parameters that no optimizer holds. Optimizers and pipeline stages may
+            share one state dict, so these are never an error.
+        kept_hyperparameters: Parameters whose group kept its hyperparameters.
+        left_out: Parameters without a saved state, of optimizers that make their state in ``step``
+            only. They start without a state, and are never an error.
 
     Example:
         >>> from torchlift.distributed import OptimizerReport
@@ -98,10 +97,10 @@ class OptimizerReport(Summary):
 class LoadedKeys(IncompatibleKeys):
     """Missing and unexpected keys by canonical name, as `set_state_dict` returns them.
 
-    A tuple of those two lists, as torch's is; what happened to the optimizers is beside it.
+    It is a tuple of these two lists, as in torch.
 
     Attributes:
-        optimizer: the `OptimizerReport`.
+        optimizer: The `OptimizerReport`.
     """
 
     optimizer: OptimizerReport

@@ -1,9 +1,8 @@
 """State dicts of wrapped and sharded models: the functions that a program calls.
 
-Names, arguments and defaults are those of ``torch.distributed.checkpoint.state_dict``, and so are
-the results wherever torch's are right: a program that changes the import keeps working. A load of
-a model is `torchlift.load` with a state dict as its source; what is special here is names, and what
-travels between ranks.
+Names, arguments and defaults are those of ``torch.distributed.checkpoint.state_dict``, so a program
+that changes the import keeps working. A load of a model is `torchlift.load` with a state dict as
+its source. This file adds canonical names, and the exchanges between ranks.
 """
 
 from __future__ import annotations
@@ -121,24 +120,23 @@ def get_model_state_dict(
     options: StateDictOptions | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Return the state dict of a model under canonical names, whatever the model is wrapped in.
+    """Return the state dict of a model under canonical names, in any wrapper.
 
     Args:
-        model: the model: plain, compiled, DDP, FSDP2, tensor parallel, or any nesting of these.
-        submodules: return only what lies under these modules.
-        options: whether to gather, move to the CPU, leave frozen parameters out.
-        process_group: the ranks that call this, over which they agree. By default, where DTensors
-            are gathered or stand beside plain values, those of the meshes, and with
-            ``cpu_offload`` all. Otherwise no rank waits for another. Stages of a pipeline without
-            DTensors need it to be gathered on one rank.
+        model: A plain, compiled, DDP, FSDP2 or tensor parallel model, or any nesting of these.
+        submodules: Return only the keys under these modules.
+        options: See `StateDictOptions`.
+        process_group: The ranks that call this and agree. Default: the ranks of the model's meshes
+            if they gather, or hold plain values beside DTensors. With ``cpu_offload``, all ranks.
 
     Returns:
-        Canonical name -> tensor (sharing memory with the model unless gathered) or extra state.
+        Tensors and extra state by canonical name. Tensors share memory with the model, unless they
+        were gathered.
 
     Raises:
-        StateDictMismatch: If two keys have one canonical name, or if plain parameters beside
-            DTensors differ between ranks. If ranks gather, also if another rank met an error or
-            asks for other tensors.
+        StateDictMismatch: If two keys have one canonical name.
+        StateDictMismatch: If plain parameters beside DTensors differ between ranks.
+        StateDictMismatch: If ranks gather, and another rank raised or selects other tensors.
 
     Example:
         >>> import torch
@@ -163,40 +161,31 @@ def get_optimizer_state_dict(
 ) -> dict[str, Any]:
     """Return the state of one or more optimizers, under the canonical names of their parameters.
 
-    The optimizers are not changed, and no step is taken: an optimizer that never stepped gives
-    the state that its first step would start from, so Adam's ``step`` is 0, not 1
-    (pytorch/pytorch#164929). That state is what its ``_init_group`` makes from the weights. One
-    without that method (LBFGS, or an optimizer that holds another one) gives no state before its
-    first step; `set_optimizer_state_dict` then does not miss it, and says so in its report.
+    No step is taken. An optimizer that never stepped gives the state that its first step would
+    start from, so Adam's ``step`` is 0, not 1 (pytorch/pytorch#164929). An optimizer that makes its
+    state in ``step`` only, such as LBFGS, gives no state before that.
 
-    A parameter that is nowhere in the model, such as a temperature, is named by its place in its
-    optimizer: ``param_groups.1.params.0``; of several optimizers, after their numbers.
-
-    Some optimizers keep plain tensors for parameters that are DTensors, such as SOAP's square
-    matrices, which may have the shape of their parameter. The group's ``"state_layouts"`` records
-    the layout of state that is not laid out like its parameter. All ranks must hold the same values
-    of plain tensors.
+    A parameter that the model lacks is named by its place: ``param_groups.1.params.0``. A group's
+    ``"state_layouts"`` records state that has another layout than its parameter, such as SOAP's
+    square matrices.
 
     Args:
-        model: the model whose parameters the optimizers hold; of several, a ``ModuleDict``.
-        optimizers: one or several.
-        submodules: accepted as torch accepts it; the state of every parameter is returned.
-        options: whether to gather, move to the CPU, flatten.
-        process_group: the ranks that call this, over which they agree. By default, where DTensors
-            are gathered or stand beside plain values, those of the meshes, and with
-            ``cpu_offload`` all. Otherwise no rank waits for another. Stages of a pipeline without
-            DTensors need it to be gathered on one rank.
+        model: The model whose parameters the optimizers hold. Pass several as a ``ModuleDict``.
+        optimizers: One or several optimizers.
+        submodules: Accepted as in torch. The state of every parameter is returned.
+        options: See `StateDictOptions`.
+        process_group: The ranks that call this and agree. Default: the ranks of the model's meshes
+            if they gather, or hold plain values beside DTensors. With ``cpu_offload``, all ranks.
 
     Returns:
-        ``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}]}``, or one flat
-        dict with ``flatten_optimizer_state_dict``.
+        ``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}]}``, or a flat dict
+        with ``flatten_optimizer_state_dict``.
 
     Raises:
-        RuntimeError: no optimizer was passed.
-        StateDictMismatch: If the optimizers are of another model, if two hold one parameter, if the
-            state dict of one lacks some of its state, or if plain state beside DTensors differs
-            between ranks. If ranks gather, also if another rank met an error or asks for other
-            tensors.
+        RuntimeError: If no optimizer was passed.
+        StateDictMismatch: If an optimizer is of another model, or two hold one parameter.
+        StateDictMismatch: If the state dict of an optimizer lacks some of its state.
+        StateDictMismatch: If plain state beside DTensors differs between ranks.
 
     Example:
         >>> import torch
@@ -220,18 +209,22 @@ def get_state_dict(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the state dicts of a model and of its optimizers, read together.
 
+    See `get_model_state_dict` and `get_optimizer_state_dict` for what each contains.
+
     Args:
-        model: the model, wrapped or not.
-        optimizers: one, several or none.
-        submodules: return only the model state under these modules.
-        options: see `StateDictOptions`.
-        process_group: the ranks that call this, over which they agree. By default, where DTensors
-            are gathered or stand beside plain values, those of the meshes, and with
-            ``cpu_offload`` all. Otherwise no rank waits for another. Stages of a pipeline without
-            DTensors need it to be gathered on one rank.
+        model: The model, wrapped or not.
+        optimizers: One optimizer, several or none.
+        submodules: Return only the model's keys under these modules.
+        options: See `StateDictOptions`.
+        process_group: The ranks that call this and agree. Default: the ranks of the model's meshes
+            if they gather, or hold plain values beside DTensors. With ``cpu_offload``, all ranks.
 
     Returns:
-        The model's and the optimizers' state dict; the latter is empty without optimizers.
+        The state dict of the model, and that of the optimizers. The latter is empty without
+        optimizers.
+
+    Raises:
+        StateDictMismatch: As in `get_model_state_dict` and `get_optimizer_state_dict`.
 
     Example:
         >>> import torch
@@ -254,34 +247,29 @@ def set_model_state_dict(
     collective: bool | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
 ) -> IncompatibleKeys:
-    """Load a state dict with canonical names into a model, whatever it is wrapped in.
+    """Load a state dict with canonical names into a model, in any wrapper.
 
-    Everything is checked before anything changes. Where a process group and a mesh or DDP tie
-    processes together, an error on one is an error on all. `model_state_dict` is not changed.
-    Hooks and loading code of modules run while torch writes: what they refuse is taken back on
-    every rank, for which this rank's shards of the model are in memory twice. Three things stay:
-    what a hook changed inside an object (a list, a tensor of the state dict), extra state of a
-    module that cannot be asked for what it has, and what torch did to a
+    Everything is checked before anything changes, and an error on one rank is an error on all ranks
+    that load together. An error of the model's own loading code is undone. This keeps a second copy
+    of this rank's shards during the load. Three things cannot be undone: changes that a hook makes
+    inside an object, extra state of a module without ``get_extra_state``, and a load into a
     ``FullyShardedDataParallel``.
 
     Args:
-        model: the model, wrapped or not; its tensors may be on meta.
-        model_state_dict: by canonical name, or by submodule.
-        options: with ``full_state_dict`` the values are whole tensors and each rank copies its own
-            slice, without communication; with ``broadcast_from_rank0`` too, only rank 0 needs them.
-        collective: None: the ranks that a mesh or DDP ties to this model load together, an error
-            on one being an error on all. True: so do replicas that nothing ties. False: this rank
-            loads alone, such as one that starts again from a replica.
-        process_group: the ranks that load together instead; over gloo, what they agree on travels
-            beside NCCL.
+        model: The model, wrapped or not. Its tensors may be on meta.
+        model_state_dict: Values by canonical name, or by submodule. It is not changed.
+        options: See `StateDictOptions`. With ``full_state_dict``, each rank copies its own slices
+            of complete tensors.
+        collective: None: the ranks of a mesh or of DDP load together. True: replicas do, too.
+            False: this rank loads alone. See :ref:`arg-collective`.
+        process_group: The ranks that load together instead.
 
     Returns:
         ``missing_keys`` and ``unexpected_keys``, by canonical name.
 
     Raises:
-        StateDictMismatch: keys or shapes do not fit, a value cannot be copied (on meta, sparse),
-            nothing says how a tensor on meta that no state dict has is made, there is no state dict
-            (None), or another rank met an error; it is a `RuntimeError` as well.
+        StateDictMismatch: If keys or shapes do not match, or a value cannot be copied. It is a
+            `RuntimeError`, too.
 
     Example:
         >>> import torch
@@ -304,32 +292,29 @@ def set_optimizer_state_dict(
     collective: bool | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
 ) -> OptimizerReport:
-    """Load optimizer state by the canonical names of parameters, groups in any order.
+    """Load optimizer state by the canonical names of parameters, with groups in any order.
 
-    No step is taken, tensors keep the dtype they were saved with (pytorch/pytorch#43706), state
-    of frozen parameters is loaded too (pytorch/pytorch#192202), and with ``strict=False`` what is
-    there is loaded and the rest stays as it was (pytorch/pytorch#34660, pytorch/pytorch#132628).
+    No step is taken. Tensors keep the dtype that they were saved with (pytorch/pytorch#43706). The
+    state of frozen parameters is loaded, too (pytorch/pytorch#192202). With ``strict=False``, state
+    that is missing stays as it was (pytorch/pytorch#34660, pytorch/pytorch#132628).
 
     Args:
-        model: the model whose parameters the optimizers hold.
-        optimizers: one or several; each takes what it holds.
-        optim_state_dict: as `get_optimizer_state_dict` returns it, nested or flat, or an
+        model: The model whose parameters the optimizers hold.
+        optimizers: One or several optimizers. Each one loads the state of its parameters.
+        optim_state_dict: The result of `get_optimizer_state_dict`, nested or flat, or an
             optimizer's own ``state_dict()``. It is not changed.
-        options: see `StateDictOptions`.
-        collective: None: the ranks that a mesh or DDP ties to this model load together, an error
-            on one being an error on all. True: so do replicas that nothing ties. False: this rank
-            loads alone, such as one that starts again from a replica.
-        process_group: the ranks that load together instead; over gloo, what they agree on travels
-            beside NCCL.
+        options: See `StateDictOptions`.
+        collective: None: the ranks of a mesh or of DDP load together. True: replicas do, too.
+            False: this rank loads alone. See :ref:`arg-collective`.
+        process_group: The ranks that load together instead.
 
     Returns:
         What was loaded, missing, unexpected and left out. torch returns None.
 
     Raises:
-        RuntimeError: no optimizer was passed.
-        StateDictMismatch: If state is missing, has another shape or another mesh, or cannot be
-            copied. Also if the layout of a state on the mesh is unknown from the saved groups,
-            the optimizer, and the shapes of the other parameters' state.
+        RuntimeError: If no optimizer was passed.
+        StateDictMismatch: If state is missing, or has another shape or mesh.
+        StateDictMismatch: If the layout of a state on the mesh is unknown.
 
     Example:
         >>> import torch
@@ -359,26 +344,25 @@ def set_state_dict(
     collective: bool | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
 ) -> IncompatibleKeys:
-    """Load a model and its optimizers together: both, or neither if anything does not fit.
+    """Load a model and its optimizers together: both, or neither if something does not match.
 
     Args:
-        model: the model, wrapped or not.
-        optimizers: one, several or none.
-        model_state_dict: by canonical name or by submodule; an empty one leaves the model alone.
-        optim_state_dict: see `set_optimizer_state_dict`.
-        options: see `StateDictOptions`.
-        collective: None: the ranks that a mesh or DDP ties to this model load together, an error
-            on one being an error on all. True: so do replicas that nothing ties. False: this rank
-            loads alone, such as one that starts again from a replica.
-        process_group: the ranks that load together instead; over gloo, what they agree on travels
-            beside NCCL.
+        model: The model, wrapped or not.
+        optimizers: One optimizer, several or none.
+        model_state_dict: Values by canonical name or by submodule. An empty one leaves the model
+            as it is.
+        optim_state_dict: See `set_optimizer_state_dict`.
+        options: See `StateDictOptions`.
+        collective: None: the ranks of a mesh or of DDP load together. True: replicas do, too.
+            False: this rank loads alone. See :ref:`arg-collective`.
+        process_group: The ranks that load together instead.
 
     Returns:
-        ``missing_keys`` and ``unexpected_keys`` of the model; its attribute ``optimizer`` is the
+        ``missing_keys`` and ``unexpected_keys`` of the model. The attribute ``optimizer`` is an
         `OptimizerReport`.
 
     Raises:
-        StateDictMismatch: something does not fit; nothing has changed then.
+        StateDictMismatch: If something does not match. Nothing has changed then.
 
     Example:
         >>> import torch
@@ -412,40 +396,33 @@ def load_optimizer(
     process_group: torch.distributed.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> OptimizerReport:
-    """Load optimizer state from a checkpoint, whatever form it was saved in.
+    """Load optimizer state from a checkpoint, in any form that it was saved in.
 
-    Each rank reads its own slices, and nothing is in memory beside the optimizer's own state but
-    a fixed budget; and, of files that several ranks wrote, what a state that is there already is
-    to become. For what is kept and checked, see
-    `torchlift.distributed.set_optimizer_state_dict`.
+    Each rank reads its own slices. Besides the optimizer's state, this takes a fixed amount of
+    memory. See `torchlift.distributed.set_optimizer_state_dict` for what is kept and checked.
 
     Args:
-        model: the model whose parameters the optimizer holds, plain or sharded.
-        optimizer: one, or several that share one saved state.
-        ckpt: a checkpoint, a path, a file object, or a training state in memory. Its optimizer
-            state may be an optimizer's own ``state_dict()``, one under canonical names, flat, or a
-            list with one of these, as Lightning keeps it.
-        root: the container that holds it, such as ``"optimizer"`` or ``"optimizer_states.0"``. None
-            is the only one that does; and in a folder of transformers' Trainer or of accelerate
-            the optimizer's own file or folder.
-        include: patterns of canonical names of parameters, also where the file has numbers for
-            them; ``*`` stands for any text, dots included. One that fits nothing is an error.
-        exclude: patterns of those to leave out: their state, and the hyperparameters of groups of
-            which no other parameter is taken, stay as they are.
-        allow_missing: patterns of parameters that may have no saved state under `strict`.
-        allow_classes: tensor subclasses that may be rebuilt, such as torchao's low-bit states; see
-            `torchlift.open`.
-        strict: raise where a parameter that is trained has no saved state.
-        collective: see `torchlift.distributed.set_optimizer_state_dict`.
-        process_group: see `torchlift.distributed.set_optimizer_state_dict`.
-        storage_options: of URLs, as for `torchlift.open`.
+        model: The model whose parameters the optimizer holds, plain or sharded.
+        optimizer: One optimizer, or several that share one saved state.
+        ckpt: A checkpoint, a path, a file object, or a training state in memory.
+        root: The container of the optimizer state, such as ``"optimizer"``. Default: the only one.
+            See :ref:`arg-root`.
+        include: Patterns of parameter names to load. See :ref:`arg-include`.
+        exclude: Patterns of parameter names to skip. Their state stays as it is.
+        allow_missing: Patterns of parameters that may lack a saved state. See :ref:`arg-strict`.
+        allow_classes: Tensor subclasses that may be rebuilt. See :ref:`arg-allow-classes`.
+        strict: Raise an error if a trained parameter has no saved state. See :ref:`arg-strict`.
+        collective: Which ranks load together. See :ref:`arg-collective`.
+        process_group: The ranks that load together instead.
+        storage_options: Options of a URL. See :ref:`arg-storage-options`.
 
     Returns:
         What was loaded, missing, unexpected and left out.
 
     Raises:
-        FormatError: `root` names nothing, or there is no optimizer state, or there are several.
-        StateDictMismatch: it does not fit, or a pattern fits nothing; nothing has changed then.
+        FormatError: If `root` does not exist, or no or several optimizer states are found.
+        StateDictMismatch: If the state does not match the optimizer. Nothing has changed then.
+        MismatchError: If a pattern matches nothing.
 
     Example:
         >>> import os, tempfile, torch
@@ -462,7 +439,7 @@ def load_optimizer(
     if is_swapped or not isinstance(given[0], nn.Module):
         found = ", ".join(type(each).__name__ for each in given)
         raise wrong_call("load_optimizer", f"expected a module and its optimizer, found {found}")
-    # Refuses what `load` refuses: text in place of a list of patterns.
+    # Raises if a pattern is a text and not a list, as `load` does.
     Options(include=include, exclude=exclude, allow_missing=allow_missing, strict=strict)
     options = StateDictOptions(strict=strict, full_state_dict=True)
     chosen = collective, process_group, include, exclude, allow_missing
@@ -495,14 +472,14 @@ def load_optimizer(
 
 
 def _root_in(keys: Iterable[str], path: str) -> str | None:
-    """Return the only container that has an optimizer's groups; None: it is all, or has none.
+    """Return the only container that holds an optimizer's groups, or None for the root or no one.
 
     Args:
-        keys: of all values.
-        path: of the checkpoint.
+        keys: The keys of all values.
+        path: The path of the checkpoint.
 
     Raises:
-        FormatError: several have.
+        FormatError: If several containers do.
     """
     ends = ((key, f".{key}.".find(".param_groups.")) for key in keys)
     roots = list(dict.fromkeys(key[: max(0, at - 1)] for key, at in ends if at >= 0))
@@ -510,7 +487,7 @@ def _root_in(keys: Iterable[str], path: str) -> str | None:
         return None if "" in roots else next(iter(roots), None)
     ways = [f for root in roots[:5] for f in (" or ", Argument("root", repr(root), (root,)))]
     raise FormatError(
-        "the states of several optimizers",
+        "the checkpoint has several optimizer states",
         file=path,
         found=clipped_list(roots),
         hint=Hint("Pass ", *ways[1:], "."),
@@ -518,7 +495,7 @@ def _root_in(keys: Iterable[str], path: str) -> str | None:
 
 
 def slices_of(ckpt: Checkpoint, entry: TensorEntry) -> torch.Tensor | FileTensor:
-    """Return a view of a tensor, or what a rank reads its slice of, where a view takes a copy."""
+    """Return a view of a tensor, or a `FileTensor` if a view would copy it."""
     is_away = bool(entry.chunks) and isinstance(entry.chunks[0].file, Url)
     is_copied = is_away or len(entry.chunks) > 1
     if is_copied and entry.is_plain and "param_groups" not in entry.key.split("."):
@@ -527,10 +504,10 @@ def slices_of(ckpt: Checkpoint, entry: TensorEntry) -> torch.Tensor | FileTensor
 
 
 def _optimizer_state(saved: Any) -> Any:
-    """Return the state out of a list with one, and refuse what has none.
+    """Return the state, also out of a list with one state.
 
     Raises:
-        FormatError: there is none here, or one of several is to be chosen.
+        FormatError: If there is none, or one of several is to be chosen.
     """
     if isinstance(saved, list) and len(saved) == 1:
         (saved,) = saved
@@ -548,31 +525,31 @@ def _optimizer_state(saved: Any) -> Any:
     holder = "Pass the container that holds it as root=."
     way = f"Pass root={found[0]!r}." if found else state_hint({"": saved}) or holder
     raise FormatError(
-        "no optimizer state here",
-        expected="a dict with 'state' and 'param_groups', or a flat one of those",
+        "there is no optimizer state",
+        expected="a dict with 'state' and 'param_groups', or a flat one",
         found=f"a {type(saved).__name__}",
         hint=way,
     )
 
 
-#: How the names of a flat state begin.
+#: The first part of the names in a flat state.
 _FLAT = "state.", "param_groups."
 
 
 def _is_optimizer_state(value: object) -> bool:
-    # DCP leaves empty dicts out: of SGD without momentum it keeps the groups alone.
+    # DCP drops empty dicts. SGD without momentum then has groups alone.
     return isinstance(value, Mapping) and "param_groups" in value
 
 
 def patch_model_state_dict(model: nn.Module, *, options: StateDictOptions | None = None) -> None:
     """Make ``model.state_dict()`` and ``model.load_state_dict()`` use canonical names.
 
-    A library that only knows those two methods then saves what loads into any other wrapping.
-    The object is patched, not its class; ``del model.state_dict`` undoes it.
+    A library that calls these two methods then saves a state that loads into any other wrapper.
+    The object is patched, not its class. ``del model.state_dict`` undoes it.
 
     Args:
-        model: the model, wrapped or not.
-        options: see `StateDictOptions`.
+        model: The model, wrapped or not.
+        options: See `StateDictOptions`.
 
     Example:
         >>> import torch
@@ -597,13 +574,13 @@ def patch_optimizer_state_dict(
 ) -> None:
     """Make ``state_dict()`` and ``load_state_dict()`` of optimizers use canonical names.
 
-    Each of several optimizers then gives and takes the state of all of them, so a program calls
-    one of them only.
+    Each of several optimizers then returns and loads the state of all of them, so call these
+    methods on one of them only.
 
     Args:
-        model: the model whose parameters the optimizers hold.
-        optimizers: one or several.
-        options: see `StateDictOptions`.
+        model: The model whose parameters the optimizers hold.
+        optimizers: One or several optimizers.
+        options: See `StateDictOptions`.
 
     Example:
         >>> import torch
@@ -759,7 +736,7 @@ class _ReadMessage(NamedTuple):
 def _looks_replicated(tree: ModuleTree, optimizers: tuple[torch.optim.Optimizer, ...]) -> bool:
     """Return whether a sharded model has plain parameters, or its optimizers plain state.
 
-    Numbers do not count: Adam's ``step`` is plain, and ranks would wait for each other every time.
+    Numbers do not count. Adam's ``step`` is plain, and ranks would always wait for each other.
     """
     tensors = [group.tensor for group in tree.groups]
     if not any(is_dtensor(tensor) and tensor.device_mesh.size() > 1 for tensor in tensors):
@@ -1077,7 +1054,7 @@ def _ignore(_: int) -> None:
 
 
 def _source(job: _Job) -> StateSource:
-    """Return the state as the source of a load, the model's under the wrapped model's keys."""
+    """Return the state as the source of a load, by the keys of the wrapped model."""
     state, options = job.state, job.options
     values = {job.names.key(name): value for name, value in (state.model or {}).items()}
     if options.broadcast_from_rank0:
@@ -1093,7 +1070,7 @@ def _device(job: _Job) -> torch.device:
 
 
 def _engine_options(job: _Job) -> Options:
-    """Return what `torchlift.load` is asked for: live tensors stay where they are."""
+    """Return the options of the load: live tensors stay on their devices."""
     offload, where = job.options.cpu_offload, _device(job)
     device = {
         name: where
@@ -1109,14 +1086,14 @@ def _engine_options(job: _Job) -> Options:
 
 
 def _check(job: _Job, matched: Match, path: str, options: Options) -> None:
-    """Refuse names and shapes that do not fit, and values that are laid out in another way."""
+    """Refuse names and shapes that do not match, and values with another layout."""
     names, chosen, values = job.names, job.options, job.state.model or {}
     extra = set(matched.unexpected)
     for name in map(names.canonical, filter(extra.__contains__, matched.missing)):
-        # As in torch, not strict means that names may be missing, not that values may be wrong.
+        # As in torch, strict=False permits missing names, not wrong values.
         raise bad_value(name, f"a {type(values.get(name)).__name__}")
     if options.strict and chosen.ignore_frozen_params:
-        # What was read with the same options lacks them; on meta there is no value to keep.
+        # A state dict that was read with this option lacks them. On meta there is no value to keep.
         left_out = {name for name in names.frozen if not names.tensors[name].is_meta}
         matched.missing = [n for n in matched.missing if names.canonical(n) not in left_out]
     for group, name, (candidate, *_) in matched.pairs:
