@@ -30,9 +30,8 @@ print("kept:", keeper.steps(), "best:", keeper.best()[-17:])
 
 # %%
 # Steps 8 and 9 are the last two, 3 and 5 the best two, 4 and 8 are multiples of four. Step 2 was
-# one of the best until step 5 was better. Where the highest is the best, pass
-# ``best_is="highest"``; ``EveryNSeconds(3600)`` keeps one an hour. Orbax calls its policies the
-# same.
+# one of the best until step 5 was better. Pass ``best_is="highest"`` if the highest metric is the
+# best. Orbax calls its policies the same.
 #
 # The best one is gone
 # --------------------
@@ -152,9 +151,9 @@ plt.show()
 # among them. Where all are kept they grow to 161; the last three stay at 12, and the best is gone;
 # the last one, the best two and every tenth end at 24, with the best.*
 #
-# What goes loses its name first, and a thread of its own removes it, so that no save waits and half
-# of one is never taken for a checkpoint. What a kill leaves, the next keeper removes. A lock file
-# keeps a second job out of the folder: its keeper raises an error that names the first one.
+# The keeper renames an expired checkpoint first, so half of one is never complete. Its background
+# thread then deletes it. The next keeper removes what a killed one left. A lock file keeps a second
+# job out of the folder: its keeper raises an error that names the first job.
 #
 # Remember
 # --------

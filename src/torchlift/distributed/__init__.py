@@ -12,7 +12,6 @@ from torchlift._lazy import lazy
 
 if TYPE_CHECKING:
     from torchlift.distributed.folder import BestN as BestN
-    from torchlift.distributed.folder import EveryNSeconds as EveryNSeconds
     from torchlift.distributed.folder import EveryNSteps as EveryNSteps
     from torchlift.distributed.folder import Kept as Kept
     from torchlift.distributed.folder import LatestN as LatestN
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy(
     __name__,
     {
-        "folder": "BestN EveryNSeconds EveryNSteps Kept LatestN RunFolder",
+        "folder": "BestN EveryNSteps Kept LatestN RunFolder",
         "generators": "Generators",
         "optimizer_slots": "OptimizerReport",
         "options": "StateDictMismatch StateDictOptions",

@@ -437,10 +437,10 @@ class Keeper:
         Raises:
             CheckpointError: If the last save failed. Earlier checkpoints are unchanged.
         """
-        self._finish(self._folder.removed)
+        self._finish()
 
-    def _finish(self, more: Callable[[], list[str]] = list) -> None:
-        """Wait for the last save. Warn of its problems, and of those that `more` returns.
+    def _finish(self) -> None:
+        """Wait for the last save, and warn of its problems.
 
         Raises:
             CheckpointError: If the last save failed.
@@ -455,7 +455,7 @@ class Keeper:
             self._in_flight[0] = None
             if error is not None:
                 raise error
-            for sentence in [*(() if saving is None else saving.result().problems), *more()]:
+            for sentence in () if saving is None else saving.result().problems:
                 warnings.warn(sentence, RuntimeWarning, stacklevel=6)
             return StepResult(None, Call("wait"))
 
