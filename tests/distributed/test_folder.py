@@ -74,7 +74,7 @@ def test_the_best_by_a_policy_is_the_best_of_the_keeper(tmp_path: Path) -> None:
     assert fill(tmp_path, LOSSES, keep=policies) == [2, 4, 7]
     with torchlift.Keeper(tmp_path, keep=policies) as keeper:
         assert keeper.best() == str(path_of(tmp_path, 2))
-        with pytest.raises(ValueError, match="metrics has no 'accuracy'"):
+        with pytest.raises(ValueError, match="metrics= lacks 'accuracy'"):
             keeper.save(8, STATE, metrics={"loss": 1.0})
 
 
@@ -265,7 +265,7 @@ def test_a_folder_that_cannot_be_listed_after_a_save_is_a_warning(
 
     fill(tmp_path, [1.0])
     with torchlift.Keeper(tmp_path, keep=keep, background=False) as keeper:
-        with pytest.warns(RuntimeWarning, match="not removed; the next save.*no luck"):
+        with pytest.warns(RuntimeWarning, match="not removed, and the next save.*no luck"):
             keeper.save(2, STATE)
         monkeypatch.undo()
         assert keeper.steps() == [1, 2]
