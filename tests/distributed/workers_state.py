@@ -438,7 +438,7 @@ def optimizer_states_with_other_placements_are_redistributed_or_refused() -> Non
         model, optim = built(wrap, "adamw")
         before = state_of(model, optim)
         call = partial(ours.set_optimizer_state_dict, model, optim, given)
-        raises(call, "laid out in another way than its parameter", "full_state_dict=True")
+        raises(call, "has another layout than its parameter", "full_state_dict=True")
         same(state_of(model, optim), before)
 
 
