@@ -579,6 +579,7 @@ class Keeper:
             Options, include=include, exclude=exclude, allow_missing=allow_missing,
             allow_unexpected=allow_unexpected, rename=rename,
         )  # fmt: skip
+        # An interrupt waits until all ranks are done. An error undoes the load on all of them.
         with uninterrupted(), Commit() as commit, together(self._ranks) as deliver:
             self._finish()
 
@@ -591,6 +592,7 @@ class Keeper:
                         f"rename={rules.rename!r}: resume cannot merge or split tensors"
                     )
                 run = RunObjects.of({**(state or {}), **objects})
+                # Only the first rank reads the folder: a checkpoint may expire in between.
                 found = self._select_checkpoint(step) if self._rank == 0 else None
                 return StepResult(
                     _ResumeRequest(run, rules), ResumeCall("resume", found, run.models)
@@ -599,7 +601,7 @@ class Keeper:
             request, calls = self._ranks.run(select_checkpoint, require_same_call)
             checkpoint = calls[0].checkpoint
             if checkpoint is None:
-                if step is None:
+                if step is None:  # a new run
                     return None
                 raise FormatError(
                     "there is no complete checkpoint of that step",
@@ -664,6 +666,7 @@ class Keeper:
             separate = [
                 name for name in selection.optimizers if any(name in m.separate for m in messages)
             ]
+            # Before the models, whose load undoes itself. The commit undoes these.
             for name in separate:
                 selection.load_optimizer(name, commit, group)
 
@@ -673,12 +676,14 @@ class Keeper:
                 deliver()  # the last moment at which an interrupt changes nothing
                 return StepResult(_Loaded(last, changed), None)
 
+            # Before the models, so an error here leaves the models unchanged.
             loaded = self._ranks.run(load_objects).value
             if run.modules:
                 unused = reduce(and_, (message.unexpected for message in messages))
                 selection.load_models(unused, separate, group)
             commit.finish()
             self._base = selection.step
+            # Last, because these cannot be undone.
             self._ranks.run(partial(selection.load_last, loaded.last))
         return loaded.changed
 

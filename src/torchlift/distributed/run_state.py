@@ -601,6 +601,7 @@ def _select(
             states |= {f"{name}.{key}": value for key, value in state.items()}
             for inside, version in getattr(state, "_metadata", {}).items():
                 versions[f"{name}.{inside}".removesuffix(".")] = version
+    # Patterns match the names of tensors, and those of all other objects as they are.
     others = [*run.optimizers, *run.stateful, GENERATORS]
     check_rename(rules.rename, states, path)
     out = left_out([*states, *others], (), rules.include, rules.exclude, path)
@@ -623,7 +624,7 @@ def _select(
     stays |= allowed([name for name in run.names if name not in saved], rules.allow_missing)
     found = {name: saved[name] for name in saved if name not in stays}
     generators = None if GENERATORS in stays else _load_values(generators)
-    try:
+    try:  # before anything is loaded: a generator cannot be set to a damaged state
         if generators is not None:
             Generators().check(generators)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
