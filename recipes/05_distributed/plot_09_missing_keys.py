@@ -5,8 +5,8 @@ Missing key in checkpoint state_dict: load what dcp.load finds, list the rest
 The model has changed since it was saved, and ``dcp.load`` stops at the first missing key. How do
 you load the keys that match, and list the others?
 
-Pass a planner: `torchlift.distributed.LenientPlanner` loads the keys that match, and lists all
-others. Allow missing keys with patterns, or with ``strict=False``.
+`torchlift.load` reads the DCP folder into the model. It loads every tensor that matches, and its
+report lists the rest.
 """
 
 # %%
@@ -16,53 +16,52 @@ others. Allow missing keys with patterns, or with ``strict=False``.
 import tempfile
 
 import torch
-import torch.distributed.checkpoint as dcp
 
-from torchlift.distributed import LenientPlanner, on_ranks
+import torchlift
 
-
-def load(path):
-    dcp.save({"body": torch.ones(3), "old_head": torch.ones(2)}, checkpoint_id=path)
-    state = {"body": torch.zeros(3), "new_head": torch.zeros(4)}
-    planner = LenientPlanner(allow_missing=["new_head"])
-    dcp.load(state, checkpoint_id=path, planner=planner)
-    return planner
-
-
-print(on_ranks(1, load, tempfile.mkdtemp())[0])
+folder = tempfile.mkdtemp()
+saved = {"0.weight": torch.ones(3, 3), "old": torch.ones(2)}
+torchlift.save(saved, folder, format="dcp")
+model = torch.nn.Sequential(*(torch.nn.Linear(3, 3, bias=False) for _ in range(2)))
+report = torchlift.load(
+    model, folder, allow_missing=["1.*"], allow_unexpected=["old"]
+)
+print("loaded:", *report.loaded)
+print("missing:", *report.missing_keys)
 
 # %%
-# ``dcp.load`` takes the planner on any number of ranks, with torch's own readers and with
-# `torchlift.distributed.CheckpointReader`. A missing key keeps its value in the state dict, and a
-# pattern must allow it.
+# A missing key keeps the value that it has in the model. ``allow_missing`` names the keys that may
+# be missing, so any other missing key is still an error.
 #
-# dcp.load stops at the first mismatch
-# ------------------------------------
+# See every key that does not match
+# ---------------------------------
 #
 # A model of six layers was saved. Since then two layers were added, the head has another number of
 # classes, and a layer has another name:
 
 from pathlib import Path
 
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from torchlift.distributed import on_ranks
+
 path = Path(tempfile.mkdtemp()) / "step-100"
 
 
-def saved():
-    return {f"layers.{i}.weight": torch.ones(8, 8) for i in range(6)} | {
-        "head.weight": torch.ones(10, 8),
-        "embedding.weight": torch.ones(16, 8),
+def build(layers, classes, words):
+    blocks = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(layers))
+    head = nn.Linear(8, classes, bias=False)
+    return nn.ModuleDict(
+        {"layers": blocks, "head": head, words: nn.Embedding(16, 8)}
+    )
+
+
+def load_with_dcp(planner, prefix=""):
+    state = {
+        prefix + name: torch.zeros_like(t)
+        for name, t in build(8, 4, "tokens").state_dict().items()
     }
-
-
-def grown():
-    return {f"layers.{i}.weight": torch.zeros(8, 8) for i in range(8)} | {
-        "head.weight": torch.zeros(4, 8),
-        "tokens.weight": torch.zeros(16, 8),
-    }
-
-
-def outcome(planner, path, prefix=""):
-    state = {prefix + name: tensor for name, tensor in grown().items()}
     try:
         dcp.load(state, checkpoint_id=path, planner=planner)
     except dcp.CheckpointException as caught:
@@ -71,55 +70,72 @@ def outcome(planner, path, prefix=""):
     return f"no error, {sum(bool(t.any()) for t in state.values())} of {len(state)} loaded"
 
 
-on_ranks(1, lambda: dcp.save(saved(), checkpoint_id=path))
-torchs = on_ranks(1, outcome, dcp.DefaultLoadPlanner(), path)[0]
+def load_with_torchlift(model, **options):
+    try:
+        return torchlift.load(model, path, **options)
+    except torchlift.MismatchError as error:
+        return f"{type(error).__name__}: {error}".replace(str(path), "step-100")
+
+
+on_ranks(
+    1, lambda: dcp.save(build(6, 10, "embedding").state_dict(), checkpoint_id=path)
+)
+torchs = on_ranks(1, load_with_dcp, dcp.DefaultLoadPlanner())[0]
 print(torchs)
 
 # %%
-# The error names one of four mismatches. You would fix it, start again, and hit the next one. The
-# lenient planner lists all of them at once, before a byte is read:
+# The error names one of four mismatches. You would fix it, start again, and hit the next one.
+# torchlift compares all names before it reads a byte:
 
-ours = on_ranks(1, outcome, LenientPlanner(), path)[0]
-print(ours.replace(str(path), "step-100"))
+ours = load_with_torchlift(build(8, 4, "tokens"))
+print(ours)
 
 # %%
-# allow_partial_load skips keys silently
-# --------------------------------------
+# Do not skip keys silently
+# -------------------------
 #
-# Torch's own option is ``allow_partial_load=True``. It does not report the skipped keys. With a
-# wrong prefix it loads nothing at all and reports success:
+# torch's way out is ``allow_partial_load=True``. It does not report what it skips. With one prefix
+# too many it loads nothing at all, and returns without an error. torchlift refuses that:
 
 partial = dcp.DefaultLoadPlanner(allow_partial_load=True)
-print("torch:", on_ranks(1, outcome, partial, path, "module.")[0])
-lenient = LenientPlanner(strict=False)
-text = on_ranks(1, outcome, lenient, path, "module.")[0]
-print(text.splitlines()[0].replace(str(path), "step-100"))
+print("torch:", on_ranks(1, load_with_dcp, partial, "module.")[0])
+wrapped = nn.ModuleDict({"module": build(8, 4, "tokens")})
+refusal = load_with_torchlift(wrapped, strict=False)
+print(refusal.splitlines()[0])
 
 # %%
-# If no key matches, the lenient planner raises an error, even with ``strict=False``.
+# A load in which no key matches is an error, even with ``strict=False``.
 #
 # Proof
 # -----
 #
-# On two ranks, only one has another shape. Both get the same lists or the same error.
+# Two ranks load a model that is sharded over both. They get the same lists:
 
 
-# fold: How two ranks load, and how their lists are compared
-def on_two(path):
-    state = grown()
-    if torch.distributed.get_rank() == 0:
-        state["head.weight"] = torch.zeros(10, 8)
-    planner = LenientPlanner(strict=False, ignore_mismatched=True)
-    dcp.load(state, checkpoint_id=path, planner=planner)
-    return planner, state["head.weight"].sum().item()
+# fold: What each of the two ranks runs
+def on_two():
+    import warnings
+
+    from torch.distributed.fsdp import fully_shard
+
+    warnings.simplefilter(
+        "ignore"
+    )  # one names the parameters that keep their values
+    model = build(8, 4, "tokens")
+    for layer in [*model["layers"], model["head"], model["tokens"]]:
+        fully_shard(layer)
+    report = torchlift.load(model, path, strict=False, ignore_mismatched=True)
+    return len(report.loaded), report.missing_keys, list(report.mismatched)
 
 
-(first, kept), (second, untouched) = on_ranks(2, on_two, path)
-print(first)
-assert str(first) == str(second)
-assert (kept, untouched) == (80, 0)
+first, second = on_ranks(2, on_two)
+loaded, missing, mismatched = first
+print("loaded:", loaded, "tensors")
+print("missing:", *missing)
+print("other shape:", *mismatched)
+assert first == second
 names = ["tokens.weight", "layers.6.weight", "layers.7.weight", "head.weight"]
-assert sorted(names) == sorted([*first.missing_keys, *first.mismatched])
+assert sorted(names) == sorted(missing)
 
 # %%
 
@@ -128,33 +144,35 @@ import matplotlib.pyplot as plt
 plt.style.use("torchlift.measure.figures")
 figure, axes = plt.subplots(figsize=(5.6, 2.0))
 ways = {
-    "torch's planner": sum(name in torchs for name in names),
-    "LenientPlanner": sum(name in ours for name in names),
+    "dcp.load": sum(name in torchs for name in names),
+    "torchlift.load": sum(name in ours for name in names),
 }
 axes.barh(list(ways), list(ways.values()), color=["C0", "C1"])
 axes.axvline(len(names), color="black", linestyle=":", linewidth=1.2)
 axes.invert_yaxis()
-axes.set(xlabel="keys that the error names, of four that do not fit", xlim=(0, 4.3))
+axes.set(
+    xlabel="keys that the error names, of four that do not match", xlim=(0, 4.3)
+)
 plt.show()
 
 # %%
-# *The bars count the keys that one error of dcp.load names, when three are missing and one has
-# another shape. The dotted line marks all four. The planner of torch stops at the first, and the
-# lenient planner names all four, so you fix them in one go.*
+# *The bars count the keys that one error names, when three are missing and one has another shape.
+# The dotted line marks all four. dcp.load stops at the first, and torchlift.load names all four, so
+# you fix them in one go.*
 #
 # Remember
 # --------
 #
-# - ``LenientPlanner()`` is strict and complete. It raises one error with every missing key and
-#   every other shape, before anything is loaded.
+# - `torchlift.load` is strict, and complete: before anything is loaded, one error lists every
+#   missing key and every other shape.
 # - ``allow_missing=["head.*"]`` lets these keys be missing, ``ignore_mismatched=True`` lets shapes
-#   differ, and ``strict=False`` lets any key be missing. The skipped keys are in ``missing_keys``,
-#   ``unexpected_keys`` and ``mismatched``.
-# - Ranks compare their mismatches, so each has the same lists or raises the same error.
+#   differ, and ``strict=False`` lets any key be missing. The report lists what was left.
+# - On several ranks all of them load, or all raise the same error.
 #
 # Use this when
 # -------------
 #
-# - **You load with DCP, and the model has changed:** `torchlift.distributed.LenientPlanner`.
-# - **The file is not a DCP folder:** add `torchlift.distributed.CheckpointReader`.
-# - **Names have changed too:** `torchlift.load` with ``rename=``.
+# - **The checkpoint is a DCP folder, and the model has changed:** `torchlift.load`.
+# - **Your code calls** ``dcp.load``: pass ``DefaultLoadPlanner(allow_partial_load=True)``, and
+#   compare the names yourself. `torchlift.open` lists those of the folder.
+# - **Names have changed:** `torchlift.load`, whose ``rename=`` brings them together.

@@ -52,10 +52,10 @@ def no_optimizers_on_one_rank() -> None:
         model, optimizer = built(wrap)
         states = cloned(ours.get_state_dict(model, optimizer, options=WHOLE))
         call = partial(ours.get_optimizer_state_dict, model, one_of([], optimizer))
-        everybody_raises(partial(call, options=WHOLE), RuntimeError, "none was passed")
-        with all_differ("not ask for the same tensors"):
+        everybody_raises(partial(call, options=WHOLE), RuntimeError, "no optimizer was passed")
+        with all_differ("not select the same tensors"):
             ours.get_state_dict(model, one_of([], optimizer), options=WHOLE)
-        with all_differ("do not ask for the same", model, optimizer):
+        with all_differ("do not select the same", model, optimizer):
             setters(model, one_of([], optimizer), states)["both"](options=WHOLE)
 
 
@@ -72,7 +72,7 @@ def no_state_dict_on_one_rank() -> None:
                 if load is not optimizer_only["model"]:
                     with unchanged(model, optimizer):
                         load(options=WHOLE)
-            with all_differ("do not ask for the same", model, optimizer):
+            with all_differ("do not select the same", model, optimizer):
                 model_only["both"](options=WHOLE)
         receives = one_of((None, None), good)
         for load in setters(model, optimizer, receives).values():

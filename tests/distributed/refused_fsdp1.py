@@ -41,9 +41,9 @@ def arguments_for_fully_sharded_data_parallel() -> None:
                 setters(model, optimizer, one_of((good[0], wrong), good))[part](options=WHOLE)
             dist.barrier()
     for load in setters(model, optimizer, good).values():
-        with all_differ("do not ask for the same"):
+        with all_differ("do not select the same"):
             load(options=one_of(WHOLE, FROM_0))
-    with all_differ("do not ask for the same"):
+    with all_differ("do not select the same"):
         ours.get_state_dict(model, one_of([], optimizer), options=WHOLE)
     mine = one_of({torch.nn.Linear(1, 1)}, {model})
     with pytest.raises(ours.StateDictMismatch, match="none of the submodules"):

@@ -333,7 +333,7 @@ def test_a_value_that_cannot_be_copied_is_found_before_anything_changes(
     saved["param_groups"][0]["lr"] = 7.0
     for optimizer in optimizers:
         kept = everything(model, optimizer)
-        expected = "a saved state is no tensor" if not torch.is_tensor(BAD[name]) else says
+        expected = "the saved state is not a tensor" if not torch.is_tensor(BAD[name]) else says
         with pytest.raises(ours.StateDictMismatch, match=expected):
             ours.set_optimizer_state_dict(model, optimizer, saved, options=options)
         assert equal(everything(model, optimizer), kept)

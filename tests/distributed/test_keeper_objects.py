@@ -186,10 +186,10 @@ def test_an_object_without_a_state_before_is_loaded_last_and_named(tmp_path: Pat
         assert fresh.seen == [1]
         other, refuses = nn.Linear(2, 1), Lazy(0, refuses=True)
         with pytest.raises(
-            PlacementError, match=r"'lazy': .*All others are loaded.*in doubt"
+            PlacementError, match=r"'lazy': .*All other objects are loaded.*unknown"
         ) as it:
             keeper.resume(model=other, lazy=refuses)
-        assert it.value.hint == "Pass exclude=['lazy']: it stays as it is."
+        assert it.value.hint == "Pass exclude=['lazy'] to leave it as it is."
         assert same(model.state_dict(), other.state_dict())
         assert keeper.resume(model=other, lazy=Lazy(0, refuses=True), exclude=["lazy"]) == 1
 
@@ -278,7 +278,9 @@ def test_a_container_of_objects_with_a_state_is_refused_when_it_is_saved(
     """It would count as plain data, and resume would load nothing, with success."""
     models: list[nn.Module] = [nn.Linear(2, 1), nn.Linear(2, 1)]
     with torchlift.Keeper(tmp_path, background=False) as keeper:
-        with pytest.raises(PlacementError, match="'things': a container of objects") as caught:
+        with pytest.raises(
+            PlacementError, match="'things': resume cannot load objects inside"
+        ) as caught:
             keeper.save(1, model=models[0], things=holding(models)[kind])
         assert keeper.steps() == []
         assert "each for n, each in enumerate(models)" in (caught.value.hint or "")
@@ -288,7 +290,7 @@ def test_a_container_of_objects_with_a_state_is_refused_when_it_is_saved(
         others = {f"model_{n}": nn.Linear(2, 1) for n in range(2)}
         assert keeper.resume(**others) == 1
         assert all(same(named[name].state_dict(), others[name].state_dict()) for name in named)
-        with pytest.raises(PlacementError, match="'things': a container of objects"):
+        with pytest.raises(PlacementError, match="'things': resume cannot load objects inside"):
             keeper.resume(things=holding(models)[kind])
 
 
@@ -314,7 +316,9 @@ def test_an_object_that_cannot_take_its_state_back_is_refused_when_it_is_saved(
             return {"at": 3}
 
     with torchlift.Keeper(tmp_path, background=False) as keeper:
-        with pytest.raises(PlacementError, match="'giving': has state_dict, but not load_") as it:
+        with pytest.raises(
+            PlacementError, match="'giving': the object has state_dict, but not load_"
+        ) as it:
             keeper.save(1, giving=Giving())
         assert "plain data" in (it.value.hint or "")
         assert keeper.save(1, giving=Giving().state_dict())
@@ -495,13 +499,11 @@ def test_another_number_of_ranks_does_not_take_the_values_of_one_rank(tmp_path: 
     run = {"model": model, "optimizer": optimizer}
     before = everything(run)
     with torchlift.Keeper(tmp_path) as keeper:
-        with pytest.raises(
-            PlacementError, match=r"values of its own .* 2 ranks; found 1"
-        ) as caught:
+        with pytest.raises(PlacementError, match=r"its own values .* 2 ranks; found 1") as caught:
             keeper.resume(run)
         assert same(everything(run), before)
         assert caught.value.hint == (
-            "Pass exclude=['model.weight', 'optimizer'] to leave them as they are."
+            "Pass exclude=['model.weight', 'optimizer'] to keep the current values."
         )
         assert keeper.resume(run, exclude=["model.weight", "optimizer"]) == 1
         assert torch.equal(model.weight, before["model"]["weight"])

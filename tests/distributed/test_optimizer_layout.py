@@ -125,7 +125,7 @@ def of_one_process(folder: str) -> None:
     ours.load_optimizer(model, optimizer, known, root="optim")
     require_same(optimizer, stepped(False)[1])
     model, optimizer = stepped(True, square_only=True, times=0)
-    with pytest.raises(ours.StateDictMismatch, match="the layout of a state") as caught:
+    with pytest.raises(ours.StateDictMismatch, match="the layout of an optimizer state") as caught:
         ours.load_optimizer(model, optimizer, unknown, root="optim")
     assert caught.value.entry == "square.moment"
     assert not optimizer.state
@@ -221,7 +221,9 @@ def of_another_shape(folder: str) -> None:
         for times in (0, 1):
             model, optimizer = made(times)
             if load is loads[-1] and not times:
-                with pytest.raises(ours.StateDictMismatch, match="the layout of a state") as e:
+                with pytest.raises(
+                    ours.StateDictMismatch, match="the layout of an optimizer state"
+                ) as e:
                     load(model, optimizer)
                 assert e.value.entry == "square.rows"
                 continue

@@ -200,13 +200,13 @@ def test_a_timeout_that_leaves_no_time_is_refused() -> None:
 
 def test_a_variable_that_is_no_text_is_refused_by_its_name() -> None:
     """A number is a common mistake."""
-    with pytest.raises(TypeError, match="a variable of the environment is text, and PORT is 80"):
+    with pytest.raises(TypeError, match="environment variable PORT must be text, not 80"):
         on_ranks(2, dist.get_rank, environment={"PORT": 80})  # type: ignore[dict-item]
 
 
 def test_what_cannot_be_called_is_refused() -> None:
     """As when the function was called already."""
-    with pytest.raises(TypeError, match="calls a function on each rank, and 3 is none"):
+    with pytest.raises(TypeError, match="needs a function to call on each rank, not 3"):
         on_ranks(2, 3)  # type: ignore[arg-type]
 
 

@@ -15,10 +15,9 @@ from torchlift.distributed import StateDictOptions, get_model_state_dict
 
 #: What shows more where a stage, or what is beside a mesh, is several ranks.
 ON_FOUR = [
-    "a_full_state_dict_has_every_stage",
-    "stages_that_do_not_fit_are_one_error_on_every_rank",
-    "a_tensor_on_a_mesh_without_rank_0_is_whole_on_rank_0",
-    "messages_over_one_communicator",
+    "each_stage_is_gathered_by_its_own_ranks",
+    "plain_values_that_differ_are_one_error_on_every_rank",
+    "a_tensor_on_a_mesh_without_this_rank_is_refused",
     "the_ranks_of_a_process_group_load_and_read_together",
 ]
 ON_TWO = [

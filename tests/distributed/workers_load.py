@@ -31,7 +31,6 @@ from torchlift import measure
 from torchlift.distributed import StateDictOptions, set_model_state_dict
 from torchlift.distributed.reader import CheckpointReader
 from torchlift.distributed.save import save_consolidated
-from torchlift.distributed.simulation import simulate
 from torchlift.errors import CheckpointError, FormatError, MismatchError, PlacementError
 
 warnings.simplefilter("ignore")
@@ -390,20 +389,6 @@ def split_columns(model: nn.Module) -> nn.Module:
     for layer in model.layers:
         layer.weight = nn.Parameter(distribute_tensor(layer.weight, mesh, [Shard(1)]))
     return model
-
-
-@check
-def simulation_equals_what_was_read() -> None:
-    world = dist.get_world_size()
-    path = full_file(Untied, "untied")
-    for wrap in ("fsdp", "tp"):
-        model: Any = WRAPS[wrap](torchlift.skeleton(Untied))
-        found = [simulate(path, model=model)]
-        if wrap == "fsdp":
-            found.append(simulate(torchlift.skeleton(Untied), f"fsdp={world}"))
-        report = torchlift.load(model, path, source="read", collective=False)
-        read = everywhere(report.bytes_read)
-        assert [list(each.bytes) for each in found] == [read] * len(found), (wrap, found)
 
 
 @check

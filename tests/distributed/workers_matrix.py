@@ -175,15 +175,14 @@ def goes_on(kind: str, name: str, way: str, steps: int) -> None:
     global HALVES
     HALVES = kind.endswith("stages")
     read, load = WAYS[way]
-    among: Any = {"process_group": dist.group.WORLD} if kind == "stages" and "0" in way else {}
     model = KINDS[kind](Net(0))
     optimizer = OPTIMIZERS[name](model.parameters())
     train(optimizer, steps, 1)
-    states = ours.get_state_dict(model, optimizer, options=read, **among)
+    states = ours.get_state_dict(model, optimizer, options=read)
     other = KINDS[kind](Net(5))
     target = OPTIMIZERS[name](other.parameters())
     ours.set_state_dict(
-        other, target, model_state_dict=states[0], optim_state_dict=states[1], options=load, **among
+        other, target, model_state_dict=states[0], optim_state_dict=states[1], options=load
     )
     same(everything(other, target)[0], everything(model, optimizer)[0])
     for each in (optimizer, target):
@@ -196,12 +195,14 @@ def _check(kind: str, name: str) -> Callable[[], None]:
         for way in WAYS:
             if (way, name) == ("on rank 0", "low-bit adam"):
                 continue  # refused: a class alone knows how to slice what it holds
+            if kind.endswith("stages") and way == "on rank 0":
+                continue  # refused: the names of the ranks differ
             for steps in (0, 2) if WORLD < 4 or way == "as it is" else (2,):
                 try:
                     goes_on(kind, name, way, steps)
                 except Exception as error:
                     by_columns = name == "low-bit adam" and "tensor parallel" in kind
-                    if by_columns and way == "whole" and "cannot be put together" in str(error):
+                    if by_columns and way == "whole" and "cannot join its shards" in str(error):
                         continue  # its codes are in blocks of rows
                     raise AssertionError(f"{way}, after {steps} steps") from error
 

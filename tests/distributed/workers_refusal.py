@@ -202,10 +202,10 @@ def arguments_that_make_no_sense_on_one_rank() -> None:
             halves = ours.StateDictOptions(broadcast_from_rank0=options is FROM_0)
             halves.full_state_dict = options is not FROM_0
             for wrong, own, says in (
-                (([], options), RuntimeError, "none was passed"),
+                (([], options), RuntimeError, "no optimizer was passed"),
                 ((None, options), TypeError, "must be an optimizer"),
                 ((optimizer, "text"), TypeError, "must be a StateDictOptions"),
-                ((optimizer, halves), ValueError, "full_state_dict must be True"),
+                ((optimizer, halves), ValueError, "needs full_state_dict=True"),
             ):
                 if wrong[1] is halves and options is WHOLE:
                     continue  # nothing is wrong with it
@@ -228,7 +228,7 @@ def a_state_that_one_rank_asks_for_wrongly() -> None:
         model, optimizer = built(wrap)
         mine = [] if is_last() else optimizer
         call = partial(ours.get_optimizer_state_dict, model, mine, options=WHOLE)
-        everybody_raises(call, RuntimeError, "none was passed")
+        everybody_raises(call, RuntimeError, "no optimizer was passed")
 
 
 @check

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -30,7 +29,6 @@ from torchlift.distributed import (
     StateDictOptions,
     save_consolidated,
     set_model_state_dict,
-    simulate,
 )
 from torchlift.distributed.gather import finish
 from torchlift.distributed.simulation import parse_mesh
@@ -72,14 +70,13 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def record(path: Path, mesh: str, model: nn.Module, nbytes: int, **how: object) -> dict[str, Any]:
-    """Keep what every rank read and holds, for a process without ranks to foretell it."""
+def record(path: Path, mesh: str, model: nn.Module, nbytes: int, **how: object) -> None:
+    """Keep what every rank read and holds, for the test to compare with a simulation."""
     held = sum(local_of(t).nbytes for t in (*model.parameters(), *model.buffers()))
     found = {"bytes": everywhere(nbytes), "local_bytes": everywhere(held)}
     if dist.get_rank() == 0:
         RECORDS.append({"path": str(path), "mesh": mesh, **how, **found})
         (OUT / "records").write_text(json.dumps(RECORDS), encoding="utf-8")
-    return found
 
 
 def compare(
@@ -90,13 +87,10 @@ def compare(
     shard: dict[str, int] | None = None,
     ignored: tuple[str, ...] = (),
 ) -> None:
-    """Load on the mesh; what was read is also what is foretold of the distributed model."""
+    """Load on the mesh, and keep the bytes that each rank read."""
     sizes = parse_mesh(mesh)
     grid = cpu_mesh(*sizes.values(), names=tuple(sizes))
     model: Any = distribute(torchlift.skeleton(Odd), grid, shard, ignored)
-    own = None
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        own = simulate(path, model=model, dtype=dtype)
     report = torchlift.load(model, path, source="read", dtype=dtype)
     for key, value in model.state_dict().items():
         if "tp=" in mesh and "," not in mesh and key == "experts" and torch.__version__ < "2.12":
@@ -104,10 +98,7 @@ def compare(
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         assert torch.equal(whole, saved()[key].to(whole.dtype)), (mesh, key)
     name = str(dtype).removeprefix("torch.") if dtype is not None else None
-    real = record(path, mesh, model, report.bytes_read, dtype=name, shard=shard, ignored=ignored)
-    if own is not None:
-        assert list(own.bytes) == real["bytes"], mesh
-        assert list(own.local_bytes) == real["local_bytes"], mesh
+    record(path, mesh, model, report.bytes_read, dtype=name, shard=shard, ignored=ignored)
 
 
 def from_one_file(mesh: str) -> None:
@@ -169,18 +160,6 @@ def pipeline(name: str, mesh: str) -> None:
     record(path, mesh, model, report.bytes_read)
 
 
-def refuses_a_process_group_that_exists() -> None:
-    """It has no place for a fake one beside it, and stays as it is."""
-    path = OUT / f"own-{dist.get_rank()}.pt"
-    torch.save(saved(), path)
-    with pytest.raises(ValueError, match="without a process group"):
-        simulate(path, "fsdp=2", model=torchlift.skeleton(Odd), parallelize=distribute)
-    model = fully_shard(Odd())
-    with pytest.raises(ValueError, match="not distributed yet"):
-        simulate(path, "fsdp=2", model=model)
-    assert everywhere(dist.get_rank()) == list(range(dist.get_world_size()))
-
-
 def in_every_order() -> Iterator[tuple[str, torch.Tensor, DTensorSpec]]:
     """Yield whole tensors of uneven sizes, sharded by three mesh dimensions in every order.
 
@@ -219,13 +198,12 @@ def shards_in_every_order() -> None:
         made[key] = parameter(tensor)
     assert len(named) == 60
     state = dict(made)
-    own = simulate(made)
-    assert list(own.local_bytes) == everywhere(sum(local_of(t).nbytes for t in made.values()))
     path = OUT / "orders.pt"
     save_consolidated(state, path)
     found = torch.load(path)
     # Of a dict: the state_dict() of a module detaches, and torch forgets the order at that.
-    whole_state = finish(state, StateDictOptions(full_state_dict=True, cpu_offload=True))
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    whole_state = finish(state, options, keeps=dist.get_rank() == 0)
     assert len(whole_state) == (len(named) if dist.get_rank() == 0 else 0)
     for key, (what, whole) in named.items():
         assert torch.equal(found[key], whole), what
@@ -256,7 +234,7 @@ def _indices(spans: tuple[tuple[int, int], ...]) -> torch.Tensor:
     return torch.tensor([i for start, stop in spans for i in range(start, stop)], dtype=torch.int64)
 
 
-CHECKS: dict[str, Callable[[], None]] = {"refuses": refuses_a_process_group_that_exists}
+CHECKS: dict[str, Callable[[], None]] = {}
 for _mesh in ELSEWHERE:
     if math.prod(parse_mesh(_mesh).values()) == int(OUT.name):
         CHECKS[f"elsewhere {_mesh}"] = partial(placed_elsewhere, _mesh)

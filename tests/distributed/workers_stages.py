@@ -29,7 +29,6 @@ import torchlift
 import torchlift.distributed as ours
 from torchlift._model.ranks import RankGroup
 from torchlift._model.torch_private import timeout_of
-from torchlift.distributed import broadcast, gather
 
 OUT = Path(sys.argv[1])
 FULL = ours.StateDictOptions(full_state_dict=True)
@@ -53,11 +52,6 @@ class Stages(nn.Module):
     def set_extra_state(self, state: object) -> None: ...
 
 
-class Unsendable(nn.Linear):
-    def get_extra_state(self) -> object:
-        return lambda: None
-
-
 def halves() -> tuple[bool, list[DeviceMesh]]:
     world, rank = dist.get_world_size(), dist.get_rank()
     both = [list(range(world // 2)), list(range(world // 2, world))]
@@ -74,49 +68,43 @@ def stage_of(whole: Stages, kind: str) -> Stages:
     return mine
 
 
-def a_full_state_dict_has_every_stage() -> None:
-    """Of model and optimizer, in one message or in many, and one process loads it."""
-    whole = Stages()
+def each_stage_is_gathered_by_its_own_ranks() -> None:
+    """The first rank of a stage gets it; without the group rank 0 would keep its own stage only."""
+    whole, world = Stages(), dist.get_world_size()
+    last, _ = halves()
+    both = [dist.new_group([*range(world // 2)]), dist.new_group([*range(world // 2, world)])]
+    # All ranks make each stage: that makes meshes, which takes all of them.
+    plain, target = stage_of(whole, "plain"), stage_of(whole, "plain")
     for kind in ("plain", "fsdp"):
-        for budget in (gather.BUDGET, 256):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(gather, "BUDGET", budget)
-                stage = stage_of(whole, kind)
-                optimizer = torch.optim.Adam(stage.parameters(), foreach=False)
-                # Nothing else tells stages without DTensors from replicas.
-                among = {"process_group": dist.group.WORLD} if kind == "plain" else {}
-                found = ours.get_state_dict(stage, optimizer, options=ON_0, **among)
-                again = ours.get_model_state_dict(stage, options=ON_0, **among)
-            if dist.get_rank():
-                assert found == ({}, {})
-                continue
-            same(again, found[0])
-            assert found[0].pop("_extra_state") == {"made by": "0"}
-            expected = whole.state_dict()
-            assert sorted(found[0]) == sorted(set(expected) - {"_extra_state"})
-            for name, value in found[0].items():
-                assert not isinstance(value, DTensor)
-                assert torch.equal(value, expected[name]), (kind, name)
-            target = Stages()
-            other = torch.optim.Adam(target.parameters(), foreach=False)
-            ours.set_state_dict(
-                target, other, model_state_dict={**found[0], "_extra_state": 0},
-                optim_state_dict=found[1],
-            )  # fmt: skip
-            names = [name for name, _ in whole.named_parameters()]
-            assert sorted(found[1]["state"]) == sorted(names)
-            assert all(state["exp_avg"].shape for state in found[1]["state"].values())
+        stage = stage_of(whole, kind)
+        optimizer = torch.optim.Adam(stage.parameters(), foreach=False)
+        everyone = {"process_group": dist.group.WORLD} if kind == "plain" else {}
+        with pytest.raises(ours.StateDictMismatch, match="another rank holds other names") as error:
+            ours.get_state_dict(stage, optimizer, options=ON_0, **everyone)
+        assert "process_group=" in str(error.value.hint)
+        group: Any = both[last]
+        found = ours.get_state_dict(stage, optimizer, options=ON_0, process_group=group)
+        if dist.get_rank(group):
+            assert found == ({}, {})
+            continue
+        same(ours.get_model_state_dict(plain), found[0])
+        assert not any(isinstance(value, DTensor) for value in found[0].values())
+        names = [name for name, _ in plain.named_parameters()]
+        assert sorted(found[1]["state"]) == sorted(names)
+        for param in target.parameters():
+            nn.init.zeros_(param)
+        other = torch.optim.Adam(target.parameters(), foreach=False)
+        ours.set_state_dict(
+            target, other, model_state_dict=found[0], optim_state_dict=found[1], collective=False
+        )
+        same(ours.get_model_state_dict(target), found[0])
 
 
-def stages_that_do_not_fit_are_one_error_on_every_rank() -> None:
+def plain_values_that_differ_are_one_error_on_every_rank() -> None:
     rank = dist.get_rank()
     model = nn.Linear(2 + rank // (dist.get_world_size() // 2), 3)
-    with pytest.raises(ours.StateDictMismatch, match=r"'weight': two ranks hold unlike tensors"):
+    with pytest.raises(ours.StateDictMismatch, match=r"'weight'"):
         ours.get_model_state_dict(model, options=ON_0, process_group=dist.group.WORLD)
-    bad = Unsendable(2, 3) if rank == dist.get_world_size() - 1 else nn.Linear(2, 3)
-    with pytest.raises((ours.StateDictMismatch, AttributeError, TypeError)) as caught:
-        ours.get_model_state_dict(bad, options=ON_0, process_group=dist.group.WORLD)
-    assert "lambda" in str(caught.value)
 
 
 def a_replica_without_dtensors_is_read_by_rank_0_alone() -> None:
@@ -134,73 +122,31 @@ def a_replica_without_dtensors_is_read_by_rank_0_alone() -> None:
             assert ours.get_state_dict(model, optimizer, options=ON_0) == ({}, {})
 
 
-def a_tensor_on_a_mesh_without_rank_0_is_whole_on_rank_0() -> None:
-    world, rank = dist.get_world_size(), dist.get_rank()
+def a_tensor_on_a_mesh_without_this_rank_is_refused() -> None:
+    """A rank outside of the mesh has no part in the gathering, and would get no values."""
     last, meshes = halves()
     model = nn.Module()
     wide = torch.arange(15.0).view(5, 3)
-    for name, mesh, placements in [
-        ("away", DeviceMesh("cpu", [world - 1]), [Shard(0)]),
-        ("second", meshes[1], [Shard(1)]),
-        ("copies", meshes[1], [Replicate()]),
-        ("all", cpu_mesh(), [Shard(0)]),
-    ]:
-        inside = mesh.get_coordinate() is not None
-        value: Any = distribute_tensor(wide, mesh, placements, src_data_rank=None)
-        if not inside:
-            value = DTensor.from_local(
-                torch.empty(0), mesh, placements, shape=wide.shape, stride=wide.stride(),
-                run_check=False,
-            )  # fmt: skip
-        model.register_buffer(name, value)
-    found = ours.get_model_state_dict(model, options=ON_0)
-    if rank == 0:
-        for name in ("away", "second", "copies", "all"):
-            assert torch.equal(found[name], wide), (name, found[name])
-    if rank == 0:
-        with pytest.raises(ours.StateDictMismatch, match=r"'away': this rank is not in the mesh"):
-            gather.require_within(dict(model.named_buffers()))
+    value: Any = distribute_tensor(wide, meshes[1], [Shard(0)], src_data_rank=None)
+    if not last:
+        value = DTensor.from_local(
+            torch.empty(0), meshes[1], [Shard(0)], shape=wide.shape, stride=wide.stride(),
+            run_check=False,
+        )  # fmt: skip
+    model.register_buffer("away", value)
+    for options in (ON_0, FULL):
+        with pytest.raises(ours.StateDictMismatch, match=r"'away'.*not in the mesh of a tensor"):
+            ours.get_model_state_dict(model, options=options, process_group=dist.group.WORLD)
+    if last:  # the way out
+        groups = dist.new_group(meshes[1].mesh.tolist(), use_local_synchronization=True)
+        found = ours.get_model_state_dict(model, options=FULL, process_group=groups)
+        assert torch.equal(found["away"], wide)
     # Side by side: each half has the same, on a mesh of its own.
     model = nn.Linear(3, 5)
     nn.init.ones_(model.weight)
     half = fully_shard(model, mesh=meshes[last])
     found = ours.get_model_state_dict(half, options=ON_0)
-    assert rank or torch.equal(found["weight"], torch.ones(5, 3))
-
-
-def messages_over_one_communicator() -> None:
-    """Each other rank sends its 40 shards, in blocks that are no longer than the bound."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    calls: list[list[Any]] = []
-    run = dist.batch_isend_irecv
-
-    def spy(operations: list[Any]) -> Any:
-        calls.append(operations)
-        return run(operations)
-
-    def alone(*_: object, **__: object) -> None:
-        raise AssertionError("under NCCL this makes a communicator for two ranks")
-
-    model = nn.ParameterDict({f"w{n}": nn.Parameter(torch.randn(8, 4)) for n in range(40)})
-    for key, value in model.items():
-        model[key] = nn.Parameter(distribute_tensor(value.detach(), cpu_mesh(), [Shard(0)]))
-    shard = 8 * 4 * 4 // world
-    for budget in (gather.BUDGET, shard // 2):
-        calls.clear()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dist, "batch_isend_irecv", spy)
-            patch.setattr(dist, "send", alone)
-            patch.setattr(dist, "recv", alone)
-            patch.setattr(gather, "BUDGET", budget)
-            found = ours.get_model_state_dict(model, options=ON_0)
-        operations = [operation for call in calls for operation in call]
-        assert all(operation.group is dist.group.WORLD for operation in operations)
-        expected = 40 * shard // min(budget, shard) * (world - 1 if rank == 0 else 1)
-        assert len(operations) == expected, (budget, len(operations))
-        assert all(operation.tensor.numel() <= budget for operation in operations)
-        if rank == 0:
-            assert len(found) == 40
-    dist.barrier()
+    assert found == {} if dist.get_rank() else torch.equal(found["weight"], torch.ones(5, 3))
 
 
 def memory_that_a_rank_lacks_stops_all_before_anything_travels() -> None:
@@ -216,32 +162,39 @@ def memory_that_a_rank_lacks_stops_all_before_anything_travels() -> None:
             raise RuntimeError("DefaultCPUAllocator: not enough memory")
         return empty(*args, **words)
 
+    def lack_memory(tensor: torch.Tensor, *args: Any, **words: Any) -> Any:
+        if args == ("cpu",):
+            raise RuntimeError("DefaultCPUAllocator: not enough memory")
+        return move(tensor, *args, **words)
+
+    move = torch.Tensor.to
     with pytest.MonkeyPatch.context() as patch:
         if rank == world - 1:
             patch.setattr(torch, "empty", scarce)
         with pytest.raises(RuntimeError, match="not enough memory"):
             ours.set_model_state_dict(model, state, options=FROM_0)
+    assert torch.equal(model.weight.to_local(), before)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(torch.Tensor, "to", lack_memory)
         with pytest.raises(RuntimeError, match="not enough memory"):
             ours.get_model_state_dict(model, options=ON_0)
-    assert torch.equal(model.weight.to_local(), before)
     assert ours.set_model_state_dict(model, state, options=FROM_0) == ([], [])
 
 
 def what_rank_0_sends_may_be_what_its_model_has() -> None:
-    """In blocks or whole: two buffers trade places, and a transposed one is sent as it reads."""
-    for longest in (broadcast.BUDGET, 64):
-        model = nn.Module()
-        model.register_buffer("x", torch.arange(6.0).view(2, 3))
-        model.register_buffer("y", 10 * torch.arange(6.0).view(2, 3))
-        model.register_buffer("z", torch.zeros(3, 2, dtype=torch.complex64))
-        state = {"x": model.y, "y": model.x, "z": torch.complex(model.x, model.y).t().conj()}
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(broadcast, "BUDGET", longest)
-            given = state if dist.get_rank() == 0 else {}
-            ours.set_model_state_dict(model, given, options=FROM_0)
-        assert model.x.flatten().tolist() == [0, 10, 20, 30, 40, 50]
-        assert model.y.flatten().tolist() == [0, 1, 2, 3, 4, 5]
-        assert torch.equal(model.z, torch.complex(model.y, -model.x).t())
+    """Two buffers trade places, a transposed one is sent as it reads, an empty one is not sent."""
+    model = nn.Module()
+    model.register_buffer("x", torch.arange(6.0).view(2, 3))
+    model.register_buffer("y", 10 * torch.arange(6.0).view(2, 3))
+    model.register_buffer("z", torch.zeros(3, 2, dtype=torch.complex64))
+    model.register_buffer("empty", torch.zeros(0, 2))
+    state = {"x": model.y, "y": model.x, "z": torch.complex(model.x, model.y).t().conj()}
+    state["empty"] = torch.zeros(0, 2)
+    ours.set_model_state_dict(model, state if dist.get_rank() == 0 else {}, options=FROM_0)
+    assert model.x.flatten().tolist() == [0, 10, 20, 30, 40, 50]
+    assert model.y.flatten().tolist() == [0, 1, 2, 3, 4, 5]
+    assert torch.equal(model.z, torch.complex(model.y, -model.x).t())
 
 
 def a_replica_loads_alone() -> None:
@@ -363,10 +316,9 @@ def a_group_without_a_backend_for_the_cpu_agrees_over_gloo() -> None:
 
 #: On four ranks those of which two do not show all.
 BOTH = (
-    a_full_state_dict_has_every_stage,
-    stages_that_do_not_fit_are_one_error_on_every_rank,
-    a_tensor_on_a_mesh_without_rank_0_is_whole_on_rank_0,
-    messages_over_one_communicator,
+    each_stage_is_gathered_by_its_own_ranks,
+    plain_values_that_differ_are_one_error_on_every_rank,
+    a_tensor_on_a_mesh_without_this_rank_is_refused,
     the_ranks_of_a_process_group_load_and_read_together,
 )
 ON_TWO = (

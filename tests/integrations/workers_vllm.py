@@ -204,7 +204,9 @@ def missing() -> None:
 
     path = folder("missing")
     torch.save({"model.q": weights()["model.q"], "model.k": weights()["model.k"]}, path / "x.pt")
-    with pytest.raises(MismatchError, match=r"x\.pt.*It has model: root and rename") as caught:
+    with pytest.raises(
+        MismatchError, match=r"x\.pt.*The checkpoint has model\. Pass root"
+    ) as caught:
         loader().load_weights(model(), config(path))
     assert caught.value.missing_keys == ["norm"]
     loader().load_weights(model(), config(path, "fp8"))

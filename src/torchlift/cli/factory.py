@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
@@ -44,23 +45,34 @@ def make_parallelize(name: str) -> Callable[[nn.Module, DeviceMesh], nn.Module |
     with _user_code("--parallelize", name):
         function = resolve_name(name)
 
-    def parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module | None:
-        with _user_code("--parallelize", name):
-            found: nn.Module | None = function(model, mesh)
-            return found
+    # Not a nested function: it is sent to other processes.
+    return partial(_parallelize, name, function)
 
-    return parallelize
+
+def _parallelize(
+    name: str, function: Callable[..., nn.Module | None], model: nn.Module, mesh: DeviceMesh
+) -> nn.Module | None:
+    with _user_code("--parallelize", name):
+        return function(model, mesh)
 
 
 @contextmanager
 def _user_code(option: str, name: str) -> Iterator[None]:
-    """Run user code. Modules are searched in the working folder first."""
+    """Run user code, and turn its error into a `UsageError`."""
+    try:
+        with search_working_folder():
+            yield
+    except Exception as error:
+        raise UsageError(f"{option} {name}: {_describe_error(error)}") from error
+
+
+@contextmanager
+def search_working_folder() -> Iterator[None]:
+    """Look for modules in the working folder first. Processes that start here do it, too."""
     folder = os.getcwd()
     sys.path.insert(0, folder)  # Python put the command's own folder there
     try:
         yield
-    except Exception as error:
-        raise UsageError(f"{option} {name}: {_describe_error(error)}") from error
     finally:
         # Other paths of the command line are relative to the folder that the command started in.
         os.chdir(folder)

@@ -25,9 +25,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--model checks names, shapes and ties as torchlift.load does. It imports and runs the\n"
         "module that you name.\n"
         "--mesh shows what each rank of a cluster reads: of the model's tensors with --model,\n"
-        "else of all tensors in the file. fsdp (or dp_shard, shard, cp, ep) shards every\n"
-        "parameter along its first dimension. dp (or ddp, dp_replicate, replicate, hsdp)\n"
-        "replicates.\n"
+        "else of all tensors in the file. Without --parallelize, fsdp=N is fully_shard, and\n"
+        "dp=N,fsdp=N is fully_shard with replicas. A mesh of more than 16 ranks is planned at its\n"
+        "corners.\n"
         "--parallelize names your own function of the model and the DeviceMesh, which calls\n"
         "fully_shard or parallelize_module. It runs here, on a fake process group, for any mesh:\n"
         "fsdp=1024,tp=8 or pp=4,dp_shard=64,tp=8."
@@ -109,18 +109,21 @@ def _check(args: argparse.Namespace) -> None:
 
 def _on_mesh(args: argparse.Namespace, ckpt: torchlift.Checkpoint) -> tuple[str, dict[str, Any]]:
     """Return, as text and as data, the bytes that each rank of a mesh would read."""
-    from torchlift.cli.factory import make_model, make_parallelize
+    from torchlift.cli.factory import make_model, make_parallelize, search_working_folder
 
-    found = torchlift.distributed.simulate(
-        ckpt,
-        args.mesh,
-        root=args.root,
-        model=make_model(args.model, args.model_args) if args.model is not None else None,
-        parallelize=make_parallelize(args.parallelize) if args.parallelize is not None else None,
-        rename=rename_of(args),
-        dtype=dtype_of(args),
-        strict=not args.no_strict,
-    )
+    model = make_model(args.model, args.model_args) if args.model is not None else None
+    function = make_parallelize(args.parallelize) if args.parallelize is not None else None
+    with search_working_folder():
+        found = torchlift.distributed.simulate(
+            ckpt,
+            args.mesh,
+            root=args.root,
+            model=model,
+            parallelize=function,
+            rename=rename_of(args),
+            dtype=dtype_of(args),
+            strict=not args.no_strict,
+        )
     return str(found), found.to_dict()
 
 

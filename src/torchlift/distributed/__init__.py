@@ -12,7 +12,6 @@ from torchlift._lazy import lazy
 
 if TYPE_CHECKING:
     from torchlift.distributed.folder import BestN as BestN
-    from torchlift.distributed.folder import EveryNSeconds as EveryNSeconds
     from torchlift.distributed.folder import EveryNSteps as EveryNSteps
     from torchlift.distributed.folder import Kept as Kept
     from torchlift.distributed.folder import LatestN as LatestN
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from torchlift.distributed.generators import Generators as Generators
     from torchlift.distributed.optimizer_slots import OptimizerReport as OptimizerReport
     from torchlift.distributed.options import StateDictOptions as StateDictOptions
-    from torchlift.distributed.planner import LenientPlanner as LenientPlanner
     from torchlift.distributed.ranks import on_ranks as on_ranks
     from torchlift.distributed.reader import CheckpointReader as CheckpointReader
     from torchlift.distributed.save import save_consolidated as save_consolidated
@@ -47,11 +45,10 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy(
     __name__,
     {
-        "folder": "BestN EveryNSeconds EveryNSteps Kept LatestN RunFolder",
+        "folder": "BestN EveryNSteps Kept LatestN RunFolder",
         "generators": "Generators",
         "optimizer_slots": "OptimizerReport",
         "options": "StateDictMismatch StateDictOptions",
-        "planner": "LenientPlanner",
         "ranks": "on_ranks",
         "reader": "CheckpointReader",
         "save": "save_consolidated",

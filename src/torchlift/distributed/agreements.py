@@ -1,4 +1,4 @@
-"""What the ranks of a Keeper agree on: the message of each step, and what makes all ranks refuse.
+"""The messages that the ranks of a Keeper exchange, and the checks that compare them.
 
 A message is a few bytes that one rank sends to all others. Each step has a record for it. A check
 gets the messages of all ranks, so it raises on all ranks, or on none.
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torchlift._model.ranks import RankGroup
 from torchlift._system.interrupts import uninterrupted
@@ -34,7 +34,7 @@ class Call:
     """The first message of a method.
 
     Attributes:
-        method: its name.
+        method: The name of the method.
     """
 
     method: Literal["save", "wait", "resume", "should_stop"]
@@ -45,9 +45,9 @@ class SaveCall(Call):
     """The first message of `Keeper.save`.
 
     Attributes:
-        step: its argument.
-        is_done: whether the last save of this rank is complete.
-        models: names of models and optimizers.
+        step: The argument of that name.
+        is_done: Whether the last save of this rank is complete.
+        models: The names of models and optimizers.
     """
 
     step: int
@@ -60,7 +60,7 @@ class StopCall(Call):
     """The first message of `Keeper.should_stop`.
 
     Attributes:
-        received: whether this rank received a signal.
+        received: Whether this rank received a signal.
     """
 
     received: bool
@@ -71,8 +71,8 @@ class SelectedCheckpoint:
     """A complete checkpoint to resume from.
 
     Attributes:
-        name: of its file or folder.
-        earlier: the steps of the complete checkpoints before it.
+        name: The name of its file or folder.
+        earlier: The steps of the complete checkpoints before it.
     """
 
     name: str
@@ -84,8 +84,8 @@ class ResumeCall(Call):
     """The first message of `Keeper.resume`.
 
     Attributes:
-        checkpoint: what this rank selects; the first rank's counts.
-        models: names of models and optimizers.
+        checkpoint: The checkpoint that this rank selects. The first rank's is loaded.
+        models: The names of models and optimizers.
     """
 
     checkpoint: SelectedCheckpoint | None
@@ -97,9 +97,9 @@ class SnapshotMessage:
     """The message after a rank has copied its state.
 
     Attributes:
-        target: where the checkpoint goes, on the first rank.
-        digests: name of an object that is no model -> digest of its state.
-        groups: digest of the parameter groups of all optimizers.
+        target: The place of the checkpoint, on the first rank.
+        digests: Name of an object that is not a model -> digest of its state.
+        groups: Digest of the parameter groups of all optimizers.
     """
 
     target: NewCheckpoint | None
@@ -114,25 +114,25 @@ class SnapshotMessage:
 
 
 @dataclass(frozen=True, slots=True)
-class FitMessage:
-    """How a selection of a checkpoint fits the models of one rank.
+class SelectionMessage:
+    """The match between a selection of a checkpoint and the models of one rank.
 
     Attributes:
-        selected: digest of the names to load. It is the same on all ranks.
-        unexpected: a bit for each saved name, in order, that no model of this rank has.
-        apart: optimizers that this rank cannot load with the models in one call.
+        selected: Digest of the names to load. It must be equal on all ranks.
+        unexpected: A bit for each saved name, in order, that no model of this rank has.
+        separate: Optimizers that this rank cannot load in one call with the models.
     """
 
     selected: bytes
     unexpected: int
-    apart: tuple[str, ...]
+    separate: tuple[str, ...]
 
 
 def require_same(what: str, values: Iterable[object]) -> None:
-    """Refuse values that differ from rank to rank.
+    """Refuse values that differ between ranks.
 
     Raises:
-        ValueError: If they do.
+        ValueError: If they differ.
     """
     each = [*values]
     if any(one != each[0] for one in each):
@@ -140,7 +140,7 @@ def require_same(what: str, values: Iterable[object]) -> None:
 
 
 def require_same_call(by_rank: Mapping[int, Call]) -> None:
-    """Refuse different methods, as after an error that one rank alone met and caught.
+    """Refuse different methods. One rank alone may have caught an error and gone on.
 
     Raises:
         ValueError: If the ranks call different methods, with other steps or for other models.
@@ -154,25 +154,31 @@ def require_same_call(by_rank: Mapping[int, Call]) -> None:
 
 @contextmanager
 def together(ranks: RankGroup) -> Iterator[Callable[[], None]]:
-    """Let all ranks end the block, or none: an error on one rank is raised on all of them.
+    """Raise an error of one rank in the block on all ranks.
 
-    The block gets a function that delivers an interrupt, which is held back otherwise.
+    Interrupts wait until the block ends. The block gets a function that delivers them earlier.
     """
     with uninterrupted() as deliver, ranks.together() as agree:
         yield deliver
-        deliver()  # an interrupt: here the other ranks learn of it
+        deliver()  # an interrupt here is reported to the other ranks
         agree(False)
 
 
-def merge_groups(by_rank: Iterable[Mapping[tuple[str, tuple[str, ...]], Any]]) -> dict[str, Any]:
+class GroupKey(NamedTuple):
+    """A parameter group, by its optimizer and the names of its parameters."""
+
+    optimizer: str
+    params: tuple[str, ...]
+
+
+def merge_groups(by_rank: Iterable[Mapping[GroupKey, Any]]) -> dict[str, Any]:
     """Return optimizer -> the parameter groups of all ranks, such as the stages of a pipeline.
 
     Args:
-        by_rank: for each rank (optimizer, names of its parameters) -> group. If two ranks have one
-            group, that of the first rank counts.
+        by_rank: The groups of each rank. If two ranks have the same one, the first rank's counts.
     """
     every = {key: group for each in reversed([*by_rank]) for key, group in each.items()}
     merged: dict[str, list[Any]] = {}
-    for name, params in sorted(every):
-        merged.setdefault(name, []).append(every[name, params])
+    for key in sorted(every):
+        merged.setdefault(key.optimizer, []).append(every[key])
     return merged

@@ -1,14 +1,14 @@
-"""Values that rank 0 sends to all ranks, each of which keeps its own slices of them."""
+"""Tensors that rank 0 sends to all ranks. Each rank keeps its own slices."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from torchlift._model.dtensor import Span, blocks, local_shape
+from torchlift._model.dtensor import local_shape
 from torchlift._model.handlers import is_wrapper, oddity
 from torchlift._model.ranks import rank, ranks_of
 from torchlift._sources.opening import StateSource
@@ -21,25 +21,19 @@ from torchlift._sources.tensors import (
     place,
     whole_copy,
 )
-from torchlift._transfer.pinned import Sender
 from torchlift.errors import PlacementError
-
-T = TypeVar("T")
-
-#: Bytes in flight at once, in two buffers of half the size: one is filled while the other travels.
-BUDGET = 64 * 2**20
 
 
 class BroadcastSource(StateSource):
-    """The state dict of rank 0, whose tensors travel when they are needed.
+    """The state dict of rank 0. Its tensors are sent when they are needed, one at a time.
 
     Args:
-        state: key -> what rank 0 sends (`Sent`), or a value that is no tensor.
-        versions: as in `StateSource`.
-        tensors: what rank 0 sends: the tensors there, their descriptions elsewhere.
-        device: where values are received that the model's own code looks at.
-        kind: device type of the model.
-        process_group: the ranks that take part; by default all.
+        state: Key -> a description of a tensor (`Sent`), or another value.
+        versions: See `StateSource`.
+        tensors: The tensors on rank 0, their descriptions on the others.
+        device: Where ranks receive values that the model's own code reads.
+        kind: Device type of the model.
+        process_group: The ranks that take part. Default: all.
     """
 
     collective = True
@@ -55,25 +49,21 @@ class BroadcastSource(StateSource):
     ) -> None:
         super().__init__(state, versions, whole=True)
         self._tensors, self._device = tensors, device
-        self._group = carrier(process_group)
-        self._wire = wire(kind, self._group)
-        self._stages: list[torch.Tensor] = []
-        self._arriving: dict[int, torch.Tensor] = {}
+        self._group = _carrier(process_group)
+        self._wire = _wire(kind, self._group)
+        self._stage = torch.empty(0)
 
     def reserve(self) -> None:
-        """Take the two buffers of all blocks, before the ranks agree to go on."""
-        if self._stages:
-            return
-        limit = BUDGET // 2
-        sizes = [each.dtype.itemsize * math.prod(each.shape) for each in self._tensors]
-        size = min(max(sizes, default=0), limit)
-        self._stages = [torch.empty(size, dtype=torch.uint8, device=self._wire) for _ in range(2)]
+        """Allocate memory for the largest tensor, before the ranks agree to start."""
+        if self._stage.numel() == 0:
+            size = max((_nbytes(each) for each in self._tensors), default=0)
+            self._stage = torch.empty(size, dtype=torch.uint8, device=self._wire)
 
     def receive(self, keys: Sequence[str]) -> None:
-        """Receive whole tensors; all ranks take part, also those that need none."""
+        """Receive complete tensors. All ranks take part, also those that need none."""
         copies = []
         arriving: dict[int, torch.Tensor] = {}
-        here: dict[str, MemoryTensor] = {}
+        received: dict[str, MemoryTensor] = {}
         try:
             self.reserve()
             for key in keys:
@@ -83,110 +73,108 @@ class BroadcastSource(StateSource):
                     target = torch.empty(sent.shape, dtype=sent.dtype, device=self._device)
                     arriving[sent.index] = target
                     copies.append(whole_copy(sent, target))
-                here[key] = MemoryTensor(key, arriving[sent.index])
-        except RuntimeError:  # no memory: the others are not to wait for this rank
+                received[key] = MemoryTensor(key, arriving[sent.index])
+        except RuntimeError:  # out of memory: the other ranks would wait for this one
             self._choose((), failed=True)
             raise
         self.fill(copies)
-        self.candidates = {**self.candidates, **here}
+        self.candidates = {**self.candidates, **received}
 
     def fill(self, copies: Sequence[Copy]) -> None:
-        """Execute the copies; all ranks take part, and each may take something else.
-
-        Large tensors are sent in blocks, so that a rank never holds more than `BUDGET` bytes beside
-        its own slices: torch sends each one whole (pytorch/pytorch#149640).
-        """
-        copy_values(
-            copy_overlapping_sources(
-                [item for item in copies if isinstance(item.source, torch.Tensor)]
-            )
-        )
-        taken: dict[int, list[Copy]] = {}
+        """Execute the copies. All ranks take part, and each may need other tensors."""
+        local = [item for item in copies if isinstance(item.source, torch.Tensor)]
+        copy_values(copy_overlapping_sources(local))
+        needed: dict[int, list[Copy]] = {}
         for item in copies:
             if isinstance(item.source, Sent):
-                taken.setdefault(item.source.index, []).append(item)
-        for index, block, values in self._travel(self._choose(taken)):
-            for item in taken.get(index, ()):
-                self._place(values, block, self._tensors[index].shape, item)
+                needed.setdefault(item.source.index, []).append(item)
+        self.reserve()
+        chosen = self._choose(needed)
+        tensors = {index: self._tensors[index] for index in chosen}
+        if rank() == 0:
+            tensors = _clone_overwritten(tensors, needed)
+        for index, tensor in tensors.items():
+            values = self._broadcast(tensor)
+            for item in needed.get(index, ()):
+                _put(values, item)
 
-    def _place(
-        self, values: torch.Tensor, block: Sequence[Span], shape: Sequence[int], item: Copy
-    ) -> None:
-        if not is_wrapper(item.target):
-            place(values, block, item)
-            return
-        # Which slices its class takes only it knows: it gets all of this rank's values at once.
-        device, plain = item.target.device, self._arriving.pop(id(item), None)
-        if plain is None:
-            plain = torch.empty(local_shape(item.spans), dtype=values.dtype, device=device)
-        place(values, block, item._replace(target=plain))
-        if all(stop == size for (_, stop), size in zip(block, shape, strict=True)):
-            item.target.copy_(plain)
-        else:
-            self._arriving[id(item)] = plain
+    def _broadcast(self, tensor: torch.Tensor | Sent) -> torch.Tensor:
+        """Return the values of a tensor of rank 0, in memory that the next one overwrites."""
+        sent = self._stage[: _nbytes(tensor)]
+        values = sent.view(tensor.dtype).view(tensor.shape)
+        if rank() == 0:
+            assert isinstance(tensor, torch.Tensor)
+            values.copy_(tensor)
+        if sent.numel():
+            torch.distributed.broadcast(sent, 0, self._group)
+        return values
 
-    def _choose(self, taken: Iterable[int], failed: bool = False) -> list[int]:
-        """Return the numbers of the tensors that any rank takes; all ranks take part.
+    def _choose(self, needed: Iterable[int], failed: bool = False) -> list[int]:
+        """Return the numbers of the tensors that any rank needs. All ranks take part.
 
         Raises:
-            PlacementError: another rank failed.
+            PlacementError: If another rank failed.
         """
         flags = torch.zeros(len(self._tensors) + 1, dtype=torch.uint8, device=self._wire)
-        flags[list(taken)] = 1
+        flags[list(needed)] = 1
         flags[-1] = int(failed)
         torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX, self._group)
         *chosen, any_failed = flags.tolist()
         if any_failed and not failed:
-            raise PlacementError("a rank has not enough memory for what rank 0 sends")
+            raise PlacementError("a rank does not have enough memory for a tensor of rank 0")
         return [index for index, flag in enumerate(chosen) if flag]
 
-    def _travel(
-        self, chosen: Sequence[int]
-    ) -> Iterator[tuple[int, tuple[Span, ...], torch.Tensor]]:
-        """Yield each block of a tensor when it has arrived, with the next one on its way."""
-        self.reserve()
-        all_blocks = (
-            (index, block)
-            for index in chosen
-            for each in [self._tensors[index]]
-            for block in blocks(each.shape, BUDGET // 2 // each.dtype.itemsize)
-        )
-        before: tuple[Any, tuple[int, tuple[Span, ...], torch.Tensor]] | None = None
-        with Sender(self._stages if rank() == 0 else ()) as sender:
-            for turn, (index, block) in enumerate(all_blocks):
-                tensor, shape = self._tensors[index], [stop - start for start, stop in block]
-                sent = self._stages[turn % 2][: tensor.dtype.itemsize * math.prod(shape)]
-                view = sent.view(tensor.dtype).view(shape)
-                if rank() == 0:
-                    assert isinstance(tensor, torch.Tensor)
-                    sender.copy(tensor[tuple(slice(*span) for span in block)], view)
-                    sender.flush()
-                work = torch.distributed.broadcast(sent, 0, self._group, True)
-                if before is not None:
-                    yield self._arrived(*before)
-                before = work, (index, block, view)
-            if before is not None:
-                yield self._arrived(*before)
 
-    @staticmethod
-    def _arrived(work: Any, block: T) -> T:
-        if work is not None:
-            work.wait()
-        return block
+def _nbytes(tensor: torch.Tensor | Sent) -> int:
+    return tensor.dtype.itemsize * math.prod(tensor.shape)
 
 
-def carrier(process_group: Any) -> Any:
-    """Return the process group that carries weights of the ranks of another one.
+def _clone_overwritten(
+    tensors: Mapping[int, torch.Tensor | Sent], needed: Mapping[int, Sequence[Copy]]
+) -> dict[int, torch.Tensor | Sent]:
+    """Clone the tensors that the copy of another one would overwrite before they are sent."""
+    written: dict[int, set[int]] = {}
+    for index, copies in needed.items():
+        for item in copies:
+            written.setdefault(_storage_of(item.target), set()).add(index)
+    return {
+        index: tensor.clone()
+        if isinstance(tensor, torch.Tensor) and written.get(_storage_of(tensor), set()) - {index}
+        else tensor
+        for index, tensor in tensors.items()
+    }
 
-    The default one where they are all ranks: what is named for agreements may be gloo, and slow.
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    return 0 if is_wrapper(tensor) else tensor.untyped_storage().data_ptr()
+
+
+def _put(values: torch.Tensor, item: Copy) -> None:
+    """Copy this rank's slices of complete values."""
+    whole = [(0, size) for size in values.shape]
+    if not is_wrapper(item.target):
+        place(values, whole, item)
+        return
+    # A class that wraps other tensors may have no slices to write to. It gets all values at once.
+    shape, device = local_shape(item.spans), item.target.device
+    plain = torch.empty(shape, dtype=values.dtype, device=device)
+    place(values, whole, item._replace(target=plain))
+    item.target.copy_(plain)
+
+
+def _carrier(process_group: Any) -> Any:
+    """Return the process group that sends weights to the ranks of another one.
+
+    That is the default group if both have all ranks: a group that a caller names may be gloo, and
+    slow.
     """
     if process_group is not None and ranks_of(process_group) == ranks_of():
         return None
     return process_group
 
 
-def wire(kind: str, group: Any = None) -> torch.device:
-    """Return the device on which a process group takes tensors of a model on `kind`."""
+def _wire(kind: str, group: Any = None) -> torch.device:
+    """Return the device on which a process group sends tensors of a model on `kind`."""
     backends = torch.distributed.get_backend_config(group).split(",")
     kinds = [backend.partition(":")[0] for backend in backends]
     if kind not in kinds:
@@ -197,10 +185,10 @@ def wire(kind: str, group: Any = None) -> torch.device:
 
 
 def sendable(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Check that a tensor can travel as bytes.
+    """Return a tensor that can be sent as bytes.
 
     Raises:
-        PlacementError: it is on meta, sparse, quantized or a subclass such as DTensor.
+        PlacementError: If it is on meta, sparse, quantized or a subclass such as DTensor.
 
     Example:
         >>> sendable(torch.ones(2), "weight")
@@ -210,7 +198,7 @@ def sendable(tensor: torch.Tensor, name: str) -> torch.Tensor:
     odd = oddity(tensor)
     if not plain or odd:
         raise PlacementError(
-            "broadcast_from_rank0 sends whole plain tensors",
+            "broadcast_from_rank0 can send complete plain tensors only",
             entry=name,
             found=f"a tensor that is {odd}" if odd else type(tensor).__name__,
             hint="Load it without broadcast_from_rank0, or make it a plain tensor first.",

@@ -1,7 +1,7 @@
 """The folder of a run: which checkpoints are complete, which are kept, and which are removed.
 
-Any process may look into it. Only the first rank of the keeper removes. Nothing here waits for
-another rank. The policies have the names that orbax gives them.
+Any process may read it. Only the first rank of the keeper removes checkpoints. Nothing here waits
+for another rank. The policies have orbax's names.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import shutil
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from time import monotonic, sleep
@@ -32,11 +31,11 @@ from torchlift.formats.dcp import DCP_METADATA
 
 T = TypeVar("T")
 
-#: What a checkpoint is called: its step, and its generation from the second one on.
+#: The name of a checkpoint: its step, and its generation if that is not the first one.
 _NAME = re.compile(r"step-([0-9]{9,})(?:-([0-9]+))?(\.pt)?")
-#: The temporary file of one, which a process that was killed leaves.
+#: The temporary file of a checkpoint, which a killed process leaves.
 _UNFINISHED = re.compile(r"\.(step-[\d-]+\.pt)\.torchlift-\w{8}\.part")
-#: The name of a checkpoint from the moment it counts no more until it is gone.
+#: The name of an expired checkpoint until it is deleted.
 _REMOVED = re.compile(r"\.step-[\d-]+(?:\.pt)?\.removed-\w{8}")
 
 
@@ -45,11 +44,11 @@ class Kept:
     """A complete checkpoint.
 
     Attributes:
-        generation: how many times the run has gone back to an earlier step before.
-        step: the number of steps that it is the result of.
-        path: where it is.
-        abandoned: whether the run has gone back behind it since; known to the keeper's policies,
-            after a restart as far as the steps and generations of what is kept tell.
+        generation: How many times the run had gone back to an earlier step.
+        step: The number of steps that led to it.
+        path: Its file, folder or URL.
+        abandoned: Whether the run has since gone back to an earlier step. The keeper sets it for
+            its policies. After a restart, it follows from the steps and generations that are left.
     """
 
     generation: int
@@ -65,18 +64,13 @@ class Kept:
         is_file = self.path.endswith(".pt")
         return stamp_now(self.path if is_file else inside(self.path, DCP_METADATA))
 
-    @property
-    def time(self) -> float:
-        """Return when it was complete, in seconds since 1970 by the clock of its file system."""
-        return self._stamp.time
-
     @cached_property
     def metrics(self) -> Mapping[str, float] | None:
-        """Return its metrics that are numbers, by name, or None where they cannot be read."""
+        """Return its metrics that are numbers, by name, or None if they cannot be read."""
         try:
             stamp = self._stamp
             known, values = self._known.get(self.path, (None, {}))
-            if known != stamp:  # each is opened once, not all of them at each save
+            if known != stamp:  # each checkpoint is opened once, and not at every save
                 with open_checkpoint(self.path) as ckpt:
                     values = {
                         key.removeprefix("metrics."): float(value)
@@ -89,15 +83,15 @@ class Kept:
         return values
 
 
-#: Which of the checkpoints that are kept, in the order of saving, stay.
+#: A function of the complete checkpoints, in the order of saving. It returns those to keep.
 Policy = Callable[[Sequence[Kept]], Iterable[Kept]]
 
 
 def _require_number(number: object, *kinds: type) -> None:
-    """Refuse what is no number of that kind from 1 on.
+    """Refuse a value that is not a number of some kinds, or is below 1.
 
     Raises:
-        ValueError: it is none.
+        ValueError: If it is not.
     """
     if type(number) not in kinds or number < 1:  # type: ignore[operator]
         raise ValueError(f"n={number!r}: expected a number from 1 on")
@@ -105,7 +99,7 @@ def _require_number(number: object, *kinds: type) -> None:
 
 @dataclass(frozen=True)
 class LatestN:
-    """Keeps the last `n` checkpoints that led to where the run is; None keeps all there are.
+    """Keep the last `n` checkpoints that led to the current step, or all with None.
 
     Example:
         >>> from torchlift.distributed import Kept, LatestN
@@ -126,10 +120,10 @@ class LatestN:
 
 @dataclass(frozen=True)
 class BestN:
-    """Keeps the `n` checkpoints whose metric is the best, and those whose metrics are unreadable.
+    """Keep the `n` checkpoints with the best metric, and those whose metrics cannot be read.
 
-    One without that metric, or where it is not a number, is never the best. Of equal ones the later
-    is.
+    A checkpoint without that metric, or with NaN, is never the best. Of two equal ones, the later
+    one is better.
 
     Example:
         >>> from torchlift.distributed import BestN
@@ -147,7 +141,7 @@ class BestN:
             raise ValueError(f"best_is={self.best_is!r}: expected one of lowest, highest")
 
     def ranked(self, kept: Sequence[Kept]) -> list[Kept]:
-        """Return those that have the metric, the best first."""
+        """Return the checkpoints that have the metric, the best first."""
         found = [
             (value if self.best_is == "lowest" else -value, one)
             for one in reversed(kept)
@@ -156,13 +150,13 @@ class BestN:
         return [one for _, one in sorted(found, key=lambda pair: pair[0])]
 
     def __call__(self, kept: Sequence[Kept]) -> Sequence[Kept]:
-        """Return those that stay; one that cannot be read today may be the best."""
+        """Return those that stay. One that cannot be read now may be the best."""
         return self.ranked(kept)[: self.n] + [one for one in kept if one.metrics is None]
 
 
 @dataclass(frozen=True)
 class EveryNSteps:
-    """Keeps each checkpoint whose step is a multiple of `n`.
+    """Keep each checkpoint whose step is a multiple of `n`.
 
     Example:
         >>> from torchlift.distributed import EveryNSteps, Kept
@@ -180,53 +174,25 @@ class EveryNSteps:
         return [one for one in kept if one.step % self.n == 0]
 
 
-@dataclass(frozen=True)
-class EveryNSeconds:
-    """Keeps the first checkpoint, and of the others each that is `n` seconds from the one before.
-
-    A clock that was set back counts like one that has gone on.
-
-    Example:
-        >>> from torchlift.distributed import EveryNSeconds, LatestN
-        >>> keep = [LatestN(2), EveryNSeconds(3600)]  # of a Keeper
-    """
-
-    n: float
-
-    def __post_init__(self) -> None:
-        _require_number(self.n, int, float)
-
-    def __call__(self, kept: Sequence[Kept]) -> Sequence[Kept]:
-        """Return those that stay."""
-        stays: list[Kept] = []
-        last = -float("inf")
-        for one in kept:
-            time = one.time
-            if abs(time - last) >= self.n:
-                stays.append(one)
-                last = time
-        return stays
-
-
 class _NotYet(CheckpointError, TimeoutError):
-    """There is no other checkpoint, and no more time."""
+    """No newer checkpoint was complete in time."""
 
 
 class RunFolder:
-    """Looks into the folder of a `torchlift.Keeper` from another process, such as an evaluation.
+    """Read the folder of a `torchlift.Keeper` from another process, such as an evaluation.
 
-    It writes nothing, removes nothing, and needs no process group. It names complete checkpoints
-    only. The keeper may remove one at any time after that: to open it is a `CheckpointError` then
-    or, of a file that is open already, no error at all. Let the keeper keep what you evaluate.
+    The keeper may remove a checkpoint at any time, and to open it is a `CheckpointError` then. So
+    let the keeper keep the checkpoints that you evaluate. This object names complete checkpoints
+    only. It writes nothing, removes nothing, and needs no process group.
 
     Args:
-        directory: that of the keeper, or its URL.
-        best: the name of the metric by which `best` tells.
-        best_is: whether the lowest or the highest is the best.
-        storage_options: of a URL, as in `torchlift.open`.
+        directory: The keeper's folder or URL.
+        best: The name of the metric for `best`.
+        best_is: Whether the ``"lowest"`` or the ``"highest"`` metric is the best.
+        storage_options: Options of a URL. See :ref:`arg-storage-options`.
 
     Raises:
-        ValueError: an argument is not what it can be.
+        ValueError: If an argument has a wrong value.
 
     Example:
         >>> import tempfile, torch, torchlift
@@ -252,10 +218,10 @@ class RunFolder:
         self._known: dict[str, tuple[object, dict[str, float]]] = {}
 
     def kept(self) -> list[Kept]:
-        """Return the complete checkpoints in the order of saving, of each step the last one.
+        """Return the complete checkpoints in the order of saving, and of each step the last one.
 
         Raises:
-            CheckpointError: the folder cannot be read.
+            CheckpointError: If the folder cannot be read.
         """
         return _last_of_each_step(self._complete())
 
@@ -263,7 +229,7 @@ class RunFolder:
         """Return the steps that have a complete checkpoint, in the order of saving.
 
         Raises:
-            CheckpointError: the folder cannot be read.
+            CheckpointError: If the folder cannot be read.
         """
         return [one.step for one in self.kept()]
 
@@ -271,7 +237,7 @@ class RunFolder:
         """Return the path of the last complete checkpoint, or None.
 
         Raises:
-            CheckpointError: the folder cannot be read.
+            CheckpointError: If the folder cannot be read.
         """
         kept = self.kept()
         return kept[-1].path if kept else None
@@ -279,17 +245,17 @@ class RunFolder:
     def best(self) -> str | None:
         """Return the path of the complete checkpoint with the best metric, or None.
 
-        One that cannot be read is warned of.
+        A warning lists those that cannot be read.
 
         Raises:
-            CheckpointError: the folder cannot be read.
+            CheckpointError: If the folder cannot be read.
         """
         if self._best is None:
             return None
         kept = self.kept()
         found = self._best.ranked(kept)
-        look = _is_there if is_url(self.directory) else os.path.exists
-        unread = [one.path for one in kept if one.metrics is None and look(one.path)]
+        exists = _is_there if is_url(self.directory) else os.path.exists
+        unread = [one.path for one in kept if one.metrics is None and exists(one.path)]
         if unread:
             warnings.warn(
                 f"metrics cannot be read, so another may be the best: {clipped_list(unread)}",
@@ -299,20 +265,20 @@ class RunFolder:
         return found[0].path if found else None
 
     def wait_for_new(self, after: str | None = None, *, timeout: float | None = None) -> str:
-        """Return the path of the last complete checkpoint as soon as it is a newer one.
+        """Wait for a newer checkpoint, and return the path of the last one.
 
         Args:
-            after: path of the one that is known; None waits for any. The folder may not be there
-                yet.
-            timeout: seconds; None waits for ever.
+            after: The path of the last checkpoint that you know. Default: wait for any checkpoint.
+                The folder need not exist yet.
+            timeout: Seconds. Default: no limit.
 
         Raises:
-            CheckpointError: there is none in time; a TimeoutError, too.
-            ValueError: `after` is not a path of a checkpoint.
+            CheckpointError: If there is none in time. It is a TimeoutError, too.
+            ValueError: If `after` is not the path of a checkpoint.
         """
         match = _NAME.fullmatch(name_of(after)) if after is not None else None
         if after is not None and match is None:
-            raise ValueError(f"after={after!r}: expected a path that latest() has returned")
+            raise ValueError(f"after={after!r}: expected a path that latest() returned")
         known = (int(match[2] or 0), int(match[1])) if match else (-1, -1)
         end, pause = monotonic() + (float("inf") if timeout is None else timeout), 0.05
         while True:
@@ -347,21 +313,21 @@ class RunFolder:
         return inside(self.directory, name)
 
     def _is_complete(self, match: re.Match[str]) -> bool:
-        """Tell whether one of that name is: of a folder the marker is written last."""
+        """Return whether a checkpoint of that name is complete. A folder gets its marker last."""
         marker = inside(self._path(match[0]), DCP_METADATA)
         return bool(match[3]) or self._use(_is_there, marker)
 
     def _names(self) -> list[str]:
         return self._use(listed if is_url(self.directory) else os.listdir, self.directory)
 
-    def _use(self, look: Callable[[str], T], path: str) -> T:
-        """Return what is found there.
+    def _use(self, read: Callable[[str], T], path: str) -> T:
+        """Return the result of a function that reads the folder.
 
         Raises:
-            CheckpointError: somebody has removed it, or its file system is not there.
+            CheckpointError: If the folder was removed, or its file system is not mounted.
         """
         try:
-            return look(path)
+            return read(path)
         except OSError as error:
             if isinstance(error, CheckpointError):
                 raise
@@ -378,7 +344,7 @@ def policies_of(
     best: str | None,
     best_is: Literal["lowest", "highest"],
 ) -> list[Policy]:
-    """Return the policies that a keeper's arguments mean."""
+    """Return the policies for the arguments of a keeper."""
     found: list[Policy] = [BestN(1, best, best_is)] if best is not None else []
     if every is not None:
         found.append(EveryNSteps(every))
@@ -388,11 +354,11 @@ def policies_of(
 
 
 class NewCheckpoint(NamedTuple):
-    """Where the next checkpoint goes.
+    """The place of the next checkpoint.
 
     Attributes:
-        name: of the file or folder.
-        before: the last step that may have led to it.
+        name: The name of its file or folder.
+        before: The last step that may have led to it.
     """
 
     name: str
@@ -400,15 +366,16 @@ class NewCheckpoint(NamedTuple):
 
 
 class KeptFolder(RunFolder):
-    """Names the next checkpoint of a run, and removes those that no policy keeps.
+    """The folder as its keeper uses it: it names checkpoints, and removes those that expire.
 
-    A run that has not resumed leaves the checkpoints of later steps alone: they are of another run.
+    A run that has not resumed does not remove the checkpoints of later steps. They are those of
+    another run.
 
     Args:
-        directory: its absolute path, or a URL.
+        directory: Its absolute path, or a URL.
 
     Attributes:
-        policies: a checkpoint stays if any of them keeps it.
+        policies: A checkpoint is kept if any of them keeps it.
     """
 
     def __init__(self, directory: str) -> None:
@@ -416,11 +383,9 @@ class KeptFolder(RunFolder):
         self.policies: Sequence[Policy] = ()
         self._lock: FolderLock | None = None
         self._is_adopted = self._is_warned = False
-        # Paths: of another run's later steps; of steps behind which this run went back.
+        # Paths of another run's later steps, and of steps that this run has gone back from.
         self._foreign: set[str] = set()
         self._abandoned: set[str] = set()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="torchlift-remover")
-        self._removing: list[Future[list[str]]] = []
 
     @property
     def metrics(self) -> list[str]:
@@ -433,31 +398,31 @@ class KeptFolder(RunFolder):
         return super().best()
 
     def lock(self) -> None:
-        """Keep other jobs out of the folder until `close`. A store has no locks.
+        """Keep other jobs out of the folder until `close`. A URL has no lock.
 
         Raises:
             CheckpointError: If another job holds it.
         """
         if not is_url(self.directory):
             self._lock = FolderLock(self.directory)
-            # A keeper that nobody closes must not keep the next one of this process out.
+            # A keeper that is never closed must not keep the next one of this process out.
             weakref.finalize(self, self._lock.release)
             self._lock.acquire()
 
     def adopt(self) -> list[Kept]:
-        """Take all that is complete as the run's own, and return it."""
+        """Return all complete checkpoints, which are the run's own from now on."""
         if self._lock is not None:
             self._lock.use()
         self._is_adopted, self._foreign = True, set()
         return self.kept()
 
     def new_path(self, step: int, base: int | None, is_file: bool) -> NewCheckpoint:
-        """Return the name of a step's checkpoint, and remove what a killed save left under it.
+        """Return the name of a step's checkpoint, and remove a killed save of that name.
 
         Args:
-            step: its own.
-            base: the step that was last resumed or saved, or None.
-            is_file: whether it is a file and not a folder.
+            step: The step.
+            base: The step that was last resumed or saved, or None.
+            is_file: Whether the checkpoint is a file and not a folder.
         """
         if self._lock is not None:
             self._lock.use()
@@ -470,31 +435,31 @@ class KeptFolder(RunFolder):
         if kept:
             last = kept[-1]
             is_replaced = step == last.step and is_file and last.path.endswith(".pt")
-            # A run that went back; or a folder, which stays until the new one is complete.
+            # The run went back, or the old folder stays until the new one is complete.
             generation = last.generation + (last.step > before and not is_replaced)
         name = f"step-{step:09d}" + (f"-{generation}" if generation else "")
         path = self._path(name)
         if self._use(_is_there, path) and path not in [one.path for one in kept]:
-            # What a save that was killed left must not become a part of this one.
+            # Files of a killed save must not become a part of this one.
             failed = _remove_all(self.directory, [path]) if is_url(path) else _retire(path)
             if failed:
                 raise CheckpointError("cannot be removed", file=path, found=failed[0])
         return NewCheckpoint(f"{name}.pt" if is_file else name, before)
 
     def sweep(self, newest: str, before: int) -> list[str]:
-        """Remove the checkpoints that no policy keeps, and what interrupted saves left.
+        """Remove the checkpoints that no policy keeps, and the files of interrupted saves.
 
         Args:
-            newest: path of the checkpoint that was saved last.
-            before: the last step that may have led to it.
+            newest: The path of the checkpoint that was saved last.
+            before: The last step that may have led to it.
 
         Returns:
-            What went wrong, in sentences.
+            Problems, as sentences.
         """
         problems, complete = list[str](), {one.path: one for one in self._complete()}
         own = {path: one for path, one in complete.items() if path not in self._foreign}
         kept = _last_of_each_step(own.values())
-        # Backwards, without the steps that a run did which went back behind them.
+        # Walk back from the newest. A later step than the one before it was abandoned.
         self._abandoned.discard(newest)
         for one in reversed(kept):
             if one.path != newest and one.path not in self._abandoned:
@@ -505,10 +470,8 @@ class KeptFolder(RunFolder):
             one.abandoned = one.path in self._abandoned
         try:
             stays = {newest, *(one.path for policy in self.policies for one in policy(kept))}
-        except Exception as error:  # of the caller's function: the new checkpoint is complete
-            problems.append(
-                f"keep= failed, and nothing is removed: {type(error).__name__}: {error}"
-            )
+        except Exception as error:  # the caller's function failed, after a complete save
+            problems.append(f"keep= failed, so nothing is removed: {type(error).__name__}: {error}")
             stays = {*own}
         failed, retired = list[str](), list[str]()
         for name in self._names():
@@ -516,7 +479,7 @@ class KeptFolder(RunFolder):
             if temporary and not is_url(path):
                 remove_debris(self._path(temporary[1]))
             is_ours = _NAME.fullmatch(name) and path not in self._foreign
-            if is_ours and path not in stays:  # complete, or what a killed save left
+            if is_ours and path not in stays:  # complete, or of a killed save
                 try:
                     retired += _retire(path)
                 except (CheckpointError, OSError) as error:
@@ -525,33 +488,20 @@ class KeptFolder(RunFolder):
             self._is_warned = True
             names = clipped_list(sorted(map(name_of, self._foreign)))
             problems.append(
-                f"checkpoints of later steps stay, since this run has not resumed from them: "
-                f"{names}. Call resume() first, or give each run a folder of its own."
+                f"checkpoints of later steps are kept, because this run has not resumed: {names}. "
+                "Call resume() first, or give each run a folder of its own."
             )
         retired += [self._path(name) for name in self._names() if _REMOVED.fullmatch(name)]
-        if retired:
-            self._removing.append(self._thread.submit(_remove_all, self.directory, retired))
-        return problems + self._failures(failed, [each for each in self._removing if each.done()])
-
-    def removed(self) -> list[str]:
-        """Wait until all is removed that is to be; return, in a sentence, what cannot be."""
-        return self._failures([], list(self._removing))
+        failed += _remove_all(self.directory, retired) if retired else []
+        if failed:
+            text = "older checkpoints cannot be removed, and the next save tries again: "
+            problems.append(text + clipped_list(dict.fromkeys(failed)))
+        return problems
 
     def close(self) -> None:
-        """End the thread that removes, and let other jobs have the folder."""
-        try:
-            self._thread.shutdown()
-        finally:
-            if self._lock is not None:
-                self._lock.release()
-
-    def _failures(self, failed: list[str], done: list[Future[list[str]]]) -> list[str]:
-        for each in done:
-            error = each.exception()
-            failed += each.result() if error is None else [repr(error)]
-            self._removing.remove(each)
-        text = "older checkpoints cannot be removed; the next save tries again: "
-        return [text + clipped_list(dict.fromkeys(failed))] if failed else []
+        """Release the folder, so that other jobs can use it."""
+        if self._lock is not None:
+            self._lock.release()
 
 
 def _last_of_each_step(kept: Iterable[Kept]) -> list[Kept]:
@@ -563,16 +513,16 @@ def _is_there(path: str) -> bool:
 
 
 def _retire(path: str) -> list[str]:
-    """Give a checkpoint a name that is none; of a link, which somebody made, the link alone.
+    """Rename a checkpoint, so that it is not complete any more while it is deleted.
 
-    So that half of one is never complete, and no save waits until all of it is gone. Of a store,
-    where nothing gets another name, remove what makes it complete.
+    A link is renamed, not its target. An object store cannot rename, so the object that makes the
+    checkpoint complete is removed.
 
     Returns:
-        What is to be removed yet, and has none of those names.
+        Paths in a store that are still to be removed.
 
     Raises:
-        CheckpointError, OSError: it has its name.
+        CheckpointError, OSError: If it could not be renamed.
     """
     if is_url(path):
         if path.endswith(".pt"):
@@ -587,7 +537,7 @@ def _retire(path: str) -> list[str]:
 
 
 def _remove_all(directory: str, paths: Sequence[str]) -> list[str]:
-    """Remove files, links and folders; return which cannot be, and why."""
+    """Remove files, links and folders. Return one sentence for each that cannot be removed."""
     failed = []
     if is_url(directory):
         for place in (inside(path, name) for path in paths for name in listed(path)):
@@ -597,7 +547,7 @@ def _remove_all(directory: str, paths: Sequence[str]) -> list[str]:
                 failed.append(str(error))
         return failed
     try:
-        make_durable(directory)  # a crash of the machine must not give one its old name again
+        make_durable(directory)  # a crash of the machine must not undo the renames
     except OSError as error:
         return [f"{directory}: {error}"]
     for path in paths:
@@ -607,6 +557,6 @@ def _remove_all(directory: str, paths: Sequence[str]) -> list[str]:
             else:
                 shutil.rmtree(path)
         except OSError as error:
-            if os.path.lexists(path):  # and no other keeper, or earlier sweep, has removed it
+            if os.path.lexists(path):  # else another process has removed it
                 failed.append(str(error))
     return failed

@@ -1,7 +1,7 @@
-"""The lock file of a run's folder: it names the job that saves there, and keeps a second one out.
+"""The lock file of a run's folder. It names the job that saves there, and keeps a second job out.
 
-The file is locked (``flock``) only while a process reads and writes it. A lock for as long as the
-job lives would pass to its forked children, and outlive it with them.
+The file is locked (``flock``) only while a process reads and writes it. Forked children inherit a
+lock, so one that lasted as long as the job would last until its children end.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torchlift._system.interrupts import uninterrupted
 from torchlift._transfer.write import LockedFile
 from torchlift.errors import CheckpointError
 
-#: The name of the file in the folder.
+#: The name of the lock file.
 NAME = ".keeper.lock"
-#: Path -> the lock that this process holds. One that it could not remove does not stop it.
+#: Path -> the lock that this process holds. A file that it could not remove does not block it.
 _HELD: dict[str, FolderLock] = {}
 
 
@@ -27,12 +27,11 @@ class Holder(NamedTuple):
     """The process that holds the lock of a folder, as the lines of the file.
 
     Attributes:
-        host: name of its machine.
-        process: its id.
-        started: when it started, in ticks of the system. It tells the process from a later one with
-            the same id.
-        boot: id of the machine's last start.
-        run: the ``--rdzv-id`` that ``torchrun`` was given, or an empty line.
+        host: The name of its machine.
+        process: Its id.
+        started: Its start, in ticks of the system. A later process with the same id has another.
+        boot: The id of the machine's last start.
+        run: The ``--rdzv-id`` of ``torchrun``, or an empty line.
     """
 
     host: str
@@ -42,7 +41,7 @@ class Holder(NamedTuple):
     run: str
 
     def may_be_alive(self, here: Holder) -> bool:
-        """Return whether it still runs, or may run on a host where nobody can look from here."""
+        """Return whether the process still runs, or may run on another host."""
         if self.host != here.host:
             # torchrun ends all ranks of a run before it starts them on other machines.
             return not self.run or self.run != here.run
@@ -50,7 +49,7 @@ class Holder(NamedTuple):
 
 
 class FolderLock:
-    """Holds a folder for one Keeper of this process, until `release`."""
+    """Reserves a folder for one Keeper of this process, until `release`."""
 
     def __init__(self, folder: str) -> None:
         self._folder, self._path = folder, os.path.join(os.path.realpath(folder), NAME)
@@ -58,17 +57,17 @@ class FolderLock:
         self._is_used = False
 
     def use(self) -> None:
-        """Keep the folder from other Keepers of this process, too. One that only looks gives way.
+        """Reserve the folder against other Keepers of this process that save or resume, too.
 
         Raises:
-            CheckpointError: If another one uses it.
+            CheckpointError: If another Keeper uses it.
         """
         if _HELD.get(self._path) is not self:
             self.acquire()
         self._is_used = True
 
     def acquire(self) -> None:
-        """Take the folder, also from a process that has ended.
+        """Reserve the folder, also if the lock file is of a process that has ended.
 
         Raises:
             CheckpointError: If another job holds it, or may still hold it.
@@ -86,17 +85,17 @@ class FolderLock:
                 os.pwrite(descriptor, "\n".join(own).encode(), 0)
                 self._own, _HELD[self._path] = own, self
         except OSError as error:
-            # No job can save in such a folder, and one that only resumes needs no lock.
+            # No job can save in a folder that is not writable, and a resume needs no lock.
             if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise
 
     def release(self) -> None:
-        """Give the folder back. In a forked child, which has a copy of this object, do nothing."""
+        """Release the folder. In a forked child, which has a copy of this object, do nothing."""
         is_own = self._own is not None and self._own.process == str(os.getpid())
         if not is_own or _HELD.get(self._path) is not self:
             return
         del _HELD[self._path]
-        # If the file stays, its holder ends with this process at the latest.
+        # A file that cannot be removed counts until this process ends.
         with suppress(OSError), self._open(os.O_RDWR) as descriptor:
             if os.read(descriptor, 1 << 16).decode().split("\n") == [*(self._own or ())]:
                 os.unlink(self._path)
@@ -105,7 +104,7 @@ class FolderLock:
         is_known, other = len(lines) == len(own), _HELD.get(self._path)
         holder = Holder(*lines) if is_known else own
         if lines == [""] or (is_known and holder == own and not (other and other._is_used)):
-            return  # nobody's, or of a Keeper of this process that only looks, or is gone
+            return  # free, or of a Keeper of this process that was closed or only reads
         if is_known and not holder.may_be_alive(own):
             return  # it was killed
         is_here = is_known and holder.host == own.host
@@ -120,7 +119,7 @@ class FolderLock:
 
     @contextmanager
     def _open(self, flags: int) -> Iterator[int]:
-        """Yield a descriptor of the file, for which other processes wait inside the block."""
+        """Yield a descriptor of the file. Other processes wait for it until the block ends."""
         with uninterrupted(), LockedFile() as file:
             while True:
                 file.open(self._path, flags, 0o666)
@@ -128,16 +127,16 @@ class FolderLock:
                 with suppress(FileNotFoundError):
                     if os.path.samestat(os.fstat(file.descriptor), os.stat(self._path)):
                         break
-                file.close()  # its holder removed it before this process had the lock
+                file.close()  # another process removed the file before this one locked it
             yield file.descriptor
 
 
 def _start_of(process: str) -> str | None:
     """Return when a process started, or None if it has ended. Without ``/proc``: an empty text."""
     if os.path.isdir("/proc/self"):
-        # "4711 (name) S 1 ...": the name may contain anything, and the 22nd field is the start.
+        # "4711 (name) S 1 ...": the name may contain spaces. The 22nd field is the start.
         fields = _read(f"/proc/{process}/stat").rpartition(")")[2].split()
-        # A zombie has ended, although its parent has not asked for its status yet.
+        # A zombie has ended, although its parent has not read its status yet.
         return fields[19] if fields and fields[0] not in "ZX" else None
     try:
         with suppress(PermissionError):  # it belongs to another user

@@ -1,7 +1,7 @@
-"""``FullyShardedDataParallel`` models: torch's own functions know their flat parameters best.
+"""Read and load ``FullyShardedDataParallel`` models with torch's own functions.
 
-They communicate whatever the options, and look at their arguments only in between: so the ranks
-compare theirs first.
+Those communicate with any options, and check their arguments only in between. So the ranks compare
+their arguments first.
 """
 
 from __future__ import annotations
@@ -10,28 +10,30 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict as own
 
 from torchlift._model.names import Names
-from torchlift._model.ranks import RankGroup, rank, ranks_of
+from torchlift._model.ranks import RankGroup, StepResult, rank, ranks_of
 from torchlift._model.slots import ModuleTree
 from torchlift._model.state import unpatched, versioned, versions_of
 from torchlift._model.torch_private import require_fsdp1_state
 from torchlift._system.containers import leaves
-from torchlift.distributed.gather import Sequence, digests, require_alike
-from torchlift.distributed.optimizer_slots import OptimizerReport, present
+from torchlift.distributed.gather import Steps, digests, require_same_steps
+from torchlift.distributed.optimizer_slots import LoadedKeys, OptimizerReport, present
 from torchlift.distributed.optimizer_state import first_name, initial_state
 from torchlift.distributed.options import (
     LoadCall,
     Part,
     StateDictMismatch,
     StateDictOptions,
-    checked,
-    several,
+    States,
+    require_optimizers,
+    to_tuple,
+    validate_options,
 )
 
 Optimizers = tuple[torch.optim.Optimizer, ...]
@@ -43,41 +45,58 @@ def read(
     optimizers: Optimizers,
     submodules: set[nn.Module],
     options: StateDictOptions,
-    check: Callable[[], None],
+    validate_arguments: Callable[[], None],
     process_group: Any,
-) -> list[dict[str, Any]]:
-    """Return what torch's `get_model_state_dict` and `get_optimizer_state_dict` do.
+) -> States:
+    """Return what torch's `get_model_state_dict` and `get_optimizer_state_dict` return.
 
     Raises:
-        StateDictMismatch: the check fails on a rank, or a rank has other arguments.
+        StateDictMismatch: If arguments are not valid on a rank, or differ between ranks.
     """
 
-    def begin() -> tuple[Sequence, dict[str, str]]:
-        check()
-        steps = {"call": _call(model, optimizers, options)}
-        return steps, digests(steps)
+    def describe() -> StepResult[Steps, dict[str, str]]:
+        validate_arguments()
+        steps = {"call": _describe_call(model, optimizers, options)}
+        return StepResult(steps, digests(steps))
 
     group = _group(model, process_group)
-    steps, by_rank = group.run(begin)
-    require_alike(group, steps, by_rank.values())
+    steps, by_rank = group.run(describe)
+    require_same_steps(group, steps, by_rank)
     chosen = own.StateDictOptions(**vars(options))
-    state: list[dict[str, Any]] = [{}, {}]
+    states = States({}, {})
     with unpatched(model, *optimizers):
         if Part.MODEL in part:
             found = own.get_model_state_dict(model, submodules=submodules, options=chosen)
-            state[0] = versioned(found, _versions(model, found))
+            states = states._replace(model=versioned(found, _versions(model, found)))
         if optimizers:
             with _without_step(optimizers):
-                state[1] = own.get_optimizer_state_dict(model, optimizers, options=chosen)
-    return state
+                moments = own.get_optimizer_state_dict(model, optimizers, options=chosen)
+            states = states._replace(optimizer=moments)
+    return states
 
 
-def write(call: LoadCall) -> tuple[list[str], list[str], OptimizerReport]:
-    """Call torch's `set_model_state_dict` and `set_optimizer_state_dict` on copies of the dicts.
+class _Copies(NamedTuple):
+    """Copies of the state dicts of a load, and the steps in which torch will load them."""
 
-    Returns:
-        Missing and unexpected keys, and what was loaded into the optimizers.
+    model: dict[Any, Any] | None
+    optimizer: dict[Any, Any] | None
+    steps: Steps
+
+
+class _LoadMessage(NamedTuple):
+    """The message of a rank that has validated its arguments.
+
+    Attributes:
+        digests: Of its steps.
+        has_model: Whether it has a model state dict.
     """
+
+    digests: dict[str, str]
+    has_model: bool
+
+
+def write(call: LoadCall) -> LoadedKeys:
+    """Call torch's `set_model_state_dict` and `set_optimizer_state_dict` with copies."""
     if call.collective is False:
         raise ValueError(
             "collective=False is for a rank that loads alone, and the ranks of a "
@@ -85,23 +104,23 @@ def write(call: LoadCall) -> tuple[list[str], list[str], OptimizerReport]:
         )
     if "*" not in call.include or call.exclude or call.allow_missing:
         raise ValueError(
-            "include=, exclude= and allow_missing= are not for a FullyShardedDataParallel, which "
-            "takes the state of all its parameters: shard the model with fully_shard"
+            "a FullyShardedDataParallel loads the state of all its parameters: leave include=, "
+            "exclude= and allow_missing= out, or shard the model with fully_shard"
         )
     group = _group(call.model, call.process_group)
-    chosen, found = checked(call.options), several(call.optimizers)
+    chosen, found = validate_options(call.options), to_tuple(call.optimizers)
     theirs = own.StateDictOptions(**vars(chosen))
     receives = chosen.broadcast_from_rank0 and rank() != 0
-    # Where torch looks at the optimizer state of rank 0 only.
+    # Then torch reads the optimizer state of rank 0 only.
     offloads = chosen.full_state_dict and chosen.cpu_offload
 
-    def begin() -> tuple[tuple[Any, Any, Sequence], tuple[dict[str, str], bool]]:
-        several(found, call.part)
+    def copy_states() -> StepResult[_Copies, _LoadMessage]:
+        require_optimizers(found, call.part)
         strict = chosen.strict and not receives
-        model = _add_paths(call.model, _copied(call.model_dict(strict)))
+        model = _add_paths(call.model, _copy(call.model_dict(strict)))
         strict = strict and (rank() == 0 or not offloads)
-        optim = _copied(call.optim_dict(strict)) if found else None
-        steps = {"call": _call(call.model, found, chosen)}
+        optim = _copy(call.optim_dict(strict)) if found else None
+        steps = {"call": _describe_call(call.model, found, chosen)}
         try:
             if optim:
                 require_fsdp1_state(call.model, found, optim, theirs)
@@ -112,32 +131,35 @@ def write(call: LoadCall) -> tuple[list[str], list[str], OptimizerReport]:
                 hint="Pass strict=False to load what fits.",
             ) from error
         if not chosen.broadcast_from_rank0:
-            steps["model_state_dict"] = _described(model)
-            steps["optim_state_dict"] = ["on rank 0"] if offloads else _described(optim)
-        return (model, optim, steps), (digests(steps), model is not None)
+            steps["model_state_dict"] = _describe(model)
+            steps["optim_state_dict"] = ["on rank 0"] if offloads else _describe(optim)
+        message = _LoadMessage(digests(steps), model is not None)
+        return StepResult(_Copies(model, optim, steps), message)
 
-    (model_state, optim_state, steps), by_rank = group.run(begin)
-    require_alike(group, steps, (each for each, _ in by_rank.values()))
+    (model_state, optim_state, steps), by_rank = group.run(copy_states)
+    require_same_steps(group, steps, {who: each.digests for who, each in by_rank.items()})
     if receives:
-        # What else a dict here holds, torch would call unexpected on this rank only.
-        model_state = {} if 0 not in by_rank or by_rank[0][1] else None
-    # One by one, in torch's order: its set_state_dict leaves the model alone on ranks that have
-    # nothing, and those that rank 0 sends to need nothing.
+        # torch would call other keys of a dict here unexpected, on this rank only.
+        model_state = {} if 0 not in by_rank or by_rank[0].has_model else None
+    # One by one, in torch's order: its set_state_dict leaves the model alone on ranks without a
+    # state dict, and ranks that receive from rank 0 need none.
     report = OptimizerReport()
+    missing: list[str] = []
+    unexpected: list[str] = []
     with unpatched(call.model, *found):
         if optim_state is not None:
             report.loaded.extend(sorted(map(str, optim_state.get("state", ()))))
             with _without_step(found, keep=True):
                 own.set_optimizer_state_dict(call.model, found, optim_state, options=theirs)
-        if model_state is None:
-            return [], [], report
-        return *own.set_model_state_dict(call.model, model_state, options=theirs), report
+        if model_state is not None:
+            missing, unexpected = own.set_model_state_dict(call.model, model_state, options=theirs)
+    return LoadedKeys.of(missing, unexpected, report)
 
 
 def _versions(model: nn.Module, state: Any) -> Any:
-    """Return the module versions of a state dict by canonical path, which torch's have not.
+    """Return the module versions of a state dict by canonical path.
 
-    Where it gathers, it leaves them out.
+    torch has them by another path, and leaves them out if it gathers.
     """
     tree = ModuleTree(model)
     raw: Any = OrderedDict()
@@ -147,7 +169,7 @@ def _versions(model: nn.Module, state: Any) -> Any:
 
 
 def _add_paths(model: nn.Module, state: Any) -> Any:
-    """Add to a copy of a state dict the versions under the paths at which torch looks for them."""
+    """Add the versions to a copy of a state dict, under the paths that torch looks up."""
     known = getattr(state, "_metadata", None)
     if known:
         tree = ModuleTree(model)
@@ -160,10 +182,10 @@ def _add_paths(model: nn.Module, state: Any) -> Any:
 
 
 def _group(model: nn.Module, process_group: Any) -> RankGroup:
-    """Return the ranks that agree: those of the model, over another group where one is named.
+    """Return the ranks that agree: those of the model, or of a group that the caller names.
 
     Raises:
-        ValueError: some ranks of the model are not in it, and torch would wait for them.
+        ValueError: If that group lacks a rank of the model. torch would wait for it.
     """
     own = RankGroup.of_model((), model.modules(), StateDictMismatch)
     if process_group is None:
@@ -178,13 +200,13 @@ def _group(model: nn.Module, process_group: Any) -> RankGroup:
 
 @contextmanager
 def _without_step(optimizers: Optimizers, keep: bool = False) -> Iterator[None]:
-    """Let torch find the initial state where it would step an optimizer that has none.
+    """Give optimizers their initial state, and no step: torch would step one without a state.
 
     Args:
-        optimizers: they are as before when the block ends.
-        keep: their state may have changed, unless there was an error.
+        optimizers: They are as before when the block ends.
+        keep: Whether the state that the block sets stays, unless it raises.
     """
-    patched = [vars(each).get("step") for each in optimizers]  # by a scheduler
+    patched = [vars(each).get("step") for each in optimizers]  # a scheduler patches it
     seeded = [each for each in optimizers if not each.state]
     try:
         for each in seeded:
@@ -203,11 +225,13 @@ def _without_step(optimizers: Optimizers, keep: bool = False) -> Iterator[None]:
                 vars(each)["step"] = step
 
 
-def _call(model: nn.Module, optimizers: Optimizers, options: StateDictOptions) -> list[str]:
-    """Describe what decides how torch communicates; where it reads, ``cpu_offload`` may differ.
+def _describe_call(
+    model: nn.Module, optimizers: Optimizers, options: StateDictOptions
+) -> list[str]:
+    """Describe the arguments that decide how torch communicates. ``cpu_offload`` may differ.
 
     Raises:
-        StateDictMismatch: an optimizer holds a parameter that the model does not.
+        StateDictMismatch: If an optimizer holds a parameter that the model lacks.
     """
     names = Names(ModuleTree(model))
     lines = [f"{n}={getattr(options, n)}" for n in ("full_state_dict", "broadcast_from_rank0")]
@@ -218,8 +242,8 @@ def _call(model: nn.Module, optimizers: Optimizers, options: StateDictOptions) -
     return lines
 
 
-def _described(tree: Any) -> list[str]:
-    """Describe keys, shapes and layouts of tensors: torch reads them one by one, on all ranks."""
+def _describe(tree: Any) -> list[str]:
+    """Describe keys and shapes of tensors. torch reads them one by one, on all ranks."""
     lines = []
     for path, leaf in leaves(tree).items():
         kind = type(leaf).__name__.replace("Parameter", "Tensor")
@@ -227,12 +251,12 @@ def _described(tree: Any) -> list[str]:
     return sorted(lines)
 
 
-def _copied(state: Any) -> dict[Any, Any] | None:
-    """Make new containers around the same tensors: torch pops keys from what it is given."""
+def _copy(state: Any) -> dict[Any, Any] | None:
+    """Copy the containers, not the tensors: torch pops keys from a state dict."""
     if state is None:
         return None
     copied: dict[Any, Any] = OrderedDict(present(dict(state)))
     if hasattr(state, "_metadata"):
-        # Modules migrate what has no version, or an old one: the versions come along.
+        # Without its versions, modules would migrate a state dict as an old one.
         copied._metadata = copy.deepcopy(state._metadata)  # type: ignore[attr-defined]
     return copied

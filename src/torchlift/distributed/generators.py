@@ -11,10 +11,10 @@ import torch
 
 
 class Generators:
-    """The random number generators of this process, as an object whose state can be kept.
+    """The random number generators of this process, as an object with a state.
 
-    Those of torch, of its GPUs once they are in use, of Python and, where it is loaded, of NumPy. A
-    `torchlift.Keeper` keeps them by itself; this is for other places that take objects with
+    These are torch's, those of GPUs in use, Python's and, if it is loaded, NumPy's. A
+    `torchlift.Keeper` saves them by itself. Use this class where a framework saves objects with
     ``state_dict`` and ``load_state_dict``.
 
     Example:
@@ -46,16 +46,16 @@ class Generators:
 
     @staticmethod
     def check(states: Mapping[str, Any]) -> None:
-        """Let generators of nobody take the states.
+        """Set the states of new generators, to see whether they are valid.
 
         Raises:
-            KeyError, TypeError, ValueError, RuntimeError: they do not.
+            KeyError, TypeError, ValueError, RuntimeError: If they are not.
         """
         torch.Generator().set_state(states["torch"].clone())
         random.Random().setstate(_python(states))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set the states; of GPUs and of NumPy where both the state and this process have them."""
+        """Set the states. Those of GPUs and NumPy are set if this process uses them."""
         torch.set_rng_state(state_dict["torch"].clone())
         random.setstate(_python(state_dict))
         if "cuda" in state_dict and torch.cuda.is_available():

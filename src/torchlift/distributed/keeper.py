@@ -1,7 +1,7 @@
-"""Keep the checkpoints of a training run: save in the background, keep some, find the last, resume.
+"""Save the checkpoints of a training run in the background, keep some of them, and resume.
 
-The policies are those of orbax's ``CheckpointManager``; torch's stager makes the snapshot. The
-bytes are written by `torchlift.save` and read by what `torchlift.load` consists of.
+The policies are those of orbax's ``CheckpointManager``. torch's stager makes the snapshot, and
+`torchlift.save` writes it.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from torchlift._system.interrupts import Interruptible, uninterrupted
 from torchlift._system.text import clipped_list
 from torchlift.distributed.agreements import (
     Call,
-    FitMessage,
     ResumeCall,
     SaveCall,
     SelectedCheckpoint,
+    SelectionMessage,
     Settings,
     SnapshotMessage,
     StopCall,
@@ -71,16 +71,16 @@ from torchlift.errors import CheckpointError, FormatError, IntegrityError, Place
 
 @dataclass(frozen=True, slots=True)
 class _PendingSave:
-    """A snapshot that is to be written.
+    """A snapshot to write.
 
     Attributes:
-        target: the name of its file or folder.
-        step: its step.
-        metrics: its metrics.
-        models: states of models and optimizers.
-        plain: path -> a value in these that looks replicated.
-        equal: states of other objects that are equal on all ranks.
-        own: states that only this rank has.
+        target: The place of the checkpoint.
+        step: Its step.
+        metrics: Its metrics.
+        models: States of models and optimizers.
+        plain: Path -> a plain value in these, which may differ between ranks.
+        equal: States of other objects that are equal on all ranks.
+        own: States of this rank.
     """
 
     target: NewCheckpoint
@@ -93,11 +93,11 @@ class _PendingSave:
 
 
 class _Written(NamedTuple):
-    """What became of a save.
+    """The result of a save.
 
     Attributes:
-        report: what it wrote.
-        problems: what went wrong with older checkpoints, in sentences.
+        report: The report of the files.
+        problems: Problems with older checkpoints, as sentences.
     """
 
     report: SaveReport
@@ -171,8 +171,8 @@ class Keeper:
         self._blocked = 0.0
         self._savable: object = None  # the names in states that are known to be savable
         self._base: int | None = None  # the step that was last resumed or saved
-        # Two groups of its own: the exchanges of a save in the background must not meet those of
-        # the methods of this class, nor those of the training.
+        # Two groups of their own: an exchange of a background save must not mix with those of the
+        # methods, or of the training.
         self._ranks = self._writers = RankGroup([])
         everyone = RankGroup.of_all()
 
@@ -213,9 +213,9 @@ class Keeper:
                 raise
             except OSError as error:
                 raise CheckpointError(
-                    "cannot be made a folder", file=self.directory, found=str(error)
+                    "the folder cannot be created or read", file=self.directory, found=str(error)
                 ) from error
-        # Now: a rank that cannot start a thread later would let the others wait for its part.
+        # A rank that cannot start the thread must fail here. Later, the others would wait for it.
         self._thread.submit(int).result()
         return StepResult(None, None)
 
@@ -257,7 +257,7 @@ class Keeper:
                 pending = self._prepare_save(step, {**(state or {}), **objects}, metrics)
             if pending is None:
                 return False
-            # After all ranks have agreed, and before an interrupt: the writers wait for each other.
+            # No interrupt may stop this: the writers of all ranks wait for each other.
             self._in_flight[0] = self._thread.submit(self._write, pending)
             self._base, self._blocked = pending.step, perf_counter() - began
         if not self._background:
@@ -278,14 +278,13 @@ class Keeper:
             run = RunObjects.of(objects)
             missing = [name for name in self._folder.metrics if name not in _numbers(metrics)]
             if self._rank == 0 and missing:
-                raise ValueError(
-                    f"metrics has no {missing[0]!r}, by which the best checkpoint is found (best=)"
-                )
+                raise ValueError(f"metrics= lacks {missing[0]!r}, which best= or a policy needs")
             return StepResult(run, SaveCall("save", number, self._is_done, run.models))
 
         run, calls = self._ranks.run(validate_arguments, require_same_call)
         if self._skips and not all(call.is_done for call in calls.values()):
             return None
+        # The next snapshot uses the memory of the last one, so that one must be written.
         self._finish()
 
         def snapshot_state() -> StepResult[Copies, SnapshotMessage]:
@@ -302,7 +301,8 @@ class Keeper:
 
         copies, messages = self._ranks.run(snapshot_state)
         models = copies.models
-        if len({message.groups for message in messages.values()}) > 1:  # stages of a pipeline
+        # The ranks of a pipeline have different groups, and a checkpoint has those of all ranks.
+        if len({message.groups for message in messages.values()}) > 1:
             groups = run.groups(models)
             by_rank = self._ranks.run(lambda: StepResult(None, groups)).by_rank
             for name, merged in merge_groups(by_rank.values()).items():
@@ -332,7 +332,7 @@ class Keeper:
         for name, state in others.items():
             if self._ranks.groups and any(map(is_dtensor, leaves(state).values())):
                 raise PlacementError(
-                    "only models and optimizers may hold DTensors, of which each rank has a part",
+                    "only models and optimizers may contain DTensors",
                     entry=name,
                     hint="Pass the module itself, or full tensors.",
                 )
@@ -353,7 +353,7 @@ class Keeper:
             common = {"packed": pack(pending.equal, self.directory)} if self._rank == 0 else {}
             return StepResult({**common, **own}, None)
 
-        with self._writers.together() as agree:  # an error outside of `save` stops the others, too
+        with self._writers.together() as agree:  # an error before `save` stops the others, too
             others = {**pending.equal, "ranks": {number: pending.own}}
             if self._count > 1:
                 self._separate_differing(pending)
@@ -366,11 +366,13 @@ class Keeper:
         try:
             problems = self._folder.sweep(path, pending.target.before) if self._rank == 0 else []
         except (CheckpointError, OSError) as error:  # the new one is complete
-            problems = [f"older checkpoints are not removed; the next save tries again: {error}"]
+            problems = [
+                f"older checkpoints are not removed, and the next save tries again: {error}"
+            ]
         return _Written(report, problems)
 
     def _separate_differing(self, pending: _PendingSave) -> None:
-        """Keep what differs under one name for each rank, and not the first one's for all."""
+        """Keep values that differ between ranks for each rank. DCP would keep the first rank's."""
         paths = {".".join(map(str, path)): path for path in pending.plain}
 
         def add_up() -> StepResult[dict[HeldPart, Checksum], bytes]:
@@ -378,7 +380,7 @@ class Keeper:
             return StepResult(sums, sha256(repr(sums).encode()).digest())
 
         sums, digests = self._writers.run(add_up)
-        if len({*digests.values()}) == 1:  # of a thousand ranks, all checksums would be many
+        if len({*digests.values()}) == 1:  # usually, and then no rank sends all its checksums
             return
         different = find_differences(self._writers.run(lambda: StepResult(None, sums)).by_rank)
         for path in [paths[part.key] for part in different if part.key in paths]:
@@ -436,10 +438,10 @@ class Keeper:
         Raises:
             CheckpointError: If the last save failed. Earlier checkpoints are unchanged.
         """
-        self._finish(self._folder.removed)
+        self._finish()
 
-    def _finish(self, more: Callable[[], list[str]] = list) -> None:
-        """Wait for the last save. Warn of its problems, and of those that `more` returns.
+    def _finish(self) -> None:
+        """Wait for the last save, and warn of its problems.
 
         Raises:
             CheckpointError: If the last save failed.
@@ -450,15 +452,15 @@ class Keeper:
             with Interruptible():
                 error = None if saving is None else saving.exception()
             self._report = self.report
-            # Not before: an interrupted wait must not let the next snapshot into the same memory.
+            # Not earlier: after an interrupted wait, the next snapshot would overwrite this one.
             self._in_flight[0] = None
             if error is not None:
                 raise error
-            for sentence in [*(() if saving is None else saving.result().problems), *more()]:
+            for sentence in () if saving is None else saving.result().problems:
                 warnings.warn(sentence, RuntimeWarning, stacklevel=6)
             return StepResult(None, Call("wait"))
 
-        # All ranks raise, or one would go on alone into the next collective.
+        # On all ranks: one that did not raise would wait alone in the next collective.
         self._ranks.run(await_save, require_same_call)
 
     def close(self) -> None:
@@ -487,7 +489,7 @@ class Keeper:
                 stack.callback(self._staging.close)
 
     def _leave(self) -> None:
-        """End the groups: else their threads and sockets stay, and who waits here waits on."""
+        """End the process groups. Otherwise their threads and sockets stay."""
         groups = [*self._ranks.groups, *self._writers.groups]
         self._ranks = self._writers = RankGroup([])
         with ExitStack() as stack:
@@ -500,7 +502,7 @@ class Keeper:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if kind is None:
             self.close()
-        else:  # other ranks may be elsewhere: what this one was writing is finished, no more
+        else:  # other ranks may not come here, so only this rank's write is finished
             self._free()
 
     @property
@@ -576,19 +578,20 @@ class Keeper:
             Options, include=include, exclude=exclude, allow_missing=allow_missing,
             allow_unexpected=allow_unexpected, rename=rename,
         )  # fmt: skip
+        # An interrupt waits until all ranks are done. An error undoes the load on all of them.
         with uninterrupted(), Commit() as commit, together(self._ranks) as deliver:
             self._finish()
 
             def select_checkpoint() -> StepResult[_ResumeRequest, ResumeCall]:
                 if self._closed and has_group():
-                    raise ValueError("the keeper is closed: its ranks do not wait for each other")
+                    raise ValueError("the keeper is closed")
                 rules = ask_rules()
                 if isinstance(rules.rename, Rewriting):
                     raise TypeError(
-                        f"rename={rules.rename!r}: resume renames tensors, and neither merges nor "
-                        "splits them"
+                        f"rename={rules.rename!r}: resume cannot merge or split tensors"
                     )
                 run = RunObjects.of({**(state or {}), **objects})
+                # Only the first rank reads the folder: a checkpoint may expire in between.
                 found = self._select_checkpoint(step) if self._rank == 0 else None
                 return StepResult(
                     _ResumeRequest(run, rules), ResumeCall("resume", found, run.models)
@@ -597,10 +600,10 @@ class Keeper:
             request, calls = self._ranks.run(select_checkpoint, require_same_call)
             checkpoint = calls[0].checkpoint
             if checkpoint is None:
-                if step is None:
+                if step is None:  # a new run
                     return None
                 raise FormatError(
-                    "has no complete checkpoint of that step",
+                    "there is no complete checkpoint of that step",
                     file=self.directory,
                     expected=f"one of {self.steps()}",
                     found=step,
@@ -610,8 +613,8 @@ class Keeper:
             )
         if changed:
             warnings.warn(
-                f"{clipped_list(changed)}: plain data stays what it is; what was saved is in "
-                "torchlift.open(path).tree()",
+                f"{clipped_list(changed)}: resume does not change plain data. The saved values are "
+                "in torchlift.open(path).tree()",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -646,21 +649,24 @@ class Keeper:
             except (FormatError, IntegrityError) as error:
                 if checkpoint.earlier:
                     error.hint = (
-                        "The file is damaged; there are complete ones of the steps "
-                        f"{[*checkpoint.earlier]}: resume(step=...)."
+                        "The file is damaged. Pass step= to resume from another of the steps "
+                        f"{[*checkpoint.earlier]}."
                     )
                 raise
 
-            def read_checkpoint() -> StepResult[Selection, FitMessage]:
+            def read_checkpoint() -> StepResult[Selection, SelectionMessage]:
                 found = read_selection(ckpt, run, rules, on_other_ranks, self._rank, self._count)
-                return StepResult(found, found.fit())
+                return StepResult(found, found.message())
 
             selection, by_rank = self._ranks.run(read_checkpoint)
-            fits = by_rank.values()
-            if len({fit.selected for fit in fits}) > 1:
-                raise ValueError("the ranks do not choose and rename the same names")
-            apart = [n for n in selection.optimizers if any(n in fit.apart for fit in fits)]
-            for name in apart:
+            messages = by_rank.values()
+            if len({message.selected for message in messages}) > 1:
+                raise ValueError("the ranks do not select and rename the same names")
+            separate = [
+                name for name in selection.optimizers if any(name in m.separate for m in messages)
+            ]
+            # Before the models, whose load undoes itself. The commit undoes these.
+            for name in separate:
                 selection.load_optimizer(name, commit, group)
 
             def load_objects() -> StepResult[_Loaded, None]:
@@ -669,29 +675,32 @@ class Keeper:
                 deliver()  # the last moment at which an interrupt changes nothing
                 return StepResult(_Loaded(last, changed), None)
 
+            # Before the models, so an error here leaves the models unchanged.
             loaded = self._ranks.run(load_objects).value
             if run.modules:
-                selection.load_models(reduce(and_, (f.unexpected for f in fits)), apart, group)
+                unused = reduce(and_, (message.unexpected for message in messages))
+                selection.load_models(unused, separate, group)
             commit.finish()
             self._base = selection.step
+            # Last, because these cannot be undone.
             self._ranks.run(partial(selection.load_last, loaded.last))
         return loaded.changed
 
 
 @dataclass(frozen=True, slots=True)
 class _ResumeRequest:
-    """What this rank was asked to resume."""
+    """The arguments of a resume on this rank."""
 
     objects: RunObjects
     rules: Options
 
 
 class _Loaded(NamedTuple):
-    """What the load of objects other than models leaves to do.
+    """The result of loading the objects other than models.
 
     Attributes:
-        last: names of objects that are to be loaded last.
-        changed: names of plain data that was saved with another value.
+        last: Names of objects to load last.
+        changed: Names of plain data that was saved with another value.
     """
 
     last: list[str]
@@ -699,7 +708,7 @@ class _Loaded(NamedTuple):
 
 
 def _new_group(timeout: float | None) -> RankGroup:
-    """Return a group of all ranks, if there are any, that waits as long as the job does."""
+    """Return a group of all ranks, if there are any, with the timeout of the job by default."""
     limit = None if timeout is None else timedelta(seconds=timeout)
     return RankGroup([new_gloo_group(limit)] if has_group() else [])
 
@@ -730,7 +739,7 @@ def _numbers(metrics: Mapping[str, float] | None) -> dict[str, float]:
 
 
 def _warn_of_failure(saving: list[Future[_Written] | None]) -> None:
-    """Warn of a save that failed, if nobody has asked."""
+    """Warn of a failed save that no method has reported."""
     error = saving[0].exception() if saving[0] is not None and saving[0].done() else None
     if error is not None:
         warnings.warn(f"the last save of a Keeper failed: {error}", RuntimeWarning, stacklevel=2)

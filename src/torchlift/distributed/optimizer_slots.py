@@ -1,13 +1,13 @@
-"""The state of optimizers as slots: matched by canonical names, and filled as models are."""
+"""The state of optimizers as slots, which are matched by canonical names and filled like models."""
 
 from __future__ import annotations
 
 import copy
 from collections import ChainMap, Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from torchlift._model.dtensor import (
 from torchlift._model.handlers import clone_of, is_wrapper, slice_of
 from torchlift._model.names import Names
 from torchlift._model.state import own
+from torchlift._model.torch_private import IncompatibleKeys
 from torchlift._plan.names import Match
 from torchlift._plan.report import list_names
 from torchlift._plan.rules import Options, allowed
@@ -46,26 +47,30 @@ from torchlift.distributed.optimizer_state import (
     path_text,
     require_known,
 )
-from torchlift.distributed.options import StateDictMismatch, StateDictOptions, check_value, misfit
+from torchlift.distributed.options import (
+    StateDictMismatch,
+    StateDictOptions,
+    check_value,
+    mismatch_error,
+)
 from torchlift.formats.boxes import row_major
 
-#: A saved tensor: here, in several places of files, or with rank 0.
+#: A saved tensor: in memory, in files, or on rank 0.
 Stored = torch.Tensor | FileTensor | Sent
 
 
 @dataclass(frozen=True, repr=False)
 class OptimizerReport(Summary):
-    """What a load did to the optimizers; every list holds canonical names.
+    """The result of a load of optimizer state. Every list holds canonical names.
 
     Attributes:
-        loaded: parameters that received a saved state.
-        missing_keys: parameters the state dict has nothing for; they keep the state they had.
-        unexpected_keys: parameters that no optimizer here holds; several optimizers, or the
-            stages of a pipeline, may share one state dict, so these are never an error.
-        kept_hyperparameters: parameters whose group kept its hyperparameters.
-        left_out: parameters the state dict has nothing for, of optimizers that make their state in
-            ``step`` only: nobody can say whether anything is missing, so these are never an error.
-            They start without a state.
+        loaded: Parameters that received a saved state.
+        missing_keys: Parameters without a saved state. They keep the state they had.
+        unexpected_keys: Parameters that no optimizer holds. Optimizers and pipeline stages may
+            share one state dict, so these are never an error.
+        kept_hyperparameters: Parameters whose group kept its hyperparameters.
+        left_out: Parameters without a saved state, of optimizers that make their state in ``step``
+            only. They start without a state, and are never an error.
 
     Example:
         >>> from torchlift.distributed import OptimizerReport
@@ -89,6 +94,30 @@ class OptimizerReport(Summary):
         ]
 
 
+class LoadedKeys(IncompatibleKeys):
+    """Missing and unexpected keys by canonical name, as `set_state_dict` returns them.
+
+    It is a tuple of these two lists, as in torch.
+
+    Attributes:
+        optimizer: The `OptimizerReport`.
+    """
+
+    optimizer: OptimizerReport
+
+    def __init__(self, *_: Iterable[str]) -> None:
+        self.optimizer = OptimizerReport()
+
+    @classmethod
+    def of(
+        cls, missing: list[str], unexpected: list[str], report: OptimizerReport | None
+    ) -> LoadedKeys:
+        """Return the result of a load."""
+        made = cls(missing, unexpected)
+        made.optimizer = report or made.optimizer
+        return made
+
+
 @dataclass(frozen=True, slots=True)
 class Slot:
     """Stands in a new state for the tensor that a slot will hold.
@@ -102,15 +131,15 @@ class Slot:
 
 @dataclass
 class NewState:
-    """What an optimizer will have after the load; nothing has changed while there is only this.
+    """The state of an optimizer after the load. The optimizer has not changed yet.
 
     Attributes:
-        optimizer: the optimizer.
-        report: what the load will report.
-        state: parameter -> its new state, with a `Slot` for each tensor.
-        other: state under keys that are no parameter.
-        hyper: for each group, the hyperparameters that change.
-        left_alone: names of parameters that the caller left out. Their state stays.
+        optimizer: The optimizer.
+        report: The report of the load.
+        state: Parameter -> its new state, with a `Slot` for each tensor.
+        other: State under keys that are not parameters.
+        hyper: For each group, the hyperparameters that change.
+        left_alone: Names of parameters that the caller left out. Their state stays.
     """
 
     optimizer: torch.optim.Optimizer
@@ -122,22 +151,22 @@ class NewState:
 
 
 class OptimizerSlots:
-    """The slots of some optimizers, which one plan fills: buffers of a module.
+    """The slots of some optimizers, as buffers of a module that one plan fills.
 
-    A slot holds the optimizer's own tensor if that can take the values. A captured graph that uses
-    this tensor then sees the new values. Other slots hold a tensor on meta.
+    A slot holds the optimizer's own tensor if the values can be copied into it. A captured graph
+    that uses this tensor then sees the new values. Other slots hold a tensor on meta.
 
     Attributes:
-        module: has a buffer for each slot.
-        values: name of a slot -> saved tensor.
-        states: one for each optimizer.
+        module: A module with a buffer for each slot.
+        values: Name of a slot -> saved tensor.
+        states: The new state of each optimizer.
 
     Args:
-        names: of the model's parameters.
-        optimizers: they are not changed.
-        saved: their saved state.
-        options: how to load.
-        device: where the state of a parameter on meta goes.
+        names: The names of the model's parameters.
+        optimizers: The optimizers. They are not changed.
+        saved: Their saved state.
+        options: How to load.
+        device: The device for the state of a parameter on meta.
 
     Raises:
         StateDictMismatch: If a shape or a layout does not match. With ``strict``, also if a
@@ -163,10 +192,10 @@ class OptimizerSlots:
 
     @cached_property
     def _of_each_element(self) -> dict[tuple[Any, ...], bool]:
-        """Path in a state -> whether it has a number for each element of its parameter.
+        """Path in a state -> whether its tensor has the shape of its parameter.
 
-        Parameters that are not square tell it: a moment has the shape of each of them, a matrix
-        for one side has not. A path that only square parameters have is left out.
+        Parameters that are not square show it: a moment has the shape of each, a matrix for one
+        side does not. A path that only square parameters have is left out.
         """
         found: dict[tuple[Any, ...], bool] = {}
         for optimizer in self._optimizers:
@@ -181,17 +210,17 @@ class OptimizerSlots:
 
     @property
     def options(self) -> Options:
-        """Return how the slots are to be filled."""
-        # Read, not mapped: what trains a model never writes to the pages of a file.
+        """Return the options of the load into the slots."""
+        # Read, not mapped: training must not write to the pages of a file.
         return Options(device=lambda entry: self._devices[entry.key], strict=False, source="read")
 
     def filled(self, tree: Any, new: dict[str, torch.Tensor] | None = None) -> Any:
-        """Return a new state with the tensors of its slots, or those that will be put there."""
+        """Return a new state with the tensors in its slots, or with `new` tensors."""
         found = ChainMap[str, Any](new or {}, self.module._buffers)
         return map_leaves(tree, lambda leaf, _: found[leaf.key] if type(leaf) is Slot else leaf)
 
     def report(self) -> OptimizerReport:
-        """Make one report of several optimizers: unexpected is what none of them holds."""
+        """Return one report for all optimizers. Unexpected keys are those that none holds."""
         names = [each.name for each in fields(OptimizerReport)]
         reports = [each.report for each in self.states]
         every = {n: [key for report in reports for key in getattr(report, n)] for n in names}
@@ -226,7 +255,7 @@ class OptimizerSlots:
             if initial is None and not (live and stepped):
                 new.report.left_out.append(name)
                 if strict:
-                    # Nothing was saved of the whole optimizer: it had taken no step.
+                    # No state of this optimizer was saved, so it had not taken a step.
                     new.state[param] = {}
             elif param.requires_grad and (live or initial):
                 # A frozen parameter that was never trained has no state to miss.
@@ -251,12 +280,12 @@ class OptimizerSlots:
         if self._options.strict and missing:
             if any(map(PLACE.fullmatch, missing)):
                 require_known(self._names, self._optimizers, {*saved.state, *saved.hyper})
-            raise misfit("optimizer", problems, missing_keys=missing)
+            raise mismatch_error("optimizer", problems, missing_keys=missing)
 
     def _slots_of(self, owner: _Owner) -> dict[Any, Any]:
-        """Add the slots of one parameter, and return its new state with them in it.
+        """Add the slots of one parameter, and return its new state with the slots.
 
-        It shares nothing with the saved one that can change.
+        It shares no mutable object with the saved state.
         """
         saved = self._saved.state[owner.name]
         if not isinstance(saved, dict):
@@ -270,7 +299,7 @@ class OptimizerSlots:
 
         def place(value: Any, path: tuple[Any, ...]) -> Any:
             live = tensors.get(path)
-            for inside in range(1, len(path)):  # a list of numbers in place of a tensor
+            for inside in range(1, len(path)):  # a saved list in place of a live tensor
                 _require_no_tensor(owner, [], tensors.get(path[:inside]), path[:inside])
             if not isinstance(value, Stored):
                 _require_no_tensor(owner, value, live, path)
@@ -288,7 +317,7 @@ class OptimizerSlots:
         if isinstance(value, torch.Tensor) and is_wrapper(local_tensor(value)):
             if value is live:
                 return live
-            # A live one is replaced, not written to: what its class takes only it knows.
+            # The live tensor is replaced: its class may not permit copies into slices.
             value, live = _sliced(owner.entry(path), value, like), None
             like = value if is_dtensor(value) else None
         needed = tuple(value.shape), device, dtype, spread_of(like)
@@ -302,7 +331,7 @@ class OptimizerSlots:
             where = "meta" if dtype == value.dtype else device
             slot = torch.empty(value.shape, dtype=dtype, device=where)
         key = owner.entry(path)
-        while key in self.values:  # 0 and "0" in one dict, say
+        while key in self.values:  # a dict may have the keys 0 and "0"
             key += "'"
         self.module._buffers[key] = slot
         self.values[key], self._devices[key] = value, device
@@ -311,31 +340,33 @@ class OptimizerSlots:
     def _layout(
         self, owner: _Owner, value: Stored, live: torch.Tensor | None, path: tuple[Any, ...]
     ) -> torch.Tensor | None:
-        """Return the tensor that a saved one is to be laid out like. None: it is plain, and whole.
+        """Return a tensor with the layout for a saved one, or None for a complete plain tensor.
 
         Raises:
-            StateDictMismatch: If it has another shape than the optimizer's, is laid out in another
-                way, or if its layout is unknown.
+            StateDictMismatch: If the shape or the layout differs from the optimizer's.
+            StateDictMismatch: If the layout is unknown.
         """
         where = owner.entry(path)
         recorded = self._recorded(owner, value, path)
         if not value.shape and recorded is None:
             check_value(where, None, value, self._options)
             return value if is_dtensor(value) else None
+        # The optimizer's own tensor shows the layout. Without one it is the recorded layout, that
+        # of the parameter, or that of the state before the first step.
         expected = live
         if expected is None and recorded is not None:
             expected = None if recorded == PLAIN else _blank(recorded, owner, value, path)
         elif expected is None and value.shape == owner.param.shape:
             expected = owner.param if self._is_like_param(owner, value, path) else None
         elif expected is None:
-            # Factored moments (Adafactor) have a shape of their own, so only the optimizer knows.
+            # Factored moments (Adafactor) have another shape, so only the optimizer shows it.
             expected = owner.initial.get(path)
             if expected is None and is_dtensor(owner.param) and _is_in_shards(value):
                 raise _unknown_layout(owner, value, path)
         if expected is not None and expected.shape != value.shape:
             shapes = tuple(expected.shape), tuple(value.shape)
             raise StateDictMismatch(
-                "a saved state has another shape than the optimizer's",
+                "the saved state has another shape than the optimizer's",
                 entry=where,
                 expected=list(expected.shape),
                 found=list(value.shape),
@@ -344,7 +375,7 @@ class OptimizerSlots:
             )
         check_value(where, expected, value, self._options)
         if is_dtensor(value):
-            # One that has a shape of its own may be sharded as it likes, on its parameter's mesh.
+            # State with another shape than its parameter may have any layout on the same mesh.
             other = (
                 spread_of(value) != spread_of(expected)
                 if expected is not None
@@ -352,27 +383,27 @@ class OptimizerSlots:
             )
             if other:
                 raise StateDictMismatch(
-                    "a saved state is laid out in another way than its parameter",
+                    "the saved state has another layout than its parameter",
                     entry=where,
                     expected=layout_of(owner.param if expected is None else expected)
                     or "a plain tensor",
                     found=layout_of(value),
-                    hint="Pass whole tensors and full_state_dict=True: each rank takes its own "
-                    "slice.",
+                    hint="Pass complete tensors and full_state_dict=True. Each rank copies its own "
+                    "slices.",
                 )
         return value if is_dtensor(value) else expected
 
     def _recorded(self, owner: _Owner, value: Stored, path: tuple[Any, ...]) -> str | None:
-        """Return the layout that was recorded for a state that is whole now."""
+        """Return the recorded layout of a state that is complete now."""
         if is_dtensor(value) or not is_dtensor(owner.param):
             return None
         return self._saved.layouts.get(owner.name, {}).get(path_text(path))
 
     def _is_like_param(self, owner: _Owner, value: Stored, path: tuple[Any, ...]) -> bool:
-        """Return whether a state with its parameter's shape is laid out like that.
+        """Return whether a state with the shape of its parameter has the parameter's layout.
 
-        SOAP and Shampoo keep square matrices for each side of a weight. If the weight is square,
-        they have its shape, and every rank has all of them.
+        SOAP and Shampoo keep a square matrix for each side of a weight. If the weight is square,
+        such a matrix has its shape, but every rank has all of it.
         """
         is_known = not is_dtensor(owner.param) or is_dtensor(value)
         if is_known or owner.name in self._saved.layouts or not self._options.full_state_dict:
@@ -390,15 +421,15 @@ class OptimizerSlots:
 
 
 def _is_in_shards(value: Stored) -> bool:
-    """Return whether several ranks wrote a tensor of a file: it was no plain one."""
+    """Return whether several ranks wrote a tensor of a file, which then was a DTensor."""
     return isinstance(value, FileTensor) and len(value.entry.chunks) > 1
 
 
 def _blank(layout: str, owner: _Owner, value: Stored, path: tuple[Any, ...]) -> torch.Tensor:
-    """Return a DTensor without values on the mesh of a parameter, in a recorded layout.
+    """Return a DTensor on meta, on the mesh of a parameter, in a recorded layout.
 
     Raises:
-        StateDictMismatch: If it is not a layout of this mesh.
+        StateDictMismatch: If the layout does not match this mesh.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -422,7 +453,7 @@ def _blank(layout: str, owner: _Owner, value: Stored, path: tuple[Any, ...]) -> 
 
 def _unknown_layout(owner: _Owner, value: Stored, path: tuple[Any, ...]) -> StateDictMismatch:
     return StateDictMismatch(
-        "the layout of a state on the mesh is unknown",
+        "the layout of an optimizer state on the mesh is unknown",
         entry=owner.entry(path),
         expected="a layout in the checkpoint, or in the optimizer's own state",
         found=f"a whole tensor of shape {list(value.shape)}",
@@ -438,7 +469,7 @@ def _is_square(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _Owner:
-    """The parameter whose state is being loaded, by its name, in a group of an optimizer."""
+    """The parameter of the state that is loaded, with its name, group and optimizer."""
 
     name: str
     param: torch.Tensor
@@ -447,11 +478,11 @@ class _Owner:
 
     @cached_property
     def initial(self) -> dict[tuple[Any, ...], torch.Tensor]:
-        """The tensors that the optimizer itself would start from."""
+        """The tensors of the optimizer's initial state."""
         return _tensors(initial_state(self.optimizer, self.group, self.param))
 
     def entry(self, path: tuple[Any, ...]) -> str:
-        """Return what an error calls the state at a path."""
+        """Return the name of the state at a path, for errors."""
         return ".".join(map(str, (self.name, *path)))
 
 
@@ -473,10 +504,10 @@ def _form(live: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _sliced(where: str, value: torch.Tensor, like: torch.Tensor | None) -> torch.Tensor:
-    """Return this rank's slice of a tensor whose class keeps its values in others (low-bit state).
+    """Return this rank's slice of a wrapper tensor, such as low-bit state.
 
     Raises:
-        StateDictMismatch: If its class cannot be sliced as the parameter is sharded.
+        StateDictMismatch: If its class cannot be sliced like the parameter.
     """
     if is_dtensor(value) or not is_dtensor(like):
         return value
@@ -486,10 +517,10 @@ def _sliced(where: str, value: torch.Tensor, like: torch.Tensor | None) -> torch
         return wrap(like, clone_of(slice_of(value, out_of)))
     except Exception as error:
         raise StateDictMismatch(
-            f"a whole {type(value).__name__} cannot be sliced as its parameter is sharded",
+            f"a complete {type(value).__name__} cannot be sliced like its parameter",
             entry=where,
             found=f"{type(error).__name__}: {error}",
-            hint="Save it without full_state_dict, on the same mesh.",
+            hint="Save it without full_state_dict, and load it on the same mesh.",
         ) from error
 
 
@@ -500,16 +531,16 @@ def _goal(
     path: tuple[Any, ...],
     blank: torch.device,
 ) -> tuple[torch.device, torch.dtype]:
-    """Decide as `torch.optim.Optimizer.load_state_dict` does, except that no dtype is changed.
+    """Return device and dtype as `torch.optim.Optimizer.load_state_dict` does, without a cast.
 
-    It leaves ``step`` where it was saved, except in groups that need it beside the parameter.
+    ``step`` stays on its device, except in groups that need it on the parameter's device.
 
     Args:
-        owner: the parameter.
-        value: the saved tensor.
-        live: the optimizer's.
-        path: of both.
-        blank: where the state of a parameter on meta goes.
+        owner: The parameter.
+        value: The saved tensor.
+        live: The optimizer's tensor.
+        path: The path of both.
+        blank: The device for the state of a parameter on meta.
     """
     param = owner.param
     device = param.device
@@ -528,7 +559,7 @@ def _saved_name(param: torch.Tensor, names: Names, saved: Mapping[str, Any]) -> 
 
 
 def layout_for(value: Any, live: Any, param: torch.Tensor) -> torch.Tensor | None:
-    """Return the optimizer's tensor that tells how a saved DTensor is laid out, if one does."""
+    """Return the tensor that shows the layout of a saved DTensor, or None."""
     if torch.is_tensor(live):
         return live
     return param if getattr(value, "shape", None) == param.shape else None
@@ -537,17 +568,17 @@ def layout_for(value: Any, live: Any, param: torch.Tensor) -> torch.Tensor | Non
 def _require_no_tensor(
     owner: _Owner, value: object, live: torch.Tensor | None, path: tuple[Any, ...]
 ) -> None:
-    """Refuse a number, say, where the optimizer has a tensor with dimensions.
+    """Refuse a plain value for a tensor with dimensions. The next step would fail.
 
     Raises:
-        StateDictMismatch: it has, and would only find out in its next step.
+        StateDictMismatch: If the optimizer has such a tensor.
     """
     if value is None and isinstance(owner.optimizer, torch.optim.SGD):
-        return  # older ones saved no momentum as None, and make it then
+        return  # older versions saved None for no momentum
     expected = owner.initial.get(path) if live is None else live
     if expected is not None and expected.dim():
         raise StateDictMismatch(
-            "a saved state is no tensor",
+            "the saved state is not a tensor",
             entry=owner.entry(path),
             expected=f"a tensor of shape {list(expected.shape)}",
             found=type(value).__name__,
@@ -560,9 +591,9 @@ def _require_no_tensor(
 def _hyper(
     group: dict[str, Any], names: Names, saved: Saved, report: OptimizerReport
 ) -> dict[str, Any]:
-    """Return the saved hyperparameters of a group, found by its parameters in whatever order.
+    """Return the saved hyperparameters of a group, which its parameters identify in any order.
 
-    They are copies, so that the optimizer and the caller's dict share nothing that can change.
+    They are copies, so the optimizer and the caller's dict share no mutable object.
     """
     found: dict[str, dict[str, Any]] = {}
     for param in group["params"]:
@@ -577,10 +608,10 @@ def _hyper(
             _require_same(found[source], other, source, name)
     chosen = found.get(source, {})
     if saved.empty and not group["params"]:
-        chosen = saved.empty.pop(0)  # each belongs to one group
+        chosen = saved.empty.pop(0)  # the next group without parameters
     hyper = {}
     for key, value in chosen.items():
-        if key == "param_names":  # what this optimizer calls its own parameters
+        if key == "param_names":  # this optimizer has its own names
             continue
         hyper[key] = copy.deepcopy(value)
         if isinstance(value, torch.Tensor) and isinstance(live := group.get(key), torch.Tensor):
@@ -591,13 +622,13 @@ def _hyper(
 def _require_kind(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], saved: dict[str, Any]
 ) -> None:
-    """Refuse the group of an optimizer of another kind, whose state would be nobody's.
+    """Refuse the group of another kind of optimizer.
 
-    New versions of an optimizer add switches, and schedulers and callers keep numbers of their own
-    in groups: so only one that lacks a number of this kind, and has one that is none of it, is not.
+    New versions of an optimizer add switches, and schedulers add numbers to groups. So a group is
+    of another kind only if it lacks a number of this kind and has an additional one.
 
     Raises:
-        StateDictMismatch: it is.
+        StateDictMismatch: If it is of another kind.
     """
     lacks = [
         key
@@ -629,16 +660,16 @@ def _require_same(a: dict[str, Any], b: dict[str, Any], first: str, second: str)
             )
 
 
-#: The fix if a rank saved its empty part of a sharded optimizer.
+#: The fix for a rank's empty part of a sharded optimizer.
 _NO_VALUES = (
     "A state of shape [0] holds no values: it is one rank's part of a sharded optimizer. Save the "
     "result of torchlift.distributed.get_optimizer_state_dict(model, optimizer, "
     "options=StateDictOptions(full_state_dict=True)), which all ranks call."
 )
-#: The way out where numbers were all that told parameters apart.
+#: The fix if numbers identify the parameters.
 _ORDER = (
-    "Only numbers tell its parameters apart: give the optimizer them in the order of the one that "
-    "was saved. To save them by name, make it of model.named_parameters(), or use torchlift.Keeper."
+    "The saved state numbers its parameters. Give the optimizer its parameters in the saved order. "
+    "To save them by name, make it of model.named_parameters(), or use torchlift.Keeper."
 )
 
 
@@ -646,12 +677,12 @@ _ORDER = (
 
 
 def require_matched(matched: Match, *_: object) -> None:
-    """Check that the plan has a step for each slot, whose shapes were compared before."""
+    """Check that the plan has a step for each slot. The shapes were compared before."""
     assert not matched.unmatched
 
 
 def is_left_to_us(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether loading an optimizer runs no hooks and no method of its own.
+    """Return whether an optimizer loads without hooks and with torch's ``load_state_dict``.
 
     Example:
         >>> is_left_to_us(torch.optim.SGD([torch.ones(1)]))
@@ -664,7 +695,7 @@ def is_left_to_us(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def runs_own_code(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether code that is not torch's may refuse the state, or write into it.
+    """Return whether code outside of torch may refuse the state, or write into it.
 
     Example:
         >>> runs_own_code(torch.optim.SGD([torch.ones(1)]))
@@ -678,33 +709,42 @@ def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
 
 
-def _loaded(
+class _Loaded(NamedTuple):
+    """The state and the groups of an optimizer after the load."""
+
+    state: dict[Any, Any]
+    groups: list[dict[str, Any]]
+
+
+def _fill(
     new: NewState, slots: OptimizerSlots, fetched: dict[str, torch.Tensor] | None = None
-) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
-    """Return the state and the groups that the optimizer is to have."""
+) -> _Loaded:
+    """Return the state and the groups of an optimizer, with tensors in the slots."""
     filled = {param: slots.filled(state, fetched) for param, state in new.state.items()}
     state = {**new.optimizer.state, **filled, **new.other}
-    # What was never stepped has no entry: some optimizers look into whichever comes first.
-    return {key: value for key, value in state.items() if not isinstance(value, dict) or value}, [
+    # Without empty entries: some optimizers read the first entry, whichever it is.
+    state = {key: value for key, value in state.items() if not isinstance(value, dict) or value}
+    groups = [
         {**group, **hyper, "params": group["params"]}
         for group, hyper in zip(new.optimizer.param_groups, new.hyper, strict=True)
     ]
+    return _Loaded(state, groups)
 
 
 def try_states(slots: OptimizerSlots, fetched: Fetched) -> None:
-    """Let copies of the optimizers take the new state, which ``__setstate__`` looks at.
+    """Call ``__setstate__`` of copies of the optimizers with the new state.
 
     Raises:
-        StateDictMismatch: If one cannot use it.
+        StateDictMismatch: If one raises.
     """
     found = {
         step.key: value
         for step, value in (*fetched.plain, *fetched.steps)
-        # Of a DTensor that is written over, the value here may be the whole tensor.
+        # The value for a DTensor that is overwritten may be the complete tensor.
         if isinstance(value, torch.Tensor) and not (step.in_place and is_dtensor(step.group.tensor))
     }
     for new in filter(lambda each: is_left_to_us(each.optimizer), slots.states):
-        state, groups = _loaded(new, slots, found)
+        state, groups = _fill(new, slots, found)
         copies = {key: dict(v) if isinstance(v, dict) else v for key, v in state.items()}
         kind = type(new.optimizer)
         shadow = object.__new__(kind)
@@ -714,19 +754,19 @@ def try_states(slots: OptimizerSlots, fetched: Fetched) -> None:
         except Exception as error:
             raise StateDictMismatch(
                 f"{kind.__name__} cannot use this state: {type(error).__name__}: {error}",
-                hint="Was it saved by an optimizer of another kind?",
+                hint="Make an optimizer of the kind that was saved.",
             ) from error
 
 
 def set_states(slots: OptimizerSlots, commit: Commit) -> None:
-    """Give the optimizers their new state, after the slots were filled."""
+    """Set the new state of the optimizers, after the slots were filled."""
     for new in slots.states:
         optimizer = new.optimizer
         commit.keep_optimizer(optimizer, values=runs_own_code(optimizer))
-        state, groups = _loaded(new, slots)
+        state, groups = _fill(new, slots)
         if is_left_to_us(optimizer):
-            # Optimizer.load_state_dict would cast every moment to its parameter's dtype, which
-            # loses what float32 moments of bfloat16 weights hold (pytorch/pytorch#43706).
+            # Optimizer.load_state_dict would cast every moment to its parameter's dtype: float32
+            # moments of bfloat16 weights would lose precision (pytorch/pytorch#43706).
             for group, changed in zip(optimizer.param_groups, groups, strict=True):
                 group.update(changed)
             kept = defaultdict(dict, state)
@@ -748,7 +788,7 @@ def _let_load(
     if not _is_plain(optimizer):
         return
     for param, given in new.state.items():
-        # Put back what the base class cast to the dtype of the parameter, and nothing a hook did.
+        # Undo the casts of the base class to the parameter's dtype, but no change of a hook.
         live = optimizer.state[param]
         for key, value in slots.filled(given).items():
             now = live.get(key)
@@ -758,5 +798,5 @@ def _let_load(
 
 
 def present(tree: Any) -> Any:
-    """Return nested containers with whole tensors in memory for those of files."""
+    """Return nested containers with tensors in memory in place of those of files."""
     return map_leaves(tree, lambda leaf, _: leaf.tensor() if isinstance(leaf, FileTensor) else leaf)

@@ -1,4 +1,4 @@
-"""Optimizer state dicts under canonical names: read, flattened, and brought into one form."""
+"""Read, flatten and normalise optimizer state dicts with canonical names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -31,7 +31,7 @@ _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
 _LAYOUTS = "state_layouts"
 #: The layout of a tensor that is no DTensor.
 PLAIN = "plain"
-#: What a parameter is called that is in no model: by its place in its optimizer, one of several.
+#: The name of a parameter that no model has: the number of its optimizer, and its place there.
 PLACE = re.compile(rf"(\d+\.)?{_GROUPS}\.\d+\.{_PARAMS}\.\d+")
 
 
@@ -40,12 +40,12 @@ def read_optimizers(
 ) -> dict[str, Any]:
     """Return the state of `optimizers` by canonical name, not gathered, on their devices.
 
-    A trainable parameter without state gets its initial one, so that every rank and every moment
-    gives the same keys. The optimizers are not changed.
+    A trainable parameter without state gets its initial state. So the keys are the same on every
+    rank, before and after the first step. The optimizers are not changed.
 
     Raises:
-        StateDictMismatch: an optimizer is of another model, two hold one parameter, or the state
-            dict of one lacks some of its state.
+        StateDictMismatch: If an optimizer is of another model, or two hold one parameter.
+        StateDictMismatch: If the state dict of an optimizer lacks some of its state.
     """
     state: dict[Any, Any] = {}
     groups: list[dict[str, Any]] = []
@@ -53,7 +53,7 @@ def read_optimizers(
     optimizers = name_by_place(names, optimizers)
     for optimizer in optimizers:
         packed = _own_state(optimizer)
-        # By position: after a parameter that is listed twice torch leaves a number out.
+        # By position, because torch skips a number after a parameter that is listed twice.
         by_number = {
             number: first_name(param, names)
             for numbers, group in zip(packed[_GROUPS], optimizer.param_groups, strict=True)
@@ -62,9 +62,9 @@ def read_optimizers(
         for name in by_number.values():
             if holder.setdefault(name, optimizer) is not optimizer:
                 raise StateDictMismatch(
-                    "two optimizers hold one parameter, and a state dict has one state for it",
+                    "two optimizers hold the same parameter",
                     entry=name,
-                    hint="Read the state dict of each of them in a call of its own.",
+                    hint="Read the state dict of each optimizer in a separate call.",
                 )
         for key, value in packed[_STATE].items():
             state[by_number.get(key, key) if isinstance(key, int) else key] = value
@@ -76,7 +76,7 @@ def read_optimizers(
         for group, live in zip(packed[_GROUPS], optimizer.param_groups, strict=True):
             named = [by_number[number] for number in once(group[_PARAMS])]
             made = {**group, _PARAMS: named}
-            made.pop(_LAYOUTS, None)  # torch's functions leave what they loaded in a group
+            made.pop(_LAYOUTS, None)  # torch's functions load this key into the live group
             layouts = {
                 f"{path_text(path)} {_layout_text(leaf)}"
                 for param in filter(is_dtensor, once(live[_PARAMS]))
@@ -84,7 +84,7 @@ def read_optimizers(
                 if torch.is_tensor(leaf) and (leaf.dim() or is_dtensor(leaf))
                 if leaf.shape != param.shape or spread_of(leaf) != spread_of(param)
             }
-            # One with this method shows the layout again when its state is loaded, as torch's do.
+            # An optimizer with this method shows the layout when its state is loaded.
             if layouts and not hasattr(type(optimizer), "_init_group"):
                 made[_LAYOUTS] = sorted(layouts)
             groups.append(made)
@@ -93,21 +93,21 @@ def read_optimizers(
 
 
 def _own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what the ``state_dict`` of an optimizer returns, if that is all of its state.
+    """Return the result of ``optimizer.state_dict()``, if it contains all state.
 
     Raises:
-        StateDictMismatch: If it is not, or is on another rank.
+        StateDictMismatch: If it does not.
     """
     kind = type(optimizer).__name__
     packed: Any = call_state_dict(optimizer)
     if not isinstance(packed, dict) or not {_STATE, _GROUPS} <= packed.keys():
-        raise holder_error(optimizer, f"a state dict without {_STATE!r} and {_GROUPS!r}")
+        raise holder_error(optimizer, f"its state dict lacks {_STATE!r} or {_GROUPS!r}")
     if more := packed.keys() - {_STATE, _GROUPS}:
         raise StateDictMismatch(
-            "an optimizer keeps more than the state and the groups of its parameters",
+            "the state dict of an optimizer has more than the state and groups of its parameters",
             entry=kind,
             found=", ".join(map(repr, sorted(more))),
-            hint="Save optimizer.state_dict() as it is, and load that with its load_state_dict.",
+            hint="Save optimizer.state_dict() as it is, and load it with load_state_dict.",
         )
     numbers = {
         id(param): number
@@ -117,18 +117,18 @@ def _own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     for inner in inner_optimizers(optimizer):
         for param, state in getattr(inner.optimizer, "state", {}).items():
             if set(state) - set(packed[_STATE].get(numbers.get(id(param)), ())):
-                raise holder_error(optimizer, "the state dict lacks state of an optimizer inside")
+                raise holder_error(optimizer, "its state dict lacks state of an inner optimizer")
     found: dict[str, Any] = packed
     return found
 
 
 def _layout_text(tensor: torch.Tensor) -> str:
-    """Write the layout of a tensor: "S0,R" is sharded by rows on the first mesh dimension only."""
+    """Return the layout of a tensor as text, such as "S0,R": rows on the first mesh dimension."""
     if not is_dtensor(tensor):
         return PLAIN
     from torch.distributed.tensor import Replicate, Shard
 
-    # A shard of another class, such as FSDP's over tensor parallel, is not rebuilt from a text.
+    # Shards of other classes, such as FSDP's over tensor parallel, cannot be rebuilt from a text.
     found = (
         f"S{each.dim}" if type(each) is Shard else "R" if type(each) is Replicate else "?"
         for each in tensor.placements
@@ -137,7 +137,7 @@ def _layout_text(tensor: torch.Tensor) -> str:
 
 
 def path_text(path: tuple[Any, ...]) -> str:
-    """Write the path of a tensor in the state of a parameter as in a flat state dict.
+    """Return the path of a tensor in the state of a parameter, as in a flat state dict.
 
     Example:
         >>> path_text(("GG", 0, "left"))
@@ -147,7 +147,7 @@ def path_text(path: tuple[Any, ...]) -> str:
 
 
 def once(items: Iterable[T]) -> list[T]:
-    """Return the items, each one once, told apart by what they are: a parameter listed twice.
+    """Return the items without repeated objects, such as a parameter that is listed twice.
 
     Example:
         >>> once([1, 2, 1])
@@ -163,13 +163,13 @@ def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def name_by_place(
     names: Names, optimizers: Iterable[torch.optim.Optimizer]
 ) -> tuple[torch.optim.Optimizer, ...]:
-    """Name what optimizers hold and the model does not, such as a temperature, by its place.
+    """Name parameters that the model lacks, such as a temperature, by their place.
 
     Returns:
         The optimizers.
 
     Raises:
-        StateDictMismatch: of all that they hold the model has nothing: they are of another one.
+        StateDictMismatch: If the model has none of the parameters.
     """
     found = tuple(optimizers)
     params = [param for optimizer in found for param in _params(optimizer)]
@@ -186,51 +186,51 @@ def name_by_place(
 
 
 def first_name(param: torch.Tensor, names: Names) -> str:
-    """Return the name under which the state of a parameter is kept: of tied ones, the first.
+    """Return the name of a parameter, or the first name if it is tied.
 
     Raises:
-        StateDictMismatch: the model does not have the parameter.
+        StateDictMismatch: If the model lacks the parameter.
     """
     found = names.fqns(param)
     if not found:
-        raise _of_another(param)
+        raise _other_model_error(param)
     return found[0]
 
 
 def require_known(
     names: Names, optimizers: Iterable[torch.optim.Optimizer], saved: Collection[str]
 ) -> None:
-    """Refuse a parameter of another model: one that was rebuilt after its optimizer was made.
+    """Refuse a parameter of another model, as after the model was rebuilt.
 
-    By itself it looks like one that is in no model. But of that the place was saved, and nothing is
-    left over that was saved by a name of the model.
+    Such a parameter is named by its place, like one that no model has. But its place was not saved,
+    and a saved name of the model is left over.
 
     Args:
-        names: of the model, and by place of what only the optimizers hold.
-        optimizers: all that are loaded.
-        saved: names of the parameters that the state dict has.
+        names: Names in the model, and places of parameters that it lacks.
+        optimizers: All optimizers of the load.
+        saved: Names of the parameters in the state dict.
 
     Raises:
-        StateDictMismatch: there is one.
+        StateDictMismatch: If there is one.
     """
     own = {name: param for each in optimizers for param in _params(each)
             for name in names.fqns(param)}  # fmt: skip
     strange = next((own[n] for n in own if PLACE.fullmatch(n) and n not in saved), None)
     if strange is not None and any(n not in own and not PLACE.fullmatch(n) for n in saved):
-        raise _of_another(strange)
+        raise _other_model_error(strange)
 
 
 def require_same_groups(
     optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], name: str
 ) -> None:
-    """Refuse another number of parameter groups than was saved, where a scheduler is loaded, too.
+    """Refuse a number of parameter groups that differs from the saved one, with a scheduler.
 
-    It keeps a learning rate for each group. With fewer or more it fails in its next step.
+    A scheduler keeps a learning rate for each group. With another number, its next step fails.
 
     Args:
-        optimizer: the scheduler's.
-        saved: the optimizer's saved state, nested.
-        name: what an error calls the optimizer.
+        optimizer: The scheduler's optimizer.
+        saved: The optimizer's saved state, nested.
+        name: The name of the optimizer, for the error.
 
     Raises:
         StateDictMismatch: If the numbers differ.
@@ -246,7 +246,7 @@ def require_same_groups(
         )
 
 
-def _of_another(param: torch.Tensor) -> StateDictMismatch:
+def _other_model_error(param: torch.Tensor) -> StateDictMismatch:
     return StateDictMismatch(
         "the optimizer holds a parameter that the model does not have",
         found=f"{type(param).__name__} of shape {list(param.shape)}",
@@ -258,26 +258,25 @@ def _of_another(param: torch.Tensor) -> StateDictMismatch:
 def initial_state(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], param: torch.Tensor
 ) -> dict[Any, Any] | None:
-    """Make the state that `param` has before its first step, without a step.
+    """Return the state of a parameter before its first step, without a step.
 
-    torch takes a step with zero gradients for it, which leaves Adam's counter at 1 and every later
-    update wrong (pytorch/pytorch#164929); and a step of an optimizer that holds another one trains
-    the model. Here ``_init_group`` is called on a copy of the optimizer that holds a copy of the
-    parameter only: state may start from the weights (a copy in float32).
+    torch takes a step with zero gradients. That leaves Adam's counter at 1, and every later update
+    wrong (pytorch/pytorch#164929). If an optimizer holds another one, that step trains the model.
+    Here a copy of the optimizer calls ``_init_group`` with a copy of the parameter, because the
+    state may start from the weights.
 
     Returns:
-        New tensors; an empty dict where the optimizer has no state to start with; None where only a
-        step could tell.
+        New tensors, or an empty dict if there is no initial state. None if only a step makes it.
     """
     if not param.requires_grad:
         return {}
     moment = torch.zeros_like(param, requires_grad=False)
-    # Two of torch's make their state in step() only.
+    # These two of torch's optimizers make their state in step().
     if isinstance(optimizer, torch.optim.SGD):
         return {"momentum_buffer": moment} if group.get("momentum") else {}
     if isinstance(optimizer, torch.optim.SparseAdam):
         return {"step": 0, "exp_avg": moment, "exp_avg_sq": moment.clone()}
-    # Not the instance's: one that forwards what it lacks has that of the optimizer it holds.
+    # The class's: an instance may forward a missing attribute to an optimizer that it holds.
     init: Any = getattr(type(optimizer), "_init_group", None)
     if init is None:
         return None
@@ -288,10 +287,10 @@ def initial_state(
     vars(shadow).update(vars(optimizer), state=state, param_groups=[{**group, _PARAMS: [stand_in]}])
     if shadow.state is not state:  # a property: this class shows the state of another optimizer
         return None
-    try:
+    try:  # torch's methods take the group and one list for each kind of state
         lists = list(inspect.signature(init).parameters)[2:]
         init(shadow, shadow.param_groups[0], *([] for _ in lists))
-    except (AttributeError, LookupError, TypeError):  # not the lists that torch's take
+    except (AttributeError, LookupError, TypeError):
         return None
     return dict(state[stand_in]) or None
 
@@ -316,7 +315,7 @@ def _flatten(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _flat_key(key: object) -> str:
-    """Write a key, and one that is text and reads like a number as 'text'."""
+    """Return a key as text. A text that looks like a number is put in quotes."""
     return repr(key) if isinstance(key, str) and _NUMBER.fullmatch(key) else str(key)
 
 
@@ -326,24 +325,24 @@ def _unflat_key(text: str) -> int | str:
     return text[1:-1] if _NUMBER.fullmatch(text[1:-1]) and text[0] == text[-1] == "'" else text
 
 
-#: How ``str`` writes an integer, no other text.
+#: An integer, as ``str`` writes it.
 _NUMBER = re.compile(r"0|-?[1-9][0-9]*")
 
 
 @dataclass
 class Saved:
-    """An optimizer state dict in the one form that loading works with.
+    """An optimizer state dict in the form that loading uses.
 
     Attributes:
-        state: canonical name -> state.
-        hyper: canonical name -> the hyperparameters of its group.
-        empty: the hyperparameters of groups without parameters, in order.
-        other: state under keys that are no parameter.
-        gone: canonical names that the caller left out.
-        allow_missing: patterns of names that may be missing.
-        by_order: whether only numbers told parameters apart: each is of one in the same place.
-        layouts: canonical name -> path in its state -> its layout, where that was not the layout of
-            the parameter, a DTensor. Only of groups of which it is recorded.
+        state: Canonical name -> state.
+        hyper: Canonical name -> the hyperparameters of its group.
+        empty: The hyperparameters of groups without parameters, in order.
+        other: State under keys that are not parameters.
+        gone: Canonical names that the caller left out.
+        allow_missing: Patterns of names that may be missing.
+        by_order: Whether parameters had numbers only, so that their order identifies them.
+        layouts: Canonical name -> path in its state -> its recorded layout. Only layouts that
+            differ from that of the parameter are recorded.
     """
 
     state: dict[str, Any] = field(default_factory=dict)
@@ -356,7 +355,7 @@ class Saved:
     layouts: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def add_layouts(self, name: str, texts: Iterable[str]) -> None:
-        """Add the layouts that a group has for a parameter. Two for one path tell nothing."""
+        """Add the recorded layouts of a group for a parameter. Two for one path are unknown."""
         found: dict[str, str] = {}
         for path, _, layout in (text.rpartition(" ") for text in texts):
             found[path] = layout if found.get(path, layout) == layout else "?"
@@ -365,32 +364,31 @@ class Saved:
     def leave_out(
         self, include: Collection[str], exclude: Collection[str], allow_missing: Collection[str]
     ) -> None:
-        """Leave out the parameters that patterns do not choose, with their hyperparameters.
+        """Leave out the parameters that patterns do not select, with their hyperparameters.
 
         Raises:
-            MismatchError: a pattern fits nothing, or nothing is left.
+            MismatchError: If a pattern matches nothing, or nothing is left.
         """
         names = dict.fromkeys((*self.state, *self.hyper))
-        self.gone = left_out(names, (), include, exclude, "")  # which file, the caller adds
+        self.gone = left_out(names, (), include, exclude, "")  # the caller adds the file
         self.allow_missing = allow_missing
         self.state = {name: value for name, value in self.state.items() if name not in self.gone}
         self.hyper = {name: value for name, value in self.hyper.items() if name not in self.gone}
 
 
-def normalised(
+def normalise(
     saved: Mapping[str, Any], optimizers: Iterable[torch.optim.Optimizer], names: Names
 ) -> Saved:
-    """Bring any of the three forms of an optimizer state dict into that of `Saved`.
+    """Bring any of three forms of an optimizer state dict into the form of `Saved`.
 
     Args:
-        saved: nested under canonical names, flat, or an optimizer's own with numbers for
-            parameters, which then must be in the order of each optimizer, unless it has their names
-            (``param_names``), as one that was made of ``model.named_parameters()`` does.
-        optimizers: only looked at for the last form and for nested flat states.
-        names: of the model.
+        saved: Nested under canonical names, flat, or an optimizer's own. The last form numbers
+            parameters in the order of the optimizer, unless it has their names (``param_names``).
+        optimizers: The optimizers, for the last form and for nested flat states.
+        names: The names of the model.
 
     Raises:
-        StateDictMismatch: it is none of them.
+        StateDictMismatch: If it has another form.
     """
     if not saved:
         return Saved()
@@ -403,13 +401,14 @@ def normalised(
             "not an optimizer state dict",
             expected=f"a dict under {_STATE!r}, and under {_GROUPS!r} dicts with {_PARAMS!r}",
         )
-    numbered, by_order = _numbered(groups, optimizers, names)
-    found = Saved(by_order=by_order)
+    numbers = _name_numbers(groups, optimizers, names)
+    numbered = numbers.names
+    found = Saved(by_order=numbers.by_order)
     for key, value in state.items():
         name = numbered.get(key, key)
         (found.state if isinstance(name, str) else found.other)[name] = value
     for name in numbered.values():
-        # An optimizer has no entry for what it never stepped: none is missing here.
+        # An optimizer lacks an entry for a parameter that never stepped. It is not missing.
         found.state.setdefault(name, {})
     for group in groups:
         hyper = {key: value for key, value in group.items() if key not in (_PARAMS, _LAYOUTS)}
@@ -422,32 +421,44 @@ def normalised(
     return found
 
 
-def _numbered(
-    groups: Any, optimizers: Iterable[torch.optim.Optimizer], names: Names
-) -> tuple[dict[Any, str], bool]:
-    """Return the names of the parameters that an optimizer's own state dict numbers.
+class _NumberedNames(NamedTuple):
+    """The names of the parameters that an optimizer's own state dict numbers.
 
-    And whether their order alone told them apart.
+    Attributes:
+        names: Number -> canonical name.
+        by_order: Whether the order of the parameters alone identifies them.
     """
+
+    names: dict[Any, str]
+    by_order: bool
+
+
+def _name_numbers(
+    groups: Any, optimizers: Iterable[torch.optim.Optimizer], names: Names
+) -> _NumberedNames:
+    """Return the names for the numbers in the groups of a state dict, if it has numbers."""
     keys = [key for group in groups for key in group[_PARAMS]]
     if not keys or not all(isinstance(key, int) for key in keys):
-        return {}, False
-    told = [name for group in groups for name in group.get("param_names") or ()]
+        return _NumberedNames({}, False)
+    saved = [name for group in groups for name in group.get("param_names") or ()]
     for optimizer in optimizers:
         params = _params(optimizer)
         if len(params) == len(keys):
-            mine = {fqn: first_name(param, names) for param in params for fqn in names.fqns(param)}
-            named = len(told) == len(keys) and mine.keys() >= set(told)
+            own = {fqn: first_name(param, names) for param in params for fqn in names.fqns(param)}
+            is_named = len(saved) == len(keys) and own.keys() >= set(saved)
             order = (
-                [mine[name] for name in told] if named else [first_name(p, names) for p in params]
+                [own[name] for name in saved]
+                if is_named
+                else [first_name(param, names) for param in params]
             )
             found = dict(zip(keys, order, strict=True))
-            # DCP makes text of every key, and leaves the numbers in the groups' lists alone.
-            return {**found, **{str(k): name for k, name in found.items()}}, not named
+            # DCP turns every key into text, but not the numbers in the groups' lists.
+            texts = {str(key): name for key, name in found.items()}
+            return _NumberedNames({**found, **texts}, not is_named)
     raise StateDictMismatch(
-        "the optimizer state dict numbers its parameters, and no optimizer has as many",
+        "the optimizer state dict numbers its parameters, and no optimizer has this many",
         found=f"{len(keys)} parameters",
-        hint="Save it with get_optimizer_state_dict, which names them.",
+        hint="Save it with get_optimizer_state_dict, which names the parameters.",
     )
 
 
@@ -482,7 +493,7 @@ def _unflatten(
 
 
 def _owner(rest: str, known: Mapping[str, Any]) -> str:
-    """Return the parameter that a flat key belongs to: the longest name it begins with."""
+    """Return the parameter of a flat key: the longest name that the key begins with."""
     name = rest
     while "." in name:
         name = name.rpartition(".")[0]
@@ -492,7 +503,7 @@ def _owner(rest: str, known: Mapping[str, Any]) -> str:
 
 
 def _insert(state: dict[Any, Any], path: str, value: Any, live: Any) -> None:
-    """Rebuild nesting from dots, and keys that are integers, or whatever the live state has."""
+    """Rebuild nesting from dots. Keys become integers, or those of the live state."""
     like = live if isinstance(live, Mapping) else {}
     head, _, rest = (path, "", "") if path in like else path.partition(".")
     key: Any = next((k for k in like if _flat_key(k) == head), _unflat_key(head))

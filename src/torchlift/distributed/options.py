@@ -22,27 +22,24 @@ Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
 @dataclass
 class StateDictOptions:
-    """What `get_state_dict` returns and how `set_state_dict` loads it.
+    """Options of `get_state_dict` and `set_state_dict`, as in torch.
 
     Attributes:
-        full_state_dict: gather every tensor; no DTensor is left in the result. For a load: the
-            state dict holds whole tensors, of which every rank takes its own slice. Must be the
-            same on every rank: the ranks that gather wait for each other.
-        cpu_offload: move tensors to the CPU. With `full_state_dict` only rank 0 gets the result,
-            the other ranks get an empty dict. Where the model has DTensors all ranks must call it,
-            and what they have under names of their own, as the stages of a pipeline, is in that
-            result. Without DTensors nothing tells a stage from a replica: rank 0 gets its own, and
-            may call alone; pass ``process_group=`` on all ranks to get every stage.
-        ignore_frozen_params: leave parameters out whose ``requires_grad`` is False; a strict load
-            does not miss them then.
-        keep_submodule_prefixes: with ``submodules=``, keep the full name of every key.
-        strict: a load raises when the state dict lacks a key or, for the model, has one too many.
-        broadcast_from_rank0: only rank 0 has the state dict to load; the others receive it in
-            bounded blocks and keep their slices. Needs `full_state_dict`.
-        flatten_optimizer_state_dict: one flat dict with keys such as
+        full_state_dict: Gather every tensor. For a load: the state dict holds complete tensors, and
+            every rank copies its own slices. It must be equal on every rank.
+        cpu_offload: Move tensors to the CPU. With `full_state_dict`, only the first rank gets the
+            result, and the others get an empty dict. If the model has DTensors, call it on all
+            ranks. For pipeline stages, pass ``process_group=`` with the ranks of each stage.
+        ignore_frozen_params: Leave out parameters that do not require gradients. A strict load does
+            not miss them.
+        keep_submodule_prefixes: With ``submodules=``, keep the full name of every key.
+        strict: Raise an error if the state dict lacks a key or, for the model, has another one.
+        broadcast_from_rank0: Only rank 0 has the state dict. It sends one tensor at a time, and
+            every rank keeps its slices. Needs `full_state_dict`.
+        flatten_optimizer_state_dict: Return one flat dict with keys such as
             ``state.layer.weight.exp_avg`` and ``param_groups.layer.weight.lr``.
-        dsd_fqn_modifiers: name of the method in which a module lists the attributes that its
-            state dict hooks leave out of the keys.
+        dsd_fqn_modifiers: Name of the method in which a module lists the attributes that its state
+            dict hooks leave out of the keys.
 
     Example:
         >>> from torchlift.distributed import StateDictOptions
@@ -60,18 +57,18 @@ class StateDictOptions:
     dsd_fqn_modifiers: str = "_fqn_modifiers"
 
 
-def checked(options: Any) -> StateDictOptions:
-    """Return a private, valid copy of what the caller passed; torch's own class is welcome.
+def validate_options(options: Any) -> StateDictOptions:
+    """Return a valid copy of the options.
 
     Args:
-        options: a `StateDictOptions`, torch's class of that name, or None for the defaults.
+        options: A `StateDictOptions`, torch's class of that name, or None for the defaults.
 
     Raises:
-        TypeError: the object lacks a field of `StateDictOptions`.
-        ValueError: `broadcast_from_rank0` without `full_state_dict`.
+        TypeError: If the object lacks a field of `StateDictOptions`.
+        ValueError: If `broadcast_from_rank0` is set without `full_state_dict`.
 
     Example:
-        >>> checked(None) == StateDictOptions()
+        >>> validate_options(None) == StateDictOptions()
         True
     """
     if options is None:
@@ -81,46 +78,58 @@ def checked(options: Any) -> StateDictOptions:
     except AttributeError as error:
         raise TypeError(f"options must be a StateDictOptions, not {options!r}") from error
     if copy.broadcast_from_rank0 and not copy.full_state_dict:
-        raise ValueError(
-            "broadcast_from_rank0=True sends whole tensors: full_state_dict must be True as well"
-        )
+        raise ValueError("broadcast_from_rank0=True needs full_state_dict=True")
     return copy
 
 
 class Part(Flag):
-    """What a call reads or loads."""
+    """The part of a training state that a call reads or loads."""
 
     MODEL = auto()
     OPTIMIZERS = auto()
     BOTH = MODEL | OPTIMIZERS
 
 
-def several(optimizers: Any, part: Part = Part.BOTH) -> tuple[torch.optim.Optimizer, ...]:
-    """Return one or several optimizers as a tuple.
+class States(NamedTuple):
+    """The state dicts of a model and of its optimizers, each empty if it was not requested."""
+
+    model: dict[str, Any]
+    optimizer: dict[str, Any]
+
+
+def to_tuple(optimizers: Any) -> tuple[Any, ...]:
+    """Return one or several optimizers as a tuple."""
+    return tuple(optimizers) if isinstance(optimizers, Iterable) else (optimizers,)
+
+
+def require_optimizers(optimizers: Any, part: Part) -> tuple[torch.optim.Optimizer, ...]:
+    """Return one or several optimizers as a tuple, if each of them has a state.
 
     Raises:
-        TypeError: something in there is no optimizer.
-        StateDictMismatch: one only holds other optimizers.
-        RuntimeError: there is none, and the call is about optimizers only; torch raises that too.
+        TypeError: If one of them is not an optimizer.
+        StateDictMismatch: If one only holds other optimizers.
+        RuntimeError: If there is none, and the call is about optimizers only, as in torch.
 
     Example:
-        >>> len(several(torch.optim.SGD([torch.ones(1)])))
+        >>> len(require_optimizers(torch.optim.SGD([torch.ones(1)]), Part.BOTH))
         1
     """
-    found = tuple(optimizers) if isinstance(optimizers, Iterable) else (optimizers,)
+    found = to_tuple(optimizers)
     for each in found:
         require_groups(each)
-        # Not by their class: wrappers of optimizers need not be optimizers.
+        # Not by the class: a wrapper of an optimizer may be of another class.
         if not hasattr(each, "param_groups"):
             kind = type(each).__name__  # the text of a whole model would be pages long
             raise TypeError(f"optimizers must be an optimizer or an iterable of them, not {kind}")
     if part is Part.OPTIMIZERS and not found:
-        raise RuntimeError("the state dict of optimizers was asked for, and none was passed")
+        raise RuntimeError(
+            "the state dict of optimizers was requested, but no optimizer was passed"
+        )
     return found
 
 
 def require_groups(optimizer: object) -> None:
-    """Refuse an optimizer without groups or state, which only steps the ones that it holds.
+    """Refuse an optimizer that has no groups or state, and only steps others that it holds.
 
     Raises:
         StateDictMismatch: If it is one. The error names those that it holds.
@@ -131,7 +140,9 @@ def require_groups(optimizer: object) -> None:
     if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
         needed.append("defaults")  # torch's method needs what torch's constructor makes
     if not all(hasattr(optimizer, name) for name in needed):
-        raise holder_error(optimizer, "an optimizer without parameter groups or state of its own")
+        raise holder_error(
+            optimizer, "the optimizer does not have parameter groups or state of its own"
+        )
 
 
 class InnerOptimizer(NamedTuple):
@@ -147,7 +158,7 @@ class InnerOptimizer(NamedTuple):
 
 
 def inner_optimizers(optimizer: object) -> list[InnerOptimizer]:
-    """Return the optimizers that an optimizer has in its attributes, or in containers there."""
+    """Return the optimizers in the attributes of an optimizer, or in containers there."""
     found: list[tuple[str, object]] = []
     for name, value in getattr(optimizer, "__dict__", {}).items():
         found.append((f".{name}", value))
@@ -173,10 +184,10 @@ def holder_error(optimizer: object, reason: str) -> StateDictMismatch:
 
 
 def require_module(model: object) -> None:
-    """Refuse what is no module.
+    """Refuse an object that is not a module.
 
     Raises:
-        TypeError: it is none.
+        TypeError: If it is not.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
@@ -187,17 +198,17 @@ class LoadCall:
     """The arguments of a load, as the caller passed them.
 
     Attributes:
-        part: what to load; with both there need be no optimizer.
-        model: the model, wrapped or not.
-        optimizers: its optimizers, perhaps none.
-        model_state: by canonical name or by module.
-        optim_state: in any form that `normalised` knows.
-        options: how to load.
-        collective: see `RankGroup.of_model`.
-        process_group: see `RankGroup.of_model`.
-        include, exclude: patterns of the parameters whose optimizer state is taken.
-        allow_missing: patterns of parameters that may be without one, and of names of the model
-            that its state dict may lack.
+        part: The part to load. With both, there may be no optimizer.
+        model: The model, wrapped or not.
+        optimizers: Its optimizers, if any.
+        model_state: Values by canonical name or by module.
+        optim_state: Any form that `normalise` accepts.
+        options: How to load.
+        collective: See `RankGroup.of_model`.
+        process_group: See `RankGroup.of_model`.
+        include, exclude: Patterns of the parameters whose optimizer state is loaded.
+        allow_missing: Patterns of parameters that may lack optimizer state, and of names that the
+            model's state dict may lack.
     """
 
     part: Part
@@ -213,11 +224,11 @@ class LoadCall:
     allow_missing: Collection[str] = ()
 
     def model_dict(self, strict: bool) -> Mapping[Any, Any] | None:
-        """Return the model's state dict, None when the model is to be left alone."""
+        """Return the model's state dict, or None if the model stays as it is."""
         given = self.model_state
         if self.part is Part.OPTIMIZERS:
             return None
-        # With optimizers torch takes no model state, or an empty one, for a model to leave alone.
+        # As in torch, with optimizers None or an empty dict leaves the model as it is.
         if self.part is Part.BOTH and (given is None or given == {}):
             return None
         return _state_dict(given, "model_state_dict", strict)
@@ -228,19 +239,20 @@ class LoadCall:
 
 
 def _state_dict(state: Any, argument: str, strict: bool) -> Mapping[Any, Any]:
-    """Return a state dict as it was passed; none at all only where that is allowed.
+    """Return a state dict as it was passed, or an empty one for None.
 
-    torch takes None for an empty dict, which is an error for it too unless ``strict`` is False
+    torch replaces None by an empty dict, which is an error unless ``strict`` is False
     (``_verify_state_dict`` in ``torch/distributed/checkpoint/state_dict.py``).
 
     Raises:
-        TypeError: it is something else.
-        StateDictMismatch: it is None, and the load is strict.
+        TypeError: If it is not a mapping.
+        StateDictMismatch: If it is None, and the load is strict.
     """
     if state is None and strict:
         raise StateDictMismatch(
             f"{argument} is None: there is nothing to load",
-            hint="Only ranks that rank 0 sends to (broadcast_from_rank0=True) need none.",
+            hint="Pass a dict. Only ranks that receive from rank 0 (broadcast_from_rank0=True) "
+            "may pass None.",
         )
     if state is not None and not isinstance(state, Mapping):
         way = ": pass what its state_dict() returns" if hasattr(state, "state_dict") else ""
@@ -252,23 +264,25 @@ def _state_dict(state: Any, argument: str, strict: bool) -> Mapping[Any, Any]:
 MISSING, UNEXPECTED = "Missing key(s)", "Unexpected key(s)"
 
 
-def misfit(what: str, problems: Mapping[str, list[str]], **fields: Any) -> StateDictMismatch:
-    """Return the one error that lists everything that does not fit.
+def mismatch_error(
+    what: str, problems: Mapping[str, list[str]], **fields: Any
+) -> StateDictMismatch:
+    """Return one error that lists everything that does not match.
 
     Args:
-        what: the model or the optimizer.
-        problems: what is wrong -> the names of which it is true, of which five are shown.
-        fields: attributes of the error.
+        what: The model or the optimizer.
+        problems: Problem -> the names that have it. Five of them are shown.
+        fields: Attributes of the error.
 
     Example:
-        >>> print(misfit("model", {UNEXPECTED: ["a"], MISSING: []}))
+        >>> print(mismatch_error("model", {UNEXPECTED: ["a"], MISSING: []}))
         the state dict does not fit the model: Unexpected key(s) 'a'. Pass strict=False to load...
     """
     texts = []
     shapes = fields.get("mismatched")
     hint = empty_hint(shapes) if shapes else "Pass strict=False to load what fits."
     if not shapes and problems.get(MISSING) and problems.get(UNEXPECTED):
-        # Less would be loaded than anybody means: the names have to be brought together first.
+        # strict=False would skip keys that were renamed, so it is not the way out here.
         hint = "Rename the keys that have another name in the model."
     for problem, names in problems.items():
         if names:
@@ -280,14 +294,14 @@ def misfit(what: str, problems: Mapping[str, list[str]], **fields: Any) -> State
     )
 
 
-def model_misfit(
+def model_mismatch_error(
     missing: list[str],
     unexpected: list[str],
     shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]],
 ) -> StateDictMismatch:
     """Return the error for a model: names, and (shape in the model, in the state dict) by name."""
     wrong = [f"{n}: model {list(a)}, state dict {list(b)}" for n, (a, b) in shapes.items()]
-    return misfit(
+    return mismatch_error(
         "model",
         {MISSING: missing, UNEXPECTED: unexpected, "size mismatch for": wrong},
         missing_keys=missing,
@@ -310,15 +324,15 @@ def bad_value(name: str, found: str) -> StateDictMismatch:
 def check_value(
     name: str, expected: torch.Tensor | None, value: object, options: StateDictOptions
 ) -> None:
-    """Check what would fail, or leave a part of the model without values, half-way.
+    """Refuse a value that would fail, or leave a tensor without values, in the middle of a load.
 
     Raises:
-        StateDictMismatch: a value cannot be copied; or a whole one meets a sharded tensor, and the
-            options do not say so.
+        StateDictMismatch: If the value cannot be copied, or if a complete one is for a sharded
+            tensor, and the options do not permit that.
     """
     odd = oddity(local_tensor(value)) if isinstance(value, torch.Tensor) else None
     like = None if expected is None or expected.is_meta else oddity(expected)
-    if odd and odd != like:  # one of the same odd kind takes it
+    if odd and odd != like:  # a tensor of the same kind can copy it
         raise bad_value(name, f"a tensor that is {odd}")
     if is_dtensor(expected) and not is_dtensor(value) and not options.full_state_dict:
         raise StateDictMismatch(

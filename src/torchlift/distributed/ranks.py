@@ -1,11 +1,8 @@
-"""Run a function on several processes of this machine, from where no other process can import it.
+"""Run a function on several processes of this machine, also a function from a notebook cell.
 
-A function from a notebook cell is such a function: it is sent by value, with everything that it
-refers to.
-
-The caller and the ranks share a folder. The caller leaves the file ``call`` there. Each rank leaves
-what it printed, and its value in ``RANK.value`` or its traceback in ``RANK.error``. Then the rank
-waits to be ended: another rank may still talk to it.
+The caller and the ranks share a folder. The caller writes the function and its arguments to the
+file ``call``. Each rank writes its output, and its value to ``RANK.value`` or its traceback to
+``RANK.error``. Then the rank waits until the caller ends it: another rank may still need it.
 """
 
 from __future__ import annotations
@@ -19,17 +16,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar, TypeVarTuple
+from typing import NamedTuple, TypeVar, TypeVarTuple
 
 from torchlift._system.zygote import Child, format_error, packed, start
 
 T = TypeVar("T")
-# Not a ParamSpec, which leaves no room for options beside the arguments.
+# Not a ParamSpec: it does not permit options next to the arguments.
 Ts = TypeVarTuple("Ts")
 
-# Seconds that a rank which failed waits for the others, so that an error of all is told by all.
+# Seconds that the caller waits after an error, so that it also receives those of other ranks.
 _GRACE = 1.0
-# Seconds that every clock here can count to, in milliseconds of 32 bits: eleven days.
+# The longest timeout in seconds, eleven days: some clocks count milliseconds in 32 bits.
 _LONGEST = 1e6
 
 
@@ -43,33 +40,28 @@ def on_ranks(
 ) -> list[T]:
     """Run ``function(*args)`` on processes of this machine that form a process group.
 
-    Made for notebooks and examples: the function may be defined in a cell, in a script or inside
-    another function. It is sent with everything that it refers to there, by cloudpickle
-    (``pip install "torchlift[recipes]"``). Modules are imported on each rank. The group is
-    ``gloo``, on the CPU, and each process has one thread.
-
-    When all ranks are done, their output is printed here, one rank after the other. Their stderr,
-    with the warnings, is shown only if a rank dies.
+    The function may be defined in a notebook cell, in a script or inside another function. It is
+    sent with everything that it refers to, by cloudpickle (``pip install "torchlift[recipes]"``).
+    The group is ``gloo``, on the CPU, and each process has one thread. The output of all ranks is
+    printed at the end. Their stderr is shown only if a rank dies.
 
     Args:
         count: Number of processes.
-        function: Called on each rank, in the process group.
-        *args: Its arguments, the same on each rank.
-        timeout: Seconds for everything, the start included. No process is left behind.
+        function: The function to call on each rank.
+        *args: Its arguments, equal on each rank.
+        timeout: Seconds for everything, including the start. No process is left behind.
         environment: Environment variables to add.
-        fork: Whether ranks may be forked from a process that has imported torch. Pass False to
-            start new interpreters, as `torchlift.measure.in_child` does.
+        fork: Whether ranks may be forked from a process that has imported torch. False starts new
+            interpreters.
 
     Returns:
-        What each rank returned, in the order of ranks.
+        The value that each rank returned, in the order of ranks.
 
     Raises:
         ValueError: If `count` is below 1 or not an integer, or `timeout` is not above 0.
-        TypeError: If the function or an argument cannot be sent to another process, or a variable
-            is not text.
+        TypeError: If the function or an argument cannot be sent, or a variable is not text.
         ModuleNotFoundError: If cloudpickle is not installed.
-        RuntimeError: If a rank raised or died. The message has its number and its traceback. The
-            other ranks are ended.
+        RuntimeError: If a rank raised or died. The message has its number and its traceback.
         TimeoutError: If a rank was not done in time.
 
     Example:
@@ -86,12 +78,11 @@ def on_ranks(
         folder = Path(place)
         folder.joinpath("call").write_bytes(call)
         try:
-            codes = _run(folder, timeout, count, environment or {}, fork)
+            died, results = _run(folder, timeout, count, environment or {}, fork)
         finally:
             for rank in range(count):
                 print(_text(folder / f"{rank}.stdout"), end="")
-        results = _results(folder)
-        for rank, code in codes.items():  # it died, and the others failed because of that
+        for rank, code in died.items():  # a dead rank is the cause of the others' errors
             printed = _text(folder / f"{rank}.stderr")
             raise RuntimeError(f"{_ranks([rank], count)} {_death(code)}\n{printed}".rstrip())
         failed = [rank for rank, path in sorted(results.items()) if path.suffix == ".error"]
@@ -113,25 +104,38 @@ def _check(
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise ValueError(f"count must be a whole number of processes from 1 on, not {count!r}")
     if not callable(function):
-        raise TypeError(f"on_ranks calls a function on each rank, and {function!r} is none")
+        raise TypeError(f"on_ranks needs a function to call on each rank, not {function!r}")
     if not isinstance(timeout, (int, float)) or not timeout > 0:
         raise ValueError(f"timeout must be more than 0 seconds, not {timeout!r}")
     for name, value in environment.items():
         if not isinstance(value, str):
-            raise TypeError(f"a variable of the environment is text, and {name} is {value!r}")
+            raise TypeError(f"environment variable {name} must be text, not {value!r}")
+
+
+class _Outcome(NamedTuple):
+    """The state of the ranks before they are ended.
+
+    Attributes:
+        died: Rank -> exit code, of those that died without a result.
+        results: Rank -> its file with the value or the traceback. A rank that is ended later may
+            still write the error that another one causes by its end.
+    """
+
+    died: dict[int, int]
+    results: dict[int, Path]
 
 
 def _run(
     folder: Path, timeout: float, count: int, environment: Mapping[str, str], fork: bool
-) -> dict[int, int]:
-    """Run all ranks and end them; return the exit codes of those that died without a result."""
+) -> _Outcome:
+    """Run all ranks, and end them."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # on a free port
     variables = {
         "OMP_NUM_THREADS": "1",
         **environment,
-        # What torchrun tells its ranks.
+        # torchrun sets these variables.
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # else rank 0 would listen on that port
@@ -157,22 +161,22 @@ def _run(
         return _wait(folder, timeout, ranks)
 
 
-def _wait(folder: Path, timeout: float, ranks: Sequence[Child]) -> dict[int, int]:
-    """Return when all ranks have left a result, one has died, or the time is up."""
+def _wait(folder: Path, timeout: float, ranks: Sequence[Child]) -> _Outcome:
+    """Return when all ranks have written a result, one has died, or the time is up."""
     end, in_grace = time.monotonic() + timeout, False
     while True:
         results = _results(folder)
         codes = {rank: child.wait(0) for rank, child in enumerate(ranks) if rank not in results}
         died = {rank: code for rank, code in codes.items() if code is not None}
         if died or not codes or time.monotonic() >= end:
-            return died
+            return _Outcome(died, results)
         if not in_grace and any(path.suffix == ".error" for path in results.values()):
             end, in_grace = min(end, time.monotonic() + _GRACE), True
         time.sleep(0.02)
 
 
 def _results(folder: Path) -> dict[int, Path]:
-    """Return rank -> the file with the value or the traceback of each rank that is done."""
+    """Return rank -> the file with its value or its traceback, for ranks that are done."""
     done = [path for path in folder.iterdir() if path.suffix in (".value", ".error")]
     return {int(path.stem): path for path in done}
 

@@ -33,20 +33,18 @@ from torchlift.formats.index import TensorEntry
 class CheckpointReader(StorageReader):
     """Read a checkpoint of any format for ``torch.distributed.checkpoint.load``.
 
-    The state dict may be laid out over any mesh. Each rank reads the byte ranges of its own shards,
-    whether the checkpoint is one ``.pt`` file, sharded safetensors, or a DCP directory that was
-    saved on another number of ranks; nothing in it is executed. Of a URL, ranks that need the same
-    bytes fetch them each: DCP leaves no place for them to agree on one.
+    The checkpoint may be a ``.pt`` file, sharded safetensors, or a DCP folder that was saved on
+    another number of ranks. Each rank reads the byte ranges of its own shards, on any mesh. No code
+    in the checkpoint runs. Each rank fetches its bytes of a URL by itself.
 
     Args:
-        path: a path that `torchlift.open` reads, or the checkpoint itself.
-        root: keep only what is under this container of the checkpoint, and strip it.
-        storage_options: of a URL, as for `torchlift.open`.
+        path: A path or URL that `torchlift.open` reads, or the checkpoint itself.
+        root: The container to load, whose name is removed from the keys. See :ref:`arg-root`.
+        storage_options: Options of a URL. See :ref:`arg-storage-options`.
 
     Raises:
-        FormatError: `path` is not a checkpoint. In a process group ``load`` raises that, on every
-            rank, as torch's ``CheckpointException``: a rank that failed here would leave the others
-            waiting for it.
+        FormatError: If `path` is not a checkpoint. In a process group, ``load`` raises it on every
+            rank as torch's ``CheckpointException``.
 
     Example:
         >>> import torch, torch.distributed.checkpoint as dcp, tempfile, os, warnings
@@ -55,7 +53,7 @@ class CheckpointReader(StorageReader):
         >>> torch.save({"model": {"weight": torch.arange(4.0)}}, path)
         >>> state = {"weight": torch.zeros(4)}
         >>> with warnings.catch_warnings():
-        ...     warnings.simplefilter("ignore")  # torch says that there is no process group
+        ...     warnings.simplefilter("ignore")  # torch warns if there is no process group
         ...     dcp.load(state, storage_reader=CheckpointReader(path, root="model"))
         >>> state["weight"]
         tensor([0., 1., 2., 3.])
@@ -72,15 +70,15 @@ class CheckpointReader(StorageReader):
         self._open(path)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Start over, with another checkpoint where one is named."""
+        """Start again, with another checkpoint if one is passed."""
         if checkpoint_id is not None:
             self._open(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Describe what the checkpoint holds in the terms of DCP.
+        """Return DCP's description of the checkpoint.
 
         Raises:
-            CheckpointError: it could not be opened.
+            CheckpointError: If it cannot be opened.
         """
         if self._problem is not None:
             raise self._problem
@@ -96,7 +94,7 @@ class CheckpointReader(StorageReader):
             for key, entry in self._ckpt.entries.items()
             if entry.kind is None and hasattr(torch, entry.dtype)
         }
-        # What is refused is there, and not missing: a plan that asks for it is refused by name.
+        # These are listed, so that a plan that needs one is refused by name, and not as missing.
         rest = [key for key in self._ckpt.entries if key not in described]
         plain = (*self._ckpt.objects, *self._ckpt.blocked_keys, *rest)
         described.update({key: BytesStorageMetadata() for key in plain})
@@ -110,15 +108,15 @@ class CheckpointReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Do nothing: the index is all that is needed."""
+        """Do nothing. The index is enough."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Return the plan as it is, before anything is read.
 
         Raises:
-            UnsafeError: it asks for what only unpickling could rebuild.
-            FormatError: it asks for a tensor of a dtype that the installed torch does not have.
-            PlacementError: it asks for a tensor that is sparse, quantised, nested or on meta.
+            UnsafeError: If it needs a value that only unpickling could rebuild.
+            FormatError: If it needs a tensor whose dtype the installed torch lacks.
+            PlacementError: If it needs a tensor that is sparse, quantised, nested or on meta.
         """
         for item in plan.items:
             key = item.storage_index.fqn
@@ -127,11 +125,11 @@ class CheckpointReader(StorageReader):
                 raise self._ckpt._refusal(key)
             if entry is not None and entry.kind is not None:
                 raise PlacementError(
-                    f"the file has a {entry.kind} tensor for it",
+                    f"the file has a {entry.kind} tensor, which DCP cannot load",
                     file=self.path,
                     entry=key,
                     expected="a dense tensor with values",
-                    hint="Take it out of the checkpoint by its key, and set what you make of it.",
+                    hint="Read it with torchlift.open(path)[key], and set it yourself.",
                 )
             if entry is not None:
                 dtype_of(entry, self.path)  # which raises where torch has none
@@ -142,11 +140,11 @@ class CheckpointReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read this rank's items in one parallel transfer, and hand them to the planner.
+        """Read this rank's items in one parallel transfer, and pass them to the planner.
 
         Raises:
-            IntegrityError: a file changed or could not be read.
-            KeyError: a planner that does not look at the metadata asks for what is not there.
+            IntegrityError: If a file changed or could not be read.
+            KeyError: If a planner ignores the metadata and needs a missing key.
         """
         views = MappedViews(self._ckpt._index)
         targets: list[tuple[ReadItem, Copy]] = []
@@ -170,7 +168,7 @@ class CheckpointReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether there is such a file or directory; of a URL, that is seen by opening."""
+        """Return whether the file or folder exists. A URL is only checked when it is opened."""
         return is_url(checkpoint_id) or os.path.exists(checkpoint_id)
 
     def _open(self, path: str | os.PathLike[str] | Checkpoint) -> None:
@@ -185,7 +183,8 @@ class CheckpointReader(StorageReader):
         except CheckpointError as error:
             if world_of()[1] == 1:
                 raise
-            # To be raised where torch lets the ranks hear of each other's errors.
+            # read_metadata raises it, where torch sends errors to all ranks. Here it would leave
+            # the other ranks waiting.
             self._problem = portable(error)
 
     def _object(self, key: str) -> io.BytesIO:
@@ -196,7 +195,7 @@ class CheckpointReader(StorageReader):
 
 
 def _spans_of(item: ReadItem) -> Spans:
-    """Return the slice of a tensor that an item asks for."""
+    """Return the slice of a tensor that an item needs."""
     # Offsets count from the chunk that the item names.
     start = item.storage_index.offset or (0,) * len(item.lengths)
     first = [a + b for a, b in zip(start, item.storage_offsets, strict=True)]

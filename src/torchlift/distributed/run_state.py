@@ -1,4 +1,4 @@
-"""What the state of a run contains: objects by name, what each of them gives, and takes back."""
+"""The objects of a run, how their states are stored, and the part of a checkpoint to load."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from torchlift._save.pickling import is_array
 from torchlift._save.saving import require_savable
 from torchlift._sources.tensors import FileTensor
 from torchlift._system.containers import leaves, map_leaves
-from torchlift.distributed.agreements import FitMessage
+from torchlift.distributed.agreements import GroupKey, SelectionMessage
 from torchlift.distributed.generators import Generators
 from torchlift.distributed.optimizer_state import PLACE, require_same_groups
 from torchlift.distributed.options import (
@@ -48,11 +48,11 @@ from torchlift.errors import CheckpointError, FormatError, MismatchError, Placem
 from torchlift.formats.index import Array, allowed, left_out
 from torchlift.formats.source import errors_name
 
-#: What rules call the states of the random number generators.
+#: The name of the states of the random number generators, for patterns.
 GENERATORS = "rng"
-#: Names that a checkpoint needs for itself. In a DCP folder, plain data is packed.
+#: Names that a checkpoint uses itself. In a DCP folder, plain data is packed.
 _RESERVED = ("step", "metrics", GENERATORS, "ranks", "packed", "differing")
-#: Where a rank has the values that differ from those of other ranks under one name.
+#: The key of the values of a rank that differ from those of other ranks under the same name.
 DIFFERING = "differing"
 #: The key of a dict that stands for an array of numpy. Its value is the array's dtype and shape.
 _ARRAY = "numpy.ndarray"
@@ -68,11 +68,11 @@ class RunObjects:
     """The objects of a run by name.
 
     Attributes:
-        modules: the models.
-        optimizers: the optimizers of their parameters.
-        owners: name of an optimizer -> the models that have its parameters.
-        stateful: other objects with ``state_dict`` and ``load_state_dict``.
-        plain: plain data and tensors.
+        modules: The models.
+        optimizers: The optimizers of their parameters.
+        owners: Name of an optimizer -> the models that have its parameters.
+        stateful: Other objects with ``state_dict`` and ``load_state_dict``.
+        plain: Plain data and tensors.
     """
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
@@ -110,7 +110,7 @@ class RunObjects:
             if not run.modules:
                 raise ValueError(f"{name}: no module among the objects has its parameters")
             params = set(map(id, _params(optimizer)))
-            # Of tied ones the first that has all of them; or several, or none, have some.
+            # The first model with all parameters, or else every model with some of them.
             whole = [each for each in ids if params and params <= ids[each]][:1]
             run.owners[name] = whole or [each for each in ids if params & ids[each]]
         return run
@@ -122,28 +122,28 @@ class RunObjects:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Return the names of models and optimizers, in whose states all ranks have a part."""
+        """Return the names of models and optimizers. Each rank has a part of their states."""
         return tuple(sorted([*self.modules, *self.optimizers]))
 
     def holder(self, names: Iterable[str] | None = None) -> nn.Module:
-        """Return a module that has all models, or those of some names."""
+        """Return a module that contains all models, or those with some names."""
         return ModuleHolder(self.modules if names is None else {n: self.modules[n] for n in names})
 
     def read_models(self) -> dict[str, Any]:
-        """Return the states of models and optimizers by the objects' names. No rank is asked."""
+        """Return the states of models and optimizers by name. The ranks do not communicate."""
         states: dict[str, Any] = {name: _read(each) for name, each in self.modules.items()}
         for name, optimizer in self.optimizers.items():
             owners = self.owners[name]
-            # Of one model the names are those in it, as `load_optimizer` expects them.
+            # With one model, parameters have their names in it, as `load_optimizer` expects.
             holder = self.modules[owners[0]] if len(owners) == 1 else self.holder(owners)
             states[name] = read_states(holder, optimizer, part=Part.OPTIMIZERS)[1]
         return states
 
     def find_plain(self, states: Mapping[str, Any]) -> dict[tuple[Any, ...], torch.Tensor]:
-        """Return path -> a parameter or optimizer state that is no DTensor, out of the states.
+        """Return the parameters and the optimizer state that are not DTensors, by path.
 
-        Ranks may have other values for it, such as experts under one name, or 8-bit moments of
-        their shards (bitsandbytes#1840). Of buffers the first rank's count, as in torch.
+        Their values may differ between ranks: experts under one name, or 8-bit moments of each
+        rank's shard (bitsandbytes#1840). Buffers are those of the first rank, as in torch.
         """
         found = leaves({name: states[name] for name in self.optimizers})
         for name, module in self.modules.items():
@@ -163,10 +163,10 @@ class RunObjects:
         states = {name: obj.state_dict() for name, obj in self.stateful.items()}
         return {name: _arrays_to_tensors(state) for name, state in {**states, **self.plain}.items()}
 
-    def groups(self, states: Mapping[str, Any]) -> dict[tuple[str, tuple[str, ...]], Any]:
-        """Return (optimizer, names of its parameters) -> the parameter group, out of its state."""
+    def groups(self, states: Mapping[str, Any]) -> dict[GroupKey, Any]:
+        """Return the parameter groups in the states of the optimizers."""
         return {
-            (name, tuple(group["params"])): group
+            GroupKey(name, tuple(group["params"])): group
             for name in self.optimizers
             for group in states[name]["param_groups"]
         }
@@ -181,28 +181,27 @@ def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _require_resumable(obj: Any) -> None:
-    """Refuse an object that `Keeper.resume` could not put back.
+    """Refuse an object that `Keeper.resume` could not load.
 
     Raises:
-        CheckpointError: If it is one. The caller adds its name.
+        CheckpointError: If it could not. The caller adds the name.
     """
     require_groups(obj)
     problem = hint = ""
     if uses_fsdp1(obj):
         problem = (
-            "a Keeper does not keep a FullyShardedDataParallel, of whose state each rank has flat "
-            "pieces"
+            "a Keeper cannot save a FullyShardedDataParallel, which gives each rank flat pieces"
         )
         hint = (
-            "Shard the model with fully_shard; or torchlift.save what "
-            "torchlift.distributed.get_state_dict returns with full_state_dict=True."
+            "Shard the model with fully_shard. Or pass the result of torchlift.distributed."
+            "get_state_dict with full_state_dict=True to torchlift.save."
         )
     elif _gives_state(obj) and not callable(getattr(obj, "load_state_dict", None)):
-        problem = "has state_dict, but not load_state_dict"
-        hint = "Add that method, or pass what state_dict() returns: plain data."
+        problem = "the object has state_dict, but not load_state_dict"
+        hint = "Add that method, or pass the result of state_dict(), which is plain data."
     elif _holds_state(obj, set()):
-        problem = "a container of objects that have a state, which resume would not find"
-        hint = "Pass each under a name: **{f'model_{n}': each for n, each in enumerate(models)}."
+        problem = "resume cannot load objects inside of a container"
+        hint = "Pass each by its name: **{f'model_{n}': each for n, each in enumerate(models)}."
     if problem:
         raise PlacementError(problem, found=type(obj).__name__, hint=hint)
 
@@ -213,7 +212,7 @@ def _holds_state(obj: object, above: set[int]) -> bool:
     if not isinstance(obj, kinds) or id(obj) in above:
         return False
     items: Iterable[object] = obj.values() if isinstance(obj, Mapping) else obj
-    above = above | {id(obj)}  # a container may be inside of itself
+    above = above | {id(obj)}  # a container may contain itself
     return any(_gives_state(item) or _holds_state(item, above) for item in items)
 
 
@@ -228,12 +227,12 @@ def digest_of(state: Mapping[str, Any], path: str, *, compare: bool) -> bytes:
     """Return a digest that is equal on ranks with the same state of an object.
 
     Args:
-        state: name -> state.
-        path: where it is to be saved, for errors.
-        compare: whether there are other ranks; else the state is only checked.
+        state: Name -> state.
+        path: The path of the checkpoint, for errors.
+        compare: Whether there are other ranks. Otherwise the state is only checked.
 
     Raises:
-        PlacementError: If it cannot be saved so that it can be resumed.
+        PlacementError: If a file cannot store it.
     """
     output, made = require_savable(state, path), sha256()
     for place, data in output.data() if compare else ():
@@ -243,7 +242,7 @@ def digest_of(state: Mapping[str, Any], path: str, *, compare: bool) -> bytes:
 
 
 def pack(states: Mapping[str, Any], path: str) -> torch.Tensor:
-    """Return states as a torch file in the bytes of a tensor: names in a DCP folder are text."""
+    """Return states as a torch file in the bytes of a tensor. DCP folders have text keys only."""
     output = require_savable(states, path)
     ((section,),) = output.files.values()
     packed = torch.empty(section.layout.nbytes, dtype=torch.uint8)
@@ -261,7 +260,7 @@ def _unpack(packed: Any) -> dict[str, Any]:
 
 
 def _arrays_to_tensors(state: Any) -> Any:
-    """Return a state with tensors of bytes for numpy's arrays, which files store as lists."""
+    """Return a state with numpy's arrays as tensors of bytes. A file would store them as lists."""
 
     def store(leaf: Any, _: object) -> Any:
         if not is_array(leaf):
@@ -273,7 +272,7 @@ def _arrays_to_tensors(state: Any) -> Any:
 
 
 def _load_values(state: Any) -> Any:
-    """Return a state with the arrays that `_arrays_to_tensors` stored, and tensors for slices."""
+    """Return a state with its arrays again, and with tensors in memory."""
     if isinstance(state, FileTensor):
         return state.tensor()
     if isinstance(state, dict) and _ARRAY in state:
@@ -291,19 +290,21 @@ def _load_values(state: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What rules select of a checkpoint for some objects. Full names: ``model.0.weight``.
+    """The part of a checkpoint that rules select for some objects.
+
+    A full name is that of the object and of the tensor in it: ``model.0.weight``.
 
     Attributes:
-        path: of the checkpoint.
-        run: the objects.
-        rules: what selects.
-        step: that was saved.
-        tensors: full name -> saved value, with the versions of modules.
-        optimizers: name -> state, by full names of parameters.
-        others: name of another object, or of plain data -> its state.
-        generators: states of the random number generators, or None if they stay.
-        left_out: full names of tensors that stay as they are.
-        stays: names of objects that stay as they are.
+        path: The path of the checkpoint.
+        run: The objects.
+        rules: The rules.
+        step: The step that was saved.
+        tensors: Full name -> saved value, with the versions of modules.
+        optimizers: Name -> state, by full names of parameters.
+        others: Name of another object, or of plain data -> its state.
+        generators: States of the random number generators, or None if they stay as they are.
+        left_out: Full names of tensors that stay as they are.
+        stays: Names of objects that stay as they are.
     """
 
     path: str
@@ -317,24 +318,24 @@ class Selection:
     left_out: set[str]
     stays: set[str]
 
-    def fit(self) -> FitMessage:
-        """Return how it fits the models of this rank."""
+    def message(self) -> SelectionMessage:
+        """Return its match with the models of this rank."""
         known = _read(self.run.holder())
         unexpected = sum(1 << at for at, name in enumerate(self.tensors) if name not in known)
         selected = sha256(repr([[*self.tensors], sorted(self.stays)]).encode()).digest()
-        # One load knows one state for each parameter's name. Two optimizers may share a parameter,
-        # or have one that no model has, whose name is its place in the optimizer.
-        apart, taken = list[str](), set[str]()
+        # One load has one state for each name. Two optimizers may share a parameter, or each have
+        # one that no model has. Then the name is the place in the optimizer.
+        separate, used = list[str](), set[str]()
         for name, state in self.optimizers.items():
             params = _parameters_of(state)
             is_loose = any(PLACE.match(str(param)) for param in params) and len(self.optimizers) > 1
-            if params & taken or is_loose or not self.run.owners[name]:
-                apart.append(name)
-            taken |= params
-        return FitMessage(selected, unexpected, tuple(apart))
+            if params & used or is_loose or not self.run.owners[name]:
+                separate.append(name)
+            used |= params
+        return SelectionMessage(selected, unexpected, tuple(separate))
 
     def require_none_of(self, differing: list[Any], before: int, now: int) -> None:
-        """Refuse values of which each rank that saved has its own, on another number of ranks.
+        """Refuse values that differed between the ranks that saved, on another number of ranks.
 
         Raises:
             PlacementError: If one of them is selected.
@@ -345,13 +346,12 @@ class Selection:
             # An optimizer's state of one parameter has no name for patterns.
             names = {".".join(path) if path[0] in self.run.modules else path[0] for path in paths}
             raise PlacementError(
-                "each rank that saved has values of its own under one name, and now there are "
-                "other ranks",
+                "each rank saved its own values under one name, and the number of ranks differs",
                 file=self.path,
                 entry=".".join(map(str, paths[0])),
                 expected=f"{before} ranks",
                 found=now,
-                hint=f"Pass exclude={sorted(names)} to leave them as they are.",
+                hint=f"Pass exclude={sorted(names)} to keep the current values.",
             )
 
     def require_groups_of_schedulers(self) -> None:
@@ -366,14 +366,14 @@ class Selection:
                     require_same_groups(obj.optimizer, state, optimizer)
 
     def load_optimizer(self, name: str, commit: Commit, group: Any) -> None:
-        """Load one optimizer by itself. A copy of its state is kept, to undo it. All ranks call it.
+        """Load one optimizer alone, and keep a copy of its state for the undo. All ranks call it.
 
         Raises:
             CheckpointError: If its state does not fit.
         """
         if any(param.is_meta for param in _params(self.run.optimizers[name])):
             raise PlacementError(
-                "an optimizer that is loaded by itself has parameters on meta",
+                "an optimizer that is loaded alone has parameters on meta",
                 file=self.path,
                 entry=name,
                 hint="Call torchlift.materialize(model) before resume.",
@@ -381,10 +381,10 @@ class Selection:
         self._load([name], None, group, commit)
 
     def load_objects(self, commit: Commit) -> list[str]:
-        """Load the generators, and all other objects whose own state can be given back.
+        """Load the generators, and all other objects whose current state can be restored.
 
         Returns:
-            The names of those whose own state cannot be read.
+            The names of the objects whose current state cannot be read.
         """
         now, before, last = Generators().state_dict(), dict[str, Any](), list[str]()
         for name in self.run.stateful.keys() & self.others.keys():
@@ -392,7 +392,7 @@ class Selection:
                 before[name] = copy.deepcopy(self.run.stateful[name].state_dict())
             except Exception:  # a loader may have a state only after its start
                 last.append(name)
-        Generators().load_state_dict(now)  # a loader draws numbers when it is asked for its state
+        Generators().load_state_dict(now)  # the state_dict of a loader draws random numbers
         commit.when_undone(partial(Generators().load_state_dict, now), GENERATORS)
         for name, state in before.items():
             obj = self.run.stateful[name]
@@ -404,13 +404,13 @@ class Selection:
             Generators().load_state_dict(self.generators)
         return last
 
-    def load_models(self, nobodys: int, apart: Collection[str], group: Any) -> None:
-        """Load all models and their optimizers: all or nothing, on all ranks, which call it.
+    def load_models(self, unused: int, separate: Collection[str], group: Any) -> None:
+        """Load all models and their optimizers, or nothing. All ranks call it.
 
         Args:
-            nobodys: a bit for each saved name that no rank has.
-            apart: the optimizers that were loaded by themselves.
-            group: the process group of the ranks, or None.
+            unused: A bit for each saved name that no rank has.
+            separate: The optimizers that were loaded alone.
+            group: The process group of the ranks, or None.
 
         Raises:
             CheckpointError: If a name, a shape or a state does not fit.
@@ -419,34 +419,34 @@ class Selection:
         free = allowed(self.tensors, self.rules.allow_unexpected)
         for at, (name, value) in enumerate(self.tensors.items()):
             # The stages of a pipeline share one checkpoint: other ranks have other names.
-            if name in known or (nobodys >> at & 1 and name not in free):
+            if name in known or (unused >> at & 1 and name not in free):
                 tensors[name] = value
         state = versioned(tensors, getattr(self.tensors, "_metadata", None))
-        names = [name for name in self.optimizers if name not in apart]
+        names = [name for name in self.optimizers if name not in separate]
         self._load(names, state, group)
 
     def load_last(self, names: Iterable[str]) -> StepResult[None, None]:
-        """Load the objects whose own state could not be read.
+        """Load the objects whose current state could not be read.
 
         Raises:
-            PlacementError: If one refuses its state. All other objects are loaded by then.
+            PlacementError: If one refuses its state. All other objects are loaded then.
         """
         for name in names:
             try:
                 self._load_object(name)
             except Exception as error:
                 raise PlacementError(
-                    "the object refuses its state. All others are loaded. Its own state could not "
-                    "be read before, so it is in doubt",
+                    "the object refused its state. All other objects are loaded. The former state "
+                    "of this object could not be read, so its state is unknown",
                     file=self.path,
                     entry=name,
                     found=f"{type(error).__name__}: {error}",
-                    hint=f"Pass exclude=[{name!r}]: it stays as it is.",
+                    hint=f"Pass exclude=[{name!r}] to leave it as it is.",
                 ) from error
         return StepResult(None, None)
 
     def changed_plain_data(self) -> list[str]:
-        """Return the names of plain data that was saved with another value. It stays what it is."""
+        """Return the names of plain data that was saved with another value. It is not changed."""
         return [
             name
             for name, value in self.run.plain.items()
@@ -455,11 +455,11 @@ class Selection:
         ]
 
     def _load_object(self, name: str) -> None:
-        # The object may keep what it gets, and a sweep removes the file: no maps.
+        # A copy: the object may keep the tensors, and the keeper may remove the file.
         self.run.stateful[name].load_state_dict(copy.deepcopy(_load_values(self.others[name])))
 
     def _load(self, names: list[str], state: Any, group: Any, commit: Commit | None = None) -> None:
-        """Load all models and optimizers of some names; without a state, one optimizer alone."""
+        """Load the models, and the optimizers with some names. Without a state, one optimizer."""
         states = [self.optimizers[name] for name in names]
         saved = {
             "state": {key: each for one in states for key, each in one["state"].items()},
@@ -488,18 +488,16 @@ class Selection:
             raise
 
     def _name_way_out(self, error: StateDictMismatch, optimizers: list[str]) -> None:
-        """Name the argument of `Keeper.resume` with which the rest can be loaded."""
+        """Name the argument of `Keeper.resume` that permits the load."""
         keys = [*error.mismatched], error.missing_keys, error.unexpected_keys
         ways = ("exclude", "allow_missing", "allow_unexpected")
         texts = [f"{way}=[{of[0]!r}, ...]" for way, of in zip(ways, keys, strict=True) if of]
-        anew = (
-            f"Pass exclude={optimizers} to leave {'it' if len(optimizers) == 1 else 'them'} as is."
-        )
+        skip = f"Pass exclude={optimizers} to keep the current state."
         if error.entry == "param_groups":
-            error.hint = f"Make an optimizer of the kind that was saved. {anew}"
+            error.hint = f"Make an optimizer of the kind that was saved. {skip}"
         elif any(key not in self.tensors for key in keys[0]) or any(map(PLACE.match, keys[1])):
-            error.hint = anew  # the state of an optimizer: no pattern of names in a model fits it
-        elif texts:  # not strict=False: all names must fit, but those that the caller lists
+            error.hint = skip  # optimizer state, which no pattern of model names can match
+        elif texts:  # resume has no strict=False: the caller lists each exception
             error.hint = f"Pass {', '.join(texts)} or rename=."
 
 
@@ -511,43 +509,45 @@ def read_selection(
     rank: int,
     count: int,
 ) -> Selection:
-    """Read what a checkpoint has for some objects on this rank. Nothing changes.
+    """Select the states in a checkpoint for some objects on this rank. Nothing changes.
 
     Args:
-        ckpt: the checkpoint.
-        run: the objects.
-        rules: which names to load, and what these are in the models.
-        on_other_ranks: see `Keeper.resume`.
-        rank: this one.
-        count: how many ranks there are.
+        ckpt: The checkpoint.
+        run: The objects.
+        rules: The names to load, and their names in the models.
+        on_other_ranks: See `Keeper.resume`.
+        rank: This rank.
+        count: The number of ranks.
 
     Raises:
-        CheckpointError: If it has no state for an object, or not for this number of ranks.
-        MismatchError: If a rule fits nothing.
+        CheckpointError: If a state of an object is missing, or was saved for other ranks only.
+        MismatchError: If a rule matches nothing.
     """
     path, saved = ckpt.path, ckpt._tree(None, partial(slices_of, ckpt))
     _require(saved, ["step", "ranks"], path)
     by_rank, own_number = saved.pop("ranks"), str(rank)
     is_same = len(by_rank) == count
-    if "packed" in saved:
+    if "packed" in saved:  # a DCP folder: only the states of ranks that are needed are unpacked
         saved |= _unpack(saved.pop("packed"))
         needed = {own_number} & {*by_rank} if is_same else {*by_rank}
         by_rank |= {number: _unpack(by_rank[number]) for number in needed}
-    # DCP leaves out what is empty.
+    # DCP drops empty dicts, such as the state dict of a model without tensors.
     saved = {**{n: {} for n, each in run.modules.items() if not each.state_dict()}, **saved}
-    mine, each_own = by_rank.get(own_number, {}), [by_rank[n] for n in sorted(by_rank, key=int)]
-    differing = (mine if is_same else each_own[0]).get(DIFFERING, [])
+    own, each_own = by_rank.get(own_number, {}), [by_rank[n] for n in sorted(by_rank, key=int)]
+    # Values that differed between ranks go back under their names. On other ranks the first rank's
+    # stand in, so that the names are complete. They are refused below if they are selected.
+    differing = (own if is_same else each_own[0]).get(DIFFERING, [])
     for (*places, last), value in differing:
-        # DCP leaves out what is empty.
+        # setdefault, because DCP drops a dict that is empty without them.
         reduce(lambda inside, key: inside.setdefault(key, {}), places, saved)[last] = value
     if is_same:
-        saved |= mine
+        saved |= own
     else:
         for name in on_other_ranks.keys() - saved.keys():
             states = [states[name] for states in each_own if name in states]
             saved[name] = on_other_ranks[name](copy.deepcopy(_load_values(states)))
     with errors_name(path):
-        selection = _select(path, run, rules, saved, mine.get(GENERATORS))
+        selection = _select(path, run, rules, saved, own.get(GENERATORS))
     if not is_same:
         selection.require_none_of(differing, len(by_rank), count)
     selection.require_groups_of_schedulers()
@@ -556,14 +556,13 @@ def read_selection(
     lost = [name for name in lost if any(name in states for states in each_own)]
     if lost:
         raise PlacementError(
-            "each rank that saved has a state of its own for some objects, and now there are "
-            "other ranks",
+            "each rank saved its own state of some objects, and the number of ranks differs",
             file=path,
             entry=", ".join(lost),
             expected=f"{len(by_rank)} ranks",
             found=count,
-            hint=f"Pass on_other_ranks={{{lost[0]!r}: function}}, which makes the state of a "
-            "rank out of the list of theirs.",
+            hint=f"Pass on_other_ranks={{{lost[0]!r}: function}}. The function gets the list of "
+            "all saved states, and returns the state of this rank.",
         )
     _require(saved, needed_names, path)
     return selection
@@ -573,7 +572,7 @@ def _require(saved: Mapping[str, object], names: Iterable[str], path: str) -> No
     for name in names:
         if name not in saved:
             raise FormatError(
-                "has no state for an object",
+                "the checkpoint does not have a state for an object",
                 file=path,
                 entry=name,
                 expected=f"one of {', '.join(map(repr, saved))}",
@@ -583,29 +582,30 @@ def _require(saved: Mapping[str, object], names: Iterable[str], path: str) -> No
 def _select(
     path: str, run: RunObjects, rules: Options, saved: Mapping[str, Any], generators: Any
 ) -> Selection:
-    """Return what rules select of the states of a checkpoint.
+    """Apply the rules to the states of a checkpoint.
 
     Raises:
-        FormatError: If a state is not one of its object.
-        MismatchError: If a pattern fits nothing or nothing is left, or a new name is that of
-            another object or of two tensors.
+        FormatError: If a state is of another kind than its object.
+        MismatchError: If a pattern matches nothing, or nothing is left.
+        MismatchError: If a new name is that of another object or of two tensors.
     """
     step = saved["step"]
     if type(step) is not int or step < 0:
-        raise FormatError("has no step", entry="step", found=repr(step))
+        raise FormatError("the step is not valid", entry="step", found=repr(step))
     states, versions = dict[str, Any](), dict[str, Any]()
     for name in (name for name in run.models if name in saved):
         state = saved[name]
         if not isinstance(state, dict) or (name in run.optimizers and "param_groups" not in state):
-            raise FormatError("has the state of another kind of object", entry=name)
+            raise FormatError("the saved state is of another kind of object", entry=name)
         if name in run.modules:
             states |= {f"{name}.{key}": value for key, value in state.items()}
             for inside, version in getattr(state, "_metadata", {}).items():
                 versions[f"{name}.{inside}".removesuffix(".")] = version
+    # Patterns match the names of tensors, and those of all other objects as they are.
     others = [*run.optimizers, *run.stateful, GENERATORS]
     check_rename(rules.rename, states, path)
     out = left_out([*states, *others], (), rules.include, rules.exclude, path)
-    # In two steps: a new head may have the name of the old one, which is left out.
+    # The kept names first: a new head may have the name of an old one that is left out.
     kept = rename_keys([name for name in states if name not in out], rules.rename, path)
     left = rename_keys([name for name in states if name in out], rules.rename, path)
     taken = {*kept.values()}
@@ -614,21 +614,24 @@ def _select(
         owner = old.partition(".")[0] + "."
         if not new.startswith(owner):
             raise MismatchError(
-                "rename gives a name outside of the object",
+                "rename= moves a tensor to another object",
                 entry=old,
                 expected=f"a name that begins with {owner!r}",
                 found=new,
             )
+    # Objects that the rules leave out, or that the checkpoint may lack.
     stays = {name for name in others if name in out}
     stays |= allowed([name for name in run.names if name not in saved], rules.allow_missing)
     found = {name: saved[name] for name in saved if name not in stays}
     generators = None if GENERATORS in stays else _load_values(generators)
-    try:
+    try:  # before anything is loaded: a generator cannot be set to a damaged state
         if generators is not None:
             Generators().check(generators)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise FormatError(
-            "no states of random number generators", entry=GENERATORS, found=str(error)
+            "the states of the random number generators are not valid",
+            entry=GENERATORS,
+            found=str(error),
         ) from error
     new_names = {name: names.get(name) for name in states}
     return Selection(
@@ -651,14 +654,14 @@ def _full_names(
     """Return the state of an optimizer by new and full names of parameters.
 
     Args:
-        saved: by the names of parameters in their model; of several models by full names.
-        owners: the models.
-        names: full name -> new name, or None for a tensor that is dropped.
+        saved: By the names of parameters in their model. With several models, by full names.
+        owners: The models.
+        names: Full name -> new name, or None for a tensor that is dropped.
     """
 
     def rename(key: Any) -> Any:
         if not isinstance(key, str) or PLACE.fullmatch(key):
-            return key  # of a parameter that no model has
+            return key  # a parameter that no model has
         full = f"{owners[0]}.{key}" if len(owners) == 1 else key
         return names.get(full, full)
 

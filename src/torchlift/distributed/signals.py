@@ -11,15 +11,15 @@ from typing import Any
 
 from torchlift.errors import CheckpointError
 
-#: What schedulers send, where there are such signals.
+#: The signals that schedulers send, if the system has them.
 STOPS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
 
 
 class StopSignals:
-    """Notes signals until it is closed, and calls the handlers that were there before.
+    """Records signals until it is closed, and calls the former handlers.
 
     Attributes:
-        received: whether a signal came.
+        received: Whether a signal was received.
 
     Example:
         >>> import os, signal
@@ -35,8 +35,8 @@ class StopSignals:
         """Install the handlers.
 
         Raises:
-            CheckpointError: If this is not the main thread, or a handler is not one of Python's,
-                which could not be restored.
+            CheckpointError: If this is not the main thread, or a former handler was not installed
+                by Python, and so could not be restored.
         """
         self.received = False
         self._process = os.getpid()
@@ -46,19 +46,18 @@ class StopSignals:
             if not _is_main_thread() or former is None:
                 self.close()
                 raise CheckpointError(
-                    "the keeper cannot listen to a signal",
+                    "the keeper cannot handle a signal",
                     entry=signal.Signals(number).name,
-                    expected="a first call in the main thread, and a signal whose handler is one "
-                    "of Python's",
-                    hint="Call should_stop() once there, before the loop.",
+                    expected="a first call in the main thread, and a handler installed by Python",
+                    hint="Call should_stop() once in the main thread, before the loop.",
                 )
             self._former[number] = former
-            signal.signal(number, self._note)
+            signal.signal(number, self._record)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
-            # A forked child has this handler, but nobody in it asks whether to stop. It would
-            # ignore SIGTERM, and a parent that ends its daemon children would wait for ever.
+            # A forked child inherits this handler, but never calls should_stop. It would ignore
+            # SIGTERM, and a parent that ends its daemon children would wait forever.
             signal.signal(number, self._former[number])
             os.kill(os.getpid(), number)
             return
@@ -70,7 +69,7 @@ class StopSignals:
     def close(self) -> None:
         """Restore the former handlers, except where the program has installed another one since."""
         for number, former in self._former.items():
-            if _is_main_thread() and signal.getsignal(number) == self._note:
+            if _is_main_thread() and signal.getsignal(number) == self._record:
                 signal.signal(number, former)
 
 

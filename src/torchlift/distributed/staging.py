@@ -1,4 +1,4 @@
-"""Copy the state of a training run to the host, into the memory of the last copy."""
+"""Copy the state of a training run to host memory, into the memory of the last copy."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class Copies(NamedTuple):
-    """Copies of the states of a run on the host.
+    """Copies of the states of a run in host memory.
 
     Attributes:
-        models: those of models and optimizers.
-        others: those of all other objects.
+        models: States of models and optimizers.
+        others: States of all other objects.
     """
 
     models: dict[str, Any]
@@ -29,7 +29,7 @@ class Copies(NamedTuple):
 
 
 class Staging:
-    """Copies of states on the host, each in the memory of the one before."""
+    """Copies states to host memory. Each copy overwrites the one before."""
 
     def __init__(self) -> None:
         self._stager: DefaultStager | None = None
@@ -38,13 +38,13 @@ class Staging:
         """Copy all states.
 
         Args:
-            models: states of models and optimizers, which may hold DTensors.
-            others: states of all other objects.
+            models: States of models and optimizers, which may contain DTensors.
+            others: States of all other objects.
         """
-        models, rest = _resolved(models), _resolved(others)
+        models, rest = _prepare(models), _prepare(others)
         tensors = [leaf for leaf in leaves(models).values() if isinstance(leaf, torch.Tensor)]
-        # Of DTensors what they hold: with their layouts torch's stager takes ten times as long,
-        # which for 200 of them is the time that 500 MiB take.
+        # Local tensors in place of DTensors: torch's stager takes ten times as long with layouts.
+        # For 200 DTensors, that is the time to copy 500 MiB.
         copied, rest = self._stage([[local_tensor(leaf) for leaf in tensors], rest])
         made = {
             id(leaf): wrap(leaf, local) if is_dtensor(leaf) else local
@@ -59,7 +59,7 @@ class Staging:
             self._stager = None
 
     def _stage(self, state: Any) -> Any:
-        # A second of imports, which a program that only resumes does without.
+        # Here, because a program that only resumes needs no second of imports.
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
         is_new = self._stager is None or is_closed(self._stager)
@@ -69,14 +69,14 @@ class Staging:
         try:
             return self._stager.stage(state)
         except AssertionError:  # a storage has another size than at the last save
-            if is_new:  # or an object of the caller raises it when it is copied
+            if is_new:  # then it is an error of the caller's object
                 raise
             self._stager.close()
             return self._stage(state)
 
 
-class _Apart:
-    """A sparse or quantised tensor, of which torch's stager makes no copy."""
+class _Cloned:
+    """A sparse or quantised tensor, which torch's stager does not copy."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -85,27 +85,27 @@ class _Apart:
         return self.tensor.detach().clone().cpu()
 
 
-def _is_apart(leaf: object) -> bool:
+def _needs_clone(leaf: object) -> bool:
     is_plain = not isinstance(leaf, torch.Tensor) or is_dtensor(leaf) or leaf.is_nested
     return not is_plain and (leaf.is_quantized or leaf.layout is not torch.strided)  # type: ignore[attr-defined]
 
 
-def _resolved(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Return states as torch's stager copies them.
+def _prepare(states: Mapping[str, Any]) -> dict[str, Any]:
+    """Return states that torch's stager can copy.
 
-    Of conjugate and negative views it copies the memory below, and forgets to negate it.
+    For a conjugate or negative view it copies the memory, and does not negate it.
     """
 
     def dense(leaf: Any, _: object) -> Any:
-        if _is_apart(leaf):
-            return _Apart(leaf)
+        if _needs_clone(leaf):
+            return _Cloned(leaf)
         return leaf.resolve_conj().resolve_neg() if isinstance(leaf, torch.Tensor) else leaf
 
     def changes(leaf: object) -> bool:
         is_view = isinstance(leaf, torch.Tensor) and (leaf.is_conj() or leaf.is_neg())
-        return is_view or _is_apart(leaf)
+        return is_view or _needs_clone(leaf)
 
-    # Only these: containers of other classes would become plain ones.
+    # Only states that need it: map_leaves turns containers of other classes into plain ones.
     return {
         name: map_leaves(state, dense) if any(map(changes, leaves(state).values())) else state
         for name, state in states.items()

@@ -1,9 +1,8 @@
 """State dicts of wrapped and sharded models: the functions that a program calls.
 
-Names, arguments and defaults are those of ``torch.distributed.checkpoint.state_dict``, and so are
-the results wherever torch's are right: a program that changes the import keeps working. A load of
-a model is `torchlift.load` with a state dict as its source; what is special here is names, and what
-travels between ranks.
+Names, arguments and defaults are those of ``torch.distributed.checkpoint.state_dict``, so a program
+that changes the import keeps working. A load of a model is `torchlift.load` with a state dict as
+its source. This file adds canonical names, and the exchanges between ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from torchlift._load.loading import Turn, copy_in_place, place, put_new
 from torchlift._model.commit import Commit
 from torchlift._model.dtensor import is_dtensor, layout_of, reshard, spread_of
 from torchlift._model.names import Names, uses_fsdp1
-from torchlift._model.ranks import RankGroup, portable, rank, ranks_of, tensors_of
+from torchlift._model.ranks import RankGroup, StepResult, portable, rank, ranks_of, tensors_of
 from torchlift._model.slots import ModuleTree, read_tree
 from torchlift._model.state import PATCH, by_name, read_model, versioned, versions_of
 from torchlift._model.torch_private import IncompatibleKeys
@@ -61,16 +60,19 @@ from torchlift._system.memory import collection_paused
 from torchlift._system.text import clipped_list
 from torchlift.distributed.broadcast import BroadcastSource, sendable
 from torchlift.distributed.gather import (
-    Sequence,
+    Steps,
     digests,
     finish,
     map_tensors,
+    names_digest,
     relaid,
-    require_alike,
+    require_same_names,
+    require_same_steps,
     require_within,
-    sequence,
+    steps_of,
 )
 from torchlift.distributed.optimizer_slots import (
+    LoadedKeys,
     OptimizerReport,
     OptimizerSlots,
     layout_for,
@@ -79,7 +81,7 @@ from torchlift.distributed.optimizer_slots import (
     set_states,
     try_states,
 )
-from torchlift.distributed.optimizer_state import Saved, name_by_place, normalised, read_optimizers
+from torchlift.distributed.optimizer_state import Saved, name_by_place, normalise, read_optimizers
 from torchlift.distributed.options import (
     UNEXPECTED,
     LoadCall,
@@ -87,13 +89,15 @@ from torchlift.distributed.options import (
     Part,
     StateDictMismatch,
     StateDictOptions,
+    States,
     bad_value,
     check_value,
-    checked,
-    misfit,
-    model_misfit,
+    mismatch_error,
+    model_mismatch_error,
     require_module,
-    several,
+    require_optimizers,
+    to_tuple,
+    validate_options,
 )
 from torchlift.errors import (
     Argument,
@@ -109,21 +113,6 @@ from torchlift.formats.index import TensorEntry
 from torchlift.formats.source import errors_name
 
 
-class LoadedKeys(IncompatibleKeys):
-    """Missing and unexpected keys by canonical name, as `set_state_dict` returns them.
-
-    A tuple of those two lists, as torch's is; what happened to the optimizers is beside it.
-
-    Attributes:
-        optimizer: the `OptimizerReport`.
-    """
-
-    optimizer: OptimizerReport
-
-    def __init__(self, *_: Iterable[str]) -> None:
-        self.optimizer = OptimizerReport()
-
-
 def get_model_state_dict(
     model: nn.Module,
     *,
@@ -131,24 +120,23 @@ def get_model_state_dict(
     options: StateDictOptions | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Return the state dict of a model under canonical names, whatever the model is wrapped in.
+    """Return the state dict of a model under canonical names, in any wrapper.
 
     Args:
-        model: the model: plain, compiled, DDP, FSDP2, tensor parallel, or any nesting of these.
-        submodules: return only what lies under these modules.
-        options: whether to gather, move to the CPU, leave frozen parameters out.
-        process_group: the ranks that call this, over which they agree. By default, where DTensors
-            are gathered or stand beside plain values, those of the meshes, and with
-            ``cpu_offload`` all. Otherwise no rank waits for another. Stages of a pipeline without
-            DTensors need it to be gathered on one rank.
+        model: A plain, compiled, DDP, FSDP2 or tensor parallel model, or any nesting of these.
+        submodules: Return only the keys under these modules.
+        options: See `StateDictOptions`.
+        process_group: The ranks that call this and agree. Default: the ranks of the model's meshes
+            if they gather, or hold plain values beside DTensors. With ``cpu_offload``, all ranks.
 
     Returns:
-        Canonical name -> tensor (sharing memory with the model unless gathered) or extra state.
+        Tensors and extra state by canonical name. Tensors share memory with the model, unless they
+        were gathered.
 
     Raises:
-        StateDictMismatch: If two keys have one canonical name, or if plain parameters beside
-            DTensors differ between ranks. If ranks gather, also if another rank met an error or
-            asks for other tensors.
+        StateDictMismatch: If two keys have one canonical name.
+        StateDictMismatch: If plain parameters beside DTensors differ between ranks.
+        StateDictMismatch: If ranks gather, and another rank raised or selects other tensors.
 
     Example:
         >>> import torch
@@ -160,7 +148,7 @@ def get_model_state_dict(
         >>> sorted(get_model_state_dict(model))
         ['0.bias', '0.weight']
     """
-    return _read(Part.MODEL, model, (), submodules, options, process_group)[0]
+    return _read(Part.MODEL, model, (), submodules, options, process_group).model
 
 
 def get_optimizer_state_dict(
@@ -173,40 +161,31 @@ def get_optimizer_state_dict(
 ) -> dict[str, Any]:
     """Return the state of one or more optimizers, under the canonical names of their parameters.
 
-    The optimizers are not changed, and no step is taken: an optimizer that never stepped gives
-    the state that its first step would start from, so Adam's ``step`` is 0, not 1
-    (pytorch/pytorch#164929). That state is what its ``_init_group`` makes from the weights. One
-    without that method (LBFGS, or an optimizer that holds another one) gives no state before its
-    first step; `set_optimizer_state_dict` then does not miss it, and says so in its report.
+    No step is taken. An optimizer that never stepped gives the state that its first step would
+    start from, so Adam's ``step`` is 0, not 1 (pytorch/pytorch#164929). An optimizer that makes its
+    state in ``step`` only, such as LBFGS, gives no state before that.
 
-    A parameter that is nowhere in the model, such as a temperature, is named by its place in its
-    optimizer: ``param_groups.1.params.0``; of several optimizers, after their numbers.
-
-    Some optimizers keep plain tensors for parameters that are DTensors, such as SOAP's square
-    matrices, which may have the shape of their parameter. The group's ``"state_layouts"`` records
-    the layout of state that is not laid out like its parameter. All ranks must hold the same values
-    of plain tensors.
+    A parameter that the model lacks is named by its place: ``param_groups.1.params.0``. A group's
+    ``"state_layouts"`` records state that has another layout than its parameter, such as SOAP's
+    square matrices.
 
     Args:
-        model: the model whose parameters the optimizers hold; of several, a ``ModuleDict``.
-        optimizers: one or several.
-        submodules: accepted as torch accepts it; the state of every parameter is returned.
-        options: whether to gather, move to the CPU, flatten.
-        process_group: the ranks that call this, over which they agree. By default, where DTensors
-            are gathered or stand beside plain values, those of the meshes, and with
-            ``cpu_offload`` all. Otherwise no rank waits for another. Stages of a pipeline without
-            DTensors need it to be gathered on one rank.
+        model: The model whose parameters the optimizers hold. Pass several as a ``ModuleDict``.
+        optimizers: One or several optimizers.
+        submodules: Accepted as in torch. The state of every parameter is returned.
+        options: See `StateDictOptions`.
+        process_group: The ranks that call this and agree. Default: the ranks of the model's meshes
+            if they gather, or hold plain values beside DTensors. With ``cpu_offload``, all ranks.
 
     Returns:
-        ``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}]}``, or one flat
-        dict with ``flatten_optimizer_state_dict``.
+        ``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}]}``, or a flat dict
+        with ``flatten_optimizer_state_dict``.
 
     Raises:
-        RuntimeError: no optimizer was passed.
-        StateDictMismatch: If the optimizers are of another model, if two hold one parameter, if the
-            state dict of one lacks some of its state, or if plain state beside DTensors differs
-            between ranks. If ranks gather, also if another rank met an error or asks for other
-            tensors.
+        RuntimeError: If no optimizer was passed.
+        StateDictMismatch: If an optimizer is of another model, or two hold one parameter.
+        StateDictMismatch: If the state dict of an optimizer lacks some of its state.
+        StateDictMismatch: If plain state beside DTensors differs between ranks.
 
     Example:
         >>> import torch
@@ -217,7 +196,7 @@ def get_optimizer_state_dict(
         >>> found["state"]["weight"]["step"], found["param_groups"][0]["params"]
         (tensor(0.), ['weight'])
     """
-    return _read(Part.OPTIMIZERS, model, optimizers, None, options, process_group)[1]
+    return _read(Part.OPTIMIZERS, model, optimizers, None, options, process_group).optimizer
 
 
 def get_state_dict(
@@ -230,18 +209,22 @@ def get_state_dict(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the state dicts of a model and of its optimizers, read together.
 
+    See `get_model_state_dict` and `get_optimizer_state_dict` for what each contains.
+
     Args:
-        model: the model, wrapped or not.
-        optimizers: one, several or none.
-        submodules: return only the model state under these modules.
-        options: see `StateDictOptions`.
-        process_group: the ranks that call this, over which they agree. By default, where DTensors
-            are gathered or stand beside plain values, those of the meshes, and with
-            ``cpu_offload`` all. Otherwise no rank waits for another. Stages of a pipeline without
-            DTensors need it to be gathered on one rank.
+        model: The model, wrapped or not.
+        optimizers: One optimizer, several or none.
+        submodules: Return only the model's keys under these modules.
+        options: See `StateDictOptions`.
+        process_group: The ranks that call this and agree. Default: the ranks of the model's meshes
+            if they gather, or hold plain values beside DTensors. With ``cpu_offload``, all ranks.
 
     Returns:
-        The model's and the optimizers' state dict; the latter is empty without optimizers.
+        The state dict of the model, and that of the optimizers. The latter is empty without
+        optimizers.
+
+    Raises:
+        StateDictMismatch: As in `get_model_state_dict` and `get_optimizer_state_dict`.
 
     Example:
         >>> import torch
@@ -252,8 +235,8 @@ def get_state_dict(
         >>> sorted(found[0]), found[1]["param_groups"][0]["lr"]
         (['bias', 'weight'], 0.1)
     """
-    state, optimizer_state = _read(Part.BOTH, model, optimizers, submodules, options, process_group)
-    return state, optimizer_state
+    states = _read(Part.BOTH, model, optimizers, submodules, options, process_group)
+    return states.model, states.optimizer
 
 
 def set_model_state_dict(
@@ -264,34 +247,29 @@ def set_model_state_dict(
     collective: bool | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
 ) -> IncompatibleKeys:
-    """Load a state dict with canonical names into a model, whatever it is wrapped in.
+    """Load a state dict with canonical names into a model, in any wrapper.
 
-    Everything is checked before anything changes. Where a process group and a mesh or DDP tie
-    processes together, an error on one is an error on all. `model_state_dict` is not changed.
-    Hooks and loading code of modules run while torch writes: what they refuse is taken back on
-    every rank, for which this rank's shards of the model are in memory twice. Three things stay:
-    what a hook changed inside an object (a list, a tensor of the state dict), extra state of a
-    module that cannot be asked for what it has, and what torch did to a
+    Everything is checked before anything changes, and an error on one rank is an error on all ranks
+    that load together. An error of the model's own loading code is undone. This keeps a second copy
+    of this rank's shards during the load. Three things cannot be undone: changes that a hook makes
+    inside an object, extra state of a module without ``get_extra_state``, and a load into a
     ``FullyShardedDataParallel``.
 
     Args:
-        model: the model, wrapped or not; its tensors may be on meta.
-        model_state_dict: by canonical name, or by submodule.
-        options: with ``full_state_dict`` the values are whole tensors and each rank copies its own
-            slice, without communication; with ``broadcast_from_rank0`` too, only rank 0 needs them.
-        collective: None: the ranks that a mesh or DDP ties to this model load together, an error
-            on one being an error on all. True: so do replicas that nothing ties. False: this rank
-            loads alone, such as one that starts again from a replica.
-        process_group: the ranks that load together instead; over gloo, what they agree on travels
-            beside NCCL.
+        model: The model, wrapped or not. Its tensors may be on meta.
+        model_state_dict: Values by canonical name, or by submodule. It is not changed.
+        options: See `StateDictOptions`. With ``full_state_dict``, each rank copies its own slices
+            of complete tensors.
+        collective: None: the ranks of a mesh or of DDP load together. True: replicas do, too.
+            False: this rank loads alone. See :ref:`arg-collective`.
+        process_group: The ranks that load together instead.
 
     Returns:
         ``missing_keys`` and ``unexpected_keys``, by canonical name.
 
     Raises:
-        StateDictMismatch: keys or shapes do not fit, a value cannot be copied (on meta, sparse),
-            nothing says how a tensor on meta that no state dict has is made, there is no state dict
-            (None), or another rank met an error; it is a `RuntimeError` as well.
+        StateDictMismatch: If keys or shapes do not match, or a value cannot be copied. It is a
+            `RuntimeError`, too.
 
     Example:
         >>> import torch
@@ -314,32 +292,29 @@ def set_optimizer_state_dict(
     collective: bool | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
 ) -> OptimizerReport:
-    """Load optimizer state by the canonical names of parameters, groups in any order.
+    """Load optimizer state by the canonical names of parameters, with groups in any order.
 
-    No step is taken, tensors keep the dtype they were saved with (pytorch/pytorch#43706), state
-    of frozen parameters is loaded too (pytorch/pytorch#192202), and with ``strict=False`` what is
-    there is loaded and the rest stays as it was (pytorch/pytorch#34660, pytorch/pytorch#132628).
+    No step is taken. Tensors keep the dtype that they were saved with (pytorch/pytorch#43706). The
+    state of frozen parameters is loaded, too (pytorch/pytorch#192202). With ``strict=False``, state
+    that is missing stays as it was (pytorch/pytorch#34660, pytorch/pytorch#132628).
 
     Args:
-        model: the model whose parameters the optimizers hold.
-        optimizers: one or several; each takes what it holds.
-        optim_state_dict: as `get_optimizer_state_dict` returns it, nested or flat, or an
+        model: The model whose parameters the optimizers hold.
+        optimizers: One or several optimizers. Each one loads the state of its parameters.
+        optim_state_dict: The result of `get_optimizer_state_dict`, nested or flat, or an
             optimizer's own ``state_dict()``. It is not changed.
-        options: see `StateDictOptions`.
-        collective: None: the ranks that a mesh or DDP ties to this model load together, an error
-            on one being an error on all. True: so do replicas that nothing ties. False: this rank
-            loads alone, such as one that starts again from a replica.
-        process_group: the ranks that load together instead; over gloo, what they agree on travels
-            beside NCCL.
+        options: See `StateDictOptions`.
+        collective: None: the ranks of a mesh or of DDP load together. True: replicas do, too.
+            False: this rank loads alone. See :ref:`arg-collective`.
+        process_group: The ranks that load together instead.
 
     Returns:
         What was loaded, missing, unexpected and left out. torch returns None.
 
     Raises:
-        RuntimeError: no optimizer was passed.
-        StateDictMismatch: If state is missing, has another shape or another mesh, or cannot be
-            copied. Also if the layout of a state on the mesh is unknown from the saved groups,
-            the optimizer, and the shapes of the other parameters' state.
+        RuntimeError: If no optimizer was passed.
+        StateDictMismatch: If state is missing, or has another shape or mesh.
+        StateDictMismatch: If the layout of a state on the mesh is unknown.
 
     Example:
         >>> import torch
@@ -369,26 +344,25 @@ def set_state_dict(
     collective: bool | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
 ) -> IncompatibleKeys:
-    """Load a model and its optimizers together: both, or neither if anything does not fit.
+    """Load a model and its optimizers together: both, or neither if something does not match.
 
     Args:
-        model: the model, wrapped or not.
-        optimizers: one, several or none.
-        model_state_dict: by canonical name or by submodule; an empty one leaves the model alone.
-        optim_state_dict: see `set_optimizer_state_dict`.
-        options: see `StateDictOptions`.
-        collective: None: the ranks that a mesh or DDP ties to this model load together, an error
-            on one being an error on all. True: so do replicas that nothing ties. False: this rank
-            loads alone, such as one that starts again from a replica.
-        process_group: the ranks that load together instead; over gloo, what they agree on travels
-            beside NCCL.
+        model: The model, wrapped or not.
+        optimizers: One optimizer, several or none.
+        model_state_dict: Values by canonical name or by submodule. An empty one leaves the model
+            as it is.
+        optim_state_dict: See `set_optimizer_state_dict`.
+        options: See `StateDictOptions`.
+        collective: None: the ranks of a mesh or of DDP load together. True: replicas do, too.
+            False: this rank loads alone. See :ref:`arg-collective`.
+        process_group: The ranks that load together instead.
 
     Returns:
-        ``missing_keys`` and ``unexpected_keys`` of the model; its attribute ``optimizer`` is the
+        ``missing_keys`` and ``unexpected_keys`` of the model. The attribute ``optimizer`` is an
         `OptimizerReport`.
 
     Raises:
-        StateDictMismatch: something does not fit; nothing has changed then.
+        StateDictMismatch: If something does not match. Nothing has changed then.
 
     Example:
         >>> import torch
@@ -422,40 +396,33 @@ def load_optimizer(
     process_group: torch.distributed.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> OptimizerReport:
-    """Load optimizer state from a checkpoint, whatever form it was saved in.
+    """Load optimizer state from a checkpoint, in any form that it was saved in.
 
-    Each rank reads its own slices, and nothing is in memory beside the optimizer's own state but
-    a fixed budget; and, of files that several ranks wrote, what a state that is there already is
-    to become. For what is kept and checked, see
-    `torchlift.distributed.set_optimizer_state_dict`.
+    Each rank reads its own slices. Besides the optimizer's state, this takes a fixed amount of
+    memory. See `torchlift.distributed.set_optimizer_state_dict` for what is kept and checked.
 
     Args:
-        model: the model whose parameters the optimizer holds, plain or sharded.
-        optimizer: one, or several that share one saved state.
-        ckpt: a checkpoint, a path, a file object, or a training state in memory. Its optimizer
-            state may be an optimizer's own ``state_dict()``, one under canonical names, flat, or a
-            list with one of these, as Lightning keeps it.
-        root: the container that holds it, such as ``"optimizer"`` or ``"optimizer_states.0"``. None
-            is the only one that does; and in a folder of transformers' Trainer or of accelerate
-            the optimizer's own file or folder.
-        include: patterns of canonical names of parameters, also where the file has numbers for
-            them; ``*`` stands for any text, dots included. One that fits nothing is an error.
-        exclude: patterns of those to leave out: their state, and the hyperparameters of groups of
-            which no other parameter is taken, stay as they are.
-        allow_missing: patterns of parameters that may have no saved state under `strict`.
-        allow_classes: tensor subclasses that may be rebuilt, such as torchao's low-bit states; see
-            `torchlift.open`.
-        strict: raise where a parameter that is trained has no saved state.
-        collective: see `torchlift.distributed.set_optimizer_state_dict`.
-        process_group: see `torchlift.distributed.set_optimizer_state_dict`.
-        storage_options: of URLs, as for `torchlift.open`.
+        model: The model whose parameters the optimizer holds, plain or sharded.
+        optimizer: One optimizer, or several that share one saved state.
+        ckpt: A checkpoint, a path, a file object, or a training state in memory.
+        root: The container of the optimizer state, such as ``"optimizer"``. Default: the only one.
+            See :ref:`arg-root`.
+        include: Patterns of parameter names to load. See :ref:`arg-include`.
+        exclude: Patterns of parameter names to skip. Their state stays as it is.
+        allow_missing: Patterns of parameters that may lack a saved state. See :ref:`arg-strict`.
+        allow_classes: Tensor subclasses that may be rebuilt. See :ref:`arg-allow-classes`.
+        strict: Raise an error if a trained parameter has no saved state. See :ref:`arg-strict`.
+        collective: Which ranks load together. See :ref:`arg-collective`.
+        process_group: The ranks that load together instead.
+        storage_options: Options of a URL. See :ref:`arg-storage-options`.
 
     Returns:
         What was loaded, missing, unexpected and left out.
 
     Raises:
-        FormatError: `root` names nothing, or there is no optimizer state, or there are several.
-        StateDictMismatch: it does not fit, or a pattern fits nothing; nothing has changed then.
+        FormatError: If `root` does not exist, or no or several optimizer states are found.
+        StateDictMismatch: If the state does not match the optimizer. Nothing has changed then.
+        MismatchError: If a pattern matches nothing.
 
     Example:
         >>> import os, tempfile, torch
@@ -472,7 +439,7 @@ def load_optimizer(
     if is_swapped or not isinstance(given[0], nn.Module):
         found = ", ".join(type(each).__name__ for each in given)
         raise wrong_call("load_optimizer", f"expected a module and its optimizer, found {found}")
-    # Refuses what `load` refuses: text in place of a list of patterns.
+    # Raises if a pattern is a text and not a list, as `load` does.
     Options(include=include, exclude=exclude, allow_missing=allow_missing, strict=strict)
     options = StateDictOptions(strict=strict, full_state_dict=True)
     chosen = collective, process_group, include, exclude, allow_missing
@@ -505,14 +472,14 @@ def load_optimizer(
 
 
 def _root_in(keys: Iterable[str], path: str) -> str | None:
-    """Return the only container that has an optimizer's groups; None: it is all, or has none.
+    """Return the only container that holds an optimizer's groups, or None for the root or no one.
 
     Args:
-        keys: of all values.
-        path: of the checkpoint.
+        keys: The keys of all values.
+        path: The path of the checkpoint.
 
     Raises:
-        FormatError: several have.
+        FormatError: If several containers do.
     """
     ends = ((key, f".{key}.".find(".param_groups.")) for key in keys)
     roots = list(dict.fromkeys(key[: max(0, at - 1)] for key, at in ends if at >= 0))
@@ -520,7 +487,7 @@ def _root_in(keys: Iterable[str], path: str) -> str | None:
         return None if "" in roots else next(iter(roots), None)
     ways = [f for root in roots[:5] for f in (" or ", Argument("root", repr(root), (root,)))]
     raise FormatError(
-        "the states of several optimizers",
+        "the checkpoint has several optimizer states",
         file=path,
         found=clipped_list(roots),
         hint=Hint("Pass ", *ways[1:], "."),
@@ -528,7 +495,7 @@ def _root_in(keys: Iterable[str], path: str) -> str | None:
 
 
 def slices_of(ckpt: Checkpoint, entry: TensorEntry) -> torch.Tensor | FileTensor:
-    """Return a view of a tensor, or what a rank reads its slice of, where a view takes a copy."""
+    """Return a view of a tensor, or a `FileTensor` if a view would copy it."""
     is_away = bool(entry.chunks) and isinstance(entry.chunks[0].file, Url)
     is_copied = is_away or len(entry.chunks) > 1
     if is_copied and entry.is_plain and "param_groups" not in entry.key.split("."):
@@ -537,10 +504,10 @@ def slices_of(ckpt: Checkpoint, entry: TensorEntry) -> torch.Tensor | FileTensor
 
 
 def _optimizer_state(saved: Any) -> Any:
-    """Return the state out of a list with one, and refuse what has none.
+    """Return the state, also out of a list with one state.
 
     Raises:
-        FormatError: there is none here, or one of several is to be chosen.
+        FormatError: If there is none, or one of several is to be chosen.
     """
     if isinstance(saved, list) and len(saved) == 1:
         (saved,) = saved
@@ -558,31 +525,31 @@ def _optimizer_state(saved: Any) -> Any:
     holder = "Pass the container that holds it as root=."
     way = f"Pass root={found[0]!r}." if found else state_hint({"": saved}) or holder
     raise FormatError(
-        "no optimizer state here",
-        expected="a dict with 'state' and 'param_groups', or a flat one of those",
+        "there is no optimizer state",
+        expected="a dict with 'state' and 'param_groups', or a flat one",
         found=f"a {type(saved).__name__}",
         hint=way,
     )
 
 
-#: How the names of a flat state begin.
+#: The first part of the names in a flat state.
 _FLAT = "state.", "param_groups."
 
 
 def _is_optimizer_state(value: object) -> bool:
-    # DCP leaves empty dicts out: of SGD without momentum it keeps the groups alone.
+    # DCP drops empty dicts. SGD without momentum then has groups alone.
     return isinstance(value, Mapping) and "param_groups" in value
 
 
 def patch_model_state_dict(model: nn.Module, *, options: StateDictOptions | None = None) -> None:
     """Make ``model.state_dict()`` and ``model.load_state_dict()`` use canonical names.
 
-    A library that only knows those two methods then saves what loads into any other wrapping.
-    The object is patched, not its class; ``del model.state_dict`` undoes it.
+    A library that calls these two methods then saves a state that loads into any other wrapper.
+    The object is patched, not its class. ``del model.state_dict`` undoes it.
 
     Args:
-        model: the model, wrapped or not.
-        options: see `StateDictOptions`.
+        model: The model, wrapped or not.
+        options: See `StateDictOptions`.
 
     Example:
         >>> import torch
@@ -594,7 +561,7 @@ def patch_model_state_dict(model: nn.Module, *, options: StateDictOptions | None
         ['bias', 'weight']
     """
     require_module(model)
-    chosen = checked(options)
+    chosen = validate_options(options)
 
     def load_state_dict(state_dict: dict[str, Any]) -> Any:
         return set_model_state_dict(model, state_dict, options=chosen)
@@ -607,13 +574,13 @@ def patch_optimizer_state_dict(
 ) -> None:
     """Make ``state_dict()`` and ``load_state_dict()`` of optimizers use canonical names.
 
-    Each of several optimizers then gives and takes the state of all of them, so a program calls
-    one of them only.
+    Each of several optimizers then returns and loads the state of all of them, so call these
+    methods on one of them only.
 
     Args:
-        model: the model whose parameters the optimizers hold.
-        optimizers: one or several.
-        options: see `StateDictOptions`.
+        model: The model whose parameters the optimizers hold.
+        optimizers: One or several optimizers.
+        options: See `StateDictOptions`.
 
     Example:
         >>> import torch
@@ -626,7 +593,7 @@ def patch_optimizer_state_dict(
         ['weight', 'bias']
     """
     require_module(model)
-    chosen, found = checked(options), several(optimizers)
+    chosen, found = validate_options(options), to_tuple(optimizers)
 
     def load_state_dict(state_dict: dict[str, Any]) -> Any:
         return set_optimizer_state_dict(model, found, state_dict, options=chosen)
@@ -655,26 +622,26 @@ def _read(
     process_group: torch.distributed.ProcessGroup | None,
     *,
     compare: bool = True,
-) -> list[dict[str, Any]]:
-    """Return the state dicts of a model and its optimizers; empty where they are not asked for.
+) -> States:
+    """Return the state dicts of a model and its optimizers, each empty if it is not requested.
 
-    Ranks that gather do so when all have read theirs and are about to gather the same. Ranks that
-    do not gather exchange nothing, unless there are plain values beside DTensors: whoever saves
-    these keeps one rank's, so they have to be equal.
+    Ranks gather after all have read their state, and are about to gather the same tensors. Ranks
+    that do not gather exchange nothing, unless there are plain values beside DTensors. A checkpoint
+    keeps one rank's plain values, so they must be equal.
     """
     require_module(model)
-    chosen, found = checked(options), several(optimizers)
+    chosen, found = validate_options(options), to_tuple(optimizers)
     inside = set(submodules or ()) & set(model.modules())
 
-    def check() -> None:
-        several(found, part)
+    def validate_arguments() -> None:
+        require_optimizers(found, part)
         if submodules and not inside:
             raise StateDictMismatch("none of the submodules is part of the model")
 
     if uses_fsdp1(model):
         from torchlift.distributed import fsdp1
 
-        return fsdp1.read(part, model, found, inside, chosen, check, process_group)
+        return fsdp1.read(part, model, found, inside, chosen, validate_arguments, process_group)
     if submodules:
         warnings.warn(
             "Getting submodules only model/optim state_dict is deprecated, as in torch: pick the "
@@ -682,52 +649,62 @@ def _read(
             FutureWarning,
             stacklevel=3,
         )
-    gathered: list[torch.Tensor] = []
-    shared: list[torch.Tensor] = []
     tree = ModuleTree(model)
     reshard(tree.modules)
+    gathered: list[torch.Tensor] = []
     if chosen.full_state_dict:
-        # Submodules may have nothing to gather, and then not every rank need ask for them.
+        # Submodules may have nothing to gather, and then not every rank needs to call this.
         only = inside if inside and not found else {model}
-        shared = gathered = [tensor for module in only for tensor in tensors_of(module)]
-    elif compare and _looks_replicated(tree, found):
-        shared = [group.tensor for group in tree.groups]
-
-    def read() -> tuple[tuple[list[dict[str, Any]], Sequence], _ReadMessage]:
-        check()
-        names = Names(tree, chosen.dsd_fqn_modifiers)
-        state = [
-            read_model(
-                model,
-                names,
-                inside,
-                frozen=not chosen.ignore_frozen_params,
-                prefixed=chosen.keep_submodule_prefixes,
-            )
-            if Part.MODEL in part
-            else {},
-            read_optimizers(names, found, chosen) if found else {},
-        ]
-        if chosen.full_state_dict and not chosen.cpu_offload:
-            require_within(state)
-        steps: Sequence = {}
-        if group.groups and (chosen.full_state_dict or process_group is not None):
-            steps = sequence({"model": state[0], "optimizer": state[1]}, gathered)
-        checksums = checksums_of(_replicas(state, names)) if compare and group.groups else {}
-        return (state, steps), _ReadMessage(digests(steps), chosen.cpu_offload, checksums)
-
-    group = RankGroup.of_model(shared, kind=StateDictMismatch, process_group=process_group)
-    if chosen.cpu_offload and process_group is None and any(map(is_dtensor, gathered)):
-        # Ranks that no mesh ties to this one may have other stages, which would be lost.
+        gathered = [tensor for module in only for tensor in tensors_of(module)]
+    offloads = chosen.full_state_dict and chosen.cpu_offload
+    if offloads and process_group is None and any(map(is_dtensor, gathered)):
+        # The names of ranks that no mesh ties to this one are compared, too.
         group = RankGroup.of_all(StateDictMismatch)
+    else:
+        shared = gathered
+        if compare and not gathered and _looks_replicated(tree, found):
+            shared = [each.tensor for each in tree.groups]
+        group = RankGroup.of_model(shared, kind=StateDictMismatch, process_group=process_group)
+
+    def read_state() -> StepResult[_ReadState, _ReadMessage]:
+        validate_arguments()
+        names = Names(tree, chosen.dsd_fqn_modifiers)
+        states = States({}, {})
+        if Part.MODEL in part:
+            frozen, prefixed = not chosen.ignore_frozen_params, chosen.keep_submodule_prefixes
+            model_state = read_model(model, names, inside, frozen=frozen, prefixed=prefixed)
+            states = states._replace(model=model_state)
+        if found:
+            states = states._replace(optimizer=read_optimizers(names, found, chosen))
+        for state in states if chosen.full_state_dict else ():
+            require_within(state)
+        steps: Steps = {}
+        if group.groups and (chosen.full_state_dict or process_group is not None):
+            steps = steps_of(states._asdict(), gathered)
+        message = _ReadMessage(
+            digests(steps),
+            names_digest(states) if offloads and group.groups else None,
+            checksums_of(_replicas(states, names)) if compare and group.groups else {},
+        )
+        return StepResult(_ReadState(states, steps), message)
+
     with collection_paused(), torch.no_grad():
-        (state, steps), by_rank = group.run(read)
-        require_alike(group, steps, (each.digests for each in by_rank.values()))
-        every = all(each.offloads for each in by_rank.values())
-        whole = [
-            versioned(finish(each, chosen, every, group), getattr(each, "_metadata", None))
-            for each in state
-        ]
+        read, by_rank = group.run(read_state)
+        require_same_steps(group, read.steps, {who: each.digests for who, each in by_rank.items()})
+        offloading = {who: each.names for who, each in by_rank.items() if each.names is not None}
+        require_same_names(offloading)
+        keeps = not offloads or rank() == ranks_of(*group.groups[:1])[0]
+
+        def gather_states() -> StepResult[States, None]:
+            made = [
+                versioned(finish(each, chosen, keeps=keeps), getattr(each, "_metadata", None))
+                for each in read.states
+            ]
+            return StepResult(States(*made), None)
+
+        # A rank that does not have the memory stops all of them.
+        gatherers = group if chosen.full_state_dict else RankGroup([])
+        whole = gatherers.run(gather_states).value
     differing = find_differences({who: each.checksums for who, each in by_rank.items()})
     if differing:
         names = {part.key: each for part, each in differing.items()}
@@ -735,24 +712,31 @@ def _read(
     return whole
 
 
+class _ReadState(NamedTuple):
+    """The state that a rank has read, and the steps in which it will gather it."""
+
+    states: States
+    steps: Steps
+
+
 class _ReadMessage(NamedTuple):
-    """What a rank reports when it has read its state.
+    """The message of a rank that has read its state.
 
     Attributes:
-        digests: of what it will gather.
-        offloads: whether it keeps its result on the CPU of the first rank.
-        checksums: of plain parameters and plain optimizer state.
+        digests: Of the steps in which it will gather.
+        names: Digest of its names, if the first rank alone keeps the result.
+        checksums: Of plain parameters and plain optimizer state.
     """
 
     digests: dict[str, str]
-    offloads: bool
+    names: bytes | None
     checksums: dict[HeldPart, Checksum]
 
 
 def _looks_replicated(tree: ModuleTree, optimizers: tuple[torch.optim.Optimizer, ...]) -> bool:
     """Return whether a sharded model has plain parameters, or its optimizers plain state.
 
-    Numbers do not count: Adam's ``step`` is plain, and ranks would wait for each other every time.
+    Numbers do not count. Adam's ``step`` is plain, and ranks would always wait for each other.
     """
     tensors = [group.tensor for group in tree.groups]
     if not any(is_dtensor(tensor) and tensor.device_mesh.size() > 1 for tensor in tensors):
@@ -763,14 +747,15 @@ def _looks_replicated(tree: ModuleTree, optimizers: tuple[torch.optim.Optimizer,
     return not all(map(is_dtensor, [*parameters, *moments]))
 
 
-def _replicas(state: list[dict[str, Any]], names: Names) -> dict[str, torch.Tensor]:
-    """Return the plain values of a state that every rank must hold alike: of these one is saved."""
+def _replicas(states: States, names: Names) -> dict[str, torch.Tensor]:
+    """Return the plain values that must be equal on all ranks: a checkpoint keeps one of them."""
     found: dict[str, torch.Tensor] = {
         name: tensor
         for name, tensor in names.tensors.items()
-        if isinstance(tensor, nn.Parameter) and name in state[0]
+        if isinstance(tensor, nn.Parameter) and name in states.model
     }
-    moments = {path: leaf for path, leaf in leaves(state[1]).items() if torch.is_tensor(leaf)}
+    optimizer = leaves(states.optimizer)
+    moments = {path: leaf for path, leaf in optimizer.items() if torch.is_tensor(leaf)}
     found |= {".".join(map(str, path)): leaf for path, leaf in moments.items()}
     return {name: tensor for name, tensor in found.items() if not is_dtensor(tensor)}
 
@@ -781,39 +766,34 @@ def read_states(
     options: StateDictOptions | None = None,
     *,
     part: Part = Part.BOTH,
-) -> tuple[dict[str, Any], dict[str, Any]]:
+) -> States:
     """Return what `get_state_dict` does, but compare nothing with other ranks."""
-    state, optimizer_state = _read(part, model, optimizers, None, options, None, compare=False)
-    return state, optimizer_state
+    return _read(part, model, optimizers, None, options, None, compare=False)
 
 
 def load_states(call: LoadCall, commit: Commit | None = None) -> LoadedKeys:
-    """Load what a call is about, or nothing at all, on every rank.
+    """Load the states of a call on every rank, or nothing.
 
     Args:
-        call: the arguments.
-        commit: takes the load back if what the caller does afterwards fails. Values that are
-            written over are then in memory twice until it is left.
+        call: The arguments.
+        commit: Undoes the load if a later step of the caller fails. Until it ends, values that are
+            overwritten are in memory twice.
     """
     require_module(call.model)
     if uses_fsdp1(call.model):
         from torchlift.distributed import fsdp1
 
-        *keys, report = fsdp1.write(call)
-    else:
-        given = call.model_state
-        if isinstance(given, Mapping) and any(isinstance(key, nn.Module) for key in given):
-            warnings.warn(
-                "Passing model_state_dict as a dict of modules is deprecated, as in torch: put "
-                "the module's name before the keys",
-                FutureWarning,
-                stacklevel=3,
-            )
-        with collection_paused():
-            *keys, report = _together(call, commit)
-    done = LoadedKeys(*keys)
-    done.optimizer = report
-    return done
+        return fsdp1.write(call)
+    given = call.model_state
+    if isinstance(given, Mapping) and any(isinstance(key, nn.Module) for key in given):
+        warnings.warn(
+            "Passing model_state_dict as a dict of modules is deprecated, as in torch: put "
+            "the module's name before the keys",
+            FutureWarning,
+            stacklevel=3,
+        )
+    with collection_paused():
+        return _load_together(call, commit)
 
 
 # ---- a load of model and optimizers together: checked as a whole, on every rank, then done
@@ -821,14 +801,14 @@ def load_states(call: LoadCall, commit: Commit | None = None) -> LoadedKeys:
 
 @dataclass
 class _State:
-    """What there is to load.
+    """The state to load.
 
     Attributes:
-        model: canonical name -> value; None when the model is not to be loaded.
-        optimizer: the optimizers' state; None when they are not to be loaded.
-        versions: module versions (``_metadata``) of the model's state dict.
-        tensors: with ``broadcast_from_rank0`` what rank 0 sends, elsewhere its descriptions.
-        kind: device type of the model that has the state dict.
+        model: Canonical name -> value, or None if the model is not to be loaded.
+        optimizer: The optimizers' state, or None if they are not to be loaded.
+        versions: Module versions (``_metadata``) of the model's state dict.
+        tensors: With ``broadcast_from_rank0``, the tensors on rank 0, their descriptions elsewhere.
+        kind: Device type of the model that has the state dict.
     """
 
     model: dict[str, Any] | None = None
@@ -840,7 +820,7 @@ class _State:
 
 @dataclass
 class _Job:
-    """What this rank was asked for, once it is known to make sense."""
+    """The valid arguments of a load on this rank."""
 
     call: LoadCall
     names: Names
@@ -850,103 +830,111 @@ class _Job:
     state: _State
 
 
-def _together(
-    call: LoadCall, commit: Commit | None
-) -> tuple[list[str], list[str], OptimizerReport]:
-    """Load a model and optimizers, or nothing at all, on every rank.
+def _load_together(call: LoadCall, commit: Commit | None) -> LoadedKeys:
+    """Load a model and optimizers on every rank, or nothing.
 
-    Whatever is wrong with the arguments is found out inside what precedes an agreement: the other
-    ranks would wait for one that had left before.
-
-    Returns:
-        Missing and unexpected keys by canonical name, and what happened to the optimizers.
+    Each check of an argument is inside a step of the group. A rank that raised before such a step
+    would leave the others waiting.
 
     Raises:
-        StateDictMismatch: something does not fit, on this rank or on another.
+        StateDictMismatch: If something does not match, on this rank or on another.
     """
     tree = read_tree(call.model)
-    tensors = [group.tensor for group in tree.groups]
-    among: dict[str, Any] = {
-        "collective": call.collective, "process_group": call.process_group
-    }  # fmt: skip
-    group = RankGroup.of_model(tensors, tree.modules, StateDictMismatch, **among)
-    # Where one rank of a model sends to all processes, the others take part, and then refuse.
-    sends = bool(getattr(call.options, "broadcast_from_rank0", False))
-    asked = set(group.run(lambda: (None, sends))[1].values())
-    begin = partial(_begin, call, tree)
-
-    def begin_alike() -> tuple[tuple[_Job, Sequence], dict[str, str]]:
-        job = begin()
-        loaded = {"model": job.state.model, "optimizers": job.state.optimizer}
-        loading = [f"to load {name}" for name, state in loaded.items() if state is not None]
-        other: dict[str, torch.Tensor] = {}
-        _each_other_layout(job, lambda name, value, _: other.setdefault(name, value))
-        steps = {"call": loading, **sequence(other, tensors)}
-        return (job, steps), digests(steps)
-
+    group = RankGroup.of_model(
+        [each.tensor for each in tree.groups], tree.modules, StateDictMismatch,
+        collective=call.collective, process_group=call.process_group,
+    )  # fmt: skip
+    # If one rank broadcasts, the others take part too, and then raise: rank 0 sends to all.
+    broadcasts = bool(getattr(call.options, "broadcast_from_rank0", False))
+    by_rank = group.run(lambda: StepResult(None, broadcasts)).by_rank
     try:
         with torch.no_grad():
-            if True in asked:
-                if call.collective is False:
-                    raise ValueError("broadcast_from_rank0=True is not for a rank that loads alone")
-                group = RankGroup.of_all(StateDictMismatch, call.process_group)
-                return _load(_received(group, begin, alike=len(asked) == 1), group, commit)
-            (job, steps), by_rank = group.run(begin_alike)
-            require_alike(group, steps, by_rank.values())
-
-            # This communicates: now, when no rank can be stopped by its modules' code.
-            def laid_out(name: str, value: Any, live: Any) -> Any:
-                if call.collective is False:
-                    raise StateDictMismatch(
-                        "a value has another layout than the model, which ranks change together",
-                        entry=name,
-                        expected=layout_of(live),
-                        found=layout_of(value),
-                        hint="Leave collective=False out.",
-                    )
-                return relaid(value, live)
-
-            _each_other_layout(job, laid_out)
-            return _load(job, group, commit)
+            if not any(by_rank.values()):
+                return _load(_prepare_alike(call, tree, group), group, commit)
+            if call.collective is False:
+                raise ValueError("broadcast_from_rank0=True is not for a rank that loads alone")
+            group = RankGroup.of_all(StateDictMismatch, call.process_group)
+            return _load(_receive_job(call, tree, group, all(by_rank.values())), group, commit)
+    except StateDictMismatch:
+        raise
     except CheckpointError as error:
-        if isinstance(error, StateDictMismatch):
-            raise
         raise portable(error, StateDictMismatch) from error
 
 
-def _begin(call: LoadCall, tree: ModuleTree) -> _Job:
-    chosen, found = checked(call.options), several(call.optimizers, call.part)
+def _prepare(call: LoadCall, tree: ModuleTree) -> _Job:
+    """Validate the arguments of this rank, and bring the state dicts into one form."""
+    chosen = validate_options(call.options)
+    optimizers = require_optimizers(call.optimizers, call.part)
     names = Names(tree, chosen.dsd_fqn_modifiers)
-    name_by_place(names, found)
-    job = _Job(call, names, tree, found, chosen, _State(kind=_kind(tree)))
+    name_by_place(names, optimizers)
+    job = _Job(call, names, tree, optimizers, chosen, _State(kind=_device_type(tree)))
     if chosen.broadcast_from_rank0 and rank() != 0:
         return job
+    state = job.state
     model_state = call.model_dict(chosen.strict)
     if model_state is not None:
-        job.state.model = by_name(model_state, names)
-        job.state.versions = versions_of(job.state.model, names.key)
-    if found:
-        saved = normalised(call.optim_dict(chosen.strict), found, names)
-        saved.leave_out(call.include, call.exclude, call.allow_missing)
-        job.state.optimizer = saved
-    moments = leaves(job.state.optimizer.state) if job.state.optimizer else {}
-    values = {(name,): value for name, value in (job.state.model or {}).items()}
+        state.model = by_name(model_state, names)
+        state.versions = versions_of(state.model, names.key)
+    if optimizers:
+        state.optimizer = normalise(call.optim_dict(chosen.strict), optimizers, names)
+        state.optimizer.leave_out(call.include, call.exclude, call.allow_missing)
+    moments = leaves(state.optimizer.state) if state.optimizer else {}
+    values = {(name,): value for name, value in (state.model or {}).items()}
     for path, value in [*values.items(), *moments.items()]:
         if isinstance(value, torch.Tensor) and value.is_nested:
-            # It has no shape to be compared, and torch fails where it is asked for one.
+            # A nested tensor has no shape to compare, and torch fails if it is asked for one.
             check_value(".".join(map(str, path)), None, value, chosen)
+    return job
+
+
+class _PreparedJob(NamedTuple):
+    """The job of a rank, and the steps in which it will change layouts."""
+
+    job: _Job
+    steps: Steps
+
+
+def _prepare_alike(call: LoadCall, tree: ModuleTree, group: RankGroup) -> _Job:
+    """Validate the arguments of all ranks, and lay out values like the tensors they are for."""
+    tensors = [each.tensor for each in tree.groups]
+
+    def describe() -> StepResult[_PreparedJob, dict[str, str]]:
+        job = _prepare(call, tree)
+        loaded = {"model": job.state.model, "optimizers": job.state.optimizer}
+        loading = [f"to load {name}" for name, state in loaded.items() if state is not None]
+        other: dict[str, torch.Tensor] = {}
+        _change_other_layouts(job, lambda name, value, _: other.setdefault(name, value))
+        steps = {"call": loading, **steps_of(other, tensors)}
+        return StepResult(_PreparedJob(job, steps), digests(steps))
+
+    (job, steps), by_rank = group.run(describe)
+    require_same_steps(group, steps, by_rank)
+
+    def lay_out(name: str, value: Any, live: Any) -> Any:
+        if call.collective is False:
+            raise StateDictMismatch(
+                "a value has another layout than the model, which ranks change together",
+                entry=name,
+                expected=layout_of(live),
+                found=layout_of(value),
+                hint="Leave collective=False out.",
+            )
+        return relaid(value, live)
+
+    # This communicates. It is done now, while no module's own code can stop one of the ranks.
+    _change_other_layouts(job, lay_out)
     return job
 
 
 @dataclass
 class _OptimizerPart:
-    """What is planned for the optimizers.
+    """The plan of the optimizers' state.
 
     Attributes:
-        slots: where it goes.
-        source: where it comes from.
-        plan: how it gets there.
-        fetched: the values, when they are here.
+        slots: The slots that receive it.
+        source: The source of the values.
+        plan: How the slots are filled.
+        fetched: The values, once they are in memory.
     """
 
     slots: OptimizerSlots
@@ -955,63 +943,80 @@ class _OptimizerPart:
     fetched: Fetched | None = None
 
 
-def _load(
-    job: _Job, group: RankGroup, outer: Commit | None
-) -> tuple[list[str], list[str], OptimizerReport]:
+class _Plans(NamedTuple):
+    """The plans of this rank, each None if that part is not to be loaded."""
+
+    model: LoadPlan | None
+    optimizer: _OptimizerPart | None
+
+
+class _PlanMessage(NamedTuple):
+    """The message of a rank that has planned its load.
+
+    Attributes:
+        refuses: Whether an optimizer's own code may still end the load.
+        is_strict: Whether the load is strict on this rank.
+        unexpected: With ``broadcast_from_rank0``, a bit for each name of rank 0, in its order.
+    """
+
+    refuses: bool
+    is_strict: bool
+    unexpected: int
+
+
+def _load(job: _Job, group: RankGroup, outer: Commit | None) -> LoadedKeys:
+    """Plan, fetch and put a valid job, or change nothing.
+
+    Args:
+        job: The job of this rank.
+        group: The ranks that load together.
+        outer: The caller's commit, which ends later.
+    """
     options, names, tree, state = job.options, job.names, job.tree, job.state
     broadcasts = options.broadcast_from_rank0
-    missing: list[str] = []
-    unexpected: list[str] = []
-    numbers = {names.key(name): number for number, name in enumerate(state.model or ())}
-    # The commit is the inner one: an interrupt while it takes things back would end that half-way.
+    # The commit is the inner one: an interrupt while it undoes changes would leave half of them.
     with uninterrupted() as deliver, Commit() if outer is None else nullcontext(outer) as commit:
-        asked = _engine_options(job)
+        rules, source = _engine_options(job), _source(job)
 
-        def prepare() -> tuple[tuple[LoadPlan | None, _OptimizerPart | None], Any]:
+        def plan_all() -> StepResult[_Plans, _PlanMessage]:
             plan, part = None, None
-            source.reserve()  # before the ranks go on: one without memory stops all
+            source.reserve()  # a rank without memory stops all ranks here
             if state.model is not None:
-                check = partial(_check, job)
-                plan = make_plan(tree, source, asked, commit, check=check)
+                plan = make_plan(tree, source, rules, commit, check=partial(_check, job))
             if state.optimizer is not None:
-                device = _device(job)
-                slots = OptimizerSlots(names, job.optimizers, state.optimizer, options, device)
-                values, buffers = source.beside(slots.values), ModuleTree(slots.module)
-                fill = make_plan(buffers, values, slots.options, commit, check=require_matched)
-                part = _OptimizerPart(slots, values, fill)
-            extra = 0  # a bit for each name of rank 0's, which all ranks know in one order
+                part = _plan_optimizers(job, source, commit)
+            extra = 0
             if broadcasts and plan is not None:
+                numbers = {names.key(name): at for at, name in enumerate(state.model or ())}
                 extra = sum(1 << numbers[name] for name in plan.unexpected_keys)
             refuses = any(map(runs_own_code, job.optimizers if part else ()))
-            deliver()  # an interrupt: here the others are told of it
-            return (plan, part), (refuses, options.strict, extra)
+            deliver()  # an interrupt here is reported to the other ranks
+            return StepResult(_Plans(plan, part), _PlanMessage(refuses, options.strict, extra))
 
-        source = _source(job)
-        (plan, part), by_rank = group.run(prepare)
-        # An optimizer's own code may still end the load; one strict rank is enough.
-        refuses, strict = (any(each[at] for each in by_rank.values()) for at in (0, 1))
-        if broadcasts:
-            # Unexpected is what no rank takes: the stages of a pipeline share one state dict.
-            nobodys = reduce(and_, (extra for *_, extra in by_rank.values()))
-            unexpected = sorted(n for at, n in enumerate(state.model or ()) if nobodys >> at & 1)
-            if unexpected and strict:
-                raise misfit("model", {UNEXPECTED: unexpected}, unexpected_keys=unexpected)
-        again = refuses or broadcasts or outer is not None
+        (plan, part), by_rank = group.run(plan_all)
+        messages = by_rank.values()
+        missing: list[str] = []
+        unexpected = _unexpected_on_all(state, messages) if broadcasts else []
+        if unexpected and any(message.is_strict for message in messages):
+            raise mismatch_error("model", {UNEXPECTED: unexpected}, unexpected_keys=unexpected)
+        # If something can fail after the first change, the ranks agree again, and keep old values.
+        again = broadcasts or outer is not None or any(message.refuses for message in messages)
         with group.together() as agree:
             more = True
-            # Of values that rank 0 sends, an interrupt would leave the others waiting.
+            # An interrupt while rank 0 broadcasts would leave the other ranks waiting.
             with nullcontext() if broadcasts else Interruptible():
                 fetched = fetch_all(plan, source, None, _ignore) if plan is not None else None
                 if part is not None:
                     part.fetched = fetch_all(part.plan, part.source, None, _ignore)
                     try_states(part.slots, part.fetched)
             if plan is not None and fetched is not None:
-                judge = partial(_check, job, path=source.path, options=asked)
-                turn = Turn(tree, commit, agree, deliver, judge, _ignore, again)
-                missing, extra, more = place(plan, fetched, turn)
-                missing = [names.canonical(name) for name in missing]
+                validate = partial(_check, job, path=source.path, options=rules)
+                turn = Turn(tree, commit, agree, deliver, validate, _ignore, again)
+                placed = place(plan, fetched, turn)
+                missing = [names.canonical(name) for name in placed.missing]
                 if not broadcasts:
-                    unexpected = [names.canonical(name) for name in extra]
+                    unexpected = [names.canonical(name) for name in placed.unexpected]
+                more = placed.asks_again
             more = more and agree(again and part is not None)
             if part is not None and part.fetched is not None:
                 steps = put_new(part.fetched, commit)
@@ -1021,7 +1026,23 @@ def _load(
                     agree(False)
             if outer is None:
                 commit.finish()
-    return missing, unexpected, OptimizerReport() if part is None else part.slots.report()
+    return LoadedKeys.of(missing, unexpected, None if part is None else part.slots.report())
+
+
+def _plan_optimizers(job: _Job, source: StateSource, commit: Commit) -> _OptimizerPart:
+    assert job.state.optimizer is not None
+    slots = OptimizerSlots(
+        job.names, job.optimizers, job.state.optimizer, job.options, _device(job)
+    )
+    values, buffers = source.beside(slots.values), ModuleTree(slots.module)
+    plan = make_plan(buffers, values, slots.options, commit, check=require_matched)
+    return _OptimizerPart(slots, values, plan)
+
+
+def _unexpected_on_all(state: _State, messages: Iterable[_PlanMessage]) -> list[str]:
+    """Return the names that no rank uses: the stages of a pipeline share one state dict."""
+    unused = reduce(and_, (message.unexpected for message in messages))
+    return sorted(name for at, name in enumerate(state.model or ()) if unused >> at & 1)
 
 
 def _ignore(_: int) -> None:
@@ -1032,7 +1053,7 @@ def _ignore(_: int) -> None:
 
 
 def _source(job: _Job) -> StateSource:
-    """Return the state as the source of a load, the model's under the wrapped model's keys."""
+    """Return the state as the source of a load, by the keys of the wrapped model."""
     state, options = job.state, job.options
     values = {job.names.key(name): value for name, value in (state.model or {}).items()}
     if options.broadcast_from_rank0:
@@ -1048,7 +1069,7 @@ def _device(job: _Job) -> torch.device:
 
 
 def _engine_options(job: _Job) -> Options:
-    """Return what `torchlift.load` is asked for: live tensors stay where they are."""
+    """Return the options of the load: live tensors stay on their devices."""
     offload, where = job.options.cpu_offload, _device(job)
     device = {
         name: where
@@ -1064,14 +1085,14 @@ def _engine_options(job: _Job) -> Options:
 
 
 def _check(job: _Job, matched: Match, path: str, options: Options) -> None:
-    """Refuse names and shapes that do not fit, and values that are laid out in another way."""
+    """Refuse names and shapes that do not match, and values with another layout."""
     names, chosen, values = job.names, job.options, job.state.model or {}
     extra = set(matched.unexpected)
     for name in map(names.canonical, filter(extra.__contains__, matched.missing)):
-        # As in torch, not strict means that names may be missing, not that values may be wrong.
+        # As in torch, strict=False permits missing names, not wrong values.
         raise bad_value(name, f"a {type(values.get(name)).__name__}")
     if options.strict and chosen.ignore_frozen_params:
-        # What was read with the same options lacks them; on meta there is no value to keep.
+        # A state dict that was read with this option lacks them. On meta there is no value to keep.
         left_out = {name for name in names.frozen if not names.tensors[name].is_meta}
         matched.missing = [n for n in matched.missing if names.canonical(n) not in left_out]
     for group, name, (candidate, *_) in matched.pairs:
@@ -1087,17 +1108,17 @@ def _check(job: _Job, matched: Match, path: str, options: Options) -> None:
         for key, item in matched.mismatched.items()
     }
     if missing or unexpected or shapes:
-        error = model_misfit(missing, unexpected, shapes)
+        error = model_mismatch_error(missing, unexpected, shapes)
         if missing and (hint := state_hint({name: values.get(name) for name in unexpected})):
             error.hint = hint
         raise error
 
 
-# ---- what the ranks do together
+# ---- steps of all ranks
 
 
-def _kind(tree: ModuleTree) -> str:
-    """Return the device type of a model: where rank 0's values are received."""
+def _device_type(tree: ModuleTree) -> str:
+    """Return the device type of a model, on which ranks receive the values of rank 0."""
     for group in tree.groups:
         if is_dtensor(group.tensor):
             return group.tensor.device_mesh.device_type
@@ -1106,68 +1127,81 @@ def _kind(tree: ModuleTree) -> str:
     return "cpu"
 
 
-def _each_other_layout(job: _Job, change: Callable[[str, Any, Any], Any]) -> None:
-    """Replace values that are laid out otherwise on the mesh than the tensor they are for.
+def _change_other_layouts(job: _Job, change: Callable[[str, Any, Any], Any]) -> None:
+    """Replace each value whose layout on the mesh differs from that of the tensor it is for.
 
     Args:
-        job: its state, not the caller's, is changed.
-        change: called with a name, the value and the model's or optimizer's tensor.
+        job: Its state is changed. The caller's is not.
+        change: Called with a name, the value, and the tensor of the model or optimizer.
     """
 
-    def changed(name: str, value: Any, live: Any) -> Any:
+    def change_one(name: str, value: Any, live: Any) -> Any:
         if not (is_dtensor(value) and is_dtensor(live)) or value.device_mesh != live.device_mesh:
             return value
         return value if spread_of(value) == spread_of(live) else change(name, value, live)
 
     model, saved = job.state.model or {}, job.state.optimizer or Saved()
-    for name, tensor in job.names.tensors.items():  # on every rank in the same order
+    for name, tensor in job.names.tensors.items():  # in the same order on every rank
         if name in model:
-            model[name] = changed(name, model[name], tensor)
+            model[name] = change_one(name, model[name], tensor)
     for optimizer in job.optimizers:
         for param in (p for group in optimizer.param_groups for p in group["params"]):
             live = leaves(optimizer.state.get(param, {})) if is_dtensor(param) else {}
 
-            def of_state(
+            def change_moment(
                 value: Any, path: Any, live: Any = live, param: torch.Tensor = param
             ) -> Any:
                 like = layout_for(value, live.get(path[1:]), param)
-                return changed(".".join(map(str, path)), value, like)
+                return change_one(".".join(map(str, path)), value, like)
 
             for name in job.names.fqns(param) if is_dtensor(param) else ():
                 if name in saved.state:
-                    saved.state[name] = map_leaves(saved.state[name], of_state, (name,))
+                    saved.state[name] = map_leaves(saved.state[name], change_moment, (name,))
 
 
-def _received(group: RankGroup, begin: Callable[[], _Job], alike: bool) -> _Job:
-    """Return this rank's job with rank 0's state."""
+class _PackedJob(NamedTuple):
+    """The job of this rank, and on rank 0 the bytes of its state."""
 
-    def pack() -> tuple[tuple[_Job, bytes | None], bool]:
-        job = begin()  # first, for what is wrong with the options themselves
-        if 0 not in ranks_of(job.call.process_group):
+    job: _Job
+    packed: bytes | None
+
+
+def _receive_job(call: LoadCall, tree: ModuleTree, group: RankGroup, all_broadcast: bool) -> _Job:
+    """Return the job of this rank with the state of rank 0.
+
+    Raises:
+        StateDictMismatch: If only some of the ranks broadcast.
+    """
+
+    def pack() -> StepResult[_PackedJob, bool]:
+        job = _prepare(call, tree)  # first, because it validates the options
+        if 0 not in ranks_of(call.process_group):
             raise ValueError("broadcast_from_rank0=True needs rank 0 in process_group=")
         if not torch.distributed.is_initialized():
             raise StateDictMismatch(
                 "broadcast_from_rank0=True needs a process group",
                 hint="Call torch.distributed.init_process_group first, or leave the option out.",
             )
-        return (job, _packed(job.state) if rank() == 0 else None), alike
+        packed = _pack(job.state) if rank() == 0 else None
+        return StepResult(_PackedJob(job, packed), all_broadcast)
 
-    def unpack() -> tuple[_State, None]:
-        return pickle.loads(box[0] or b""), None  # an object in it may be unknown to this process
-
-    (job, message), by_rank = group.run(pack)
+    (job, packed), by_rank = group.run(pack)
     if not all(by_rank.values()):
         raise StateDictMismatch("broadcast_from_rank0 must be the same on every rank")
-    box = [message]
+    box = [packed]
     torch.distributed.broadcast_object_list(box, src=0, group=group.groups[0])
-    state, _ = group.run(unpack)
+
+    def unpack() -> StepResult[_State, None]:
+        return StepResult(pickle.loads(box[0] or b""), None)  # this process may not know a class
+
+    state = group.run(unpack).value
     if rank() == 0:
         state.tensors = job.state.tensors
     return replace(job, state=state)
 
 
-def _packed(state: _State) -> bytes:
-    """Return the state as it travels, and keep its tensors in order in its attribute `tensors`."""
+def _pack(state: _State) -> bytes:
+    """Return a state as it is sent, and keep its tensors in order in its attribute `tensors`."""
     tensors: list[torch.Tensor | Sent] = []
     sent: dict[int, Sent] = {}
 
@@ -1195,7 +1229,7 @@ def _packed(state: _State) -> bytes:
         )
     state.tensors = tensors
     described = replace(state, model=model, optimizer=optimizer, tensors=list(sent.values()))
-    # Not left to the broadcast, where what cannot be packed stops rank 0 alone.
+    # Packed here, and not by the broadcast: there an error would stop rank 0 alone.
     try:
         return pickle.dumps(described)
     except Exception as error:

@@ -1,5 +1,5 @@
 """Checkpoints inside of a framework: one module for each, imported by its own name.
 
 ``torchlift.integrations.lightning``, ``.transformers``, ``.accelerate``, ``.torchtitan``, ``.peft``
-and ``.vllm``. Nothing else in this package needs one of these frameworks.
+and ``.vllm``. No other part of this package needs one of these frameworks.
 """

@@ -1,4 +1,4 @@
-"""Checkpoints of what an ``accelerate.Accelerator`` has prepared: `AcceleratorKeeper`."""
+"""Checkpoints of the objects of an ``accelerate.Accelerator``: `AcceleratorKeeper`."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from torchlift.distributed import Generators
 
 
 class AcceleratorKeeper:
-    """A `torchlift.Keeper` of all that an accelerator has prepared or registered.
+    """Save and resume all objects that an accelerator has prepared or registered.
 
-    In place of ``accelerator.save_state`` and ``load_state``: models, optimizers, schedulers, data
-    loaders, the gradient scaler, what was passed to ``register_for_checkpointing``, and each rank's
-    random number generators. Their names are ``model``, ``optimizer``, ``scheduler``, ``loader``
-    and ``object``; a second one is ``model_1``.
+    Use it in place of ``accelerator.save_state`` and ``load_state``. It saves models, optimizers,
+    schedulers, data loaders, the gradient scaler, the objects of ``register_for_checkpointing``,
+    and each rank's random number generators. The names are ``model``, ``optimizer``,
+    ``scheduler``, ``loader``, ``scaler`` and ``object``. A second model is ``model_1``.
 
-    Of a loader its epoch and what its order is drawn from are kept; and with ``StatefulDataLoader``
-    (``use_stateful_dataloader=True``) its place. Without, `remaining` skips the batches of the
-    epoch that are done. As accelerate asks for, call ``loader.set_epoch(epoch)`` at each epoch.
+    The state of a loader is its epoch and the seed of its order. A ``StatefulDataLoader``
+    (``use_stateful_dataloader=True``) also has its position. For other loaders, `remaining` skips
+    the batches that are done. Call ``loader.set_epoch(epoch)`` at each epoch, as in accelerate.
 
     Args:
-        accelerator: which has prepared the objects by the first call of `save` or `resume`.
-        directory: see `torchlift.Keeper`.
-        **options: of `torchlift.Keeper`, such as ``keep``, ``every`` and ``best``.
+        accelerator: The accelerator. Prepare the objects before the first `save` or `resume`.
+        directory: See `torchlift.Keeper`.
+        **options: Options of `torchlift.Keeper`, such as ``keep``, ``every`` and ``best``.
 
     Attributes:
-        keeper: the keeper, for ``steps()``, ``latest()`` and ``best()``.
+        keeper: The keeper, for ``steps()``, ``latest()`` and ``best()``.
     """
 
     def __init__(
@@ -44,31 +44,31 @@ class AcceleratorKeeper:
     def save(
         self, step: int, *, metrics: Mapping[str, float] | None = None, **objects: object
     ) -> bool:
-        """Save everything, and more objects by name; see `torchlift.Keeper.save`."""
+        """Save everything, and more objects by name. See `torchlift.Keeper.save`."""
         return self.keeper.save(step, dict(self._objects()), metrics=metrics, **objects)
 
     def resume(self, **arguments: Any) -> int | None:
-        """Load everything from the last checkpoint; see `torchlift.Keeper.resume`.
+        """Load everything from the last checkpoint. See `torchlift.Keeper.resume`.
 
         Args:
-            **arguments: its keywords, such as ``step`` and ``exclude``, and more objects by name.
+            **arguments: Its keywords, such as ``step`` and ``exclude``, and more objects by name.
 
         Returns:
-            The step that was saved, or None where there is no checkpoint.
+            The step that was saved, or None if there is no checkpoint.
         """
         step = self.keeper.resume(dict(self._objects()), **arguments)
         self._generators = None if step is None else Generators().state_dict()
         return step
 
     def remaining(self, loader: Any, batches: int) -> Iterator[Any]:
-        """Yield the batches of an epoch that are left after a resume.
+        """Yield the remaining batches of an epoch after a resume.
 
-        In place of ``accelerator.skip_first_batches``, which draws from the generators once more:
-        behind the first batch they are as they were saved.
+        ``accelerator.skip_first_batches`` draws from the random number generators again. This
+        method restores their saved states before the first batch.
 
         Args:
-            loader: prepared, without a state of its own.
-            batches: how many of its epoch are done.
+            loader: A prepared loader that is not a ``StatefulDataLoader``.
+            batches: The number of batches of the epoch that are done.
         """
         left = self.accelerator.skip_first_batches(loader, batches)
         left.set_epoch(loader.iteration)
@@ -80,7 +80,7 @@ class AcceleratorKeeper:
         loader.iteration = left.iteration
 
     def close(self) -> None:
-        """Wait for the last save; see `torchlift.Keeper.close`."""
+        """Wait for the last save. See `torchlift.Keeper.close`."""
         self.keeper.close()
 
     def __enter__(self) -> AcceleratorKeeper:
@@ -94,7 +94,7 @@ class AcceleratorKeeper:
         prepared = self.accelerator
         kinds = {
             "model": prepared._models,
-            # Those below accelerate's own: a wrapper that has no step of its own to start from.
+            # The inner optimizers: accelerate's wrapper does not have ``_init_group``.
             "optimizer": [each.optimizer for each in prepared._optimizers],
             "scheduler": prepared._schedulers,
             "loader": [_Place(each) for each in prepared._dataloaders],
@@ -107,7 +107,7 @@ class AcceleratorKeeper:
 
 
 class _Place:
-    """Where a prepared data loader is, as an object with a state."""
+    """The position of a prepared data loader, as an object with a state."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader

@@ -1,6 +1,6 @@
-"""Lightning's checkpoints as torchlift writes and reads them: `CheckpointIO` and `RankStates`.
+"""Write and read Lightning's checkpoints with torchlift: `CheckpointIO` and `RankStates`.
 
-For ``pytorch_lightning`` and ``lightning``, whichever is imported.
+They work with ``pytorch_lightning`` and ``lightning``, whichever is imported.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import torchlift
 from torchlift.distributed import Generators
 from torchlift.errors import IntegrityError, PlacementError
 
-#: Of a checkpoint of Lightning: what each rank has of its own.
+#: The key of the states of each rank in a checkpoint of Lightning.
 _RANKS = "torchlift_ranks"
 
 
 def _classes(place: str, name: str) -> Iterator[type]:
-    """Yield the class of that name of each Lightning that is imported, or else installed.
+    """Yield a class of each Lightning package that is imported, or else installed.
 
-    The two packages hold two copies of one source, and each knows its own classes only.
+    The two packages contain copies of the same source, and each accepts its own classes only.
     """
     packages = [
         ("lightning.fabric", "lightning.pytorch"),
@@ -35,7 +35,7 @@ def _classes(place: str, name: str) -> Iterator[type]:
     ]
     imported = [each for each in packages if each[0] in sys.modules]
     installed = [each for each in packages if find_spec(each[1].partition(".")[0])]
-    for fabric, trainer in imported or installed or packages[1:]:  # the last: which is missing
+    for fabric, trainer in imported or installed or packages[1:]:  # the import error names the last
         yield getattr(import_module(place.format(fabric=fabric, trainer=trainer)), name)
 
 
@@ -44,20 +44,19 @@ _Callback: Any = type("_Callback", tuple(_classes("{trainer}.callbacks", "Callba
 
 
 class CheckpointIO(_IO):
-    """Writes and reads the checkpoints of a Trainer or a Fabric: ``plugins=[CheckpointIO()]``.
+    """Write and read the checkpoints of a Trainer or a Fabric: ``plugins=[CheckpointIO()]``.
 
-    A checkpoint is a file that ``torch.load`` reads. It appears whole or not at all, its checksums
-    are compared before it is loaded, and nothing in it is executed. A state that no file holds so
-    that it comes back (an object of your own in the hyperparameters) is refused by name when it is
-    saved. The weights are mapped until the module has copied them: in memory is what the trainer
-    keeps.
+    Strategies that write by themselves ignore the plugin: ``ModelParallelStrategy``, FSDP and
+    DeepSpeed.
 
-    Not for strategies that write by themselves and ignore the plugin: ``ModelParallelStrategy``,
-    FSDP and DeepSpeed.
+    A checkpoint is a file that ``torch.load`` can read. It is saved atomically. Its checksums are
+    compared before the load, and no code in it runs. A save raises an error if the state contains
+    an object that could not be loaded, such as your own class in the hyperparameters. The weights
+    stay mapped until the module has copied them.
 
     Args:
-        verify: read all of a checkpoint once first, to compare its checksums.
-        allow_classes: tensor subclasses that may be rebuilt; see `torchlift.open`.
+        verify: Compare all checksums before a load.
+        allow_classes: Tensor subclasses that may be rebuilt. See :ref:`arg-allow-classes`.
     """
 
     def __init__(self, *, verify: bool = True, allow_classes: Iterable[Any] = ()) -> None:
@@ -66,23 +65,25 @@ class CheckpointIO(_IO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
-        """Write a checkpoint, all or nothing.
+        """Write a checkpoint atomically.
 
         Raises:
-            CheckpointError: it cannot be written, or has what no file can hold.
-            TypeError: there are storage options.
+            CheckpointError: If it cannot be written, or contains a value that a file cannot store.
+            TypeError: If there are storage options.
         """
         if storage_options is not None:
-            raise TypeError("torchlift writes to a file system, which takes no storage_options=")
+            raise TypeError(
+                "storage_options= is not supported: this plugin writes to a file system"
+            )
         torchlift.save(checkpoint, path, format="torch-zip")
 
     def load_checkpoint(
         self, path: Any, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Return a checkpoint on the CPU, from where the trainer copies it; nothing is executed.
+        """Return a checkpoint on the CPU. The trainer copies it. No code runs.
 
         Raises:
-            CheckpointError: it cannot be read, or a checksum is wrong.
+            CheckpointError: If it cannot be read, or a checksum is wrong.
         """
         if self.verify and (failed := torchlift.verify(path).failed):
             raise IntegrityError(
@@ -93,14 +94,14 @@ class CheckpointIO(_IO):
             )
         with torchlift.open(path, allow_classes=self.allow_classes) as ckpt:
             found = ckpt.tree()
-        # An optimizer keeps the tensors that it gets, and the file may be removed: no maps.
+        # Copies in memory: an optimizer keeps the tensors, and the file may be removed.
         return {
             name: value if name == "state_dict" else copy.deepcopy(value)
             for name, value in found.items()
         }
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove a checkpoint; of one that is not there, do nothing."""
+        """Remove a checkpoint, if it exists."""
         if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path)
         elif os.path.lexists(path):
@@ -108,22 +109,22 @@ class CheckpointIO(_IO):
 
 
 class RankStates(_Callback):
-    """Keeps what each rank has of its own in a trainer's checkpoints: ``callbacks=[RankStates()]``.
+    """Save each rank's own state in a trainer's checkpoints: ``callbacks=[RankStates()]``.
 
-    Its random number generators, and the places of data loaders with ``state_dict``: Lightning
-    keeps no generators, and of the loaders the first rank's. With as many ranks as there were each
-    gets its own; with another number the generators stay as they are, and places that differ are an
-    error. A loader without ``state_dict`` begins its epoch anew, with any callback.
+    Lightning does not save random number generators, and saves the first rank's data loaders only.
+    This callback saves the generators and the positions of loaders with ``state_dict``, for each
+    rank. On another number of ranks the generators stay as they are, and different positions are an
+    error. A loader without ``state_dict`` restarts its epoch.
 
     Raises:
-        PlacementError: other ranks saved, and their loaders were not at one place.
+        PlacementError: If the number of ranks differs, and so did the positions of their loaders.
     """
 
     def __init__(self) -> None:
         self._saved: Any = None
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Add what each rank has; all ranks call it."""
+        """Add the state of each rank. All ranks call it."""
         own = {"rng": Generators().state_dict(), "loaders": _loop(checkpoint).get(_LOADERS)}
         every: list[Any] = [own]
         if trainer.world_size > 1:
@@ -132,7 +133,7 @@ class RankStates(_Callback):
         checkpoint[_RANKS] = every
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Take this rank's part, before the loops take theirs."""
+        """Select the state of this rank, before the loops load theirs."""
         every = checkpoint.get(_RANKS)
         if not every:
             return
@@ -143,19 +144,19 @@ class RankStates(_Callback):
                 _loop(checkpoint)[_LOADERS] = places[trainer.global_rank]
         elif any(str(place) != str(places[0]) for place in places):
             raise PlacementError(
-                "the data loader of each rank was at a place of its own, and now there are other "
-                "ranks",
+                "each rank saved another position of its data loader, and the number of ranks "
+                "differs",
                 expected=f"{len(every)} ranks",
                 found=str(trainer.world_size),
-                hint="Leave the callback out to go on at the place of the first rank.",
+                hint="Leave the callback out to resume from the position of the first rank.",
             )
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Set the generators at the start of an epoch, from where its loader draws."""
+        """Set the generators at the start of an epoch, before its loader draws from them."""
         done = trainer.fit_loop.epoch_loop.batch_progress
         if self._saved is not None and (done.is_last_batch or not done.current.ready):
             self._set()
-            # Which the trainer has begun before the first hook that comes after a resume.
+            # The trainer made the first iterator before any hook after the resume.
             iter(trainer.fit_loop._data_fetcher)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, index: int) -> None:
@@ -168,7 +169,7 @@ class RankStates(_Callback):
         self._saved = None
 
 
-#: What Lightning calls the places of data loaders.
+#: Lightning's key of the positions of data loaders.
 _LOADERS = "combined_loader"
 
 

@@ -1,4 +1,4 @@
-"""torchtitan's manager of checkpoints with torchlift's writer and reader: `CheckpointManager`."""
+"""torchtitan's checkpoint manager with torchlift's writer and reader: `CheckpointManager`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from torchlift.distributed import CheckpointReader, CheckpointWriter, Generators
 
 
 class CheckpointManager(titan.CheckpointManager):
-    """torchtitan's ``CheckpointManager``, whose checkpoints are whole or not there.
+    """torchtitan's ``CheckpointManager`` with atomic, verified checkpoints.
 
-    Pass ``CheckpointManager.Config(...)`` where torchtitan's is passed: the same fields, folders,
-    modes and retention. What is written is complete with checksums, which `torchlift.verify`
-    knows, before it has its name; what is read is never executed. Each rank's random number
-    generators are kept too, which torchtitan leaves out; a rank without any in the checkpoint
-    keeps its own. The last model in Hugging Face's format is torchtitan's to write.
+    Pass ``CheckpointManager.Config(...)`` in place of torchtitan's. Fields, folders, modes and
+    retention are the same. Checkpoints are saved atomically, with checksums that
+    `torchlift.verify` compares. No code in a checkpoint runs. Each rank's random number generators
+    are saved, too. A rank that has none in the checkpoint keeps its own. torchtitan itself writes
+    the last model in Hugging Face's format.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -36,7 +36,7 @@ class CheckpointManager(titan.CheckpointManager):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         if self.enable:
-            # DCP stores one object a name: the name is the rank's.
+            # The rank is in the name, because DCP stores one object for each name.
             self._generators = f"generators_{dist.get_rank()}"
             self.states[self._generators] = Generators()
 
@@ -48,7 +48,7 @@ class CheckpointManager(titan.CheckpointManager):
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Any:
-        """Save as torchtitan asks for it, with `torchlift.distributed.CheckpointWriter`."""
+        """Save with `torchlift.distributed.CheckpointWriter`."""
         if to_hf:
             return super().dcp_save(
                 state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf
@@ -73,7 +73,7 @@ class CheckpointManager(titan.CheckpointManager):
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
     ) -> None:
-        """Load as torchtitan asks for it, with `torchlift.distributed.CheckpointReader`."""
+        """Load with `torchlift.distributed.CheckpointReader`."""
         if from_hf or "://" in checkpoint_id:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return

@@ -1,4 +1,4 @@
-"""Checkpoints of transformers' ``Trainer`` through a Keeper: `KeeperCallback`."""
+"""Save the checkpoints of transformers' ``Trainer`` with a Keeper: `KeeperCallback`."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from transformers.trainer_utils import SaveStrategy
 
 from torchlift import Keeper
 
-#: The file in which a Trainer looks for its own state.
+#: The file from which a Trainer reads its own state.
 _STATE_FILE = "trainer_state.json"
 
 
 class KeeperCallback(TrainerCallback):
-    """Keeps the checkpoints of a ``Trainer`` through a `torchlift.Keeper`, and resumes.
+    """Save the checkpoints of a ``Trainer`` with a `torchlift.Keeper`, and resume.
 
-    It saves when the Trainer would (``save_strategy="steps"`` or ``"epoch"``), in its place: model,
-    optimizer, scheduler, gradient scaler, the Trainer's own state with that of its callbacks, and
-    each rank's random number generators. ``save_total_limit`` does nothing then: ``keep=`` and
-    ``best=`` say what stays. The Trainer skips the batches of the epoch that are done. On several
-    ranks all of them make the callback.
+    It replaces the Trainer's own saves (``save_strategy="steps"`` or ``"epoch"``). It saves the
+    model, the optimizer, the scheduler, the gradient scaler, the state of the Trainer and of its
+    callbacks, and each rank's random number generators. ``save_total_limit`` has no effect: pass
+    ``keep=`` and ``best=``. The Trainer skips the batches that are done. All ranks create the
+    callback.
 
     Args:
-        directory: see `torchlift.Keeper`.
-        **options: of `torchlift.Keeper`, such as ``keep``, ``every`` and ``best``: the name of a
-            metric of the evaluation, ``"eval_loss"``.
+        directory: See `torchlift.Keeper`.
+        **options: Options of `torchlift.Keeper`, such as ``keep`` and ``every``. ``best`` is a
+            metric of the evaluation, such as ``"eval_loss"``.
 
     Example:
         >>> callback = KeeperCallback("checkpoints")  # doctest: +SKIP
@@ -49,23 +49,23 @@ class KeeperCallback(TrainerCallback):
         self._sets_generators = False
 
     def resume(self, trainer: Any) -> str | None:
-        """Prepare a Trainer to go on from the last checkpoint; all ranks call it.
+        """Prepare a Trainer to resume from the last checkpoint. All ranks call it.
 
         Args:
-            trainer: whose ``train`` is called next. The weights come from the checkpoint then: its
-                method that reads them from a folder is replaced.
+            trainer: The Trainer. Call its ``train`` next. Its method that reads weights from a
+                folder is replaced until then.
 
         Returns:
-            What to pass to ``train`` as ``resume_from_checkpoint``; None where there is none.
+            The value for ``resume_from_checkpoint`` of ``train``, or None without a checkpoint.
 
         Raises:
-            CheckpointError: the checkpoint cannot be read.
+            CheckpointError: If the checkpoint cannot be read.
         """
-        if self.keeper is not None:  # of a training that failed: it still has the folder
+        if self.keeper is not None:  # a training that failed left it with the folder's lock
             self.keeper.close()
         self._trainer, self.keeper = trainer, Keeper(self.directory, **self.options)
         state = _TrainerState(trainer)
-        # Ranks time their evaluations each for itself: the first one's log is all ranks' then.
+        # Each rank logs its own evaluation times. On other ranks, all get the first rank's log.
         merged = {"trainer": lambda states: states[0]}
         self._step = self.keeper.resume(trainer=state, include=["trainer"], on_other_ranks=merged)
         if self._step is None:
@@ -77,24 +77,25 @@ class KeeperCallback(TrainerCallback):
         return self._folder.name
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Load everything into what the Trainer has prepared.
+        """Load everything into the objects that the Trainer has prepared.
 
         Raises:
-            RuntimeError: `resume` was not called, or its result was not passed on.
-            ValueError: the arguments say to save by what is known after the evaluation only.
+            RuntimeError: If `resume` was not called, or its result was not passed to ``train``.
+            ValueError: If the arguments have ``save_strategy="best"``.
         """
         if self.keeper is None:
             raise RuntimeError(
-                "trainer.train(resume_from_checkpoint=callback.resume(trainer)) makes the keeper"
+                "the callback has no keeper: call "
+                "trainer.train(resume_from_checkpoint=callback.resume(trainer))"
             )
         if args.save_strategy == SaveStrategy.BEST:
             raise ValueError('save_strategy="best": pass best= to the callback, and "steps" here')
         if self._folder is not None and self._step is not None:
-            del self._trainer._load_from_checkpoint  # the next call of train may be another's
+            del self._trainer._load_from_checkpoint  # the next train may be without this callback
             self._folder.cleanup()
             if state.global_step != self._step:
                 raise RuntimeError(
-                    "the Trainer begins anew: pass what callback.resume returns to train, as "
+                    "the Trainer does not resume: pass the result of callback.resume to train, as "
                     "resume_from_checkpoint"
                 )
             self.keeper.resume(self._objects(), step=self._step, verify=False)
@@ -106,7 +107,7 @@ class KeeperCallback(TrainerCallback):
             self._set_generators()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Set the generators behind the batches of an epoch that were skipped."""
+        """Set the generators after the Trainer has skipped batches."""
         self._set_generators()
 
     def _set_generators(self) -> None:
@@ -115,7 +116,7 @@ class KeeperCallback(TrainerCallback):
             self._sets_generators = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Save, if the Trainer is about to, and will neither log nor evaluate before."""
+        """Save if the Trainer would save now, and will not log or evaluate before."""
         is_last = not (control.should_log or control.should_evaluate)
         if self.keeper is not None and control.should_save and is_last:
             trainer = _TrainerState(self._trainer)
@@ -136,7 +137,7 @@ class KeeperCallback(TrainerCallback):
         """Wait for the last save.
 
         Raises:
-            CheckpointError: it failed.
+            CheckpointError: If it failed.
         """
         if self.keeper is not None:
             self.keeper.close()
@@ -147,7 +148,7 @@ class KeeperCallback(TrainerCallback):
         optimizer = trainer.optimizer
         objects = {
             "model": trainer.model,
-            "optimizer": getattr(optimizer, "optimizer", optimizer),  # out of accelerate's wrapper
+            "optimizer": getattr(optimizer, "optimizer", optimizer),  # inside accelerate's wrapper
             "scheduler": trainer.lr_scheduler,
         }
         scaler = trainer.accelerator.scaler
@@ -155,7 +156,7 @@ class KeeperCallback(TrainerCallback):
 
 
 class _TrainerState:
-    """A Trainer's state and that of its callbacks, as text, as the Trainer itself keeps it."""
+    """The state of a Trainer and of its callbacks, as JSON, as the Trainer itself saves it."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer, self.saved = trainer, ""
@@ -168,7 +169,7 @@ class _TrainerState:
                 own.setdefault(type(each).__name__, []).append(each.state())
         callbacks = {name: all_ if len(all_) > 1 else all_[0] for name, all_ in own.items()}
         facts = {**asdict(trainer.state), "stateful_callbacks": callbacks}
-        # The same on all ranks: a Trainer says for itself which it is.
+        # Without the rank, so that the state is equal on all ranks.
         for name in ("is_local_process_zero", "is_world_process_zero"):
             del facts[name]
         return {"json": json.dumps(facts, sort_keys=True)}

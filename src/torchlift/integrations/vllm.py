@@ -1,7 +1,7 @@
 """Serve any checkpoint with vLLM, without conversion: ``vllm serve --load-format torchlift``.
 
-vLLM finds `register` by itself, by the entry point ``vllm.general_plugins``, in each of its
-processes; this module imports neither torch nor vLLM before that is called.
+vLLM calls `register` in each of its processes, through the entry point ``vllm.general_plugins``.
+Before that, this module imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -19,27 +19,26 @@ _OPTIONS = ("path", "root", "rename", "allow_classes", "storage_options")
 
 
 class Loader:
-    """What ``--load-format torchlift`` loads weights by; `register` makes it a loader of vLLM's.
+    """The weight loader of ``--load-format torchlift``. `register` adds it to vLLM.
 
-    The model's folder has the configuration and the tokenizer, as for any model that vLLM serves,
-    and a checkpoint of any format that `torchlift.open` reads: a DCP directory, a training state in
-    one ``.pt`` file, ZeRO's shards. ``--model-loader-extra-config`` takes a JSON object with
+    The model's folder contains the configuration, the tokenizer, and a checkpoint of any format
+    that `torchlift.open` reads. ``--model-loader-extra-config`` is a JSON object with these keys:
 
-    - ``path``: where the weights are, if not in the model's folder: a path or a URL.
-    - ``root``: the container that holds them, such as ``"model"``.
-    - ``rename``: pairs of a pattern and its replacement, as `torchlift.remap.rules` takes them,
-      that make the names those of the model on the Hugging Face Hub, which vLLM's models expect.
-    - ``storage_options``: of a URL; and ``allow_classes``, from Python: as for `torchlift.open`.
+    - ``path``: The path or URL of the weights, if they are not in the model's folder.
+    - ``root``: The container of the weights, such as ``"model"``.
+    - ``rename``: Pairs of a pattern and its replacement, as for `torchlift.remap.rules`. The new
+      names must be those of the model on the Hugging Face Hub.
+    - ``storage_options``: Options of a URL. See `torchlift.open`.
+    - ``allow_classes``: Tensor subclasses that may be rebuilt, from Python only.
 
-    Tensors are given to the model one at a time. What lies in the file in one piece is mapped: each
-    rank of tensor parallelism reads the pages of its slices, from a page cache that all of them
-    share. Nothing in the file is executed.
+    The model gets one tensor at a time, mapped from the file if possible. Ranks of tensor
+    parallelism read the pages of their slices, and share the page cache. No code in the file runs.
 
     Args:
         load_config: vLLM's ``LoadConfig``.
 
     Raises:
-        ValueError: the extra config has a name that is none of these.
+        ValueError: If the extra config has another key.
     """
 
     def __init__(self, load_config: Any) -> None:
@@ -48,28 +47,28 @@ class Loader:
         for name in self.options:
             if name not in _OPTIONS:
                 known = did_you_mean(name, _OPTIONS) or f"It takes {', '.join(_OPTIONS)}."
-                raise ValueError(f"model_loader_extra_config has no {name!r} here. {known}")
+                raise ValueError(f"unknown key {name!r} in model_loader_extra_config. {known}")
 
     def download_model(self, model_config: Any) -> None:
-        """Open the checkpoint, so that what is wrong with it is said early; nothing is fetched."""
+        """Open the checkpoint, so that its errors are raised early. Nothing is downloaded."""
         with self._open(model_config):
             pass
 
     def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and tensor, one at a time.
+        """Yield one name and tensor at a time.
 
         Raises:
-            CheckpointError: it cannot be read, or two tensors get one name.
-            UnsafeError: a tensor in it could only be had by running code.
+            CheckpointError: If the checkpoint cannot be read, or two tensors get one name.
+            UnsafeError: If only code in the file could rebuild a tensor.
         """
         with self._open(model_config) as ckpt:
             yield from self._weights(ckpt)
 
     def load_weights(self, model: Any, model_config: Any) -> None:
-        """Give the model its weights, and see that it has taken all of its parameters.
+        """Load the weights of the model, and check that no parameter is missing.
 
         Raises:
-            MismatchError: the checkpoint lacks some.
+            MismatchError: If the checkpoint lacks parameters.
         """
         with self._open(model_config) as ckpt:
             tops = clipped_list(list(dict.fromkeys(name.partition(".")[0] for name in ckpt)))
@@ -79,7 +78,7 @@ class Loader:
                 root = self.options.get("root")
                 note(error, f"its weights are those of {ckpt.path}, root={root!r}: {tops}")
                 raise
-        # As vLLM's own loader: what a quantisation makes of parameters, only it knows.
+        # As in vLLM's own loader: a quantisation changes the names of parameters.
         if loaded is None or model_config.quantization is not None:
             return
         missing = [name for name, _ in model.named_parameters() if name not in loaded]
@@ -89,8 +88,8 @@ class Loader:
                 file=ckpt.path,
                 missing_keys=missing,
                 lists=[f"missing ({len(missing)}): {clipped_list(missing)}"],
-                hint=f"It has {tops}: root and rename, in --model-loader-extra-config, choose and "
-                "rename.",
+                hint=f"The checkpoint has {tops}. Pass root and rename in "
+                "--model-loader-extra-config.",
             )
 
     def _weights(self, ckpt: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -98,12 +97,12 @@ class Loader:
         from torchlift.remap import rules
 
         pairs = [tuple(pair) for pair in self.options.get("rename", ())]
-        keys = (*ckpt, *ckpt.blocked_tensors)  # the latter are refused where they are asked for
+        keys = (*ckpt, *ckpt.blocked_tensors)  # the latter raise an error below
         for key, name in rename_keys(keys, rules(pairs) if pairs else None, ckpt.path).items():
             yield name, ckpt[key]
 
     def _open(self, model_config: Any) -> Any:
-        """Open what `torchlift.load` would load."""
+        """Open the checkpoint as `torchlift.load` does."""
         from torchlift._sources.opening import checkpoint
 
         given = {name: self.options[name] for name in _OPTIONS[3:] if name in self.options}
@@ -112,11 +111,11 @@ class Loader:
 
 
 def register() -> None:
-    """Make ``torchlift`` a load format of vLLM's; calling it again changes nothing."""
+    """Add the load format ``torchlift`` to vLLM. A second call changes nothing."""
     from vllm.model_executor import model_loader
 
     if hasattr(model_loader, "register_model_loader"):
         made = type("TorchliftLoader", (Loader, model_loader.BaseModelLoader), {})
         model_loader.register_model_loader("torchlift")(made)
-    # Before 0.10 there is no such function, and a vLLM that is asked for the format names those it
-    # knows: an error here would end every one that is installed beside torchlift.
+    # vLLM before 0.10 lacks this function. An error here would stop every such vLLM in the same
+    # environment. Without it, vLLM lists the load formats that it has.
