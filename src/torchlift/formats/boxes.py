@@ -609,13 +609,6 @@ def overlaps(spans: Spans, start: Sequence[int], shape: Sequence[int]) -> Iterat
         yield Overlap(*(tuple(each[part] for each in box) for part in range(3)))
 
 
-def run_count(entry: TensorEntry) -> int:
-    """Return the number of `runs` of a tensor, without listing them."""
-    steps = row_major(entry.shape)
-    dims = (_dims_of(entry, chunk, steps) for chunk in entry.chunks)
-    return sum(math.prod(dim.size for dim in each.outer) for each in dims)
-
-
 def check_boxes(key: str, shape: tuple[int, ...], boxes: Sequence[Box], budget: Budget) -> None:
     """Refuse chunks that reach outside the tensor, overlap, or leave gaps.
 

@@ -412,15 +412,25 @@ def _may_be_weights(path: str) -> bool:
     return any(re.match(magic, head, re.DOTALL) for magic, *_ in _FOREIGN)
 
 
+#: How browsers, macOS, Windows and Linux name a second copy of a file, before its suffixes.
+_COPY = r" ?\(\d+\)| copy(?: \d+)?| - Copy(?: \(\d+\))?| \((?:\w+ )?copy\)"
+#: A file in which macOS keeps attributes of another file, or a second copy.
+_LEFTOVER = re.compile(rf"\._.+|.+?(?:{_COPY})(?:\.\w+)+")
+
+
 def _without_leftovers(names: Iterable[str]) -> list[str]:
-    """Return names in order, without the files in which macOS keeps attributes of another file.
+    """Return names in order, without notes of macOS and second copies of a file that is there.
 
     Example:
-        >>> _without_leftovers(["x.pt", "._x.pt", "._y.pt"])
-        ['._y.pt', 'x.pt']
+        >>> _without_leftovers(["x.pt", "._x.pt", "x (1).pt", "x copy.pt", "y (2).pt"])
+        ['x.pt', 'y (2).pt']
     """
     there = {*names}
-    return sorted(n for n in there if not (n.startswith("._") and n[2:] in there))
+
+    def original(name: str) -> str:
+        return name[2:] if name.startswith("._") else re.sub(rf"(?:{_COPY})(?=\.)", "", name)
+
+    return sorted(n for n in there if not (_LEFTOVER.fullmatch(n) and original(n) in there))
 
 
 def _several(what: str, names: list[str], path: str) -> FormatError:
