@@ -14,6 +14,7 @@ import torch
 from in_code import in_code
 from save_states import same_bits
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import torchlift
 from torchlift._save import files
@@ -193,3 +194,37 @@ def test_arrays_of_numpy_are_saved_by_ranks_and_a_keeper(tmp_path: Path) -> None
     keeper.save(1, model=nn.Linear(2, 2), sampler=first)
     keeper.resume(model=nn.Linear(2, 2), sampler=other)
     assert other.rng.randint(1000) == np.random.RandomState(7).randint(1000)
+
+
+class _Stateful:
+    """An object whose DTensor is seen only in its state dict."""
+
+    def __init__(self, rows: int) -> None:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+        whole = torch.arange(3.0 * rows).view(rows, 3)
+        self.weight = distribute_tensor(whole, mesh, [Shard(0)])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weight": self.weight, "rows": len(self.weight)}
+
+
+def _saves_a_stateful(folder: str, rows: int) -> list[str]:
+    state = {"app": _Stateful(rows)}
+    torchlift.save(state, f"{folder}/x.pt")
+    torchlift.save(state, f"{folder}/dcp", format="dcp")
+    torch.distributed.barrier()
+    return sorted(os.listdir(folder))
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5])
+def test_an_object_with_dtensors_in_its_state_is_saved_by_all_ranks(
+    tmp_path: Path, rows: int
+) -> None:
+    """Nobody passes a process group; one rank may hold no row; no temporary file stays."""
+    assert on_ranks(2, _saves_a_stateful, str(tmp_path), rows) == [["dcp", "x.pt"]] * 2
+    whole = torch.arange(3.0 * rows).view(rows, 3)
+    for name in ("x.pt", "dcp"):
+        with torchlift.open(tmp_path / name) as found:
+            assert torch.equal(found["app.weight"], whole)
+            assert found.objects["app.rows"] == rows
+        assert torchlift.verify(tmp_path / name).ok
