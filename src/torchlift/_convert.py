@@ -114,13 +114,11 @@ def convert(
 ) -> SaveReport:
     """Convert a checkpoint to another format, dtype or naming, without loading all of it.
 
-    The conversion needs about 32 MiB of memory for any size. It reads the source and writes the
-    destination in blocks. The destination appears when it is complete, as with `torchlift.save`.
-    The source is only read, and its checksums are compared.
+    The conversion needs about 32 MiB of memory for any size. The destination appears when it is
+    complete, as with `torchlift.save`. The source is only read.
 
-    A torch file or a DCP folder keeps containers, plain data and ties. Safetensors store the
-    tensors of a model only, with keys joined by dots. The report lists what is not kept. See
-    "Convert" in the guide.
+    Safetensors store the tensors of a model only, with keys joined by dots. The report lists what
+    the format does not keep. See "Convert" in the guide.
 
     Args:
         src: A path, a URL, an open `Checkpoint`, a state dict in memory, or a list of these. In a
@@ -144,13 +142,9 @@ def convert(
         dry_run: Report what would be written, and write nothing.
         storage_options: Options of URLs. See `torchlift.open`.
 
-    Returns:
-        What was written, and what the format does not keep.
-
     Raises:
         MismatchError: If a pattern matches nothing, two keys get one name, or no tensor is left.
-        PlacementError: If the format does not store a key or a value.
-        UnsafeError: If a value could only be rebuilt by running code.
+        PlacementError, UnsafeError: If the format does not store a value, or code would run.
         FormatError, IntegrityError: If the source is damaged.
         CheckpointError: If the destination exists without `overwrite`, or cannot be written.
 

@@ -187,7 +187,7 @@ def _safetensors(
     return Section(0, layout, [own[place.tensor.key] for place in layout.payloads])
 
 
-# ---- files of torch.distributed.checkpoint, of which each rank writes its own
+# ---- files of torch.distributed.checkpoint: each rank writes its own
 
 #: How the files of a DCP folder are recognised.
 DCP_FILES = SetKind(dcp_items, DCP_METADATA.__eq__, rf".+{re.escape(DCP_SUFFIX)}")
@@ -344,7 +344,7 @@ def dcp_content(
 
 
 def require_complete(tensors: Mapping[str, Stored], items: Iterable[Item]) -> None:
-    """Refuse tensors of which no rank writes some values.
+    """Refuse tensors whose values are not all written by some rank.
 
     Raises:
         PlacementError: If there is one.

@@ -493,7 +493,7 @@ def _is_bare(value: Any) -> bool:
 
 
 def _attributes_of(value: Any) -> str:
-    """Return what no file keeps of a tensor besides its values. Parameters have marks of torch."""
+    """Return what is lost of a tensor besides its values. Marks that torch sets do not count."""
     if is_dtensor(value) or isinstance(value, nn.Parameter) or hasattr(value, "_is_buffer"):
         return ""
     kind = type(value)
