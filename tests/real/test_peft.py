@@ -98,6 +98,15 @@ def test_an_adapter_alone_goes_into_a_live_model(saved: tuple[Path, Path]) -> No
         torchlift.load(model, adapter, rename=in_peft)
 
 
+def test_the_error_for_a_base_names_the_rename_that_loads_it(saved: tuple[Path, Path]) -> None:
+    """One prefix is not enough: PEFT also renames the layers that it adapts."""
+    with pytest.raises(torchlift.MismatchError) as caught:
+        torchlift.load(adapted(), [*saved])
+    assert "rename=torchlift.integrations.peft.peft_names(model)" in str(caught.value.hint)
+    model = adapted()
+    torchlift.load(model, [*saved], rename=torchlift.integrations.peft.peft_names(model))
+
+
 def test_peft_itself_says_which_names_are_the_adapter_s(saved: tuple[Path, Path]) -> None:
     """The mapping of `peft_names` loads both, and the adapter alone."""
     base, adapter = saved

@@ -112,6 +112,23 @@ def test_a_decoder_may_have_more_layers_than_its_encoder():
     assert rule("dec.blk.2.attn_q.weight") == name
 
 
+def test_the_error_for_a_gguf_file_names_the_rename_that_loads_it(tmp_path):
+    """The rename of transformers' own files would end in the same error."""
+    model = small_model("LlamaForCausalLM")
+    path = write_gguf(model, tmp_path / "m.gguf")
+    with pytest.raises(MismatchError) as caught:
+        torchlift.load(small_model("LlamaForCausalLM"), path)
+    assert caught.value.hint == (
+        "The names are those of a GGUF file: "
+        'pass rename=remap.from_to("gguf->transformers", model).'
+    )
+    other = torchlift.skeleton(type(model), model.config)
+    torchlift.load(other, path, rename=remap.from_to("gguf->transformers", other))
+    assert all(
+        torch.equal(a, b) for a, b in zip(other.parameters(), model.parameters(), strict=True)
+    )
+
+
 def test_names_alone_load_cleanly_and_compute_something_else(tmp_path):
     """Which is what the rule is for."""
     model = small_model("LlamaForCausalLM")

@@ -726,8 +726,10 @@ def _hint(
     values = {key: named.values[key] for key, name in named.objects.items() if name in names}
     if hint := state_hint(values):
         return hint
-    found = suggest_rename(missing, unexpected, options.root)
-    return found or (_library_hint(model) if options.rename is None else None)
+    library = None if options.rename is not None else _library_hint(model, unexpected)
+    if library is not None and library.is_sure:
+        return library.hint
+    return suggest_rename(missing, unexpected, options.root) or (library and library.hint)
 
 
 def check_names(matched: Match, path: str, options: Options) -> None:
@@ -913,10 +915,31 @@ def _fits(tensor: torch.Tensor, shape: tuple[int, ...]) -> bool:
     return tuple(tensor.shape) == shape or (tensor.dim() == 0 and shape == (1,))
 
 
-def _library_hint(model: nn.Module) -> str | None:
+class _LibraryHint(NamedTuple):
+    """The rename that knows the files of a model's library.
+
+    Attributes:
+        hint: The text.
+        is_sure: Whether the names show that no simple prefix is the reason.
+    """
+
+    hint: Hint
+    is_sure: bool
+
+
+def _library_hint(model: nn.Module, unexpected: Sequence[str]) -> _LibraryHint | None:
     """Return the rename that knows the files of a model's library, or None."""
     bases = {(base.__module__, base.__name__) for base in type(model).__mro__}
+    if ("peft.peft_model", "PeftModel") in bases:
+        rename = Argument("rename", "torchlift.integrations.peft.peft_names(model)")
+        return _LibraryHint(
+            Hint("PEFT renames the modules that it adapts: pass ", rename, "."), True
+        )
     if ("transformers.modeling_utils", "PreTrainedModel") not in bases:
         return None
+    if "token_embd.weight" in unexpected:
+        rename = Argument("rename", 'remap.from_to("gguf->transformers", model)')
+        return _LibraryHint(Hint("The names are those of a GGUF file: pass ", rename, "."), True)
     rename = Argument("rename", "remap.transformers(model)")
-    return Hint("transformers converts its files while it loads: pass ", rename, ".")
+    text = "transformers converts its files while it loads: pass "
+    return _LibraryHint(Hint(text, rename, "."), False)
