@@ -314,9 +314,7 @@ def other_ranks_do_not_take_values_of_one_rank() -> None:
         run = {"model": model, "optimizer": Coded(model.parameters())}
         before = model[0].weight.detach().clone()
         with torchlift.Keeper(SHARED / f"differing-{ranks}") as keeper:
-            with pytest.raises(
-                CheckpointError, match=f"values of its own.*{ranks} ranks"
-            ) as caught:
+            with pytest.raises(CheckpointError, match=f"its own values.*{ranks} ranks") as caught:
                 keeper.resume(run)
             assert torch.equal(model[0].weight, before)
             assert "'model.1.weight', 'optimizer'" in str(caught.value)
@@ -664,7 +662,7 @@ def other_ranks_are_told_of_what_each_had() -> None:
         together = {"loader": lambda states: {**states[0], "at": min(s["at"] for s in states)}}
         with torchlift.Keeper(folder) as keeper:
             if ranks != dist.get_world_size():
-                with pytest.raises(CheckpointError, match="'loader': each rank that saved has a"):
+                with pytest.raises(CheckpointError, match="'loader': each rank saved its own"):
                     keeper.resume(model=model, **found)
                 assert torch.equal(model.weight, before)
                 assert found["common"].at == 0
