@@ -31,8 +31,7 @@ print("kept:", keeper.steps(), "best:", keeper.best()[-17:])
 # %%
 # Steps 8 and 9 are the last two, 3 and 5 the best two, 4 and 8 are multiples of four. Step 2 was
 # one of the best until step 5 was better. If the highest value is the best, pass
-# ``best_is="highest"``. ``EveryNSeconds(3600)`` keeps one checkpoint an hour. Orbax has the same
-# names for its policies.
+# ``best_is="highest"``. Orbax has the same names for its policies.
 #
 # The best checkpoint was deleted
 # -------------------------------
