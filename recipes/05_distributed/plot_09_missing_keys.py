@@ -112,7 +112,7 @@ print(refusal.splitlines()[0])
 # Two ranks load a model that is sharded over both. They get the same lists:
 
 
-# fold: What each of the two ranks runs
+# fold: The function of the two ranks
 def on_two():
     import warnings
 
