@@ -352,7 +352,7 @@ def test_a_changed_file_is_refused_before_a_byte_is_read(tmp_path, monkeypatch):
 def test_files_map_the_bytes_that_they_read(files):
     """A mapped range has a storage of its own, with the range's bytes."""
     name = next(iter(files.stamps))
-    made = files.mapped(name, 7, 100)
+    made = files.map(name, 7, 100)
     assert bytes(made.tolist()) == CONTENT[7:107]
     assert made.untyped_storage().nbytes() == 100
 
@@ -363,7 +363,7 @@ def test_files_are_closed_by_leaving_the_block(tmp_path):
     path.write_bytes(CONTENT)
     with opened(path) as files:
         descriptor = files.descriptor(str(path))
-        mapped = files.mapped(str(path), 0, 3)
+        mapped = files.map(str(path), 0, 3)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
     assert mapped.tolist() == list(CONTENT[:3])

@@ -26,7 +26,7 @@ from torchlift._save.blocks import BLOCK, Workspace, few_of_url
 from torchlift._save.pickling import Shared, lay_out_torch_file
 from torchlift._save.values import Taken, Value, storages_of, ties_of
 from torchlift._store.places import inside, is_url, name_of, parent
-from torchlift._store.uploads import Upload, is_object, listed, remove, upload
+from torchlift._store.uploads import Upload, is_object, list_names, remove, upload
 from torchlift._system.interrupts import Running, deliver_interrupt, uninterrupted
 from torchlift._transfer.write import (
     AtomicFile,
@@ -495,7 +495,7 @@ class Objects:
         if found != expected:
             raise nobodys(None, expected, found, self.place)
         if len({*self.output.owners.values()}) > 1:  # what this process has sent is there
-            gone = {*self.names}.difference(listed(parent(self.place)))
+            gone = {*self.names}.difference(list_names(parent(self.place)))
             if gone:
                 raise PlacementError(
                     "an object that a rank has written is not there",
@@ -551,7 +551,7 @@ class Objects:
 def _named(head: str, kind: SetKind) -> set[str] | None:
     """Return what a head in a store names; None where nobody can tell."""
     try:
-        return kind.named(head)
+        return kind.list_files(head)
     except (CheckpointError, OSError, ValueError, AttributeError, KeyError):
         return None
 
@@ -562,7 +562,7 @@ def remove_unnamed(folder: str, names: Iterable[str], kind: SetKind) -> None:
     Raises:
         CheckpointError: one cannot be removed.
     """
-    there = listed(folder)
+    there = list_names(folder)
     each = [_named(inside(folder, name), kind) for name in filter(kind.is_head, there)]
     if None in each:
         return

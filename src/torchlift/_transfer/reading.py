@@ -34,9 +34,9 @@ from torchlift._store.files import Opened
 from torchlift._store.places import in_parallel
 from torchlift._store.url import Store, Url
 from torchlift._transfer.direct import DEPTH, MOST, OpenFile, OwnStage
-from torchlift._transfer.files import Files
+from torchlift._transfer.files import Files, Place
 from torchlift._transfer.pages import HugePages, allocate
-from torchlift._transfer.pinned import COUNT, STAGE, THREADS, Stages, pinned
+from torchlift._transfer.pinned import COUNT, STAGE, THREADS, Stages, allocate_pinned
 from torchlift.errors import IntegrityError
 from torchlift.formats.boxes import rows, rows_count, shortest_run
 from torchlift.formats.index import TensorEntry
@@ -127,7 +127,7 @@ def read(
         }
         warm, cold = _by_place(jobs, here)
         opened: dict[str, OpenFile | Opened] = {**here}
-        opened |= {file: files.opened(file) for file in {job.file for job in away}}
+        opened |= {file: files.open(file) for file in {job.file for job in away}}
         depth = DEPTH
         if cold and kinds - {"cpu"}:
             # Each thread that reads past the page cache holds one more stage of its own.
@@ -137,7 +137,7 @@ def read(
         while len(free) < min(sum(job.staged for job in (*warm, *cold, *away)), most):
             # Not from the C library, which holds on to some of what is given back.
             host = torch.device("cpu")
-            free.append(pinned(block) if fetched else allocate(block, torch.uint8, host))
+            free.append(allocate_pinned(block) if fetched else allocate(block, torch.uint8, host))
         pages = HugePages()
         stores = [job.file.store for job in away if isinstance(job.file, Url)]
         far = min((store.transport.at_once for store in stores), default=1)
@@ -151,11 +151,11 @@ def read(
             elif some:
                 _read_parallel(some, opened, pages, report, Stages(free), threads)
     if urls := sorted({job.file for job in away}):
-        in_parallel(urls[0], lambda file: files.opened(file).check(), urls)
+        in_parallel(urls[0], lambda file: files.open(file).check(), urls)
     return total
 
 
-def values_at(
+def read_values(
     files: Files, file: str, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8
 ) -> torch.Tensor:
     """Return bytes of a file as a flat tensor: over its map, or those of a URL in memory.
@@ -164,14 +164,14 @@ def values_at(
         IntegrityError: the file is not the one that was indexed, or cannot be read.
     """
     if not isinstance(file, Url):
-        return files.mapped(file, offset, nbytes, dtype)
-    place = file, offset, nbytes
+        return files.map(file, offset, nbytes, dtype)
+    place = Place(file, offset, nbytes)
     found = files.ahead.pop(place, None)
     return (_in_memory(files, [place])[place] if found is None else found).view(dtype)
 
 
 def read_ahead(files: Files, places: Iterable[Place]) -> None:
-    """Read bytes of URLs in one transfer, before `values_at` is asked for them."""
+    """Read bytes of URLs in one transfer, before `read_values` is asked for them."""
     files.ahead.update(_in_memory(files, places))
 
 
@@ -538,8 +538,6 @@ def _buffer(tensor: torch.Tensor, start: int, length: int) -> memoryview:
     return memoryview((ctypes.c_char * length).from_address(tensor.data_ptr() + start)).cast("B")
 
 
-#: A file, the first of some bytes of it, and how many.
-Place = tuple[str, int, int]
 #: Where bytes of a URL go that lie between others; whatever threads write there at a time.
 _NOWHERE = memoryview(bytearray(_NEAR))
 _MAX_BUFFERS = 512  # below the kernel's limit of 1024 buffers in one preadv
