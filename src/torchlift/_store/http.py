@@ -1,10 +1,13 @@
 """Read ranges over HTTP with the standard library's client, into memory of the caller.
 
-obstore 0.12.1 cannot replace it. Measured beside the server of the tests: it sends headers such as
-``X-Api-Key`` on to the host of a redirect; it returns compressed answers, and answers of another
-length than their ``Content-Range``, as the bytes of the file; every error text has the signed
-query, and only that text has the status; each range asks the origin of a redirect again; a request
-cannot be interrupted, and hangs in a forked process.
+obstore 0.12.1 cannot replace it. With the server of the tests it showed these faults:
+
+- It sends headers such as ``X-Api-Key`` to the host of a redirect.
+- It returns a compressed answer as the bytes of the file. It also does so if the length of the
+  answer differs from its ``Content-Range``.
+- Each error text contains the signed query. Only this text contains the status.
+- Each range requests the origin of a redirect again.
+- A request cannot be interrupted, and hangs in a forked process.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ import mmap
 import os
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Literal, Self
 
@@ -73,7 +74,11 @@ class OpenFile:
             self._direct = _open_direct(self.descriptor)
         return True
 
-    def mapped(self, offset: int, nbytes: int) -> torch.Tensor | None:
+    def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
+        """Fill the buffers in order with the bytes that start at an offset."""
+        return os.preadv(self.descriptor, buffers, offset)
+
+    def map(self, offset: int, nbytes: int) -> torch.Tensor | None:
         """Map a range and populate all of its pages. Return it as a tensor of bytes.
 
         Many short rows are copied out of the map without a system call for each, and without the

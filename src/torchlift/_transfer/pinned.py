@@ -48,7 +48,7 @@ class Stages:
 
         Args:
             wait: Whether to wait until a device has read a piece. Pass False while there is
-                something to send: a simulated device of 2.5 GB/s was then busy for 92 to 94 % of
+                something to send. A simulated device of 2.5 GB/s was then busy for 92 to 94 % of
                 the time, instead of 80 to 85 % (three runs each, 2 cores, 2.1 GB).
         """
         while self._used and (
@@ -94,7 +94,7 @@ class _Copy(NamedTuple):
 
     values: torch.Tensor
     target: torch.Tensor
-    #: The stage that will hold the values; None: `values` are copied directly.
+    #: The stage that will hold the values. None copies `values` directly.
     stage: Future[torch.Tensor] | None = None
 
 
