@@ -23,7 +23,8 @@ import torch
 
 from torchlift._system.memory import c_function
 
-_HUGE_PAGE = 2 << 20
+#: Bytes of a huge page.
+HUGE_PAGE = 2 << 20
 _SLOW = 0.001  # seconds for one huge page: ten times as long as to zero it
 _MADV_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux only
 _MADVISE = c_function("madvise")
@@ -36,19 +37,19 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
     A large tensor on the CPU starts at a huge-page boundary, so that `HugePages` can back it.
     """
     nbytes = numel * dtype.itemsize
-    if device.type != "cpu" or nbytes < _HUGE_PAGE or _MADV_HUGEPAGE is None:
+    if device.type != "cpu" or nbytes < HUGE_PAGE or _MADV_HUGEPAGE is None:
         return torch.empty(numel, dtype=dtype, device=device)
     pages = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     # Linux aligns an anonymous map of this size to 2 MiB since 6.7. The extra address space ensures
     # the alignment on older kernels. It is too small for one more huge page at the end.
-    spare = _HUGE_PAGE - (0 if pages % _HUGE_PAGE else mmap.PAGESIZE)
+    spare = HUGE_PAGE - (0 if pages % HUGE_PAGE else mmap.PAGESIZE)
     try:
         area = mmap.mmap(-1, pages + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError):
         # vm.max_map_count is reached after about 65,000 maps. malloc still finds memory then.
         return torch.empty(numel, dtype=dtype, device=device)
     raw = torch.frombuffer(area, dtype=torch.uint8)
-    start = -raw.data_ptr() % _HUGE_PAGE
+    start = -raw.data_ptr() % HUGE_PAGE
     # Touch one spare page. In a map without any page, each `madvise` of a part splits the map, and
     # the parts stay separate maps. They would reach vm.max_map_count.
     raw[0 if start else -1] = 0
@@ -71,8 +72,8 @@ class HugePages:
 
         Only complete huge pages inside the range are requested. More would waste memory.
         """
-        first = address + -address % _HUGE_PAGE
-        for page in range(first, address + nbytes - _HUGE_PAGE + 1, _HUGE_PAGE):
+        first = address + -address % HUGE_PAGE
+        for page in range(first, address + nbytes - HUGE_PAGE + 1, HUGE_PAGE):
             if self._is_due():
                 self._request(page)
 
@@ -84,7 +85,7 @@ class HugePages:
             return True
 
     def _request(self, page: int) -> None:
-        area = ctypes.c_void_p(page), ctypes.c_size_t(_HUGE_PAGE)
+        area = ctypes.c_void_p(page), ctypes.c_size_t(HUGE_PAGE)
         if _MADV_HUGEPAGE is None or _MADVISE(*area, _MADV_HUGEPAGE) != 0:
             return  # this system or kernel does not have huge pages
         start = time.perf_counter()

@@ -39,7 +39,7 @@ from torchlift._store.places import in_parallel
 from torchlift._store.url import Store, Url
 from torchlift._transfer.direct import DEPTH, MOST, OpenFile, OwnStage, buffer
 from torchlift._transfer.files import Files, Place
-from torchlift._transfer.pages import HugePages, allocate
+from torchlift._transfer.pages import HUGE_PAGE, HugePages, allocate
 from torchlift._transfer.pinned import COUNT, STAGE, THREADS, Stages, allocate_pinned
 from torchlift.errors import CheckpointError, IntegrityError
 from torchlift.formats.boxes import rows, rows_count, shortest_run
@@ -304,24 +304,35 @@ def _fetch(job: Job, file: OpenFile | Opened, stage: torch.Tensor | None, pages:
     if isinstance(file, OpenFile) and job.slices[0].request.rows > 1:
         _fetch_rows(job, file, stage, pages)
         return
-    buffers: list[memoryview] = []
-    first = at = job.offset
-    for start, end, request in job.slices:
-        # A gap in a file is skipped if that is faster. One in a URL would take another request.
-        if isinstance(file, OpenFile) and _is_far(start - at, end - start):
-            _read_run(job, file, buffers, first, at)
-            buffers, first, at = [], start, start
+    # To skip a gap in a URL would take another request.
+    for run in _split_at_gaps(job.slices) if isinstance(file, OpenFile) else [job.slices]:
+        start = at = run[0].start
+        stop = run[-1].end if isinstance(file, OpenFile) else job.end
         if stage is not None:
-            at = job.end if isinstance(file, Opened) else end
-            buffers = [buffer(stage.data_ptr() + first - job.offset, at - first)]
+            into = buffer(stage.data_ptr() + start - job.offset, stop - start)
+            _read_run(job, file, [into], start, stop)
             continue
-        if start > at:
-            buffers.append(_NOWHERE[: start - at])
-        address = request.destination.data_ptr() + start - request.offset
-        pages.back(address, end - start)
-        buffers.append(buffer(address, end - start))
-        at = end
-    _read_run(job, file, buffers, first, at)
+        buffers: list[memoryview] = []
+        for first, end, request in run:
+            if first > at:
+                buffers.append(_NOWHERE[: first - at])
+            address, nbytes = request.destination.data_ptr() + first - request.offset, end - first
+            if nbytes >= HUGE_PAGE:
+                pages.back(address, nbytes)
+            buffers.append(buffer(address, nbytes))
+            at = end
+        _read_run(job, file, buffers, start, stop)
+
+
+def _split_at_gaps(slices: Iterable[Slice]) -> Iterator[list[Slice]]:
+    """Split slices into runs, between which skipping the gap is faster than reading it."""
+    run: list[Slice] = []
+    for part in slices:
+        if run and _is_far(part.start - run[-1].end, part.end - part.start):
+            yield run
+            run = []
+        run.append(part)
+    yield run
 
 
 def _fetch_cold(job: Job, file: OpenFile, stage: torch.Tensor | None, pages: HugePages) -> None:
