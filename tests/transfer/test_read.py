@@ -287,6 +287,16 @@ def test_rows_arrive_in_unaligned_memory_with_gaps(tmp_path, away, wish):
     assert not wide[:, 8:].any()
 
 
+def test_one_long_row_is_cast_into_a_matrix_of_one_row(tmp_path):
+    """The row is longer than a copy that torch does not split over its threads."""
+    values = torch.arange(100_000, dtype=torch.int32)
+    path = tmp_path / "row"
+    path.write_bytes(values.numpy().tobytes())
+    made = torch.zeros(1, 100_000)
+    read([Request(str(path), 0, values.nbytes, made, torch.int32)], opened(path))
+    assert torch.equal(made[0], values.float())
+
+
 def test_nothing_to_read_is_fine(files):
     """No request, and a request for nothing, are answered with nothing."""
     assert read([], files) == 0

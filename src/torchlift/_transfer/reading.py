@@ -449,6 +449,7 @@ def _deliver(job: Job, stage: torch.Tensor | None, pages: HugePages) -> None:
         else:
             source = stage[start - job.offset : end - job.offset]
             first = (start - request.offset) // request.dtype.itemsize
+            target = target[0] if target.dim() > 1 else target  # a matrix of one row
             target = target[first:][: source.nbytes // request.dtype.itemsize]
             if request.direct:
                 ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
@@ -480,8 +481,9 @@ def _copy_on_host(source: torch.Tensor, target: torch.Tensor) -> None:
         for row, into in zip(source, target, strict=True):
             _copy_on_host(row, into)
         return
-    width = source.shape[1] if source.dim() > 1 else 1
-    some = max(1, _SERIAL // max(width, 1)) if torch.get_num_threads() > 1 else len(source)
+    some = _SERIAL if source.dim() == 1 else max(1, _SERIAL // source.shape[1])
+    if is_aligned and torch.get_num_threads() == 1:
+        some = max(1, len(source))  # torch cannot split it
     for at in range(0, len(source), some):
         part, into = source[at : at + some], target[at : at + some]
         if is_aligned:
