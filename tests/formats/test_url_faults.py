@@ -175,7 +175,7 @@ def other_bytes(asked: Asked, answer: Answer) -> None:
         (lies("Content-Range", lambda text: text.partition("/")[0] + "/*"), "other bytes"),
         (lies("Content-Range", lambda text: ""), "other bytes"),
         (other_bytes, "other bytes"),
-        (compressed, "compresses what it sends"),
+        (compressed, "compresses the bytes"),
     ],
 )
 def test_a_server_that_lies_is_refused(

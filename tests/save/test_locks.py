@@ -140,7 +140,7 @@ def test_a_second_interrupt_while_a_save_is_undone_leaves_no_lock(
     def interrupt(*_: object) -> Any:
         raise KeyboardInterrupt
 
-    for at in ("_replace_head", "_find_names"):
+    for at in ("_replace_head", "_choose_names"):
         with monkeypatch.context() as patch:
             patch.setattr(write.AtomicSet, at, interrupt)
             patch.setattr(write.AtomicSet, "close", interrupt)
@@ -211,7 +211,7 @@ def test_a_signal_handler_that_interrupts_a_save_to_its_folder_is_refused(
         signal.signal(signal.SIGUSR1, before)
     assert number_of(tmp_path) == 1
     (error,) = errors
-    assert "Set a flag in the handler, and save when the other save has ended." in error
+    assert "Set a flag in the handler, and save after the first save has ended." in error
     if flags:
         save_sharded(3, tmp_path)
     assert number_of(tmp_path) == 3

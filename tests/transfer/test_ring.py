@@ -39,7 +39,7 @@ def made(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> list[torch.Tens
         found.append(torch.empty(nbytes, dtype=torch.uint8).as_subclass(Pinned))
         return found[-1]
 
-    monkeypatch.setattr(reading, "pinned", take)
+    monkeypatch.setattr(reading, "allocate_pinned", take)
     monkeypatch.setattr(reading, "STAGE", _STAGE)
     monkeypatch.setattr(pinned, "stream_of", lambda _: device)
     return found
@@ -89,7 +89,7 @@ def test_the_stages_fit_in_the_budget(tmp_path, device, monkeypatch, direct, cou
         made.append(torch.empty(nbytes, dtype=torch.uint8).as_subclass(Pinned))
         return made[-1]
 
-    monkeypatch.setattr(reading, "pinned", take)
+    monkeypatch.setattr(reading, "allocate_pinned", take)
     monkeypatch.setattr(pinned, "stream_of", lambda _: device)
     monkeypatch.setenv("TORCHLIFT_DIRECT_IO", direct)
     files, values = numbers_in(tmp_path / "f", 20 * pinned.STAGE // 4)
@@ -105,7 +105,7 @@ def test_memory_that_cannot_be_pinned_is_plain_memory(tmp_path, device, monkeypa
     """As on a machine that has no accelerator, or a limit of locked memory."""
     if torch.accelerator.is_available():
         pytest.skip("this machine pins memory")
-    assert not pinned.pinned(100).is_pinned()
+    assert not pinned.allocate_pinned(100).is_pinned()
     monkeypatch.setattr(reading, "STAGE", _STAGE)
     monkeypatch.setattr(pinned, "stream_of", lambda _: device)
     files, values = numbers_in(tmp_path / "f", 4 * _STAGE)

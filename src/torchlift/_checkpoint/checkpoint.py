@@ -33,8 +33,8 @@ from torchlift._store.places import Stamp, place_of
 from torchlift._store.url import Url, UrlStamp
 from torchlift._system.memory import collection_paused
 from torchlift._system.text import clipped_list, printable
-from torchlift._transfer.files import Files
-from torchlift._transfer.reading import read_ahead, values_at
+from torchlift._transfer.files import Files, Place
+from torchlift._transfer.reading import read_ahead, read_values
 from torchlift.errors import (
     Argument,
     CheckpointError,
@@ -472,7 +472,7 @@ class MappedViews:
             for chunk in entry.chunks:
                 spans = zip(chunk.start, chunk.shape, strict=True)
                 box = target[tuple(slice(start, start + size) for start, size in spans)]
-                raw = values_at(self.files, chunk.file, chunk.offset, chunk.nbytes)
+                raw = read_values(self.files, chunk.file, chunk.offset, chunk.nbytes)
                 compute(box, entry, chunk, raw, self.index.path)
             return target
         dtype = dtype_of(entry, self.index.path)
@@ -487,7 +487,7 @@ class MappedViews:
                 # As bytes, which may lie anywhere: as numbers, they would have to be cloned first,
                 # those between the rows of a transposed matrix too.
                 size = dtype.itemsize
-                raw = values_at(self.files, chunk.file, chunk.offset, chunk.nbytes)
+                raw = read_values(self.files, chunk.file, chunk.offset, chunk.nbytes)
                 shape, strides = (*chunk.shape, size), (*(step * size for step in steps), 1)
                 raw_box = box.view(torch.uint8)
                 spread = raw_box.view((*raw_box.shape[:-1], *shape[-2:]))
@@ -577,14 +577,14 @@ class MappedViews:
         """
         record = place.packed
         if record is None:
-            return values_at(self.files, place.file, place.offset, place.nbytes).untyped_storage()
+            return read_values(self.files, place.file, place.offset, place.nbytes).untyped_storage()
         last = self._last
         whole = self._inflated.get(record)
         if whole is None and last is not None and last[0] == record and not anew:
             whole = last[1]
         if whole is None:
             self._last = last = None  # before there is another one
-            whole = self.files.inflated(place.file, record)
+            whole = self.files.inflate(place.file, record)
             if record in self._shared:
                 self._inflated[record] = whole
             elif not anew:
@@ -631,7 +631,7 @@ class MappedViews:
 
     def ahead(self, entries: Iterable[TensorEntry]) -> None:
         """Read the bytes of several tensors behind URLs in one parallel transfer."""
-        wanted = set[tuple[str, int, int]]()
+        wanted = set[Place]()
         for entry in self.resolved(plain_parts(entries)):
             where = self._storages.get(entry.storage) if len(entry.chunks) == 1 else None
             places: Sequence[Chunk | Storage] = entry.chunks
@@ -639,7 +639,7 @@ class MappedViews:
                 # Several entries may look into it, and the first of them has it made.
                 places = [] if (entry.storage, None) in self._bases else [where]
             wanted |= {
-                (place.file, place.offset, place.nbytes)
+                Place(place.file, place.offset, place.nbytes)
                 for place in places
                 if isinstance(place.file, Url) and place.packed is None and place.nbytes
             }

@@ -16,7 +16,7 @@ from torchlift._save.blocks import BLOCK, Workspace, few_of_url
 from torchlift._save.layouts import Section, end_of, shards_of_kind
 from torchlift._save.values import Value
 from torchlift._store.places import inside, is_url, name_of, parent
-from torchlift._store.uploads import Upload, is_object, listed, remove, upload
+from torchlift._store.uploads import Upload, is_object, list_names, remove, upload
 from torchlift._system.interrupts import Running, deliver_interrupt, uninterrupted
 from torchlift._transfer.write import (
     AtomicFile,
@@ -195,7 +195,7 @@ class Objects:
         Raises:
             PlacementError: If one does not.
         """
-        gone = {*self.names}.difference(listed(parent(self.head))) if self._kind else ()
+        gone = {*self.names}.difference(list_names(parent(self.head))) if self._kind else ()
         if gone:
             raise PlacementError(
                 "an object that a rank has written does not exist",
@@ -277,7 +277,7 @@ def remove_files(head: str, names: Iterable[str], kind: SetKind | None) -> None:
 def _read_names(head: str, kind: SetKind) -> set[str] | None:
     """Return what a head in a store lists; None if the head cannot be read."""
     try:
-        return kind.named(head)
+        return kind.list_files(head)
     except (CheckpointError, OSError, ValueError, AttributeError, KeyError):
         return None
 
@@ -288,7 +288,7 @@ def _remove_unnamed(folder: str, names: Iterable[str], kind: SetKind) -> None:
     Raises:
         CheckpointError: If one cannot be removed.
     """
-    there = listed(folder)
+    there = list_names(folder)
     each = [_read_names(inside(folder, name), kind) for name in filter(kind.is_head, there)]
     if None in each:
         return

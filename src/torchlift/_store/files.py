@@ -1,4 +1,4 @@
-"""A file of this machine: what identifies it, and reads of it."""
+"""Open a file of this machine, read it, and detect that it changed."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ def _read_at(descriptor: int, nbytes: int, offset: int) -> bytes:
     return os.read(descriptor, nbytes)
 
 
-#: Descriptor, bytes, first byte -> at most so many: one call of the system, where it has that.
+#: Read from a descriptor: (descriptor, number of bytes, offset). Windows does not have `os.pread`.
 pread: Callable[[int, int, int], bytes] = getattr(os, "pread", _read_at)
 
 
 @dataclass(frozen=True, slots=True)
 class FileStamp:
-    """What identifies a file's content when it was indexed.
+    """The size, time and inode of a file when it was indexed.
 
-    The time of the last change of its attributes is not a part of it: a hard link, a chmod or a
-    rename changes that time and not the content.
+    The time of the last change of attributes (ctime) is not compared. A hard link, a chmod or a
+    rename changes that time, but not the content.
 
     Attributes:
-        size: in bytes.
-        mtime_ns: when its content changed last; anybody who may write can set it back.
-        device: the file system.
-        inode: the file on it.
-        shown: what errors call it where it is a copy that nobody knows, or None.
+        size: In bytes.
+        mtime_ns: When the content last changed. A program that may write can set this time back.
+        device: The number of the file system.
+        inode: The number of the file on that file system.
+        shown: The name in errors if the file is a temporary copy, or None.
     """
 
     size: int
@@ -48,33 +48,33 @@ class FileStamp:
 
     @classmethod
     def of(cls, file: int | str) -> FileStamp:
-        """Return the stamp of an open file, or of the one that a path leads to."""
+        """Return the stamp of a descriptor or of a path."""
         now = os.stat(file)
         return cls(now.st_size, now.st_mtime_ns, now.st_dev, now.st_ino)
 
     @property
     def time(self) -> float:
-        """Return when its content changed last, in seconds since 1970."""
+        """Return when the content last changed, in seconds since 1970."""
         return self.mtime_ns / 1e9
 
     def check(self, file: str, descriptor: int | None = None) -> None:
-        """Refuse a file that is not the one that was indexed.
+        """Raise an error unless the file is the one that was indexed.
 
         Args:
-            file: its path.
-            descriptor: of the file, once it is open. Asked for the path first, since opening a
-                named pipe in its place would wait for somebody to write into it.
+            file: The path.
+            descriptor: The descriptor of the open file. None checks the path. Check the path before
+                you open it: if a named pipe has replaced the file, `open` waits for a writer.
 
         Raises:
-            IntegrityError: it has changed, or is another one under the same name.
+            IntegrityError: If the file changed, or another file has its name.
         """
         found = FileStamp.of(file if descriptor is None else descriptor)
         if found != self:
             raise IntegrityError(
                 "the file changed after it was opened",
                 file=self.shown or file,
-                expected=self._text(),
-                found=found._text(),
+                expected=self._describe(),
+                found=found._describe(),
                 hint="Open the checkpoint again once nobody writes to it.",
             )
 
@@ -82,8 +82,8 @@ class FileStamp:
         """Open the file that was indexed.
 
         Raises:
-            IntegrityError: it has changed, or is another one under the same name.
-            OSError: it cannot be opened.
+            IntegrityError: If the file changed, or another file has its name.
+            OSError: If the file cannot be opened.
         """
         self.check(file)
         opened = LocalFile(file)
@@ -94,20 +94,20 @@ class FileStamp:
             raise
         return opened
 
-    def _text(self) -> str:
+    def _describe(self) -> str:
         return f"{self.size} bytes, modified at {self.mtime_ns} ns, inode {self.inode}"
 
 
 class Opened:
-    """Something with bytes that can be read at any place, by several threads at once.
+    """An open file or URL. Several threads can read it at once, at any offset.
 
     Attributes:
-        place: its path or URL.
-        size: in bytes.
-        is_local: whether it is a file of this machine, which alone has a descriptor.
-        descriptor: of a file.
-        stamp: what identifies what is read.
-        head: its first bytes, where they came with its size.
+        place: The path or URL.
+        size: In bytes.
+        is_local: Whether this is a file of this machine. Only such a file has a descriptor.
+        descriptor: The descriptor of the file, or -1.
+        stamp: The `FileStamp` or `UrlStamp` of the content.
+        head: The first bytes, if they arrived with the size.
     """
 
     place: str
@@ -118,39 +118,40 @@ class Opened:
     head = b""
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
-        """Fill buffers, one after the other, with the bytes from a place on.
+        """Fill the buffers in order with the bytes that start at an offset.
 
         Returns:
-            how many came: at least one, perhaps not all; none at the end of the file.
+            The number of bytes that arrived. It can be less than requested. It is 0 only at the end
+            of the file.
         """
         raise NotImplementedError
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Return bytes at a place: all of them, or those until the end of the file."""
+        """Return the bytes at an offset. Return fewer only at the end of the file."""
         data, done = bytearray(nbytes), 0
         while done < nbytes and (got := self.read_into([memoryview(data)[done:]], offset + done)):
             done += got
         return bytes(memoryview(data)[:done])
 
     def check(self) -> None:
-        """Refuse it where it is not what it was when it was opened; after all that was read.
+        """Raise an error if the content changed since it was opened. Call this after all reads.
 
         Raises:
-            IntegrityError: it has changed.
+            IntegrityError: If the content changed.
         """
 
     def close(self) -> None:
-        """Give up what it takes to read."""
+        """Release the descriptor or connection."""
 
 
 class LocalFile(Opened):
     """A file of this machine, open for reading.
 
-    Both size and stamp are taken from the descriptor that is read: a stamp of the path could be
-    that of another file, moved into place in between.
+    The size and the stamp come from the open descriptor. A stamp of the path could belong to
+    another file that was moved there after the file was opened.
 
     Raises:
-        FormatError: it is none that has bytes.
+        FormatError: If the path is not a regular file.
     """
 
     is_local = True
@@ -158,7 +159,7 @@ class LocalFile(Opened):
     def __init__(self, path: str) -> None:
         kind = stat.S_IFMT(os.stat(path).st_mode)
         if kind != stat.S_IFREG:
-            # Opening a named pipe would wait for somebody to write into it.
+            # `open` of a named pipe would wait for a writer.
             found = f"a {_KINDS.get(kind, 'special file')}"
             raise FormatError("not a regular file", file=path, found=found)
         self.place = path
@@ -168,13 +169,13 @@ class LocalFile(Opened):
         self.size = self.stamp.size
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
-        """Fill buffers, one after the other, with the bytes from a place on."""
+        """Fill the buffers in order with the bytes that start at an offset."""
         return os.preadv(self.descriptor, buffers, offset)
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Return bytes at a place: all of them, or those until the end of the file."""
+        """Return the bytes at an offset. Return fewer only at the end of the file."""
         data = pread(self.descriptor, nbytes, offset)
-        while len(data) < nbytes:  # it may stop early: on signals, pipes, network mounts
+        while len(data) < nbytes:  # signals and network mounts cut a read short
             more = pread(self.descriptor, nbytes - len(data), offset + len(data))
             if not more:
                 break
@@ -182,7 +183,7 @@ class LocalFile(Opened):
         return data
 
     def check(self) -> None:
-        """Refuse it where it is not what it was when it was opened."""
+        """Raise an error if the file changed since it was opened."""
         self.stamp.check(self.place, self.descriptor)
 
     def close(self) -> None:

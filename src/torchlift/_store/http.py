@@ -1,10 +1,13 @@
-"""HTTP: ranges of objects, by the standard library's client, into memory that is there already.
+"""Read ranges over HTTP with the standard library's client, into memory of the caller.
 
-obstore 0.12.1 cannot replace it. Measured beside the server of the tests: it sends headers such as
-``X-Api-Key`` on to the host of a redirect; it returns compressed answers, and answers of another
-length than their ``Content-Range``, as the bytes of the file; every error text has the signed
-query, and only that text has the status; each range asks the origin of a redirect again; a request
-cannot be interrupted, and hangs in a forked process.
+obstore 0.12.1 cannot replace it. With the server of the tests it showed these faults:
+
+- It sends headers such as ``X-Api-Key`` to the host of a redirect.
+- It returns a compressed answer as the bytes of the file. It also does so if the length of the
+  answer differs from its ``Content-Range``.
+- Each error text contains the signed query. Only this text contains the status.
+- Each range requests the origin of a redirect again.
+- A request cannot be interrupted, and hangs in a forked process.
 """
 
 from __future__ import annotations
@@ -26,12 +29,12 @@ from torchlift.errors import FormatError, NotAllowed, NotFound, TimedOut, Unreac
 
 _MOST_REDIRECTS = 10
 _REDIRECTS = (301, 302, 303, 307, 308)
-#: Failures that may pass: too many requests, or a server that is busy or starts.
+#: Failures that may pass: too many requests, or a server that is busy or is starting.
 _PASSING = (408, 425, 429, 500, 502, 503, 504)
 #: Answers to a signed URL that is no longer valid.
 _EXPIRED = (400, 401, 403, 404, 410)
-_MOST_SECONDS = 30.0  # that a server can make a client wait
-#: Bytes that are lost at most if a connection breaks.
+_MOST_SECONDS = 30.0  # the longest wait that a server can ask for with Retry-After
+#: Bytes of one receive. A broken connection loses at most this many.
 _BLOCK = 1 << 18
 _RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 _LATER = "Try again later."
@@ -40,26 +43,25 @@ _NAME_A_FILE = (
     "model.safetensors.index.json or .metadata."
 )
 
-#: Process, scheme and host that a connection belongs to. Two processes on one connection would mix
-#: up answers.
+#: Process, scheme and host of a connection. Two processes on one connection would mix up answers.
 _Key = tuple[int, str, str]
 
 
 class Http:
-    """Reads over HTTP and HTTPS. A connection is kept for the next request of any thread."""
+    """Reads over HTTP and HTTPS. Connections are kept and reused by all threads."""
 
     is_exact = True
     at_once = 32
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        # A list's append and pop, and a dict's copy, need no lock.
+        # list.append, list.pop and dict.copy are atomic: no lock is needed.
         self._idle: dict[_Key, list[http.client.HTTPConnection]] = {}
-        self._busy: dict[http.client.HTTPConnection, int] = {}  # of which process
-        self._cancelled = 0  # times
-        self._tls: ssl.SSLContext | None = None  # 20 ms to make
-        self._located: dict[str, str] = {}  # URL -> target of its redirects
-        self._seen: dict[tuple[str, str], UrlStamp] = {}  # URL, host -> first answer
+        self._busy: dict[http.client.HTTPConnection, int] = {}  # connection -> process
+        self._cancelled = 0  # how many times
+        self._tls: ssl.SSLContext | None = None  # made once, because it takes 20 ms
+        self._redirects: dict[str, str] = {}  # URL -> target of its redirects
+        self._first_stamps: dict[tuple[str, str], UrlStamp] = {}  # (URL, host) -> first answer
         self.etags: dict[str, str] = {}
 
     def __del__(self) -> None:
@@ -68,7 +70,7 @@ class Http:
                 connection.close()
 
     def head(self, url: Url) -> tuple[UrlStamp, bytes]:
-        """Return what identifies an object, and its first bytes."""
+        """Return the stamp of an object and its first bytes."""
         data = bytearray(HEAD)
         stamp, got = self._read(url, None, [memoryview(data)], 0)
         return stamp, bytes(memoryview(data)[:got])
@@ -76,23 +78,23 @@ class Http:
     def read_into(
         self, url: Url, stamp: UrlStamp, buffers: Sequence[memoryview], offset: int
     ) -> int:
-        """Fill buffers with bytes of an object from a place on; return how many came."""
+        """Fill buffers with the bytes at an offset. Return the number of bytes that arrived."""
         return self._read(url, stamp, buffers, offset)[1]
 
     def stamp(self, url: Url) -> UrlStamp:
-        """Return what identifies an object now."""
+        """Return the stamp of an object as it is now."""
         return self.head(url)[0]
 
     def check(self, url: Url, stamp: UrlStamp) -> None:
-        """Refuse an object that is not the one that was indexed."""
+        """Raise an error unless the object has this stamp."""
         self._read(url, stamp, [memoryview(bytearray(1))], 0)
 
-    def known(self, url: Url) -> UrlStamp | None:
-        """Return nothing: HTTP lists nothing."""
+    def listed_stamp(self, url: Url) -> UrlStamp | None:
+        """Return None, because HTTP cannot list a folder."""
         return None
 
     def exists(self, url: Url) -> bool:
-        """Return whether an object is there, and keep its head for the next open."""
+        """Return whether an object exists, and keep its head for the next open."""
         try:
             self._store.keep_head(url)
         except NotFound:
@@ -100,21 +102,22 @@ class Http:
         return True
 
     def is_folder(self, url: Url) -> bool:
-        """Return False, or refuse a URL that can only be a folder."""
+        """Return False. Raise `FormatError` if the URL ends in a slash."""
         if url.endswith("/"):
             self.names(url)
         return False
 
     def names(self, url: Url) -> list[str]:
-        """Refuse to list a folder."""
-        raise FormatError("the URL is that of a folder", file=url, hint=_NAME_A_FILE)
+        """Raise `FormatError`, because HTTP cannot list a folder."""
+        raise FormatError("the URL is a folder", file=url, hint=_NAME_A_FILE)
 
     def cancel(self) -> None:
-        """End requests that wait in other threads."""
+        """End the requests that other threads wait for."""
         self._cancelled += 1
         for connection, process in self._busy.copy().items():
             sock = connection.sock
-            if sock is not None and process == os.getpid():  # it ends a parent's connection, too
+            # Only our own: `shutdown` in a forked child would end the parent's connection too.
+            if sock is not None and process == os.getpid():
                 with suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
 
@@ -122,53 +125,53 @@ class Http:
         """Return the URL to request."""
         return url.target
 
-    def secrets(self, url: Url) -> dict[str, str]:
-        """Return headers that only the host of that URL may see."""
+    def private_headers(self, url: Url) -> dict[str, str]:
+        """Return the headers that only the URL's own host may receive."""
         user, at, _ = urlsplit(url.target).netloc.rpartition("@")
         return {**(_basic("Authorization", user) if at else {}), **self._store.headers}
 
-    def noted(self, url: Url, response: http.client.HTTPResponse) -> None:
-        """Note the headers of the URL's own host, before a redirect."""
+    def note_headers(self, url: Url, response: http.client.HTTPResponse) -> None:
+        """Note headers that the URL's own host sends, before a redirect."""
 
     def _read(
         self, url: Url, stamp: UrlStamp | None, buffers: Sequence[memoryview], offset: int
     ) -> tuple[UrlStamp, int]:
-        """Fill buffers from a place on; return what the object is now, and how many bytes came."""
+        """Fill buffers from an offset. Return the current stamp and the number of bytes read."""
         nbytes = sum(map(len, buffers))
-        asked = f"bytes={offset}-{offset + nbytes - 1}"
-        with self._answer(url, stamp, asked) as (response, host):
-            size, length = _range_of(url, response, offset, nbytes)
+        wanted = f"bytes={offset}-{offset + nbytes - 1}"
+        with self._request(url, stamp, wanted) as (response, host):
+            size, length = _check_range(url, response, offset, nbytes)
             version, modified = (response.getheader(n, "") for n in ("ETag", "Last-Modified"))
             found = UrlStamp(size, version, modified, host)
             if stamp is not None:
-                known = self._known(url, stamp, host)
-                known = known or self._seen.setdefault((url.target, host), found)
+                known = self._stamp_at(url, stamp, host)
+                known = known or self._first_stamps.setdefault((url.target, host), found)
                 is_same = modified == known.modified
                 if version and known.version:
                     is_same = version == known.version
                 if size != stamp.size or not is_same:
-                    raise stamp.changed(url, found)
-            return found, self._fill(url, response, buffers, length)
+                    raise stamp.change_error(url, found)
+            return found, self._receive(url, response, buffers, length)
 
-    def _known(self, url: Url, stamp: UrlStamp | None, host: str) -> UrlStamp | None:
-        """Return what a host said before: two hosts may have two versions for one object."""
+    def _stamp_at(self, url: Url, stamp: UrlStamp | None, host: str) -> UrlStamp | None:
+        """Return the stamp that a host gave before. Two hosts can give different versions."""
         if stamp is None or stamp.host == host:
             return stamp
-        return self._seen.get((url.target, host))
+        return self._first_stamps.get((url.target, host))
 
-    def _fill(
+    def _receive(
         self,
         url: Url,
         response: http.client.HTTPResponse,
         buffers: Sequence[memoryview],
         nbytes: int,
     ) -> int:
-        """Receive bytes where they belong, until they are all there or the connection ends.
+        """Receive bytes into the buffers until all arrived or the connection ends.
 
-        1 GiB from the loopback in ranges of 8 MiB, beside the server on two cores, each at its best
-        number of threads: 0.69 GB/s by 16 (median of eight, 0.51 to 1.00), obstore 0.83 by 8
-        (eight, 0.52 to 0.95), fsspec 0.55 by 8 (three); one call of the system for all of a range
-        (MSG_WAITALL) 0.49 by 16 (five).
+        Measured: 1 GiB over the loopback in ranges of 8 MiB, with the server on the same two cores,
+        each client with its best number of threads. This client reached 0.69 GB/s with 16 threads
+        (median of eight, 0.51 to 1.00), obstore 0.83 with 8 (0.52 to 0.95), and fsspec 0.55 with 8.
+        One system call for a complete range (MSG_WAITALL) reached 0.49 with 16.
         """
         done, got = 0, 1
         try:
@@ -188,44 +191,45 @@ class Http:
         return done
 
     @contextmanager
-    def _answer(
-        self, url: Url, stamp: UrlStamp | None, asked: str
+    def _request(
+        self, url: Url, stamp: UrlStamp | None, wanted: str
     ) -> Iterator[tuple[http.client.HTTPResponse, str]]:
-        """Request a range; yield the answer and the host that gave it, after all redirects."""
+        """Request a range and follow redirects. Yield the answer and the host that sent it."""
         origin = self.address(url)
-        known = self._located.get(origin)
+        known = self._redirects.get(origin)
         at = known or origin
         for _ in range(_MOST_REDIRECTS + 2):
-            host = _host(at)  # without a password, since stamps are shown
+            host = _host(at)  # without a password, because stamps are shown
             is_own = host == _host(origin)
-            headers = {"Range": asked, "Accept-Encoding": "identity", "Accept": "*/*"}
+            headers = {"Range": wanted, "Accept-Encoding": "identity", "Accept": "*/*"}
             headers["User-Agent"] = "torchlift"
             if is_own:
-                headers |= self.secrets(url)
-            before = self._known(url, stamp, host[1])
-            if before is not None and before.version[:1] == '"':  # a weak one matches nothing
+                headers |= self.private_headers(url)
+            before = self._stamp_at(url, stamp, host[1])
+            # If-Match never matches a weak ETag (W/"..."): the server would refuse each request.
+            if before is not None and before.version[:1] == '"':
                 headers["If-Match"] = before.version
             key = os.getpid(), *host
             connection, response = self._send(url, urlsplit(at), key, headers)
             try:
                 if is_own:
-                    self.noted(url, response)
+                    self.note_headers(url, response)
                 status, location = response.status, response.getheader("Location")
                 if status in _REDIRECTS and location:
-                    at = _redirected(url, at, location)
+                    at = _follow(url, at, location)
                     with suppress(OSError, http.client.HTTPException):
-                        response.read(HEAD)  # so that the connection can be kept
+                        response.read(HEAD)  # an unread body would make the connection useless
                 elif status in _EXPIRED and known is not None:
-                    # A redirect is signed for minutes, and a load may take hours.
-                    self._located.pop(origin, None)
+                    # A signed redirect is valid for minutes, but a load can take hours.
+                    self._redirects.pop(origin, None)
                     known, at = None, origin
                 elif status in (200, 206) or (stamp is None and _is_empty(response)):
                     if at != origin:
-                        self._located[origin] = at
+                        self._redirects[origin] = at
                     yield response, host[1]
                     return
                 else:
-                    _refuse(url, response, stamp)
+                    _raise_status(url, response, stamp)
             finally:
                 self._busy.pop(connection, None)
                 if response.isclosed() and connection.sock is not None:
@@ -233,15 +237,15 @@ class Http:
                 else:
                     response.close()
                     connection.close()
-        raise FormatError("the URL redirects too often", file=url)
+        raise FormatError("the URL redirects too many times", file=url)
 
     def _send(
         self, url: Url, parts: SplitResult, key: _Key, headers: Mapping[str, str]
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        """Send a request over a connection that was kept, or another one; return the answer."""
+        """Send a request over a kept or a new connection. Return the connection and the answer."""
         proxy = _proxy(parts)
         path = f"{parts.path or '/'}{'?' * bool(parts.query)}{parts.query}"
-        path = re.sub("[^!-~]+", lambda found: quote(found[0]), path)  # as browsers do
+        path = re.sub("[^!-~]+", lambda found: quote(found[0]), path)  # http.client raises for é
         if proxy is not None and parts.scheme == "http":
             path = f"http://{parts.netloc.rpartition('@')[2]}{path}"
             headers = {**headers, **_proxy_headers(proxy)}
@@ -263,7 +267,7 @@ class Http:
                     connection.close()
                 if not isinstance(error, (OSError, ValueError, http.client.HTTPException)):
                     raise
-                # A server that has closed a kept connection has not failed.
+                # A server may close a kept connection at any time: try once more with a new one.
                 is_stale = isinstance(error, (ConnectionError, http.client.BadStatusLine))
                 if not (is_kept and is_stale and cancelled == self._cancelled):
                     raise _failure(self._store, url, error) from None
@@ -283,15 +287,15 @@ class Http:
 
 
 def _failure(store: Store, url: Url, error: Exception) -> Failed:
-    """Return our error for one of the system or of the protocol."""
+    """Translate an error of the system or of the protocol."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        hint = "If an authority of your own has signed it, name its file in SSL_CERT_FILE."
+        hint = "If your own authority signed it, set SSL_CERT_FILE to the authority's file."
         what = "the server's certificate is not trusted"
         return Failed(Unreachable(what, file=url, found=error.verify_message, hint=hint), None)
     if isinstance(error, (ValueError, http.client.InvalidURL)):
-        # Its text has the header, such as a token that was read with the end of its line.
-        what = "the URL or a header has characters that HTTP cannot carry"
-        hint = "Percent-encode the URL. A header is one line of Latin-1: strip() what you read."
+        # Not the text of the error: it contains the header, such as a token with a newline.
+        what = "the URL or a header contains characters that HTTP cannot carry"
+        hint = "Percent-encode the URL. Use one line of Latin-1 for a header, without a newline."
         return Failed(Unreachable(what, file=url, hint=hint), None)
     if isinstance(error, socket.gaierror):
         found, hint = urlsplit(url).netloc, "Check the URL and the network."
@@ -300,20 +304,20 @@ def _failure(store: Store, url: Url, error: Exception) -> Failed:
         return Failed(Unreachable(what, file=url, found=found, hint=hint), after)
     if isinstance(error, TimeoutError):
         what = f"the server sent nothing for {store.timeout:g} seconds"
-        hint = 'Wait longer with storage_options={"timeout": seconds}.'
+        hint = 'Pass storage_options={"timeout": seconds} to wait longer.'
         return Failed(TimedOut(what, file=url, hint=hint))
-    cause = type(error).__name__  # not its text, which may hold a URL
+    cause = type(error).__name__  # not the text, which can contain a URL
     if isinstance(error, OSError):
         cause = error.strerror or str(error.args[0] if error.args else cause)
-    found = store.cleaned(url, cause)
+    found = store.remove_secrets(url, cause)
     return Failed(Unreachable("the server cannot be reached", file=url, found=found, hint=_LATER))
 
 
-def _refuse(url: Url, response: http.client.HTTPResponse, stamp: UrlStamp | None) -> NoReturn:
-    """Raise the error for an answer without bytes."""
+def _raise_status(url: Url, response: http.client.HTTPResponse, stamp: UrlStamp | None) -> NoReturn:
+    """Raise the error for the status of an answer without bytes."""
     status, found = response.status, f"HTTP {response.status} {response.reason}"[:80]
     if status in (412, 416) and stamp is not None:
-        raise stamp.changed(url, UrlStamp(-1))
+        raise stamp.change_error(url, UrlStamp(-1))
     if status in _PASSING:
         text = response.getheader("Retry-After", "").strip()
         after = min(float(text), _MOST_SECONDS) if text.isdecimal() else 0.0
@@ -327,35 +331,35 @@ def _refuse(url: Url, response: http.client.HTTPResponse, stamp: UrlStamp | None
         )
         raise Failed(NotAllowed(what, file=url, found=found, hint=hint), None)
     if status in (404, 410):
-        hint = f"Check the URL. Some servers answer so if a token is missing. {_NAME_A_FILE}"
+        hint = f"Check the URL, and pass a token if the file is private. {_NAME_A_FILE}"
         raise Failed(NotFound("nothing is there", file=url, found=found, hint=hint), None)
     raise Failed(Unreachable("the server cannot answer", file=url, found=found), None)
 
 
-def _range_of(
+def _check_range(
     url: Url, response: http.client.HTTPResponse, offset: int, nbytes: int
 ) -> tuple[int, int]:
-    """Return the size of an object and the number of bytes that come, which must be those asked.
+    """Check that an answer has the requested range. Return the object's size and the bytes sent.
 
     Raises:
         FormatError: If the server ignores the range, compresses, or contradicts itself.
     """
     if response.status == 416:  # an empty object
         return 0, 0
-    what = "the server answers with other bytes than it was asked for"
+    what = "the server sends other bytes than requested"
     expected, hint = f"bytes {offset}-{offset + nbytes - 1}", "Download the file first."
     text, encoding = (response.getheader(n, "") for n in ("Content-Range", "Content-Encoding"))
     found = f"Content-Range {text or 'missing'}, Content-Length {response.length}"
     match = _RANGE.fullmatch(text.strip())
     if encoding.lower() not in ("", "identity"):
-        what, found = "the server compresses what it sends", f"Content-Encoding {encoding}"
+        what, found = "the server compresses the bytes", f"Content-Encoding {encoding}"
     elif response.status == 200:
-        what = "the server ignores ranges and sends the whole file"
+        what = "the server ignores ranges and sends the complete file"
         found = f"HTTP 200 with {response.length} bytes"
         if response.getheader("Content-Type", "").startswith("text/html"):
             what = "the server sends a web page instead of a file"
             hint = (
-                "If it asks to log in, check the URL, and pass credentials in "
+                "Check the URL. If the page asks you to log in, pass credentials in "
                 f'storage_options={{"headers": ...}}. {_NAME_A_FILE}'
             )
     elif match is not None:
@@ -368,13 +372,13 @@ def _range_of(
 
 
 def _is_empty(response: http.client.HTTPResponse) -> bool:
-    """Return whether the server has no range to send because the object has no bytes."""
+    """Return whether the server sent no range because the object is empty."""
     text = response.getheader("Content-Range", "").replace(" ", "")
     return response.status == 416 and text == "bytes*/0"
 
 
-def _redirected(url: Url, at: str, location: str) -> str:
-    """Return the target of a redirect, which is neither a file nor less safe than before."""
+def _follow(url: Url, at: str, location: str) -> str:
+    """Return the target of a redirect. Raise `UnsafeError` if it leaves HTTP or drops TLS."""
     try:
         target = urljoin(at, location)
         scheme = urlsplit(target).scheme
@@ -396,7 +400,7 @@ def _host(at: str) -> tuple[str, str]:
 
 
 def _proxy(parts: SplitResult) -> SplitResult | None:
-    """Return the proxy that the environment names for a URL."""
+    """Return the proxy for a URL from the environment, or None."""
     found = urllib.request.getproxies()
     proxy = found.get(parts.scheme) or found.get("all")
     if not proxy or urllib.request.proxy_bypass(parts.netloc.rpartition("@")[2]):

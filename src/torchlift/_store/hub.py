@@ -1,11 +1,11 @@
-"""The Hugging Face Hub: names by huggingface_hub's file system, bytes by HTTP."""
+"""Read the Hugging Face Hub: huggingface_hub lists the names, `Http` reads the bytes."""
 
 from __future__ import annotations
 
 import http.client
 import importlib
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchlift._store.http import Http
 from torchlift._store.others import Others
@@ -20,50 +20,50 @@ _PATH = re.compile(
 
 
 class Hub(Http):
-    """Reads ``hf://org/name[@revision][/file]``; alone it is the folder of the repository."""
+    """Reads ``hf://org/name[@revision][/file]``. A URL without a file is a folder."""
 
     def __init__(self, store: Store) -> None:
         super().__init__(store)
         self._names = Others(store)
 
     def address(self, url: Url) -> str:
-        """Return where the Hub serves a file; a redirect leads on from there."""
-        huggingface_hub, (kind, repository, revision, name) = _package(url), _parts(url)
-        found: str = huggingface_hub.hf_hub_url(
-            repository,
-            name.strip("/"),
-            repo_type=kind.rstrip("s") if kind else None,
-            revision=revision or None,
+        """Return the HTTP address of a file on the Hub."""
+        parts = _parse(url)
+        found: str = _import_hub(url).hf_hub_url(
+            parts.repository,
+            parts.name.strip("/"),
+            repo_type=parts.kind.rstrip("s") or None,
+            revision=parts.revision or None,
             endpoint=self._store.rest.get("endpoint"),
         )
         return found
 
-    def secrets(self, url: Url) -> dict[str, str]:
-        """Return headers with the token: the one that was passed, or that of the environment."""
+    def private_headers(self, url: Url) -> dict[str, str]:
+        """Return headers with the token from the options, else from the environment."""
         token = self._store.rest.get("token")
         if token is None or token is True:
-            token = _package(url).get_token()
+            token = _import_hub(url).get_token()
         bearer = {"Authorization": f"Bearer {token}"} if token else {}
         return {**bearer, **self._store.headers}
 
-    def noted(self, url: Url, response: http.client.HTTPResponse) -> None:
-        """Take note of the SHA-256 of what git LFS has, and of what git calls a smaller file.
+    def note_headers(self, url: Url, response: http.client.HTTPResponse) -> None:
+        """Note the Hub's checksum of a file: SHA-256 in git LFS, else the SHA-1 of git.
 
-        Where the redirect leads, an ETag is that of the store's own.
+        The store behind the redirect sends an ETag of its own. That ETag is not a checksum.
         """
         etag = response.getheader("X-Linked-ETag") or response.getheader("ETag") or ""
         self.etags[url.target] = etag.strip('"')
 
     def is_folder(self, url: Url) -> bool:
-        """Return whether a URL is that of a repository, or of a folder in it."""
-        if not _parts(url)[3].strip("/"):
+        """Return whether a URL is a repository, or a folder in one."""
+        if not _parse(url).name.strip("/"):
             return True
         try:
             self._store.keep_head(url)
             return False
         except NotFound as error:
             failure = error
-        if not self._names.is_there(url):
+        if not self._names.find(url):
             raise failure
         return True
 
@@ -72,17 +72,27 @@ class Hub(Http):
         return self._names.names(url)
 
 
-def _parts(url: Url) -> tuple[str, str, str, str]:
+class _HubPath(NamedTuple):
+    """The parts of a ``hf://`` URL. Each can be empty, except `repository`."""
+
+    kind: str  # datasets, spaces or models
+    repository: str
+    revision: str
+    name: str  # of a file or folder in the repository
+
+
+def _parse(url: Url) -> _HubPath:
     match = _PATH.fullmatch(url)
     if match is None:
-        raise FormatError("a URL of no repository", file=url, expected="hf://org/name[@revision]")
+        what = "the URL does not name a repository"
+        raise FormatError(what, file=url, expected="hf://org/name[@revision]")
     kind, repository, revision, name = match.groups("")
-    return kind, repository, revision.replace("%2F", "/"), name
+    return _HubPath(kind, repository, revision.replace("%2F", "/"), name)
 
 
-def _package(url: Url) -> Any:
+def _import_hub(url: Url) -> Any:
     try:
         return importlib.import_module("huggingface_hub")
     except ImportError as error:
-        what = "reading hf:// takes a package that is not installed"
+        what = "hf:// needs the package huggingface_hub"
         raise FormatError(what, file=url, hint="pip install huggingface_hub") from error

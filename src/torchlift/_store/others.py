@@ -1,7 +1,8 @@
-"""Every scheme but HTTP: by fsspec, one `cat_file` a range, from whichever thread asks.
+"""Read every scheme except HTTP, by fsspec or obstore.
 
-Ranges of object stores by obstore, where that has what it needs: fsspec's file systems receive all
-answers in one thread of Python: 2.1 GB over the loopback take 2.0 to 2.5 s, by s3fs 3.3 to 6.8.
+obstore reads the ranges of object stores if it is configured. fsspec's file systems receive all
+answers in one Python thread. 2.1 GB over the loopback took 2.0 to 2.5 s with obstore, and 3.3 to
+6.8 s with s3fs.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from torchlift.errors import (
 
 _T = TypeVar("_T")
 
-#: Classes of obstore.
+#: Errors of obstore for a refused access.
 _REFUSED = ("PermissionDeniedError", "UnauthenticatedError", "NoCredentialsError")
 
-#: What file systems call the version of an object, and the time of its change.
+#: Fields of fsspec's file systems for the version of an object, and for the time of its change.
 _VERSIONS = "ETag", "etag", "VersionId", "version_id", "generation", "oid", "blob_id", "md5Hash"
 _TIMES = "LastModified", "last_modified", "mtime", "updated", "modified", "created"
 
 
 class Others:
-    """Reads by a file system of fsspec, which has a thread of its own for what is asynchronous."""
+    """Reads by a file system of fsspec, or by obstore."""
 
     is_exact = False
     etags: Mapping[str, str] = {}
-    at_once = 4  # each is in memory beside where it goes, and in s3fs twice for a moment
+    at_once = 4  # each answer is copied, and s3fs holds it twice for a moment
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -48,33 +49,33 @@ class Others:
         self._listed: set[str] = set()
 
     def head(self, url: Url) -> tuple[UrlStamp, bytes]:
-        """Return what identifies an object, and its first bytes."""
+        """Return the stamp of an object and its first bytes."""
         stamp = self._stamp(url, self._infos.get(url.target) or self._info(url))
         data = bytearray(min(HEAD, stamp.size))
         got = self.read_into(url, stamp, [memoryview(data)], 0) if data else 0
         return stamp, bytes(memoryview(data)[:got])
 
     def check(self, url: Url, stamp: UrlStamp) -> None:
-        """Refuse an object that is not the one that was indexed."""
+        """Raise an error unless the object has this stamp."""
         if (found := self.stamp(url)) != stamp:
-            raise stamp.changed(url, found)
+            raise stamp.change_error(url, found)
 
     def stamp(self, url: Url) -> UrlStamp:
-        """Return what identifies an object now."""
+        """Return the stamp of an object as it is now."""
         return self._stamp(url, self._info(url))
 
     def read_into(
         self, url: Url, stamp: UrlStamp, buffers: Sequence[memoryview], offset: int
     ) -> int:
-        """Fill buffers with bytes of an object from a place on; return how many came."""
+        """Fill buffers with the bytes at an offset. Return the number of bytes that arrived."""
         end = offset + sum(map(len, buffers))
-        data = self._range(url, offset, end)
+        data = self._read_range(url, offset, end)
         self._store.count(0, len(data))
         if len(data) > end - offset:
-            what = "the store answers with other bytes than it was asked for"
+            what = "the store sends other bytes than requested"
             raise FormatError(what, file=url, expected=end - offset, found=len(data))
         if not data:
-            error = Unreachable("the store gives no bytes", file=url, hint="Try again later.")
+            error = Unreachable("the store sends no bytes", file=url, hint="Try again later.")
             raise Failed(error)
         at = 0
         for buffer in buffers:
@@ -83,13 +84,13 @@ class Others:
             at += len(part)
         return len(data)
 
-    def _range(self, url: Url, start: int, end: int) -> bytes | memoryview:
+    def _read_range(self, url: Url, start: int, end: int) -> bytes | memoryview:
         bucket = url.target.partition("://")[2].partition("/")[0]
-        self._look_for_process()
+        self._reset_after_fork()
         with self._lock:
-            store = self._objects.get(bucket, self)
-            if store is self:  # not looked for yet
-                store = self._objects[bucket] = (object_store(url, reads=True) or [None])[0]
+            if bucket not in self._objects:
+                self._objects[bucket] = (object_store(url, reads=True) or [None])[0]
+            store = self._objects[bucket]
         if store is None:
             return self.call(url, lambda fs, path: bytes(fs.cat_file(path, start=start, end=end)))
         import obstore
@@ -101,19 +102,19 @@ class Others:
 
         return self.call(url, get)
 
-    def known(self, url: Url) -> UrlStamp | None:
-        """Return what identifies an object, where that was listed."""
+    def listed_stamp(self, url: Url) -> UrlStamp | None:
+        """Return the stamp of an object from a listing of its folder, or None."""
         info = self._infos.get(url.target)
         return None if info is None else self._stamp(url, info)
 
     def exists(self, url: Url) -> bool:
-        """Return whether an object is there, or in what was listed of its folder."""
+        """Return whether an object exists, without a request if its folder was listed."""
         if url.target in self._infos:
             return True
-        return url.parent.target not in self._listed and self.is_there(url)
+        return url.parent.target not in self._listed and self.find(url)
 
-    def is_there(self, url: Url) -> bool:
-        """Return whether anything is at a URL, a file or a folder."""
+    def find(self, url: Url) -> bool:
+        """Return whether a file or folder exists, and keep its facts."""
         try:
             self._infos[url.target] = self._info(url)
         except Failed as failed:
@@ -123,7 +124,7 @@ class Others:
         return True
 
     def is_folder(self, url: Url) -> bool:
-        """Return whether a URL is that of a folder; raise `NotFound` where it is nothing."""
+        """Return whether a URL is a folder. Raise `NotFound` if the URL does not exist."""
         info = self._info(url)
         if info.get("type") == "directory":
             return True
@@ -133,7 +134,7 @@ class Others:
     def names(self, url: Url) -> list[str]:
         """Return the names in a folder."""
         listed = self.call(url, lambda fs, path: fs.ls(path, detail=True))
-        # What was known of what is in it, and deeper, may be gone: a run writes for months.
+        # Forget older facts of this folder: a training run may have written or removed files.
         folder = url.inside("x").parent.target
         self._infos = {at: i for at, i in self._infos.items() if not at.startswith(f"{folder}/")}
         self._listed = {at for at in self._listed if not at.startswith(f"{folder}/")} | {folder}
@@ -146,7 +147,7 @@ class Others:
         return found
 
     def cancel(self) -> None:
-        """End nothing: fsspec has no way to."""
+        """Do nothing: fsspec cannot end a request."""
 
     def _info(self, url: Url) -> Mapping[str, Any]:
         found: Mapping[str, Any] = self.call(url, lambda fs, path: fs.info(path))
@@ -155,20 +156,21 @@ class Others:
     def _stamp(self, url: Url, info: Mapping[str, Any]) -> UrlStamp:
         size = info.get("size")
         if type(size) is not int:
-            raise FormatError("the store does not say how large it is", file=url)
+            raise FormatError("the store does not report the size of the object", file=url)
         version = next((str(info[name]) for name in _VERSIONS if info.get(name)), "")
         modified = next((info[name] for name in _TIMES if info.get(name)), "")
-        # Of one object a list and a look at it may have a date and a number, or more of its digits.
+        # A listing and a single look can write one time in two ways: a date or a number, with or
+        # without fractions of a second.
         modified = modified.timestamp() if hasattr(modified, "timestamp") else modified
         if version and isinstance(modified, float):
             modified = int(modified)
         return UrlStamp(size, version, str(modified))
 
     def call(self, url: Url, call: Callable[[Any, str], _T]) -> _T:
-        """Return what a call of the file system returns.
+        """Call a method of the file system and translate its errors.
 
         Raises:
-            Failed: it raises.
+            Failed: If the call raises.
         """
         failure: CheckpointError
         try:
@@ -180,40 +182,40 @@ class Others:
         raise Failed(failure, after)
 
     def file_system(self, url: Url) -> Any:
-        """Return fsspec's, of this process."""
+        """Return fsspec's file system for a URL, made in this process."""
         scheme = url.partition("://")[0]
-        self._look_for_process()
+        self._reset_after_fork()
         with self._lock:
             if scheme not in self._made:
                 from fsspec.core import url_to_fs
 
-                # What other processes have written and removed since is not what was listed once.
+                # A cached listing would hide files that other processes wrote since.
                 options = {"use_listings_cache": False, **self._store.rest}
                 self._made[scheme] = url_to_fs(url.target, **options)[0]
             return self._made[scheme]
 
-    def _look_for_process(self) -> None:
-        """Forget, in a process that was forked off, what has its threads in the other one."""
+    def _reset_after_fork(self) -> None:
+        """Forget file systems and clients in a forked child: their threads are in the parent."""
         if self._process != os.getpid():
             self._process, self._lock = os.getpid(), threading.Lock()
             self._made.clear()
             self._objects.clear()
 
     def failure(self, url: Url, error: BaseException) -> tuple[CheckpointError, float | None]:
-        """Return our error for one of a file system, and after how many seconds it may pass."""
+        """Translate an error of a file system. Also return the pause before the next try."""
         scheme = url.partition("://")[0]
-        found = self._store.cleaned(url, f"{type(error).__name__}: {error}")
+        found = self._store.remove_secrets(url, f"{type(error).__name__}: {error}")
         if isinstance(error, FileNotFoundError):
             return NotFound("nothing is there", file=url, hint="Check the URL."), None
         if isinstance(error, PermissionError) or type(error).__name__ in _REFUSED:
-            hint = "Pass credentials: in the environment, or in storage_options."
+            hint = "Pass credentials in the environment or in storage_options."
             return NotAllowed("the store refuses access", file=url, found=found, hint=hint), None
         if isinstance(error, ImportError):
-            hint = "Install the package that it names."
-            what = f"{scheme}:// takes a package that is not installed"
+            hint = "Install the package that the message names."
+            what = f"{scheme}:// needs a package that is not installed"
             return FormatError(what, file=url, found=found, hint=hint), None
         if isinstance(error, ValueError) and scheme not in self._made:
-            what = f"a URL that nothing here reads, or options that {scheme}:// has not"
+            what = f"fsspec does not know the scheme {scheme}://, or refuses its options"
             return FormatError(what, file=url, found=found), None
         if isinstance(error, TimeoutError):
             return TimedOut("the store does not answer", file=url, found=found), 0.0

@@ -1,4 +1,4 @@
-"""Paths and URLs: one set of functions for both, for whoever has a place that may be either."""
+"""Functions for a *place*: a string that is either a path or a `Url`."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torchlift._store.url import RemoteFile, Store, Transport, Url, UrlStamp
 _A = TypeVar("_A")
 _T = TypeVar("_T")
 
-#: What identifies the content of a place.
+#: Identifies the content of a place, so that a change is detected.
 Stamp = FileStamp | UrlStamp
 
-#: Requests for an index that are made at the same time.
+#: Requests in parallel while an index is read.
 _AT_ONCE = 32
-#: What a hub calls a file, and by how many digits which of the two it is.
+#: The ETag of a file on a hub. The number of digits tells which algorithm it is.
 _ETAG = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 _ALGORITHMS = {40: "git-sha1", 64: "sha256"}
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://", re.ASCII)
 
 
 def is_url(path: object) -> bool:
-    """Return whether a path is a URL, of whatever scheme; those of files are paths.
+    """Return whether a path is a URL of any scheme but ``file``.
 
     Example:
         >>> is_url("s3://bucket/model.pt"), is_url("model.pt"), is_url("file:///model.pt")
@@ -42,13 +42,13 @@ def place_of(
     """Return the absolute path of a file or a folder, or its `Url`.
 
     Args:
-        path: a path or a URL.
-        storage_options: of URLs: ``tries``, ``timeout`` (seconds) and ``headers``; and
-            what fsspec takes for the scheme.
+        path: A path or a URL.
+        storage_options: Options for URLs: ``tries``, ``timeout`` (seconds), ``headers``, and the
+            options of fsspec for the scheme.
 
     Raises:
-        FormatError: a URL that makes no sense.
-        TypeError, ValueError: options that do not.
+        FormatError: If the URL cannot be parsed.
+        TypeError, ValueError: If an option has a wrong type or value.
     """
     name = os.fsdecode(path)
     if isinstance(name, Url):
@@ -68,7 +68,7 @@ def _url(target: str, options: Mapping[str, Any]) -> Url:
 
 
 def transport_of(scheme: str) -> type[Transport]:
-    """Return what reads URLs of a scheme."""
+    """Return the class that reads URLs of a scheme."""
     if scheme in ("http", "https"):
         from torchlift._store.http import Http
 
@@ -83,42 +83,42 @@ def transport_of(scheme: str) -> type[Transport]:
 
 
 def open_place(place: str) -> Opened:
-    """Open what is at a place now; its stamp says what that is.
+    """Open a place for reading.
 
     Raises:
-        FormatError: it is none that has bytes.
-        NotFound: nothing is there.
-        CheckpointError, OSError: it cannot be read.
+        FormatError: If the place is not a regular file.
+        NotFound: If the URL does not exist.
+        CheckpointError, OSError: If the place cannot be read.
     """
     return RemoteFile(place) if isinstance(place, Url) else LocalFile(place)
 
 
 def inside(folder: str, name: str) -> str:
-    """Return the place of a name in a folder."""
+    """Return the place of a file in a folder."""
     if isinstance(folder, Url):
         return folder.inside(posixpath.normpath(name))
     return os.path.join(folder, name)
 
 
 def parent(place: str) -> str:
-    """Return the folder that a place is in."""
+    """Return the folder that contains a place."""
     return place.parent if isinstance(place, Url) else os.path.dirname(place)
 
 
 def name_of(place: str) -> str:
-    """Return the last name of a place."""
+    """Return the last part of a path or URL."""
     return place.name if isinstance(place, Url) else os.path.basename(place)
 
 
 def relative(place: str, folder: str) -> str:
-    """Return the name of a place in a folder, with slashes where it is deeper."""
+    """Return the path of a place relative to a folder."""
     if isinstance(place, Url):
         return posixpath.relpath(place, folder)
     return os.path.relpath(place, folder)
 
 
 def shared_folder(places: Iterable[str]) -> str:
-    """Return the deepest folder that all places are in."""
+    """Return the deepest folder that contains all places."""
     first, *more = places
     if not isinstance(first, Url):
         return os.path.commonpath([first, *more]) if more else os.path.dirname(first)
@@ -129,35 +129,35 @@ def shared_folder(places: Iterable[str]) -> str:
 
 
 def is_folder(place: str) -> bool:
-    """Return whether a place is that of a folder. HTTP has files only.
+    """Return whether a place is a folder. HTTP has files only.
 
     Raises:
-        FormatError: If the URL is that of a folder of HTTP.
-        NotFound: If nothing is at that URL.
+        FormatError: If an HTTP URL ends in a slash.
+        NotFound: If the URL does not exist.
     """
     if isinstance(place, Url):
         store = place.store
-        return store.patiently(place, lambda: store.transport.is_folder(place))
+        return store.retry(place, lambda: store.transport.is_folder(place))
     return os.path.isdir(place)
 
 
 def exists(place: str) -> bool:
-    """Return whether something is at a place; of a URL, it is what is opened next."""
+    """Return whether a place exists. The head of an HTTP object is kept for the next open."""
     if not isinstance(place, Url):
         return os.path.exists(place)
     store = place.store
-    return store.patiently(place, lambda: store.transport.exists(place))
+    return store.retry(place, lambda: store.transport.exists(place))
 
 
 def stamp_of(place: str) -> Stamp:
-    """Return what identifies what is at a place; of a URL, what is known without a request."""
+    """Return the stamp of a place, without a request. The stamp of a URL may be empty."""
     if isinstance(place, Url):
-        return place.store.transport.known(place) or UrlStamp(-1)
+        return place.store.transport.listed_stamp(place) or UrlStamp(-1)
     return FileStamp.of(place)
 
 
 def head_of(place: str, nbytes: int) -> bytes:
-    """Return the first bytes at a place, which is perhaps opened next."""
+    """Return the first bytes of a place. Those of a URL are kept for the next open."""
     if isinstance(place, Url):
         return place.store.keep_head(place)[:nbytes]
     with open(place, "rb", buffering=0) as file:
@@ -165,7 +165,7 @@ def head_of(place: str, nbytes: int) -> bytes:
 
 
 def in_parallel(place: str, function: Callable[[_A], _T], items: Sequence[_A]) -> list[_T]:
-    """Return what a function makes of each item; at the same time where a place is a URL."""
+    """Call a function with each item and return the results. Use threads if the place is a URL."""
     if not isinstance(place, Url) or len(items) < 2:
         return [function(item) for item in items]
     from concurrent.futures import ThreadPoolExecutor
@@ -183,32 +183,32 @@ def names_in(folder: str) -> list[str]:
     """Return the names in a folder."""
     if isinstance(folder, Url):
         store = folder.store
-        return store.patiently(folder, lambda: store.transport.names(folder))
+        return store.retry(folder, lambda: store.transport.names(folder))
     return os.listdir(folder)
 
 
 def hub_checksum(place: str) -> tuple[str, str] | None:
-    """Return ``"sha256"`` or ``"git-sha1"``, and that of a file, as a hub records it.
+    """Return the checksum that the Hub records for a file: the algorithm, then the digits.
 
-    In the cache of Hugging Face's libraries a name in a snapshot is a link to
-    ``blobs/<ETag>``; of a ``hf://`` URL the Hub says it with its answer. An ETag is the SHA-256 of
-    what git LFS has, and of smaller files what git calls them.
+    The algorithm is ``"sha256"`` for a file in git LFS, and ``"git-sha1"`` for a smaller file. The
+    cache of huggingface_hub links each file to ``blobs/<ETag>``. For a ``hf://`` URL the checksum
+    is a header of the answer.
     """
     if isinstance(place, Url):
         etag = place.store.transport.etags.get(place.target, "")
     else:
         folder, etag = os.path.split(os.path.realpath(place))
-        # A file of that name that nobody links to may be anything.
+        # Only a link into `blobs` has the Hub's name. A plain file can have any name.
         if os.path.basename(folder) != "blobs" or not os.path.islink(place):
             return None
     return (_ALGORITHMS[len(etag)], etag) if _ETAG.fullmatch(etag) else None
 
 
 def stamp_now(place: str) -> Stamp:
-    """Return what identifies what is at a place now.
+    """Return the stamp of a place as it is now. This takes a request for a URL.
 
     Raises:
-        NotFound: nothing is there.
-        CheckpointError, OSError: it cannot be asked for.
+        NotFound: If the URL does not exist.
+        CheckpointError, OSError: If the place cannot be read.
     """
     return place.store.stamp(place) if isinstance(place, Url) else FileStamp.of(place)

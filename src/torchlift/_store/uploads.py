@@ -1,4 +1,4 @@
-"""Write an object of a store in the order of its bytes, so that it appears when it is whole."""
+"""Upload an object in the order of its bytes. It appears when it is complete."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from torchlift._store.url import Url
 from torchlift._system.interrupts import Interruptible
 from torchlift.errors import CheckpointError, NotFound, PlacementError
 
-#: Bytes of a part, unless an object had more than `_MOST` of them then: S3 takes 10,000 at most. To
-#: convert 1 GiB takes 59 MiB of memory with such parts by s3fs (with 8 MiB: 73), 99 by obstore
-#: (115), which sends several at once and took 0.4 times as long on the loopback.
+#: Bytes of a part. To convert 1 GiB took 59 MiB of memory with s3fs (73 with parts of 8 MiB) and 99
+#: with obstore (115). obstore sends several parts at once, and took 0.4 of the time on a loopback.
 PART = 6 << 20
+#: Parts of one object. Larger objects have larger parts, because S3 accepts at most 10,000.
 _MOST = 9_000
-#: Parts that wait for the thread that sends them, and that obstore has on their way.
+#: Parts that wait for the sending thread, and parts that obstore sends in parallel.
 _WAITING, _AT_ONCE = 1, 4
-#: Seconds that an upload which is given up has to delete its parts; after that it goes on alone.
+#: Seconds to wait for a cancelled upload to delete its parts. After that its thread runs alone.
 _PATIENCE = 10.0
-#: Schemes of which fsspec's files are in parts, which become an object when they are committed.
+#: Schemes whose fsspec files are uploaded in parts and become an object on commit.
 _COMMITS = ("s3", "s3a", "gs", "gcs")
 
 
 def upload(place: str, nbytes: int = 0) -> Upload:
-    """Return an object on its way to a URL, of about so many bytes."""
+    """Start the upload of an object of about `nbytes` bytes."""
     assert isinstance(place, Url)
     return Upload(place, nbytes)
 
 
-class _Left(Exception):
-    """Whoever gave the parts has gone, and there will be no more."""
+class _Cancelled(Exception):
+    """The writer left without a commit, so that no more parts arrive."""
 
 
 class Upload:
-    """An object on its way, which another thread sends; whoever leaves it uncommitted gives it up.
+    """An upload in a thread of its own. It is cancelled unless it is committed.
 
     Example:
         >>> from torchlift._store.places import place_of
@@ -51,63 +51,65 @@ class Upload:
     """
 
     def __init__(self, place: Url, nbytes: int = 0) -> None:
-        """Prepare an object of about so many bytes; nothing is sent yet."""
+        """Prepare the upload of about `nbytes` bytes. Nothing is sent yet."""
         self.place = place
         self.nbytes = 0
-        self._size = max(PART, (nbytes // _MOST >> 20) + 1 << 20)  # gcsfs takes whole 256 KiB
+        # gcsfs accepts multiples of 256 KiB only.
+        self._size = max(PART, (nbytes // _MOST >> 20) + 1 << 20)
         self._part = bytearray()
         self._parts: Queue[bytearray | None] = Queue(_WAITING)
-        self._is_whole = self._is_left = False
+        self._is_complete = self._is_cancelled = False
         self._error: BaseException | None = None
         self._thread: Thread | None = None
 
     def write(self, data: bytes | bytearray | memoryview, offset: int | None = None) -> None:
-        """Take the next bytes.
+        """Copy the next bytes to the upload.
 
         Args:
-            data: which may change afterwards.
-            offset: where they are in the object: no earlier than the end of what came; zeros fill
-                what is between.
+            data: The bytes. They may change after the call.
+            offset: Where they are in the object. Zeros fill a gap after the bytes before.
 
         Raises:
-            CheckpointError: what came before cannot be sent.
-            PlacementError: they are not the next ones.
+            CheckpointError: If earlier bytes could not be sent.
+            PlacementError: If the offset is before the end of earlier bytes.
         """
         if offset is not None and offset != self.nbytes:
             if offset < self.nbytes:
                 raise PlacementError(
-                    "an object of a store is written from its first byte to its last, and some "
-                    "values come in another order",
+                    "an upload writes bytes in order, but some values arrive in another order",
                     file=self.place,
+                    expected=f"byte {self.nbytes} or later",
+                    found=f"byte {offset}",
                     hint="Save to a file, and copy it.",
                 )
             self.write(bytes(offset - self.nbytes))
         left = memoryview(data)
         self.nbytes += len(left)
         while left:
-            if len(self._part) == self._size:  # not before more comes: what is small is sent so
-                self._give()
+            # Only when more bytes follow: a small object is then one request without parts.
+            if len(self._part) == self._size:
+                self._send_part()
             room = self._size - len(self._part)
             self._part += left[:room]
             left = left[room:]
 
     def end(self) -> None:
-        """Begin to commit it, beside whatever comes next.
+        """Start the commit, without waiting for it.
 
         Raises:
-            CheckpointError: what came before cannot be sent.
+            CheckpointError: If earlier bytes could not be sent.
         """
-        self._give(last=True)
-        self._is_whole = True
+        self._send_part(last=True)
+        self._is_complete = True
         self._put(None)
 
     def commit(self) -> None:
-        """Return when it is there.
+        """Wait until the object exists.
 
         Raises:
-            CheckpointError: it cannot be.
+            CheckpointError: If the upload failed.
         """
-        if not self._is_whole:
+        if not self._is_complete:
             self.end()
         assert self._thread is not None
         with Interruptible():
@@ -115,10 +117,10 @@ class Upload:
         self._raise()
 
     def close(self) -> None:
-        """Give it up unless it is there, and delete its parts; may be called twice."""
-        thread, self._is_left = self._thread, True
+        """Cancel the upload unless it is committed, and delete its parts. May be called twice."""
+        thread, self._is_cancelled = self._thread, True
         if thread is not None and thread.is_alive():
-            with suppress(Full):  # then it finds that it is left when it comes to what waits
+            with suppress(Full):  # the thread sees the flag when it takes the part that waits
                 self._parts.put(None, timeout=_PATIENCE)
             thread.join(_PATIENCE)
 
@@ -128,7 +130,7 @@ class Upload:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _give(self, *, last: bool = False) -> None:
+    def _send_part(self, *, last: bool = False) -> None:
         self._raise()
         if self._thread is None:
             thread = Thread(target=self._run, args=(last,), name="torchlift-upload", daemon=True)
@@ -146,16 +148,16 @@ class Upload:
             raise self._error
 
     def _run(self, is_small: bool) -> None:
-        """Send what comes until that is all; after an error only take it."""
-        is_taken = False
+        """Send parts until the last one. After an error, drop the remaining parts."""
+        is_drained = False
 
         def parts() -> Iterator[bytearray]:
-            nonlocal is_taken
-            while (part := self._parts.get()) is not None and not self._is_left:
+            nonlocal is_drained
+            while (part := self._parts.get()) is not None and not self._is_cancelled:
                 yield part
-            is_taken = True
-            if self._is_left:
-                raise _Left
+            is_drained = True
+            if self._is_cancelled:
+                raise _Cancelled
 
         sent = parts()
         try:
@@ -164,27 +166,28 @@ class Upload:
             if not isinstance(error, CheckpointError):
                 error, _ = _others(self.place).failure(self.place, error)
             self._error = error
-        while not is_taken and self._parts.get() is not None and not self._is_left:
-            pass  # or whoever waits to give the next one would wait for ever
+        # Without this the writer would wait forever for room in the queue.
+        while not is_drained and self._parts.get() is not None and not self._is_cancelled:
+            pass
 
 
 def require_writable(place: str) -> None:
-    """Refuse a URL to which nothing can be written in parts.
+    """Raise an error if nothing can be written to a URL.
 
     Raises:
-        PlacementError: it is one of HTTP, or of a hub.
+        PlacementError: If the URL is an HTTP or a ``hf://`` URL.
     """
     if isinstance(place, Url) and place.startswith(("http://", "https://", "hf://")):
         raise PlacementError(
-            "nothing is written over HTTP, or to a hub, which have no uploads in parts",
+            "cannot write over HTTP or to a hub: they do not accept uploads in parts",
             file=place,
             expected="a path, or a URL such as s3://bucket/model.safetensors",
-            hint="Save to a file, and send that with a client of the server.",
+            hint="Save to a file, and upload it with the server's own client.",
         )
 
 
-def listed(folder: str) -> list[str]:
-    """Return the names in a folder of a store, which has no folder where nothing is."""
+def list_names(folder: str) -> list[str]:
+    """Return the names in a folder, or nothing if it does not exist. Stores lack empty folders."""
     try:
         return names_in(folder)
     except NotFound:
@@ -192,7 +195,7 @@ def listed(folder: str) -> list[str]:
 
 
 def is_object(place: str) -> bool:
-    """Return whether an object is there now, whatever was known of it."""
+    """Return whether an object exists now. Facts from earlier requests are not used."""
     try:
         stamp_now(place)
     except NotFound:
@@ -201,14 +204,14 @@ def is_object(place: str) -> bool:
 
 
 def remove(place: str) -> None:
-    """Remove an object of a store; one that is not there is gone.
+    """Remove an object if it exists.
 
     Raises:
-        CheckpointError: it cannot be removed.
+        CheckpointError: If the object cannot be removed.
     """
     assert isinstance(place, Url)
     with suppress(NotFound):
-        place.store.patiently(
+        place.store.retry(
             place, lambda: _others(place).call(place, lambda fs, path: fs.rm_file(path))
         )
 
@@ -220,20 +223,20 @@ def _others(place: Url) -> Others:
 
 
 def _send(place: Url, parts: Iterator[bytearray], size: int, is_small: bool) -> None:
-    """Send parts, and let them be an object when they end; where they raise, leave nothing.
+    """Send parts and commit them as an object. If the iterator raises, remove the parts.
 
     Args:
-        place: of the object.
-        parts: its bytes.
-        size: of all of them but the last one.
-        is_small: whether there is no other than the last one.
+        place: The URL of the object.
+        parts: The bytes in order.
+        size: Bytes of each part except the last one.
+        is_small: Whether there is one part only.
     """
     if (found := object_store(place)) is not None:
         from obstore import put
 
-        what = next(parts) if is_small else parts
-        # After an error of what it iterates over it deletes its parts.
-        put(*found, what, use_multipart=not is_small, chunk_size=size, max_concurrency=_AT_ONCE)
+        data = next(parts) if is_small else parts
+        # obstore deletes the parts if the iterator raises.
+        put(*found, data, use_multipart=not is_small, chunk_size=size, max_concurrency=_AT_ONCE)
         return
     fs, scheme = _others(place).file_system(place), place.partition("://")[0]
     path = fs._strip_protocol(place.target)
@@ -243,8 +246,8 @@ def _send(place: Url, parts: Iterator[bytearray], size: int, is_small: bool) -> 
 def _send_by_commit(
     fs: Any, path: str, parts: Iterator[bytearray], size: int, is_small: bool
 ) -> None:
-    """Write a file of fsspec in parts, which become an object when they are committed."""
-    # What fits into one part is one request, and so it commits itself.
+    """Write a file of fsspec in parts and commit them as an object."""
+    # A file of one part is one request, which commits itself.
     file = fs.open(path, "wb", block_size=size + is_small, autocommit=is_small)
     try:
         for part in parts:
@@ -253,7 +256,7 @@ def _send_by_commit(
         if not is_small:
             file.commit()
     except BaseException:
-        file.closed = True  # or it would be sent when it is collected
+        file.closed = True  # else the garbage collector would close it, and so send it
         if not is_small:
             file.discard()
         raise
@@ -262,7 +265,7 @@ def _send_by_commit(
 def _send_by_move(
     fs: Any, path: str, parts: Iterator[bytearray], size: int, is_small: bool
 ) -> None:
-    """Write a file of fsspec that has another name until it is whole."""
+    """Write a file of fsspec under a temporary name, then rename it."""
     from fsspec.spec import AbstractFileSystem
 
     folder, _, name = path.rpartition("/")
@@ -272,7 +275,7 @@ def _send_by_move(
         with fs.open(temporary, "wb") as file:
             for part in parts:
                 file.write(part)
-        if type(fs).mv is AbstractFileSystem.mv:  # which takes "[1]" in a name for a pattern
+        if type(fs).mv is AbstractFileSystem.mv:  # this one takes "[1]" in a name as a pattern
             fs.cp_file(temporary, path)
             fs.rm_file(temporary)
         else:

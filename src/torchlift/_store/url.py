@@ -1,6 +1,6 @@
-"""URLs as places: what may be shown of them, what identifies what they lead to, patient reads.
+"""Read objects behind URLs: text without secrets, detection of changes, and retries.
 
-How bytes are had is a transport's business: `http`, or `others` for what fsspec knows.
+A transport makes the requests: `http` for HTTP, `others` for the schemes of obstore and fsspec.
 """
 
 from __future__ import annotations
@@ -21,73 +21,72 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-#: Bytes of the first request: a header, or where one is, without a second request for most files.
+#: Bytes of the first request. Most files have their complete header, or its offset, in them.
 HEAD = 1 << 16
 
-#: Schemes in which what stands before an @ is the name of a container.
+#: Schemes with the name of a container before the @. Other schemes have a user name there.
 _CONTAINERS = ("abfs", "abfss", "wasb", "wasbs")
-#: Seconds before the second try, and the longest pause; in between each is twice the last one.
+#: Seconds before the second try, and the longest pause. Each pause is twice the one before.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 10.0
-#: Seconds after which what does not get better is an error.
+#: Seconds of failures and pauses after which a request is not tried again.
 _PATIENCE = 60.0
-#: Options of ours -> what they are without being given.
+#: Our own options and their defaults.
 _DEFAULTS: dict[str, Any] = {"tries": 5, "timeout": 30.0, "headers": {}}
 
 
 class Url(str):
-    """The URL of a file or a folder, as text that may be shown: no user, password, query, fragment.
+    """A URL as text without its user, password, query and fragment.
 
-    Where it is used as text, as in messages, reports, names of files in an index, nothing of what
-    is secret can come along.
+    Messages, reports and indexes use this text, so that they never contain a secret.
 
     Attributes:
-        target: the URL as it was given.
-        store: how what is there is read; shared by all that is found through one `open`.
+        target: The complete URL.
+        store: Reads the URL. All URLs from one `open` share it.
     """
 
     target: str
     store: Store
 
     def __new__(cls, target: str, store: Store) -> Url:
-        """Return the text of a URL that may be shown."""
-        made = super().__new__(cls, shown(target))
+        """Make the text without secrets from a complete URL."""
+        made = super().__new__(cls, remove_private_parts(target))
         made.target, made.store = target, store
         return made
 
     def __reduce__(self) -> tuple[object, ...]:
         return Url, (self.target, self.store)
 
-    # What is not shown may be what tells two files apart: ?id=1 and ?id=2, or two servers.
+    # Two files can differ in the hidden parts only, such as ?id=1 and ?id=2.
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Url):
             return str.__eq__(self, other) is True
-        same = self.target == other.target and self.store.reads_as(other.store)
+        same = self.target == other.target and self.store.has_options_of(other.store)
         return self is other or same
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
     def __lt__(self, other: str) -> bool:
-        if str.__eq__(self, other) and isinstance(other, Url):  # so that each has its own place
+        if str.__eq__(self, other) and isinstance(other, Url):  # a stable order for equal texts
             return (self.target, id(self.store)) < (other.target, id(other.store))
         return str.__lt__(self, other)
 
     __hash__ = str.__hash__
 
     def inside(self, name: str) -> Url:
-        """Return the place of a name in this folder, at the same server with the same signature."""
+        """Return the URL of a file in this folder, with the same query and store."""
         from urllib.parse import quote
 
         return self._at(lambda path: f"{path}/{quote(name) if _is_http(self) else name}")
 
     @property
     def parent(self) -> Url:
-        """Return the folder that it is in."""
+        """Return the folder that contains this URL."""
         return self._at(lambda path: path.rpartition("/")[0])
 
     @property
     def name(self) -> str:
-        """Return the last name of its path."""
+        """Return the last part of the path."""
         from urllib.parse import unquote
 
         name = self.rstrip("/").rpartition("/")[2]
@@ -100,7 +99,7 @@ class Url(str):
 
 
 def _split(target: str) -> SplitResult:
-    # 10 ms, and `random` below 5, which paths of files do without.
+    # Imported here: it takes 10 ms, and paths of files do not need it.
     from urllib.parse import urlsplit
 
     return urlsplit(target, allow_fragments=_is_http(target))
@@ -110,21 +109,21 @@ def _is_http(url: str) -> bool:
     return url[:4].lower() == "http"
 
 
-def shown(target: str) -> str:
-    """Return what may be shown of a URL.
+def remove_private_parts(target: str) -> str:
+    """Return a URL without user, password, query and fragment.
 
     Example:
-        >>> shown("https://me:secret@host:8000/a/b.pt?X-Signature=abc#top")
+        >>> remove_private_parts("https://me:secret@host:8000/a/b.pt?X-Signature=abc#top")
         'https://host:8000/a/b.pt'
     """
     try:
         parts = _split(target)
-        makes_sense = not _is_http(target) or (parts.port != 0 and parts.hostname)
+        is_valid = not _is_http(target) or bool(parts.port != 0 and parts.hostname)
     except ValueError:
-        makes_sense = None
-    if not makes_sense:
+        is_valid = False
+    if not is_valid:
         scheme = target.partition("://")[0]
-        raise FormatError("a URL that makes no sense", file=f"{scheme}://...")
+        raise FormatError("the URL is not valid", file=f"{scheme}://...")
     host = parts.netloc
     if parts.scheme not in _CONTAINERS:
         host = host.rpartition("@")[2]
@@ -133,14 +132,14 @@ def shown(target: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class UrlStamp:
-    """What identifies the object that a URL led to when it was indexed.
+    """The size, version and time of an object when it was indexed.
 
     Attributes:
-        size: in bytes; -1: nothing is known before the first request.
-        version: a strong ETag, or what else the store calls a version; empty where it has none.
-        modified: when it was changed last, as the store writes it; empty where it does not say.
-        host: who said so: another one that the URL leads to may call the same object otherwise.
-        shown: what errors call it, or None.
+        size: In bytes. -1 before the first request.
+        version: The ETag, or another version of the store. Empty if the store sends none.
+        modified: When the object last changed, in the store's own format. Can be empty.
+        host: The host that answered. Two hosts can have different versions of one object.
+        shown: The name in errors, or None.
     """
 
     size: int
@@ -151,38 +150,38 @@ class UrlStamp:
 
     @property
     def time(self) -> float:
-        """Return when it was changed last, in seconds since 1970, or 0 where that is not known."""
+        """Return when the object last changed, in seconds since 1970, or 0 if it is not known."""
         with suppress(ValueError):
             return float(self.modified)
         return 0.0
 
     def check(self, file: str, descriptor: int | None = None) -> None:
-        """Refuse an object that is not the one that was indexed; asks the store.
+        """Raise an error unless the object is the one that was indexed. This takes a request.
 
         Raises:
-            IntegrityError: it has changed, or is another one under the same name.
+            IntegrityError: If the object changed.
         """
         assert isinstance(file, Url)
         store = file.store
-        if self.size >= 0:  # what nobody has asked for yet cannot have changed
-            store.patiently(file, lambda: store.transport.check(file, self))
+        if self.size >= 0:  # else nothing was read yet
+            store.retry(file, lambda: store.transport.check(file, self))
 
     def open(self, file: str) -> Opened:
-        """Open the object that was indexed; each read looks at whether it still is."""
+        """Open the object that was indexed. Each read checks that it has not changed."""
         assert isinstance(file, Url)
         return RemoteFile(file, self)
 
-    def changed(self, file: str, found: UrlStamp) -> IntegrityError:
-        """Return the error for an object that is now another one."""
+    def change_error(self, file: str, found: UrlStamp) -> IntegrityError:
+        """Return the error for an object that changed."""
         return IntegrityError(
             "the object changed after it was opened",
             file=self.shown or file,
-            expected=self._text(),
-            found=found._text(),
+            expected=self._describe(),
+            found=found._describe(),
             hint="Open the checkpoint again once nobody writes to it.",
         )
 
-    def _text(self) -> str:
+    def _describe(self) -> str:
         version = f", version {self.version}" if self.version else ""
         return f"{self.size} bytes{version}{f', modified {self.modified}' * bool(self.modified)}"
 
@@ -191,8 +190,8 @@ class Failed(Exception):
     """One try has failed.
 
     Attributes:
-        error: what a caller is told in the end.
-        after: seconds to wait before the next try; None: another one would fail as well.
+        error: The error to raise if no other try succeeds.
+        after: Seconds to wait before the next try. None if another try would fail too.
     """
 
     def __init__(self, error: CheckpointError, after: float | None = 0.0) -> None:
@@ -201,60 +200,60 @@ class Failed(Exception):
 
 
 class Transport(Protocol):
-    """How the bytes behind URLs are had: one try, for any thread."""
+    """Makes requests. Each method tries once, and can be called from any thread."""
 
-    #: Whether each answer says of which version it is.
+    #: Whether each answer contains the version, so that no final check is needed.
     is_exact: bool
-    #: Large ranges that are asked for at a time: where they come straight to where they belong,
-    #: as many as a server that is far away takes; else those that memory is left for.
+    #: Large ranges to request in parallel. A transport that copies each answer needs a small number
+    #: to stay in its memory budget.
     at_once: int
 
     def __init__(self, store: Store) -> None: ...
 
     @property
     def etags(self) -> Mapping[str, str]:
-        """Return target of a URL -> what the Hub calls its content."""
+        """Return the ETags of the Hub, by complete URL."""
 
     def head(self, url: Url) -> tuple[UrlStamp, bytes]:
-        """Return what identifies an object, and its first bytes."""
+        """Return the stamp of an object and its first bytes."""
 
     def read_into(
         self, url: Url, stamp: UrlStamp, buffers: Sequence[memoryview], offset: int
     ) -> int:
-        """Fill buffers with bytes of an object from a place on; return how many came."""
+        """Fill buffers with the bytes at an offset. Return the number of bytes that arrived."""
 
     def stamp(self, url: Url) -> UrlStamp:
-        """Return what identifies an object now."""
+        """Return the stamp of an object as it is now."""
 
     def check(self, url: Url, stamp: UrlStamp) -> None:
-        """Refuse an object that is not the one that was indexed."""
+        """Raise an error unless the object has this stamp."""
 
-    def known(self, url: Url) -> UrlStamp | None:
-        """Return what identifies an object, where that was listed."""
+    def listed_stamp(self, url: Url) -> UrlStamp | None:
+        """Return the stamp of an object from a listing of its folder, or None."""
 
     def exists(self, url: Url) -> bool:
-        """Return whether an object is there, which may be opened next."""
+        """Return whether an object exists."""
 
     def is_folder(self, url: Url) -> bool:
-        """Return whether a URL is that of a folder; raise `NotFound` where it is nothing."""
+        """Return whether a URL is a folder. Raise `NotFound` if the URL does not exist."""
 
     def names(self, url: Url) -> list[str]:
-        """Return the names in a folder; raise `FormatError` if it cannot be listed."""
+        """Return the names in a folder. Raise `FormatError` if it cannot be listed."""
 
     def cancel(self) -> None:
-        """End requests that wait in other threads."""
+        """End the requests that other threads wait for."""
 
 
 class Store:
-    """How URLs that belong together are read, and what it has taken so far.
+    """Reads the URLs of one `open` with the same options, and counts requests and bytes.
 
     Attributes:
-        timeout: seconds without a byte after which a server is given up.
-        headers: of every request to the host of the URL; no other host sees them.
-        rest: options for fsspec.
-        requests: how many were made.
-        received: bytes that came.
-        transport: how the bytes are had.
+        timeout: Seconds without a byte after which a request fails.
+        headers: Added to each request to the URL's own host. No other host receives them.
+        rest: Options for fsspec.
+        requests: The number of requests so far.
+        received: The number of bytes received so far.
+        transport: Makes the requests.
     """
 
     def __init__(self, transport: Callable[[Store], Transport], options: Mapping[str, Any]) -> None:
@@ -263,12 +262,14 @@ class Store:
         self.tries, self.timeout = ours["tries"], ours["timeout"]
         self.headers = ours["headers"]
         if type(self.tries) is not int or self.tries < 1:
-            raise ValueError(f'storage_options["tries"] is a number from 1 on, not {self.tries!r}')
+            what = "must be an integer from 1"
+            raise ValueError(f'storage_options["tries"] {what}, not {self.tries!r}')
         if not isinstance(self.timeout, (int, float)) or not self.timeout > 0:
-            raise ValueError(f'storage_options["timeout"] is seconds, not {self.timeout!r}')
+            what = "must be a positive number of seconds"
+            raise ValueError(f'storage_options["timeout"] {what}, not {self.timeout!r}')
         texts = (*self.headers, *self.headers.values()) if isinstance(self.headers, dict) else [0]
         if not all(type(text) is str for text in texts):
-            raise TypeError('storage_options["headers"] is a dict of texts')
+            raise TypeError('storage_options["headers"] must be a dict of strings')
         self.rest = {name: value for name, value in options.items() if name not in _DEFAULTS}
         self.requests = self.received = 0
         self._lock = threading.Lock()
@@ -279,36 +280,36 @@ class Store:
     def __reduce__(self) -> tuple[object, ...]:
         return Store, self._made_by
 
-    def reads_as(self, other: Store) -> bool:
-        """Return whether another store reads the same behind a URL."""
+    def has_options_of(self, other: Store) -> bool:
+        """Return whether another store has the same transport and options."""
         return self is other or self._made_by == other._made_by
 
     def count(self, requests: int, received: int) -> None:
-        """Note requests that were made, and bytes that came."""
+        """Add to the numbers of requests and of bytes received."""
         with self._lock:
             self.requests += requests
             self.received += received
 
     def head(self, url: Url) -> tuple[UrlStamp, bytes]:
-        """Return what identifies an object, and its first bytes, at most `HEAD`."""
+        """Return the stamp of an object and at most `HEAD` of its first bytes."""
         known = self._heads.pop(url.target, None)
-        return known or self.patiently(url, lambda: self.transport.head(url))
+        return known or self.retry(url, lambda: self.transport.head(url))
 
     def stamp(self, url: Url) -> UrlStamp:
-        """Return what identifies an object now."""
-        return self.patiently(url, lambda: self.transport.stamp(url))
+        """Return the stamp of an object as it is now."""
+        return self.retry(url, lambda: self.transport.stamp(url))
 
     def keep_head(self, url: Url) -> bytes:
-        """Return the head of an object, which is there for whoever opens it next."""
-        # Another thread may take it from there at once.
+        """Return the first bytes of an object, and keep them for the next `head`."""
+        # Not read back from the dict: another thread may take them from there at once.
         found = self._heads[url.target] = self.head(url)
         return found[1]
 
-    def patiently(self, url: Url, call: Callable[[], _T]) -> _T:
-        """Return what a call returns, which is tried again where its failure may pass.
+    def retry(self, url: Url, call: Callable[[], _T]) -> _T:
+        """Call a function until it succeeds or cannot succeed, and return its result.
 
         Raises:
-            CheckpointError: it does not.
+            CheckpointError: If the last try failed.
         """
         started, pause, cancelled = time.monotonic(), _FIRST_PAUSE, self._cancelled
         for tried in range(1, self.tries + 1):
@@ -320,25 +321,24 @@ class Store:
                 break
             import random
 
-            # Not all of a thousand readers at the same moment.
+            # A random pause, so that a thousand readers do not all come back at the same moment.
             wait = max(trouble.after, pause * random.uniform(0.5, 1.0))
             if time.monotonic() + wait > started + _PATIENCE or cancelled.wait(wait):
                 break
             pause = min(2 * pause, _LONGEST_PAUSE)
         if cancelled.is_set():
             raise Unreachable("the read was cancelled", file=url)
-        # Out of the block above: with what was caught there as its context, it could show more of
-        # the URL than it says itself.
+        # Raised outside of the except block: the context of the error could show the signed URL.
         raise trouble.error
 
     def cancel(self) -> None:
-        """End all reads that are in progress in other threads; later ones work."""
+        """End the reads that run in other threads. Later reads work."""
         cancelled, self._cancelled = self._cancelled, threading.Event()
         cancelled.set()
         self.transport.cancel()
 
-    def cleaned(self, url: Url, text: str) -> str:
-        """Return a text of somebody else's without what is secret of a URL and of the options."""
+    def remove_secrets(self, url: Url, text: str) -> str:
+        """Remove the secrets of a URL and of the options from a text of another library."""
         text = text.replace(url.target, url)
         parts = _split(url.target)
         pairs, user = parts.query.split("&"), parts.netloc.rpartition("@")[0]
@@ -346,7 +346,7 @@ class Store:
         secrets += [*_texts(self.rest), *_texts(self.headers)]
         for secret in sorted((s for s in secrets if len(s) > 3), key=len, reverse=True):
             text = text.replace(secret, "...")
-        # Of other URLs in it, which may be signed too, what they would show.
+        # Other URLs in the text may be signed too: remove their users and queries.
         return re.sub(r"(\w://)(?:[^/\s@]*@)?([^\s?'\"]*)(?:\?[^\s'\"]*)?", r"\1\2", text)
 
 
@@ -360,7 +360,7 @@ def _texts(options: object) -> list[str]:
 
 
 class RemoteFile(Opened):
-    """An object behind a URL, as it was when its stamp was taken."""
+    """An object behind a URL, open for reading."""
 
     def __init__(self, url: Url, stamp: UrlStamp | None = None) -> None:
         self.place = self._url = url
@@ -369,29 +369,29 @@ class RemoteFile(Opened):
         self.stamp, self.size = stamp, stamp.size
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
-        """Fill buffers, one after the other, with the bytes from a place on.
+        """Fill the buffers in order with the bytes that start at an offset.
 
         Raises:
-            IntegrityError: the object is another one now.
-            CheckpointError: it cannot be read.
+            IntegrityError: If the object changed.
+            CheckpointError: If the object cannot be read.
         """
         url, stamp = self._url, self.stamp
         room = min(sum(map(len, buffers)), self.size - offset)
         if room <= 0:
             return 0
         if room < sum(map(len, buffers)):
-            buffers = _first(buffers, room)
+            buffers = _clip(buffers, room)
         store = url.store
-        return store.patiently(url, lambda: store.transport.read_into(url, stamp, buffers, offset))
+        return store.retry(url, lambda: store.transport.read_into(url, stamp, buffers, offset))
 
     def check(self) -> None:
-        """Refuse it where it is not what it was, and where what was read does not say so."""
+        """Raise an error if the object changed, unless each answer was checked already."""
         if not self._url.store.transport.is_exact:
             self.stamp.check(self._url)
 
 
-def _first(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
-    """Return buffers for the first bytes only."""
+def _clip(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
+    """Return buffers for the first `nbytes` bytes only."""
     found = []
     for buffer in buffers:
         found.append(buffer[:nbytes])

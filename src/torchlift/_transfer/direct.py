@@ -1,15 +1,15 @@
-"""Reading what is not in the page cache: past it, with many large reads at once.
+"""Read bytes that are not in the page cache: past it (O_DIRECT), with many large reads in parallel.
 
-A read through the page cache is copied there first, pushes out what the machine serves from it, and
-asks the disk for one stretch at a time. Linux reads past it with O_DIRECT, which wants memory, file
-offset and length in multiples of the device's blocks; so such reads land in a few stages of huge
-pages, and are copied from there. In small pages one request of the device holds 254 of them.
+A read through the page cache is copied twice, evicts other files, and requests one range of the
+disk after the other. Linux bypasses the page cache with O_DIRECT. O_DIRECT requires that memory,
+file offset and length are multiples of the device's blocks. Such reads therefore go to a few stages
+of huge pages, and are copied from there. One request of the device covers at most 254 small pages.
 
-Measured on 2 cores, 2.1 GB on a virtual disk, C with 8 threads of 4 MiB: 0.61 s into stages of
-huge pages, 1.7 to 2.0 s into stages of small ones; copied on from there into fresh memory, 0.70 to
-0.91 s, and `torchlift.load` 0.79 to 0.89 s. 16 threads of 16 MiB without stages: 0.61 to 2.7 s into
-huge pages, of which the host may have none at hand, 1.3 to 1.9 s into small ones. Through the page
-cache the same C took 0.95 to 2.2 s, and `torchlift.load` 1.33 to 1.53 s.
+Measured for 2.1 GB on a virtual disk with 2 cores, by a C program with 8 threads of 4 MiB. A read
+took 0.61 s into stages of huge pages, and 1.7 to 2.0 s into stages of small pages. With the copy
+into new memory it took 0.70 to 0.91 s, and `torchlift.load` took 0.79 to 0.89 s. Without stages, 16
+threads of 16 MiB took 0.61 to 2.7 s into huge pages, and 1.3 to 1.9 s into small pages. Through the
+page cache, the same program took 0.95 to 2.2 s, and `torchlift.load` 1.33 to 1.53 s.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import mmap
 import os
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Literal, Self
 
@@ -29,33 +30,33 @@ from torchlift._system.memory import c_function
 from torchlift._transfer.files import is_network
 from torchlift._transfer.pages import HugePages, allocate
 
-#: Threads that wait for a disk, or for a network, at a time. They ask for what lies side by side,
-#: for disks that seek: which ones do is not known, virtual ones call themselves rotational.
+#: Threads that wait for a disk or a network in parallel. They read neighbouring ranges, because a
+#: disk may have to seek. Which disks seek is not known: virtual disks claim to be rotational.
 DEPTH = 12
-#: Bytes of a stage, and how many of them one job may fill: it begins and ends inside of a page.
+#: Bytes of a stage. One read may fill less, because it can start and end inside of a page.
 STAGE = 4 << 20
 MOST = STAGE - 2 * mmap.PAGESIZE
 _SWITCH = "TORCHLIFT_DIRECT_IO"
-_CACHESTAT = 451  # the same number on every machine
-_PROBES = 8  # places of a range that are looked at
-_SMALL = 4 << 20  # what is not worth asking for
+_CACHESTAT = 451  # the system call has this number on every architecture
+_PROBES = 8  # bytes of a range that are tested for being in the page cache
+_SMALL = 4 << 20  # smaller reads of a file, in bytes, gain nothing from O_DIRECT
 _SYSCALL, _MADVISE = c_function("syscall"), c_function("madvise")
-_POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14, of which Python has no name
+_POPULATE_READ = 22  # MADV_POPULATE_READ (Linux 5.14), which Python does not name
 
 
 class OpenFile:
-    """A file that is read from: through the page cache and, where that is possible, past it.
+    """A file that is read through the page cache or, if possible, past it.
 
     Args:
-        file: absolute path.
-        descriptor: of the file; somebody else closes it.
-        nbytes: how much of it will be read.
-        own: the threads' memory.
+        file: The absolute path.
+        descriptor: The descriptor of the file. The caller closes it.
+        nbytes: How many bytes of the file will be read.
+        own: The stages of the threads.
     """
 
     def __init__(self, file: str, descriptor: int, nbytes: int, own: OwnStage) -> None:
         self.descriptor, self.own = descriptor, own
-        self._choice = _choice() if nbytes >= _SMALL else "never"
+        self._choice = _read_switch() if nbytes >= _SMALL else "never"
         self._is_shared = self._choice == "auto" and _is_shared(descriptor, nbytes)
         self._passing: list[tuple[int, int]] = []
         self._direct: int | None = None
@@ -64,31 +65,35 @@ class OpenFile:
             self._direct = -1
 
     def is_cold(self, offset: int, nbytes: int) -> bool:
-        """Return whether the disk has to be asked for most of a range, or is to be."""
+        """Return whether to read a range past the page cache."""
         if self._choice == "never" or (
             self._choice == "auto" and _is_cached(self.descriptor, offset, nbytes)
         ):
             return False
-        if self._direct is None:  # not before: of a thousand files there is one descriptor already
+        if self._direct is None:  # late: a second descriptor for each file could exceed the limit
             self._direct = _open_direct(self.descriptor)
         return True
 
-    def mapped(self, offset: int, nbytes: int) -> torch.Tensor | None:
-        """Return a range as bytes of a map of its own, all of whose pages are there.
+    def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
+        """Fill the buffers in order with the bytes that start at an offset."""
+        return os.preadv(self.descriptor, buffers, offset)
 
-        Copying out of it costs no call for each of many short runs, and none of what lies between
-        them. The pages are asked for at once, so that a disk that fails, or a file that ends early,
-        is an answer here and not a SIGBUS afterwards.
+    def map(self, offset: int, nbytes: int) -> torch.Tensor | None:
+        """Map a range and populate all of its pages. Return it as a tensor of bytes.
+
+        Many short rows are copied out of the map without a system call for each, and without the
+        bytes between them. The pages are populated here, because a later access to a missing page
+        would kill the process (SIGBUS) if the disk fails or the file was truncated.
 
         Returns:
-            None where the range has to be read: behind a network, on another system, on a Linux
-            before 5.14; and where reading it will fail, too, with an error that says why.
+            None if the range has to be read instead: on a network file system, before Linux 5.14,
+            on another system, or if a page cannot be populated. The read then raises the error.
         """
         if self._is_far:
             return None
         lead = offset % mmap.ALLOCATIONGRANULARITY
         try:
-            # Writable, because torch warns of a buffer that is not; nothing is written there.
+            # Writable, because torch warns about a read-only buffer. Nothing is written.
             area = mmap.mmap(
                 self.descriptor,
                 lead + nbytes,
@@ -106,21 +111,21 @@ class OpenFile:
         return found if failed == 0 else None
 
     def read_direct(self, offset: int, nbytes: int) -> int | None:
-        """Read a range into this thread's memory; return where in it that begins.
+        """Read a range into this thread's stage.
 
         Returns:
-            None where the range has to be read through the page cache: the file system cannot do
-            otherwise, or the file ends before the range does.
+            The offset in the stage, or None if the range has to be read through the page cache. The
+            file system may not support O_DIRECT, or the file may end inside the range.
 
         Raises:
-            OSError: the read failed.
+            OSError: If the read failed.
         """
         lead = offset % mmap.PAGESIZE
         start, stop = offset - lead, offset + nbytes
         stop += -stop % mmap.PAGESIZE
         room, done = buffer(self.own.memory.data_ptr(), stop - start), 0
         while done < lead + nbytes:
-            # Not a multiple of a page: the file ended there.
+            # A read that is not a multiple of a page is the end of the file.
             if self._direct is None or self._direct < 0 or done % mmap.PAGESIZE:
                 return None
             try:
@@ -135,7 +140,7 @@ class OpenFile:
         return lead
 
     def forget(self, offset: int, nbytes: int) -> None:
-        """Have a range that was not in the page cache dropped from it when all is read."""
+        """Drop a range from the page cache when the context ends."""
         if self._choice == "auto" and not self._is_shared:
             self._passing.append((offset, offset + nbytes))
 
@@ -145,7 +150,7 @@ class OpenFile:
     def __exit__(self, *_: object) -> None:
         start = end = 0
         for first, last in (*sorted(self._passing), (sys.maxsize, 0)):
-            # In one go: pages that the kernel keeps together are dropped together.
+            # Neighbours in one call: the kernel drops a large page only if it is all inside.
             if first - end > mmap.PAGESIZE:
                 if end > start:
                     os.posix_fadvise(self.descriptor, start, end - start, os.POSIX_FADV_DONTNEED)
@@ -156,14 +161,14 @@ class OpenFile:
 
 
 class OwnStage:
-    """Memory that each thread has of its own, in huge pages where the machine has them."""
+    """One stage for each thread, in huge pages if the machine has them."""
 
     def __init__(self) -> None:
         self._own = threading.local()
 
     @property
     def memory(self) -> torch.Tensor:
-        """The calling thread's, `STAGE` bytes; made when it is first asked for."""
+        """Return the calling thread's stage of `STAGE` bytes. It is allocated on first use."""
         if not hasattr(self._own, "memory"):
             self._own.memory = allocate(STAGE, torch.uint8, torch.device("cpu"))
             HugePages().back(self._own.memory.data_ptr(), STAGE)
@@ -172,11 +177,11 @@ class OwnStage:
 
 
 def buffer(address: int, nbytes: int) -> memoryview:
-    """Return the buffer protocol over memory, which the caller keeps alive."""
+    """Return memory as a buffer, without NumPy. The caller keeps the memory alive."""
     return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
 
 
-def _choice() -> Literal["auto", "always", "never"]:
+def _read_switch() -> Literal["auto", "always", "never"]:
     found = os.environ.get(_SWITCH) or "auto"
     if found in ("auto", "always", "never"):
         return found  # type: ignore[return-value]
@@ -184,25 +189,25 @@ def _choice() -> Literal["auto", "always", "never"]:
 
 
 def _is_shared(descriptor: int, nbytes: int) -> bool:
-    """Whether other processes of the job will probably read the same bytes of a file."""
-    alone = os.environ.get("LOCAL_WORLD_SIZE", "1") == "1"  # what torchrun sets
-    return not alone and 2 * nbytes > os.fstat(descriptor).st_size
+    """Return whether other processes of the job will probably read the same bytes of a file."""
+    is_alone = os.environ.get("LOCAL_WORLD_SIZE", "1") == "1"  # torchrun sets it
+    return not is_alone and 2 * nbytes > os.fstat(descriptor).st_size
 
 
 def _open_direct(descriptor: int) -> int:
-    """Open a file once more, past the page cache; -1 where that is not possible."""
+    """Open a file again with O_DIRECT. Return -1 if that is not possible."""
     try:
-        # What the descriptor stands for, not what has its name by now.
+        # By its descriptor: another file may have taken its name.
         return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-    except (AttributeError, OSError):  # another system, tmpfs, some of FUSE
+    except (AttributeError, OSError):  # another system, tmpfs, some FUSE file systems
         return -1
 
 
 def _is_cached(descriptor: int, offset: int, nbytes: int) -> bool:
-    """Whether the page cache has most of a range, as far as anybody can tell.
+    """Return whether the page cache has most of a range.
 
-    A read that must not wait is believed. cachestat(2), of Linux 6.5, finds nothing of what is
-    cached below an overlay, and mincore(2) all of a file that this process may not write to.
+    Reads that must not wait (RWF_NOWAIT) test some bytes. cachestat(2) of Linux 6.5 does not see
+    files below an overlay. mincore(2) reports all pages of a file that this process cannot write.
     """
     byte, hits = bytearray(1), 0
     try:
@@ -215,9 +220,9 @@ def _is_cached(descriptor: int, offset: int, nbytes: int) -> bool:
         finally:
             os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_NORMAL)
         return 2 * hits >= _PROBES
-    except (AttributeError, OSError):  # another system; or NFS and others, which know no such read
+    except (AttributeError, OSError):  # another system, or NFS, which does not support RWF_NOWAIT
         if sys.platform != "linux":
             return True
         span, found = (ctypes.c_uint64 * 2)(offset, nbytes), (ctypes.c_uint64 * 5)()
-        asked = _SYSCALL(ctypes.c_long(_CACHESTAT), descriptor, span, found, 0)
-        return asked != 0 or 2 * int(found[0]) * mmap.PAGESIZE >= nbytes
+        failed = _SYSCALL(ctypes.c_long(_CACHESTAT), descriptor, span, found, 0)
+        return failed != 0 or 2 * int(found[0]) * mmap.PAGESIZE >= nbytes

@@ -1,6 +1,6 @@
-"""The data files of a checkpoint: opened once, checked to be the ones that were indexed, mapped.
+"""Open and map the data files of a checkpoint, and detect files that changed since the index.
 
-And whether they lie on a disk of this machine or behind a network.
+`is_network` detects network file systems.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -24,7 +25,7 @@ from torchlift.errors import CheckpointError, FormatError, IntegrityError
 from torchlift.formats.index import Record
 from torchlift.formats.zip_archive import inflated
 
-# Mapping a file there turns every page fault into a round trip: 30-50x slower than reading
+# On these file systems each page fault of a map is a round trip: 30 to 50 times slower than a read
 # (huggingface/safetensors#562, sgl-project/sglang#37806).
 # fmt: off
 _NETWORK = (
@@ -32,21 +33,29 @@ _NETWORK = (
     "orangefs panfs smb2 smb3 smbfs virtiofs wekafs"
 )
 _MOUNTS = "/proc/self/mountinfo"
-_STEP = 8 << 20  # bytes of a deflated record that are read at a time
+_STEP = 8 << 20  # bytes of a compressed record in one read
+
+
+class Place(NamedTuple):
+    """A byte range of a file or URL."""
+
+    file: str
+    offset: int  # the first byte
+    nbytes: int
 
 
 class Files:
     """The data files of one checkpoint, opened once and checked against their stamps.
 
-    A file that is not the one that was indexed (truncated, replaced, written over) is refused here,
-    because its offsets mean nothing any more, and a map past its end would be a SIGBUS.
+    A file that was truncated, replaced or overwritten raises an error. Its offsets would be wrong,
+    and a read from a map past its end would kill the process (SIGBUS).
 
     Args:
-        stamps: every file -> what identifies it.
+        stamps: The stamp of each file.
 
     Attributes:
-        stamps: every file -> what identifies it.
-        ahead: (file, first byte, number of bytes) -> what was read of a URL before it is asked for.
+        stamps: The stamp of each file.
+        ahead: Bytes of URLs that `read_ahead` loaded before they are used.
     """
 
     def __init__(self, stamps: Mapping[str, Stamp]) -> None:
@@ -54,8 +63,8 @@ class Files:
         self._opened: dict[str, Opened] = {}
         self._maps: dict[str, mmap.mmap] = {}
         self._lock = threading.Lock()
-        self.ahead: dict[tuple[str, int, int], torch.Tensor] = {}
-        # A checkpoint that nobody closes must not keep its descriptors for ever.
+        self.ahead: dict[Place, torch.Tensor] = {}
+        # Else a checkpoint that is never closed would leak its descriptors.
         weakref.finalize(self, _close_all, self._opened)
 
     def __enter__(self) -> Files:
@@ -65,72 +74,72 @@ class Files:
         self.close()
 
     def descriptor(self, file: str) -> int:
-        """An open file descriptor for `file`.
+        """Return an open descriptor of a file.
 
         Raises:
-            IntegrityError: the file is gone or is not the one that was indexed.
+            IntegrityError: If the file is missing or changed.
         """
         with self._lock:
-            return self._checked(file)
+            return self._check_descriptor(file)
 
-    def opened(self, file: str) -> Opened:
-        """Return a file, open; of a URL, every read looks whether it is what was indexed.
+    def open(self, file: str) -> Opened:
+        """Open a file or URL. Each read of a URL checks that the object has not changed.
 
         Raises:
-            IntegrityError: the file is gone or is not the one that was indexed.
+            IntegrityError: If the file is missing or changed.
         """
         with self._lock:
             return self._open(file)
 
-    def mapped(
+    def map(
         self, file: str, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8
     ) -> torch.Tensor:
-        """Bytes of `file` as a flat tensor over a private, writable, lazily read map.
+        """Return bytes of a file as a flat tensor over a private, writable map.
 
-        The tensor has a storage of its own, so that saving it does not save the whole file.
-        Writing to it changes the process's memory, one page at a time, and never the file. The
-        pages are file-backed until then: they cost no anonymous memory and can be evicted.
+        The tensor has its own storage, so that to save it does not save the complete file. A write
+        to the tensor copies one page into memory of the process and does not change the file. Other
+        pages stay file-backed: they use no anonymous memory, and the kernel can evict them.
 
         Raises:
-            IntegrityError: the file is gone, is not the one that was indexed, or cannot be mapped.
+            IntegrityError: If the file is missing, changed, or cannot be mapped.
         """
         area = self._maps.get(file)
         if area is None:
             with self._lock:
-                area = self._maps.get(file) or self._mapped(file)
+                area = self._maps.get(file) or self._map(file)
         return torch.frombuffer(area, dtype=dtype, count=nbytes // dtype.itemsize, offset=offset)
 
     def read(self, file: str, offset: int, nbytes: int) -> bytearray:
-        """Return a few bytes of `file`, by one call of the system where it is open.
+        """Read a few bytes of a file, with one system call if the file is open.
 
-        Unlike `descriptor`, it looks at the stamp when it opens the file, and not at each call.
+        The stamp is compared when the file is opened, but not in each call as in `descriptor`.
 
         Raises:
-            IntegrityError: they cannot be read, or the file is not the one that was indexed.
+            IntegrityError: If the file cannot be read or changed.
         """
         opened = self._opened.get(file)
         descriptor = self.descriptor(file) if opened is None else opened.descriptor
         data, at = bytearray(nbytes), 0
         while at < nbytes:
-            with _failing("cannot be read", file, self.stamps[file]):
+            with _translate_errors("cannot be read", file, self.stamps[file]):
                 got = os.preadv(descriptor, [memoryview(data)[at:] if at else data], offset + at)
             if not got:
                 raise IntegrityError("the file ends early", file=self.stamps[file].shown or file)
             at += got
         return data
 
-    def inflated(self, file: str, record: Record) -> bytearray:
-        """Return what a deflated record of `file` holds, in memory.
+    def inflate(self, file: str, record: Record) -> bytearray:
+        """Return the decompressed bytes of a record.
 
         Raises:
-            IntegrityError: the file is not the one that was indexed, or is damaged.
+            IntegrityError: If the file changed or is damaged.
         """
-        stamp, at, whole = self.stamps[file], 0, bytearray(record.size)
+        stamp, at, content = self.stamps[file], 0, bytearray(record.size)
         try:
-            with _failing("cannot be read", file, stamp):
-                # Of a URL, each step is a request of its own.
-                for block in inflated(self.opened(file).read, record, _STEP):
-                    whole[at : at + len(block)] = block
+            with _translate_errors("cannot be read", file, stamp):
+                # Each step of a URL is one request.
+                for block in inflated(self.open(file).read, record, _STEP):
+                    content[at : at + len(block)] = block
                     at += len(block)
         except FormatError as error:
             raise IntegrityError(
@@ -141,10 +150,10 @@ class Files:
                 found=error.found,
                 hint=error.hint,
             ) from error
-        return whole
+        return content
 
     def close(self) -> None:
-        """Close the descriptors and forget the maps; tensors made from a map stay valid."""
+        """Close the descriptors and drop the maps. Tensors over a map stay valid."""
         with self._lock:
             _close_all(self._opened)
             self._maps.clear()
@@ -153,31 +162,30 @@ class Files:
     def _open(self, file: str) -> Opened:
         found, stamp = self._opened.get(file), self.stamps[file]
         if found is None:
-            hint = "The checkpoint's files must stay in place until it is loaded."
-            with _failing("cannot be opened any more", file, stamp, hint):
+            hint = "Keep the files of a checkpoint in place until it is loaded."
+            with _translate_errors("cannot be opened any more", file, stamp, hint):
                 found = self._opened[file] = stamp.open(file)
         return found
 
-    def _checked(self, file: str) -> int:
+    def _check_descriptor(self, file: str) -> int:
         descriptor = self._open(file).descriptor
         self.stamps[file].check(file, descriptor)
         return descriptor
 
-    def _mapped(self, file: str) -> mmap.mmap:
+    def _map(self, file: str) -> mmap.mmap:
         was_open = file in self._opened
-        descriptor, stamp = self._checked(file), self.stamps[file]
+        descriptor, stamp = self._check_descriptor(file), self.stamps[file]
         hint = 'Load with source="read", which needs no map.'
-        with _failing("cannot be mapped", file, stamp, hint):
-            # Without MAP_NORESERVE the kernel refuses a private writable map larger than RAM +
-            # swap, although nothing is ever written to most of it. The constant is missing before
-            # Python 3.13.
+        with _translate_errors("cannot be mapped", file, stamp, hint):
+            # Without MAP_NORESERVE the kernel refuses a private writable map larger than RAM and
+            # swap together, although most of it is never written. Python 3.13 names the constant.
             flags = mmap.MAP_PRIVATE | (0x4000 if sys.platform == "linux" else 0)
             area = self._maps[file] = mmap.mmap(
                 descriptor, stamp.size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE
             )
         if not was_open:
-            # The map has a descriptor of its own. Two for each of a thousand shards would be more
-            # than most systems allow.
+            # The map has its own descriptor. Two for each of a thousand shards would exceed the
+            # limit of most systems.
             self._opened.pop(file).close()
         return area
 
@@ -188,24 +196,26 @@ def _close_all(opened: dict[str, Opened]) -> None:
 
 
 @contextmanager
-def _failing(what: str, file: str, stamp: Stamp, hint: str | None = None) -> Iterator[None]:
-    """Say of an error of the system what could not be done with which file."""
+def _translate_errors(
+    what: str, file: str, stamp: Stamp, hint: str | None = None
+) -> Iterator[None]:
+    """Turn an `OSError` into an `IntegrityError` that names the file and what failed."""
     try:
         yield
-    except CheckpointError:  # some are Python's own, too
+    except CheckpointError:  # some of these are an OSError too, such as NotFound
         raise
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
-            hint = "Allow more open files (ulimit -n): every file of the checkpoint needs one."
+            hint = "Allow more open files with ulimit -n. Each file of the checkpoint needs one."
         reason = f"{what} ({error.strerror})"
         raise IntegrityError(reason, file=stamp.shown or file, hint=hint) from error
 
 
-@lru_cache(maxsize=4096)  # asked for each tensor, of few files
+@lru_cache(maxsize=4096)  # called for each tensor, but with few different files
 def is_network(path: str | os.PathLike[str]) -> bool:
-    """Whether `path` lives on a network or user-space (FUSE) file system.
+    """Return whether a path is on a network or user-space (FUSE) file system.
 
-    Where the answer cannot be found (no ``/proc``, an unknown device), the file counts as local.
+    The path counts as local if the file system cannot be found (no ``/proc``, an unknown device).
 
     Example:
         >>> import tempfile
@@ -217,17 +227,17 @@ def is_network(path: str | os.PathLike[str]) -> bool:
 
 
 def file_system(path: str | os.PathLike[str]) -> str:
-    """Return the type of the file system that `path` lives on; empty where it cannot be found."""
+    """Return the type of a path's file system, or an empty string if it cannot be found."""
     try:
         device = os.stat(path).st_dev
-        return _kinds().get((os.major(device), os.minor(device)), "")
+        return _list_types().get((os.major(device), os.minor(device)), "")
     except OSError:
         return ""
 
 
-def _kinds() -> dict[tuple[int, int], str]:
-    # "36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root rw": the optional fields before
-    # " - " vary in number, so the type is found from the separator.
+def _list_types() -> dict[tuple[int, int], str]:
+    # "36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root rw": the number of fields before
+    # " - " varies, so that the type is found from the separator.
     try:
         with open(_MOUNTS, encoding="utf-8", errors="replace") as lines:
             found = re.findall(r"(?m)^\S+ \S+ (\d+):(\d+) .*? - (\S+)", lines.read())

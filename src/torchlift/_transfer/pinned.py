@@ -1,10 +1,11 @@
-"""Copies host memory to CUDA devices through pinned memory, which they fetch from by themselves.
+"""Copy host memory to CUDA devices through pinned memory, which a device reads without the CPU.
 
-Measured on an H100 beside 16 cores, 2.1 GB of a mapped file in the page cache into a live model:
-copied one by one by torch 0.32-0.36 s, through 8 pinned pieces of 4 MiB that 8 threads fill 0.16;
-with one thread for torch, as torchrun gives it, 0.35 and 0.15; cast to bfloat16 then, 0.52 and
-0.15. Where torch's own threads fill the pieces, it is 0.08 s by itself in place of 0.10, and with
-one thread 0.29-0.44. Tensors of 1 MiB gain a factor of 2, of 256 KiB nothing.
+Measured on an H100 with 16 cores: 2.1 GB of a mapped file in the page cache, into a live model.
+torch took 0.32 to 0.36 s, one tensor after the other. 8 pinned pieces of 4 MiB, filled by 8
+threads, took 0.16 s. If torch has one thread, as under torchrun, these times are 0.35 and 0.15 s,
+and with a cast to bfloat16 0.52 and 0.15 s. Tensors of 1 MiB are twice as fast. Tensors of 256 KiB
+gain nothing. If torch's own threads fill the pieces, the copy alone takes 0.08 s instead of 0.10,
+but 0.29 to 0.44 s if torch has one thread.
 
 The number of pieces was measured on an H200 with 16 cores and files in the page cache, in five
 new processes for each number. The first load, of 2.1 GB, took 0.136 s with 8 pieces, 0.126 s with
@@ -24,18 +25,18 @@ from typing import NamedTuple
 
 import torch
 
-#: Threads that read or copy at a time.
+#: Threads that read or copy in parallel.
 THREADS = max(2, min(8, os.cpu_count() or 2))
-#: Bytes of each stage, and how many: threads fill some while a device fetches from others.
+#: Bytes of each stage, and the number of stages. Threads fill some while a device reads others.
 STAGE, COUNT = 4 << 20, 12
-_LARGE = 1 << 20  # bytes from which on a tensor is worth it
+_LARGE = 1 << 20  # smaller tensors, in bytes, gain nothing from pinned memory
 
 
 class Stages:
-    """Pieces of memory to stage in, from some of which devices may still fetch.
+    """Pieces of memory for staging. Devices may still be reading some of them.
 
     Args:
-        free: those that can be used, to which all the others come back.
+        free: The pieces that can be used. Used pieces return to this list.
     """
 
     def __init__(self, free: list[torch.Tensor]) -> None:
@@ -43,12 +44,12 @@ class Stages:
         self._used: deque[tuple[torch.Tensor, list[torch.Event]]] = deque()
 
     def take(self, wait: bool) -> torch.Tensor | None:
-        """Return one, when the devices have fetched what it has; None: none is free.
+        """Return a free piece, or None.
 
         Args:
-            wait: whether to wait for the devices. Who has something to send to them is not to: a
-                device that only takes time, 2.5 GB/s of it, was busy 80 to 85 % like that, and is
-                92 to 94 % (three runs each, 2 cores, 2.1 GB).
+            wait: Whether to wait until a device has read a piece. Pass False while there is
+                something to send. A simulated device of 2.5 GB/s was then busy for 92 to 94 % of
+                the time, instead of 80 to 85 % (three runs each, 2 cores, 2.1 GB).
         """
         while self._used and (
             all(event.query() for event in self._used[0][1]) or (wait and not self._free)
@@ -57,14 +58,14 @@ class Stages:
         return self._free.pop() if self._free else None
 
     def put_back(self, stage: torch.Tensor, devices: Iterable[torch.device]) -> None:
-        """Take one from which these devices fetch, each on the current stream."""
+        """Return a piece that these devices read on their current streams."""
         if events := [stream_of(device).record_event() for device in devices]:
             self._used.append((stage, events))
         else:
             self._free.append(stage)
 
     def wait(self) -> None:
-        """Wait until the devices have fetched all of it."""
+        """Wait until the devices have read all pieces."""
         while self._used:
             self._reuse()
 
@@ -75,37 +76,37 @@ class Stages:
         self._free.append(stage)
 
 
-def pinned(nbytes: int) -> torch.Tensor:
-    """Return memory that a device can fetch from by itself; other memory where none can be had."""
+def allocate_pinned(nbytes: int) -> torch.Tensor:
+    """Allocate pinned memory, or pageable memory if none can be pinned."""
     try:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-    except RuntimeError:  # a limit of locked memory, say: the driver copies it then
+    except RuntimeError:  # such as a limit of locked memory: the driver then makes a copy
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 def stream_of(device: torch.device) -> torch.Stream:
-    """Return the stream in whose order a device fetches: the caller's."""
+    """Return the caller's current stream on a device."""
     return torch.accelerator.current_stream(device)
 
 
 class _Copy(NamedTuple):
-    """What is to be copied: as it is, or when it is in the stage that `filled` gives."""
+    """A copy that is not sent yet."""
 
     values: torch.Tensor
     target: torch.Tensor
-    filled: Future[torch.Tensor] | None = None
+    #: The stage that will hold the values. None copies `values` directly.
+    stage: Future[torch.Tensor] | None = None
 
 
 class Sender:
-    """Copies tensors over others; large ones through memory that CUDA devices fetch from.
+    """Copies tensors over others. Large tensors go to CUDA devices through pinned memory.
 
-    What was copied is there when the context ends, in the order of the calls. The memory and the
-    threads that this takes, it takes here, before anything is written; without them it copies as
-    torch does, which needs none.
+    All copies are complete when the context ends, in the order of the calls. Memory and threads are
+    allocated in the constructor, before anything is written. If that fails, torch copies.
 
     Args:
-        targets: what will be written to.
-        cast: those of them that get numbers of another dtype.
+        targets: The tensors that will be overwritten.
+        cast: The targets whose new values have another dtype.
     """
 
     def __init__(self, targets: Iterable[torch.Tensor], cast: Iterable[torch.Tensor] = ()) -> None:
@@ -119,22 +120,22 @@ class Sender:
         pool = ThreadPoolExecutor(THREADS, "torchlift-copy")
         try:
             count = min(COUNT, -(-nbytes // STAGE))
-            self._stages = Stages([pinned(STAGE) for _ in range(count)])
-            # Pieces are cast where they arrive: torch would cast whole tensors on the host.
+            self._stages = Stages([allocate_pinned(STAGE) for _ in range(count)])
+            # The device casts each piece. torch would cast complete tensors on the host.
             self._landings = {
                 device: torch.empty(STAGE, dtype=torch.uint8, device=device) for device in devices
             }
             for _ in range(THREADS):
                 pool.submit(ready.wait)
             self._pool = pool
-        except RuntimeError:  # no memory, or no threads
+        except RuntimeError:  # not enough memory or threads
             ready.abort()
             pool.shutdown()
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy one over the other, which has its shape: now, or before the context ends."""
+        """Copy a tensor over another of the same shape, now or before the context ends."""
         if self._pool is None or not self._is_worth_it(source, target):
-            if self._waiting and target.is_cuda:  # it may be a part of what is yet to be written
+            if self._waiting and target.is_cuda:  # keep the order: the targets may overlap
                 self._waiting.append(_Copy(source, target))
             else:
                 target.copy_(source)
@@ -150,22 +151,22 @@ class Sender:
     def _is_worth_it(self, source: torch.Tensor, target: torch.Tensor) -> bool:
         if not (_is_large(target) and _is_plain(source) and source.is_cpu) or source.is_pinned():
             return False
-        # Floats that fit no integer become others on a device than on the host.
+        # A float outside of an integer's range is cast differently on a device and on the host.
         floats = source.is_floating_point() and target.is_floating_point()
         return source.dtype == target.dtype or (floats and target.device in self._landings)
 
     def flush(self) -> None:
-        """Queue all of it on the devices' streams."""
+        """Queue all copies on the devices' streams."""
         while self._waiting:
             self._send()
 
     def _send(self) -> None:
-        values, target, filled = self._waiting.popleft()
-        # From this thread: in order with what the caller's stream does.
-        if filled is None:
+        values, target, future = self._waiting.popleft()
+        # On this thread, so that the copy is in order on the caller's stream.
+        if future is None:
             target.copy_(values)
             return
-        stage = filled.result()
+        stage = future.result()
         if values.dtype != target.dtype:
             landing = self._landings[target.device][: values.nbytes].view(values.dtype)
             values = landing.copy_(values, non_blocking=True)
@@ -188,7 +189,7 @@ def _is_large(target: torch.Tensor) -> bool:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the values are what is in memory, one behind the other."""
+    """Return whether the values are in memory one after the other, without any encoding."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided

@@ -1,9 +1,9 @@
-"""Write a file that appears whole: until the disk has all of it, the older one keeps the name.
+"""Write a file atomically: the older file keeps its name until the new one is complete on disk.
 
-It is written under the name ``.NAME.torchlift-RANDOM.part``, in the folder of its path, and then
-renamed. Its owner holds a lock (``flock``) on it for as long as it lives. An error removes it. What
-a process that was killed has left, the next writer of the same path removes: nobody locks it any
-more. POSIX only, as ``os.pwrite`` is.
+A new file is written as ``.NAME.torchlift-RANDOM.part`` next to its final path, and then renamed.
+Its writer holds a lock (``flock``) on it. An error removes the file. If the process is killed, the
+lock ends with it, and the next writer of the same path removes the file. POSIX only, because
+``os.pwrite`` is.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from torchlift._system.memory import c_function
 from torchlift.errors import CheckpointError
 from torchlift.formats.crc import PartialCrc
 
-_MARK = ".torchlift-"  # without it, somebody's own unfinished download could be taken for ours
-_LONGEST = 200  # bytes of NAME in the name of a temporary file, which may have 255 in all
-_CLIPPED = 180  # of a longer one, of which a hash follows
-#: Bytes given to the kernel at a time. Of more, it makes larger pages for its cache, which the host
-#: of a virtual machine has to find first: 2 GiB with fsync took 1.5 s by 128 KiB, 6.3 s by 16 MiB.
+_MARK = ".torchlift-"  # so that unfinished downloads of other programs are never removed
+_LONGEST = 200  # bytes of NAME in the name of a temporary file. A file name has at most 255.
+_CLIPPED = 180  # bytes that are kept of a longer NAME, before a hash
+#: Bytes in one write. For larger writes the kernel makes larger pages in its cache, and the host of
+#: a virtual machine has to find them. 2 GiB with fsync took 1.5 s in 128 KiB, and 6.3 s in 16 MiB.
 _BLOCK = 128 << 10
 _POLL = 0.01  # seconds
-_PATIENCE = 10.0  # seconds for which a writer waits for another one without a word
+_PATIENCE = 10.0  # seconds that a writer waits for another one before it warns
 _WRITEBACK = 16 << 20  # bytes
-_SYNC_FILE_RANGE_WRITE = 2  # start, and wait for nothing
-#: Bytes that take longer to sum up (0.6 ms) than a thread takes to start (0.1 ms).
+_SYNC_FILE_RANGE_WRITE = 2  # start the writeback without waiting for it
+#: A checksum of this many bytes takes 0.6 ms. A thread starts in 0.1 ms.
 _WORTH_A_THREAD = 2 << 20
 
 
@@ -49,24 +49,25 @@ _T = TypeVar("_T")
 
 
 class NotDurable(OSError):
-    """The new file is in place and whole, but the disk may not yet know its name."""
+    """The new file is complete and has its name, but a crash of the machine may undo the rename."""
 
 
 class NotRemoved(OSError):
-    """The new checkpoint is in place, and an older one that readers may take could not go."""
+    """The new checkpoint is in place, but an older one could not be removed."""
 
 
 class LockedFile:
-    """A file, or a folder, that is open and locked; it is there before that, and knows.
+    """The owner of a descriptor and a lock on a file or folder.
 
-    So that no interrupt comes between a descriptor and its owner: one that nobody closes keeps its
-    lock, and the next writer in this process waits for it, or takes the file for a live writer's.
+    The owner exists before the file is open, so that an interrupt cannot separate a descriptor from
+    its owner. A descriptor without an owner would keep its lock, and the next writer in this
+    process would wait for it.
 
     Attributes:
-        descriptor: -1 if it is closed.
-        can_lock: whether its file system has locks, as far as is known.
-        path: of it, if it was waited for.
-        running: the call that unlocks it.
+        descriptor: The open descriptor, or -1.
+        can_lock: False if the file system does not support locks.
+        path: The path of the file, once `lock` was called.
+        running: The call that unlocks the file.
     """
 
     descriptor = -1
@@ -75,41 +76,41 @@ class LockedFile:
     running: Running | None = None
 
     def open(self, path: str, flags: int, mode: int = 0o777) -> None:
-        """Open it, unless it is open."""
+        """Open the file unless it is open."""
         if self.descriptor < 0:
             with uninterrupted():
                 self.descriptor = os.open(path, flags, mode)
 
     def lock(self, path: str, running: Running | None = None) -> None:
-        """Wait for the lock; Ctrl-C ends that, and after ten seconds a warning names the holder.
+        """Wait for the lock. Ctrl-C ends the wait. After ten seconds a warning names the holder.
 
         Args:
-            path: of the file.
-            running: the call that unlocks it before it ends; None: nobody knows who does.
+            path: The path of the file.
+            running: The call that unlocks the file before it ends, or None.
 
         Raises:
-            CheckpointError: this thread has it, and would wait for ever.
+            CheckpointError: If this thread already holds the lock, because it would wait forever.
         """
         self.path, self.running = path, running
-        _held[id(self)] = self
-        begun, is_told = monotonic(), False
-        # A file system without locks: nobody can lock there, so nobody takes the file for debris.
+        _locked_files[id(self)] = self
+        start, has_warned = monotonic(), False
+        # Without locks on the file system, no writer can find out that a file is debris either.
         while self.can_lock and not self.try_lock():
             deliver_interrupt()
-            for other in _unlock_left():
+            for other in _release_abandoned():
                 if other is not self and other.path == path and other.is_of_this_thread:
                     raise CheckpointError(
                         "a signal handler saves to the folder of a save that it interrupts",
                         file=path,
-                        hint="Set a flag in the handler, and save when the other save has ended.",
+                        hint="Set a flag in the handler, and save after the first save has ended.",
                     )
-            if not is_told and monotonic() - begun >= _PATIENCE:
-                is_told = True
-                warnings.warn(_waiting(path, self.descriptor, begun), RuntimeWarning, 2)
+            if not has_warned and monotonic() - start >= _PATIENCE:
+                has_warned = True
+                warnings.warn(_describe_wait(path, self.descriptor, start), RuntimeWarning, 2)
             sleep(_POLL)
 
     def try_lock(self) -> bool:
-        """Take the lock if nobody has it and there are locks; say whether it is taken."""
+        """Try to lock the file without waiting. Return whether this succeeded."""
         try:
             flock(self.descriptor, LOCK_EX | LOCK_NB)
         except BlockingIOError:
@@ -121,36 +122,36 @@ class LockedFile:
 
     @property
     def is_of_this_thread(self) -> bool:
-        """Return whether it is locked by a call of this thread."""
+        """Return whether a call in this thread holds the lock."""
         return self.running is not None and self.running.thread == get_ident()
 
     def run(self, call: Callable[[], _T]) -> _T:
-        """Call something that may lock this; however it ends, unlock and close it."""
+        """Call a function that may lock this file. Then unlock and close the file."""
         try:
             try:
                 return call()
             finally:
-                # First a function of C. Python delivers an interrupt when it enters one of its own:
-                # a traceback that a notebook keeps would keep the lock, and other processes wait.
+                # Unlock by a C function first, because Python delivers interrupts when it enters a
+                # Python function. A notebook can keep the traceback, and with it the lock.
                 if self.descriptor >= 0 and self.can_lock:
                     flock(self.descriptor, LOCK_UN)
         finally:
             self.close()
 
     def close(self) -> None:
-        """Unlock and close it; may be called twice."""
+        """Unlock and close the file. May be called twice."""
         if self.descriptor < 0:
             return
         with uninterrupted():
-            # A child that was forked meanwhile, such as a DataLoader's worker, has the lock too: it
-            # would keep it for as long as it lives.
+            # A child that was forked in the meantime, such as a DataLoader worker, shares the lock.
+            # Without this call the lock would last as long as the child.
             with suppress(OSError):
                 flock(self.descriptor, LOCK_UN)
             descriptor, self.descriptor = self.descriptor, -1
             os.close(descriptor)
 
     def __del__(self) -> None:
-        # An owner that a second interrupt has ended. The lock of a child's copy is its parent's.
+        # A second interrupt ended the owner. Do not unlock: a forked child would unlock its parent.
         if self.descriptor >= 0:
             os.close(self.descriptor)
 
@@ -161,49 +162,50 @@ class LockedFile:
         self.close()
 
 
-#: What this process has locked, or waits for, as long as something refers to it.
-_held: WeakValueDictionary[int, LockedFile] = WeakValueDictionary()
+#: The files that this process has locked or waits for.
+_locked_files: WeakValueDictionary[int, LockedFile] = WeakValueDictionary()
 
 
-def _unlock_left() -> list[LockedFile]:
-    """Unlock what calls of this process left locked when they ended; return what else is locked."""
-    held = [file for each in _held.valuerefs() if (file := each()) is not None]
-    for file in held:
-        is_left = file.running is not None and file.running.is_over()
-        if is_left and _held.pop(id(file), None) is not None:  # of two threads one gets it
+def _release_abandoned() -> list[LockedFile]:
+    """Unlock files whose calls ended without unlocking. Return the files that are still locked."""
+    files = [file for each in _locked_files.valuerefs() if (file := each()) is not None]
+    for file in files:
+        is_abandoned = file.running is not None and file.running.is_over()
+        # Two threads may find it: `pop` lets one of them close it.
+        if is_abandoned and _locked_files.pop(id(file), None) is not None:
             LockedFile.close(file)
-    return [file for file in held if file.descriptor >= 0]
+    return [file for file in files if file.descriptor >= 0]
 
 
-def _waiting(path: str, descriptor: int, begun: float) -> str:
-    """Return the warning of a writer that waits: for what, since when, and for whom.
+def _describe_wait(path: str, descriptor: int, start: float) -> str:
+    """Return the warning of a writer that waits, with the holder of the lock.
 
     Args:
-        path: of the file or folder.
-        descriptor: of it.
-        begun: when the wait began, on the monotonic clock.
+        path: The path of the file or folder.
+        descriptor: Its descriptor.
+        start: When the wait started, on the monotonic clock.
     """
     found = os.fstat(descriptor)
     place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
     holder = "not known, and may run on another machine"
-    # Linux: "1: FLOCK  ADVISORY  WRITE 4711 08:01:1835012 0 EOF", of this machine only.
+    # Linux: "1: FLOCK  ADVISORY  WRITE 4711 08:01:1835012 0 EOF". It lists this machine only.
     with suppress(OSError), open("/proc/locks", encoding="ascii") as lines:
         for words in map(str.split, lines):
             if words[1] == "FLOCK" and words[5] == place and int(words[4]) > 0:
                 holder = f"process {words[4]} on {os.uname().nodename}"
-    since = strftime("%H:%M:%S", localtime(time() - monotonic() + begun))
+    since = strftime("%H:%M:%S", localtime(time() - monotonic() + start))
     return (
         f"{path}: this save has waited for a lock since {since}. The holder is {holder}. "
-        "Let it finish, or end it. Ctrl-C ends this save."
+        "Wait until it has finished, or end it. Ctrl-C ends this save."
     )
 
 
 class AtomicFile(LockedFile):
-    """The owner's side of a file that is being written; others open it by its name.
+    """A file that gets its final name on commit.
 
     Attributes:
-        temporary: path of the file until it is committed.
-        is_in_place: whether it has its name.
+        temporary: The path of the file until then.
+        is_in_place: Whether the file has its final name.
 
     Example:
         >>> import os, tempfile
@@ -217,27 +219,27 @@ class AtomicFile(LockedFile):
     """
 
     def __init__(self, path: str, *, alone: bool = True, running: Running | None = None) -> None:
-        """Create it, and remove what dead writers of the same path left.
+        """Create the file, and remove files that killed writers of the same path left.
 
         Args:
-            alone: whether what they left is worth nothing; else it stays.
-            path: absolute, of the file to be. Where a link has that name, what it leads to is
-                replaced, not the link; and a file that is replaced passes its mode on.
-            running: the call that closes it before it ends; None: nobody knows who does.
+            path: The absolute final path. If it is a link, the target of the link is replaced. The
+                new file gets the permissions of a file that it replaces.
+            alone: Whether to remove those files. False keeps them.
+            running: The call that closes the file before it ends, or None.
 
         Raises:
-            OSError: it cannot be created.
+            OSError: If the file cannot be created.
         """
         self._mode = _mode_of(path)
         self._path = os.path.realpath(path)
         self.temporary, self.is_in_place = "", False
         if alone:
             remove_debris(self._path)
-        # A new file gets what open() would give it. Whom the older one shuts out cannot read the
-        # new one while it is written; its owner can always open it, on other ranks too.
+        # With the mode of the older file, users without access to it cannot read the new file while
+        # it is written. The owner can always open it, also on other ranks.
         mode = 0o666 if self._mode is None else self._mode | stat.S_IRUSR | stat.S_IWUSR
         try:
-            # Between the creation and the lock, another writer may take the file for a dead one's.
+            # Another writer can remove the file as debris before it is locked: then try again.
             while self.descriptor < 0 or not os.path.exists(self.temporary):
                 super().close()
                 self.temporary = f"{_prefix(self._path)}{secrets.token_hex(4)}.part"
@@ -248,14 +250,14 @@ class AtomicFile(LockedFile):
             raise
 
     def commit(self, *, durable: bool = True) -> None:
-        """Make everything durable and let the file appear under its name, replacing another.
+        """Flush the file to disk and give it its final name, which replaces an older file.
 
         Args:
-            durable: whether to wait until the disk knows its name; else its set does, once for all.
+            durable: Whether to flush the folder too. An `AtomicSet` does so once for all its files.
 
         Raises:
-            NotDurable: it has appeared, but a crash of the machine may bring the older one back.
-            OSError: it does not appear.
+            NotDurable: If the file has its name, but a crash of the machine may undo that.
+            OSError: If the file does not have its name.
         """
         if self._mode is not None:
             os.chmod(self.descriptor, self._mode)
@@ -269,37 +271,37 @@ class AtomicFile(LockedFile):
             raise NotDurable(*error.args) from error
 
     def close(self, *, keep: bool = False) -> None:
-        """Remove the file unless it was committed or is to stay; may be called twice."""
+        """Close the file. Remove it unless it is committed or `keep`. May be called twice."""
         if self.descriptor >= 0 and not keep:
-            with suppress(OSError):  # it has its new name
+            with suppress(OSError):  # a committed file does not have this name any more
                 os.unlink(self.temporary)
         super().close()
 
 
 class SetKind(NamedTuple):
-    """What tells the files of one checkpoint in several from all else in their folder.
+    """How to recognise the files of a checkpoint in a folder.
 
     Attributes:
-        named: path of a head -> the names of the files in its folder that it names.
-        is_head: whether a name is that of a head, of which a folder may have several.
-        ours: pattern of the names that a head may have given to its files: an old head or a journal
-            may name anything, and what no program names so is not removed.
+        list_files: From the path of a head to the names of the files that it lists.
+        is_head: Whether a name is that of a head. A folder can contain several heads.
+        ours: A pattern of names that may be removed. A head or journal from an unknown source can
+            list any name, and other files are never removed.
     """
 
-    named: Callable[[str], set[str]]
+    list_files: Callable[[str], set[str]]
     is_head: Callable[[str], object]
     ours: str
 
 
 class AtomicSet:
-    """Files in one folder that appear together, when the last of them, the head, names the others.
+    """Files that appear together when their *head* (such as an index) replaces the old one.
 
-    Until then the head is the old one, and what it names is in place. Before a file is made, its
-    name is in a journal beside the head, which is locked for as long as its owner lives: so an
-    error, or else the next writer of the head, removes what no head names in the end.
+    Until then the old head and its files are in place. The names of the new files are first written
+    to a journal next to the head. The journal is locked as long as its writer lives. After an error
+    this writer removes the files that no head lists. If it was killed, the next writer does.
 
     Attributes:
-        names: those of the files, which the folder had not.
+        names: The names of the new files. The folder did not contain them before.
     """
 
     def __init__(
@@ -310,35 +312,34 @@ class AtomicSet:
         replaces: Sequence[str] = (),
         running: Running | None = None,
     ) -> None:
-        """Find names, and remove what dead writers of the same head left.
+        """Choose the names, and remove files that killed writers of the same head left.
 
         Args:
-            head: absolute path.
-            names: those that the files should have; where there is one of them, or a head, all get
-                others.
-            kind: of the head.
-            replaces: paths of files that the new head supersedes.
-            running: as of `AtomicFile`.
+            head: The absolute path of the head.
+            names: The names for the files. All get other names if one of them or the head exists.
+            kind: How to recognise the files.
+            replaces: Paths of files to remove on commit.
+            running: The call that closes the set before it ends, or None.
 
         Raises:
-            OSError: the folder cannot be written to.
+            OSError: If the folder cannot be written to.
         """
-        # Where the head is a link, its readers look for the others beside the link.
+        # If the head is a link, its readers look for the other files next to the link.
         self._folder, self._kind = os.path.realpath(os.path.dirname(head)), kind
         self._replaces, self._running = replaces, running
         self._head = self._path(os.path.basename(head))
         self._is_committed = self._is_clean = False
         self._journals = self._head + ".files"
         _mode_of(self._head)
-        self._in_turn(lambda: self._find_names(names))
+        self._lock_folder(lambda: self._choose_names(names))
 
-    def _find_names(self, names: Sequence[str]) -> None:
-        """Choose the names of the files, and note them in a journal."""
-        taken = self._recover()
+    def _choose_names(self, names: Sequence[str]) -> None:
+        """Choose the names of the files, and write them to a journal."""
+        in_use = self._recover()
         self.names = list(names)
-        # Beside an older head, too: who has read that one must not find other values there.
-        there = any(name in taken or is_there(self._path(name)) for name in names)
-        if there or is_there(self._head):
+        # A program that has read the old head must not find new values under its names.
+        exists = any(name in in_use or is_there(self._path(name)) for name in names)
+        if exists or is_there(self._head):
             token = secrets.token_hex(4)
             self.names = [with_token(name, token) for name in names]
         self._journal = AtomicFile(self._journals, alone=False, running=self._running)
@@ -350,79 +351,79 @@ class AtomicSet:
             raise
 
     def file(self, number: int) -> AtomicFile:
-        """Return one of the files, to be written and committed.
+        """Create one of the files. The caller writes and commits it.
 
         Raises:
-            OSError: it cannot be created.
+            OSError: If the file cannot be created.
         """
         return AtomicFile(self._path(self.names[number]), running=self._running)
 
     def commit(self, content: bytes) -> None:
-        """Write the head, from which on all of them are in place; then remove what the old one had.
+        """Replace the head, so that all files appear. Then remove the files of the old head.
 
         Raises:
-            NotRemoved: they are in place, and so is something that they supersede.
-            NotDurable: they are in place, but a crash of the machine may bring the old ones back.
-            OSError: they are not.
+            NotRemoved: If the new files are in place, but an old file could not be removed.
+            NotDurable: If the new files are in place, but a crash of the machine may undo that.
+            OSError: If the new files are not in place.
         """
-        make_durable(self._folder)  # so that no crash leaves a head without what it names
+        make_durable(self._folder)  # else a crash could leave a head without its files
         head = AtomicFile(self._head, running=self._running)
         try:
             write_at(head.descriptor, content, 0)
-            self._in_turn(lambda: self._replace_head(head))
+            self._lock_folder(lambda: self._replace_head(head))
         finally:
             head.close()
 
     def _replace_head(self, head: AtomicFile) -> None:
-        """Put the new head in the place of the old one, and remove what that named."""
-        self._note(self._old(self._head) or ())
+        """Replace the head, and remove the files that the old head listed."""
+        self._note(self._list_files(self._head) or ())
         try:
             head.commit()
         finally:
             self._is_committed = head.is_in_place
-            if self._is_committed:  # never before: until then they are the checkpoint
-                self._supersede(filter(os.path.isfile, self._replaces))
+            if self._is_committed:  # before that, the old files are the checkpoint
+                self._remove_old(filter(os.path.isfile, self._replaces))
 
     def remove(self) -> None:
-        """Remove the head, and then what it named.
+        """Remove the head, then the files that it listed.
 
         Raises:
-            NotRemoved: it is still there.
+            NotRemoved: If a file could not be removed.
         """
-        self._in_turn(self._remove_head)
+        self._lock_folder(self._remove_head)
 
     def _remove_head(self) -> None:
-        self._note(self._old(self._head) or ())
+        self._note(self._list_files(self._head) or ())
         self._is_committed = True
-        self._supersede([self._head])
+        self._remove_old([self._head])
 
     def close(self) -> None:
-        """Remove the files that the head does not name; may be called twice.
+        """Remove the files that the head does not list. May be called twice.
 
-        What cannot be removed, the next writer of the head does.
+        If a file cannot be removed, the next writer of the head removes it.
         """
         if self._journal.descriptor < 0:
             return
         try:
             with suppress(OSError):
-                self._in_turn(self._remove_unnamed)
+                self._lock_folder(self._remove_new)
         finally:
             self._journal.close(keep=not self._is_clean)
 
-    def _remove_unnamed(self) -> None:
+    def _remove_new(self) -> None:
         if not self._is_committed:
-            self._is_clean = self._clean(self._known) or self._remove(self.names)
+            self._is_clean = self._remove_unlisted(self._known) or self._remove(self.names)
 
-    def _supersede(self, heads: Iterable[str]) -> None:
-        """Remove older heads, and what no head names any more.
+    def _remove_old(self, heads: Iterable[str]) -> None:
+        """Remove older heads, and the files that no head lists any more.
 
         Raises:
-            NotRemoved: some of it is still there.
+            NotRemoved: If a file could not be removed.
         """
         try:
             for path in heads:
                 os.unlink(path)
-            self._clean(self._known)
+            self._remove_unlisted(self._known)
             self._is_clean = True
         except OSError as error:
             raise NotRemoved(*error.args) from error
@@ -430,10 +431,10 @@ class AtomicSet:
     def _path(self, name: str) -> str:
         return os.path.join(self._folder, name)
 
-    def _old(self, head: str) -> set[str] | None:
-        """Return what a head names; None where nobody can tell."""
+    def _list_files(self, head: str) -> set[str] | None:
+        """Return the names that a head lists, or None if it cannot be read."""
         try:
-            return self._kind.named(head) if is_there(head) else set()
+            return self._kind.list_files(head) if is_there(head) else set()
         except (CheckpointError, OSError, ValueError, AttributeError, KeyError):
             return None
 
@@ -445,62 +446,61 @@ class AtomicSet:
         os.fsync(self._journal.descriptor)
         self._known += new
 
-    def _needed(self) -> set[str] | None:
-        """Return what the heads of the folder name; None where nobody can tell."""
+    def _list_needed(self) -> set[str] | None:
+        """Return the names that all heads of the folder list, or None if one cannot be read."""
         needed: set[str] = set()
         others = filter(self._kind.is_head, os.listdir(self._folder))
         for head in {self._head, *map(self._path, others)}:
-            found = self._old(head)
+            found = self._list_files(head)
             if found is None:
                 return None
             needed |= found
         return needed
 
-    def _clean(self, names: Iterable[str]) -> bool:
-        """Remove files that no head of the folder names; say whether none of them is left."""
-        needed = self._needed()
-        if needed is None:  # nobody can tell
+    def _remove_unlisted(self, names: Iterable[str]) -> bool:
+        """Remove files that no head of the folder lists. Return whether all are gone."""
+        needed = self._list_needed()
+        if needed is None:  # an unreadable head may list any of them
             return False
         return self._remove(name for name in names if name not in needed)
 
     def _remove(self, names: Iterable[str]) -> bool:
-        """Remove files; say whether none is left, as one that an interrupt has left locked is."""
-        left: list[str] = []
+        """Remove files. Return False if a writer still has one of them locked."""
+        locked: list[str] = []
         for name in filter(re.compile(self._kind.ours).fullmatch, names):
-            remove_debris(self._path(name), live=left.append)
-            with suppress(FileNotFoundError):  # it may never have been made
+            remove_debris(self._path(name), live=locked.append)
+            with suppress(FileNotFoundError):  # a journal lists files before they are created
                 os.unlink(self._path(name))
-        return not left
+        return not locked
 
     def _recover(self) -> set[str]:
-        """Remove what dead writers left; return the names that live ones are about to use."""
-        taken: set[str] = set()
+        """Remove files of killed writers. Return the names that live writers will use."""
+        in_use: set[str] = set()
         remove_debris(
             self._journals,
-            dead=lambda path: self._clean(_noted(path)),
-            live=lambda path: taken.update(_noted(path)),
+            dead=lambda path: self._remove_unlisted(_read_journal(path)),
+            live=lambda path: in_use.update(_read_journal(path)),
         )
-        return taken
+        return in_use
 
-    def _in_turn(self, change: Callable[[], None]) -> None:
-        """Let one writer after the other look at the folder and change what is in it."""
+    def _lock_folder(self, change: Callable[[], None]) -> None:
+        """Call a function while no other writer reads or changes the folder."""
         folder, running = LockedFile(), Running(sys._getframe())
 
         def wait_and_change() -> None:
             folder.open(self._folder, os.O_RDONLY)
-            folder.lock(self._folder, running)  # whoever has it may take its time
+            folder.lock(self._folder, running)
             change()
 
         folder.run(wait_and_change)
 
 
-def _noted(path: str) -> list[str]:
-    """Return the names that are in a journal."""
+def _read_journal(path: str) -> list[str]:
+    """Return the names in a journal."""
     names: list[str] = []
     with suppress(OSError), open(path, encoding="utf-8", errors="replace") as lines:
         for line in lines:
-            # A crash of the machine may leave zeros, or a line that is cut off, for names of which
-            # nothing was made.
+            # A crash of the machine can leave zeros or a partial line. Their files were never made.
             with suppress(ValueError):
                 found = json.loads(line) if line.endswith("\n") else None
                 names += [found] if isinstance(found, str) and os.sep not in found else []
@@ -508,7 +508,7 @@ def _noted(path: str) -> list[str]:
 
 
 def with_token(name: str, token: str) -> str:
-    """Return a name like another one: ``a-TOKEN-00001-of-00002.x`` for ``a-00001-of-00002.x``."""
+    """Insert a token into a name: ``a-00001-of-00002.x`` -> ``a-TOKEN-00001-of-00002.x``."""
     match = re.fullmatch(r"(.*?)((?:-\d{5,}-of-\d{5,})?\.[^.]*)", name)
     stem, rest = match.groups() if match else (name, "")
     return f"{stem}-{token}{rest}"
@@ -520,18 +520,18 @@ def remove_debris(
     dead: Callable[[str], bool] = lambda _: True,
     live: Callable[[str], object] = lambda _: None,
 ) -> None:
-    """Remove temporary files of a path whose writers are dead.
+    """Remove the temporary files of a path whose writers were killed.
 
     Args:
-        path: absolute, of the finished file, where it is and not where a link to it is.
-        dead: called with the path of each that is to be removed; says whether it may be.
-        live: called with the path of each that has a writer.
+        path: The absolute path of the final file, with links resolved.
+        dead: Called with the path of each file before it is removed. Returns whether to remove it.
+        live: Called with the path of each file that a live writer has locked.
     """
-    _unlock_left()
+    _release_abandoned()
     folder, prefix = os.path.split(_prefix(path))
     pattern = re.compile(re.escape(prefix) + r"[a-z0-9_]{8}\.part")
     for name in filter(pattern.fullmatch, os.listdir(folder)):
-        # Not allowed to open, or locked by a live writer: neither is ours to remove.
+        # A file of another user cannot be opened: it is not ours to remove.
         with suppress(OSError):
             file = LockedFile()
             file.run(partial(_remove_if_dead, file, os.path.join(folder, name), dead, live))
@@ -549,13 +549,13 @@ def _remove_if_dead(
 
 
 def is_there(path: str) -> bool:
-    """Say whether something has that name.
+    """Return whether a path exists.
 
-    Not `os.path.lexists`, for which a disk that fails for a moment has no file at all: what such a
-    head names would be removed.
+    `os.path.lexists` returns False if a disk fails for a moment. The files of such a head would
+    then be removed.
 
     Raises:
-        OSError: nobody can tell.
+        OSError: If the disk cannot answer.
     """
     try:
         os.lstat(path)
@@ -565,10 +565,10 @@ def is_there(path: str) -> bool:
 
 
 def make_durable(folder: str) -> None:
-    """Wait until the disk knows the names in a folder.
+    """Flush the names in a folder to disk.
 
     Raises:
-        OSError: it may not.
+        OSError: If the disk may not know them.
     """
     with LockedFile() as file:  # open, and not locked
         file.open(folder, os.O_RDONLY)
@@ -576,10 +576,10 @@ def make_durable(folder: str) -> None:
 
 
 def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
-    """Write all of the data.
+    """Write all of the data at an offset.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: If it cannot be written.
     """
     view = memoryview(data)
     while view:
@@ -589,33 +589,32 @@ def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
         view, offset = view[done:], offset + done
 
 
-#: Callable from bytes and where they are in a file.
+#: Writes bytes at an offset of a file.
 Put = Callable[[bytes | memoryview, int], object]
 
 
 class Runs:
-    """What a process writes of a file: small neighbours together, and large runs as they come.
+    """Writes a file in runs: small neighbours together in one system call, large runs alone.
 
-    20,000 tensors of 1 KB, and what a torch file has between them, took 40,000 calls of the system,
-    and take 204.
+    20,000 tensors of 1 KB in a torch file take 204 system calls instead of 40,000.
 
     Attributes:
-        nbytes: how many bytes came.
+        nbytes: The number of bytes so far.
     """
 
     def __init__(self, descriptor: int, put: Put | None = None) -> None:
-        """Nothing yet, for a file that is open, or for what takes bytes in their order."""
+        """Write to an open file, or call `put` with bytes in order."""
         self._put = put or partial(write_at, descriptor)
         self._descriptor = -1 if put else descriptor
-        self.nbytes = self._begun = 0
-        self._start = self._end = 0  # of `_data` in the file
+        self.nbytes = self._flushed = 0
+        self._start = self._end = 0  # offsets of `_data` in the file
         self._data: list[bytes | bytearray] = []
 
     def add(self, offset: int, data: bytes | bytearray) -> None:
-        """Take a few bytes, which nobody changes any more, to write them with their neighbours.
+        """Keep a few bytes, to write them together with their neighbours. They must not change.
 
         Raises:
-            OSError: they cannot be written.
+            OSError: If earlier bytes cannot be written.
         """
         if offset != self._end or offset + len(data) - self._start > _BLOCK:
             self.flush()
@@ -625,10 +624,10 @@ class Runs:
         self._count(len(data))
 
     def flush(self) -> None:
-        """Write what was taken.
+        """Write the bytes that were kept.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: If they cannot be written.
         """
         if self._data:
             data, self._data = b"".join(self._data), []
@@ -637,20 +636,20 @@ class Runs:
     def write(
         self, start: int, runs: Iterable[tuple[int, memoryview]], crc: PartialCrc | None
     ) -> None:
-        """Write runs of a payload's bytes, and sum them up.
+        """Write runs of a payload, and add them to its checksum.
 
         Args:
-            start: where the payload begins in the file.
-            runs: (offset in the payload, bytes).
-            crc: the sum of the payload, where there is to be one.
+            start: The offset of the payload in the file.
+            runs: Pairs of an offset in the payload and bytes.
+            crc: The checksum of the payload, or None.
 
         Raises:
-            OSError: they cannot be written.
+            OSError: If they cannot be written.
         """
         if self._descriptor < 0:
-            self.flush()  # what takes bytes in their order has to get those before
+            self.flush()  # `put` needs the bytes in order
         for offset, run in runs:
-            thread = None if crc is None else _started(crc, offset, run)
+            thread = None if crc is None else _add_to_crc(crc, offset, run)
             try:
                 self._put(run, start + offset)
             finally:
@@ -659,23 +658,23 @@ class Runs:
             self._count(len(run))
 
     def _count(self, nbytes: int) -> None:
-        """Let the disk begin with what was written, so that an fsync has less to wait for.
+        """Count bytes, and start their writeback every 16 MiB, so that `fsync` waits less.
 
-        Every 16 MiB: 2 GiB with fsync took 0.94 s instead of 1.43. Linux has a call for that.
+        2 GiB with fsync took 0.94 s instead of 1.43. Only Linux has this system call.
         """
         self.nbytes += nbytes
-        if self.nbytes - self._begun >= _WRITEBACK and self._descriptor >= 0:
-            everything = ctypes.c_int64(0)  # from the first byte, to the end
+        if self.nbytes - self._flushed >= _WRITEBACK and self._descriptor >= 0:
+            all_bytes = ctypes.c_int64(0)  # offset 0, and length 0 for "to the end"
             call = c_function("sync_file_range")
-            call(self._descriptor, everything, everything, _SYNC_FILE_RANGE_WRITE)
-            self._begun = self.nbytes
+            call(self._descriptor, all_bytes, all_bytes, _SYNC_FILE_RANGE_WRITE)
+            self._flushed = self.nbytes
 
 
-def _started(crc: PartialCrc, offset: int, run: memoryview) -> Thread | None:
-    """Sum a run up, on another thread where that is worth it; return the thread."""
+def _add_to_crc(crc: PartialCrc, offset: int, run: memoryview) -> Thread | None:
+    """Add a run to a checksum. Return the thread that does it if the run is large."""
     if len(run) >= _WORTH_A_THREAD:
         thread = Thread(target=crc.add, args=(offset, run), daemon=True)
-        with suppress(RuntimeError):  # no thread is to be had, as while Python shuts down
+        with suppress(RuntimeError):  # Python starts no thread while it shuts down
             thread.start()
             return thread
     crc.add(offset, run)
@@ -683,10 +682,10 @@ def _started(crc: PartialCrc, offset: int, run: memoryview) -> Thread | None:
 
 
 def _mode_of(path: str) -> int | None:
-    """Return the permissions of the file that has this name, or None where there is none.
+    """Return the permissions of a file, or None if it does not exist.
 
     Raises:
-        OSError: a file cannot take its place.
+        OSError: If the path is not a regular file.
     """
     try:
         mode = os.stat(path).st_mode
@@ -695,15 +694,15 @@ def _mode_of(path: str) -> int | None:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(f"{path} is a directory")
     if not stat.S_ISREG(mode):
-        raise FileExistsError(f"{path} is a device or a pipe, which a file must not replace")
+        raise FileExistsError(f"{path} is a device or a pipe: a file must not replace it")
     return stat.S_IMODE(mode) & 0o777
 
 
 def _prefix(path: str) -> str:
-    """Return what the paths of a file's temporary files begin with."""
+    """Return the start of the paths of a file's temporary files."""
     folder, name = os.path.split(path)
     encoded = os.fsencode(name)
     if len(encoded) > _LONGEST:
-        # Two names that begin alike are two: a file's and its journal's, for one.
+        # The hash tells long names apart that start alike, such as a file and its journal.
         name = f"{encoded[:_CLIPPED].decode(errors='ignore')}-{sha256(encoded).hexdigest()[:8]}"
     return os.path.join(folder, f".{name}{_MARK}")

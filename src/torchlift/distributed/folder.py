@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from torchlift._checkpoint.checkpoint import open as open_checkpoint
 from torchlift._store.files import FileStamp
 from torchlift._store.places import inside, is_url, name_of, parent, place_of, stamp_now
-from torchlift._store.uploads import listed, remove
+from torchlift._store.uploads import list_names, remove
 from torchlift._store.url import UrlStamp
 from torchlift._system.text import clipped_list
 from torchlift._transfer.write import is_there, make_durable, remove_debris
@@ -318,7 +318,7 @@ class RunFolder:
         return bool(match[3]) or self._use(_is_there, marker)
 
     def _names(self) -> list[str]:
-        return self._use(listed if is_url(self.directory) else os.listdir, self.directory)
+        return self._use(list_names if is_url(self.directory) else os.listdir, self.directory)
 
     def _use(self, read: Callable[[str], T], path: str) -> T:
         """Return the result of a function that reads the folder.
@@ -509,7 +509,7 @@ def _last_of_each_step(kept: Iterable[Kept]) -> list[Kept]:
 
 
 def _is_there(path: str) -> bool:
-    return name_of(path) in listed(parent(path)) if is_url(path) else is_there(path)
+    return name_of(path) in list_names(parent(path)) if is_url(path) else is_there(path)
 
 
 def _retire(path: str) -> list[str]:
@@ -528,7 +528,7 @@ def _retire(path: str) -> list[str]:
         if path.endswith(".pt"):
             remove(path)
             return []
-        if DCP_METADATA in listed(path):
+        if DCP_METADATA in list_names(path):
             remove(inside(path, DCP_METADATA))
         return [path]
     folder, name = os.path.split(path)
@@ -540,7 +540,7 @@ def _remove_all(directory: str, paths: Sequence[str]) -> list[str]:
     """Remove files, links and folders. Return one sentence for each that cannot be removed."""
     failed = []
     if is_url(directory):
-        for place in (inside(path, name) for path in paths for name in listed(path)):
+        for place in (inside(path, name) for path in paths for name in list_names(path)):
             try:
                 remove(place)
             except CheckpointError as error:
