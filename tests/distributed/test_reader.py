@@ -85,7 +85,7 @@ def test_tensors_that_are_no_dense_numbers_are_refused_by_name(tmp_path: Path) -
         "w": {"dtype": "U8", "shape": [2], "data_offsets": [3, 5]},
     }  # fmt: skip
     write_safetensors(bits, header, b"abc" + bytes([1, 1]))
-    for path, match in ((sparse, "'odd': the file has a sparse coo"), (bits, "'odd': its dtype")):
+    for path, match in ((sparse, "'odd': the file has a sparse coo"), (bits, "'odd': .*dtype")):
         reader = CheckpointReader(path)
         state = {"w": torch.zeros(2)}
         dcp.load(state, storage_reader=reader)

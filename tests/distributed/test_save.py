@@ -76,7 +76,7 @@ def test_what_cannot_be_stored_is_refused_before_anything_is_written(
     path = tmp_path / "x.safetensors"
     save_consolidated({"w": torch.ones(2)}, path)
     before = path.read_bytes()
-    with pytest.raises(PlacementError, match=r"'bad': cannot be stored in a safetensors file"):
+    with pytest.raises(PlacementError, match=r"'bad': a safetensors file cannot store this"):
         save_consolidated({"w": torch.zeros(2), "bad": bad}, path)
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["x.safetensors"]
@@ -133,7 +133,7 @@ def test_the_suffix_or_the_caller_says_the_format(tmp_path: Path) -> None:
         assert torchlift.open(tmp_path / name).format == expected
         assert torch.equal(torchlift.open(tmp_path / name)["w"], torch.ones(2))
     with pytest.raises(
-        ValueError, match=r"suffix '\.x' .* name the file \.safetensors or \.pt, or"
+        ValueError, match=r"suffix '\.x' .* Name the file \.safetensors or \.pt, or"
     ):
         save_consolidated({"w": torch.ones(2)}, tmp_path / "a.x")
     with pytest.raises(
