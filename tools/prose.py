@@ -30,11 +30,11 @@ CEILINGS = {
     "README.md": 0,
     "CONTRIBUTING.md": 0,
     "SECURITY.md": 0,
-    "CHANGELOG.md": 1,
+    "CHANGELOG.md": 0,
     "docs": 0,
-    "recipes": 257,
-    "docstrings of src": 1228,
-    "messages of src": 79,
+    "recipes": 12,
+    "docstrings of src": 153,
+    "messages of src": 18,
 }
 #: Directives of reStructuredText whose content is not prose.
 CODE = (

@@ -1,1 +1,1 @@
-"""`open`, `Checkpoint` and `diff`: an index as a lazy mapping of tensors; knows no models."""
+"""`open`, `Checkpoint` and `diff`: an index as a lazy mapping of tensors, without models."""

@@ -1,1 +1,1 @@
-"""`load`: plan, fetch, commit; all of it or nothing."""
+"""`load`: plan, fetch and commit, all or nothing."""

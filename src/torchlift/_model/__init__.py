@@ -1,1 +1,1 @@
-"""What a live module holds and how it changes."""
+"""Read and change a live module: slots, ties, names, hooks, DTensors, and the one undo."""

@@ -91,7 +91,7 @@ class Described(NamedTuple):
 
 
 class _Own(NamedTuple):
-    """What a rank saves, without the values of tensors.
+    """The state of a rank, without the values of tensors.
 
     Attributes:
         state: its tensors are `Described`.
@@ -103,7 +103,7 @@ class _Own(NamedTuple):
 
 
 class _OwnTies(NamedTuple):
-    """What a rank knows of its tensors by their memory.
+    """The tensors of a rank, by their memory.
 
     Attributes:
         same: see `_find_same`.
@@ -116,7 +116,7 @@ class _OwnTies(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SharedState:
-    """What all ranks save together. All but `lost` is the same on each of them.
+    """The state of all ranks together. All but `lost` is the same on each of them.
 
     Attributes:
         state: the containers. Its tensors are `Described`.
@@ -142,7 +142,7 @@ class SharedState:
 
 @dataclass(frozen=True, slots=True)
 class OwnParts:
-    """What this rank holds and writes.
+    """The tensors that this rank holds and writes.
 
     Attributes:
         boxes: those that it writes.
@@ -477,7 +477,7 @@ class _PartFile(NamedTuple):
 
 
 class _PartWritten(NamedTuple):
-    """What a rank has written to its temporary file.
+    """The content of the temporary file of a rank.
 
     Attributes:
         nbytes: of the file.

@@ -74,7 +74,7 @@ _SHOWN = 10  # rows of a list in a summary
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SaveReport(Summary):
-    """What `save` or `convert` wrote, and what the format does not keep.
+    """The result of `save` or `convert`: the files, and the values that the format does not keep.
 
     Attributes:
         path: Path of the file. Of several files, the path of the file that lists the others.
@@ -187,7 +187,7 @@ def save(
         storage_options: Options of a URL. See `torchlift.open`.
 
     Returns:
-        What was written, and what the format does not keep.
+        The files that were written, and the values that the format does not keep.
 
     Raises:
         PlacementError: If the format does not store a value, or ranks hold different values.

@@ -1,4 +1,4 @@
-"""Where a checkpoint is saved, and in which format."""
+"""The place and the format of a checkpoint that is saved."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a plan draws from: tensors of a file, of memory, of another rank."""
+"""The sources of a plan: tensors of a file, of memory, of another rank."""

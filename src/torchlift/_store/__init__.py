@@ -1,1 +1,1 @@
-"""Where bytes are: a file, a URL; size, stamp, reads; no formats, no tensors."""
+"""Read bytes of files and URLs: size, stamp and ranges. It does not know formats or tensors."""

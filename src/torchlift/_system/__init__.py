@@ -1,1 +1,1 @@
-"""What every room needs: texts, containers, interrupts, memory, and the start of processes."""
+"""Tools of every room: texts, containers, interrupts, memory, and the start of processes."""

@@ -1,7 +1,7 @@
 """State dicts of wrapped and sharded models, and checkpoints on any mesh.
 
-The names, arguments and defaults of ``torch.distributed.checkpoint.state_dict``; see there for the
-idea. What torch gets wrong is listed in the docstring of each function.
+The names, arguments and defaults are those of ``torch.distributed.checkpoint.state_dict``. The
+docstring of each function lists its differences from torch.
 """
 
 from __future__ import annotations

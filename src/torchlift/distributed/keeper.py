@@ -126,7 +126,7 @@ class Keeper:
         best: Also keep the checkpoint with the best metric of this name.
         best_is: Whether the ``"lowest"`` or the ``"highest"`` metric is the best.
         background: False writes the checkpoint before `save` returns.
-        busy: What `save` does if the last save is not complete: ``"wait"`` for it, or ``"skip"``.
+        busy: ``"wait"`` or ``"skip"``, if the last save is not complete.
         timeout: Seconds that ranks wait for each other, also for the slowest one to write. None:
             as long as the process group does.
         storage_options: Options of a URL. See `torchlift.open`.
@@ -544,7 +544,7 @@ class Keeper:
 
         All objects are loaded on all ranks, or none: an error leaves them as they were. Only an
         object whose ``state_dict`` fails before cannot be given back. It is loaded last, and an
-        error names it. What you do not pass is not loaded.
+        error names it. Objects that you do not pass are not loaded.
 
         Patterns and ``rename`` use names such as ``model.head.weight`` for tensors, ``optimizer``
         for other objects, and ``rng`` for the generators. The optimizer's state of a parameter

@@ -309,7 +309,7 @@ def set_optimizer_state_dict(
         process_group: The ranks that load together instead.
 
     Returns:
-        What was loaded, missing, unexpected and left out. torch returns None.
+        The names that were loaded, missing, unexpected and left out. torch returns None.
 
     Raises:
         RuntimeError: If no optimizer was passed.
@@ -417,7 +417,7 @@ def load_optimizer(
         storage_options: Options of a URL. See :ref:`arg-storage-options`.
 
     Returns:
-        What was loaded, missing, unexpected and left out.
+        The names that were loaded, missing, unexpected and left out.
 
     Raises:
         FormatError: If `root` does not exist, or no or several optimizer states are found.

@@ -53,7 +53,7 @@ _VERSION = "1.0.0"  # of the files that DCP writes: it tells torch how keys were
 
 
 class _Assignment(NamedTuple):
-    """What the first rank sends to another rank.
+    """The message of the first rank to another rank.
 
     Attributes:
         number: of that rank among those that save.
@@ -69,7 +69,7 @@ class _Assignment(NamedTuple):
 
 
 class _Written(NamedTuple):
-    """What a rank has written.
+    """The files that a rank wrote.
 
     Attributes:
         nbytes: of its file.
@@ -83,7 +83,7 @@ class _Written(NamedTuple):
 
 
 class _Failed(NamedTuple):
-    """What a rank reports if it could not write.
+    """The report of a rank that could not write.
 
     Attributes:
         rank: its number.

@@ -1,1 +1,1 @@
-"""On-disk formats, each read into the same `Index`; standard library only, no torch."""
+"""Read each format on disk into the same `Index`, with the standard library only."""

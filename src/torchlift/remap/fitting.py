@@ -133,11 +133,11 @@ def fit(
     larger than every budget.
 
     Args:
-        model_or_ckpt: A module, live or a skeleton; or a checkpoint, or its path. A module's order
-            is that of registration; a checkpoint's is that of its file, numbered lists in order.
-        budgets: Device -> ``"20GiB"`` or bytes, filled in this order; None means any number.
-            ``"disk"`` takes what fits nowhere else: `torchlift.load` leaves it mapped. Or a
-            `by_key` map, whose contents are counted.
+        model_or_ckpt: A module, live or a skeleton, or a checkpoint or its path. Modules are
+            placed in the order of registration, or in the order of the file.
+        budgets: Device -> ``"20GiB"`` or bytes, filled in this order. None: unlimited. ``"disk"``
+            takes the rest, and `torchlift.load` leaves it mapped. Or a `by_key` map, to count the
+            bytes on each device.
         no_split: Modules to keep on one device: classes or their names, or dotted paths in which
             ``*`` stands for part of a name (``"model.layers.*"``).
         root: The container of the checkpoint to fit, so that the map has the model's names.
@@ -152,8 +152,8 @@ def fit(
         tensors stay mapped, and it writes no files of its own.
 
     Raises:
-        PlacementError: If it does not fit, with numbers per device; or if `no_split` matches
-            nothing.
+        PlacementError: If it does not fit. The error has the numbers of each device.
+        PlacementError: If `no_split` matches nothing.
         FormatError: If `root` does not exist.
         ValueError: If a budget is not a size, or `root` or `rename` is given for a module.
 
