@@ -533,6 +533,7 @@ def write_in_parts(
             return StepResult(None, None)
 
         def create_part() -> StepResult[AtomicFile, _PartFile]:
+            # A locked temporary file: if this rank dies, the next save removes it.
             file = AtomicFile(head, running=running)
             stack.callback(file.close)
             name = os.path.basename(file.temporary)
@@ -540,15 +541,18 @@ def write_in_parts(
 
         def write_part() -> StepResult[None, _PartWritten]:
             place = os.path.realpath(head)
+            # A relative path can mean another folder on another rank or machine.
             for who, each in parts.items() if ranks.leads else ():
                 exists = os.path.exists(os.path.join(os.path.dirname(place), each.name))
                 require_same_place(place, each.place, exists, ranks.leader, who)
+            # Without checksums: the first rank computes those of the file that it makes.
             files = OwnFiles(ranks.number)
             for box in own.boxes:
                 files.add_box(box, checksum=False)
             ((_, sections),) = files.files.items()
 
             def advance_or_stop(nbytes: int) -> None:
+                # Ctrl-C in a long write: this rank raises, and the exchange tells the others.
                 deliver_interrupt()
                 advance(nbytes)
 
@@ -568,6 +572,7 @@ def write_in_parts(
             if not ranks.leads:
                 return StepResult(None, None)
             where = os.path.dirname(part.temporary)
+            # A network file system can show a file before all of its bytes.
             require_sizes(where, {parts[who].name: each.nbytes for who, each in written.items()})
             paths = {who: os.path.join(where, each.name) for who, each in parts.items()}
             items = [(paths[who], item) for who, each in written.items() for item in each.items]
