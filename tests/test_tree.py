@@ -197,7 +197,7 @@ def test_where_the_state_lies_is_pointed_out(tmp_path):
     torch.save(both, tmp_path / "x.pt")
     ways = r"'train\.optim' or root='optimizer_states\.0' or root='optimizer_states\.1'"
     for given_ in (both, tmp_path / "x.pt"):
-        with pytest.raises(torchlift.FormatError, match=f"states of several.*root={ways}"):
+        with pytest.raises(torchlift.FormatError, match=f"several optimizer states.*root={ways}"):
             torchlift.load_optimizer(model, optimizer, given_)
     with pytest.raises(torchlift.FormatError, match=r"no optimizer state.*root='optim'"):
         torchlift.load_optimizer(model, optimizer, tmp_path / "x.pt", root="train")

@@ -576,7 +576,7 @@ def test_a_hint_names_the_options_of_the_command_and_nothing_of_python(tmp_path,
     content[at] ^= 1
     path.write_bytes(content)
     assert cli.main(["convert", str(path), other, "--exclude", "the trap.", "--overwrite"]) == 1
-    assert "from a copy; --no-verify takes what is in it." in capsys.readouterr().err
+    assert "from a copy. --no-verify takes the bytes as they are." in capsys.readouterr().err
 
 
 def test_a_root_that_could_mean_two_containers_names_options_that_work(tmp_path) -> None:

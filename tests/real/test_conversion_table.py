@@ -301,18 +301,18 @@ def test_it_composes_and_a_missing_expert_is_named(tmp_path: Path) -> None:
     state = load_file(tmp_path / "model.safetensors")
     lost = next(key for key in state if key.endswith("experts.1.w3.weight"))
     fewer = {key: value for key, value in state.items() if key != lost}
-    with pytest.raises(MismatchError, match="missing: ") as error:
+    with pytest.raises(MismatchError, match="Missing: ") as error:
         torchlift.load(model, fewer, rename=rename)
     assert error.value.missing_keys == [lost]
     # Names are counted as far as an error tells them, and what has more digits is no number.
     for number in ("99999999", "9" * 5000):
         more = lost.replace("experts.1.", f"experts.{number}.")
-        with pytest.raises(MismatchError, match="missing: ") as error:
+        with pytest.raises(MismatchError, match="Missing: ") as error:
             torchlift.plan(model, fewer | {more: state[lost]}, rename=rename)
         assert len(error.value.missing_keys) <= 100
     for name in ("w1", "w3"):
         fewer = {key: value for key, value in state.items() if f".{name}." not in key}
-        with pytest.raises(MismatchError, match=rf"missing: \.experts\.\*\.{name}"):
+        with pytest.raises(MismatchError, match=rf"Missing: \.experts\.\*\.{name}"):
             torchlift.load(model, fewer, rename=rename)
 
 
@@ -347,11 +347,11 @@ def test_an_operation_of_somebody_s_own_moves_values_or_is_named(tmp_path: Path)
     try:
         model = torchlift.skeleton(cls, config)
         rename = remap.transformers(model)
-        with pytest.raises(PlacementError, match=r"by Own, which computes \(neg\)"):
+        with pytest.raises(PlacementError, match=r"by Own, which computes new values \(neg\)"):
             torchlift.load(model, tmp_path, rename=rename)
         name = "model.layers.1.mlp.down_proj.weight"
         for does, message in (
-            (lambda tensor: tensor.view(torch.int32), r"computes \(a view in another dtype\)"),
+            (lambda tensor: tensor.view(torch.int32), r"new values \(a view in another dtype\)"),
             (lambda tensor: tensor.chunk(5)[0], "32 rows, which are not 5 equal slices"),
             (lambda tensor: tensor.reshape(7, -1), "by Own: shape '\\[7, -1\\]' is invalid"),
         ):

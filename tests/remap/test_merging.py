@@ -515,8 +515,8 @@ def test_a_deflated_record_is_inflated_once_for_all_of_its_slices(
     torch.save(state, tmp_path / "stored.pt")
     path = deflated(tmp_path / "stored.pt", tmp_path / "model.pt")
     records: list[str] = []
-    whole = Files.inflated
-    monkeypatch.setattr(Files, "inflated", lambda *a: records.append(a[2].name) or whole(*a))
+    whole = Files.inflate
+    monkeypatch.setattr(Files, "inflate", lambda *a: records.append(a[2].name) or whole(*a))
     made = {f"{key}.{n}": row.clone() for key in state for n, row in enumerate(state[key])}
     made = {key: row[None] for key, row in made.items()}
     for rule, expected in (

@@ -113,7 +113,7 @@ def test_of_small_tensors_each_is_read_by_one_call(
     state = {f"layer.{at}.weight": torch.full((256,), float(at)) for at in range(500)}
     torchlift.save(state, src)
     with monkeypatch.context() as patch:
-        patch.setattr(Files, "mapped", None)
+        patch.setattr(Files, "map", None)
         calls = Calls(patch, "preadv", "pwrite")
         # Their checksums, which a cast does not have compared on the way, are another read.
         torchlift.convert(src, dst, dtype="bfloat16", verify=False)

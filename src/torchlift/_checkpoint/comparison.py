@@ -22,6 +22,7 @@ from torchlift._model.dtensor import is_dtensor
 from torchlift._model.slots import is_lazy
 from torchlift._system.memory import collection_paused
 from torchlift._system.text import Facts, Summary, count_of, human, printable
+from torchlift._transfer.reading import BUDGET
 from torchlift.errors import PlacementError, explain_calls
 from torchlift.formats.boxes import row_major
 from torchlift.formats.flattening import Containers, flatten_state, items_of, name_text
@@ -206,7 +207,7 @@ def diff(
         changed: dict[str, Change] = {}
         relocated, compared, nbytes = {}, 0, 0
         both = [key for key in keys if key in others and key not in unknown]
-        for key in both:
+        for key in _read_ahead(both, one, two):
             if key in one.specs and key in two.specs:
                 compared += 1
                 nbytes += one.specs[key].nbytes
@@ -318,6 +319,33 @@ class _Side:
     def keys(self) -> dict[str, None]:
         """Return all keys, in order."""
         return dict.fromkeys((*self.specs, *self.objects, *self.blocked))
+
+
+def _read_ahead(keys: Iterable[str], one: _Side, two: _Side) -> Iterator[str]:
+    """Yield keys. Behind URLs, the values of several keys are read first, in one transfer."""
+    sides = [each.tensors for each in (one, two) if isinstance(each.tensors, Checkpoint)]
+    sides = [ckpt for ckpt in sides if ckpt._mapped().is_away]
+    if not sides:
+        yield from keys
+        return
+    some, needed, nbytes = list[str](), list[str](), 0
+
+    def read() -> list[str]:
+        for ckpt in sides:
+            ckpt._mapped().ahead(ckpt.entries[key] for key in needed)
+        return some
+
+    for key in keys:
+        first, second = one.specs.get(key), two.specs.get(key)
+        if first and second and first.shape == second.shape:
+            size = sum(ckpt.entries[key].nbytes for ckpt in sides)
+            if needed and nbytes + size > BUDGET:
+                yield from read()
+                some, needed, nbytes = [], [], 0
+            needed.append(key)
+            nbytes += size
+        some.append(key)
+    yield from read()
 
 
 def _name(dtype: torch.dtype) -> str:

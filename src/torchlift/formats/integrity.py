@@ -30,8 +30,9 @@ from torchlift.formats.zip_archive import DEFLATED, STORED, inflated, read_direc
 
 _BLOCK = 1 << 20  # bytes read at a time: they are still in the processor's cache when summed up
 _BATCH = 32 << 20  # bytes that a thread takes on at a time
-#: The same for URLs: bytes of a request, and how many requests are made at a time.
-_RANGE, _AT_ONCE = 8 << 20, 8
+#: The same for URLs: bytes of a request, how many are made at a time, and the gap that one
+#: request may bridge.
+_RANGE, _AT_ONCE, _NEAR = 8 << 20, 8, 1 << 20
 
 
 #: Hexadecimal digits of checksums.
@@ -379,28 +380,53 @@ def _batches(storages: Iterable[Storage]) -> Iterator[list[tuple[int, Storage]]]
 
 
 def _crc32(index: Index, batch: Sequence[tuple[int, Storage]]) -> dict[int, int | None]:
-    """Return number -> checksum of each storage."""
+    """Return number -> checksum of each storage, or None if it cannot be inflated."""
     found: dict[int, int | None] = {}
     for path, of_file in groupby(batch, key=lambda item: item[1].file):
         with _opened(index, path) as file:
-            buffer = memoryview(bytearray(_BLOCK if file.is_local else _RANGE))
-            for number, storage in of_file:
-                found[number] = _crc_of(file, storage, buffer)
+            items = [*of_file]
+            ahead = _Ahead(file, [(s.offset, s.offset + s.nbytes) for _, s in items])
+            for number, storage in items:
+                if storage.packed is not None:
+                    found[number] = _inflated_crc(file, storage.packed)
+                    continue
+                crc = 0
+                for block in ahead.blocks(storage.offset, storage.offset + storage.nbytes):
+                    crc = crc32(block, crc)
+                found[number] = crc
     return found
 
 
-def _crc_of(file: Opened, storage: Storage, buffer: memoryview) -> int | None:
-    """Return the checksum of a storage's bytes, or None if they cannot be inflated."""
-    if storage.packed is not None:
-        return _inflated_crc(file, storage.packed)
-    at, stop, crc = storage.offset, storage.offset + storage.nbytes, 0
-    while at < stop:
-        count = file.read_into([buffer[: stop - at]], at)
-        if not count:
-            raise IntegrityError("the file ends early", file=file.place)
-        crc = crc32(buffer[:count], crc)
-        at += count
-    return crc
+class _Ahead:
+    """Reads ranges of a file. Near ranges come with one request, which counts for a URL.
+
+    Args:
+        file: The file.
+        ranges: First byte and end of each range, in the order of reading.
+    """
+
+    def __init__(self, file: Opened, ranges: Sequence[tuple[int, int]]) -> None:
+        self._file, self._ends = file, dict[int, int]()
+        self._buffer = memoryview(bytearray(_BLOCK if file.is_local else _RANGE))
+        self._at = self._got = 0  # the bytes in the buffer
+        end, following = 0, -1
+        for start, stop in reversed(ranges):
+            end = end if 0 <= following - stop <= _NEAR else stop
+            self._ends[start], following = end, start
+
+    def blocks(self, at: int, stop: int) -> Iterator[memoryview]:
+        """Yield the bytes of one range, in memory that the next block overwrites."""
+        end = self._ends[at]
+        while at < stop:
+            if not self._at <= at < self._at + self._got:
+                self._at = at
+                self._got = self._file.read_into([self._buffer[: end - at]], at)
+                if not self._got:
+                    raise IntegrityError("the file ends early", file=self._file.place)
+            first = at - self._at
+            block = self._buffer[first : min(first + stop - at, self._got)]
+            yield block
+            at += len(block)
 
 
 @contextmanager
