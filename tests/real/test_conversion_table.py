@@ -353,7 +353,7 @@ def test_an_operation_of_somebody_s_own_moves_values_or_is_named(tmp_path: Path)
         for does, message in (
             (lambda tensor: tensor.view(torch.int32), r"new values \(a view in another dtype\)"),
             (lambda tensor: tensor.chunk(5)[0], "the 32 rows .* do not divide into 5 slices"),
-            (lambda tensor: tensor.reshape(7, -1), "conversion Own of transformers failed: shape '\\[7, -1\\]' is invalid"),
+            (lambda tensor: tensor.reshape(7, -1), "of transformers failed: shape '\\[7, -1\\]'"),
         ):
             rule = WeightConverter("down_proj.weight", "down_proj.weight", [Own(does)])
             register_checkpoint_conversion_mapping("LlamaForCausalLM", [rule], overwrite=True)

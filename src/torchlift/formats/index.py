@@ -241,7 +241,7 @@ class TensorEntry(NamedTuple):
 
     @property
     def can_be_sliced(self) -> bool:
-        """Return whether the file has bytes for a slice: of plain numbers, or of whole blocks."""
+        """Whether a slice has bytes of its own in the file, as numbers or as whole blocks."""
         return self.is_plain or (self.kind is None and self.encoding[0] in _BLOCKS)
 
     @property
@@ -377,7 +377,7 @@ class Index:
         every: All tensors in file order, with those of classes that a caller may allow. Empty if
             it would equal `entries`.
         templates: Key of a list, of a tuple or of an extra state with tensors -> its containers,
-            with a `Leaf` for each value. Dotted keys alone do not tell a list from a dict.
+            with a ``Leaf`` for each value. Dotted keys alone do not tell a list from a dict.
         aside: Top containers without a model, such as an optimizer's. A load without a root
             leaves them out.
         tree: The saved object, made of records of the pickle. None if the format has names only.
@@ -417,7 +417,7 @@ class Index:
 
     @property
     def plain(self) -> dict[str, object]:
-        """Return all plain values: objects, those beside the root, and the metadata."""
+        """All plain values, which are objects, values outside the root, and the metadata."""
         return {**self.objects, **self.beside, **self.metadata}
 
     @property

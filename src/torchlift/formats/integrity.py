@@ -84,7 +84,7 @@ class VerifyReport(Summary):
         unchecked: Names of the storages without a recorded checksum.
         failed: A `Failure` for each storage, record or file whose bytes are wrong.
         nbytes: Number of bytes whose checksum was recomputed.
-        unchecked_nbytes: Number of bytes of `unchecked`.
+        unchecked_nbytes: Number of bytes of ``unchecked``.
         records: Names of other records that were checked: the pickle, the code of a program.
         files: File -> the checksum of the whole file that the Hugging Face Hub records, such as
             ``"sha256 2c26..."``.
@@ -135,7 +135,7 @@ def verify(
 
     A torch file has a CRC-32 for each record, which torch never reads. So do safetensors files
     that torchlift wrote. Other safetensors files and GGUF files lack checksums: torchlift checks
-    only their structure, and lists their tensors as `unchecked`.
+    only their structure, and lists their tensors as ``unchecked``.
 
     A file of the Hugging Face Hub, in the local cache or behind ``hf://``, is also compared with
     the SHA-256 that the Hub records.
@@ -145,7 +145,7 @@ def verify(
         storage_options: Options for a URL. See :ref:`arg-storage-options`.
 
     Returns:
-        The report. Wrong checksums are listed in `failed` and do not raise.
+        The report. Wrong checksums are listed in ``failed`` and do not raise.
 
     Raises:
         FormatError: If the structure is wrong.
