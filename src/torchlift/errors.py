@@ -280,8 +280,7 @@ class PlacementError(CheckpointError):
         ... except torchlift.PlacementError as error:
         ...     print(error)
         'weight': cannot be copied in place, because its dtype or device would change; expected
-        torch.float32 on cpu; found torch.float16 on cpu asked for. Load with mode="swap" or
-        mode="auto".
+        torch.float32 on cpu; found torch.float16 on cpu. Load with mode="swap" or mode="auto".
     """
 
 
