@@ -222,7 +222,7 @@ def test_items_that_inflate_are_paid_for_together(tmp_path: Path) -> None:
         dict.fromkeys(keys, item.read_bytes()),
     )  # fmt: skip
     ((_, _, answer),) = answers(path)
-    assert "expands to far more than it stores" in answer
+    assert "expands to far more data than it stores" in answer
 
 
 def test_an_item_is_read_for_one_name_only(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_chunks_in_many_dimensions_are_paid_for(tmp_path: Path) -> None:
     boxes = [half, *(((1,) * at + (0,) * (40 - at), (1,) * 40) for at in range(1, 40))]
     path = write_dcp(tmp_path / "d", {"w": describe(shape, *boxes, ((0,) * 40, shape))}, {})
     ((_, _, answer),) = answers(path)
-    assert "expands to far more than it stores" in answer
+    assert "expands to far more data than it stores" in answer
 
 
 def test_chunks_that_many_tensors_share_are_paid_for(tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ def test_chunks_that_many_tensors_share_are_paid_for(tmp_path: Path) -> None:
         tensors[f"k{at}"] = describe((10_000,))
         tensors[f"k{at}"].chunks = described.chunks
     ((_, _, answer),) = answers(write_dcp(tmp_path / "d", tensors, {}))
-    assert "expands to far more than it stores" in answer
+    assert "expands to far more data than it stores" in answer
 
 
 def test_descriptors_are_not_joined_a_million_times(tmp_path: Path) -> None:
@@ -304,14 +304,14 @@ def test_descriptors_are_not_joined_a_million_times(tmp_path: Path) -> None:
     path = write_dcp(tmp_path / "d", {"w": describe((1,), ((0,), (1,)))}, {},
                 {MetadataIndex("w", (0,)): named})  # fmt: skip
     ((_, _, answer),) = answers(path)
-    assert "transformed as it was written" in answer
+    assert "a writer transformed" in answer
 
 
 def test_a_path_that_joins_itself_is_paid_for(tmp_path: Path) -> None:
     """A path of two long texts, made thousands of times."""
     data = _again("pathlib.PosixPath", _LONG, call=b"h\1h\0h\0\x86R")
     ((_, _, answer),) = answers(_as_metadata(tmp_path, data))
-    assert "expands to far more than it stores" in answer
+    assert "expands to far more data than it stores" in answer
 
 
 def test_the_name_of_a_program_is_paid_for_with_each_weight(tmp_path: Path) -> None:
@@ -324,7 +324,7 @@ def test_the_name_of_a_program_is_paid_for_with_each_weight(tmp_path: Path) -> N
             config = json.dumps({"config": many}).encode()
             records[f"data/{kind}s/{name}_{kind}s_config.json"] = config
     ((_, _, answer),) = answers(write_program(tmp_path / "x", {}, records))
-    assert "expands to far more than it stores" in answer
+    assert "expands to far more data than it stores" in answer
 
 
 def test_attributes_that_many_modules_share_are_paid_for(tmp_path: Path) -> None:
@@ -332,7 +332,7 @@ def test_attributes_that_many_modules_share_are_paid_for(tmp_path: Path) -> None
     state = b"}(" + b"".join(_int(at) + b"N" for at in range(10_000)) + b"uq\x000"
     data = b"\x80\x02" + state + b"c__torch__\nM\nq\x010](" + b"h\1)\x81h\0b" * 20_000 + b"e."
     ((_, _, answer),) = answers(write_script(tmp_path / "x", None, data=data))
-    assert "expands to far more than it stores" in answer
+    assert "expands to far more data than it stores" in answer
 
 
 def test_one_shard_is_read_once_however_it_is_spelled(
@@ -390,7 +390,7 @@ def test_a_parameter_in_many_ranks_costs_in_proportion_to_their_bytes(tmp_path: 
     false = _zero(tmp_path / "false", [more], [alias.view(-1) for _ in range(100)])
     first, second = answers(true, false)
     assert first.kind == "Index"
-    assert "expands to far more than it stores" in second.text
+    assert "expands to far more data than it stores" in second.text
 
 
 def _dtensors(era: Era, path: Path, count: int, placements: object, mesh: tuple[int, ...]) -> Path:
@@ -423,7 +423,7 @@ def test_layouts_of_dtensors_cost_in_proportion_to_their_bytes(tmp_path: Path) -
     paths["names"] = era.save(tmp_path / "g.pt", dict.fromkeys(map(str, range(100_000)), one))
     found = dict(zip(paths, answers(*paths.values()), strict=True))
     for name in ("blocks", "fewer", "blocks of blocks", "blocks for many", "names"):
-        assert "expands to far more than it stores" in found[name].text, name
+        assert "expands to far more data than it stores" in found[name].text, name
     for name in ("placements", "dimensions"):
         assert found[name].kind == "Index" or "expands to far more" in found[name].text, name
 

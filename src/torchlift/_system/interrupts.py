@@ -27,6 +27,20 @@ class Running:
         self.thread = threading.get_ident()
         self._process, self._frame = os.getpid(), id(frame)
 
+    @classmethod
+    def of_block(cls, frame: FrameType) -> Running:
+        """Return the call that contains the block of a context manager.
+
+        Args:
+            frame: The context manager's. A generator is not on the stack while its block runs.
+        """
+        while frame.f_back and (
+            frame.f_code.co_flags & inspect.CO_GENERATOR
+            or frame.f_code.co_filename == contextlib.__file__
+        ):
+            frame = frame.f_back
+        return cls(frame)
+
     def is_over(self) -> bool:
         """Return whether it has ended. In a fork it never has: the other process runs it."""
         frame = sys._current_frames().get(self.thread)
@@ -44,14 +58,7 @@ class _Hold:
 
     def __init__(self, handler: Callable[[int, FrameType | None], object]) -> None:
         self.handler = handler
-        block = sys._getframe(1)
-        # A context manager that is a generator is not on the stack while its block runs.
-        while block.f_back and (
-            block.f_code.co_flags & inspect.CO_GENERATOR
-            or block.f_code.co_filename == contextlib.__file__
-        ):
-            block = block.f_back
-        self.block = Running(block)
+        self.block = Running.of_block(sys._getframe(1))
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self.block.is_over():

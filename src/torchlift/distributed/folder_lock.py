@@ -9,11 +9,12 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from torchlift._system.interrupts import uninterrupted
+from torchlift._system.interrupts import Running, uninterrupted
 from torchlift._transfer.write import LockedFile
 from torchlift.errors import CheckpointError
 
@@ -120,10 +121,12 @@ class FolderLock:
     @contextmanager
     def _open(self, flags: int) -> Iterator[int]:
         """Yield a descriptor of the file. Other processes wait for it until the block ends."""
+        # If a second interrupt keeps this block from unlocking, the next lock of this process does.
+        running = Running.of_block(sys._getframe())
         with uninterrupted(), LockedFile() as file:
             while True:
                 file.open(self._path, flags, 0o666)
-                file.lock(self._path)
+                file.lock(self._path, running)
                 with suppress(FileNotFoundError):
                     if os.path.samestat(os.fstat(file.descriptor), os.stat(self._path)):
                         break
