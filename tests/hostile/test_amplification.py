@@ -317,7 +317,8 @@ def test_a_path_that_joins_itself_is_paid_for(tmp_path: Path) -> None:
 def test_the_name_of_a_program_is_paid_for_with_each_weight(tmp_path: Path) -> None:
     """Two programs in an archive: the name of each stands before every one of its keys."""
     names = "n" * 60_000, "m"
-    many = {str(at): {"path_name": "weight_0", "tensor_meta": None} for at in range(10_000)}
+    one = {"path_name": "weight_0", "tensor_meta": {"layout": 1}, "use_pickle": False}
+    many = {str(at): one for at in range(10_000)}
     records = {"data/constants/weight_0": b"", **{f"models/{name}.json": b"{}" for name in names}}
     for kind in ("weight", "constant"):
         for name in names:
