@@ -163,7 +163,7 @@ def test_it_is_loaded_as_from_pretrained_loads_it_and_leads_back(name: str, tmp_
     model = saved(cls, config, tmp_path)
     report = assert_like_from_pretrained(cls, config, tmp_path)
     if name in UNEQUAL:
-        with pytest.raises(MismatchError, match="64 rows .* do not divide into 3 slices"):
+        with pytest.raises(MismatchError, match=r"64 rows .* do not divide into 3 slices"):
             assert_leads_back(model, tmp_path)
     else:
         assert_leads_back(model, tmp_path)
