@@ -52,11 +52,6 @@ class FileStamp:
         now = os.stat(file)
         return cls(now.st_size, now.st_mtime_ns, now.st_dev, now.st_ino)
 
-    @property
-    def time(self) -> float:
-        """Return when the content last changed, in seconds since 1970."""
-        return self.mtime_ns / 1e9
-
     def check(self, file: str, descriptor: int | None = None) -> None:
         """Raise an error unless the file is the one that was indexed.
 

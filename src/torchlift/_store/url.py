@@ -9,7 +9,6 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -147,13 +146,6 @@ class UrlStamp:
     modified: str = ""
     host: str = field(default="", compare=False)
     shown: str | None = field(default=None, compare=False, repr=False)
-
-    @property
-    def time(self) -> float:
-        """Return when the object last changed, in seconds since 1970, or 0 if it is not known."""
-        with suppress(ValueError):
-            return float(self.modified)
-        return 0.0
 
     def check(self, file: str, descriptor: int | None = None) -> None:
         """Raise an error unless the object is the one that was indexed. This takes a request.
