@@ -38,10 +38,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--sort", choices=list(SORTS), default="file", help="default: file")
     parser.add_argument(
-        "--depth", type=_count, metavar="N", help="levels of the tree (default: about one screen)"
-    )
-    parser.add_argument(
-        "--tensors", action="store_true", help="show a table of all tensors instead of the tree"
+        "--tensors",
+        action="store_true",
+        help="show each tensor in its own line, instead of one line for tensors of alike layers",
     )
     parser.add_argument(
         "--stats",
@@ -87,8 +86,7 @@ def _run(args: argparse.Namespace) -> int:
         extra = ((*_STATS, "values"), cells) if args.stats else ((), {})
         print(to_table(index, rows=rows, extra=extra))
     else:
-        by_size = args.sort == "size"
-        print(to_text(index, rows=rows, depth=args.depth, by_size=by_size))
+        print(to_text(index, rows=rows))
     if args.filter and not (index.entries or index.objects or index.blocked_keys):
         patterns = " or ".join(map(repr, args.filter))
         _note(
