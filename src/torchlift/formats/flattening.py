@@ -27,9 +27,8 @@ from torchlift.formats.index import (
     SUBCLASS,
     Index,
     Leaf,
-    globals_in,
     lacking,
-    used_by,
+    renamed,
 )
 from torchlift.formats.slices import located
 from torchlift.formats.torch_pickle import (
@@ -201,7 +200,7 @@ class _Flattener:
         # Loading code of a module may expect the list or tuple, as torch.ao's int8 layers do.
         if items is not None and (not is_mapping or key.endswith(_EXTRA_STATE)):
             with suppress(_NotPlain):
-                self.flat.templates[key] = self._template(key, value, depth)
+                self.flat.templates[key] = self._template(key, "", value, depth)
         if items is not None:
             self._children(items, key + ".", depth + 1)
             self._versions(value, key)
@@ -213,23 +212,26 @@ class _Flattener:
         is_tensor = isinstance(value, self.containers.tensors)
         (self.flat.tensors if is_tensor else self.flat.objects)[key] = value
 
-    def _template(self, key: str, value: Any, depth: int) -> object:
-        """Return the containers of a value, with a `Leaf` for each value that has a key."""
-        inner = depth + 1
+    def _template(self, top: str, rest: str, value: Any, depth: int) -> object:
+        """Return the containers of the value at ``top + rest``, with a `Leaf` for each value."""
+        inner, key = depth + 1, top + rest
         self.budget.spend(len(key) + STEP, key)
         _check_depth(inner, key)
         items = self.containers.items(value, depth)
         if items is None:
-            return Leaf(key)
+            return Leaf(rest)
         if isinstance(value, self.containers.mappings):
             return {
                 self._plain(name, key, inner): self._template(
-                    f"{key}.{name if type(name) is str else self._text(name, key)}", item, inner
+                    top,
+                    f"{rest}.{name if type(name) is str else self._text(name, key)}",
+                    item,
+                    inner,
                 )
                 for name, item in items
             }
         kind = list if isinstance(value, list) else tuple
-        return kind([self._template(f"{key}.{at}", item, inner) for at, item in items])
+        return kind([self._template(top, f"{rest}.{at}", item, inner) for at, item in items])
 
     def _plain(self, value: Any, key: str, depth: int) -> Any:
         """Return the value that is kept for a plain one."""
@@ -399,31 +401,20 @@ def under(index: Index, root: str) -> Index | None:
         TypeError: If `root` is not text.
     """
     _require_text(root)
-    entries, every = (
-        {key: entry._replace(key=key) for key, entry in _inside(found, root).items()}
-        for found in (index.entries, index.every)
-    )
-    objects, blocked_keys = _inside(index.objects, root), _inside(index.blocked_keys, root)
-    if not (entries or objects or blocked_keys):
+    prefix = f"{root}."
+    found = renamed(index, lambda key: key.removeprefix(prefix) if key.startswith(prefix) else None)
+    if not (found.entries or found.objects or found.blocked_keys):
         return None
     inner = MISSING if index.tree is None else below(index.tree[0], root, index.path)
-    templates = _inside(index.templates, root)
     return replace(
-        index,
-        entries=entries,
-        objects=objects,
+        found,
         beside=index.beside or index.objects,
         noted={
-            name: key.removeprefix(f"{root}.")
+            name: key.removeprefix(prefix)
             for name, key in _inside(index.noted, root).items()
-            if key.startswith(f"{root}.")
+            if key.startswith(prefix)
         },
-        blocked_keys=blocked_keys,
-        blocked_tensors=_inside(index.blocked_tensors, root),
-        every=every,
-        blocked=globals_in(blocked_keys),
-        storages=used_by(every or entries, index.storages),
-        templates={key: _strip_leaves(tree, f"{root}.") for key, tree in templates.items()},
+        templates=_inside(index.templates, root),
         module_versions=paths_inside(index.module_versions, root),
         aside=(),
         tree=None if inner is MISSING else (inner,),
@@ -447,10 +438,7 @@ def flat_under(flat: Flat[_Tensor], root: str, path: str) -> Flat[_Tensor]:
         _inside(flat.objects, root),
         _inside(flat.blocked, root),
         versions=paths_inside(flat.versions, root),
-        templates={
-            key: _strip_leaves(tree, f"{root}.")
-            for key, tree in _inside(flat.templates, root).items()
-        },
+        templates=_inside(flat.templates, root),
     )
     if not (made.tensors or made.objects or made.blocked):
         raise no_container(path, root, (*flat.tensors, *flat.objects), flat.blocked)
@@ -578,15 +566,6 @@ def paths_inside(versions: Mapping[str, Any], root: str) -> dict[str, Any]:
     """Return the versions of a module and its submodules. The module's path becomes empty."""
     own = {"": versions[root]} if root in versions else {}
     return {**own, **_inside(versions, root)}
-
-
-def _strip_leaves(tree: object, prefix: str) -> object:
-    if isinstance(tree, Leaf):
-        return Leaf(tree.key.removeprefix(prefix))
-    if isinstance(tree, dict):
-        return {key: _strip_leaves(value, prefix) for key, value in tree.items()}
-    assert isinstance(tree, (list, tuple))
-    return type(tree)([_strip_leaves(value, prefix) for value in tree])
 
 
 def no_container(

@@ -21,8 +21,7 @@ from torchlift.formats.index import (
     TensorEntry,
     row_major,
 )
-from torchlift.formats.reader import Content, Reader
-from torchlift.formats.source import Cursor, dense_shape
+from torchlift.formats.source import Cursor, Source, dense_shape
 
 #: ggml's number of a type -> torch's name.
 _PLAIN = {
@@ -38,13 +37,12 @@ _TEXT_BYTES, _MOST_TEXTS = 20, 1 << 26  # guess for a word with its length; most
 _SHOWN = 1000  # bytes of a text that are kept: a chat template may have a hundred thousand
 
 
-def read_gguf(content: Content) -> Index:
+def read_gguf(source: Source) -> Index:
     """Read the index of a GGUF file.
 
     Raises:
         FormatError: If it is malformed, truncated, or of an unknown version.
     """
-    source = content.source
     cursor = _Cursor(source)
     cursor.take(4)
     version = cursor.number("<I")
@@ -197,6 +195,3 @@ class _Cursor(Cursor):
             for _ in items:
                 self.value(inner, name, depth + 1)
         return f"{count} values"
-
-
-READER = Reader(lambda content: content.head[:4] == b"GGUF", read_gguf)

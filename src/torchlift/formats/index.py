@@ -349,7 +349,11 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A placeholder in a template: the index has the value under this key."""
+    """A placeholder for a value of an index.
+
+    Attributes:
+        key: Key of the value. In `Index.templates` only its end, after the key of the container.
+    """
 
     key: str
 
@@ -491,21 +495,40 @@ def used_by(
     return {name: storage for name, storage in storages.items() if is_used(name, storage)}
 
 
+def renamed(index: Index, rename: Callable[[str], str | None]) -> Index:
+    """Return an index of the keys to which `rename` gives a name, under these names.
+
+    Storages that only other keys use are left out, so that sizes count these keys only.
+    """
+
+    def chosen(values: Mapping[str, Any]) -> dict[str, Any]:
+        names = ((rename(key), value) for key, value in values.items())
+        return {name: value for name, value in names if name is not None}
+
+    entries, every = (
+        {name: entry._replace(key=name) for name, entry in chosen(found).items()}
+        for found in (index.entries, index.every)
+    )
+    blocked_keys = chosen(index.blocked_keys)
+    return replace(
+        index,
+        entries=entries,
+        every=every,
+        objects=chosen(index.objects),
+        blocked_keys=blocked_keys,
+        blocked_tensors=chosen(index.blocked_tensors),
+        blocked=globals_in(blocked_keys),
+        storages=used_by(every or entries, index.storages),
+    )
+
+
 def of_model(index: Index) -> Index:
     """Return an index without its containers that do not hold a model."""
     if not index.aside:
         return index
     aside = tuple(name + "." for name in index.aside)
-
-    def kept(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            key: value
-            for key, value in values.items()
-            if not (key.startswith(aside) or key in index.aside)
-        }
-
-    entries, objects, blocked = map(kept, (index.entries, index.objects, index.blocked_keys))
-    return replace(index, entries=entries, objects=objects, blocked_keys=blocked, aside=())
+    model = renamed(index, lambda key: None if key.startswith(aside) or key in index.aside else key)
+    return replace(model, aside=())
 
 
 def allowing(index: Index, classes: Mapping[str, type]) -> Index:
@@ -683,19 +706,5 @@ def require_kept(path: str, before: _Keys, after: _Keys, leaves_out: str, filter
 
 def matching(index: Index, patterns: Sequence[str]) -> Index:
     """Return an index of the keys that match one of the glob patterns."""
-
-    def chosen(values: Mapping[str, Any]) -> dict[str, Any]:
-        keys = allowed(values, patterns)
-        return {key: value for key, value in values.items() if key in keys}
-
-    entries, blocked_keys = chosen(index.entries), chosen(index.blocked_keys)
-    return replace(
-        index,
-        entries=entries,
-        objects=chosen(index.objects),
-        blocked_keys=blocked_keys,
-        blocked_tensors=chosen(index.blocked_tensors),
-        blocked=globals_in(blocked_keys),
-        every=(every := chosen(index.every)),
-        storages=used_by(every or entries, index.storages),
-    )
+    keys = allowed((*index.entries, *index.every, *index.objects, *index.blocked_keys), patterns)
+    return renamed(index, lambda key: key if key in keys else None)

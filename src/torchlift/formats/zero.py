@@ -23,8 +23,7 @@ from torchlift.errors import FormatError
 from torchlift.formats.boxes import flat_entry
 from torchlift.formats.flattening import under
 from torchlift.formats.index import PARTITIONED, Index, TensorEntry, used_by
-from torchlift.formats.reader import Content, Reader
-from torchlift.formats.sharded import claimed, locate, require_files
+from torchlift.formats.sharded import ReadFile, claimed, locate, require_files
 from torchlift.formats.source import dense_shape
 from torchlift.formats.unpickle import ENTRY, STEP, Budget
 
@@ -41,7 +40,12 @@ _WEIGHTS = "single_partition_of_fp32_groups.", "fp32_flat_groups."
 _ASIDE = "optimizer"
 
 
-def read_zero(content: Content) -> Index:
+def zero_files(names: Iterable[str]) -> list[str]:
+    """Return the names of ranks' files in a folder."""
+    return [name for name in names if (match := _FILE.fullmatch(name)) and match[1]]
+
+
+def read_zero(path: str, names: Iterable[str], read_file: ReadFile) -> Index:
     """Read the index of a ZeRO checkpoint of stage 1, 2 or 3.
 
     Weights and buffers have the model's names. The key ``optimizer`` stands for the optimizer's
@@ -52,16 +56,16 @@ def read_zero(content: Content) -> Index:
             length of a vector does not match the shapes.
         UnsafeError: If a file is a link that leaves the directory.
     """
-    path, budget = content.path, content.budget
+    budget = Budget()
     kinds: dict[str, dict[int, str]] = {"model": {}, "optim": {}}
-    for match in filter(None, map(_FILE.fullmatch, content.names)):
+    for match in filter(None, map(_FILE.fullmatch, names)):
         if int(match[3]):
             raise _split("by tensor or pipeline parallelism", match[0])
         kinds[match[4]][int(match[2] or 0)] = match[0]
 
     def read(kind: str, ranks: Sequence[int]) -> list[Index]:
         files = [locate(path, kinds[kind][rank]) for rank in ranks]
-        return [claimed(name_of(file), content.read_file(file, budget), {}) for file in files]
+        return [claimed(name_of(file), read_file(file, budget), {}) for file in files]
 
     def check(kind: str, ranks: int) -> None:
         like = next(iter(kinds[kind].values()), f"*mp_rank_00_{kind}_states.pt")
@@ -345,11 +349,3 @@ class _Reader:
                 )
             else:
                 yield name, whole
-
-
-def _fits(content: Content) -> bool:
-    """Return whether one of the names is that of a rank's file."""
-    return any(match[1] for match in map(_FILE.fullmatch, content.names) if match)
-
-
-READER = Reader(_fits, read_zero)
