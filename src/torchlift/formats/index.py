@@ -522,6 +522,14 @@ def renamed(index: Index, rename: Callable[[str], str | None]) -> Index:
     )
 
 
+def free_name(index: Index, name: str) -> str:
+    """Return the name, with underscores in front if a container or value at the top has it."""
+    tops = {k.partition(".")[0] for k in (*index.entries, *index.objects, *index.blocked_keys)}
+    while name in tops:
+        name = f"_{name}"
+    return name
+
+
 def of_model(index: Index) -> Index:
     """Return an index without its containers that do not hold a model."""
     if not index.aside:

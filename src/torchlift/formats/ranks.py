@@ -24,6 +24,7 @@ from torchlift.formats.index import (
     Index,
     Storage,
     TensorEntry,
+    free_name,
     globals_in,
     join,
     renamed,
@@ -85,9 +86,8 @@ def read_fsdp(path: str, names: Iterable[str], read_file: ReadFile) -> Index:
 
     if len(kinds) == 1:
         return read_all(*kinds)
-    model, aside = read_all("model"), "optimizer"
-    while any(key.partition(".")[0] == aside for key in _keys(model)):
-        aside = f"_{aside}"  # the model has a module of that name
+    model = read_all("model")
+    aside = free_name(model, "optimizer")
     optimizer = renamed(read_all("optim"), lambda key: f"{aside}.{key}")
     both = join(path, "sharded", [model, optimizer], {}, "the model has this key, too")
     saved = [*(model.tree or ()), *(optimizer.tree or ())]
