@@ -21,7 +21,7 @@ from torchlift.formats.index import (
     TensorEntry,
     row_major,
 )
-from torchlift.formats.source import Cursor, Source, dense_shape
+from torchlift.formats.source import Source, dense_shape
 
 #: ggml's number of a type -> torch's name.
 _PLAIN = {
@@ -33,7 +33,8 @@ _SCALARS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
 _TEXT, _ARRAY = 8, 9
-_TEXT_BYTES, _MOST_TEXTS = 20, 1 << 26  # guess for a word with its length; most bytes read ahead
+#: Bytes of a window. Guess for a word with its length, and most bytes to read ahead from a URL.
+_WINDOW, _TEXT_BYTES, _MOST_AHEAD = 1 << 16, 20, 1 << 26
 _SHOWN = 1000  # bytes of a text that are kept: a chat template may have a hundred thousand
 
 
@@ -151,19 +152,60 @@ def _entry(
     return made, nbytes
 
 
-class _Cursor(Cursor):
-    """A reader of consecutive values of a GGUF header."""
+class _Cursor:
+    """A reader of consecutive values of a GGUF header, in windows.
 
-    _items, _count, _first = iter(range(0)), 0, 0  # rest of a list of texts, its length and start
+    Attributes:
+        at: Number of bytes that were taken.
+    """
 
-    def ahead(self) -> int:
+    def __init__(self, source: Source) -> None:
+        self.at = 0
+        self._source = source
+        self._window, self._start = b"", 0
+        # The rest of a list of texts, its length and its start.
+        self._items, self._count, self._first = iter(range(0)), 0, 0
+
+    def take(self, count: int) -> bytes:
+        """Return the next bytes, all of them or an error."""
+        begin = self.at - self._start
+        if not 0 <= begin <= begin + count <= len(self._window):
+            left = self._check(count)
+            ahead = self._ahead() if self._source.is_remote else _WINDOW
+            self._window = self._source.read(self.at, min(max(count, ahead, _WINDOW), left))
+            self._start, begin = self.at, 0
+        self.at += count
+        return self._window[begin : begin + count]
+
+    def _ahead(self) -> int:
         """Return how many bytes are likely to be taken next: vocabularies are lists of texts."""
         left = length_hint(self._items)
         taken = self._count - left
         each = (self.at - self._first) / taken if taken > 1000 else _TEXT_BYTES
         # Later words are longer. A window never shrinks by more than half.
         guess = max(int(1.5 * each * left), len(self._window) // 2)
-        return min(guess, _MOST_TEXTS) if left else super().ahead()
+        return min(guess if left else 4 * len(self._window), _MOST_AHEAD)
+
+    def skip(self, count: int) -> None:
+        """Pass over bytes that must exist."""
+        self._check(count)
+        self.at += count
+
+    def number(self, layout: str) -> Any:
+        """Return the next number of a `struct` layout."""
+        return struct.unpack(layout, self.take(struct.calcsize(layout)))[0]
+
+    def _check(self, count: int) -> int:
+        """Return the number of bytes left, or refuse a file that ends early."""
+        left = self._source.size - self.at
+        if count > left:
+            raise FormatError(
+                "the file ends early",
+                expected=f"{count} bytes more",
+                found=f"{left} bytes",
+                hint="The file is truncated. Fetch it again.",
+            )
+        return left
 
     def text(self, what: str) -> str:
         """Return the next text."""

@@ -168,8 +168,8 @@ def _trained(
             what = "a rank lacks one of the vectors of weights"
             raise FormatError(what, entry=keys[row.index(None)], file=optim.path)
         table.append(list(filter(None, row)))
-    shapes = model.objects.get("param_shapes")
-    shapes = shapes if isinstance(shapes, list) else [shapes]
+    noted = model.objects.get("param_shapes")
+    shapes: list[Any] = noted if isinstance(noted, list) else [noted]
     if not all(isinstance(group, dict) for group in shapes):
         raise FormatError("the shapes of the parameters are missing", entry="param_shapes")
     found: dict[str, TensorEntry] = {}
