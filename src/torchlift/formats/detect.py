@@ -350,19 +350,13 @@ def _read_directory(path: str) -> Index:
             found=_listed(data),
             hint="The save or the copy was interrupted. Save or fetch it again.",
         )
-    # A pipeline of diffusers: its components are different models, so none of them is meant.
-    if "model_index.json" in names and (components := _components(path, names)):
-        raise _several(
-            "the directory holds several components with a checkpoint each", components, path
-        )
     variants = {name: variant for name in names if (variant := _variant(name))}
     # Files without a variant first: a half-precision variant must not replace the model.
     if read := _reader_of(path, [name for name in names if name not in variants]):
         return read()
+    if len({*variants.values()}) > 1:
+        raise _several("the directory holds several variants of a model", [*variants], path)
     if read := _reader_of(path, names):
-        if len(found := sorted(set(variants.values()))) > 1:
-            what = f"the directory holds {len(found)} variants of a model: {', '.join(found)}"
-            raise _several(what, list(variants), path)
         return read()
     if components := _components(path, names):
         raise _several("the directory holds several directories with checkpoints", components, path)
@@ -474,7 +468,7 @@ def _read_index_in(path: str, indexes: list[str]) -> Index:
 
 def _read_some(path: str, names: list[str]) -> Index:
     """Read one file or one set of files."""
-    if len(names) > 1 and _is_complete_set(names):
+    if _is_complete_set(names) and len(names) > 1:  # it refuses one shard of a set
         return read_set(path, names, _read_file)
     return _read_file(locate(path, _preferred(path, names, _PREFERRED)), Budget())
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import struct
-from operator import attrgetter, length_hint
-from typing import Any, NamedTuple
+from operator import length_hint
+from typing import Any
 
 from torchlift.errors import FormatError
 from torchlift.formats.index import (
@@ -74,39 +74,32 @@ def read_gguf(source: Source) -> Index:
             expected="a multiple of 8",
             found=repr(alignment),
         )
-    described = [_description(cursor) for _ in range(tensors)]
+    described = [_entry(cursor, source.path) for _ in range(tensors)]
     # Offsets in the header count from the aligned end of the header.
     start = -(-cursor.at // alignment) * alignment
     entries: dict[str, TensorEntry] = {}
     storages: dict[str, Storage] = {}
     end, before = start, ""
     # Sorted by offset: two tensors over the same bytes would hide that one of them is missing.
-    for key, shape, kind, offset in sorted(described, key=attrgetter("offset")):
-        entry, nbytes = _entry(source.path, key, shape, kind, start + offset)
+    for entry in sorted(described, key=lambda entry: [chunk.offset for chunk in entry.chunks]):
+        key = entry.key
         if key in entries:
             raise FormatError("two tensors have the same name", entry=key)
-        if start + offset < end:
-            raise FormatError("two tensors overlap", entry=key, found=f"{before!r} before it")
-        end, before = start + offset + nbytes, key
         entries[key] = entry
-        if nbytes:
-            source.check(start + offset, nbytes, "a tensor", key)
-            storages[key] = Storage(source.path, start + offset, nbytes, "cpu")
+        for chunk in entry.chunks:
+            at = start + chunk.offset
+            source.check(at, chunk.nbytes, "a tensor", key)
+            if at < end:
+                raise FormatError("two tensors overlap", entry=key, found=f"{before!r} before it")
+            end, before = at + chunk.nbytes, key
+            entries[key] = entry._replace(chunks=(chunk._replace(offset=at),))
+            storages[key] = Storage(source.path, at, chunk.nbytes, "cpu")
     files = {source.path: source.stamp}
     return Index(source.path, "gguf", entries, storages, files, metadata=metadata)
 
 
-class _Described(NamedTuple):
-    """A tensor in the header: its key, shape, type number, and offset in the data."""
-
-    key: str
-    shape: tuple[int, ...]
-    kind: int
-    offset: int
-
-
-def _description(cursor: _Cursor) -> _Described:
-    """Read the description of the next tensor."""
+def _entry(cursor: _Cursor, path: str) -> TensorEntry:
+    """Read the description of the next tensor. Its offset counts from the end of the header."""
     key = cursor.text("the name of a tensor")
     dims = cursor.number("<I")
     if dims > 64:
@@ -114,13 +107,7 @@ def _description(cursor: _Cursor) -> _Described:
     sizes = [cursor.number("<Q") for _ in range(dims)]
     # The first dimension is contiguous, unlike in torch.
     shape = dense_shape(sizes[::-1], key, "shape")
-    return _Described(key, shape, cursor.number("<I"), cursor.number("<Q"))
-
-
-def _entry(
-    path: str, key: str, shape: tuple[int, ...], kind: int, at: int
-) -> tuple[TensorEntry, int]:
-    """Return the entry of a tensor, and its size in the file in bytes."""
+    kind, offset = cursor.number("<I"), cursor.number("<Q")
     numel = math.prod(shape)
     if numel >= 1 << 60:
         raise FormatError("a tensor has an invalid shape", entry=key, found=shape)
@@ -145,11 +132,10 @@ def _entry(
             entry=key,
             found=f"ggml type {kind}",
         )
-    chunks = (Chunk(path, at, nbytes, (0,) * len(shape), shape),) if nbytes else ()
-    made = TensorEntry(
+    chunks = (Chunk(path, offset, nbytes, (0,) * len(shape), shape),) if nbytes else ()
+    return TensorEntry(
         key, dtype, shape, row_major(shape), dense, "cpu", key, chunks, encoding=encoding
     )
-    return made, nbytes
 
 
 class _Cursor:

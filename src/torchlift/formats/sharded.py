@@ -53,7 +53,12 @@ def read_sharded(source: Source, read_file: ReadFile) -> Index:
     content = parse_json(source.read_all(_MAX_INDEX, "the index"), "the index")
     weight_map = content.get("weight_map", content if _is_map(content) else None)
     if weight_map is None:
-        raise _no_index(content)
+        raise FormatError(
+            "the JSON file is not an index of a checkpoint",
+            expected='{"weight_map": {"key": "file"}}',
+            found=printable(str(content), 200),  # it may be an error page
+            hint="Pass the path of the weights, of their *.index.json, or of their folder.",
+        )
     if not isinstance(weight_map, dict) or not all(type(v) is str for v in weight_map.values()):
         raise FormatError(
             "the index does not map keys to files",
@@ -81,31 +86,6 @@ def read_sharded(source: Source, read_file: ReadFile) -> Index:
     shards = {name: shards[name] for name in dict.fromkeys(claims.values())}
     made = put_together(source.path, shards, claims, text)
     return replace(made, guides={source.path: source.stamp})
-
-
-def _no_index(content: Mapping[str, Any]) -> FormatError:
-    """Return the error for a JSON object that is not an index."""
-    expected = '{"weight_map": {"key": "file"}}'
-    if any(name in content for name in ("model_type", "architectures", "_class_name")):
-        return FormatError(
-            "this is the configuration of a model, without its weights",
-            expected=f"weights, or an index: {expected}",
-            hint="Pass the path of the weights, or of their folder.",
-        )
-    for name in ("error", "message"):
-        if text := content.get(name):
-            return FormatError(
-                "this is an error page in JSON, saved instead of the file",
-                expected=f"weights, or an index: {expected}",
-                found=f"{name}: {printable(str(text), 200)}",
-                hint="Fetch the file again, with a token if it is private.",
-            )
-    return FormatError(
-        "the JSON file is not an index of a checkpoint",
-        expected=expected,
-        found=f"the names {printable(', '.join(content), 200)}" if content else "no names",
-        hint="Pass the path of the weights, of their *.index.json, or of their folder.",
-    )
 
 
 def _is_map(content: Mapping[str, Any]) -> bool:
