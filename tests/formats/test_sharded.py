@@ -244,7 +244,7 @@ def test_a_plain_map_of_keys_to_files_is_an_index(tmp_path, suffix):
     with pytest.raises(UnsafeError, match="leaves the directory"):
         read_index(tmp_path)
     (tmp_path / "x.index.json").write_text(json.dumps({"model_type": "bert"}))
-    with pytest.raises(FormatError, match="not an index of a checkpoint.*'model_type': 'bert'"):
+    with pytest.raises(FormatError, match=r"not an index of a checkpoint.*'model_type': 'bert'"):
         read_index(tmp_path)
 
 
