@@ -239,10 +239,7 @@ class _Flattener:
 
     def _versions(self, container: Any, prefix: str) -> None:
         """Collect the per-module metadata of a state dict."""
-        metadata = _metadata_of(container)
-        if not isinstance(metadata, Mapping):
-            return
-        for name, local in metadata.items():
+        for name, local in _metadata_of(container).items():
             if type(name) is str and isinstance(local, Mapping):
                 path = f"{prefix}.{name}" if prefix and name else prefix or name
                 self.budget.spend(len(path) + STEP, path)
@@ -421,30 +418,6 @@ def under(index: Index, root: str) -> Index | None:
     )
 
 
-def flat_under(flat: Flat[_Tensor], root: str, path: str) -> Flat[_Tensor]:
-    """Return the values of the container `root` of a state in memory, with that prefix removed.
-
-    Args:
-        flat: The result of `flatten_state`.
-        root: Name of the container.
-        path: Name of the state in errors.
-
-    Raises:
-        FormatError: If the container does not exist, or two values have this key.
-    """
-    _require_text(root)
-    made: Flat[_Tensor] = Flat(
-        _inside(flat.tensors, root),
-        _inside(flat.objects, root),
-        _inside(flat.blocked, root),
-        versions=paths_inside(flat.versions, root),
-        templates=_inside(flat.templates, root),
-    )
-    if not (made.tensors or made.objects or made.blocked):
-        raise no_container(path, root, (*flat.tensors, *flat.objects), flat.blocked)
-    return made
-
-
 def select(index: Index, root: str) -> Index:
     """Return the index of the container `root`, with that prefix removed.
 
@@ -499,6 +472,12 @@ def below(saved: object, root: str, path: str = "") -> Any:
     return next(iter(found.values()), MISSING)
 
 
+class _Part(dict[str, object]):
+    """The values of a state dict below a dotted name, with torch's metadata of these modules."""
+
+    _metadata: Mapping[str, Any]
+
+
 def _candidates(value: object, root: str, place: str) -> Iterator[tuple[str, object]]:
     """Yield each place that a root could mean, and what is there."""
     dotted: dict[str, object] = {}
@@ -511,11 +490,13 @@ def _candidates(value: object, root: str, place: str) -> Iterator[tuple[str, obj
         elif key.startswith(f"{root}."):
             dotted[key[len(root) + 1 :]] = item
     if dotted:
-        yield f"{place}[{f'{root}.*'!r}]", dotted
+        part = _Part(dotted)
+        part._metadata = paths_inside(_metadata_of(value), root)
+        yield f"{place}[{f'{root}.*'!r}]", part
 
 
-def state_dicts_in(saved: object, depth: int = 3) -> list[str]:
-    """Return the dotted names of containers that are state dicts of modules, not of optimizers.
+def state_dicts_in(saved: object) -> list[str]:
+    """Return the names of containers that are state dicts of modules.
 
     torch attaches metadata to a module's state dict, and its keys have dots. Nested containers
     whose names lack dots are the structure of a model (flax) and not meant as a root.
@@ -526,13 +507,9 @@ def state_dicts_in(saved: object, depth: int = 3) -> list[str]:
         >>> state_dicts_in({"model": {"a.weight": weight}, "optimizer": optimizer, "a.b": 1})
         ['model']
     """
-    if not depth or not isinstance(saved, Mapping) or "param_groups" in saved or _is_state(saved):
+    if not isinstance(saved, Mapping) or _is_state(saved):
         return []
-    found: list[str] = []
-    for name, item in saved.items():
-        below_it = [""] if _is_state(item) else state_dicts_in(item, depth - 1)
-        found += [f"{name_text(name)}.{inner}".removesuffix(".") for inner in below_it]
-    return found
+    return [name_text(name) for name, item in saved.items() if _is_state(item)]
 
 
 def _is_state(value: object) -> bool:
@@ -544,11 +521,11 @@ def _is_state(value: object) -> bool:
     return bool(_metadata_of(value)) or any("." in name for name in leaves if type(name) is str)
 
 
-def _metadata_of(container: Any) -> Any:
+def _metadata_of(container: Any) -> Mapping[Any, Any]:
     """Return the metadata that torch attaches to a state dict, of a file or in memory."""
-    if isinstance(container, OrderedRecord):
-        return container.metadata
-    return getattr(container, "_metadata", None)
+    name = "metadata" if isinstance(container, OrderedRecord) else "_metadata"
+    found = getattr(container, name, None)
+    return found if isinstance(found, Mapping) else {}
 
 
 def _inside(values: Mapping[str, Any], root: str) -> dict[str, Any]:
