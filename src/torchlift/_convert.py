@@ -344,7 +344,7 @@ def _rename(selection: _Selection, options: Options, source: _Source, target: Ta
         return selection
     if isinstance(rename, Rewriting):
         for one in source.checkpoints:
-            rename.check(one._index.plain, one.path)
+            rename.check(one._index.metadata, one.path)
     # Containers are taken apart: their values must be those that were in them.
     before = selection.index
     before = replace(before, objects={**before.objects, **objects_as_saved(before)})

@@ -597,39 +597,29 @@ def check_boxes(key: str, shape: tuple[int, ...], boxes: Sequence[Box], budget: 
     Chunks are not compared in pairs, because thousands of them would take minutes. They fill the
     tensor once if and only if their corners, with alternating signs, cancel to its own corners.
     """
-    for start, sizes in boxes:
-        if any(a + n > size for a, n, size in zip(start, sizes, shape, strict=True)):
-            raise FormatError(
-                "a chunk reaches outside its tensor",
-                entry=key,
-                expected=f"inside {list(shape)}",
-                found=f"{list(sizes)} at {list(start)}",
-            )
     stored, numel = sum(math.prod(sizes) for _, sizes in boxes), math.prod(shape)
-    if stored < numel:
-        raise FormatError(
-            "the chunks of a tensor leave gaps",
-            entry=key,
-            expected=f"{numel} elements",
-            found=f"{stored} in {len(boxes)} chunks",
-            hint="The checkpoint is incomplete: a rank's file may be missing, or its save failed.",
-        )
     # Without the dimensions that every box fills: the work doubles with each dimension.
-    dims = [at for at, size in enumerate(shape) if any(sizes[at] != size for _, sizes in boxes)]
+    dims = [
+        at
+        for at, size in enumerate(shape)
+        if any(start[at] or sizes[at] != size for start, sizes in boxes)
+    ]
     budget.spend(STEP * len(boxes) << len(dims), key)
     corners: dict[tuple[int, ...], int] = {}
     whole = ((0,) * len(shape), shape)
-    for sign, (start, sizes) in [(1, box) for box in boxes] + [(-1, whole)] * bool(boxes):
+    for sign, (start, sizes) in [(1, box) for box in boxes] + [(-1, whole)] * (numel > 0):
         ends = [((start[at], 1), (start[at] + sizes[at], -1)) for at in dims]
         for corner in itertools.product(*ends):
             place = tuple(at for at, _ in corner)
             corners[place] = corners.get(place, 0) + sign * math.prod(s for _, s in corner)
     wrong = next((place for place, count in corners.items() if count), None)
     if wrong is not None:
+        is_short = stored < numel
         raise FormatError(
-            "the chunks of a tensor overlap",
+            f"the chunks of a tensor {'leave gaps' if is_short else 'overlap, or lie outside'}",
             entry=key,
             expected=f"{numel} elements, each once",
             found=f"{stored} in {len(boxes)} chunks, which do not fit together at "
             f"{list(wrong)} along dimensions {dims}",
+            hint="A rank's file may be missing, or its save failed." if is_short else None,
         )

@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from reprlib import repr as short_repr
 from typing import Any, NamedTuple
 
 from torchlift._store.places import (
@@ -338,17 +339,12 @@ def _tensor(key: str, record: _Record, budget: Budget) -> _Tensor:
     boxes: dict[Box, None] = {}
     budget.spend(8 * STEP * len(chunks) * (1 + len(shape)), key)
     for chunk in chunks:
-        if not isinstance(chunk, _Record) or chunk.kind != "ChunkStorageMetadata":
-            raise FormatError("the chunks of a tensor are malformed", entry=key)
-        start = whole_numbers(chunk.get("offsets"), key, "offset")
+        is_chunk = isinstance(chunk, _Record) and chunk.kind == "ChunkStorageMetadata"
+        start = whole_numbers(chunk.get("offsets") if is_chunk else None, key, "offset")
         sizes = whole_numbers(chunk.get("sizes"), key, "size")
         if not len(start) == len(sizes) == len(shape):
-            raise FormatError(
-                "a chunk and its tensor have different numbers of dimensions",
-                entry=key,
-                expected=f"{len(shape)} dimensions",
-                found=f"{list(sizes)} at {list(start)}",
-            )
+            what = "a chunk has other dimensions than its tensor"
+            raise FormatError(what, entry=key, found=f"{list(sizes)} at {list(start)}")
         boxes[start, sizes] = None
     return _Tensor(name, shape, requires_grad is True, boxes)
 
@@ -371,13 +367,11 @@ def _item(key: str, record: object) -> _Item:
     file = record.get("relative_path")
     if type(file) is not str:
         raise FormatError("an item's file is not a name", entry=key, found=_kind(file))
-    transforms = record.get("transform_descriptors")
-    if transforms:
-        names = transforms[:10] if isinstance(transforms, (list, tuple)) else ()
+    if transforms := record.get("transform_descriptors"):
         raise FormatError(
             "a writer transformed the bytes of this item, for example compressed them",
             entry=key,
-            found=", ".join(name[:100] for name in names if type(name) is str),
+            found=short_repr(transforms),
             hint="Load it with the extension that wrote it, and save it again without one.",
         )
     numbers = (record.get("offset"), record.get("length"))
@@ -557,20 +551,14 @@ def _numbers(head: Index, dtype: str, chunk: Chunk) -> _Numbers:
             expected=f"{dtype} {list(shape)}",
             found="no tensor" if entry is None else f"{entry.dtype} {list(entry.shape)}",
         )
-    if entry.encoding or entry.kind is not None:
+    # A view may repeat its numbers, and need far more memory than the file has bytes.
+    if entry.encoding or entry.kind or entry.nbytes > sum(run.nbytes for run in entry.chunks):
         raise FormatError(
             "an item does not store its numbers as they are",
-            expected=f"{dtype} {list(shape)}",
+            expected=f"{entry.nbytes} bytes for {dtype} {list(shape)}",
             found=", ".join(entry.encoding) or entry.type_name,
         )
     (run,) = entry.chunks
-    if entry.nbytes > run.nbytes:
-        # Writers never do this, and the tensor would need far more memory than the file has bytes.
-        raise FormatError(
-            "an item repeats its numbers (stride 0) instead of storing them",
-            expected=f"{entry.nbytes} bytes for {dtype} {list(shape)}",
-            found=f"{run.nbytes} bytes",
-        )
     stride = None if entry.is_contiguous else entry.stride
     return _Numbers(run._replace(start=chunk.start, shape=shape, stride=stride), entry)
 

@@ -405,7 +405,6 @@ def under(index: Index, root: str) -> Index | None:
     inner = MISSING if index.tree is None else below(index.tree[0], root, index.path)
     return replace(
         found,
-        beside=index.beside or index.objects,
         noted={
             name: key.removeprefix(prefix)
             for name, key in _inside(index.noted, root).items()

@@ -386,7 +386,6 @@ class Index:
             leaves them out.
         tree: The saved object, made of records of the pickle. None if the format has names only.
         guides: File without values, such as an index of shards -> its stamp.
-        beside: The `objects` of the whole file, if this index is below a root.
         noted: Name that the file leaves out -> the key of its values. Another library noted this
             tie. A load uses it if the model lacks a value. It is not a key.
     """
@@ -407,7 +406,6 @@ class Index:
     aside: tuple[str, ...] = ()
     tree: tuple[object] | None = field(default=None, repr=False)
     guides: Mapping[str, Stamp] = field(default_factory=dict)
-    beside: Mapping[str, object] = field(default_factory=dict, repr=False)
     noted: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
@@ -418,11 +416,6 @@ class Index:
     def storage_of(self, entry: TensorEntry) -> Storage | None:
         """Return the storage of an entry, or None for a box, whose name is empty."""
         return self.storages.get(entry.storage) if entry.storage else None
-
-    @property
-    def plain(self) -> dict[str, object]:
-        """All plain values, which are objects, values outside the root, and the metadata."""
-        return {**self.objects, **self.beside, **self.metadata}
 
     @property
     def names_code(self) -> bool:
@@ -475,24 +468,26 @@ def used_by(
     entries: Mapping[str, TensorEntry], storages: Mapping[str, Storage]
 ) -> dict[str, Storage]:
     """Return the storages that entries use."""
-    used = {entry.storage for entry in entries.values()}
-    for entry in entries.values():
-        if entry.kind is not None:
-            used.update(inner.storage for inner in entry.kind.tensors)
-    # An entry of several chunks names only the storage of its first chunk, or none.
-    assembled = (
-        e
-        for e in entries.values()
-        if len(e.chunks) > 1 or not e.storage or e.storage not in storages
-    )
-    spots = sorted((chunk.file, chunk.offset) for entry in assembled for chunk in entry.chunks)
+    spots = sorted(_spot(chunk) for entry in entries.values() for chunk in entry.chunks)
 
-    def is_used(name: str, storage: Storage) -> bool:
-        at = bisect.bisect_left(spots, (storage.file, storage.offset))
-        end = storage.file, storage.offset + storage.nbytes
-        return name in used or (at < len(spots) and spots[at] < end)
+    def is_used(storage: Storage) -> bool:
+        first = _spot(storage)
+        at = bisect.bisect_left(spots, first)
+        return at < len(spots) and spots[at] < first._replace(offset=first.offset + storage.nbytes)
 
-    return {name: storage for name, storage in storages.items() if is_used(name, storage)}
+    return {name: storage for name, storage in storages.items() if is_used(storage)}
+
+
+class _Spot(NamedTuple):
+    """A place: its file, the deflated record that holds it (or -1), and its first byte."""
+
+    file: str
+    record: int
+    offset: int
+
+
+def _spot(place: Chunk | Storage) -> _Spot:
+    return _Spot(place.file, place.packed.offset if place.packed else -1, place.offset)
 
 
 def renamed(index: Index, rename: Callable[[str], str | None]) -> Index:

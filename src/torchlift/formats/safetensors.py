@@ -177,20 +177,13 @@ class _Row(NamedTuple):
 
 def _read_header(source: Source) -> tuple[dict[str, Any], int]:
     """Return the JSON header and the position of the first byte after it."""
-    if source.size < 8:
-        raise FormatError(
-            "the file is too short for a safetensors file",
-            expected="at least 8 bytes",
-            found=f"{source.size} bytes",
-            hint="The file is truncated.",
-        )
     length = int.from_bytes(source.read(0, 8), "little")
     if length > MAX_HEADER or length > source.size - 8:
         raise FormatError(
             "the length of the header is invalid",
             expected=f"at most {min(MAX_HEADER, source.size - 8)} bytes",
             found=f"{length} bytes",
-            hint="The file is truncated, or is not a safetensors file.",
+            hint="The file is truncated.",
         )
     return parse_json(source.read(8, length), "the header", _described), 8 + length
 
@@ -274,10 +267,9 @@ def _check_cover(rows: dict[str, _Row], size: int) -> None:
     position = 0
     for key, (begin, nbytes, _, _) in rows.items():
         if begin != position:
+            what = "two tensors overlap" if begin < position else "unused bytes before a tensor"
             raise FormatError(
-                "two tensors overlap"
-                if begin < position
-                else "there are unused bytes before a tensor",
+                what,
                 entry=key,
                 expected=f"data at byte {position} behind the header",
                 found=f"byte {begin}",

@@ -188,26 +188,19 @@ def whole_numbers(values: object, key: str, what: str, kind: str = "list") -> tu
     Raises:
         FormatError: If they are not whole, are negative, or exceed the limits of torch.
     """
-    if not isinstance(values, (tuple, list)) or len(values) > 64:
-        raise FormatError(
-            f"a tensor's {what} is not a {kind} of at most 64 numbers",
-            entry=key,
-            found=f"{len(values)} of them"
-            if isinstance(values, (tuple, list))
-            else f"a {type(values).__name__}",
-        )
-    for value in values:
-        if type(value) is not int or not 0 <= value < 1 << 63:  # True is an int, but not a size
-            # Python refuses to print more than 4,300 decimal digits.
-            is_long = type(value) is int and value.bit_length() > 64
-            found = hex(value) if is_long else value
+    is_list = isinstance(values, (tuple, list)) and len(values) <= 64
+    numbers: Any = values if is_list else (values,)
+    for value in numbers:
+        # True is an int, but not a size.
+        if not is_list or type(value) is not int or not 0 <= value < 1 << 63:
             raise FormatError(
                 f"a tensor has an invalid {what}",
                 entry=key,
-                expected="whole numbers from 0 to 2**63",
-                found=found if isinstance(value, (int, float)) else f"a {type(value).__name__}",
+                expected=f"a {kind} of at most 64 whole numbers from 0 to 2**63",
+                # Python refuses to print more than 4,300 decimal digits.
+                found=hex(value) if type(value) is int else f"a {type(value).__name__}",
             )
-    return tuple(values)
+    return tuple(numbers)
 
 
 def dense_shape(values: object, key: str, what: str, kind: str = "list") -> tuple[int, ...]:
