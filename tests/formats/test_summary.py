@@ -21,7 +21,6 @@ from torchlift.formats.summary import (
     sorted_by,
     to_html,
     to_json,
-    to_table,
     to_text,
 )
 
@@ -45,10 +44,10 @@ def test_text_says_what_a_reader_asks_first(index):
 
 def test_rows_limit_the_table(index):
     """The rest is counted."""
-    text = to_table(index, rows=1)
+    text = to_text(index, rows=1, each=True)
     assert "... and 2 more tensors" in text
     assert "model.half" not in text
-    assert to_table(index, rows=0)
+    assert to_text(index, rows=0, each=True)
     text = to_text(index, rows=2)
     assert text.endswith("... and 1 more line")
     assert "half" not in text

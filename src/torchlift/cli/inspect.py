@@ -16,7 +16,7 @@ from torchlift.errors import FormatError
 from torchlift.formats.detect import read_index
 from torchlift.formats.flattening import select
 from torchlift.formats.index import Index, matching
-from torchlift.formats.summary import SORTS, sorted_by, to_json, to_table, to_text
+from torchlift.formats.summary import SORTS, sorted_by, to_json, to_text
 
 _STATS = ("min", "max", "mean", "std", "nan", "inf")
 
@@ -84,7 +84,7 @@ def _run(args: argparse.Namespace) -> int:
     elif args.tensors or args.stats:
         cells = {key: _cells(known) for key, known in stats.items()}
         extra = ((*_STATS, "values"), cells) if args.stats else ((), {})
-        print(to_table(index, rows=rows, extra=extra))
+        print(to_text(index, rows=rows, each=True, extra=extra))
     else:
         print(to_text(index, rows=rows))
     if args.filter and not (index.entries or index.objects or index.blocked_keys):

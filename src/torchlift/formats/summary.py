@@ -16,7 +16,6 @@ from itertools import islice
 from reprlib import repr as short_repr
 from typing import Any
 
-from torchlift._store.files import FileStamp
 from torchlift._system.text import count_of, human, printable
 from torchlift._system.text import to_html as page
 from torchlift.formats.index import Index, TensorEntry
@@ -49,7 +48,9 @@ def sorted_by(index: Index, order: str) -> Index:
     return replace(index, entries={entry.key: entry for entry in entries})
 
 
-def to_text(index: Index, *, rows: int | None = None) -> str:
+def to_text(
+    index: Index, *, rows: int | None = None, each: bool = False, extra: Extra = ((), {})
+) -> str:
     """Return a summary for a terminal: facts, and lines of tensors.
 
     Tensors that differ only in numbers of their names, such as those of a transformer's layers,
@@ -58,38 +59,28 @@ def to_text(index: Index, *, rows: int | None = None) -> str:
     Args:
         index: The index.
         rows: Most lines of tensors, and most items of each list. None: as many as fit a screen.
+        each: Whether each tensor has its own line. `rows` is unlimited then, by default.
+        extra: Further columns, if each tensor has its own line.
 
     Returns:
         Lines without a final newline. Newlines are the only control characters.
     """
-    cells = _Cells(index)
-    lines = cells.lines()
-    table = lines[: _LINES if rows is None else rows]
-    return _text(cells, rows, _COLUMNS, table, "line", len(lines) - len(table))
-
-
-def to_table(
-    index: Index,
-    *,
-    rows: int | None = None,
-    extra: Extra = ((), {}),
-) -> str:
-    """Return the facts of `to_text`, and a line for each tensor.
-
-    Args:
-        index: The index.
-        rows: Most tensors to list, and most items of each list. None: all tensors.
-        extra: Further columns.
-    """
-    columns, others = extra
-    cells = _Cells(index)
-    blank = [""] * len(columns)
-    table = [
-        (*cells.line(entry.key, [entry]), *others.get(entry.key, blank))
-        for entry in cells.entries[:rows]
-    ]
-    left = len(cells.entries) - len(table)
-    return _text(cells, rows, (*_COLUMNS, *columns), table, "tensor", left)
+    cells, (columns, others) = _Cells(index), extra
+    if each:
+        table = [
+            (*cells.line(entry.key, [entry]), *others.get(entry.key, [""] * len(columns)))
+            for entry in cells.entries[:rows]
+        ]
+        left = len(cells.entries) - len(table)
+    else:
+        lines = cells.lines()
+        table = lines[: _LINES if rows is None else rows]
+        left = len(lines) - len(table)
+    facts = _facts(cells, _ITEMS if rows is None else rows)
+    shown = [_shown(index.path), "", *_align(facts)]
+    if table:
+        shown += ["", *_align(_without_empty([(*_COLUMNS, *columns), *table]))]
+    return "\n".join([*shown, _more(left, "tensor" if each else "line")] if left else shown)
 
 
 def to_html(index: Index) -> str:
@@ -126,33 +117,8 @@ def to_json(index: Index) -> dict[str, Any]:
         "blocked": list(index.blocked),
         "blocked_keys": dict(index.blocked_keys),
         "blocked_tensors": dict(index.blocked_tensors),
-        "files": {
-            path: {
-                "size": stamp.size,
-                **(
-                    {"mtime_ns": stamp.mtime_ns}
-                    if isinstance(stamp, FileStamp)
-                    else {"version": stamp.version, "modified": stamp.modified}
-                ),
-            }
-            for path, stamp in index.files.items()
-        },
+        "files": {path: {"size": stamp.size} for path, stamp in index.files.items()},
     }
-
-
-def _text(
-    cells: _Cells,
-    rows: int | None,
-    columns: Sequence[str],
-    table: Sequence[Sequence[str]],
-    noun: str,
-    left: int,
-) -> str:
-    facts = _facts(cells, _ITEMS if rows is None else rows)
-    lines = [_shown(cells.index.path), "", *_align(facts)]
-    if table:
-        lines += ["", *_align(_without_empty([columns, *table]))]
-    return "\n".join([*lines, _more(left, noun)] if left else lines)
 
 
 def _more(left: int, noun: str) -> str:
