@@ -124,7 +124,7 @@ def test_trailing_and_short_data_are_refused(path, nbytes, match):
         (["2"], "invalid shape"),
         ([None], "invalid shape"),
         ([1] * 65, "at most 64"),
-        (2, "invalid shape"),
+        (2, "wrong fields; expected dtype, data_offsets, and a list as the shape"),
         ([3], "does not match its shape"),
         ([2**62, 2**62], "does not match its shape"),
     ],

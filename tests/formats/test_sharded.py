@@ -183,8 +183,8 @@ def test_the_hub_cache_layout_is_allowed(sharded, tmp_path_factory):
     ("content", "match"),
     [
         ("{}", "the JSON file is not an index"),
-        ('{"weight_map": []}', "does not map keys to files"),
-        ('{"weight_map": {"a": 1}}', "does not map keys to files"),
+        ('{"weight_map": []}', "not an index of a checkpoint"),
+        ('{"weight_map": {"a": 1}}', "not an index of a checkpoint"),
         ('{"weight_map": {"a": "x", "a": "y"}}', "name occurs twice"),
         ('{"weight_map": {}, "metadata": 3}', "metadata is not a map"),
         ('{"weight_map": ', "not valid JSON"),

@@ -304,7 +304,7 @@ ROWS: dict[str, tuple[Make, str, str | None, str]] = {
     "an array of objects": (npz(w=npy_bytes(F32.replace("<f4", "|O"), pickled(RUN))),
         READ, None, "without numpy.dtype(|O)"),
     "a header that calls": (put(npy_bytes("__import__('os').system('x')")),
-        FORMAT, "tensor", "the header is not a Python literal"),
+        FORMAT, "tensor", "the header of an array is malformed"),
     # 8. Pickles: see test_pickle.py for those that are refused in a torch file.
     "a stream of a huge bytearray": (
         changed(legacy({}), EMPTY, b"\x80\x02cbuiltins\nbytearray\n\x8a\5\0\0\0\0\2\x85R."),
@@ -399,7 +399,7 @@ ROWS: dict[str, tuple[Make, str, str | None, str]] = {
     "a size of 5,000 digits": (put(npy_bytes(F32.replace("2,", "0x" + "f" * 5000 + ","), bytes(8))),
         FORMAT, "tensor", "a tensor has an invalid shape"),
     "a header with a list as a key": (put(npy_bytes("{[]: 1}")),
-        FORMAT, "tensor", "the header is not a Python literal"),
+        FORMAT, "tensor", "the header of an array is malformed"),
     # 16. Names.
     "an odd name": (zipped({LONG: tensor(numel=5)}),
         FORMAT, "archive/data/0", "the size of a storage differs from what the tensor"),

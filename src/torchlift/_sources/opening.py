@@ -185,7 +185,7 @@ def flat_state(state: Mapping[str, Any], root: str | None) -> Flat[Any]:
     with errors_name(IN_MEMORY):
         found = container(state, root)
         if root is not None and rule.items(found) is None:
-            error = no_container(IN_MEMORY, root, [root])
+            error = no_container(IN_MEMORY, root, [root, *map(name_text, state)])
             error.hint = state_hint({root: found}) or error.hint
             raise error
         return flatten_state(found, rule)

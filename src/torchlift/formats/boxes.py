@@ -123,10 +123,11 @@ def narrowed(entry: TensorEntry, spans: Spans) -> TensorEntry:
         for at, inside, sizes in overlaps(spans, chunk.start, chunk.shape)
         for first in (sum(map(int.__mul__, inside, steps)),)
     ]
-    return _boxed(entry, shape, tuple(chunks))
+    return boxed(entry, shape, tuple(chunks))
 
 
-def _boxed(entry: TensorEntry, shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -> TensorEntry:
+def boxed(entry: TensorEntry, shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -> TensorEntry:
+    """Return the entry of a row-major tensor in boxes, with the other facts of `entry`."""
     nbytes = math.prod(shape) * entry.itemsize
     # Without `_replace`, which takes three times as long, for every tensor on every rank.
     return TensorEntry(
@@ -162,7 +163,7 @@ def at_indices(entry: TensorEntry, dim: int, indices: range) -> TensorEntry:
         start[dim], shape[dim] = low, high - low
         chunks.append(_box(entry, chunk, offset, start, shape, steps))
     sizes = (*entry.shape[:dim], len(indices), *entry.shape[dim + 1 :])
-    return _boxed(entry, sizes, tuple(chunks))
+    return boxed(entry, sizes, tuple(chunks))
 
 
 def permuted(entry: TensorEntry, dims: Sequence[int | None]) -> TensorEntry:
@@ -192,7 +193,7 @@ def permuted(entry: TensorEntry, dims: Sequence[int | None]) -> TensorEntry:
         # The step of a new dimension leads past the whole tensor: it is never taken.
         steps = change(steps_in_file(entry, chunk), entry.numel)
         chunks.append(_box(entry, chunk, chunk.offset, start, shape, steps))
-    return _boxed(entry, change(entry.shape, 1), tuple(chunks))
+    return boxed(entry, change(entry.shape, 1), tuple(chunks))
 
 
 def unsqueezed(entry: TensorEntry, dim: int) -> TensorEntry:
@@ -239,7 +240,7 @@ def joined(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
     # If one of the tensors is deflated, the whole counts as deflated.
     stored = (name for entry in entries if entry.chunks for name in entry.encoding)
     first = entries[0]._replace(encoding=tuple(dict.fromkeys(stored)))
-    return _boxed(first, (*first.shape[:dim], at, *first.shape[dim + 1 :]), tuple(found))
+    return boxed(first, (*first.shape[:dim], at, *first.shape[dim + 1 :]), tuple(found))
 
 
 def _box(
@@ -320,7 +321,7 @@ def as_blocks(entry: TensorEntry) -> TensorEntry | None:
         )
     shape = (*entry.shape[:last], entry.shape[last] // values * size)
     raw = entry._replace(dtype="uint8", encoding=(), shape=shape)
-    return _boxed(raw, shape, tuple(chunks))
+    return boxed(raw, shape, tuple(chunks))
 
 
 def flat_entry(

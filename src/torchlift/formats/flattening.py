@@ -553,19 +553,6 @@ def no_container(
 ) -> CheckpointError:
     """Return the error for a container that does not exist."""
     this = Argument("root")
-    if root in keys:
-        return FormatError(
-            "this key is a value, not a container",
-            file=path,
-            entry=root,
-            hint=Hint(
-                "Leave ",
-                this,
-                " out, or pass ",
-                Argument("rename"),
-                " to choose among the keys.",
-            ),
-        )
     if error := lacking(path, root, blocked.get(root)):
         return error
     if root in blocked:
@@ -577,12 +564,15 @@ def no_container(
             found=f"{count_of(count, 'tensor')} in it" if count else None,
             hint=Hint("Its content cannot be listed. Leave ", this, " out to see the other keys."),
         )
+    is_value = root in keys
     tops = sorted({key.split(".", 1)[0] for key in keys})
     return FormatError(
-        "the checkpoint does not contain this container",
+        "this key is a value, not a container"
+        if is_value
+        else "the checkpoint does not contain this container",
         file=path,
         entry=root,
         found="at the top: " + (clipped_list(tops) or "nothing"),
-        hint=did_you_mean(root, tops)
+        hint=(None if is_value else did_you_mean(root, tops))
         or Hint("Pass one of these as ", this, ", or leave root out."),
     )

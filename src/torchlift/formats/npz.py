@@ -156,13 +156,12 @@ def _header(source: Source, key: str, record: Record) -> _Header:
     text = most[8 + size : start]
     try:
         fields = ast.literal_eval(text.decode("utf-8" if head[6] == 3 else "latin1").strip())
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
-        raise FormatError("the header is not a Python literal", entry=key) from error
-    if not isinstance(fields, dict) or fields.keys() != _FIELDS:
-        raise FormatError("the header has the wrong fields", entry=key)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        fields = None
+    is_header = isinstance(fields, dict) and fields.keys() == _FIELDS
+    if not is_header or type(fields["fortran_order"]) is not bool:
+        raise FormatError("the header of an array is malformed", entry=key, found=repr(text[:200]))
     shape = dense_shape(fields["shape"], key, "shape", "tuple")
-    if type(fields["fortran_order"]) is not bool:
-        raise FormatError("fortran_order is neither True nor False", entry=key)
     code = fields["descr"]
     if not isinstance(code, str):
         # numpy.load reads structured arrays, but those with objects are a pickle.

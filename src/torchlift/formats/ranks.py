@@ -7,7 +7,6 @@ Both say where each slice lies. The files of llama and Megatron do not.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -15,7 +14,7 @@ from dataclasses import replace
 
 from torchlift._system.text import clipped_list
 from torchlift.errors import FormatError
-from torchlift.formats.boxes import Box, check_boxes, placed
+from torchlift.formats.boxes import Box, boxed, check_boxes, placed
 from torchlift.formats.index import (
     SLICE,
     SLICED,
@@ -28,7 +27,6 @@ from torchlift.formats.index import (
     globals_in,
     join,
     renamed,
-    row_major,
     used_by,
 )
 from torchlift.formats.safetensors import read_safetensors, slices_error
@@ -263,28 +261,20 @@ def _whole(
     (shape,) = shapes
     # Without this check, a missing rank would leave a part of the tensor unset.
     check_boxes(key, shape, list(boxes), budget)
-    return parts[0]._replace(
-        shape=shape,
-        stride=row_major(shape),
-        nbytes=math.prod(shape) * parts[0].itemsize,
-        storage="",
-        chunks=tuple([chunk for chunk, _ in boxes.values()]),
-        encoding=next(iter(encodings), ()),
-        kind=None,
-    )
+    first = parts[0]._replace(encoding=next(iter(encodings), ()))
+    return boxed(first, shape, tuple([chunk for chunk, _ in boxes.values()]))
 
 
 def _marks(entry: TensorEntry, storages: Mapping[str, Storage]) -> tuple[object, ...]:
     """Return a value that is equal for two entries if checksums show that they are equal."""
-    if entry.kind is not None:
-        inner = tuple([_marks(one, storages) for one in entry.kind.tensors])
-        return entry.dtype, entry.shape, entry.kind.name, repr(entry.kind.facts), inner
-    sums: list[object] = [entry.dtype, entry.shape, entry.stride, entry.encoding]
-    for chunk in entry.chunks:
-        storage = storages[entry.storage]
-        known = chunk.offset - storage.offset, storage.nbytes, storage.crc32
-        sums.append(known if storage.crc32 is not None else id(chunk))
-    return tuple(sums)
+    storage = storages.get(entry.storage)
+    what = entry.dtype, entry.shape, entry.stride, entry.encoding
+    if entry.kind is None and not entry.chunks:
+        return what
+    if entry.kind is not None or storage is None or storage.crc32 is None:
+        return (id(entry),)
+    starts = [chunk.offset - storage.offset for chunk in entry.chunks]
+    return *what, *starts, storage.nbytes, storage.crc32
 
 
 def _differ(one: TensorEntry, other: TensorEntry, storages: Mapping[str, Storage]) -> bool:

@@ -209,12 +209,10 @@ def _rows(header: dict[str, Any]) -> dict[str, _Row]:
     rows, last, is_sorted = {}, -1, True
     for key, value in header.items():
         if type(value) is not tuple:
-            if isinstance(value, dict) and value.keys() >= set(_FIELDS):
-                dense_shape(value["shape"], key, "shape")  # raises: the shape is not a list
             raise FormatError(
                 "the description of a tensor has the wrong fields",
                 entry=key,
-                expected="dtype, shape, data_offsets",
+                expected="dtype, data_offsets, and a list as the shape",
                 found=", ".join(value) if isinstance(value, dict) else f"a {type(value).__name__}",
             )
         code, shape, offsets = value

@@ -51,21 +51,16 @@ def read_sharded(source: Source, read_file: ReadFile) -> Index:
         UnsafeError: If a shard lies outside of the index's directory.
     """
     content = parse_json(source.read_all(_MAX_INDEX, "the index"), "the index")
-    weight_map = content.get("weight_map", content if _is_map(content) else None)
-    if weight_map is None:
+    weight_map = content.get("weight_map", content)
+    is_whole = weight_map is content  # accelerate also writes the map itself
+    if not _is_map(weight_map) or (is_whole and not _names_weights(weight_map)):
         raise FormatError(
             "the JSON file is not an index of a checkpoint",
             expected='{"weight_map": {"key": "file"}}',
             found=printable(str(content), 200),  # it may be an error page
             hint="Pass the path of the weights, of their *.index.json, or of their folder.",
         )
-    if not isinstance(weight_map, dict) or not all(type(v) is str for v in weight_map.values()):
-        raise FormatError(
-            "the index does not map keys to files",
-            entry="weight_map",
-            expected='{"weight_map": {"key": "file"}}',
-        )
-    metadata = {} if weight_map is content else content.get("metadata") or {}
+    metadata = {} if is_whole else content.get("metadata") or {}
     if not isinstance(metadata, dict):
         raise FormatError("the index's metadata is not a map", entry="metadata")
     directory = parent(source.path)
@@ -88,11 +83,12 @@ def read_sharded(source: Source, read_file: ReadFile) -> Index:
     return replace(made, guides={source.path: source.stamp})
 
 
-def _is_map(content: Mapping[str, Any]) -> bool:
-    """Return whether a JSON object is a weight map itself, as accelerate also writes it."""
-    return bool(content) and all(
-        type(name) is str and name.endswith(_WEIGHTS) for name in content.values()
-    )
+def _is_map(content: object) -> bool:
+    return isinstance(content, dict) and all(type(name) is str for name in content.values())
+
+
+def _names_weights(content: Mapping[str, str]) -> bool:
+    return bool(content) and all(name.endswith(_WEIGHTS) for name in content.values())
 
 
 def read_set(path: str, names: Iterable[str], read_file: ReadFile) -> Index:
@@ -118,10 +114,7 @@ def locate(directory: str, name: str) -> str:
             leaves the directory.
         FormatError: If the file does not exist.
     """
-    path = _inside_of(directory, name)
-    if not exists(path):
-        raise missing([name], 1, 0)
-    return path
+    return locate_all(directory, [name])[name]
 
 
 def _inside_of(directory: str, name: str) -> str:
