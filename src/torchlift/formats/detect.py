@@ -96,8 +96,12 @@ _FOREIGN_NAMES: tuple[tuple[str, str, str], ...] = (
     (r"(?:.*/)?[^/]+\.(?:safetensors|gguf|pth?|bin|ckpt|msgpack)",
      "an archive with a checkpoint in it", "Unpack it first."),
 )  # fmt: skip
-#: A global of the metadata of a DCP checkpoint, with and without lengths.
-_OF_DCP = re.compile(rb"torch\.distributed\.checkpoint\.metadata(?:\n|\x94\x8c\x08)Metadata")
+#: The first global of a pickle, as protocols from 4 on and earlier ones write it.
+_CALLED = re.compile(
+    rb"\x8c.([\w.]{1,200})\x94\x8c.(\w{1,100})\x94\x93|c([\w.]{1,200})\n(\w{1,100})\n", re.DOTALL
+)
+#: That global in the metadata of a DCP checkpoint.
+_OF_DCP = "torch.distributed.checkpoint.metadata.Metadata"
 
 #: Exceptions that a damaged file can make a reader raise.
 _DAMAGE = (
@@ -227,7 +231,7 @@ def _read_file(path: str, budget: Budget | None = None) -> Index:
             return read_npy(source)
         if _is_json(head) and budget is None:
             return read_sharded(source, _read_file)
-        if head[:1] == b"\x80" and _OF_DCP.search(head):
+        if _called(head) == _OF_DCP:
             raise _part_of_dcp(path)
         raise _foreign(head, source.size)
 
@@ -292,12 +296,19 @@ def _part_of_dcp(path: str) -> FormatError:
     )
 
 
+def _called(head: bytes) -> str | None:
+    """Return the first global of the pickle at the start of a file, or None."""
+    called = _CALLED.search(head) if head[:1] == b"\x80" else None
+    return b".".join(filter(None, called.groups())).decode("ascii", "replace") if called else None
+
+
 def _foreign(head: bytes, size: int) -> CheckpointError:
     """Return the error for a file of a foreign format, by its first bytes."""
     for magic, what, hint in _FOREIGN:
         if re.match(magic, head, re.DOTALL):
-            kind = UnsafeError if head[:1] == b"\x80" else FormatError
-            return kind(f"this is {what}", expected=_EXPECTED, hint=hint)
+            name = _called(head)
+            kind = UnsafeError if name else FormatError
+            return kind(f"this is {what}", expected=_EXPECTED, found=name, hint=hint)
     what, found = "not a checkpoint that torchlift reads", None
     hint = (
         "Check that the right file was fetched, completely. If another library reads this format, "
