@@ -217,7 +217,7 @@ def test_a_directory_with_one_file_is_that_file(tmp_path):
 def test_a_directory_with_one_torch_file_is_that_file(tmp_path):
     """Torch files count when there is no safetensors file."""
     torch.save({"w": torch.ones(1)}, tmp_path / "last.ckpt")
-    (tmp_path / "training_args.bin").write_bytes(b"\x80\x02.")
+    (tmp_path / "config.json").write_text("{}")
     assert read_index(tmp_path).format == "torch-zip"
 
 

@@ -18,7 +18,6 @@ from typing import Any
 
 from torchlift._store.places import (
     exists,
-    head_of,
     inside,
     is_folder,
     is_url,
@@ -37,10 +36,10 @@ from torchlift.formats.npz import NPY_MAGIC, read_npy, read_npz
 from torchlift.formats.pt2 import is_pt2, read_pt2
 from torchlift.formats.ranks import (
     bare_slices,
-    bare_slices_error,
     fsdp_files,
     read_fsdp,
     read_slices,
+    refuse_slices,
     slice_files,
 )
 from torchlift.formats.safetensors import read_safetensors
@@ -368,9 +367,6 @@ def _read_directory(path: str) -> Index:
                 expected="the file itself",
                 hint=f"Run this in the parent folder: zip -0 -r -D model.pt {top}",
             )
-    if found := [n for n in names if n.endswith(_PICKLED) and _is_file(inside(path, n))]:
-        _read_file(locate(path, found[0]), Budget())  # raises the error that names the format
-        raise _several("the directory holds files with unexpected names", found, path)
     raise FormatError(
         "the directory does not contain a checkpoint" if names else "the directory is empty",
         expected="an *.index.json, safetensors or torch files",
@@ -391,7 +387,7 @@ def _reader_of(path: str, names: list[str]) -> Callable[[], Index] | None:
         return partial(read_slices, path, names)
     # If none of the safetensors files is the whole model.
     if tensors and bare_slices(tensors) == tensors:
-        return partial(_refuse_slices, path, tensors)
+        return partial(refuse_slices, tensors, path)
     if tensors:
         return partial(_read_some, path, tensors)
     if zero_files(names):
@@ -403,8 +399,8 @@ def _reader_of(path: str, names: list[str]) -> Callable[[], Index] | None:
     if sharded := list(filter(_SHARDED.fullmatch, names)):
         return partial(_read_shards, path, sharded)
     if slices := bare_slices(names):
-        return partial(_refuse_slices, path, slices)
-    if files := [n for n in names if n.endswith(_PICKLED) and _is_torch(inside(path, n))]:
+        return partial(refuse_slices, slices, path)
+    if files := [n for n in names if n.endswith(_PICKLED) and _is_file(inside(path, n))]:
         return partial(_read_some, path, files)
     return partial(_read_some, path, ggufs) if ggufs else None
 
@@ -471,10 +467,6 @@ def _read_some(path: str, names: list[str]) -> Index:
     return _read_file(locate(path, _preferred(path, names, _PREFERRED)), Budget())
 
 
-def _refuse_slices(path: str, names: list[str]) -> Index:
-    raise bare_slices_error(names, path)
-
-
 def _notes(path: str, names: list[str]) -> list[str]:
     """Return the notes of the last checkpoint, unless the directory has a model itself."""
     notes = [name for name in _LAST if name in names and _is_file(inside(path, name))]
@@ -527,22 +519,9 @@ def optimizer_in(
     if len(found) > 1:
         raise _several("the directory holds the states of several optimizers", found, place)
     if metadata_files(names) or zero_files(names) or fsdp_files(names) or _notes(place, names):
-        raise FormatError(
-            "the folder holds a training checkpoint and a separate optimizer state",
-            file=place,
-            found=found[0],
-            hint=f"Pass the path of {found[0]}, or name the state in the checkpoint, such as "
-            "root='optimizer'.",
-        )
+        what = "the folder holds a training checkpoint and a separate optimizer state"
+        raise _several(what, found, place)
     return locate(place, found[0])
-
-
-def _is_torch(path: str) -> bool:
-    """Return whether a file starts like one of torch."""
-    if not _is_file(path):
-        return False
-    head = head_of(path, HEAD)
-    return _is_zip(head) or is_legacy(head) or is_tar(head)
 
 
 def _preferred(path: str, names: list[str], preferred: Sequence[str]) -> str:

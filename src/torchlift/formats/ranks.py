@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import NoReturn
 
 from torchlift._system.text import clipped_list
 from torchlift.errors import FormatError
@@ -308,9 +309,9 @@ def bare_slices(names: Collection[str]) -> list[str]:
     return [*found] if several and not is_lora else []
 
 
-def bare_slices_error(names: list[str], path: str) -> FormatError:
-    """Return the error for a model's slices without a layout."""
-    return FormatError(
+def refuse_slices(names: list[str], path: str) -> NoReturn:
+    """Raise the error for a model's slices without a layout."""
+    raise FormatError(
         "the files are slices of a model, and do not say how to join them",
         file=path,
         found=clipped_list(names),
@@ -330,4 +331,4 @@ def refuse_bare_slice(path: str) -> None:
         path, name = os.path.split(path)
         names = os.listdir(path) if _BARE.fullmatch(name) and os.path.isdir(path) else []
         if several := bare_slices(names):
-            raise bare_slices_error(several, os.path.join(path, name))
+            refuse_slices(several, os.path.join(path, name))
