@@ -468,6 +468,7 @@ def used_by(
     entries: Mapping[str, TensorEntry], storages: Mapping[str, Storage]
 ) -> dict[str, Storage]:
     """Return the storages that entries use."""
+    names = {entry.storage for entry in entries.values()}
     spots = sorted(_spot(chunk) for entry in entries.values() for chunk in entry.chunks)
 
     def is_used(storage: Storage) -> bool:
@@ -475,7 +476,7 @@ def used_by(
         at = bisect.bisect_left(spots, first)
         return at < len(spots) and spots[at] < first._replace(offset=first.offset + storage.nbytes)
 
-    return {name: storage for name, storage in storages.items() if is_used(storage)}
+    return {name: place for name, place in storages.items() if name in names or is_used(place)}
 
 
 class _Spot(NamedTuple):
