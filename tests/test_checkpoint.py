@@ -416,7 +416,7 @@ def test_a_checkpoint_prints_as_a_summary(nested):
         repr(ckpt) == f"<Checkpoint {str(nested)!r}, root='model': torch-zip, 2 tensors, 32 bytes>"
     )
     for text in (str(ckpt), ckpt._repr_html_()):
-        assert "  weight" in text
+        assert "layer.weight" in text
         assert "torch-zip" in text
 
 

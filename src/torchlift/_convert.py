@@ -53,7 +53,6 @@ from torchlift._sources.opening import (
 from torchlift._sources.tensors import FileTensor, tensor_of
 from torchlift._store.files import FileStamp
 from torchlift._store.places import exists, is_url, place_of
-from torchlift._system.containers import map_leaves
 from torchlift._system.memory import collection_paused, trim
 from torchlift.errors import (
     Argument,
@@ -68,7 +67,6 @@ from torchlift.formats.flattening import select, state_dicts_in
 from torchlift.formats.index import (
     OF_RANKS,
     Index,
-    Leaf,
     TensorEntry,
     lacking,
     left_out,
@@ -346,7 +344,7 @@ def _rename(selection: _Selection, options: Options, source: _Source, target: Ta
         return selection
     if isinstance(rename, Rewriting):
         for one in source.checkpoints:
-            rename.check(one._index.plain, one.path)
+            rename.check(one._index.metadata, one.path)
     # Containers are taken apart: their values must be those that were in them.
     before = selection.index
     before = replace(before, objects={**before.objects, **objects_as_saved(before)})
@@ -569,7 +567,7 @@ def _rename_keys(index: Index, rename: Rename, dropped: set[str]) -> Index:
         blocked_keys=_select(index.blocked_keys, names),
         blocked_tensors=_select(index.blocked_tensors, names),
         module_versions=versions_by_name(new_names, index.module_versions),
-        templates=_rename_templates(index.templates, new_names),
+        templates=templates_by_name(index.templates, new_names),
         tree=None,
     )
 
@@ -589,21 +587,6 @@ def _rename_containers(before: Index, index: Index, dropped: set[str]) -> Any:
         new = {key: value for key, value in leaves.items() if key not in same}
         new = gathered(new, index.templates)
         return arranged(tree, before, known.keys() - same, new, index.module_versions)
-
-
-def _rename_templates(
-    templates: Mapping[str, object], names: Mapping[str, str]
-) -> dict[str, object]:
-    """Return the containers of lists and extra states under their new names."""
-    found = templates_by_name(templates, names)
-    return {
-        name: map_leaves(tree, partial(_rename_leaf, name, len(key)))
-        for name, (key, tree) in found.items()
-    }
-
-
-def _rename_leaf(name: str, start: int, leaf: Leaf, _: object) -> Leaf:
-    return Leaf(name + leaf.key[start:])
 
 
 def _find_untied(entries: Mapping[str, TensorEntry], keys: Iterable[str]) -> dict[str, str]:

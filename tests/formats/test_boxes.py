@@ -6,16 +6,20 @@ import itertools
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from torchlift.errors import FormatError
 from torchlift.formats.boxes import (
+    Box,
+    check_boxes,
     narrowed,
     row_major,
     rows,
-    rows_count,
-    runs,
-    shortest_run,
+    runs_of,
 )
 from torchlift.formats.index import Chunk, TensorEntry
+from torchlift.formats.unpickle import Budget
 
 
 def entry(shape: tuple[int, ...], stride: tuple[int, ...] | None = None) -> TensorEntry:
@@ -29,10 +33,11 @@ def entry(shape: tuple[int, ...], stride: tuple[int, ...] | None = None) -> Tens
 def gathered(part: TensorEntry) -> list[int]:
     """The positions in the file of a part's elements, in row-major order of the part."""
     found = [-1] * part.nbytes
-    for run in runs(part):
-        for i in range(run.numel):
-            assert found[run.at + i] == -1, "an element was read twice"
-            found[run.at + i] = run.offset + i
+    for run in rows(part):
+        for row, i in itertools.product(range(run.many), range(run.numel)):
+            place = run.at + row * run.apart + i
+            assert found[place] == -1, "an element was read twice"
+            found[place] = run.offset + row * run.step + i
     return found
 
 
@@ -60,7 +65,7 @@ def test_a_part_is_exactly_its_elements(stride: tuple[int, ...], spans: Any) -> 
     """Every element once, in its place, for contiguous, transposed and gapped tensors."""
     part = narrowed(entry((4, 6, 5), stride), spans)
     assert gathered(part) == positions(stride, spans)
-    assert shortest_run(part) == min((run.numel for run in runs(part)), default=0)
+    assert runs_of(part).shortest == min((run.numel for run in rows(part)), default=0)
 
 
 @pytest.mark.parametrize("stride", [(30, 5, 1), (1, 4, 24), (60, 10, 2)])
@@ -75,14 +80,14 @@ def test_rows_fill_memory_of_any_strides(
     places = [sum(i * s for i, s in zip(index, into, strict=True)) for index in indices]
     found: dict[int, int] = {}
     every = list(rows(part, into))
-    for (_, offset, at, numel), many, step, apart in every:
+    for _, offset, at, numel, many, step, apart in every:
         for row, i in itertools.product(range(many), range(numel)):
             assert at + row * apart + i not in found, "an element was read twice"
             found[at + row * apart + i] = offset + row * step + i
     assert [found[place] for place in places] == positions(stride, spans)
     assert len(found) == len(places)
-    assert rows_count(part, into) == len(every)
-    assert shortest_run(part, into) == min((each.first.numel for each in every), default=0)
+    shortest = min((each.numel for each in every), default=0)
+    assert runs_of(part, into) == (len(every), shortest)
 
 
 def test_columns_of_experts_are_one_request() -> None:
@@ -92,10 +97,10 @@ def test_columns_of_experts_are_one_request() -> None:
     """
     whole = entry((4, 6, 5))
     (columns,) = rows(narrowed(whole, [[(0, 4)], [(0, 6)], [(2, 4)]]))
-    assert columns == ((("f", 2, 0, 2)), 24, 5, 2)
+    assert columns == ("f", 2, 0, 2, 24, 5, 2)
     (apart,) = rows(whole, (54, 9, 1))
-    assert apart == (("f", 0, 0, 5), 24, 5, 9)
-    assert rows_count(narrowed(whole, [[(0, 4)], [(1, 6)], [(2, 4)]])) == 4
+    assert apart == ("f", 0, 0, 5, 24, 5, 9)
+    assert runs_of(narrowed(whole, [[(0, 4)], [(1, 6)], [(2, 4)]])).number == 4
 
 
 def test_a_part_of_a_part_is_a_part() -> None:
@@ -115,3 +120,44 @@ def test_rows_are_one_run_and_the_whole_is_itself() -> None:
     assert narrowed(whole, [[(0, 4)], [(0, 3)], [(0, 5)]]).needs_assembly
     scalar = entry(())
     assert narrowed(scalar, []) is scalar
+
+
+@st.composite
+def _boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
+    """A shape, and boxes: halves of the whole, of which one may be moved, doubled or left out."""
+    shape = tuple(draw(st.lists(st.integers(1, 4), max_size=3)))
+    boxes: list[Box] = [((0,) * len(shape), shape)]
+    for _ in range(draw(st.integers(0, 3)) if shape else 0):
+        start, sizes = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        dim = draw(st.integers(0, len(shape) - 1))
+        cut = draw(st.integers(0, sizes[dim]))
+        for first, size in ((0, cut), (cut, sizes[dim] - cut)):
+            at = (*start[:dim], start[dim] + first, *start[dim + 1 :])
+            boxes.append((at, (*sizes[:dim], size, *sizes[dim + 1 :])))
+    boxes = [box for box in boxes if 0 not in box[1]]
+    change = draw(st.sampled_from(["nothing", "nothing", "move", "double", "drop"]))
+    start, sizes = boxes.pop()
+    if change == "move":
+        start = tuple([at + draw(st.integers(0, 2)) for at in start])
+    return shape, boxes + [(start, sizes)] * {"double": 2, "drop": 0}.get(change, 1)
+
+
+@settings(max_examples=300, deadline=None)
+@given(_boxes())
+def test_boxes_are_accepted_if_they_hold_each_element_once(
+    given: tuple[tuple[int, ...], list[Box]],
+) -> None:
+    """Gaps, overlaps and boxes outside of the tensor are refused."""
+    shape, boxes = given
+    held = sorted(
+        index
+        for start, sizes in boxes
+        for index in itertools.product(
+            *(range(at, at + size) for at, size in zip(start, sizes, strict=True))
+        )
+    )
+    if held == [*itertools.product(*map(range, shape))]:
+        check_boxes("w", shape, boxes, Budget())
+    else:
+        with pytest.raises(FormatError, match="the chunks of a tensor"):
+            check_boxes("w", shape, boxes, Budget())

@@ -291,10 +291,14 @@ REFUSED: dict[str, tuple[Callable[[Metadata], object], type[Exception], str]] = 
         FormatError,
         r"'model.weight': the chunks of a tensor overlap",
     ),
-    "gap": (_chunks(([0, 0], [1, 3])), FormatError, "leave gaps; expected 6 elements; found 3"),
+    "gap": (
+        _chunks(([0, 0], [1, 3])),
+        FormatError,
+        "leave gaps; expected 6 elements, each once; found 3",
+    ),
     "no chunk": (_chunks(), FormatError, "leave gaps"),
-    "outside": (_chunks(([1, 0], [2, 3])), FormatError, "reaches outside its tensor"),
-    "fewer dimensions": (_chunks(([0], [6])), FormatError, "different numbers of dimensions"),
+    "outside": (_chunks(([1, 0], [2, 3])), FormatError, "overlap, or lie outside"),
+    "fewer dimensions": (_chunks(([0], [6])), FormatError, "other dimensions than its tensor"),
     "no file": (lambda m: m.storage_data.clear(), FormatError, "does not say in which file"),
     "not a mapping": (lambda m: setattr(m, "storage_data", None), FormatError, "incomplete"),
     "huge": (

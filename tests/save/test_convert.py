@@ -85,15 +85,13 @@ def training_files(folder: Path) -> dict[str, tuple[Any, str]]:
     both = {"optimizer": optimizer.state_dict(), "model": net.state_dict(), "config.yaml": "a: 1"}
     lightning = {"epoch": 1, "state_dict": net.state_dict(), "loops": {"fit": {"a.b": 1}},
                  "callbacks": {}, "optimizer_states": [optimizer.state_dict()]}  # fmt: skip
-    deep = {"optim": optimizer.state_dict(), "job": {"net": dict(net.state_dict())}}
     torch.save(both, folder / "both.pt")
     torch.save(both, folder / "old.pth", _use_new_zipfile_serialization=False)
     torch.save(lightning, folder / "last.ckpt")
     torch.save({"ema": net.state_dict(), "model": net.state_dict()}, folder / "ema.pt")
-    torch.save(deep, folder / "deep.pt")
     torchlift.save(both, folder / "dcp", format="dcp")
     files = {"both.pt": "model", "old.pth": "model", "last.ckpt": "state_dict", "ema.pt": "ema",
-             "deep.pt": "job.net", "dcp": "model"}  # fmt: skip
+             "dcp": "model"}  # fmt: skip
     return {**{name: (folder / name, root) for name, root in files.items()},
             "in memory": (both, "model")}  # fmt: skip
 

@@ -201,10 +201,15 @@ def gathered(values: Mapping[str, object], templates: Mapping[str, object]) -> d
     """
     made = dict(values)
     for name, tree in templates.items():
-        inside = [leaf.key for leaf in leaves_of(tree).values() if isinstance(leaf, Leaf)]
-        if inside and name not in made and all(key in made for key in inside):
-            made[name] = map_leaves(tree, lambda leaf, _: made.pop(leaf.key))
+        keys = [name + leaf.key for leaf in leaves_of(tree).values() if isinstance(leaf, Leaf)]
+        if keys and name not in made and all(key in made for key in keys):
+            made[name] = map_leaves(tree, partial(_take, made, name))
     return made
+
+
+def _take(values: dict[str, object], name: str, leaf: Leaf, _: object) -> object:
+    """Remove and return the value of a leaf in the container `name`."""
+    return values.pop(name + leaf.key)
 
 
 class _Objects(_Beside):

@@ -588,29 +588,27 @@ def has_post_hooks(tree: ModuleTree) -> bool:
 
 def templates_by_name(
     templates: Mapping[str, object], names: Mapping[str, str]
-) -> dict[str, tuple[str, object]]:
-    """Return name of a container in the model -> its key, and its containers as saved."""
-    found: dict[str, tuple[str, object]] = {}
+) -> dict[str, object]:
+    """Return name of a container in the model -> its containers as saved."""
+    found: dict[str, object] = {}
     for key, tree in templates.items():
         for leaf in leaves(tree).values():
-            name, rest = names.get(leaf.key), leaf.key[len(key) :]
-            if name is not None and name.endswith(rest):
-                found[name.removesuffix(rest)] = key, tree
+            name = names.get(key + leaf.key)
+            if name is not None and name.endswith(leaf.key):
+                found[name.removesuffix(leaf.key)] = tree
                 break
     return found
 
 
-def gather(
-    local: MutableMapping[str, Any], name: str, templates: Mapping[str, tuple[str, object]]
-) -> None:
+def gather(local: MutableMapping[str, Any], name: str, templates: Mapping[str, object]) -> None:
     """Join the values of the container `name` again, under its name."""
     inside = [key for key in local if key.startswith(name + ".")]
     if name in local or not inside:
         return
-    key, tree = templates.get(name, ("", None))
-    renamed = {leaf.key: name + leaf.key[len(key) :] for leaf in leaves(tree).values() if leaf}
-    if renamed and all(here in local for here in renamed.values()):
-        local[name] = map_leaves(tree, lambda leaf, _: local.pop(renamed[leaf.key]))
+    tree = templates.get(name)
+    keys = [name + leaf.key for leaf in leaves(tree).values() if leaf]
+    if keys and all(key in local for key in keys):
+        local[name] = map_leaves(tree, lambda leaf, _: local.pop(name + leaf.key))
     elif name.endswith(_EXTRA):  # a list lacks values that the caller left out: a dict instead
         local[name] = _nested(local, inside, name + ".")
 

@@ -225,7 +225,7 @@ def assemble_tensors(
         MismatchError: See `rewrite_entries`.
     """
     for ckpt in origin.checkpoints:
-        rename.check(ckpt._index.plain, ckpt.path)
+        rename.check(ckpt._index.metadata, ckpt.path)
     candidates = {k: v for k, v in origin.candidates.items() if k not in origin.blocked}
     entries = {key: describe(one) for key, one in candidates.items()}
     names: dict[str, str] = {}

@@ -36,7 +36,6 @@ from torchlift.formats.flattening import (
     Containers,
     Flat,
     below,
-    flat_under,
     flatten_state,
     items_of,
     name_text,
@@ -182,13 +181,14 @@ def flat_state(state: Mapping[str, Any], root: str | None) -> Flat[Any]:
     Raises:
         FormatError: If `root` does not exist in it, or it contains itself.
     """
+    rule = Containers((torch.Tensor, Sent), Mapping)
     with errors_name(IN_MEMORY):
-        flat = flatten_state(state, Containers((torch.Tensor, Sent), Mapping))
-        if root is not None and (hint := state_hint({root: flat.objects.get(root)})):
-            raise FormatError("the value is an object, not a container", entry=root, hint=hint)
-        if root is not None:
-            below(state, root, IN_MEMORY)  # raises an error if the root could mean two containers
-    return flat if root is None else flat_under(flat, root, IN_MEMORY)
+        found = container(state, root)
+        if root is not None and rule.items(found) is None:
+            error = no_container(IN_MEMORY, root, [root, *map(name_text, state)])
+            error.hint = state_hint({root: found}) or error.hint
+            raise error
+        return flatten_state(found, rule)
 
 
 def state_hint(objects: Mapping[str, object]) -> str | None:

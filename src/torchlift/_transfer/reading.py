@@ -42,7 +42,7 @@ from torchlift._transfer.files import Files, Place
 from torchlift._transfer.pages import HUGE_PAGE, HugePages, allocate
 from torchlift._transfer.pinned import COUNT, STAGE, THREADS, Stages, allocate_pinned
 from torchlift.errors import CheckpointError, IntegrityError
-from torchlift.formats.boxes import rows, rows_count, shortest_run
+from torchlift.formats.boxes import rows, runs_of
 from torchlift.formats.index import TensorEntry
 
 #: Bytes of anonymous memory that a transfer may use in addition to the destinations.
@@ -773,10 +773,11 @@ def is_readable(entry: TensorEntry, stride: Sequence[int] | None = None) -> bool
         return False
     # A URL cannot be mapped. Short rows arrive together with the bytes between them.
     is_away = bool(entry.chunks) and isinstance(entry.chunks[0].file, Url)
+    runs = runs_of(entry, stride)
     return (
-        (is_away or shortest_run(entry, stride) >= min(SMALL_RUN, entry.nbytes or 1))
+        (is_away or runs.shortest >= min(SMALL_RUN, entry.nbytes or 1))
         # A request takes 10 us, which is as long as a copy of 100 KB.
-        and rows_count(entry, stride) <= len(entry.chunks) + entry.nbytes // _WORTH_A_REQUEST
+        and runs.number <= len(entry.chunks) + entry.nbytes // _WORTH_A_REQUEST
     )
 
 
@@ -797,7 +798,7 @@ def requests_for(entry: TensorEntry, target: torch.Tensor, dtype: torch.dtype) -
         [(8, 2, 8)]
     """
     start = target.storage_offset()
-    for (file, offset, at, numel), many, step, apart in rows(entry, target.stride()):
+    for file, offset, at, numel, many, step, apart in rows(entry, target.stride()):
         if apart == numel or many == 1:
             place = target.as_strided((numel * many,), (1,), start + at)
         else:

@@ -16,7 +16,7 @@ from torchlift.errors import FormatError
 from torchlift.formats.detect import read_index
 from torchlift.formats.flattening import select
 from torchlift.formats.index import Index, matching
-from torchlift.formats.summary import SORTS, sorted_by, to_json, to_table, to_text
+from torchlift.formats.summary import SORTS, sorted_by, to_json, to_text
 
 _STATS = ("min", "max", "mean", "std", "nan", "inf")
 
@@ -38,10 +38,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--sort", choices=list(SORTS), default="file", help="default: file")
     parser.add_argument(
-        "--depth", type=_count, metavar="N", help="levels of the tree (default: about one screen)"
-    )
-    parser.add_argument(
-        "--tensors", action="store_true", help="show a table of all tensors instead of the tree"
+        "--tensors",
+        action="store_true",
+        help="show each tensor in its own line, instead of one line for tensors of alike layers",
     )
     parser.add_argument(
         "--stats",
@@ -85,10 +84,9 @@ def _run(args: argparse.Namespace) -> int:
     elif args.tensors or args.stats:
         cells = {key: _cells(known) for key, known in stats.items()}
         extra = ((*_STATS, "values"), cells) if args.stats else ((), {})
-        print(to_table(index, rows=rows, extra=extra))
+        print(to_text(index, rows=rows, each=True, extra=extra))
     else:
-        by_size = args.sort == "size"
-        print(to_text(index, rows=rows, depth=args.depth, by_size=by_size))
+        print(to_text(index, rows=rows))
     if args.filter and not (index.entries or index.objects or index.blocked_keys):
         patterns = " or ".join(map(repr, args.filter))
         _note(

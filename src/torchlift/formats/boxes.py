@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from torchlift.errors import FormatError
@@ -56,36 +56,33 @@ class _Dims(NamedTuple):
     outer: list[_Dim]
 
 
-class Run(NamedTuple):
-    """Bytes that are contiguous in a file and in a row-major tensor.
+class Rows(NamedTuple):
+    """Runs of bytes of one length, one distance in a file and one distance in a tensor.
 
     Attributes:
         file: Absolute path.
-        offset: First byte in the file.
-        at: First element in the tensor.
-        numel: Number of elements.
+        offset: First byte of the first run in the file.
+        at: First element of the first run in the tensor.
+        numel: Number of elements of each run.
+        many: Number of runs.
+        step: Bytes between the starts of two runs in the file.
+        apart: Elements between the starts of two runs in the tensor.
     """
 
     file: str
     offset: int
     at: int
     numel: int
-
-
-class Rows(NamedTuple):
-    """Runs of one length, one distance in a file and one distance in a tensor.
-
-    Attributes:
-        first: The first run.
-        many: Number of runs.
-        step: Bytes between the starts of two runs in the file.
-        apart: Elements between the starts of two runs in the tensor.
-    """
-
-    first: Run
     many: int
     step: int
     apart: int
+
+
+class Runs(NamedTuple):
+    """The number of a tensor's `Rows`, and the bytes of the shortest run (0 if it is empty)."""
+
+    number: int
+    shortest: int
 
 
 def steps_in_file(entry: TensorEntry, chunk: Chunk) -> tuple[int, ...]:
@@ -126,10 +123,11 @@ def narrowed(entry: TensorEntry, spans: Spans) -> TensorEntry:
         for at, inside, sizes in overlaps(spans, chunk.start, chunk.shape)
         for first in (sum(map(int.__mul__, inside, steps)),)
     ]
-    return _boxed(entry, shape, tuple(chunks))
+    return boxed(entry, shape, tuple(chunks))
 
 
-def _boxed(entry: TensorEntry, shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -> TensorEntry:
+def boxed(entry: TensorEntry, shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -> TensorEntry:
+    """Return the entry of a row-major tensor in boxes, with the other facts of `entry`."""
     nbytes = math.prod(shape) * entry.itemsize
     # Without `_replace`, which takes three times as long, for every tensor on every rank.
     return TensorEntry(
@@ -165,11 +163,16 @@ def at_indices(entry: TensorEntry, dim: int, indices: range) -> TensorEntry:
         start[dim], shape[dim] = low, high - low
         chunks.append(_box(entry, chunk, offset, start, shape, steps))
     sizes = (*entry.shape[:dim], len(indices), *entry.shape[dim + 1 :])
-    return _boxed(entry, sizes, tuple(chunks))
+    return boxed(entry, sizes, tuple(chunks))
 
 
-def permuted(entry: TensorEntry, dims: Sequence[int]) -> TensorEntry:
-    """Return the entry of a tensor with its dimensions in another order, as boxes.
+def permuted(entry: TensorEntry, dims: Sequence[int | None]) -> TensorEntry:
+    """Return the entry of a tensor with other dimensions, as boxes.
+
+    Args:
+        entry: The tensor.
+        dims: Its dimensions in the new order. None is a new dimension of size 1. A dimension of
+            size 1 may be left out.
 
     Example:
         >>> whole = Chunk("f", 0, 24, (0, 0), (3, 2))
@@ -177,31 +180,31 @@ def permuted(entry: TensorEntry, dims: Sequence[int]) -> TensorEntry:
         >>> turned = permuted(entry, (1, 0))
         >>> turned.shape, turned.stride, turned.chunks[0].stride
         ((2, 3), (3, 1), (1, 2))
+        >>> permuted(entry, (0, None, 1)).shape
+        (3, 1, 2)
     """
-    return _rearranged(entry, lambda row, _: [row[dim] for dim in dims])
 
+    def change(row: Sequence[int], new: int) -> tuple[int, ...]:
+        return tuple([new if dim is None else row[dim] for dim in dims])
 
-def unsqueezed(entry: TensorEntry, dim: int) -> TensorEntry:
-    """Return the entry of a tensor with a new dimension of size 1, as boxes."""
-    return _rearranged(entry, lambda row, new: [*row[:dim], new, *row[dim:]])
-
-
-def squeezed(entry: TensorEntry, dim: int) -> TensorEntry:
-    """Return the entry of a tensor without one dimension of size 1, as boxes."""
-    return _rearranged(entry, lambda row, _: [*row[:dim], *row[dim + 1 :]])
-
-
-def _rearranged(
-    entry: TensorEntry, change: Callable[[Sequence[int], int], Sequence[int]]
-) -> TensorEntry:
-    """Return an entry with other dimensions, given (row, item of a new one) -> changed row."""
     chunks = []
     for chunk in entry.chunks:
         start, shape = change(chunk.start, 0), change(chunk.shape, 1)
         # The step of a new dimension leads past the whole tensor: it is never taken.
         steps = change(steps_in_file(entry, chunk), entry.numel)
         chunks.append(_box(entry, chunk, chunk.offset, start, shape, steps))
-    return _boxed(entry, tuple(change(entry.shape, 1)), tuple(chunks))
+    return boxed(entry, change(entry.shape, 1), tuple(chunks))
+
+
+def unsqueezed(entry: TensorEntry, dim: int) -> TensorEntry:
+    """Return the entry of a tensor with a new dimension of size 1, as boxes."""
+    dims = range(len(entry.shape))
+    return permuted(entry, [*dims[:dim], None, *dims[dim:]])
+
+
+def squeezed(entry: TensorEntry, dim: int) -> TensorEntry:
+    """Return the entry of a tensor without one dimension of size 1, as boxes."""
+    return permuted(entry, [at for at in range(len(entry.shape)) if at != dim])
 
 
 def joined(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
@@ -237,7 +240,7 @@ def joined(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
     # If one of the tensors is deflated, the whole counts as deflated.
     stored = (name for entry in entries if entry.chunks for name in entry.encoding)
     first = entries[0]._replace(encoding=tuple(dict.fromkeys(stored)))
-    return _boxed(first, (*first.shape[:dim], at, *first.shape[dim + 1 :]), tuple(found))
+    return boxed(first, (*first.shape[:dim], at, *first.shape[dim + 1 :]), tuple(found))
 
 
 def _box(
@@ -318,7 +321,7 @@ def as_blocks(entry: TensorEntry) -> TensorEntry | None:
         )
     shape = (*entry.shape[:last], entry.shape[last] // values * size)
     raw = entry._replace(dtype="uint8", encoding=(), shape=shape)
-    return _boxed(raw, shape, tuple(chunks))
+    return boxed(raw, shape, tuple(chunks))
 
 
 def flat_entry(
@@ -504,20 +507,6 @@ def placed(entry: TensorEntry, spans: Spans) -> Iterator[Chunk]:
             yield _box(entry, chunk, offset, start, shape, steps)
 
 
-def runs(entry: TensorEntry) -> Iterator[Run]:
-    """Yield the runs of bytes of a tensor, and the place of each run in the tensor.
-
-    Example:
-        >>> whole = Chunk("f", 0, 16, (0, 0), (2, 2))
-        >>> entry = TensorEntry("w", "float32", (2, 2), (2, 1), 16, "cpu", "f", (whole,))
-        >>> [(run.offset, run.at, run.numel) for run in runs(narrowed(entry, [[(0, 2)], [(1, 2)]]))]
-        [(4, 0, 1), (12, 1, 1)]
-    """
-    for (file, offset, at, numel), many, step, apart in rows(entry):
-        for row in range(many):
-            yield Run(file, offset + row * step, at + row * apart, numel)
-
-
 def rows(entry: TensorEntry, stride: Sequence[int] | None = None) -> Iterator[Rows]:
     """Yield the runs of a tensor in groups: a shard of a matrix's columns is one `Rows`.
 
@@ -544,21 +533,15 @@ def rows(entry: TensorEntry, stride: Sequence[int] | None = None) -> Iterator[Ro
                 (offset + i * far, at + i * apart) for offset, at in places for i in range(size)
             ]
         for offset, at in places:
-            yield Rows(Run(chunk.file, offset, at, inner), many, in_file * entry.itemsize, here)
+            yield Rows(chunk.file, offset, at, inner, many, in_file * entry.itemsize, here)
 
 
-def rows_count(entry: TensorEntry, stride: Sequence[int] | None = None) -> int:
-    """Return the number of `rows` of a tensor, without listing them."""
+def runs_of(entry: TensorEntry, stride: Sequence[int] | None = None) -> Runs:
+    """Return facts about the `rows` of a tensor, without listing them."""
     steps = row_major(entry.shape) if stride is None else stride
-    dims = (_dims_of(entry, chunk, steps) for chunk in entry.chunks)
-    return sum(math.prod(dim.size for dim in each.outer[:-1]) for each in dims)
-
-
-def shortest_run(entry: TensorEntry, stride: Sequence[int] | None = None) -> int:
-    """Return the bytes of the shortest run of `rows`, or 0 for an empty tensor."""
-    steps = row_major(entry.shape) if stride is None else stride
-    inner = (_dims_of(entry, chunk, steps).inner for chunk in entry.chunks)
-    return entry.itemsize * min(inner, default=0)
+    dims = [_dims_of(entry, chunk, steps) for chunk in entry.chunks]
+    number = sum(math.prod(dim.size for dim in each.outer[:-1]) for each in dims)
+    return Runs(number, entry.itemsize * min((each.inner for each in dims), default=0))
 
 
 def _dims_of(entry: TensorEntry, chunk: Chunk, steps: Sequence[int]) -> _Dims:
@@ -615,39 +598,29 @@ def check_boxes(key: str, shape: tuple[int, ...], boxes: Sequence[Box], budget: 
     Chunks are not compared in pairs, because thousands of them would take minutes. They fill the
     tensor once if and only if their corners, with alternating signs, cancel to its own corners.
     """
-    for start, sizes in boxes:
-        if any(a + n > size for a, n, size in zip(start, sizes, shape, strict=True)):
-            raise FormatError(
-                "a chunk reaches outside its tensor",
-                entry=key,
-                expected=f"inside {list(shape)}",
-                found=f"{list(sizes)} at {list(start)}",
-            )
     stored, numel = sum(math.prod(sizes) for _, sizes in boxes), math.prod(shape)
-    if stored < numel:
-        raise FormatError(
-            "the chunks of a tensor leave gaps",
-            entry=key,
-            expected=f"{numel} elements",
-            found=f"{stored} in {len(boxes)} chunks",
-            hint="The checkpoint is incomplete: a rank's file may be missing, or its save failed.",
-        )
     # Without the dimensions that every box fills: the work doubles with each dimension.
-    dims = [at for at, size in enumerate(shape) if any(sizes[at] != size for _, sizes in boxes)]
+    dims = [
+        at
+        for at, size in enumerate(shape)
+        if any(start[at] or sizes[at] != size for start, sizes in boxes)
+    ]
     budget.spend(STEP * len(boxes) << len(dims), key)
     corners: dict[tuple[int, ...], int] = {}
     whole = ((0,) * len(shape), shape)
-    for sign, (start, sizes) in [(1, box) for box in boxes] + [(-1, whole)] * bool(boxes):
+    for sign, (start, sizes) in [(1, box) for box in boxes] + [(-1, whole)] * (numel > 0):
         ends = [((start[at], 1), (start[at] + sizes[at], -1)) for at in dims]
         for corner in itertools.product(*ends):
             place = tuple(at for at, _ in corner)
             corners[place] = corners.get(place, 0) + sign * math.prod(s for _, s in corner)
     wrong = next((place for place, count in corners.items() if count), None)
     if wrong is not None:
+        is_short = stored < numel
         raise FormatError(
-            "the chunks of a tensor overlap",
+            f"the chunks of a tensor {'leave gaps' if is_short else 'overlap, or lie outside'}",
             entry=key,
             expected=f"{numel} elements, each once",
             found=f"{stored} in {len(boxes)} chunks, which do not fit together at "
             f"{list(wrong)} along dimensions {dims}",
+            hint="A rank's file may be missing, or its save failed." if is_short else None,
         )

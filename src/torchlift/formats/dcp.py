@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from reprlib import repr as short_repr
 from typing import Any, NamedTuple
 
 from torchlift._store.places import (
@@ -116,25 +116,12 @@ class _Place(NamedTuple):
 
 
 class _Item(NamedTuple):
-    """A torch archive with one chunk or object: its file, first byte and length in bytes."""
+    """A torch archive with one chunk or object: its key, file, first byte and length in bytes."""
 
+    key: str
     file: str
     offset: int
     nbytes: int
-
-
-class _Numbers(NamedTuple):
-    """The place of a chunk's numbers, the name of their storage, and its location tag."""
-
-    chunk: Chunk
-    storage: str
-    location: str
-
-
-#: Place of a chunk -> its dtype and shape, as the metadata has them.
-_Boxes = dict[_Place, tuple[str, tuple[int, ...]]]
-#: Items of one file, each with what it holds.
-_Stored = Sequence[tuple[_Place, _Item]]
 
 
 def metadata_files(names: Iterable[str]) -> list[str]:
@@ -352,17 +339,12 @@ def _tensor(key: str, record: _Record, budget: Budget) -> _Tensor:
     boxes: dict[Box, None] = {}
     budget.spend(8 * STEP * len(chunks) * (1 + len(shape)), key)
     for chunk in chunks:
-        if not isinstance(chunk, _Record) or chunk.kind != "ChunkStorageMetadata":
-            raise FormatError("the chunks of a tensor are malformed", entry=key)
-        start = whole_numbers(chunk.get("offsets"), key, "offset")
+        is_chunk = isinstance(chunk, _Record) and chunk.kind == "ChunkStorageMetadata"
+        start = whole_numbers(chunk.get("offsets") if is_chunk else None, key, "offset")
         sizes = whole_numbers(chunk.get("sizes"), key, "size")
         if not len(start) == len(sizes) == len(shape):
-            raise FormatError(
-                "a chunk and its tensor have different numbers of dimensions",
-                entry=key,
-                expected=f"{len(shape)} dimensions",
-                found=f"{list(sizes)} at {list(start)}",
-            )
+            what = "a chunk has other dimensions than its tensor"
+            raise FormatError(what, entry=key, found=f"{list(sizes)} at {list(start)}")
         boxes[start, sizes] = None
     return _Tensor(name, shape, requires_grad is True, boxes)
 
@@ -385,18 +367,16 @@ def _item(key: str, record: object) -> _Item:
     file = record.get("relative_path")
     if type(file) is not str:
         raise FormatError("an item's file is not a name", entry=key, found=_kind(file))
-    transforms = record.get("transform_descriptors")
-    if transforms:
-        names = transforms[:10] if isinstance(transforms, (list, tuple)) else ()
+    if transforms := record.get("transform_descriptors"):
         raise FormatError(
             "a writer transformed the bytes of this item, for example compressed them",
             entry=key,
-            found=", ".join(name[:100] for name in names if type(name) is str),
+            found=short_repr(transforms),
             hint="Load it with the extension that wrote it, and save it again without one.",
         )
     numbers = (record.get("offset"), record.get("length"))
     offset, nbytes = whole_numbers(numbers, key, "size or offset in a file")
-    return _Item(file, offset, nbytes)
+    return _Item(key, file, offset, nbytes)
 
 
 def _kind(value: object) -> str:
@@ -404,17 +384,11 @@ def _kind(value: object) -> str:
 
 
 def _read_items(path: str, metadata: _Metadata) -> Index:
-    """Read the head of every item, each file once, and join the chunks to tensors."""
+    """Return the index of all items. It reads every item's head, but no chunk's behind a URL."""
     # All names are checked before the first file is opened: one may lead out of the folder.
     files = locate_all(path, (item.file for item in metadata.items.values()), is_sure=True)
-    boxes: _Boxes = {}
-    for key, tensor in metadata.tensors.items():
-        filled = [box for box in tensor.boxes if 0 not in box[1]]
-        # A gap would be read as zeros, and an overlap would hide one of two values.
-        check_boxes(key, tensor.shape, filled, metadata.budget)
-        boxes |= {_Place(key, start): (tensor.dtype, shape) for start, shape in filled}
-    work: dict[str, list[tuple[_Place, _Item]]] = {}
-    for place in (*boxes, *map(_Place, metadata.objects)):
+
+    def find(place: _Place) -> _Item:
         item = metadata.items.get(place)
         if item is None:
             raise FormatError(
@@ -422,34 +396,53 @@ def _read_items(path: str, metadata: _Metadata) -> Index:
                 entry=place.key,
                 found=place.start and f"a chunk at {list(place.start)} without a file",
             )
-        work.setdefault(files[item.file], []).append((place, item))
-    found = _Found()
-    if is_url(path):
-        # Only the head of an item says where its numbers are. Reading it takes a request for each
-        # chunk, so `resolved` does that for the tensors that are needed.
-        found.stamps = {file: stamp_of(file) for file in work}
-        for file, stored in work.items():
-            _check_items(file, stored)
-            found.add_unread(path, file, stored, boxes)
-            work[file] = [each for each in stored if each[0].start is None]
-    read = partial(_read_file_items, path, boxes, found.stamps, metadata.budget)
-    for one in in_parallel(path, read, [each for each in work.items() if each[1]]):
-        found.add(one)
-    entries: dict[str, TensorEntry] = {}
+        return item._replace(file=files[item.file])
+
+    items, entries, storages = list[_Item](), dict[str, TensorEntry](), dict[str, Storage]()
     for key, tensor in metadata.tensors.items():
-        places = [_Place(key, start) for start, shape in tensor.boxes if 0 not in shape]
-        entries[key] = _entry(key, tensor, [found.chunks[place] for place in places])
-    tensors = Index(path, "dcp", entries, found.storages, found.stamps)
+        filled = [box for box in tensor.boxes if 0 not in box[1]]
+        # A gap would be read as zeros, and an overlap would hide one of two values.
+        check_boxes(key, tensor.shape, filled, metadata.budget)
+        chunks = []
+        for start, shape in filled:
+            items.append(item := find(_Place(key, start)))
+            chunks.append(Chunk(item.file, item.offset, item.nbytes, start, shape))
+            dense = math.prod(shape) * ITEMSIZE[tensor.dtype]
+            storages[_storage(path, item)] = Storage(item.file, item.offset, dense, _UNKNOWN)
+        entries[key] = TensorEntry(
+            key,
+            tensor.dtype,
+            tensor.shape,
+            row_major(tensor.shape),
+            math.prod(tensor.shape) * ITEMSIZE[tensor.dtype],
+            _UNKNOWN if chunks else "cpu",
+            _storage(path, items[-len(chunks)]) if chunks else "",
+            tuple(chunks),
+            tensor.requires_grad,
+            encoding=(UNRESOLVED,) if chunks else (),
+        )
+    whole = [find(_Place(key)) for key in metadata.objects]
+    _check_items((*items, *whole))
+    stamps = {item.file: stamp_of(item.file) for item in (*items, *whole)}
+    tensors = Index(path, "dcp", entries, storages, stamps)
+    if not is_url(path):
+        tensors = resolved(tensors, budget=metadata.budget)
+    objects = _read_heads(path, whole, stamps, metadata.budget).values()
     version = {} if metadata.version is None else {"dcp_version": metadata.version}
-    whole = [tensors, *(found.objects[key] for key in metadata.objects)]
     # The containers before the planner flattened them, with the saved form of each object.
-    leaves: dict[str, object] = {key: Leaf(key) for key in (*entries, *found.objects)}
-    for of_object in found.objects.values():
+    leaves: dict[str, object] = {key: Leaf(key) for key in (*entries, *metadata.objects)}
+    for of_object in objects:
         (saved,) = of_object.tree or ({},)
         leaves |= saved if isinstance(saved, dict) else {}
     tree = containers(metadata.paths, leaves)
     templates = flatten(tree[0], metadata.budget).templates if tree is not None else {}
-    return replace(join(path, "dcp", whole, version, _CONFLICT), tree=tree, templates=templates)
+    made = join(path, "dcp", [tensors, *objects], version, _CONFLICT)
+    return replace(made, tree=tree, templates=templates)
+
+
+def _storage(path: str, item: _Item) -> str:
+    """Return the beginning of the names of an item's storages."""
+    return f"{relative(item.file, path)}@{item.offset}/"
 
 
 class _Container(dict[object, Any]):
@@ -485,121 +478,18 @@ def _with_lists(value: object) -> object:
     return {str(name): item for name, item in made.items()}
 
 
-def _numbers(index: Index, dtype: str, shape: tuple[int, ...], start: tuple[int, ...]) -> _Numbers:
-    """Return the numbers of an item, which must have the dtype and shape of the metadata."""
-    entry = next(iter(index.entries.values()), None)
-    if entry is None or (entry.dtype, entry.shape) != (dtype, shape):
-        raise FormatError(
-            "an item differs from the metadata",
-            expected=f"{dtype} {list(shape)}",
-            found="no tensor" if entry is None else f"{entry.dtype} {list(entry.shape)}",
-        )
-    if entry.encoding or entry.kind is not None:
-        raise FormatError(
-            "an item does not store its numbers as they are",
-            expected=f"{dtype} {list(shape)}",
-            found=", ".join(entry.encoding) or entry.type_name,
-        )
-    (run,) = entry.chunks
-    if entry.nbytes > run.nbytes:
-        # Writers never do this, and the tensor would need far more memory than the file has bytes.
-        raise FormatError(
-            "an item repeats its numbers (stride 0) instead of storing them",
-            expected=f"{entry.nbytes} bytes for {dtype} {list(shape)}",
-            found=f"{run.nbytes} bytes",
-        )
-    stride = None if entry.is_contiguous else entry.stride
-    chunk = Chunk(run.file, run.offset, run.nbytes, start, shape, stride)
-    return _Numbers(chunk, entry.storage, entry.location)
-
-
-def _entry(key: str, tensor: _Tensor, found: Sequence[_Numbers]) -> TensorEntry:
-    chunks = tuple(numbers.chunk for numbers in found)
-    stride = row_major(tensor.shape)
-    if len(chunks) == 1 and chunks[0].stride is not None:
-        stride = chunks[0].stride
-        chunks = (chunks[0]._replace(stride=None),)
-    nbytes = math.prod(tensor.shape) * ITEMSIZE[tensor.dtype]
-    storage, location = found[0][1:] if found else ("", "cpu")
-    dtype, shape, grad = tensor.dtype, tensor.shape, tensor.requires_grad
-    made = TensorEntry(key, dtype, shape, stride, nbytes, location, storage, chunks, grad)
-    return made._replace(encoding=(UNRESOLVED,)) if location == _UNKNOWN else made
-
-
-@dataclass(slots=True)
-class _Found:
-    """The items of one file, or of several, after their heads were read."""
-
-    chunks: dict[_Place, _Numbers] = field(default_factory=dict)
-    objects: dict[str, Index] = field(default_factory=dict)
-    storages: dict[str, Storage] = field(default_factory=dict)
-    stamps: dict[str, Stamp] = field(default_factory=dict)
-
-    def add(self, other: _Found) -> None:
-        """Add the items of another file."""
-        self.chunks |= other.chunks
-        self.objects |= other.objects
-        self.storages |= other.storages
-        self.stamps |= other.stamps
-
-    def add_unread(self, path: str, file: str, stored: _Stored, boxes: _Boxes) -> None:
-        """Add the chunks of a file as whole items, whose numbers are somewhere inside."""
-        for place, (_, offset, nbytes) in stored:
-            if place.start is not None:
-                dtype, shape = boxes[place]
-                name = f"{relative(file, path)}@{offset}/"
-                dense = math.prod(shape) * ITEMSIZE[dtype]
-                self.storages[name] = Storage(file, offset, dense, _UNKNOWN)
-                chunk = Chunk(file, offset, nbytes, place.start, shape)
-                self.chunks[place] = _Numbers(chunk, name, _UNKNOWN)
-
-
-def _read_file_items(
-    path: str,
-    boxes: _Boxes,
-    stamps: Mapping[str, Stamp],
-    budget: Budget,
-    work: tuple[str, _Stored],
-) -> _Found:
-    """Read the heads of the items of one file.
-
-    Args:
-        path: The directory.
-        boxes: Dtype and shape of each chunk in the metadata.
-        stamps: Stamps of files that were opened before.
-        budget: Budget for reading.
-        work: The file, and its items.
-    """
-    (file, stored), found = work, _Found()
-    with Source(file, budget, stamps.get(file)) as source:
-        found.stamps[source.path] = source.stamp
-        _check_items(file, stored)
-        name = relative(file, path)
-        ends = [(at, at + nbytes) for _, (_, at, nbytes) in stored]
-        heads = [(at, min(at + _ITEM_END, stop)) for at, stop in ends]
-        source.expect([*heads, *((max(at, stop - _ITEM_END), stop) for at, stop in ends)])
-        for place, (_, offset, nbytes) in stored:
-            prefix = f"{name}@{offset}/"
-            with errors_name(source.path, place.key):
-                archive = source.window(offset, nbytes)
-                if place.start is None:
-                    found.objects[place.key] = _read_object(archive, place.key, prefix)
-                    continue
-                index = read_torch_zip(archive, place.key, prefix)
-                found.chunks[place] = _numbers(index, *boxes[place], place.start)
-                found.storages.update(index.storages)
-    return found
-
-
-def resolved(index: Index, keys: Collection[str] | None = None) -> Index:
+def resolved(
+    index: Index, keys: Collection[str] | None = None, budget: Budget | None = None
+) -> Index:
     """Return an index whose chunks say where their numbers are.
 
-    For a DCP folder behind a URL, the index has only the item of each chunk. This function reads
-    the heads of items, which takes about one request for each. Several requests run at once.
+    The metadata of a DCP folder has only the item of each chunk. This function reads the heads of
+    items. Behind a URL that takes about one request for each. Several requests run at once.
 
     Args:
         index: The index as it was read.
         keys: Keys of the tensors that are needed, or None for all.
+        budget: Budget for reading, or None for a new one.
 
     Raises:
         FormatError: If an item differs from the metadata.
@@ -612,46 +502,110 @@ def resolved(index: Index, keys: Collection[str] | None = None) -> Index:
     ]
     if not todo:
         return index
-    work: dict[str, list[tuple[_Place, _Item]]] = {}
-    boxes: _Boxes = {}
-    for entry in todo:
-        for chunk in entry.chunks:
-            place = _Place(entry.key, chunk.start)
-            boxes[place] = entry.dtype, chunk.shape
-            item = _Item(chunk.file, chunk.offset, chunk.nbytes)
-            work.setdefault(chunk.file, []).append((place, item))
-    # The stand-ins of these items go: their storages are known now.
-    items = {(chunk.file, chunk.offset) for entry in todo for chunk in entry.chunks}
-    storages = {
-        name: storage
-        for name, storage in index.storages.items()
-        if storage.location != _UNKNOWN or (storage.file, storage.offset) not in items
+    items = {
+        (entry.key, chunk): _Item(entry.key, chunk.file, chunk.offset, chunk.nbytes)
+        for entry in todo
+        for chunk in entry.chunks
     }
-    found = _Found(storages=storages, stamps=dict(index.files))
-    read = partial(_read_file_items, index.path, boxes, index.files, Budget())
-    for one in in_parallel(index.path, read, list(work.items())):
-        found.add(one)
-    entries = dict(index.entries)
+    heads = _read_heads(index.path, [*items.values()], index.files, budget or Budget())
+    # The stand-ins of these items go: their storages are known now.
+    known = {_storage(index.path, item) for item in heads}
+    storages = {name: place for name, place in index.storages.items() if name not in known}
+    files, entries = dict(index.files), dict(index.entries)
+    for head in heads.values():
+        storages |= head.storages
+        files |= head.files
     for entry in todo:
-        tensor = _Tensor(entry.dtype, entry.shape, entry.requires_grad, {})
-        parts = [found.chunks[_Place(entry.key, chunk.start)] for chunk in entry.chunks]
-        entries[entry.key] = _entry(entry.key, tensor, parts)
-    return replace(index, entries=entries, storages=found.storages, files=found.stamps)
+        found = []
+        for chunk in entry.chunks:
+            with errors_name(chunk.file, entry.key):
+                found.append(_numbers(heads[items[entry.key, chunk]], entry.dtype, chunk))
+        chunks, stride = tuple(numbers.chunk for numbers in found), entry.stride
+        if len(chunks) == 1 and chunks[0].stride is not None:
+            stride = chunks[0].stride
+            chunks = (chunks[0]._replace(stride=None),)
+        first = found[0].entry
+        entries[entry.key] = entry._replace(
+            stride=stride,
+            location=first.location,
+            storage=first.storage,
+            chunks=chunks,
+            encoding=(),
+        )
+    return replace(index, entries=entries, storages=storages, files=files)
 
 
-def _read_object(item: Source, key: str, prefix: str) -> Index:
-    """Read a value that is not a tensor, if it can be rebuilt without running code."""
-    if item.read(0, min(4, item.size)) == LOCAL_MAGIC:
-        return read_torch_zip(item, key, prefix)
-    why = "bytes that torch.save did not write"
-    return Index(item.path, "dcp", {}, {}, {}, blocked_keys={key: why})
+class _Numbers(NamedTuple):
+    """The place of a chunk's numbers, and the entry in the item."""
+
+    chunk: Chunk
+    entry: TensorEntry
 
 
-def _check_items(file: str, stored: _Stored) -> None:
+def _numbers(head: Index, dtype: str, chunk: Chunk) -> _Numbers:
+    """Return the numbers of an item, which must have the dtype and shape of the metadata."""
+    entry, shape = next(iter(head.entries.values()), None), chunk.shape
+    if entry is None or (entry.dtype, entry.shape) != (dtype, shape):
+        raise FormatError(
+            "an item differs from the metadata",
+            expected=f"{dtype} {list(shape)}",
+            found="no tensor" if entry is None else f"{entry.dtype} {list(entry.shape)}",
+        )
+    # A view may repeat its numbers, and need far more memory than the file has bytes.
+    if entry.encoding or entry.kind or entry.nbytes > sum(run.nbytes for run in entry.chunks):
+        raise FormatError(
+            "an item does not store its numbers as they are",
+            expected=f"{entry.nbytes} bytes for {dtype} {list(shape)}",
+            found=", ".join(entry.encoding) or entry.type_name,
+        )
+    (run,) = entry.chunks
+    stride = None if entry.is_contiguous else entry.stride
+    return _Numbers(run._replace(start=chunk.start, shape=shape, stride=stride), entry)
+
+
+def _read_heads(
+    path: str, items: Sequence[_Item], stamps: Mapping[str, Stamp], budget: Budget
+) -> dict[_Item, Index]:
+    """Return the index of each item, in order. Each file is opened once.
+
+    Args:
+        path: The directory.
+        items: The items.
+        stamps: Stamps of their files.
+        budget: Budget for reading.
+    """
+    work: dict[str, list[_Item]] = {}
+    for item in items:
+        work.setdefault(item.file, []).append(item)
+
+    def read(file: str) -> dict[_Item, Index]:
+        with Source(file, budget, stamps.get(file)) as source:
+            ends = [(item.offset, item.offset + item.nbytes) for item in work[file]]
+            heads = [(at, min(at + _ITEM_END, stop)) for at, stop in ends]
+            source.expect([*heads, *((max(at, stop - _ITEM_END), stop) for at, stop in ends)])
+            return {item: _read_head(source, item, _storage(path, item)) for item in work[file]}
+
+    found: dict[_Item, Index] = {}
+    for one in in_parallel(path, read, list(work)):
+        found |= one
+    return {item: found[item] for item in items}
+
+
+def _read_head(source: Source, item: _Item, prefix: str) -> Index:
+    """Read one item. A value that torch did not write as a file is blocked."""
+    with errors_name(source.path, item.key):
+        archive = source.window(item.offset, item.nbytes)
+        if archive.read(0, min(4, archive.size)) == LOCAL_MAGIC:
+            return read_torch_zip(archive, item.key, prefix)
+    why = {item.key: "bytes that torch.save did not write"}
+    return Index(source.path, "dcp", {}, {}, {source.path: source.stamp}, blocked_keys=why)
+
+
+def _check_items(items: Iterable[_Item]) -> None:
     """Refuse items that share bytes: a thousand names of one item would cost its size each."""
-    spans = sorted((item.offset, item.offset + item.nbytes, place.key) for place, item in stored)
-    for (_, stop, _), (start, _, key) in itertools.pairwise(spans):
-        if start < stop:
+    spans = sorted((item.file, item.offset, item.offset + item.nbytes, item.key) for item in items)
+    for (file, _, stop, _), (other, start, _, key) in itertools.pairwise(spans):
+        if file == other and start < stop:
             raise FormatError("two items overlap in the file", file=file, entry=key)
 
 

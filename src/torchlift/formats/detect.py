@@ -1,6 +1,7 @@
 """Find the reader of a path from its content, or name the format that torchlift does not read.
 
-A new format is one file with a `Reader` and one line in `_FILES` or `_DIRECTORIES`.
+A new format is one file with a function that reads it, and one line in `_read_file`,
+`_read_archive` or `_reader_of`.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torchlift._store.places import (
     exists,
-    head_of,
     inside,
     is_folder,
     is_url,
@@ -28,28 +29,40 @@ from torchlift._store.places import (
 from torchlift._system.memory import collection_paused
 from torchlift._system.text import printable
 from torchlift.errors import CheckpointError, FormatError, NotAllowed, NotFound, UnsafeError
-from torchlift.formats import gguf, npz, pt2, ranks, torchscript, zero
 from torchlift.formats.dcp import DCP_METADATA, DCP_SUFFIX, metadata_files, read_dcp
-from torchlift.formats.index import Index
-from torchlift.formats.reader import HEAD, Content, Reader, is_zip
+from torchlift.formats.gguf import read_gguf
+from torchlift.formats.index import LOCAL_MAGIC, Index
+from torchlift.formats.npz import NPY_MAGIC, read_npy, read_npz
+from torchlift.formats.pt2 import is_pt2, read_pt2
+from torchlift.formats.ranks import (
+    bare_slices,
+    fsdp_files,
+    read_fsdp,
+    read_slices,
+    refuse_slices,
+    slice_files,
+)
 from torchlift.formats.safetensors import read_safetensors
 from torchlift.formats.sharded import (
-    MOST_MISSING,
     is_index,
     locate,
-    missing,
     read_set,
     read_sharded,
+    require_files,
 )
 from torchlift.formats.source import Source, errors_name
 from torchlift.formats.torch_legacy import is_legacy, is_tar, read_torch_legacy, refuse_tar
 from torchlift.formats.torch_zip import read_torch_zip
+from torchlift.formats.torchscript import read_torchscript
 from torchlift.formats.unpickle import Budget
+from torchlift.formats.zero import read_zero, zero_files
+from torchlift.formats.zip_archive import END_MAGIC, read_directory
 
+#: Bytes at the start of a file that decide on its format.
+HEAD = 512
 _EXPECTED = (
     "a file of torch (TorchScript and pt2, too), safetensors, GGUF or numpy, or an *.index.json"
 )
-_TENSORFLOW = "Read it with tf.train.load_checkpoint, and save its arrays with numpy.savez."
 #: (pattern of the first bytes, name of the format, hint). The first match counts.
 _FOREIGN: tuple[tuple[bytes, str, str], ...] = (
     (rb"version https://git-lfs\.github\.com/spec/",
@@ -65,10 +78,6 @@ _FOREIGN: tuple[tuple[bytes, str, str], ...] = (
      "Convert it to GGUF with the llama.cpp of its time, or fetch the model as GGUF."),
     (rb".{4}ET1\d", "an ExecuTorch program (.pte)",
      "Its weights are compiled into it: save the state dict of the model it was made from."),
-    (rb".{4}TFL3", "a TensorFlow Lite model", "Read it with tf.lite.Interpreter."),
-    (rb"ptrt|ftrt", "an engine of TensorRT",
-     "Its weights are compiled into it: use the model that it was made from."),
-    (rb"\x08\x01\x12", "a TensorFlow SavedModel", _TENSORFLOW),
     (rb"\x08[\x03-\x1f](?:\x12(?:\0|[\x01-\x7f][ -~])|[\x1a\x22\x28\x32\x3a\x42])", "an ONNX model",
      "Read it with onnx: its numpy_helper gives each initializer as an array."),
     (rb"\x80[\2-\5]", "a pickle that torch.save did not write",
@@ -79,16 +88,10 @@ _FOREIGN: tuple[tuple[bytes, str, str], ...] = (
      "a msgpack file, such as flax writes",
      "Load it with flax.serialization.msgpack_restore, and save its arrays with safetensors.flax."),
 )  # fmt: skip
-#: The same with the name of a record of a zip archive, or of a file in a directory.
+#: The same with the name of a record of a zip archive.
 _FOREIGN_NAMES: tuple[tuple[str, str, str], ...] = (
-    (r"model\.weights\.h5", "a Keras model (.keras)",
-     "Read it with keras, or take model.weights.h5 out of it and read that with h5py."),
-    (r"(?:.*/)?saved_model\.pb", "a TensorFlow SavedModel", _TENSORFLOW),
-    (r".*\.data-\d{5}-of-\d{5}", "a TensorFlow checkpoint", _TENSORFLOW),
     (r"(?:.*/)?\.data/extern_modules", "a package of torch.package",
      "Load it with torch.package.PackageImporter, and save its tensors with torchlift.save."),
-    (r"_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt", "a checkpoint of orbax (jax)",
-     "Read it with orbax, and save its arrays with numpy.savez or safetensors."),
     (r"(?:.*/)?[^/]+\.(?:safetensors|gguf|pth?|bin|ckpt|msgpack)",
      "an archive with a checkpoint in it", "Unpack it first."),
 )  # fmt: skip
@@ -96,7 +99,6 @@ _FOREIGN_NAMES: tuple[tuple[str, str, str], ...] = (
 _CALLED = re.compile(
     rb"\x8c.([\w.]{1,200})\x94\x8c.(\w{1,100})\x94\x93|c([\w.]{1,200})\n(\w{1,100})\n", re.DOTALL
 )
-
 #: That global in the metadata of a DCP checkpoint.
 _OF_DCP = "torch.distributed.checkpoint.metadata.Metadata"
 
@@ -213,12 +215,53 @@ def _read_file(path: str, budget: Budget | None = None) -> Index:
     with errors_name(path), Source(path, budget) as source:
         if name_of(path).endswith(DCP_SUFFIX):  # several torch files in one: the last would be read
             raise _part_of_dcp(path)
-        content = Content(path, _read_file, source=source)
-        files = _ARCHIVES if is_zip(content.head) else _FILES if budget else (*_FILES, _INDEXES)
-        for reader in files:
-            if reader.fits(content):
-                return reader.read(content)
-        return _refuse(content)
+        head = source.read(0, min(HEAD, source.size))
+        if _is_zip(head):
+            return _read_archive(source)
+        if is_legacy(head):
+            return read_torch_legacy(source)
+        if is_tar(head):
+            refuse_tar(source)
+        if _is_safetensors(head):
+            return read_safetensors(source)
+        if head[:4] == b"GGUF":
+            return read_gguf(source)
+        if head[:6] == NPY_MAGIC:
+            return read_npy(source)
+        if _is_json(head) and budget is None:
+            return read_sharded(source, _read_file)
+        if _called(head) == _OF_DCP:
+            raise _part_of_dcp(path)
+        raise _foreign(head, source.size)
+
+
+def _read_archive(source: Source) -> Index:
+    """Read a zip archive, whose records decide on its format."""
+    records = read_directory(source)
+    first = next(iter(records), "")
+    top = first[: first.find("/") + 1]  # torch's archives have one folder
+    if is_pt2(records, top):
+        return read_pt2(source, records, top)
+    if f"{top}constants.pkl" in records:
+        return read_torchscript(source, records)
+    if f"{top}data.pkl" in records:
+        return read_torch_zip(source, records=records)
+    if first.endswith(".npy"):
+        return read_npz(source, records)
+    for pattern, what, hint in _FOREIGN_NAMES:
+        if found := next((name for name in records if re.fullmatch(pattern, name)), None):
+            raise FormatError(f"this is {what}", expected=_EXPECTED, found=found, hint=hint)
+    names = {name.rpartition("/")[2].lower() for name in records}
+    if "serialization_id" in names and "data.pkl" not in names:
+        raise FormatError(
+            "data.pkl is missing: the torch.save that wrote this file raised an error",
+            hint="Save again. The error names the object that torch.save cannot write.",
+        )
+    return read_torch_zip(source, records=records)  # raises the error that names what is missing
+
+
+def _is_zip(head: bytes) -> bool:
+    return head[:4] in (LOCAL_MAGIC, END_MAGIC)
 
 
 def _is_safetensors(head: bytes) -> bool:
@@ -240,52 +283,6 @@ def _is_text(head: bytes) -> bool:
             return False
         text = head[: error.start].decode()
     return bool(text) and all(c.isprintable() or c in "\r\n\t" for c in text)
-
-
-def _torch_zip(content: Content) -> Index:
-    return read_torch_zip(content.source, records=content.records)
-
-
-#: Readers of zip archives, which the records tell apart.
-_ARCHIVES: tuple[Reader, ...] = (
-    pt2.READER,
-    torchscript.READER,
-    Reader(lambda content: f"{content.top}data.pkl" in content.records, _torch_zip),
-    npz.ARCHIVES,
-)
-#: Readers of other files. At most one of them fits, so their order does not matter.
-_FILES: tuple[Reader, ...] = (
-    Reader(
-        lambda content: is_legacy(content.head), lambda content: read_torch_legacy(content.source)
-    ),
-    Reader(lambda content: is_tar(content.head), lambda content: refuse_tar(content.source)),
-    Reader(
-        lambda content: _is_safetensors(content.head),
-        lambda content: read_safetensors(content.source),
-    ),
-    gguf.READER,
-    npz.ARRAYS,
-)
-_INDEXES = Reader(
-    lambda content: _is_json(content.head), lambda content: read_sharded(content.source, _read_file)
-)
-
-
-def _refuse(content: Content) -> Index:
-    """Raise the error for a file without a reader: the name of the format, and a hint."""
-    if is_zip(content.head):
-        if error := _foreign_in(content.records):
-            raise error
-        names = {name.rpartition("/")[2].lower() for name in content.records}
-        if "serialization_id" in names and "data.pkl" not in names:
-            raise FormatError(
-                "data.pkl is missing: the torch.save that wrote this file raised an error",
-                hint="Save again. The error names the object that torch.save cannot write.",
-            )
-        return _torch_zip(content)  # raises the error that names the missing record
-    if _called(content.head) == _OF_DCP:
-        raise _part_of_dcp(content.path)
-    raise _foreign(content.head, content.source.size)
 
 
 def _part_of_dcp(path: str) -> FormatError:
@@ -331,31 +328,16 @@ def _foreign(head: bytes, size: int) -> CheckpointError:
     return FormatError(f"this is {what}", expected=_EXPECTED, found=found, hint=hint)
 
 
-def _foreign_in(
-    names: Iterable[str], known: Iterable[tuple[str, str, str]] = _FOREIGN_NAMES
-) -> FormatError | None:
-    """Return the error for an archive or directory of another program, if a name matches."""
-    for pattern, what, hint in known:
-        for name in names:
-            if re.fullmatch(pattern, name, re.DOTALL):
-                return FormatError(f"this is {what}", expected=_EXPECTED, found=name, hint=hint)
-    return None
-
-
 def _read_directory(path: str) -> Index:
     """Read the checkpoint in a directory.
 
-    `_DIRECTORIES` has the order of formats: DCP, an ``*.index.json``, safetensors, DeepSpeed ZeRO,
-    files of FSDP ranks, the last checkpoint of a training, torch files, GGUF. A format takes a
-    single file, a complete set ``x-00001-of-0000N``, or the file that is named as the model of a
-    Hugging Face repository. A variant (``model.fp16.safetensors``) counts only if nothing else
-    does.
+    A variant (``model.fp16.safetensors``) counts only if the directory holds nothing else.
 
     Raises:
         FormatError: If the directory does not have exactly one checkpoint.
         UnsafeError: If a link leads out of the directory.
     """
-    names = _without_leftovers(names_in(path))
+    names = _checkpoint_names(names_in(path))
     if (data := [name for name in names if name.endswith(DCP_SUFFIX)]) and not metadata_files(
         names
     ):
@@ -366,19 +348,13 @@ def _read_directory(path: str) -> Index:
             hint="The save or the copy was interrupted. Save or fetch it again.",
         )
     variants = {name: variant for name in names if (variant := _variant(name))}
-    # A pipeline of diffusers: its components are different models, so none of them is meant.
-    if "model_index.json" in names and (components := _components(path, names)):
-        raise _several(
-            "the directory holds several components with a checkpoint each", components, path
-        )
     # Files without a variant first: a half-precision variant must not replace the model.
-    for some in ([name for name in names if name not in variants], names):
-        content = Content(path, _read_file, names=some)
-        for reader in filter(lambda reader: reader.fits(content), _DIRECTORIES):
-            if len(found := sorted(set(variants.values()))) > 1 and some is names:
-                what = f"the directory holds {len(found)} variants of a model: {', '.join(found)}"
-                raise _several(what, list(variants), path)
-            return reader.read(content)
+    if read := _reader_of(path, [name for name in names if name not in variants]):
+        return read()
+    if len({*variants.values()}) > 1:
+        raise _several("the directory holds several variants of a model", [*variants], path)
+    if read := _reader_of(path, names):
+        return read()
     if components := _components(path, names):
         raise _several("the directory holds several directories with checkpoints", components, path)
     # macOS unpacks downloads without being asked, and torch cannot read the folder.
@@ -391,11 +367,6 @@ def _read_directory(path: str) -> Index:
                 expected="the file itself",
                 hint=f"Run this in the parent folder: zip -0 -r -D model.pt {top}",
             )
-    if error := _foreign_in(names, _FOREIGN_NAMES[:-1]):
-        raise error
-    if found := [name for name in names if _may_be_weights(inside(path, name))]:
-        _read_file(locate(path, found[0]), Budget())  # raises the error that names the format
-        raise _several("the directory holds files with unexpected names", found, path)
     raise FormatError(
         "the directory does not contain a checkpoint" if names else "the directory is empty",
         expected="an *.index.json, safetensors or torch files",
@@ -404,33 +375,45 @@ def _read_directory(path: str) -> Index:
     )
 
 
-def _may_be_weights(path: str) -> bool:
-    """Return whether a file has a suffix of weights, or starts like a format that is known."""
-    if path.endswith(_PICKLED) or is_url(path):  # reading the head would be a request per file
-        return path.endswith(_PICKLED) and _is_file(path)
-    head = head_of(path, HEAD) if _is_file(path) else b""
-    return any(re.match(magic, head, re.DOTALL) for magic, *_ in _FOREIGN)
+def _reader_of(path: str, names: list[str]) -> Callable[[], Index] | None:
+    """Return the function that reads the checkpoint of these files, or None without one."""
+    tensors = [name for name in names if name.endswith(".safetensors")]
+    ggufs = [name for name in names if name.endswith(".gguf")]
+    if metadata := metadata_files(names):
+        return partial(read_dcp, path, metadata)
+    if indexes := [name for name in names if is_index(name)]:
+        return partial(_read_index_in, path, indexes)
+    if slice_files(names):
+        return partial(read_slices, path, names)
+    # If none of the safetensors files is the whole model.
+    if tensors and bare_slices(tensors) == tensors:
+        return partial(refuse_slices, tensors, path)
+    if tensors:
+        return partial(_read_some, path, tensors)
+    if zero_files(names):
+        return partial(read_zero, path, names, _read_file)
+    if fsdp_files(names):
+        return partial(read_fsdp, path, names, _read_file)
+    if notes := _notes(path, names):
+        return partial(_read_last, path, notes[0])
+    if sharded := list(filter(_SHARDED.fullmatch, names)):
+        return partial(_read_shards, path, sharded)
+    if slices := bare_slices(names):
+        return partial(refuse_slices, slices, path)
+    if files := [n for n in names if n.endswith(_PICKLED) and _is_file(inside(path, n))]:
+        return partial(_read_some, path, files)
+    return partial(_read_some, path, ggufs) if ggufs else None
 
 
-#: How browsers, macOS, Windows and Linux name a second copy of a file, before its suffixes.
-_COPY = r" ?\(\d+\)| copy(?: \d+)?| - Copy(?: \(\d+\))?| \((?:\w+ )?copy\)"
-#: A file in which macOS keeps attributes of another file, or a second copy.
-_LEFTOVER = re.compile(rf"\._.+|.+?(?:{_COPY})(?:\.\w+)+")
-
-
-def _without_leftovers(names: Iterable[str]) -> list[str]:
-    """Return names in order, without notes of macOS and second copies of a file that is there.
+def _checkpoint_names(names: Iterable[str]) -> list[str]:
+    """Return names in order, without macOS's notes (``._x``) about files that are there.
 
     Example:
-        >>> _without_leftovers(["x.pt", "._x.pt", "x (1).pt", "x copy.pt", "y (2).pt"])
-        ['x.pt', 'y (2).pt']
+        >>> _checkpoint_names(["x.pt", "._x.pt", "._y.pt"])
+        ['._y.pt', 'x.pt']
     """
     there = {*names}
-
-    def original(name: str) -> str:
-        return name[2:] if name.startswith("._") else re.sub(rf"(?:{_COPY})(?=\.)", "", name)
-
-    return sorted(n for n in there if not (_LEFTOVER.fullmatch(n) and original(n) in there))
+    return sorted(name for name in there if not (name[:2] == "._" and name[2:] in there))
 
 
 def _several(what: str, names: list[str], path: str) -> FormatError:
@@ -458,12 +441,11 @@ def _variant(name: str) -> str | None:
 
 def _components(path: str, names: list[str]) -> list[str]:
     """Return the names of folders in a directory that hold a checkpoint."""
-    found: list[str] = []
-    for folder in _folders(path, names):
-        content = Content(folder, _read_file, names=_without_leftovers(os.listdir(folder)))
-        if any(reader.fits(content) for reader in _DIRECTORIES):
-            found.append(os.path.basename(folder))
-    return found
+    return [
+        os.path.basename(folder)
+        for folder in _folders(path, names)
+        if _reader_of(folder, _checkpoint_names(os.listdir(folder)))
+    ]
 
 
 def _folders(path: str, names: list[str]) -> list[str]:
@@ -472,37 +454,21 @@ def _folders(path: str, names: list[str]) -> list[str]:
     return [each for each in paths if os.path.isdir(each) and not os.path.islink(each)]
 
 
-def _read_index_in(content: Content) -> Index:
-    preferred = [name + _INDEX for name in _PREFERRED]
-    name = _preferred(content.path, _indexes(content), preferred)
-    with Source(locate(content.path, name)) as source:
-        return replace(read_sharded(source, _read_file), path=content.path)
+def _read_index_in(path: str, indexes: list[str]) -> Index:
+    name = _preferred(path, indexes, [name + _INDEX for name in _PREFERRED])
+    with Source(locate(path, name)) as source:
+        return replace(read_sharded(source, _read_file), path=path)
 
 
-def _files(fits: Callable[[Content], list[str]]) -> Reader:
-    """Make a reader of a file or a set of files among those that `fits` returns."""
-
-    def read(content: Content) -> Index:
-        names = fits(content)
-        if _is_complete_set(names) and len(names) > 1:
-            return read_set(content.path, names, _read_file)
-        name = _preferred(content.path, names, _PREFERRED)
-        return _read_file(locate(content.path, name), Budget())
-
-    return Reader(fits, read)
+def _read_some(path: str, names: list[str]) -> Index:
+    """Read one file or one set of files."""
+    if _is_complete_set(names) and len(names) > 1:  # it refuses one shard of a set
+        return read_set(path, names, _read_file)
+    return _read_file(locate(path, _preferred(path, names, _PREFERRED)), Budget())
 
 
-def _ending(*suffixes: str) -> Callable[[Content], list[str]]:
-    return lambda content: [name for name in content.names if name.endswith(suffixes)]
-
-
-def _indexes(content: Content) -> list[str]:
-    return list(filter(is_index, content.names))
-
-
-def _notes(content: Content) -> list[str]:
+def _notes(path: str, names: list[str]) -> list[str]:
     """Return the notes of the last checkpoint, unless the directory has a model itself."""
-    path, names = content.path, content.names
     notes = [name for name in _LAST if name in names and _is_file(inside(path, name))]
     return [] if any(name in names for name in _PREFERRED) else notes
 
@@ -512,9 +478,8 @@ def _is_file(path: str) -> bool:
     return is_url(path) or os.path.isfile(path)
 
 
-def _read_last(content: Content) -> Index:
+def _read_last(path: str, name: str) -> Index:
     """Read the last checkpoint of a training, from the folder that a note names."""
-    path, (name, *_) = content.path, _notes(content)
     with Source(locate(path, name)) as source:
         text = source.read_all(HEAD, "the note of the last checkpoint").decode().strip()
     folder = locate(path, _LAST[name].format(text) if text.isdecimal() else text)
@@ -523,10 +488,9 @@ def _read_last(content: Content) -> Index:
     return replace(_read_directory(folder), path=path)
 
 
-def _read_shards(content: Content) -> Index:
+def _read_shards(path: str, names: list[str]) -> Index:
     """Read a sharded model in a trainer's folder, without the optimizer next to it."""
-    name = _preferred(content.path, list(filter(_SHARDED.fullmatch, content.names)), ())
-    return replace(_read_directory(locate(content.path, name)), path=content.path)
+    return replace(_read_directory(locate(path, _preferred(path, names, ()))), path=path)
 
 
 def optimizer_in(
@@ -548,57 +512,16 @@ def optimizer_in(
     place = place_of(path, storage_options) if os.fspath(path) else ""
     if not place or not is_folder(place):
         return place
-    content = Content(place, _read_file, names=_without_leftovers(names_in(place)))
-    found = list(filter(_OPTIMIZER.fullmatch, content.names))
+    names = _checkpoint_names(names_in(place))
+    found = list(filter(_OPTIMIZER.fullmatch, names))
     if not found:
         return place
     if len(found) > 1:
         raise _several("the directory holds the states of several optimizers", found, place)
-    if any(reader.fits(content) for reader in _STATES):
-        raise FormatError(
-            "the folder holds a training checkpoint and a separate optimizer state",
-            file=place,
-            found=found[0],
-            hint=f"Pass the path of {found[0]}, or name the state in the checkpoint, such as "
-            "root='optimizer'.",
-        )
+    if metadata_files(names) or zero_files(names) or fsdp_files(names) or _notes(place, names):
+        what = "the folder holds a training checkpoint and a separate optimizer state"
+        raise _several(what, found, place)
     return locate(place, found[0])
-
-
-def _torch_files(content: Content) -> list[str]:
-    names = [name for name in content.names if name.endswith(_PICKLED)]
-    return [name for name in names if _starts_as_torch(inside(content.path, name))]
-
-
-def _starts_as_torch(path: str) -> bool:
-    if not _is_file(path):
-        return False
-    head = head_of(path, HEAD)
-    return is_zip(head) or is_legacy(head) or is_tar(head)
-
-
-#: Readers of directories whose checkpoints may include an optimizer's state.
-_STATES: tuple[Reader, ...] = (
-    Reader(
-        lambda content: metadata_files(content.names),
-        lambda content: read_dcp(content.path, metadata_files(content.names)),
-    ),
-    zero.READER,
-    ranks.FSDP,
-    Reader(_notes, _read_last),
-)
-_DIRECTORIES: tuple[Reader, ...] = (
-    _STATES[0],
-    Reader(_indexes, _read_index_in),
-    ranks.SLICES,
-    ranks.BARE_SAFETENSORS,
-    _files(_ending(".safetensors")),
-    *_STATES[1:],
-    Reader(lambda content: any(map(_SHARDED.fullmatch, content.names)), _read_shards),
-    ranks.BARE,
-    _files(_torch_files),
-    _files(_ending(".gguf")),
-)
 
 
 def _preferred(path: str, names: list[str], preferred: Sequence[str]) -> str:
@@ -625,9 +548,11 @@ def _is_complete_set(names: list[str]) -> bool:
     every = range(first, first + int(total))
     if not all(number in every for number in numbers):
         return False
-    if len(numbers) < len(every):
-        # A name may claim a billion files. Only the names for a message are listed.
-        some = (n for n in every[: len(numbers) + MOST_MISSING] if n not in numbers)
-        names = [f"{stem}-{n:0{width}}-of-{total}{suffix}" for n in some]
-        raise missing(names, len(every), len(numbers))
+    require_files(
+        numbers,
+        every,
+        len(every),
+        lambda number: f"{stem}-{number:0{width}}-of-{total}{suffix}",
+        "shard",
+    )
     return True

@@ -27,9 +27,8 @@ from torchlift.formats.index import (
     SUBCLASS,
     Index,
     Leaf,
-    globals_in,
     lacking,
-    used_by,
+    renamed,
 )
 from torchlift.formats.slices import located
 from torchlift.formats.torch_pickle import (
@@ -201,7 +200,7 @@ class _Flattener:
         # Loading code of a module may expect the list or tuple, as torch.ao's int8 layers do.
         if items is not None and (not is_mapping or key.endswith(_EXTRA_STATE)):
             with suppress(_NotPlain):
-                self.flat.templates[key] = self._template(key, value, depth)
+                self.flat.templates[key] = self._template(key, "", value, depth)
         if items is not None:
             self._children(items, key + ".", depth + 1)
             self._versions(value, key)
@@ -213,23 +212,26 @@ class _Flattener:
         is_tensor = isinstance(value, self.containers.tensors)
         (self.flat.tensors if is_tensor else self.flat.objects)[key] = value
 
-    def _template(self, key: str, value: Any, depth: int) -> object:
-        """Return the containers of a value, with a `Leaf` for each value that has a key."""
-        inner = depth + 1
+    def _template(self, top: str, rest: str, value: Any, depth: int) -> object:
+        """Return the containers of the value at ``top + rest``, with a `Leaf` for each value."""
+        inner, key = depth + 1, top + rest
         self.budget.spend(len(key) + STEP, key)
         _check_depth(inner, key)
         items = self.containers.items(value, depth)
         if items is None:
-            return Leaf(key)
+            return Leaf(rest)
         if isinstance(value, self.containers.mappings):
             return {
                 self._plain(name, key, inner): self._template(
-                    f"{key}.{name if type(name) is str else self._text(name, key)}", item, inner
+                    top,
+                    f"{rest}.{name if type(name) is str else self._text(name, key)}",
+                    item,
+                    inner,
                 )
                 for name, item in items
             }
         kind = list if isinstance(value, list) else tuple
-        return kind([self._template(f"{key}.{at}", item, inner) for at, item in items])
+        return kind([self._template(top, f"{rest}.{at}", item, inner) for at, item in items])
 
     def _plain(self, value: Any, key: str, depth: int) -> Any:
         """Return the value that is kept for a plain one."""
@@ -237,10 +239,7 @@ class _Flattener:
 
     def _versions(self, container: Any, prefix: str) -> None:
         """Collect the per-module metadata of a state dict."""
-        metadata = _metadata_of(container)
-        if not isinstance(metadata, Mapping):
-            return
-        for name, local in metadata.items():
+        for name, local in _metadata_of(container).items():
             if type(name) is str and isinstance(local, Mapping):
                 path = f"{prefix}.{name}" if prefix and name else prefix or name
                 self.budget.spend(len(path) + STEP, path)
@@ -399,62 +398,23 @@ def under(index: Index, root: str) -> Index | None:
         TypeError: If `root` is not text.
     """
     _require_text(root)
-    entries, every = (
-        {key: entry._replace(key=key) for key, entry in _inside(found, root).items()}
-        for found in (index.entries, index.every)
-    )
-    objects, blocked_keys = _inside(index.objects, root), _inside(index.blocked_keys, root)
-    if not (entries or objects or blocked_keys):
+    prefix = f"{root}."
+    found = renamed(index, lambda key: key.removeprefix(prefix) if key.startswith(prefix) else None)
+    if not (found.entries or found.objects or found.blocked_keys):
         return None
     inner = MISSING if index.tree is None else below(index.tree[0], root, index.path)
-    templates = _inside(index.templates, root)
     return replace(
-        index,
-        entries=entries,
-        objects=objects,
-        beside=index.beside or index.objects,
+        found,
         noted={
-            name: key.removeprefix(f"{root}.")
+            name: key.removeprefix(prefix)
             for name, key in _inside(index.noted, root).items()
-            if key.startswith(f"{root}.")
+            if key.startswith(prefix)
         },
-        blocked_keys=blocked_keys,
-        blocked_tensors=_inside(index.blocked_tensors, root),
-        every=every,
-        blocked=globals_in(blocked_keys),
-        storages=used_by(every or entries, index.storages),
-        templates={key: _strip_leaves(tree, f"{root}.") for key, tree in templates.items()},
+        templates=_inside(index.templates, root),
         module_versions=paths_inside(index.module_versions, root),
         aside=(),
         tree=None if inner is MISSING else (inner,),
     )
-
-
-def flat_under(flat: Flat[_Tensor], root: str, path: str) -> Flat[_Tensor]:
-    """Return the values of the container `root` of a state in memory, with that prefix removed.
-
-    Args:
-        flat: The result of `flatten_state`.
-        root: Name of the container.
-        path: Name of the state in errors.
-
-    Raises:
-        FormatError: If the container does not exist, or two values have this key.
-    """
-    _require_text(root)
-    made: Flat[_Tensor] = Flat(
-        _inside(flat.tensors, root),
-        _inside(flat.objects, root),
-        _inside(flat.blocked, root),
-        versions=paths_inside(flat.versions, root),
-        templates={
-            key: _strip_leaves(tree, f"{root}.")
-            for key, tree in _inside(flat.templates, root).items()
-        },
-    )
-    if not (made.tensors or made.objects or made.blocked):
-        raise no_container(path, root, (*flat.tensors, *flat.objects), flat.blocked)
-    return made
 
 
 def select(index: Index, root: str) -> Index:
@@ -511,6 +471,12 @@ def below(saved: object, root: str, path: str = "") -> Any:
     return next(iter(found.values()), MISSING)
 
 
+class _Part(dict[str, object]):
+    """The values of a state dict below a dotted name, with torch's metadata of these modules."""
+
+    _metadata: Mapping[str, Any]
+
+
 def _candidates(value: object, root: str, place: str) -> Iterator[tuple[str, object]]:
     """Yield each place that a root could mean, and what is there."""
     dotted: dict[str, object] = {}
@@ -523,11 +489,13 @@ def _candidates(value: object, root: str, place: str) -> Iterator[tuple[str, obj
         elif key.startswith(f"{root}."):
             dotted[key[len(root) + 1 :]] = item
     if dotted:
-        yield f"{place}[{f'{root}.*'!r}]", dotted
+        part = _Part(dotted)
+        part._metadata = paths_inside(_metadata_of(value), root)
+        yield f"{place}[{f'{root}.*'!r}]", part
 
 
-def state_dicts_in(saved: object, depth: int = 3) -> list[str]:
-    """Return the dotted names of containers that are state dicts of modules, not of optimizers.
+def state_dicts_in(saved: object) -> list[str]:
+    """Return the names of containers that are state dicts of modules.
 
     torch attaches metadata to a module's state dict, and its keys have dots. Nested containers
     whose names lack dots are the structure of a model (flax) and not meant as a root.
@@ -538,13 +506,9 @@ def state_dicts_in(saved: object, depth: int = 3) -> list[str]:
         >>> state_dicts_in({"model": {"a.weight": weight}, "optimizer": optimizer, "a.b": 1})
         ['model']
     """
-    if not depth or not isinstance(saved, Mapping) or "param_groups" in saved or _is_state(saved):
+    if not isinstance(saved, Mapping) or _is_state(saved):
         return []
-    found: list[str] = []
-    for name, item in saved.items():
-        below_it = [""] if _is_state(item) else state_dicts_in(item, depth - 1)
-        found += [f"{name_text(name)}.{inner}".removesuffix(".") for inner in below_it]
-    return found
+    return [name_text(name) for name, item in saved.items() if _is_state(item)]
 
 
 def _is_state(value: object) -> bool:
@@ -556,11 +520,11 @@ def _is_state(value: object) -> bool:
     return bool(_metadata_of(value)) or any("." in name for name in leaves if type(name) is str)
 
 
-def _metadata_of(container: Any) -> Any:
+def _metadata_of(container: Any) -> Mapping[Any, Any]:
     """Return the metadata that torch attaches to a state dict, of a file or in memory."""
-    if isinstance(container, OrderedRecord):
-        return container.metadata
-    return getattr(container, "_metadata", None)
+    name = "metadata" if isinstance(container, OrderedRecord) else "_metadata"
+    found = getattr(container, name, None)
+    return found if isinstance(found, Mapping) else {}
 
 
 def _inside(values: Mapping[str, Any], root: str) -> dict[str, Any]:
@@ -580,15 +544,6 @@ def paths_inside(versions: Mapping[str, Any], root: str) -> dict[str, Any]:
     return {**own, **_inside(versions, root)}
 
 
-def _strip_leaves(tree: object, prefix: str) -> object:
-    if isinstance(tree, Leaf):
-        return Leaf(tree.key.removeprefix(prefix))
-    if isinstance(tree, dict):
-        return {key: _strip_leaves(value, prefix) for key, value in tree.items()}
-    assert isinstance(tree, (list, tuple))
-    return type(tree)([_strip_leaves(value, prefix) for value in tree])
-
-
 def no_container(
     path: str,
     root: str,
@@ -598,19 +553,6 @@ def no_container(
 ) -> CheckpointError:
     """Return the error for a container that does not exist."""
     this = Argument("root")
-    if root in keys:
-        return FormatError(
-            "this key is a value, not a container",
-            file=path,
-            entry=root,
-            hint=Hint(
-                "Leave ",
-                this,
-                " out, or pass ",
-                Argument("rename"),
-                " to choose among the keys.",
-            ),
-        )
     if error := lacking(path, root, blocked.get(root)):
         return error
     if root in blocked:
@@ -622,12 +564,15 @@ def no_container(
             found=f"{count_of(count, 'tensor')} in it" if count else None,
             hint=Hint("Its content cannot be listed. Leave ", this, " out to see the other keys."),
         )
+    is_value = root in keys
     tops = sorted({key.split(".", 1)[0] for key in keys})
     return FormatError(
-        "the checkpoint does not contain this container",
+        "this key is a value, not a container"
+        if is_value
+        else "the checkpoint does not contain this container",
         file=path,
         entry=root,
         found="at the top: " + (clipped_list(tops) or "nothing"),
-        hint=did_you_mean(root, tops)
+        hint=(None if is_value else did_you_mean(root, tops))
         or Hint("Pass one of these as ", this, ", or leave root out."),
     )

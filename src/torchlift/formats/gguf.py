@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import struct
-from operator import attrgetter, length_hint
-from typing import Any, NamedTuple
+from operator import length_hint
+from typing import Any
 
 from torchlift.errors import FormatError
 from torchlift.formats.index import (
@@ -21,8 +21,7 @@ from torchlift.formats.index import (
     TensorEntry,
     row_major,
 )
-from torchlift.formats.reader import Content, Reader
-from torchlift.formats.source import Cursor, dense_shape
+from torchlift.formats.source import Source, dense_shape
 
 #: ggml's number of a type -> torch's name.
 _PLAIN = {
@@ -34,17 +33,17 @@ _SCALARS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
 _TEXT, _ARRAY = 8, 9
-_TEXT_BYTES, _MOST_TEXTS = 20, 1 << 26  # guess for a word with its length; most bytes read ahead
+#: Bytes of a window. Guess for a word with its length, and most bytes to read ahead from a URL.
+_WINDOW, _TEXT_BYTES, _MOST_AHEAD = 1 << 16, 20, 1 << 26
 _SHOWN = 1000  # bytes of a text that are kept: a chat template may have a hundred thousand
 
 
-def read_gguf(content: Content) -> Index:
+def read_gguf(source: Source) -> Index:
     """Read the index of a GGUF file.
 
     Raises:
         FormatError: If it is malformed, truncated, or of an unknown version.
     """
-    source = content.source
     cursor = _Cursor(source)
     cursor.take(4)
     version = cursor.number("<I")
@@ -75,39 +74,32 @@ def read_gguf(content: Content) -> Index:
             expected="a multiple of 8",
             found=repr(alignment),
         )
-    described = [_description(cursor) for _ in range(tensors)]
+    described = [_entry(cursor, source.path) for _ in range(tensors)]
     # Offsets in the header count from the aligned end of the header.
     start = -(-cursor.at // alignment) * alignment
     entries: dict[str, TensorEntry] = {}
     storages: dict[str, Storage] = {}
     end, before = start, ""
     # Sorted by offset: two tensors over the same bytes would hide that one of them is missing.
-    for key, shape, kind, offset in sorted(described, key=attrgetter("offset")):
-        entry, nbytes = _entry(source.path, key, shape, kind, start + offset)
+    for entry in sorted(described, key=lambda entry: [chunk.offset for chunk in entry.chunks]):
+        key = entry.key
         if key in entries:
             raise FormatError("two tensors have the same name", entry=key)
-        if start + offset < end:
-            raise FormatError("two tensors overlap", entry=key, found=f"{before!r} before it")
-        end, before = start + offset + nbytes, key
         entries[key] = entry
-        if nbytes:
-            source.check(start + offset, nbytes, "a tensor", key)
-            storages[key] = Storage(source.path, start + offset, nbytes, "cpu")
+        for chunk in entry.chunks:
+            at = start + chunk.offset
+            source.check(at, chunk.nbytes, "a tensor", key)
+            if at < end:
+                raise FormatError("two tensors overlap", entry=key, found=f"{before!r} before it")
+            end, before = at + chunk.nbytes, key
+            entries[key] = entry._replace(chunks=(chunk._replace(offset=at),))
+            storages[key] = Storage(source.path, at, chunk.nbytes, "cpu")
     files = {source.path: source.stamp}
     return Index(source.path, "gguf", entries, storages, files, metadata=metadata)
 
 
-class _Described(NamedTuple):
-    """A tensor in the header: its key, shape, type number, and offset in the data."""
-
-    key: str
-    shape: tuple[int, ...]
-    kind: int
-    offset: int
-
-
-def _description(cursor: _Cursor) -> _Described:
-    """Read the description of the next tensor."""
+def _entry(cursor: _Cursor, path: str) -> TensorEntry:
+    """Read the description of the next tensor. Its offset counts from the end of the header."""
     key = cursor.text("the name of a tensor")
     dims = cursor.number("<I")
     if dims > 64:
@@ -115,13 +107,7 @@ def _description(cursor: _Cursor) -> _Described:
     sizes = [cursor.number("<Q") for _ in range(dims)]
     # The first dimension is contiguous, unlike in torch.
     shape = dense_shape(sizes[::-1], key, "shape")
-    return _Described(key, shape, cursor.number("<I"), cursor.number("<Q"))
-
-
-def _entry(
-    path: str, key: str, shape: tuple[int, ...], kind: int, at: int
-) -> tuple[TensorEntry, int]:
-    """Return the entry of a tensor, and its size in the file in bytes."""
+    kind, offset = cursor.number("<I"), cursor.number("<Q")
     numel = math.prod(shape)
     if numel >= 1 << 60:
         raise FormatError("a tensor has an invalid shape", entry=key, found=shape)
@@ -146,26 +132,66 @@ def _entry(
             entry=key,
             found=f"ggml type {kind}",
         )
-    chunks = (Chunk(path, at, nbytes, (0,) * len(shape), shape),) if nbytes else ()
-    made = TensorEntry(
+    chunks = (Chunk(path, offset, nbytes, (0,) * len(shape), shape),) if nbytes else ()
+    return TensorEntry(
         key, dtype, shape, row_major(shape), dense, "cpu", key, chunks, encoding=encoding
     )
-    return made, nbytes
 
 
-class _Cursor(Cursor):
-    """A reader of consecutive values of a GGUF header."""
+class _Cursor:
+    """A reader of consecutive values of a GGUF header, in windows.
 
-    _items, _count, _first = iter(range(0)), 0, 0  # rest of a list of texts, its length and start
+    Attributes:
+        at: Number of bytes that were taken.
+    """
 
-    def ahead(self) -> int:
+    def __init__(self, source: Source) -> None:
+        self.at = 0
+        self._source = source
+        self._window, self._start = b"", 0
+        # The rest of a list of texts, its length and its start.
+        self._items, self._count, self._first = iter(range(0)), 0, 0
+
+    def take(self, count: int) -> bytes:
+        """Return the next bytes, all of them or an error."""
+        begin = self.at - self._start
+        if not 0 <= begin <= begin + count <= len(self._window):
+            left = self._check(count)
+            ahead = self._ahead() if self._source.is_remote else _WINDOW
+            self._window = self._source.read(self.at, min(max(count, ahead, _WINDOW), left))
+            self._start, begin = self.at, 0
+        self.at += count
+        return self._window[begin : begin + count]
+
+    def _ahead(self) -> int:
         """Return how many bytes are likely to be taken next: vocabularies are lists of texts."""
         left = length_hint(self._items)
         taken = self._count - left
         each = (self.at - self._first) / taken if taken > 1000 else _TEXT_BYTES
         # Later words are longer. A window never shrinks by more than half.
         guess = max(int(1.5 * each * left), len(self._window) // 2)
-        return min(guess, _MOST_TEXTS) if left else super().ahead()
+        return min(guess if left else 4 * len(self._window), _MOST_AHEAD)
+
+    def skip(self, count: int) -> None:
+        """Pass over bytes that must exist."""
+        self._check(count)
+        self.at += count
+
+    def number(self, layout: str) -> Any:
+        """Return the next number of a `struct` layout."""
+        return struct.unpack(layout, self.take(struct.calcsize(layout)))[0]
+
+    def _check(self, count: int) -> int:
+        """Return the number of bytes left, or refuse a file that ends early."""
+        left = self._source.size - self.at
+        if count > left:
+            raise FormatError(
+                "the file ends early",
+                expected=f"{count} bytes more",
+                found=f"{left} bytes",
+                hint="The file is truncated. Fetch it again.",
+            )
+        return left
 
     def text(self, what: str) -> str:
         """Return the next text."""
@@ -197,6 +223,3 @@ class _Cursor(Cursor):
             for _ in items:
                 self.value(inner, name, depth + 1)
         return f"{count} values"
-
-
-READER = Reader(lambda content: content.head[:4] == b"GGUF", read_gguf)

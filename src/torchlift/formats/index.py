@@ -349,7 +349,11 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A placeholder in a template: the index has the value under this key."""
+    """A placeholder for a value of an index.
+
+    Attributes:
+        key: Key of the value. In `Index.templates` only its end, after the key of the container.
+    """
 
     key: str
 
@@ -382,7 +386,6 @@ class Index:
             leaves them out.
         tree: The saved object, made of records of the pickle. None if the format has names only.
         guides: File without values, such as an index of shards -> its stamp.
-        beside: The `objects` of the whole file, if this index is below a root.
         noted: Name that the file leaves out -> the key of its values. Another library noted this
             tie. A load uses it if the model lacks a value. It is not a key.
     """
@@ -403,7 +406,6 @@ class Index:
     aside: tuple[str, ...] = ()
     tree: tuple[object] | None = field(default=None, repr=False)
     guides: Mapping[str, Stamp] = field(default_factory=dict)
-    beside: Mapping[str, object] = field(default_factory=dict, repr=False)
     noted: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
@@ -414,11 +416,6 @@ class Index:
     def storage_of(self, entry: TensorEntry) -> Storage | None:
         """Return the storage of an entry, or None for a box, whose name is empty."""
         return self.storages.get(entry.storage) if entry.storage else None
-
-    @property
-    def plain(self) -> dict[str, object]:
-        """All plain values, which are objects, values outside the root, and the metadata."""
-        return {**self.objects, **self.beside, **self.metadata}
 
     @property
     def names_code(self) -> bool:
@@ -471,24 +468,62 @@ def used_by(
     entries: Mapping[str, TensorEntry], storages: Mapping[str, Storage]
 ) -> dict[str, Storage]:
     """Return the storages that entries use."""
-    used = {entry.storage for entry in entries.values()}
-    for entry in entries.values():
-        if entry.kind is not None:
-            used.update(inner.storage for inner in entry.kind.tensors)
-    # An entry of several chunks names only the storage of its first chunk, or none.
-    assembled = (
-        e
-        for e in entries.values()
-        if len(e.chunks) > 1 or not e.storage or e.storage not in storages
+    names = {entry.storage for entry in entries.values()}
+    spots = sorted(_spot(chunk) for entry in entries.values() for chunk in entry.chunks)
+
+    def is_used(storage: Storage) -> bool:
+        first = _spot(storage)
+        at = bisect.bisect_left(spots, first)
+        return at < len(spots) and spots[at] < first._replace(offset=first.offset + storage.nbytes)
+
+    return {name: place for name, place in storages.items() if name in names or is_used(place)}
+
+
+class _Spot(NamedTuple):
+    """A place: its file, the deflated record that holds it (or -1), and its first byte."""
+
+    file: str
+    record: int
+    offset: int
+
+
+def _spot(place: Chunk | Storage) -> _Spot:
+    return _Spot(place.file, place.packed.offset if place.packed else -1, place.offset)
+
+
+def renamed(index: Index, rename: Callable[[str], str | None]) -> Index:
+    """Return an index of the keys to which `rename` gives a name, under these names.
+
+    Storages that only other keys use are left out, so that sizes count these keys only.
+    """
+
+    def chosen(values: Mapping[str, Any]) -> dict[str, Any]:
+        names = ((rename(key), value) for key, value in values.items())
+        return {name: value for name, value in names if name is not None}
+
+    entries, every = (
+        {name: entry._replace(key=name) for name, entry in chosen(found).items()}
+        for found in (index.entries, index.every)
     )
-    spots = sorted((chunk.file, chunk.offset) for entry in assembled for chunk in entry.chunks)
+    blocked_keys = chosen(index.blocked_keys)
+    return replace(
+        index,
+        entries=entries,
+        every=every,
+        objects=chosen(index.objects),
+        blocked_keys=blocked_keys,
+        blocked_tensors=chosen(index.blocked_tensors),
+        blocked=globals_in(blocked_keys),
+        storages=used_by(every or entries, index.storages),
+    )
 
-    def is_used(name: str, storage: Storage) -> bool:
-        at = bisect.bisect_left(spots, (storage.file, storage.offset))
-        end = storage.file, storage.offset + storage.nbytes
-        return name in used or (at < len(spots) and spots[at] < end)
 
-    return {name: storage for name, storage in storages.items() if is_used(name, storage)}
+def free_name(index: Index, name: str) -> str:
+    """Return the name, with underscores in front if a container or value at the top has it."""
+    tops = {k.partition(".")[0] for k in (*index.entries, *index.objects, *index.blocked_keys)}
+    while name in tops:
+        name = f"_{name}"
+    return name
 
 
 def of_model(index: Index) -> Index:
@@ -496,16 +531,8 @@ def of_model(index: Index) -> Index:
     if not index.aside:
         return index
     aside = tuple(name + "." for name in index.aside)
-
-    def kept(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            key: value
-            for key, value in values.items()
-            if not (key.startswith(aside) or key in index.aside)
-        }
-
-    entries, objects, blocked = map(kept, (index.entries, index.objects, index.blocked_keys))
-    return replace(index, entries=entries, objects=objects, blocked_keys=blocked, aside=())
+    model = renamed(index, lambda key: None if key.startswith(aside) or key in index.aside else key)
+    return replace(model, aside=())
 
 
 def allowing(index: Index, classes: Mapping[str, type]) -> Index:
@@ -683,19 +710,5 @@ def require_kept(path: str, before: _Keys, after: _Keys, leaves_out: str, filter
 
 def matching(index: Index, patterns: Sequence[str]) -> Index:
     """Return an index of the keys that match one of the glob patterns."""
-
-    def chosen(values: Mapping[str, Any]) -> dict[str, Any]:
-        keys = allowed(values, patterns)
-        return {key: value for key, value in values.items() if key in keys}
-
-    entries, blocked_keys = chosen(index.entries), chosen(index.blocked_keys)
-    return replace(
-        index,
-        entries=entries,
-        objects=chosen(index.objects),
-        blocked_keys=blocked_keys,
-        blocked_tensors=chosen(index.blocked_tensors),
-        blocked=globals_in(blocked_keys),
-        every=(every := chosen(index.every)),
-        storages=used_by(every or entries, index.storages),
-    )
+    keys = allowed((*index.entries, *index.every, *index.objects, *index.blocked_keys), patterns)
+    return renamed(index, lambda key: key if key in keys else None)

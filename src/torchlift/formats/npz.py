@@ -23,7 +23,6 @@ from torchlift.formats.index import (
     TensorEntry,
     row_major,
 )
-from torchlift.formats.reader import Content, Reader
 from torchlift.formats.source import Source, dense_shape
 from torchlift.formats.zip_archive import (
     STORED,
@@ -32,7 +31,7 @@ from torchlift.formats.zip_archive import (
     inflated,
 )
 
-_MAGIC = b"\x93NUMPY"
+NPY_MAGIC = b"\x93NUMPY"
 #: NumPy's own limit for the header of an untrusted file.
 _MAX_HEADER = 10_000
 _MOST = 12 + _MAX_HEADER
@@ -46,30 +45,28 @@ _DTYPES = {
 }  # fmt: skip
 
 
-def read_npy(content: Content) -> Index:
+def read_npy(source: Source) -> Index:
     """Read the index of a .npy file. The key of its array is ``tensor``.
 
     Raises:
         FormatError: If it is malformed or truncated.
     """
-    size = content.source.size
-    return _index(content.source, {ROOT_TENSOR: Record("", 0, size, size, 0, STORED)})
+    return _index(source, {ROOT_TENSOR: Record("", 0, source.size, source.size, 0, STORED)})
 
 
-def read_npz(content: Content) -> Index:
+def read_npz(source: Source, records: Mapping[str, Record]) -> Index:
     """Read the index of a .npz file. The key of an array is the name of its record.
 
     Raises:
         FormatError: If it is malformed, or compressed in another way than by NumPy.
     """
-    records = content.records
     for name, record in records.items():
         if not name.endswith(".npy"):
             raise FormatError("the record is not a NumPy array", entry=name)
         if name.removesuffix(".npy") in records:  # numpy tries the name without the suffix first
             raise FormatError("two arrays share this record", entry=name)
         check_method(record)
-    return _index(content.source, {name.removesuffix(".npy"): at for name, at in records.items()})
+    return _index(source, {name.removesuffix(".npy"): at for name, at in records.items()})
 
 
 def _index(source: Source, records: Mapping[str, Record]) -> Index:
@@ -145,7 +142,7 @@ def _header(source: Source, key: str, record: Record) -> _Header:
         most = next(inflated(source.read, record, _MOST), b"")
     head = most[:12]
     size = 2 if head[6:7] == b"\1" else 4
-    if len(head) < 12 or head[:6] != _MAGIC or head[6:8] not in (b"\1\0", b"\2\0", b"\3\0"):
+    if len(head) < 12 or head[:6] != NPY_MAGIC or head[6:8] not in (b"\1\0", b"\2\0", b"\3\0"):
         raise FormatError("the record is not a NumPy array", entry=key, found=repr(head))
     (length,) = struct.unpack_from("<H" if size == 2 else "<I", head, 8)
     start = 8 + size + length
@@ -159,19 +156,14 @@ def _header(source: Source, key: str, record: Record) -> _Header:
     text = most[8 + size : start]
     try:
         fields = ast.literal_eval(text.decode("utf-8" if head[6] == 3 else "latin1").strip())
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
-        raise FormatError("the header is not a Python literal", entry=key) from error
-    if not isinstance(fields, dict) or fields.keys() != _FIELDS:
-        raise FormatError("the header has the wrong fields", entry=key)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        fields = None
+    is_header = isinstance(fields, dict) and fields.keys() == _FIELDS
+    if not is_header or type(fields["fortran_order"]) is not bool:
+        raise FormatError("the header of an array is malformed", entry=key, found=repr(text[:200]))
     shape = dense_shape(fields["shape"], key, "shape", "tuple")
-    if type(fields["fortran_order"]) is not bool:
-        raise FormatError("fortran_order is neither True nor False", entry=key)
     code = fields["descr"]
     if not isinstance(code, str):
         # numpy.load reads structured arrays, but those with objects are a pickle.
         code = "structured with |O" if "|O" in repr(code) else "structured"
     return _Header(code, shape, fields["fortran_order"], start)
-
-
-ARRAYS = Reader(lambda content: content.head[:6] == _MAGIC, read_npy)
-ARCHIVES = Reader(lambda content: next(iter(content.records), "").endswith(".npy"), read_npz)

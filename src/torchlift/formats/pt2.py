@@ -7,11 +7,11 @@ into the archive. Constants of the program are not weights: they are not read.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torchlift.errors import FormatError
 from torchlift.formats.index import ITEMSIZE, Index, Record, TensorEntry, join
-from torchlift.formats.reader import Content, Reader
 from torchlift.formats.source import Source, errors_name, parse_json
 from torchlift.formats.torch_pickle import StorageRef, TensorRef
 from torchlift.formats.torch_zip import (
@@ -40,8 +40,18 @@ _DTYPES = {
 }  # fmt: skip
 
 
-def read_pt2(content: Content) -> Index:
+def is_pt2(records: Mapping[str, Record], top: str) -> bool:
+    """Return whether an archive holds exported programs."""
+    return any(top + name in records for name in ("archive_format", _OLD))
+
+
+def read_pt2(source: Source, records: dict[str, Record], top: str) -> Index:
     """Read the index of an exported program, or of several in one archive.
+
+    Args:
+        source: The archive.
+        records: Its records.
+        top: The folder of all records, with its slash.
 
     Returns:
         The state dict under its own names. If the archive has several programs, each state dict is
@@ -50,7 +60,6 @@ def read_pt2(content: Content) -> Index:
     Raises:
         FormatError: If it is not such an archive, or is damaged or inconsistent.
     """
-    source, records, top = content.source, content.records, content.top
     if both := [name for name in ("constants.pkl", "data.pkl") if top + name in records]:
         raise FormatError(
             "the archive has two contents, one for torch.load and one for torch.export.load",
@@ -221,9 +230,3 @@ def _field(record: object, name: str, kind: type) -> Any:
             found="nothing" if found is None else type(found).__name__,
         )
     return found
-
-
-READER = Reader(
-    lambda content: any(content.top + name in content.records for name in ("archive_format", _OLD)),
-    read_pt2,
-)

@@ -7,15 +7,15 @@ Both say where each slice lies. The files of llama and Megatron do not.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import NoReturn
 
 from torchlift._system.text import clipped_list
 from torchlift.errors import FormatError
-from torchlift.formats.boxes import Box, check_boxes, placed
+from torchlift.formats.boxes import Box, boxed, check_boxes, placed
 from torchlift.formats.index import (
     SLICE,
     SLICED,
@@ -24,16 +24,15 @@ from torchlift.formats.index import (
     Index,
     Storage,
     TensorEntry,
+    free_name,
     globals_in,
     join,
-    row_major,
+    renamed,
     used_by,
 )
-from torchlift.formats.reader import Content, Reader, is_zip
 from torchlift.formats.safetensors import read_safetensors, slices_error
-from torchlift.formats.sharded import claimed, read_shards, require_files
+from torchlift.formats.sharded import ReadFile, claimed, read_shards, require_files
 from torchlift.formats.source import Source, errors_name
-from torchlift.formats.torch_zip import read_torch_zip
 from torchlift.formats.unpickle import ENTRY, STEP, Budget
 
 _FSDP = re.compile(r"(model|optim)_world_size_(\d{1,9})_rank_(\d{1,9})\.pt", re.ASCII)
@@ -50,12 +49,16 @@ _BARE = re.compile(
     r"|.+_tp-rank-(\d+)-of-\d+\.safetensors",
     re.ASCII,
 )
-_SAVE_AGAIN = "Load it with torch.load, and save it again with torch.save."
 #: Key in the metadata of slices: the version of their notes.
 _VERSION = "DCP_VERSION"
 
 
-def read_fsdp(content: Content) -> Index:
+def fsdp_files(names: Iterable[str]) -> list[re.Match[str]]:
+    """Return the matches of names that FSDP trainers give to the files of their ranks."""
+    return [match for name in names if (match := _FSDP.fullmatch(name))]
+
+
+def read_fsdp(path: str, names: Iterable[str], read_file: ReadFile) -> Index:
     """Read the index of a folder with files of FSDP's ranks.
 
     The model's tensors have its own names. An optimizer's state is below ``optimizer``.
@@ -64,9 +67,9 @@ def read_fsdp(content: Content) -> Index:
         FormatError: If a rank's file is missing, the ranks disagree, or a layout is unknown.
         UnsafeError: If a link leads out of the folder.
     """
-    path, kinds = content.path, dict[str, dict[int, str]]()
+    kinds: dict[str, dict[int, str]] = {}
     worlds = set[int]()
-    for match in filter(None, map(_FSDP.fullmatch, content.names)):
+    for match in fsdp_files(names):
         kinds.setdefault(match[1], {})[int(match[3])] = match[0]
         worlds.add(int(match[2]))
     world = max(worlds)
@@ -76,34 +79,29 @@ def read_fsdp(content: Content) -> Index:
         name = f"{kind}_world_size_{world}_rank_{{}}.pt"
         require_files(there, range(world), world, name.format)
 
-    def read_all(kind: str, container: str | None = None) -> Index:
-        def read(file: str, budget: Budget) -> Index:
-            with errors_name(file), Source(file, budget) as source:
-                if is_zip(source.read(0, min(4, source.size))):
-                    return read_torch_zip(source, container)
-            found = content.read_file(file, budget)  # raises the error for a foreign format
-            if container is None:
-                return found
-            raise FormatError(
-                "the optimizer state is in an old format", file=file, hint=_SAVE_AGAIN
-            )
-
+    def read_all(kind: str) -> Index:
         names, budget = [kinds[kind][rank] for rank in range(world)], Budget()
-        return _join(path, read_shards(path, names, read, budget), budget)
+        return _join(path, read_shards(path, names, read_file, budget), budget)
 
     if len(kinds) == 1:
         return read_all(*kinds)
-    model, aside = read_all("model"), "optimizer"
-    while any(key.partition(".")[0] == aside for key in _keys(model)):
-        aside = f"_{aside}"  # the model has a module of that name
-    optimizer = read_all("optim", aside)
+    model = read_all("model")
+    aside = free_name(model, "optimizer")
+    optimizer = renamed(read_all("optim"), lambda key: f"{aside}.{key}")
     both = join(path, "sharded", [model, optimizer], {}, "the model has this key, too")
     saved = [*(model.tree or ()), *(optimizer.tree or ())]
-    trees = [tree for tree in saved if isinstance(tree, dict)]
-    return replace(both, aside=(aside,), tree=({**trees[0], **trees[1]},) if trees[1:] else None)
+    is_saved = len(saved) > 1 and isinstance(saved[0], dict)
+    return replace(
+        both, aside=(aside,), tree=({**saved[0], aside: saved[1]},) if is_saved else None
+    )
 
 
-def read_slices(content: Content) -> Index:
+def slice_files(names: Iterable[str]) -> list[re.Match[str]]:
+    """Return the matches of names that torch gives to safetensors files of slices."""
+    return [match for name in names if (match := _SHARD.fullmatch(name))]
+
+
+def read_slices(path: str, names: Iterable[str]) -> Index:
     """Read the index of a folder of safetensors that hold one rank's slices each.
 
     The files do not say how many ranks there were, nor how large the tensors are. Missing files of
@@ -114,14 +112,14 @@ def read_slices(content: Content) -> Index:
             one rank has files.
         UnsafeError: If a link leads out of the folder.
     """
-    names = [name for name in content.names if name.endswith(".safetensors")]
+    names = [name for name in names if name.endswith(".safetensors")]
     if others := [name for name in names if not _SHARD.fullmatch(name)]:
         raise FormatError(
             "the folder holds slices of tensors and other files of weights",
             found=clipped_list(others),
             hint="Pass the path of one file, or move the slices to a separate folder.",
         )
-    there = {(int(m[1]), int(m[2])): m[3] for m in filter(None, map(_SHARD.fullmatch, names))}
+    there = {(int(m[1]), int(m[2])): m[3] for m in slice_files(names)}
     ranks, total = max(rank for rank, _ in there), next(iter(there.values()))
     count = ranks * int(total)
     every = ((rank, at) for rank in range(1, ranks + 1) for at in range(1, int(total) + 1))
@@ -136,9 +134,9 @@ def read_slices(content: Content) -> Index:
             "torch.distributed.checkpoint._consolidate_hf_safetensors, and open the new folder."
         )
     budget = Budget()
-    found = read_shards(content.path, names, _read_slices, budget)
+    found = read_shards(path, names, _read_slices, budget)
     noted = {k: v for index in found.values() for k, v in index.metadata.items() if k != _VERSION}
-    return replace(_join(content.path, found, budget, grows=True), metadata=noted)
+    return replace(_join(path, found, budget, grows=True), metadata=noted)
 
 
 def _read_slices(path: str, budget: Budget) -> Index:
@@ -264,28 +262,20 @@ def _whole(
     (shape,) = shapes
     # Without this check, a missing rank would leave a part of the tensor unset.
     check_boxes(key, shape, list(boxes), budget)
-    return parts[0]._replace(
-        shape=shape,
-        stride=row_major(shape),
-        nbytes=math.prod(shape) * parts[0].itemsize,
-        storage="",
-        chunks=tuple([chunk for chunk, _ in boxes.values()]),
-        encoding=next(iter(encodings), ()),
-        kind=None,
-    )
+    first = parts[0]._replace(encoding=next(iter(encodings), ()))
+    return boxed(first, shape, tuple([chunk for chunk, _ in boxes.values()]))
 
 
 def _marks(entry: TensorEntry, storages: Mapping[str, Storage]) -> tuple[object, ...]:
     """Return a value that is equal for two entries if checksums show that they are equal."""
-    if entry.kind is not None:
-        inner = tuple([_marks(one, storages) for one in entry.kind.tensors])
-        return entry.dtype, entry.shape, entry.kind.name, repr(entry.kind.facts), inner
-    sums: list[object] = [entry.dtype, entry.shape, entry.stride, entry.encoding]
-    for chunk in entry.chunks:
-        storage = storages[entry.storage]
-        known = chunk.offset - storage.offset, storage.nbytes, storage.crc32
-        sums.append(known if storage.crc32 is not None else id(chunk))
-    return tuple(sums)
+    storage = storages.get(entry.storage)
+    what = entry.dtype, entry.shape, entry.stride, entry.encoding
+    if entry.kind is None and not entry.chunks:
+        return what
+    if entry.kind is not None or storage is None or storage.crc32 is None:
+        return (id(entry),)
+    starts = [chunk.offset - storage.offset for chunk in entry.chunks]
+    return *what, *starts, storage.nbytes, storage.crc32
 
 
 def _differ(one: TensorEntry, other: TensorEntry, storages: Mapping[str, Storage]) -> bool:
@@ -319,9 +309,9 @@ def bare_slices(names: Collection[str]) -> list[str]:
     return [*found] if several and not is_lora else []
 
 
-def bare_slices_error(names: list[str], path: str) -> FormatError:
-    """Return the error for a model's slices without a layout."""
-    return FormatError(
+def refuse_slices(names: list[str], path: str) -> NoReturn:
+    """Raise the error for a model's slices without a layout."""
+    raise FormatError(
         "the files are slices of a model, and do not say how to join them",
         file=path,
         found=clipped_list(names),
@@ -341,20 +331,4 @@ def refuse_bare_slice(path: str) -> None:
         path, name = os.path.split(path)
         names = os.listdir(path) if _BARE.fullmatch(name) and os.path.isdir(path) else []
         if several := bare_slices(names):
-            raise bare_slices_error(several, os.path.join(path, name))
-
-
-def _are_all_slices(content: Content) -> bool:
-    names = sorted(name for name in content.names if name.endswith(".safetensors"))
-    return bool(names) and bare_slices(names) == names
-
-
-def _raise_bare(content: Content) -> Index:
-    raise bare_slices_error(bare_slices(content.names), content.path)
-
-
-FSDP = Reader(lambda content: any(map(_FSDP.fullmatch, content.names)), read_fsdp)
-SLICES = Reader(lambda content: any(map(_SHARD.fullmatch, content.names)), read_slices)
-BARE = Reader(lambda content: bare_slices(content.names), _raise_bare)
-#: If none of the safetensors files is the whole model.
-BARE_SAFETENSORS = Reader(_are_all_slices, _raise_bare)
+            refuse_slices(several, os.path.join(path, name))

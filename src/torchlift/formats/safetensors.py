@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from functools import lru_cache
 from operator import itemgetter
 from reprlib import repr as short_repr
 from typing import Any, NamedTuple
@@ -40,21 +38,14 @@ DTYPES: dict[str, str] = {
     "I32": "int32", "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16",
     "F32": "float32", "F64": "float64", "C64": "complex64", "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz", "F4": "float4_e2m1fn_x2",
 }  # fmt: skip
 
-#: Types of less than a byte -> name in torch, or the name that it would have; bits of an element.
-#: Two F4 in a byte are one element in torch.
-_PACKED = {
-    "F4": ("float4_e2m1fn", 4), "F6_E2M3": ("float6_e2m3fn", 6), "F6_E3M2": ("float6_e3m2fn", 6),
-}  # fmt: skip
+#: Two elements of F4 in the file are one of this dtype in torch.
 _PAIR = "float4_e2m1fn_x2"
 
 _FIELDS = "dtype", "shape", "data_offsets"
 _fields = itemgetter(*_FIELDS)
-
-_strides = lru_cache(maxsize=1024)(row_major)  # a model has few shapes: saves a tenth of the time
-
 
 #: Key in the metadata: the CRC-32 of the header (with zeros for these digits), and of every tensor
 #: with bytes, in their order. Each has eight hexadecimal digits.
@@ -100,7 +91,7 @@ def read_safetensors(source: Source, *, sliced: bool = False) -> Index:
         begin, nbytes, dtype, shape = row
         chunk = Chunk(source.path, start + begin, nbytes, (0,) * len(shape), shape)
         chunks, name = (chunk,) if nbytes else (), ties.get(key, key)
-        return TensorEntry(key, dtype, shape, _strides(shape), nbytes, "cpu", name, chunks)
+        return TensorEntry(key, dtype, shape, row_major(shape), nbytes, "cpu", name, chunks)
 
     sums = _sums(source, start, metadata, list(stored)) if is_last else {}
 
@@ -186,20 +177,13 @@ class _Row(NamedTuple):
 
 def _read_header(source: Source) -> tuple[dict[str, Any], int]:
     """Return the JSON header and the position of the first byte after it."""
-    if source.size < 8:
-        raise FormatError(
-            "the file is too short for a safetensors file",
-            expected="at least 8 bytes",
-            found=f"{source.size} bytes",
-            hint="The file is truncated.",
-        )
     length = int.from_bytes(source.read(0, 8), "little")
     if length > MAX_HEADER or length > source.size - 8:
         raise FormatError(
             "the length of the header is invalid",
             expected=f"at most {min(MAX_HEADER, source.size - 8)} bytes",
             found=f"{length} bytes",
-            hint="The file is truncated, or is not a safetensors file.",
+            hint="The file is truncated.",
         )
     return parse_json(source.read(8, length), "the header", _described), 8 + length
 
@@ -225,24 +209,24 @@ def _rows(header: dict[str, Any]) -> dict[str, _Row]:
     rows, last, is_sorted = {}, -1, True
     for key, value in header.items():
         if type(value) is not tuple:
-            if isinstance(value, dict) and value.keys() >= set(_FIELDS):
-                dense_shape(value["shape"], key, "shape")  # raises: the shape is not a list
             raise FormatError(
                 "the description of a tensor has the wrong fields",
                 entry=key,
-                expected="dtype, shape, data_offsets",
+                expected="dtype, data_offsets, and a list as the shape",
                 found=", ".join(value) if isinstance(value, dict) else f"a {type(value).__name__}",
             )
         code, shape, offsets = value
         dtype = DTYPES.get(code) if type(code) is str else None
         if dtype is None:
-            _, nbytes, dtype, shape = _packed(code, shape, key)
-        else:
-            nbytes = ITEMSIZE[dtype] if type(shape) is list and len(shape) <= 64 else 0
-            for extent in shape if nbytes else ():
-                nbytes *= extent if type(extent) is int and extent > 0 else 0
-            if not nbytes:  # an empty tensor, or an invalid shape
-                dense_shape(shape, key, "shape")
+            found = short_repr(code)
+            raise FormatError("torchlift does not know this dtype", entry=key, found=found)
+        if dtype == _PAIR:
+            shape = _pairs(shape, key)
+        nbytes = ITEMSIZE[dtype] if len(shape) <= 64 else 0
+        for extent in shape if nbytes else ():
+            nbytes *= extent if type(extent) is int and extent > 0 else 0
+        if not nbytes:  # an empty tensor, or an invalid shape
+            dense_shape(shape, key, "shape")
         begin, end = offsets if type(offsets) is list and len(offsets) == 2 else (None, None)
         if type(begin) is not int or type(end) is not int or begin < 0:
             whole_numbers(offsets, key, "data_offsets")
@@ -263,27 +247,17 @@ def _rows(header: dict[str, Any]) -> dict[str, _Row]:
     return {key: rows[key] for _, _, key in sorted((*row[:2], key) for key, row in rows.items())}
 
 
-def _packed(code: object, shape: object, key: str) -> _Row:
-    """Return the row, without its first byte, of a tensor with elements of less than a byte.
-
-    Raises:
-        FormatError: If the type is unknown, or the elements do not fill their last byte.
-    """
-    if type(code) is not str or code not in _PACKED:
-        found = short_repr(code)
-        raise FormatError("torchlift does not know this dtype", entry=key, found=found)
-    (dtype, bits), sizes = _PACKED[code], dense_shape(shape, key, "shape")
-    nbytes, rest = divmod(math.prod(sizes) * bits, 8)
-    if rest:
+def _pairs(shape: list[Any], key: str) -> list[Any]:
+    """Return the shape in pairs of elements, which torch stores in one byte."""
+    sizes = dense_shape(shape, key, "shape")
+    if not sizes or sizes[-1] % 2:
         raise FormatError(
-            "the elements of a tensor do not fill its last byte",
+            "torch stores elements of 4 bits in pairs",
             entry=key,
-            expected=f"a multiple of {8 // math.gcd(8, bits)} elements of {code}",
-            found=f"shape {list(sizes)}",
+            expected="an even number of elements in the last dimension",
+            found=f"shape {shape}",
         )
-    if code == "F4" and sizes[-1] % 2 == 0:
-        return _Row(0, nbytes, _PAIR, (*sizes[:-1], sizes[-1] // 2))
-    return _Row(0, nbytes, dtype, sizes)
+    return [*sizes[:-1], sizes[-1] // 2]
 
 
 def _check_cover(rows: dict[str, _Row], size: int) -> None:
@@ -291,10 +265,9 @@ def _check_cover(rows: dict[str, _Row], size: int) -> None:
     position = 0
     for key, (begin, nbytes, _, _) in rows.items():
         if begin != position:
+            what = "two tensors overlap" if begin < position else "unused bytes before a tensor"
             raise FormatError(
-                "two tensors overlap"
-                if begin < position
-                else "there are unused bytes before a tensor",
+                what,
                 entry=key,
                 expected=f"data at byte {position} behind the header",
                 found=f"byte {begin}",
@@ -339,18 +312,19 @@ def safetensors_layout(
     described: dict[str, Any] = {}
     places, at = [], 0
     for tensor in sorted(tensors, key=lambda tensor: (-ITEMSIZE[tensor.dtype], tensor.key)):
-        is_pair = tensor.dtype == _PAIR and tensor.shape != ()
-        if not (tensor.dtype in _CODES or is_pair) or tensor.key == "__metadata__":
+        is_pair = tensor.dtype == _PAIR
+        is_half = is_pair and tensor.shape == ()  # its two elements would need a dimension
+        if tensor.dtype not in _CODES or is_half or tensor.key == "__metadata__":
             raise PlacementError(
                 "a safetensors file cannot store this tensor",
                 entry=tensor.key,
-                expected=f"one of {', '.join(DTYPES.values())}, {_PAIR} of a dimension or more",
+                expected=f"one of {', '.join(DTYPES.values())}",
                 found=tensor.dtype,
                 hint='A torch file can hold it: save with format="torch-zip".',
             )
         stop = at + tensor.nbytes
         described[tensor.key] = {
-            "dtype": "F4" if is_pair else _CODES[tensor.dtype],
+            "dtype": _CODES[tensor.dtype],
             "shape": (*tensor.shape[:-1], 2 * tensor.shape[-1]) if is_pair else tensor.shape,
             "data_offsets": [at, stop],
         }

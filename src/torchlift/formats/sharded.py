@@ -51,16 +51,16 @@ def read_sharded(source: Source, read_file: ReadFile) -> Index:
         UnsafeError: If a shard lies outside of the index's directory.
     """
     content = parse_json(source.read_all(_MAX_INDEX, "the index"), "the index")
-    weight_map = content.get("weight_map", content if _is_map(content) else None)
-    if weight_map is None:
-        raise _no_index(content)
-    if not isinstance(weight_map, dict) or not all(type(v) is str for v in weight_map.values()):
+    weight_map = content.get("weight_map", content)
+    is_whole = weight_map is content  # accelerate also writes the map itself
+    if not _is_map(weight_map) or (is_whole and not _names_weights(weight_map)):
         raise FormatError(
-            "the index does not map keys to files",
-            entry="weight_map",
+            "the JSON file is not an index of a checkpoint",
             expected='{"weight_map": {"key": "file"}}',
+            found=printable(str(content), 200),  # it may be an error page
+            hint="Pass the path of the weights, of their *.index.json, or of their folder.",
         )
-    metadata = {} if weight_map is content else content.get("metadata") or {}
+    metadata = {} if is_whole else content.get("metadata") or {}
     if not isinstance(metadata, dict):
         raise FormatError("the index's metadata is not a map", entry="metadata")
     directory = parent(source.path)
@@ -83,36 +83,12 @@ def read_sharded(source: Source, read_file: ReadFile) -> Index:
     return replace(made, guides={source.path: source.stamp})
 
 
-def _no_index(content: Mapping[str, Any]) -> FormatError:
-    """Return the error for a JSON object that is not an index."""
-    expected = '{"weight_map": {"key": "file"}}'
-    if any(name in content for name in ("model_type", "architectures", "_class_name")):
-        return FormatError(
-            "this is the configuration of a model, without its weights",
-            expected=f"weights, or an index: {expected}",
-            hint="Pass the path of the weights, or of their folder.",
-        )
-    for name in ("error", "message"):
-        if text := content.get(name):
-            return FormatError(
-                "this is an error page in JSON, saved instead of the file",
-                expected=f"weights, or an index: {expected}",
-                found=f"{name}: {printable(str(text), 200)}",
-                hint="Fetch the file again, with a token if it is private.",
-            )
-    return FormatError(
-        "the JSON file is not an index of a checkpoint",
-        expected=expected,
-        found=f"the names {printable(', '.join(content), 200)}" if content else "no names",
-        hint="Pass the path of the weights, of their *.index.json, or of their folder.",
-    )
+def _is_map(content: object) -> bool:
+    return isinstance(content, dict) and all(type(name) is str for name in content.values())
 
 
-def _is_map(content: Mapping[str, Any]) -> bool:
-    """Return whether a JSON object is a weight map itself, as accelerate also writes it."""
-    return bool(content) and all(
-        type(name) is str and name.endswith(_WEIGHTS) for name in content.values()
-    )
+def _names_weights(content: Mapping[str, str]) -> bool:
+    return bool(content) and all(name.endswith(_WEIGHTS) for name in content.values())
 
 
 def read_set(path: str, names: Iterable[str], read_file: ReadFile) -> Index:
@@ -138,10 +114,7 @@ def locate(directory: str, name: str) -> str:
             leaves the directory.
         FormatError: If the file does not exist.
     """
-    path = _inside_of(directory, name)
-    if not exists(path):
-        raise missing([name], 1, 0)
-    return path
+    return locate_all(directory, [name])[name]
 
 
 def _inside_of(directory: str, name: str) -> str:

@@ -8,27 +8,24 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 from reprlib import repr as short_repr
-from typing import Any, NamedTuple
+from typing import Any
 
-from torchlift._store.files import FileStamp
-from torchlift._system.text import human, printable
+from torchlift._system.text import count_of, human, printable
 from torchlift._system.text import to_html as page
 from torchlift.formats.index import Index, TensorEntry
 
 _COLUMNS = ("key", "tensors", "size", "dtype", "shape", "location", "note")
 _WIDEST_KEY = 120
-#: Default number of lines of the tree, and of items in each list above it.
+#: Default number of lines, and of items in each list above them.
 _LINES, _ITEMS = 40, 10
-#: Most levels of the tree. Models nest less deep.
-_DEEPEST = 64
-_NUMBER = re.compile(r"[0-9]{1,9}\.?")
+#: A number that is a component of a name, such as that of a layer.
+_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 _shown = partial(printable, limit=300)
 
 #: Order of `sorted_by` -> the sort key of an entry. Numbers in names count as numbers.
@@ -39,9 +36,6 @@ SORTS: dict[str, Callable[[TensorEntry], Any]] = {
         for at, part in enumerate(re.split(r"([0-9]+)", entry.key))
     ],
     "size": lambda entry: -_size(entry),
-    "dtype": lambda entry: entry.type_name,
-    "shape": lambda entry: (len(entry.shape), entry.shape),
-    "location": lambda entry: entry.location,
 }
 
 #: Further columns of a table of tensors, and key -> the tensor's cells in them.
@@ -55,71 +49,51 @@ def sorted_by(index: Index, order: str) -> Index:
 
 
 def to_text(
-    index: Index,
-    *,
-    rows: int | None = None,
-    depth: int | None = None,
-    by_size: bool = False,
+    index: Index, *, rows: int | None = None, each: bool = False, extra: Extra = ((), {})
 ) -> str:
-    """Return a summary for a terminal: facts, and a tree of the modules with their sizes.
+    """Return a summary for a terminal: facts, and lines of tensors.
 
-    Numbered modules that are alike, such as the layers of a transformer, share one line. A tensor
-    with two names counts once.
+    Tensors that differ only in numbers of their names, such as those of a transformer's layers,
+    share one line. A tensor with two names counts once.
 
     Args:
         index: The index.
-        rows: Most lines of the tree and of each list. None: as many as fit a screen.
-        depth: Levels of the tree. None: as many as fit in `rows`.
-        by_size: Whether to put the largest module first.
+        rows: Most lines of tensors, and most items of each list. None: as many as fit a screen.
+        each: Whether each tensor has its own line. `rows` is unlimited then, by default.
+        extra: Further columns, if each tensor has its own line.
 
     Returns:
         Lines without a final newline. Newlines are the only control characters.
     """
-    lines = sys.maxsize if rows is None and depth is not None else rows
-    rest = _Rest(index)
-    tree, more = _tree(rest, _LINES if lines is None else lines, depth, by_size)
-    return _text(rest, rows, tree, f"{more:,} more lines" if more else "")
-
-
-def to_table(
-    index: Index,
-    *,
-    rows: int | None = None,
-    extra: Extra = ((), {}),
-) -> str:
-    """Return the facts of `to_text` and a table of the tensors instead of the tree.
-
-    Args:
-        index: The index.
-        rows: Most tensors to list, and most items of each list. None: all tensors.
-        extra: Further columns.
-    """
-    columns, cells = extra
-    rest = _Rest(index)
-    table = [
-        (
-            printable(entry.key, _WIDEST_KEY),
-            "",
-            *rest.of(entry),
-            *cells.get(entry.key, [""] * len(columns)),
-        )
-        for entry in rest.entries[:rows]
-    ]
-    more = len(rest.entries) - len(table)
-    table = [(*_COLUMNS, *columns), *table] if table else []
-    return _text(rest, rows, table, f"{more:,} more tensors" if more else "")
+    cells, (columns, others) = _Cells(index), extra
+    if each:
+        table = [
+            (*cells.line(entry.key, [entry]), *others.get(entry.key, [""] * len(columns)))
+            for entry in cells.entries[:rows]
+        ]
+        left = len(cells.entries) - len(table)
+    else:
+        lines = cells.lines()
+        table = lines[: _LINES if rows is None else rows]
+        left = len(lines) - len(table)
+    facts = _facts(cells, _ITEMS if rows is None else rows)
+    shown = [_shown(index.path), "", *_align(facts)]
+    if table:
+        shown += ["", *_align(_without_empty([(*_COLUMNS, *columns), *table]))]
+    return "\n".join([*shown, _more(left, "tensor" if each else "line")] if left else shown)
 
 
 def to_html(index: Index) -> str:
     """Return the summary of `to_text` for a notebook, with every cell escaped."""
-    rest = _Rest(index)
-    rows, more = _tree(rest, _LINES, None, False)
-    tree = _without_empty(rows)
+    cells = _Cells(index)
+    lines = cells.lines()
+    head, *table = _without_empty([_COLUMNS, *lines[:_LINES]])
+    left = len(lines) - len(table)
     return page(
         _shown(index.path),
-        ((), _facts(rest, _ITEMS)),
-        (tree[0] if tree else (), tree[1:]),
-        ((), [(f"... and {more:,} more lines",)] if more else []),
+        ((), _facts(cells, _ITEMS)),
+        (head, table),
+        ((), [(_more(left, "line"),)] if left else []),
     )
 
 
@@ -128,65 +102,44 @@ def to_json(index: Index) -> dict[str, Any]:
 
     Objects without a JSON form (bytes, sets, complex numbers, NaN) appear as their Python text.
     """
-    rest = _Rest(index)
+    cells = _Cells(index)
     return {
         "path": index.path,
         "format": index.format,
-        "tensors": [_entry_json(entry) for entry in rest.entries],
-        "elements": rest.elements,
+        "tensors": [_entry_json(entry) for entry in cells.entries],
+        "elements": cells.elements,
         "nbytes": index.nbytes,
-        "dtypes": _counts(entry.type_name for entry in rest.entries),
-        "locations": _counts(entry.location for entry in rest.entries),
-        "aliases": [list(group) for group in rest.aliases],
+        "dtypes": _counts(entry.type_name for entry in cells.entries),
+        "locations": _counts(entry.location for entry in cells.entries),
+        "aliases": [list(group) for group in cells.aliases],
         "objects": {key: _value_json(value) for key, value in index.objects.items()},
         "metadata": dict(index.metadata),
         "blocked": list(index.blocked),
         "blocked_keys": dict(index.blocked_keys),
         "blocked_tensors": dict(index.blocked_tensors),
-        "files": {
-            path: {
-                "size": stamp.size,
-                **(
-                    {"mtime_ns": stamp.mtime_ns}
-                    if isinstance(stamp, FileStamp)
-                    else {"version": stamp.version, "modified": stamp.modified}
-                ),
-            }
-            for path, stamp in index.files.items()
-        },
+        "files": {path: {"size": stamp.size} for path, stamp in index.files.items()},
     }
 
 
-def _text(
-    rest: _Rest,
-    rows: int | None,
-    table: Sequence[Sequence[str]],
-    more: str,
-) -> str:
-    facts = _facts(rest, _ITEMS if rows is None else rows)
-    width = max(len(label) for label, _ in facts)
-    lines = [_shown(rest.index.path), ""]
-    lines += [f"{label:<{width}}  {value}" for label, value in facts]
-    if table:
-        lines += ["", *_align(_without_empty(table))]
-    return "\n".join([*lines, f"... and {more}"] if more else lines)
+def _more(left: int, noun: str) -> str:
+    return f"... and {count_of(left, f'more {noun}')}"
 
 
-def _facts(rest: _Rest, rows: int) -> list[tuple[str, str]]:
+def _facts(cells: _Cells, rows: int) -> list[tuple[str, str]]:
     """Return (label, value) of everything above the table."""
-    index, entries = rest.index, rest.entries
+    index, entries = cells.index, cells.entries
     size = human(sum(stamp.size for stamp in index.files.values()))
     facts = [
         ("format", index.format),
         ("file size", size + (f" in {len(index.files):,} files" if len(index.files) > 1 else "")),
         ("tensors", f"{len(entries):,}"),
-        ("elements", f"{rest.elements:,}"),
+        ("elements", f"{cells.elements:,}"),
         ("storage", human(index.nbytes)),
         ("dtypes", _count_text(entry.type_name for entry in entries)),
         ("locations", _count_text(entry.location for entry in entries)),
     ]
     lists: list[tuple[str, Collection[Any], Callable[[Any], str]]] = [
-        ("aliases", rest.aliases, _alias_text),
+        ("aliases", cells.aliases, _alias_text),
         (
             "objects",
             index.objects.items(),
@@ -201,7 +154,7 @@ def _facts(rest: _Rest, rows: int) -> list[tuple[str, str]]:
         ("metadata", index.metadata.items(), lambda x: " = ".join(map(_shown, x))),
     ]
     for label, items, text in lists:
-        lines = [text(item) for item in _first(items, rows)]
+        lines = [text(item) for item in islice(items, rows)]
         if len(items) > len(lines):
             lines.append(f"... and {len(items) - len(lines)} more")
         facts += [("" if at else label, line) for at, line in enumerate(lines)]
@@ -211,7 +164,7 @@ def _facts(rest: _Rest, rows: int) -> list[tuple[str, str]]:
 def _tensors_in(index: Index, key: str) -> str:
     """Return the number of tensors in a value that cannot be rebuilt, as text."""
     count = index.blocked_tensors.get(key)
-    return f" ({count:,} {'tensor' if count == 1 else 'tensors'} in it)" if count else ""
+    return f" ({count_of(count, 'tensor')} in it)" if count else ""
 
 
 def _alias_text(group: tuple[str, ...]) -> str:
@@ -219,8 +172,8 @@ def _alias_text(group: tuple[str, ...]) -> str:
     return " = ".join(map(_shown, group[:8])) + more
 
 
-class _Rest:
-    """The cells of a tensor's line besides its name. They depend on the other tensors.
+class _Cells:
+    """The cells of tensors. Some depend on the other tensors.
 
     Attributes:
         entries: The entries of the index.
@@ -240,139 +193,49 @@ class _Rest:
                 tied = first.setdefault(same, entry.key)
                 if tied != entry.key:
                     self.ties[entry.key] = tied
+        self.elements = sum(entry.numel for entry in self.entries if entry.key not in self.ties)
         self.on_host = {"cpu"}.issuperset(entry.location for entry in self.entries)
 
-    @property
-    def elements(self) -> int:
-        return sum(entry.numel for entry in self.entries if entry.key not in self.ties)
+    def lines(self) -> list[tuple[str, ...]]:
+        """Return a line for each group of tensors that differ only in numbers of their names."""
+        groups: dict[tuple[object, ...], list[TensorEntry]] = {}
+        for entry in self.entries:
+            name = _NUMBER.sub("*", entry.key)
+            alike = (name, entry.type_name, entry.shape, entry.location, entry.key in self.ties)
+            groups.setdefault(alike, []).append(entry)
+        return [self.line(_common_name(group), group) for group in groups.values()]
 
-    def size(self, entries: Iterable[TensorEntry]) -> int:
-        return sum(_size(entry) for entry in entries if entry.key not in self.ties)
-
-    def of(self, entry: TensorEntry) -> tuple[str, ...]:
-        shape = "scalar" if not entry.shape else " x ".join(map(str, entry.shape))
+    def line(self, name: str, group: Sequence[TensorEntry]) -> tuple[str, ...]:
+        """Return the cells of tensors of one dtype, shape and location."""
+        entry = group[0]
+        count = "" if len(group) == 1 else f"{len(group):,}"
+        size = human(sum(map(_size, group)))
+        shape = " x ".join(map(str, entry.shape)) or "scalar"
         location = "" if self.on_host else _shown(entry.location)
+        note = self.note(entry) if len(group) == 1 else ""
+        key = printable(name, _WIDEST_KEY)
+        return key, count, size, entry.type_name, shape, location, note
+
+    def note(self, entry: TensorEntry) -> str:
         notes = []
         storage = self.index.storage_of(entry)
         if entry.key in self.ties:
             notes.append(f"= {_shown(self.ties[entry.key])}")
         # The storage of a NumPy array includes its header, so the array is not a view of it.
         elif self.index.format != "npz" and storage and len(entry.chunks) == 1:
-            rest = entry.chunks[0].nbytes < storage.nbytes
-            notes += [f"part of {human(storage.nbytes)}"] * rest
+            is_part = entry.chunks[0].nbytes < storage.nbytes
+            notes += [f"part of {human(storage.nbytes)}"] * is_part
         if _size(entry) < entry.nbytes and entry.is_plain:
             notes.append(f"repeated to {human(entry.nbytes)}")
         if "deflated" in entry.encoding:
             notes.append("deflated")
-        return human(_size(entry)), entry.type_name, shape, location, ", ".join(notes)
+        return ", ".join(notes)
 
 
-class _Node:
-    """A line of the tree: a tensor, or the module of several.
-
-    Attributes:
-        label: Name in the line.
-        entries: Its tensors. A line of several alike modules has those of the first module.
-        start: Position in their keys at which the names below it begin.
-        children: The lines below it.
-    """
-
-    __slots__ = ("children", "entries", "label", "start")
-
-    def __init__(self, label: str, entries: list[TensorEntry], start: int) -> None:
-        self.label, self.entries, self.start = label, entries, start
-        self.children: list[_Node] = []
-
-    def line(self, rest: _Rest) -> tuple[str, ...]:
-        if len(self.entries) == 1:
-            return ("", *rest.of(self.entries[0]))
-        return (f"{len(self.entries):,}", human(rest.size(self.entries)), "", "", "", "")
-
-
-class _Tree(NamedTuple):
-    """The rows of a tree with their heads, and the number of rows that did not fit."""
-
-    rows: list[tuple[str, ...]]
-    more: int
-
-
-def _tree(rest: _Rest, lines: int, depth: int | None, by_size: bool) -> _Tree:
-    """Return the tree of modules in at most some lines."""
-    top = level = _branches(rest.entries, 0, rest, by_size)
-    shown = len(top)
-    for _ in range(1, min(_DEEPEST if depth is None else depth, _DEEPEST)):
-        below = [
-            (node, _branches(node.entries, node.start, rest, by_size))
-            for node in level
-            if len(node.entries) > 1
-        ]
-        added = sum(len(children) for _, children in below)
-        if not added or (depth is None and shown + added > lines):
-            break
-        for node, children in below:
-            node.children = children
-        level = [child for _, children in below for child in children]
-        shown += added
-
-    def rows(nodes: list[_Node], indent: str) -> Iterator[tuple[str, ...]]:
-        for node in nodes:
-            yield (indent + printable(node.label, _WIDEST_KEY), *node.line(rest))
-            yield from rows(node.children, indent + "  ")
-
-    found = _first(rows(top, ""), lines)
-    return _Tree([_COLUMNS, *found] if found else [], shown - len(found))
-
-
-def _branches(
-    entries: list[TensorEntry], start: int, rest: _Rest, by_size: bool = False
-) -> list[_Node]:
-    """Return the lines below a module: its entries by the next component of their keys."""
-    groups: dict[str, list[TensorEntry]] = {}
-    for entry in entries:
-        stop = entry.key.find(".", start) + 1
-        groups.setdefault(entry.key[start : stop or None], []).append(entry)
-    numbers = {name: int(name.rstrip(".")) for name in groups if _NUMBER.fullmatch(name)}
-    names = sorted(groups, key=numbers.__getitem__) if len(numbers) == len(groups) else list(groups)
-    found: list[_Node] = []
-    at = 0
-    while at < len(names):
-        first, group = names[at], groups[names[at]]
-        like = _likeness(group, start + len(first), rest) if first in numbers else None
-        last = at
-        while (
-            like is not None
-            and last + 1 < len(names)
-            and numbers.get(names[last + 1]) == numbers[names[last]] + 1
-            and len(groups[names[last + 1]]) == len(group)
-            and _likeness(groups[names[last + 1]], start + len(names[last + 1]), rest) == like
-        ):
-            last += 1
-        if last > at:
-            label = f"{numbers[first]} to {numbers[names[last]]}, each"
-            found.append(_Node(label, group, start + len(first)))
-        elif len(group) == 1:
-            found.append(_Node(group[0].key[start:], group, len(group[0].key)))
-        else:
-            stop = _common_end(group, start + len(first))
-            found.append(_Node(group[0].key[start : stop - 1], group, stop))
-        at = last + 1
-    return sorted(found, key=lambda node: -rest.size(node.entries)) if by_size else found
-
-
-def _likeness(group: list[TensorEntry], start: int, rest: _Rest) -> list[tuple[object, ...]]:
-    """Return a value that is equal for modules with the same content."""
-    # Sorted: if a model was split into shards, the tensors of a layer may be in two of them.
-    return sorted((e.key[start:], e.type_name, e.shape, e.key in rest.ties) for e in group)
-
-
-def _common_end(group: list[TensorEntry], start: int) -> int:
-    """Return the position after the components that all keys share, from `start` on."""
-    key = group[0].key
-    while stop := key.find(".", start) + 1:
-        if not all(entry.key.startswith(key[start:stop], start) for entry in group):
-            break
-        start = stop
-    return start
+def _common_name(group: Sequence[TensorEntry]) -> str:
+    """Return the name of one tensor, or that of several with ``*`` for numbers that differ."""
+    components = zip(*(entry.key.split(".") for entry in group), strict=True)
+    return ".".join(each[0] if len({*each}) == 1 else "*" for each in components)
 
 
 def _size(entry: TensorEntry) -> int:
@@ -384,7 +247,7 @@ def _size(entry: TensorEntry) -> int:
 def _without_empty(table: Sequence[Sequence[str]]) -> list[list[str]]:
     """Return a table without the columns that are empty below their head."""
     kept = [column for column in zip(*table, strict=True) if any(column[1:])]
-    return [list(row) for row in zip(*kept, strict=True)]
+    return [list(row) for row in zip(*kept, strict=True)] or [[]]
 
 
 def _align(table: Sequence[Sequence[str]]) -> list[str]:
@@ -403,10 +266,6 @@ def _count_text(names: Iterable[str]) -> str:
     counts = list(_counts(names).items())
     more = f", ... and {len(counts) - 10} more" if len(counts) > 10 else ""
     return ", ".join(f"{_shown(name)} ({count:,})" for name, count in counts[:10]) + more
-
-
-def _first(items: Iterable[Any], count: int) -> list[Any]:
-    return list(islice(items, max(count, 0)))
 
 
 def _entry_json(entry: TensorEntry) -> dict[str, Any]:

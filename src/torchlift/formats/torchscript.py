@@ -11,9 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 from torchlift.errors import FormatError
-from torchlift.formats.index import Index
-from torchlift.formats.reader import Content, Reader
-from torchlift.formats.source import errors_name
+from torchlift.formats.index import Index, Record
+from torchlift.formats.source import Source, errors_name
 from torchlift.formats.torch_pickle import (
     Blocked,
     Global,
@@ -108,7 +107,7 @@ class _ScriptWorld(TorchWorld):
             super().build(target, state)
 
 
-def read_torchscript(content: Content) -> Index:
+def read_torchscript(source: Source, records: dict[str, Record]) -> Index:
     """Read the index of a TorchScript archive.
 
     Returns:
@@ -118,7 +117,6 @@ def read_torchscript(content: Content) -> Index:
     Raises:
         FormatError: If it is not such an archive, or is damaged or inconsistent.
     """
-    source, records = content.source, content.records
     top = top_directory(records)
     needed = ("data.pkl", "constants.pkl", "version")
     expect_records(source, [at for name, at in records.items() if name.endswith(needed)])
@@ -142,6 +140,3 @@ def read_torchscript(content: Content) -> Index:
         root[CONSTANTS] = {f"c{number}": value for number, value in enumerate(constants)}
     resolver = zip_resolver(source, records, top, "", notes)
     return index_of(source, "torchscript", root, world, resolver, notes)
-
-
-READER = Reader(lambda content: f"{content.top}constants.pkl" in content.records, read_torchscript)
