@@ -62,7 +62,6 @@ class Http:
         self._tls: ssl.SSLContext | None = None  # made once, because it takes 20 ms
         self._redirects: dict[str, str] = {}  # URL -> target of its redirects
         self._first_stamps: dict[tuple[str, str], UrlStamp] = {}  # (URL, host) -> first answer
-        self.etags: dict[str, str] = {}
 
     def __del__(self) -> None:
         for kept in self._idle.values():
@@ -129,9 +128,6 @@ class Http:
         """Return the headers that only the URL's own host may receive."""
         user, at, _ = urlsplit(url.target).netloc.rpartition("@")
         return {**(_basic("Authorization", user) if at else {}), **self._store.headers}
-
-    def note_headers(self, url: Url, response: http.client.HTTPResponse) -> None:
-        """Note headers that the URL's own host sends, before a redirect."""
 
     def _read(
         self, url: Url, stamp: UrlStamp | None, buffers: Sequence[memoryview], offset: int
@@ -212,8 +208,6 @@ class Http:
             key = os.getpid(), *host
             connection, response = self._send(url, urlsplit(at), key, headers)
             try:
-                if is_own:
-                    self.note_headers(url, response)
                 status, location = response.status, response.getheader("Location")
                 if status in _REDIRECTS and location:
                     at = _follow(url, at, location)

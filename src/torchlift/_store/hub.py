@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import importlib
 import re
 from typing import Any, NamedTuple
@@ -45,14 +44,6 @@ class Hub(Http):
             token = _import_hub(url).get_token()
         bearer = {"Authorization": f"Bearer {token}"} if token else {}
         return {**bearer, **self._store.headers}
-
-    def note_headers(self, url: Url, response: http.client.HTTPResponse) -> None:
-        """Note the Hub's checksum of a file: SHA-256 in git LFS, else the SHA-1 of git.
-
-        The store behind the redirect sends an ETag of its own. That ETag is not a checksum.
-        """
-        etag = response.getheader("X-Linked-ETag") or response.getheader("ETag") or ""
-        self.etags[url.target] = etag.strip('"')
 
     def is_folder(self, url: Url) -> bool:
         """Return whether a URL is a repository, or a folder in one."""

@@ -37,7 +37,6 @@ class Others:
     """Reads by a file system of fsspec, or by obstore."""
 
     is_exact = False
-    etags: Mapping[str, str] = {}
     at_once = 4  # each answer is copied, and s3fs holds it twice for a moment
 
     def __init__(self, store: Store) -> None:

@@ -19,9 +19,6 @@ Stamp = FileStamp | UrlStamp
 
 #: Requests in parallel while an index is read.
 _AT_ONCE = 32
-#: The ETag of a file on a hub. The number of digits tells which algorithm it is.
-_ETAG = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
-_ALGORITHMS = {40: "git-sha1", 64: "sha256"}
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://", re.ASCII)
 
 
@@ -185,23 +182,6 @@ def names_in(folder: str) -> list[str]:
         store = folder.store
         return store.retry(folder, lambda: store.transport.names(folder))
     return os.listdir(folder)
-
-
-def hub_checksum(place: str) -> tuple[str, str] | None:
-    """Return the checksum that the Hub records for a file: the algorithm, then the digits.
-
-    The algorithm is ``"sha256"`` for a file in git LFS, and ``"git-sha1"`` for a smaller file. The
-    cache of huggingface_hub links each file to ``blobs/<ETag>``. For a ``hf://`` URL the checksum
-    is a header of the answer.
-    """
-    if isinstance(place, Url):
-        etag = place.store.transport.etags.get(place.target, "")
-    else:
-        folder, etag = os.path.split(os.path.realpath(place))
-        # Only a link into `blobs` has the Hub's name. A plain file can have any name.
-        if os.path.basename(folder) != "blobs" or not os.path.islink(place):
-            return None
-    return (_ALGORITHMS[len(etag)], etag) if _ETAG.fullmatch(etag) else None
 
 
 def stamp_now(place: str) -> Stamp:

@@ -202,10 +202,6 @@ class Transport(Protocol):
 
     def __init__(self, store: Store) -> None: ...
 
-    @property
-    def etags(self) -> Mapping[str, str]:
-        """Return the ETags of the Hub, by complete URL."""
-
     def head(self, url: Url) -> tuple[UrlStamp, bytes]:
         """Return the stamp of an object and its first bytes."""
 
