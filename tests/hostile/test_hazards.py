@@ -234,7 +234,7 @@ ROWS: dict[str, tuple[Make, str, str | None, str]] = {
     "a deflated storage that cannot be so large": (
         changed(zipped(BYTES, storages={"0": bytes(0x10203)}, storage_method=zipfile.ZIP_DEFLATED),
             struct.pack("<I", 0x10203), struct.pack("<I", 1 << 28), last=True),
-        FORMAT, "archive/data/0", "a compressed record declares more bytes than it can hold"),
+        FORMAT, "archive/data/0", "the two sizes of a record contradict each other"),
     "a bomb": (zipped(data=bytes(1 << 27), method=zipfile.ZIP_DEFLATED),
         FORMAT, "archive/data.pkl", "a record is too large"),
     # 4. Notes.

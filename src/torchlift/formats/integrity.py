@@ -26,7 +26,7 @@ from torchlift.formats.detect import read_index
 from torchlift.formats.file_object import index_of_object
 from torchlift.formats.index import LOCAL_MAGIC, Index, Storage
 from torchlift.formats.source import Source, errors_name
-from torchlift.formats.zip_archive import DEFLATED, STORED, inflated, read_directory
+from torchlift.formats.zip_archive import DEFLATED, inflated, read_directory
 
 _BLOCK = 1 << 20  # bytes read at a time: they are still in the processor's cache when summed up
 _BATCH = 32 << 20  # bytes that a thread takes on at a time
@@ -198,9 +198,7 @@ def checksums(index: Index) -> list[Checksum]:
             # Not by the last name alone: shards in two folders may share it.
             folder = "" if len(index.files) == 1 else relative(path, root) + "/"
             for name, record in found.items():
-                if (path, record.offset) in places or record.method not in (STORED, DEFLATED):
-                    continue
-                if record.crc32:
+                if record.crc32 and (path, record.offset) not in places:
                     packed = record if record.method == DEFLATED else None
                     at = 0 if packed else record.offset
                     place = Storage(path, at, record.size, "", record.crc32, packed)

@@ -49,7 +49,6 @@ from torchlift.formats.zip_archive import (
     END64,
     LOCATOR64,
     STORED,
-    check_method,
     expect_records,
     read_directory,
     read_record,
@@ -358,7 +357,7 @@ def _record_of(
 ) -> Storage:
     """Return the storage of a tensor. Its record must have exactly the declared size."""
     path = folder + ref.key
-    record = records.get(path) or look_up(records, path)
+    record = look_up(records, path)
     if record is None:
         expected = f"record {prefix}{ref.key}"
         raise FormatError("the storage of a tensor is missing", entry=key, expected=expected)
@@ -372,7 +371,6 @@ def _record_of(
         )
     start, crc = source.start + record.offset, record.crc32 or None
     if record.method != STORED:
-        check_method(record)
         packed = record._replace(offset=start)
         return Storage(source.path, 0, nbytes, ref.location, crc, packed)
     return Storage(source.path, start, nbytes, ref.location, crc)
