@@ -378,7 +378,7 @@ def test_a_storage_of_another_size_is_refused(path, numel):
 def test_an_impossible_storage_is_refused(path, numel):
     """A number of elements is a whole number that fits into memory."""
     write_zip(path, {"w": tensor(numel=numel)})
-    refused(path, "invalid number of elements")
+    refused(path, "a persistent id is not a storage")
 
 
 def test_a_missing_storage_is_refused(path):
