@@ -261,7 +261,7 @@ ROWS: dict[str, tuple[Make, str, str | None, str]] = {
     "a missing storage": (zipped({"w": tensor(storage="7")}),
         FORMAT, "w", "the storage of a tensor is missing"),
     "a stream's larger storage": (legacy({"w": legacy_tensor()}, {"0": (5, bytes(16))}),
-        FORMAT, "0", "the size of a storage differs from what its tensors say"),
+        FORMAT, "0", "a storage reaches past the end of the file"),
     "a stream's huge storage": (
         legacy({"w": legacy_tensor(identity=legacy_id(numel=2**60))}, {"0": (2**60, bytes(16))}),
         FORMAT, "0", "a storage reaches past the end of the file"),

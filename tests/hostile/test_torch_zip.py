@@ -385,7 +385,7 @@ def test_a_missing_storage_is_refused(path):
     """A tensor whose record is not in the archive is an error with its key."""
     write_zip(path, {"w": tensor(storage="7")})
     error = refused(path, "storage of a tensor is missing")
-    assert (error.entry, error.expected) == ("w", "record data/7")
+    assert (error.entry, error.expected) == ("w", "storage data/7")
 
 
 @pytest.mark.parametrize(

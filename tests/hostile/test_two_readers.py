@@ -181,7 +181,7 @@ POLYGLOTS = {
     "a byte order in capitals": (
         lambda d: _names(d, (b"byteorder", b"BYTEORDER")), "differs in case"),
     "a storage in capitals": (
-        lambda d: _names(d, (b"a/data/0", b"a/DATA/0")), "differs in case"),
+        lambda d: _names(d, (b"a/data/0", b"a/DATA/0")), "the storage of a tensor is missing"),
     "a zero byte": (lambda d: _names(d, (b"a/byteorder", b"a/byte\0rder")), "zero byte"),
     "a folder": (_folder, r"a record is a folder.*zip -0 -r -D"),
     "a name that is not UTF-8": (

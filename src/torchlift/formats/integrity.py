@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,9 +30,7 @@ from torchlift.formats.zip_archive import DEFLATED, inflated, read_directory
 
 _BLOCK = 1 << 20  # bytes read at a time: they are still in the processor's cache when summed up
 _BATCH = 32 << 20  # bytes that a thread takes on at a time
-#: The same for URLs: bytes of a request, how many are made at a time, and the gap that one
-#: request may bridge.
-_RANGE, _AT_ONCE, _NEAR = 8 << 20, 8, 1 << 20
+_RANGE, _AT_ONCE = 8 << 20, 8  # of URLs: bytes of a request, and requests in parallel
 
 #: Hexadecimal digits of checksums.
 _DIGITS = {"crc32": 8, "sha256": 64}
@@ -338,23 +336,20 @@ def _sum_batch(
     found: dict[int, int | None] = {}
     for path, of_file in groupby(batch, key=lambda number: known[number].place.file):
         with _opened(index, path) as file:
-            places = {number: known[number].place for number in of_file}
-            plain = [p for p in places.values() if p.packed is None]
-            ahead = _Ahead(file, [(p.offset, p.offset + p.nbytes) for p in plain])
-            for number, place in places.items():
+            for number in of_file:
+                place, algorithm = known[number].place, known[number].algorithm
                 if place.packed is None:
-                    blocks = ahead.blocks(place.offset, place.offset + place.nbytes)
-                    found[number] = _sum_up(blocks, known[number].algorithm)
+                    found[number] = _sum_up(_blocks(file, place), algorithm)
                     continue
                 try:
                     inside = inflated(file.read, place.packed._replace(crc32=0))
-                    found[number] = _sum_up(inside, known[number].algorithm)
+                    found[number] = _sum_up(inside, algorithm)
                 except FormatError:
                     found[number] = None
     return found
 
 
-def _sum_up(blocks: Iterator[bytes | memoryview], algorithm: str) -> int:
+def _sum_up(blocks: Iterable[bytes | memoryview], algorithm: str) -> int:
     if algorithm == "crc32":
         crc = 0
         for block in blocks:
@@ -366,36 +361,17 @@ def _sum_up(blocks: Iterator[bytes | memoryview], algorithm: str) -> int:
     return int(total.hexdigest(), 16)
 
 
-class _Ahead:
-    """Reads ranges of a file. Near ranges come with one request, which counts for a URL.
-
-    Args:
-        file: The file.
-        ranges: First byte and end of each range, in the order of reading.
-    """
-
-    def __init__(self, file: Opened, ranges: Sequence[tuple[int, int]]) -> None:
-        self._file, self._ends = file, dict[int, int]()
-        self._buffer = memoryview(bytearray(_BLOCK if file.is_local else _RANGE))
-        self._at = self._got = 0  # the bytes in the buffer
-        end, following = 0, -1
-        for start, stop in reversed(ranges):
-            end = end if 0 <= following - stop <= _NEAR else stop
-            self._ends[start], following = end, start
-
-    def blocks(self, at: int, stop: int) -> Iterator[bytes | memoryview]:
-        """Yield the bytes of one range, in memory that the next block overwrites."""
-        end = self._ends[at]
-        while at < stop:
-            if not self._at <= at < self._at + self._got:
-                self._at = at
-                self._got = self._file.read_into([self._buffer[: end - at]], at)
-                if not self._got:
-                    raise IntegrityError("the file ends early", file=self._file.place)
-            first = at - self._at
-            block = self._buffer[first : min(first + stop - at, self._got)]
-            yield block
-            at += len(block)
+def _blocks(file: Opened, place: Storage) -> Iterator[memoryview]:
+    """Yield the bytes of a storage, in memory that the next block overwrites."""
+    at, stop = place.offset, place.offset + place.nbytes
+    most = min(place.nbytes, _BLOCK if file.is_local else _RANGE)
+    buffer = memoryview(bytearray(most))
+    while at < stop:
+        got = file.read_into([buffer[: stop - at]], at)
+        if not got:
+            raise IntegrityError("the file ends early", file=file.place)
+        yield buffer[:got]
+        at += got
 
 
 @contextmanager

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Mapping
 from typing import NoReturn
 
 from torchlift.errors import FormatError, UnsafeError
 from torchlift.formats.index import Index, Storage
 from torchlift.formats.source import Source, errors_name
 from torchlift.formats.torch_pickle import STORED_SIZE, StorageRef, TorchWorld
-from torchlift.formats.torch_zip import Find, Resolver, index_of
+from torchlift.formats.torch_zip import Resolver, index_of
 from torchlift.formats.unpickle import read_pickle
 
 _MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
@@ -119,17 +118,10 @@ class _Stream:
         """Skip a count of elements and their bytes. Return their place.
 
         Raises:
-            FormatError: If the tensors expect another count, or the file ends early.
+            FormatError: If the file ends early.
         """
         (count,) = self.numbers("<q")
-        start, nbytes = self.pos, ref.numel * STORED_SIZE[ref.dtype]
-        if count != ref.numel:
-            raise FormatError(
-                "the size of a storage differs from what its tensors say",
-                entry=what,
-                expected=f"{ref.numel} elements",
-                found=f"{count}",
-            )
+        start, nbytes = self.pos, count * STORED_SIZE[ref.dtype]
         self.source.check(start, nbytes, "a storage", what)
         self.pos += nbytes
         return Storage(self.source.path, self.source.start + start, nbytes, ref.location)
@@ -190,7 +182,7 @@ def read_torch_legacy(source: Source) -> Index:
             )
             raise FormatError(problem, entry=str(key) if isinstance(key, (str, int)) else None)
         storages[key] = stream.storage(ref, key)
-    resolver = Resolver(source.path, _finder(storages))
+    resolver = Resolver(source.path, storages)
     return index_of(source, "torch-legacy", root, world, resolver, metadata)
 
 
@@ -203,18 +195,6 @@ def _machine(info: object) -> dict[str, str]:
         for key, value in info.items()
         if type(key) is str and type(value) in (bool, int, str)
     }
-
-
-def _finder(storages: Mapping[str, Storage]) -> Find:
-    def find(key: str, ref: StorageRef) -> Storage:
-        storage = storages.get(ref.key)
-        if storage is None:
-            raise FormatError(
-                "the storage of a tensor is missing", entry=key, expected=f"storage {ref.key}"
-            )
-        return storage
-
-    return find
 
 
 def refuse_tar(source: Source) -> NoReturn:
