@@ -16,7 +16,7 @@ from torchlift._save.blocks import BLOCK, Workspace, few_of_url
 from torchlift._save.layouts import Section, end_of, shards_of_kind
 from torchlift._save.values import Value
 from torchlift._store.places import inside, is_url, name_of, parent
-from torchlift._store.uploads import Upload, is_object, list_names, remove, upload
+from torchlift._store.uploads import Upload, is_object, list_names, remove
 from torchlift._system.interrupts import Running, deliver_interrupt, uninterrupted
 from torchlift._transfer.write import (
     AtomicFile,
@@ -225,7 +225,7 @@ class Objects:
             assert self.upload is not None
             self.upload.commit()
         else:
-            with upload(self.head) as head:
+            with Upload(self.head) as head:
                 head.write(content)
                 head.commit()
         self._is_committed = True
@@ -433,7 +433,7 @@ def write_own_files(
             write_file(paths[name], sections, advance_or_stop)
     elif objects is not None and kind is None:
         ((name, sections),) = files.items()
-        objects.upload = upload(paths[name], end_of(sections))
+        objects.upload = Upload(paths[name], end_of(sections))
         write_sections(Runs(-1, objects.upload.write), sections, advance_or_stop, in_order=True)
     else:
         _send_set({paths[name]: sections for name, sections in files.items()}, advance_or_stop)
@@ -462,7 +462,7 @@ def _send_set(objects: Mapping[str, Sequence[Section]], advance: Advance) -> Non
     ending = deque[Upload]()
     with ExitStack() as stack:
         for place, sections in objects.items():
-            made = stack.enter_context(upload(place, end_of(sections)))
+            made = stack.enter_context(Upload(place, end_of(sections)))
             write_sections(Runs(-1, made.write), sections, advance, in_order=True)
             made.end()
             ending.append(made)

@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from typing import NoReturn
 from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit
 
-from torchlift._store.url import HEAD, Failed, Store, Url, UrlStamp
+from torchlift._store.url import HEAD, Failed, Store, Transport, Url, UrlStamp
 from torchlift.errors import FormatError, NotAllowed, NotFound, TimedOut, Unreachable, UnsafeError
 
 _MOST_REDIRECTS = 10
@@ -47,14 +47,14 @@ _NAME_A_FILE = (
 _Key = tuple[int, str, str]
 
 
-class Http:
+class Http(Transport):
     """Reads over HTTP and HTTPS. Connections are kept and reused by all threads."""
 
     is_exact = True
     at_once = 32
 
     def __init__(self, store: Store) -> None:
-        self._store = store
+        super().__init__(store)
         # list.append, list.pop and dict.copy are atomic: no lock is needed.
         self._idle: dict[_Key, list[http.client.HTTPConnection]] = {}
         self._busy: dict[http.client.HTTPConnection, int] = {}  # connection -> process
@@ -80,17 +80,9 @@ class Http:
         """Fill buffers with the bytes at an offset. Return the number of bytes that arrived."""
         return self._read(url, stamp, buffers, offset)[1]
 
-    def stamp(self, url: Url) -> UrlStamp:
-        """Return the stamp of an object as it is now."""
-        return self.head(url)[0]
-
     def check(self, url: Url, stamp: UrlStamp) -> None:
         """Raise an error unless the object has this stamp."""
         self._read(url, stamp, [memoryview(bytearray(1))], 0)
-
-    def listed_stamp(self, url: Url) -> UrlStamp | None:
-        """Return None, because HTTP cannot list a folder."""
-        return None
 
     def exists(self, url: Url) -> bool:
         """Return whether an object exists, and keep its head for the next open."""
@@ -340,29 +332,24 @@ def _check_range(
     """
     if response.status == 416:  # an empty object
         return 0, 0
-    what = "the server sends other bytes than requested"
-    expected, hint = f"bytes {offset}-{offset + nbytes - 1}", "Download the file first."
-    text, encoding = (response.getheader(n, "") for n in ("Content-Range", "Content-Encoding"))
-    found = f"Content-Range {text or 'missing'}, Content-Length {response.length}"
-    match = _RANGE.fullmatch(text.strip())
-    if encoding.lower() not in ("", "identity"):
-        what, found = "the server compresses the bytes", f"Content-Encoding {encoding}"
-    elif response.status == 200:
-        what = "the server ignores ranges and sends the complete file"
-        found = f"HTTP 200 with {response.length} bytes"
-        if response.getheader("Content-Type", "").startswith("text/html"):
-            what = "the server sends a web page instead of a file"
-            hint = (
-                "Check the URL. If the page asks you to log in, pass credentials in "
-                f'storage_options={{"headers": ...}}. {_NAME_A_FILE}'
-            )
-    elif match is not None:
+    match = _RANGE.fullmatch(response.getheader("Content-Range", "").strip())
+    is_plain = response.getheader("Content-Encoding", "").lower() in ("", "identity")
+    if response.status == 206 and match is not None and is_plain:
         first, last, size = map(int, match.groups())
         length = last - first + 1
         fits = first == offset <= last < min(offset + nbytes, size)
         if fits and response.length in (None, length):
             return size, length
-    raise FormatError(what, file=url, expected=expected, found=found, hint=hint)
+    names = "Content-Range", "Content-Length", "Content-Encoding", "Content-Type"
+    found = [f"{name} {text}" for name in names if (text := response.getheader(name))]
+    raise FormatError(
+        "the server ignores ranges, compresses, or sends other bytes than requested",
+        file=url,
+        expected=f"HTTP 206 with bytes {offset}-{offset + nbytes - 1}",
+        found=", ".join((f"HTTP {response.status}", *found)),
+        hint="Download the file first. If the server sends a web page that asks you to log in, "
+        f'pass credentials in storage_options={{"headers": ...}}. {_NAME_A_FILE}',
+    )
 
 
 def _is_empty(response: http.client.HTTPResponse) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torchlift._store.objects import object_store
-from torchlift._store.url import HEAD, Failed, Store, Url, UrlStamp
+from torchlift._store.url import HEAD, Failed, Store, Transport, Url, UrlStamp
 from torchlift.errors import (
     CheckpointError,
     FormatError,
@@ -33,14 +33,13 @@ _VERSIONS = "ETag", "etag", "VersionId", "version_id", "generation", "oid", "blo
 _TIMES = "LastModified", "last_modified", "mtime", "updated", "modified", "created"
 
 
-class Others:
+class Others(Transport):
     """Reads by a file system of fsspec, or by obstore."""
 
-    is_exact = False
     at_once = 4  # each answer is copied, and s3fs holds it twice for a moment
 
     def __init__(self, store: Store) -> None:
-        self._store = store
+        super().__init__(store)
         self._process, self._lock = os.getpid(), threading.Lock()
         self._made: dict[str, Any] = {}
         self._objects: dict[str, Any] = {}
@@ -53,11 +52,6 @@ class Others:
         data = bytearray(min(HEAD, stamp.size))
         got = self.read_into(url, stamp, [memoryview(data)], 0) if data else 0
         return stamp, bytes(memoryview(data)[:got])
-
-    def check(self, url: Url, stamp: UrlStamp) -> None:
-        """Raise an error unless the object has this stamp."""
-        if (found := self.stamp(url)) != stamp:
-            raise stamp.change_error(url, found)
 
     def stamp(self, url: Url) -> UrlStamp:
         """Return the stamp of an object as it is now."""
@@ -144,9 +138,6 @@ class Others:
                 self._infos[url.inside(name).target] = info
             found.append(name)
         return found
-
-    def cancel(self) -> None:
-        """Do nothing: fsspec cannot end a request."""
 
     def _info(self, url: Url) -> Mapping[str, Any]:
         found: Mapping[str, Any] = self.call(url, lambda fs, path: fs.info(path))

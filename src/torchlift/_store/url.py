@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchlift._store.files import Opened
 from torchlift.errors import CheckpointError, FormatError, IntegrityError, Unreachable
@@ -191,45 +191,57 @@ class Failed(Exception):
         self.error, self.after = error, after
 
 
-class Transport(Protocol):
-    """Makes requests. Each method tries once, and can be called from any thread."""
+class Transport:
+    """Makes requests. Each method tries once, and can be called from any thread.
 
-    #: Whether each answer contains the version, so that no final check is needed.
-    is_exact: bool
-    #: Large ranges to request in parallel. A transport that copies each answer needs a small number
-    #: to stay in its memory budget.
+    Attributes:
+        is_exact: Whether each answer contains the version, so that no final check is needed.
+        at_once: Large ranges to request in parallel. A transport that copies each answer needs a
+            small number to stay in its memory budget.
+    """
+
+    is_exact = False
     at_once: int
 
-    def __init__(self, store: Store) -> None: ...
+    def __init__(self, store: Store) -> None:
+        self._store = store
 
     def head(self, url: Url) -> tuple[UrlStamp, bytes]:
         """Return the stamp of an object and its first bytes."""
+        raise NotImplementedError
 
     def read_into(
         self, url: Url, stamp: UrlStamp, buffers: Sequence[memoryview], offset: int
     ) -> int:
         """Fill buffers with the bytes at an offset. Return the number of bytes that arrived."""
+        raise NotImplementedError
 
     def stamp(self, url: Url) -> UrlStamp:
         """Return the stamp of an object as it is now."""
+        return self.head(url)[0]
 
     def check(self, url: Url, stamp: UrlStamp) -> None:
         """Raise an error unless the object has this stamp."""
+        if (found := self.stamp(url)) != stamp:
+            raise stamp.change_error(url, found)
 
     def listed_stamp(self, url: Url) -> UrlStamp | None:
         """Return the stamp of an object from a listing of its folder, or None."""
 
     def exists(self, url: Url) -> bool:
         """Return whether an object exists."""
+        raise NotImplementedError
 
     def is_folder(self, url: Url) -> bool:
         """Return whether a URL is a folder. Raise `NotFound` if the URL does not exist."""
+        raise NotImplementedError
 
     def names(self, url: Url) -> list[str]:
         """Return the names in a folder. Raise `FormatError` if it cannot be listed."""
+        raise NotImplementedError
 
     def cancel(self) -> None:
-        """End the requests that other threads wait for."""
+        """End the requests that other threads wait for, if the client can."""
 
 
 class Store:
