@@ -65,7 +65,7 @@ def test_every_format_is_the_same_from_a_url(
     name = str(place.relative_to(tmp_path / "served"))
     local = read_index(place)
     if place.is_dir():
-        with pytest.raises(FormatError, match="the URL is a folder") as caught:
+        with pytest.raises(FormatError, match="HTTP cannot list a folder") as caught:
             read_index(server.url(f"{name}/"))
         assert ".metadata" in str(caught.value.hint)
         if not (place / ".metadata").exists():

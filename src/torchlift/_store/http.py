@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from typing import NoReturn
 from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit
 
-from torchlift._store.url import HEAD, Failed, Store, Transport, Url, UrlStamp
+from torchlift._store.url import HEAD, Failed, Seen, Store, Transport, Url, UrlStamp
 from torchlift.errors import FormatError, NotAllowed, NotFound, TimedOut, Unreachable, UnsafeError
 
 _MOST_REDIRECTS = 10
@@ -68,11 +68,11 @@ class Http(Transport):
             for connection in kept:
                 connection.close()
 
-    def head(self, url: Url) -> tuple[UrlStamp, bytes]:
+    def look(self, url: Url) -> Seen:
         """Return the stamp of an object and its first bytes."""
         data = bytearray(HEAD)
         stamp, got = self._read(url, None, [memoryview(data)], 0)
-        return stamp, bytes(memoryview(data)[:got])
+        return Seen(stamp, bytes(memoryview(data)[:got]))
 
     def read_into(
         self, url: Url, stamp: UrlStamp, buffers: Sequence[memoryview], offset: int
@@ -84,21 +84,7 @@ class Http(Transport):
         """Raise an error unless the object has this stamp."""
         self._read(url, stamp, [memoryview(bytearray(1))], 0)
 
-    def exists(self, url: Url) -> bool:
-        """Return whether an object exists, and keep its head for the next open."""
-        try:
-            self._store.keep_head(url)
-        except NotFound:
-            return False
-        return True
-
-    def is_folder(self, url: Url) -> bool:
-        """Return False. Raise `FormatError` if the URL ends in a slash."""
-        if url.endswith("/"):
-            self.names(url)
-        return False
-
-    def names(self, url: Url) -> list[str]:
+    def stamps_in(self, url: Url) -> dict[str, UrlStamp | None]:
         """Raise `FormatError`, because HTTP cannot list a folder."""
         raise FormatError("the URL is a folder", file=url, hint=_NAME_A_FILE)
 

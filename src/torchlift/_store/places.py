@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torchlift._store.files import FileStamp, LocalFile, Opened
-from torchlift._store.url import RemoteFile, Store, Transport, Url, UrlStamp
+from torchlift._store.url import RemoteFile, Seen, Store, Transport, Url, UrlStamp
 
 _A = TypeVar("_A")
 _T = TypeVar("_T")
@@ -129,34 +129,31 @@ def is_folder(place: str) -> bool:
     """Return whether a place is a folder. HTTP has files only.
 
     Raises:
-        FormatError: If an HTTP URL ends in a slash.
         NotFound: If the URL does not exist.
     """
     if isinstance(place, Url):
-        store = place.store
-        return store.retry(place, lambda: store.transport.is_folder(place))
+        return place.store.look(place).stamp is None
     return os.path.isdir(place)
 
 
 def exists(place: str) -> bool:
-    """Return whether a place exists. The head of an HTTP object is kept for the next open."""
-    if not isinstance(place, Url):
-        return os.path.exists(place)
-    store = place.store
-    return store.retry(place, lambda: store.transport.exists(place))
+    """Return whether a place exists."""
+    return place.store.exists(place) if isinstance(place, Url) else os.path.exists(place)
 
 
 def stamp_of(place: str) -> Stamp:
     """Return the stamp of a place, without a request. The stamp of a URL may be empty."""
     if isinstance(place, Url):
-        return place.store.transport.listed_stamp(place) or UrlStamp(-1)
+        return place.store.seen.get(place.target, Seen(None)).stamp or UrlStamp(-1)
     return FileStamp.of(place)
 
 
 def head_of(place: str, nbytes: int) -> bytes:
     """Return the first bytes of a place. Those of a URL are kept for the next open."""
     if isinstance(place, Url):
-        return place.store.keep_head(place)[:nbytes]
+        opened = RemoteFile(place)
+        place.store.seen[place.target] = Seen(opened.stamp, opened.head)
+        return opened.head[:nbytes]
     with open(place, "rb", buffering=0) as file:
         return file.read(nbytes)
 
@@ -179,8 +176,7 @@ def in_parallel(place: str, function: Callable[[_A], _T], items: Sequence[_A]) -
 def names_in(folder: str) -> list[str]:
     """Return the names in a folder."""
     if isinstance(folder, Url):
-        store = folder.store
-        return store.retry(folder, lambda: store.transport.names(folder))
+        return folder.store.names(folder)
     return os.listdir(folder)
 
 
@@ -191,4 +187,7 @@ def stamp_now(place: str) -> Stamp:
         NotFound: If the URL does not exist.
         CheckpointError, OSError: If the place cannot be read.
     """
-    return place.store.stamp(place) if isinstance(place, Url) else FileStamp.of(place)
+    if not isinstance(place, Url):
+        return FileStamp.of(place)
+    store = place.store
+    return store.retry(place, lambda: store.transport.look(place)).stamp or UrlStamp(-1)

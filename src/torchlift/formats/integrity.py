@@ -25,12 +25,13 @@ from torchlift.formats.dcp import resolved
 from torchlift.formats.detect import read_index
 from torchlift.formats.file_object import index_of_object
 from torchlift.formats.index import LOCAL_MAGIC, Index, Storage
-from torchlift.formats.source import Source, errors_name
+from torchlift.formats.source import Source, Windows, errors_name
 from torchlift.formats.zip_archive import DEFLATED, inflated, read_directory
 
 _BLOCK = 1 << 20  # bytes read at a time: they are still in the processor's cache when summed up
 _BATCH = 32 << 20  # bytes that a thread takes on at a time
-_RANGE, _AT_ONCE = 8 << 20, 8  # of URLs: bytes of a request, and requests in parallel
+#: Of URLs: bytes of a request or of several small ones, and requests in parallel.
+_RANGE, _AT_ONCE = 8 << 20, 8
 
 #: Hexadecimal digits of checksums.
 _DIGITS = {"crc32": 8, "sha256": 64}
@@ -262,8 +263,9 @@ def sums_of(
         advance: Called from this thread with the number of bytes that were just checked.
         part: Number of this reader, and the number of readers. Each reader takes some of them.
     """
-    batches = itertools.islice(_batches(known), part[0], None, part[1])
     stores = {file.store for file in index.files if isinstance(file, Url)}
+    batches = _batches(known, _RANGE // 2 if stores else _BATCH)
+    batches = itertools.islice(batches, part[0], None, part[1])
     sums: dict[int, int | None] = {}
     with ThreadPoolExecutor(_AT_ONCE if stores else os.cpu_count() or 1) as pool:
         try:
@@ -315,16 +317,16 @@ def compared(
     )
 
 
-def _batches(known: Sequence[Checksum]) -> Iterator[list[int]]:
+def _batches(known: Sequence[Checksum], size: int) -> Iterator[list[int]]:
     """Yield batches of about the same size: one large storage, or many small ones."""
     batch: list[int] = []
-    room = _BATCH
+    room = size
     for number, each in enumerate(known):
         batch.append(number)
         room -= max(each.place.nbytes, 1)
         if room <= 0:
             yield batch
-            batch, room = [], _BATCH
+            batch, room = [], size
     if batch:
         yield batch
 
@@ -336,10 +338,19 @@ def _sum_batch(
     found: dict[int, int | None] = {}
     for path, of_file in groupby(batch, key=lambda number: known[number].place.file):
         with _opened(index, path) as file:
-            for number in of_file:
-                place, algorithm = known[number].place, known[number].algorithm
+            places = {number: known[number].place for number in of_file}
+            windows = None
+            if not file.is_local and sum(place.nbytes for place in places.values()) <= _RANGE:
+                windows = Windows(file)  # near ranges share a request
+                plain = [place for place in places.values() if place.packed is None]
+                windows.expect((place.offset, place.offset + place.nbytes) for place in plain)
+            for number, place in places.items():
+                algorithm = known[number].algorithm
                 if place.packed is None:
-                    found[number] = _sum_up(_blocks(file, place), algorithm)
+                    blocks = _blocks(file, place)
+                    if windows is not None:
+                        blocks = iter([windows.read(place.offset, place.nbytes)])
+                    found[number] = _sum_up(blocks, algorithm)
                     continue
                 try:
                     inside = inflated(file.read, place.packed._replace(crc32=0))
@@ -361,7 +372,7 @@ def _sum_up(blocks: Iterable[bytes | memoryview], algorithm: str) -> int:
     return int(total.hexdigest(), 16)
 
 
-def _blocks(file: Opened, place: Storage) -> Iterator[memoryview]:
+def _blocks(file: Opened, place: Storage) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a storage, in memory that the next block overwrites."""
     at, stop = place.offset, place.offset + place.nbytes
     most = min(place.nbytes, _BLOCK if file.is_local else _RANGE)
