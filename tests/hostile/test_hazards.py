@@ -236,7 +236,7 @@ ROWS: dict[str, tuple[Make, str, str | None, str]] = {
             struct.pack("<I", 0x10203), struct.pack("<I", 1 << 28), last=True),
         FORMAT, "archive/data/0", "the two sizes of a record contradict each other"),
     "a bomb": (zipped(data=bytes(1 << 27), method=zipfile.ZIP_DEFLATED),
-        FORMAT, "archive/data.pkl", "a record is too large"),
+        FORMAT, "archive/data.pkl", "the file expands to far more data than it stores"),
     # 4. Notes.
     "version 0": (zipped(GOOD, notes={"version": b"0"}),
         FORMAT, "archive/version", "a record of the archive has an invalid value"),

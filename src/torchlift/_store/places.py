@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import posixpath
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torchlift._store.files import FileStamp, LocalFile, Opened
@@ -112,17 +112,6 @@ def relative(place: str, folder: str) -> str:
     if isinstance(place, Url):
         return posixpath.relpath(place, folder)
     return os.path.relpath(place, folder)
-
-
-def shared_folder(places: Iterable[str]) -> str:
-    """Return the deepest folder that contains all places."""
-    first, *more = places
-    if not isinstance(first, Url):
-        return os.path.commonpath([first, *more]) if more else os.path.dirname(first)
-    folder = first.parent
-    while not all(place.startswith(f"{folder}/") for place in more):
-        folder = folder.parent
-    return folder
 
 
 def is_folder(place: str) -> bool:

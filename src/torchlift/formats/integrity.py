@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 from zlib import crc32
 
 from torchlift._store.files import Opened
-from torchlift._store.places import relative, shared_folder
+from torchlift._store.places import parent, relative
 from torchlift._store.url import Url
 from torchlift._system.text import Facts, Summary, count_of, human, printable
 from torchlift.errors import CheckpointError, FormatError, IntegrityError
@@ -187,7 +187,7 @@ def checksums(index: Index) -> list[Checksum]:
     places = {(s.file, _place(s)) for s in storages.values()}
     bare = sorted((s.file, _place(s), n) for n, s in index.storages.items() if s.crc32 is None)
     records: list[Checksum] = []
-    root = shared_folder(index.files) if index.files else ""
+    root = parent(index.path) if index.path in index.guides else index.path
     for path in index.files if index.format != "dcp" else ():  # whose files hold many archives
         with _opened(index, path) as file:
             if file.read(0, len(LOCAL_MAGIC)) != LOCAL_MAGIC:

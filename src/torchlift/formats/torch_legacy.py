@@ -61,14 +61,11 @@ class _Stream:
         self.what = what
         self.pos = 0
 
-    def pickle(
-        self, what: str, make: type[TorchWorld], first: int = _SHORT
-    ) -> tuple[object, TorchWorld]:
+    def pickle(self, what: str, first: int = _SHORT) -> tuple[object, TorchWorld]:
         """Read one pickle.
 
         Args:
             what: Name of the pickle in errors.
-            make: Makes the world of its names.
             first: Number of bytes to try first.
 
         Returns:
@@ -79,7 +76,7 @@ class _Stream:
         while True:
             rest = min(self.source.size - self.pos, _MAX_PICKLE)
             data = self.source.read(self.pos, min(first, rest), what)
-            world = make(self.source.budget)
+            world = _StreamWorld(self.source.budget)
             try:
                 with errors_name(self.source.path, what):
                     found, end = read_pickle(data, world)
@@ -99,7 +96,7 @@ class _Stream:
         Raises:
             UnsafeError: If it names a global.
         """
-        found, world = self.pickle(what, TorchWorld)
+        found, world = self.pickle(what)
         if world.blocked:
             raise UnsafeError(
                 "a pickle of plain data names a global, and unpickling it would run code",
@@ -169,7 +166,7 @@ def read_torch_legacy(source: Source) -> Index:
                 "the file is not a torch file, or is damaged", entry=what, expected=expected
             )
     metadata = _machine(stream.plain("sys_info"))
-    root, world = stream.pickle("the object", _StreamWorld, _LONG)
+    root, world = stream.pickle("the object", _LONG)
     keys = stream.plain("the storage keys")
     if not isinstance(keys, list):
         raise FormatError("the storage keys are not a list", found=f"a {type(keys).__name__}")

@@ -55,11 +55,7 @@ from torchlift.formats.zip_archive import (
     require_caseless,
 )
 
-#: Most bytes of a pickle, and of a text record.
-_MAX_PICKLE, _MAX_NOTE = 1 << 30, 1 << 10
-#: Most bytes that a compressed pickle inflates to: a fixed part, and a multiple of its size.
-#: Pickles of torch deflate to a fifth. A byte of pickle can become 200 bytes of objects.
-_MAX_INFLATED, _MAX_RATIO = 1 << 20, 20
+_MAX_NOTE = 1 << 10  # bytes of a text record
 
 #: Versions of the archive that torch reads (caffe2/serialize/versions.h).
 _VERSIONS = range(1, 11)
@@ -98,7 +94,7 @@ def read_torch_zip(
     expect_records(source, [pickled])
     notes = read_notes(source, records, top)
     world = TorchWorld(source.budget)
-    root = read_torch_pickle(read_content(source, pickled), world)
+    root = read_torch_pickle(read_record(source, pickled), world)
     resolver = zip_resolver(source, records, top + "data/", prefix + "data/", notes)
     root = root if key is None else {key: root}
     return index_of(source, "torch-zip", root, world, resolver, notes)
@@ -147,14 +143,6 @@ def index_of(
         templates=flat.templates,
         tree=(root,),
     )
-
-
-def read_content(source: Source, record: Record) -> bytes:
-    """Read a record that describes others, unless it is a deflate bomb."""
-    limit = _MAX_PICKLE
-    if record.method != STORED:
-        limit = _MAX_INFLATED + _MAX_RATIO * record.nbytes
-    return read_record(source, record, limit)
 
 
 def top_directory(records: dict[str, Record]) -> str:

@@ -40,7 +40,10 @@ _ALIGNMENT, _MOST_ALIGNED = 64, 4096
 #: notes), at the end of an item.
 _LAST, _LONG, _NOTES, _TAIL = 1 << 14, 1 << 9, 1 << 10, 1 << 10
 
-#: Price of a byte that is inflated.
+#: Most bytes of a record that describes others, such as a pickle.
+_MAX_RECORD = 1 << 30
+#: Price of a byte that is inflated. Pickles of torch deflate to a fifth, and a byte of a pickle can
+#: become 200 bytes of objects.
 _INFLATED = 8
 #: Bytes to inflate at a time, and most bytes that one compressed byte can become.
 _STEP, _MOST_DEFLATED = 1 << 18, 1032
@@ -155,7 +158,7 @@ def _twice(name: str) -> FormatError:
     )
 
 
-def read_record(source: Source, record: Record, limit: int) -> bytes:
+def read_record(source: Source, record: Record, limit: int = _MAX_RECORD) -> bytes:
     """Read a whole record, inflate it if necessary, and check its CRC-32 if it has one.
 
     Args:
