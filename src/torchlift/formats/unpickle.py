@@ -191,11 +191,13 @@ class Machine:
         else:
             self.group()
 
-    def fold(self, count: int) -> None:
-        """Replace the top `count` objects by their tuple."""
+    def last(self, count: int) -> list[Any]:
+        """Take the top `count` objects, in the order in which they were pushed."""
         if len(self.stack) < count:
             raise IndexError
-        self.stack[-count:] = [tuple(self.stack[-count:])]
+        items = self.stack[-count:]
+        del self.stack[-count:]
+        return items
 
     def set_items(self, items: list[Any]) -> None:
         """Set alternating keys and values on the object on top."""
@@ -385,7 +387,7 @@ def _global(m: Machine) -> object:
 
 
 def _stack_global(m: Machine) -> object:
-    name, module = m.stack.pop(), m.stack.pop()
+    module, name = m.last(2)
     if type(name) is not str or type(module) is not str or len(name) + len(module) > MAX_TEXT:
         raise ValueError("a global whose name is not a short text")
     return m.world.find(module, name)
@@ -396,19 +398,9 @@ def _obj(m: Machine) -> object:
     return m.world.call(function, tuple(arguments))
 
 
-def _reduce(m: Machine) -> None:
-    arguments, function = m.stack.pop(), m.stack.pop()
-    m.stack.append(m.world.call(function, arguments))
-
-
-def _newobj(m: Machine) -> None:
-    arguments, function = m.stack.pop(), m.stack.pop()
-    m.stack.append(m.world.call(function, arguments, {}))
-
-
-def _newobj_ex(m: Machine) -> None:
-    keywords, arguments, function = m.stack.pop(), m.stack.pop(), m.stack.pop()
-    m.stack.append(m.world.call(function, arguments, keywords))
+def _newobj(m: Machine) -> object:
+    function, arguments = m.last(2)
+    return m.world.call(function, arguments, {})
 
 
 def _empty(kind: Callable[[], object], nbytes: int) -> Handler:
@@ -424,11 +416,6 @@ def _empty(kind: Callable[[], object], nbytes: int) -> Handler:
 def _build(m: Machine) -> None:
     state = m.stack.pop()
     m.world.build(m.stack[-1], state)
-
-
-def _set_item(m: Machine) -> None:
-    value, key = m.stack.pop(), m.stack.pop()
-    m.set_items([key, value])
 
 
 def _dict(m: Machine) -> None:
@@ -468,11 +455,15 @@ _OPCODES: dict[bytes, Handler] = {
     b")": _constant(()), b"d": _dict, b"l": _push(Machine.group),
     b"t": _push(lambda m: tuple(m.group())),
     b"\x91": _push(lambda m: frozenset(m.hashed(m.group()))),
-    b"\x85": lambda m: m.fold(1), b"\x86": lambda m: m.fold(2), b"\x87": lambda m: m.fold(3),
+    b"\x85": _push(lambda m: (m.stack.pop(),)), b"\x86": _push(lambda m: tuple(m.last(2))),
+    b"\x87": _push(lambda m: tuple(m.last(3))),
     b"a": lambda m: m.append([m.stack.pop()]), b"e": lambda m: m.append(m.group()),
-    b"s": _set_item, b"u": lambda m: m.set_items(m.group()), b"\x90": Machine.add_items,
+    b"s": lambda m: m.set_items(m.last(2)), b"u": lambda m: m.set_items(m.group()),
+    b"\x90": Machine.add_items,
     b"c": _push(_global), b"\x93": _push(_stack_global), b"o": _push(_obj),
-    b"R": _reduce, b"\x81": _newobj, b"\x92": _newobj_ex, b"b": _build,
+    b"R": _push(lambda m: m.world.call(*m.last(2))), b"b": _build,
+    b"\x81": _push(_newobj),
+    b"\x92": _push(lambda m: m.world.call(*m.last(3))),
     b"Q": _push(lambda m: m.world.persistent(m.stack.pop())),
     b"q": _put(_u1), b"r": _put(_u4), b"\x94": _memoize,
     b"h": _get(_u1), b"j": _get(_u4),
