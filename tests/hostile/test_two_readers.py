@@ -388,7 +388,7 @@ _LATER = {
         b"(" + _key(b"w") + _rebuilt(metadata=b"}q\5") + _key(b"m") + b"h\5" + _key(b"neg")
         + b"\x88su", "both"),
     "an OrderedDict whose state replaces a method": (
-        _key(b"o") + b"ccollections\nOrderedDict\n)R}" + _key(b"keys") + b"Nsbs", "refused"),
+        _key(b"o") + b"ccollections\nOrderedDict\n)R}" + _key(b"keys") + b"Nsbs", "both"),
     "an OrderedDict with attributes": (
         _key(b"o") + b"ccollections\nOrderedDict\n)R}" + _key(b"version") + b"K\1sbs", "both"),
     "an octal number": (_key(b"n") + b"I010\ns", "refused"),

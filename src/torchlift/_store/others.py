@@ -139,13 +139,11 @@ class Others(Transport):
         if isinstance(error, PermissionError) or type(error).__name__ in _REFUSED:
             hint = "Pass credentials in the environment or in storage_options."
             return NotAllowed("the store refuses access", file=url, found=found, hint=hint), None
-        if isinstance(error, ImportError):
-            hint = "Install the package that the message names."
-            what = f"{scheme}:// needs a package that is not installed"
+        is_made = scheme in self._made
+        if isinstance(error, ImportError) or (isinstance(error, ValueError) and not is_made):
+            what = f"fsspec cannot open {scheme}:// URLs, or refuses the options"
+            hint = "Install the package that the message names, or correct storage_options."
             return FormatError(what, file=url, found=found, hint=hint), None
-        if isinstance(error, ValueError) and scheme not in self._made:
-            what = f"fsspec does not know the scheme {scheme}://, or refuses its options"
-            return FormatError(what, file=url, found=found), None
         if isinstance(error, TimeoutError):
             return TimedOut("the store does not answer", file=url, found=found), 0.0
         after = (

@@ -66,17 +66,9 @@ class Upload:
 
         Raises:
             CheckpointError: If earlier bytes could not be sent.
-            PlacementError: If the offset is before the end of earlier bytes.
         """
         if offset is not None and offset != self.nbytes:
-            if offset < self.nbytes:
-                raise PlacementError(
-                    "an upload writes bytes in order, but some values arrive in another order",
-                    file=self.place,
-                    expected=f"byte {self.nbytes} or later",
-                    found=f"byte {offset}",
-                    hint="Save to a file, and copy it.",
-                )
+            assert offset > self.nbytes  # a save writes its bytes in order
             self.write(bytes(offset - self.nbytes))
         left = memoryview(data)
         self.nbytes += len(left)
