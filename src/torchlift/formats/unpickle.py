@@ -199,36 +199,23 @@ class Machine:
         del self.stack[-count:]
         return items
 
-    def set_items(self, items: list[Any]) -> None:
-        """Set alternating keys and values on the object on top."""
+    def fill(self, kind: type, items: list[Any]) -> None:
+        """Add items to the container on top. Those of a dict are keys and values in turn."""
         target = self.stack[-1]
-        if len(items) % 2:
+        fits = isinstance(target, kind)
+        if kind is dict and len(items) % 2:
             raise ValueError("a key without a value")
-        if not isinstance(target, dict):
+        if not fits:
             self.world.extend(target, items)
-            return
-        for i in range(0, len(items), 2):
-            key = items[i]
-            if type(key) is not str:
-                self.budget.hash(key)
-            target[key] = items[i + 1]
-
-    def append(self, items: list[Any]) -> None:
-        """Append to the object on top."""
-        target = self.stack[-1]
-        if type(target) is list:
+        elif kind is list:
             target.extend(items)
-        else:
-            self.world.extend(target, items)
-
-    def add_items(self) -> None:
-        """Add a group to the set on top."""
-        items = self.group()
-        target = self.stack[-1]
-        if type(target) is set:
+        elif kind is set:
             target.update(self.hashed(items))
         else:
-            self.world.extend(target, items)
+            for key, value in zip(items[::2], items[1::2], strict=True):
+                if type(key) is not str:
+                    self.budget.hash(key)
+                target[key] = value
 
     def hashed(self, items: list[Any]) -> list[Any]:
         """Pay for hashing items, and return them."""
@@ -421,7 +408,7 @@ def _build(m: Machine) -> None:
 def _dict(m: Machine) -> None:
     items = m.group()
     m.stack.append({})
-    m.set_items(items)
+    m.fill(dict, items)
 
 
 def _memoize(m: Machine) -> None:
@@ -457,9 +444,9 @@ _OPCODES: dict[bytes, Handler] = {
     b"\x91": _push(lambda m: frozenset(m.hashed(m.group()))),
     b"\x85": _push(lambda m: (m.stack.pop(),)), b"\x86": _push(lambda m: tuple(m.last(2))),
     b"\x87": _push(lambda m: tuple(m.last(3))),
-    b"a": lambda m: m.append([m.stack.pop()]), b"e": lambda m: m.append(m.group()),
-    b"s": lambda m: m.set_items(m.last(2)), b"u": lambda m: m.set_items(m.group()),
-    b"\x90": Machine.add_items,
+    b"a": lambda m: m.fill(list, [m.stack.pop()]), b"e": lambda m: m.fill(list, m.group()),
+    b"s": lambda m: m.fill(dict, m.last(2)), b"u": lambda m: m.fill(dict, m.group()),
+    b"\x90": lambda m: m.fill(set, m.group()),
     b"c": _push(_global), b"\x93": _push(_stack_global), b"o": _push(_obj),
     b"R": _push(lambda m: m.world.call(*m.last(2))), b"b": _build,
     b"\x81": _push(_newobj),
