@@ -23,6 +23,17 @@ def _read_at(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int
     return len(data)
 
 
+def change_error(file: str, before: str, now: str) -> IntegrityError:
+    """Return the error for a file or an object that changed."""
+    return IntegrityError(
+        "the file changed after it was opened",
+        file=file,
+        expected=before,
+        found=now,
+        hint="Open the checkpoint again once nobody writes to it.",
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class FileStamp:
     """The size, time and inode of a file when it was indexed.
@@ -63,13 +74,7 @@ class FileStamp:
         """
         found = FileStamp.of(file if descriptor is None else descriptor)
         if found != self:
-            raise IntegrityError(
-                "the file changed after it was opened",
-                file=self.shown or file,
-                expected=self._describe(),
-                found=found._describe(),
-                hint="Open the checkpoint again once nobody writes to it.",
-            )
+            raise change_error(self.shown or file, self._describe(), found._describe())
 
     def open(self, file: str) -> Opened:
         """Open the file that was indexed.

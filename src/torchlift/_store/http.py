@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from typing import NoReturn
 from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit
 
-from torchlift._store.url import HEAD, Failed, Seen, Store, Transport, Url, UrlStamp
+from torchlift._store.url import HEAD, Failed, Seen, Store, Transport, Url, UrlStamp, clip
 from torchlift.errors import FormatError, NotAllowed, NotFound, TimedOut, Unreachable, UnsafeError
 
 _MOST_REDIRECTS = 10
@@ -147,14 +147,14 @@ class Http(Transport):
         (median of eight, 0.51 to 1.00), obstore 0.83 with 8 (0.52 to 0.95), and fsspec 0.55 with 8.
         One system call for a complete range (MSG_WAITALL) reached 0.49 with 16.
         """
-        done, got = 0, 1
+        done = 0
         try:
-            for buffer in buffers:
-                at = 0
-                while got and at < len(buffer) and done < nbytes:
-                    end = at + min(len(buffer) - at, nbytes - done, _BLOCK)
-                    got = response.readinto(buffer[at:end])
-                    at, done = at + got, done + got
+            for buffer in clip(buffers, nbytes):
+                left = buffer
+                while left and (got := response.readinto(left[:_BLOCK])):
+                    left, done = left[got:], done + got
+                if left:
+                    break
         except (OSError, http.client.HTTPException) as error:
             if not done:
                 raise _failure(self._store, url, error) from None

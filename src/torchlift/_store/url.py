@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from torchlift._store.files import Opened
+from torchlift._store.files import Opened, change_error
 from torchlift.errors import CheckpointError, FormatError, IntegrityError, NotFound, Unreachable
 
 if TYPE_CHECKING:
@@ -165,13 +165,7 @@ class UrlStamp:
 
     def change_error(self, file: str, found: UrlStamp) -> IntegrityError:
         """Return the error for an object that changed."""
-        return IntegrityError(
-            "the object changed after it was opened",
-            file=self.shown or file,
-            expected=self._describe(),
-            found=found._describe(),
-            hint="Open the checkpoint again once nobody writes to it.",
-        )
+        return change_error(self.shown or file, self._describe(), found._describe())
 
     def _describe(self) -> str:
         version = f", version {self.version}" if self.version else ""
@@ -405,9 +399,7 @@ class RemoteFile(Opened):
         room = min(sum(map(len, buffers)), self.size - offset)
         if room <= 0:
             return 0
-        if room < sum(map(len, buffers)):
-            buffers = _clip(buffers, room)
-        store = url.store
+        buffers, store = clip(buffers, room), url.store
         return store.retry(url, lambda: store.transport.read_into(url, stamp, buffers, offset))
 
     def check(self) -> None:
@@ -416,7 +408,7 @@ class RemoteFile(Opened):
             self.stamp.check(self._url)
 
 
-def _clip(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
+def clip(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
     """Return buffers for the first `nbytes` bytes only."""
     found = []
     for buffer in buffers:
