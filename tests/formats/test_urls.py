@@ -86,7 +86,7 @@ def test_a_checkpoint_of_a_url_is_pickled_with_its_url(tmp_path: Path, server: R
     assert again.entries["w"].shape == (3,)
     assert {asked.query for asked in server.asked} == {"sig=abc"}
     (tmp_path / "served" / "model.safetensors").write_bytes(b"other")
-    with pytest.raises(torchlift.IntegrityError, match="the object changed"):
+    with pytest.raises(torchlift.IntegrityError, match="the file changed"):
         pickle.loads(pickle.dumps(again))
 
 

@@ -45,7 +45,7 @@ class Checksum(NamedTuple):
     Attributes:
         kind: ``"storage"``, ``"record"`` for another record of an archive, or ``"file"``.
         name: The name of the storage or record, or the path of the file.
-        place: Where the bytes are.
+        place: The file, the first byte and the length of these bytes.
         value: The recorded checksum: the CRC-32, or the SHA-256 of a file.
     """
 

@@ -262,7 +262,7 @@ def _check_sum(record: Record, found: int) -> None:
 
 
 class _Directory(NamedTuple):
-    """Where the directory is: the number of records, the first byte, and the length in bytes."""
+    """The place of the directory: number of records, first byte, length in bytes."""
 
     records: int
     start: int
