@@ -56,9 +56,8 @@ class _Stream:
         pos: Position of the next byte.
     """
 
-    def __init__(self, source: Source, what: str) -> None:
+    def __init__(self, source: Source) -> None:
         self.source = source
-        self.what = what
         self.pos = 0
 
     def pickle(self, what: str, first: int = _SHORT) -> tuple[object, TorchWorld]:
@@ -105,22 +104,16 @@ class _Stream:
             )
         return found
 
-    def numbers(self, layout: str) -> tuple[int, ...]:
-        """Read numbers."""
-        data = self.source.read(self.pos, struct.calcsize(layout), self.what)
-        self.pos += len(data)
-        return struct.unpack(layout, data)
-
     def storage(self, ref: StorageRef, what: str) -> Storage:
         """Skip a count of elements and their bytes. Return their place.
 
         Raises:
             FormatError: If the file ends early.
         """
-        (count,) = self.numbers("<q")
-        start, nbytes = self.pos, count * STORED_SIZE[ref.dtype]
+        count = int.from_bytes(self.source.read(self.pos, 8, what), "little", signed=True)
+        start, nbytes = self.pos + 8, count * STORED_SIZE[ref.dtype]
         self.source.check(start, nbytes, "a storage", what)
-        self.pos += nbytes
+        self.pos = start + nbytes
         return Storage(self.source.path, self.source.start + start, nbytes, ref.location)
 
 
@@ -153,7 +146,7 @@ def read_torch_legacy(source: Source) -> Index:
         FormatError: If it is not such a file, or is damaged, truncated or inconsistent.
         UnsafeError: If a pickle of plain data names a global.
     """
-    stream = _Stream(source, "the storages")
+    stream = _Stream(source)
     if _is_summed(source.read(0, min(_BLOCK, source.size))):
         raise FormatError(
             "the file is both a stream of pickles and a tar archive",
