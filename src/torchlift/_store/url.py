@@ -294,7 +294,8 @@ class Store:
     def look(self, url: Url) -> Seen:
         """Look at a URL, and keep the answer until the URL is opened."""
         found = self.seen.get(url.target) or self.retry(url, lambda: self.transport.look(url))
-        self.seen[url.target] = found
+        if found.stamp is not None:  # a folder is never opened, and may be removed
+            self.seen[url.target] = found
         return found
 
     def names(self, folder: Url) -> list[str]:
