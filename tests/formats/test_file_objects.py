@@ -296,7 +296,7 @@ def test_text_and_what_is_open_for_writing_are_refused_with_a_way_out(
         lambda: tempfile.SpooledTemporaryFile(mode="w+", encoding="latin-1"),  # noqa: SIM115
     ]
     for make_one in texts:
-        with make_one() as text, pytest.raises(FormatError, match=r"open in text mode.*mode 'rb'"):
+        with make_one() as text, pytest.raises(FormatError, match=r"found text.*mode 'rb'"):
             DOORS[door](text)
     for make_one in (partial(open, tmp_path / "w", "wb"), partial(gzip.open, tmp_path / "w", "wb")):
         with make_one() as file, pytest.raises(FormatError, match=r"be read.*mode 'rb'"):

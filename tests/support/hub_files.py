@@ -18,7 +18,7 @@ def hub_cache(folder: Path, files: dict[str, bytes]) -> Path:
     for name, content in files.items():
         sha = hashlib.sha256(content).hexdigest()
         if name.endswith(".json"):
-            sha = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+            sha = hashlib.sha1(content).hexdigest()
         (blobs / sha).write_bytes(content)
         (snapshot / name).symlink_to(f"../../blobs/{sha}")
     return snapshot

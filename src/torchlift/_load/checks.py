@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import ChainMap
-from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -15,45 +14,12 @@ from torchlift._load.fetch import Fetched
 from torchlift._model.dtensor import blocks, local_tensor
 from torchlift._model.ranks import RankGroup, StepResult, rank
 from torchlift._sources.tensors import JoinedTensor
-from torchlift._store.url import Url
 from torchlift._system.text import count_of
 from torchlift.errors import IntegrityError
-from torchlift.formats.integrity import (
-    Checksums,
-    VerifyReport,
-    checksums,
-    compared,
-    hashes_of,
-    hub_checksums,
-    sums_of,
-)
+from torchlift.formats.integrity import Checksum, VerifyReport, checksums, compared, sums_of
 
 #: Values that are checked at a time, and how many tensors an error lists.
 _VALUES, _SHOWN = 1 << 20, 20
-
-
-class _Known(NamedTuple):
-    """The checksums to verify for one checkpoint.
-
-    Attributes:
-        parts: Those of its storages and other records.
-        files: File -> the algorithm and the checksum of the complete file, as a hub records it.
-    """
-
-    parts: Checksums
-    files: Mapping[str, tuple[str, str]]
-
-
-class _Computed(NamedTuple):
-    """The checksums that one rank computed for one checkpoint.
-
-    Attributes:
-        parts: Storage or record -> its checksum.
-        files: File -> the checksum of the complete file.
-    """
-
-    parts: dict[int, int | None]
-    files: dict[str, int]
 
 
 def require_finite(fetched: Fetched, path: str) -> None:
@@ -125,7 +91,7 @@ def require_intact(
     """
     ranks = group or RankGroup([])
 
-    def list_checksums() -> StepResult[list[_Known], str]:
+    def list_checksums() -> StepResult[list[list[Checksum]], str]:
         found = [_find_checksums(ckpt, only) for ckpt in ckpts]
         # Ranks may load different files: only equal ones share the work.
         digest = hashlib.sha256(repr(found).encode()).hexdigest() if ckpts else ""
@@ -137,45 +103,27 @@ def require_intact(
     peers = [who for who, digest in digests.items() if digest == digests[rank()]]
     part = peers.index(rank()), len(peers)
 
-    def compute() -> StepResult[None, list[_Computed]]:
-        found = [
-            _Computed(
-                sums_of(ckpt._index, each.parts, part=part),
-                hashes_of(ckpt._index, each.files, part=part),
-            )
-            for ckpt, each in zip(ckpts, known, strict=True)
-        ]
-        return StepResult(None, found)
+    def compute() -> StepResult[None, list[dict[int, int | None]]]:
+        pairs = zip(ckpts, known, strict=True)
+        return StepResult(None, [sums_of(ckpt._index, some, part=part) for ckpt, some in pairs])
 
     by_rank, unchecked = ranks.run(compute).by_rank, 0
-    for number, (ckpt, each) in enumerate(zip(ckpts, known, strict=True)):
-        sums, hashes = zip(*(by_rank[who][number] for who in peers), strict=True)
-        report = compared(
-            ckpt._index, each.parts, dict(ChainMap(*sums)), each.files, dict(ChainMap(*hashes))
-        )
+    for number, (ckpt, some) in enumerate(zip(ckpts, known, strict=True)):
+        sums = ChainMap(*(by_rank[who][number] for who in peers))
+        report = compared(ckpt._index, some, sums)
         if not report.ok:
             raise _damage_error(ckpt, report)
         unchecked += report.unchecked_nbytes
     return unchecked
 
 
-def _find_checksums(ckpt: Checkpoint, only: Collection[str] | None) -> _Known:
-    """Return the checksums of a checkpoint, and those that a hub records of complete files.
-
-    A file is hashed for the hub only if a part of it has no other checksum, because this reads the
-    file again. A file behind a URL is not hashed: it would be downloaded twice.
-    """
-    index = ckpt._index
-    storages, records = checksums(index)
-    names = index.storages if only is None else only
-    files = {index.storages[name].file for name in names if name not in storages} | {*index.guides}
-    counted = {name: storage for name, storage in storages.items() if name in names}
-    by_hub = {
-        file: each
-        for file, each in hub_checksums(index).items()
-        if file in files and not isinstance(file, Url)
-    }
-    return _Known((counted, records), by_hub)
+def _find_checksums(ckpt: Checkpoint, only: Collection[str] | None) -> list[Checksum]:
+    """Return the checksums of a checkpoint, or those of some storages and of other records."""
+    known = checksums(ckpt._index)
+    if only is None:
+        return known
+    names = {*only, *(ckpt._index.storages[name].file for name in only)}
+    return [each for each in known if each.kind == "record" or each.name in names]
 
 
 def _damage_error(ckpt: Checkpoint, report: VerifyReport) -> IntegrityError:

@@ -16,7 +16,7 @@ from torchlift._save.blocks import BLOCK, Workspace, few_of_url
 from torchlift._save.layouts import Section, end_of, shards_of_kind
 from torchlift._save.values import Value
 from torchlift._store.places import inside, is_url, name_of, parent
-from torchlift._store.uploads import Upload, is_object, list_names, remove, upload
+from torchlift._store.uploads import Upload, is_object, list_names, remove
 from torchlift._system.interrupts import Running, deliver_interrupt, uninterrupted
 from torchlift._transfer.write import (
     AtomicFile,
@@ -30,7 +30,6 @@ from torchlift._transfer.write import (
     with_token,
 )
 from torchlift.errors import Argument, CheckpointError, Hint, IntegrityError, PlacementError
-from torchlift.formats.crc import PartialCrc, whole_crc
 from torchlift.formats.index import TensorEntry
 
 _BLOCK = BLOCK
@@ -226,7 +225,7 @@ class Objects:
             assert self.upload is not None
             self.upload.commit()
         else:
-            with upload(self.head) as head:
+            with Upload(self.head) as head:
                 head.write(content)
                 head.commit()
         self._is_committed = True
@@ -434,7 +433,7 @@ def write_own_files(
             write_file(paths[name], sections, advance_or_stop)
     elif objects is not None and kind is None:
         ((name, sections),) = files.items()
-        objects.upload = upload(paths[name], end_of(sections))
+        objects.upload = Upload(paths[name], end_of(sections))
         write_sections(Runs(-1, objects.upload.write), sections, advance_or_stop, in_order=True)
     else:
         _send_set({paths[name]: sections for name, sections in files.items()}, advance_or_stop)
@@ -463,7 +462,7 @@ def _send_set(objects: Mapping[str, Sequence[Section]], advance: Advance) -> Non
     ending = deque[Upload]()
     with ExitStack() as stack:
         for place, sections in objects.items():
-            made = stack.enter_context(upload(place, end_of(sections)))
+            made = stack.enter_context(Upload(place, end_of(sections)))
             write_sections(Runs(-1, made.write), sections, advance, in_order=True)
             made.end()
             ending.append(made)
@@ -529,19 +528,18 @@ def _write_payloads(
     work = Workspace(_BLOCK)
     base, layout, values = section
     rows = zip(layout.payloads, values, few_of(values), known, strict=True)
-    for (stored, start), value, few, expected in rows:
+    for (_, start), value, few, expected in rows:
         needs_sum = layout.checked or expected is not None
         if few is not None:
             to.add(base + start, few)
             found = crc32(few) if needs_sum else 0
             advance(len(few))
         else:
-            crc, at = PartialCrc(stored.nbytes), 0
+            found, at = 0, base + start
             for data in value.blocks(work):
-                to.write(base + start, [(at, data)], crc if needs_sum else None)
+                found = to.write(at, data, found if needs_sum else None)
                 at += len(data)
                 advance(len(data))
-            found = whole_crc(stored.nbytes, [crc.value()]) if needs_sum else 0
         if expected is not None and found != expected:
             raise _wrong_checksum(value, expected, found)
         yield found

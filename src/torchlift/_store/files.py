@@ -16,13 +16,22 @@ _KINDS = {
 }  # fmt: skip
 
 
-def _read_at(descriptor: int, nbytes: int, offset: int) -> bytes:
+def _read_at(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
     os.lseek(descriptor, offset, os.SEEK_SET)
-    return os.read(descriptor, nbytes)
+    data = os.read(descriptor, len(buffers[0]))
+    buffers[0][: len(data)] = data
+    return len(data)
 
 
-#: Read from a descriptor: (descriptor, number of bytes, offset). Windows does not have `os.pread`.
-pread: Callable[[int, int, int], bytes] = getattr(os, "pread", _read_at)
+def change_error(file: str, before: str, now: str) -> IntegrityError:
+    """Return the error for a file or an object that changed."""
+    return IntegrityError(
+        "the file changed after it was opened",
+        file=file,
+        expected=before,
+        found=now,
+        hint="Open the checkpoint again once nobody writes to it.",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +74,7 @@ class FileStamp:
         """
         found = FileStamp.of(file if descriptor is None else descriptor)
         if found != self:
-            raise IntegrityError(
-                "the file changed after it was opened",
-                file=self.shown or file,
-                expected=self._describe(),
-                found=found._describe(),
-                hint="Open the checkpoint again once nobody writes to it.",
-            )
+            raise change_error(self.shown or file, self._describe(), found._describe())
 
     def open(self, file: str) -> Opened:
         """Open the file that was indexed.
@@ -124,6 +127,7 @@ class Opened:
     def read(self, offset: int, nbytes: int) -> bytes:
         """Return the bytes at an offset. Return fewer only at the end of the file."""
         data, done = bytearray(nbytes), 0
+        # Signals and network mounts cut a read short.
         while done < nbytes and (got := self.read_into([memoryview(data)[done:]], offset + done)):
             done += got
         return bytes(memoryview(data)[:done])
@@ -165,17 +169,8 @@ class LocalFile(Opened):
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
         """Fill the buffers in order with the bytes that start at an offset."""
-        return os.preadv(self.descriptor, buffers, offset)
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        """Return the bytes at an offset. Return fewer only at the end of the file."""
-        data = pread(self.descriptor, nbytes, offset)
-        while len(data) < nbytes:  # signals and network mounts cut a read short
-            more = pread(self.descriptor, nbytes - len(data), offset + len(data))
-            if not more:
-                break
-            data += more
-        return data
+        read: Callable[..., int] = getattr(os, "preadv", _read_at)  # Windows lacks `os.preadv`
+        return read(self.descriptor, buffers, offset)
 
     def check(self) -> None:
         """Raise an error if the file changed since it was opened."""

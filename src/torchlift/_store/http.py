@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from typing import NoReturn
 from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit
 
-from torchlift._store.url import HEAD, Failed, Store, Url, UrlStamp
+from torchlift._store.url import HEAD, Failed, Seen, Store, Transport, Url, UrlStamp, clip
 from torchlift.errors import FormatError, NotAllowed, NotFound, TimedOut, Unreachable, UnsafeError
 
 _MOST_REDIRECTS = 10
@@ -47,14 +47,14 @@ _NAME_A_FILE = (
 _Key = tuple[int, str, str]
 
 
-class Http:
+class Http(Transport):
     """Reads over HTTP and HTTPS. Connections are kept and reused by all threads."""
 
     is_exact = True
     at_once = 32
 
     def __init__(self, store: Store) -> None:
-        self._store = store
+        super().__init__(store)
         # list.append, list.pop and dict.copy are atomic: no lock is needed.
         self._idle: dict[_Key, list[http.client.HTTPConnection]] = {}
         self._busy: dict[http.client.HTTPConnection, int] = {}  # connection -> process
@@ -62,18 +62,17 @@ class Http:
         self._tls: ssl.SSLContext | None = None  # made once, because it takes 20 ms
         self._redirects: dict[str, str] = {}  # URL -> target of its redirects
         self._first_stamps: dict[tuple[str, str], UrlStamp] = {}  # (URL, host) -> first answer
-        self.etags: dict[str, str] = {}
 
     def __del__(self) -> None:
         for kept in self._idle.values():
             for connection in kept:
                 connection.close()
 
-    def head(self, url: Url) -> tuple[UrlStamp, bytes]:
+    def look(self, url: Url) -> Seen:
         """Return the stamp of an object and its first bytes."""
         data = bytearray(HEAD)
         stamp, got = self._read(url, None, [memoryview(data)], 0)
-        return stamp, bytes(memoryview(data)[:got])
+        return Seen(stamp, bytes(memoryview(data)[:got]))
 
     def read_into(
         self, url: Url, stamp: UrlStamp, buffers: Sequence[memoryview], offset: int
@@ -81,33 +80,11 @@ class Http:
         """Fill buffers with the bytes at an offset. Return the number of bytes that arrived."""
         return self._read(url, stamp, buffers, offset)[1]
 
-    def stamp(self, url: Url) -> UrlStamp:
-        """Return the stamp of an object as it is now."""
-        return self.head(url)[0]
-
     def check(self, url: Url, stamp: UrlStamp) -> None:
         """Raise an error unless the object has this stamp."""
         self._read(url, stamp, [memoryview(bytearray(1))], 0)
 
-    def listed_stamp(self, url: Url) -> UrlStamp | None:
-        """Return None, because HTTP cannot list a folder."""
-        return None
-
-    def exists(self, url: Url) -> bool:
-        """Return whether an object exists, and keep its head for the next open."""
-        try:
-            self._store.keep_head(url)
-        except NotFound:
-            return False
-        return True
-
-    def is_folder(self, url: Url) -> bool:
-        """Return False. Raise `FormatError` if the URL ends in a slash."""
-        if url.endswith("/"):
-            self.names(url)
-        return False
-
-    def names(self, url: Url) -> list[str]:
+    def stamps_in(self, url: Url) -> dict[str, UrlStamp | None]:
         """Raise `FormatError`, because HTTP cannot list a folder."""
         raise FormatError("the URL is a folder", file=url, hint=_NAME_A_FILE)
 
@@ -129,9 +106,6 @@ class Http:
         """Return the headers that only the URL's own host may receive."""
         user, at, _ = urlsplit(url.target).netloc.rpartition("@")
         return {**(_basic("Authorization", user) if at else {}), **self._store.headers}
-
-    def note_headers(self, url: Url, response: http.client.HTTPResponse) -> None:
-        """Note headers that the URL's own host sends, before a redirect."""
 
     def _read(
         self, url: Url, stamp: UrlStamp | None, buffers: Sequence[memoryview], offset: int
@@ -173,14 +147,14 @@ class Http:
         (median of eight, 0.51 to 1.00), obstore 0.83 with 8 (0.52 to 0.95), and fsspec 0.55 with 8.
         One system call for a complete range (MSG_WAITALL) reached 0.49 with 16.
         """
-        done, got = 0, 1
+        done = 0
         try:
-            for buffer in buffers:
-                at = 0
-                while got and at < len(buffer) and done < nbytes:
-                    end = at + min(len(buffer) - at, nbytes - done, _BLOCK)
-                    got = response.readinto(buffer[at:end])
-                    at, done = at + got, done + got
+            for buffer in clip(buffers, nbytes):
+                left = buffer
+                while left and (got := response.readinto(left[:_BLOCK])):
+                    left, done = left[got:], done + got
+                if left:
+                    break
         except (OSError, http.client.HTTPException) as error:
             if not done:
                 raise _failure(self._store, url, error) from None
@@ -212,8 +186,6 @@ class Http:
             key = os.getpid(), *host
             connection, response = self._send(url, urlsplit(at), key, headers)
             try:
-                if is_own:
-                    self.note_headers(url, response)
                 status, location = response.status, response.getheader("Location")
                 if status in _REDIRECTS and location:
                     at = _follow(url, at, location)
@@ -346,29 +318,24 @@ def _check_range(
     """
     if response.status == 416:  # an empty object
         return 0, 0
-    what = "the server sends other bytes than requested"
-    expected, hint = f"bytes {offset}-{offset + nbytes - 1}", "Download the file first."
-    text, encoding = (response.getheader(n, "") for n in ("Content-Range", "Content-Encoding"))
-    found = f"Content-Range {text or 'missing'}, Content-Length {response.length}"
-    match = _RANGE.fullmatch(text.strip())
-    if encoding.lower() not in ("", "identity"):
-        what, found = "the server compresses the bytes", f"Content-Encoding {encoding}"
-    elif response.status == 200:
-        what = "the server ignores ranges and sends the complete file"
-        found = f"HTTP 200 with {response.length} bytes"
-        if response.getheader("Content-Type", "").startswith("text/html"):
-            what = "the server sends a web page instead of a file"
-            hint = (
-                "Check the URL. If the page asks you to log in, pass credentials in "
-                f'storage_options={{"headers": ...}}. {_NAME_A_FILE}'
-            )
-    elif match is not None:
+    match = _RANGE.fullmatch(response.getheader("Content-Range", "").strip())
+    is_plain = response.getheader("Content-Encoding", "").lower() in ("", "identity")
+    if response.status == 206 and match is not None and is_plain:
         first, last, size = map(int, match.groups())
         length = last - first + 1
         fits = first == offset <= last < min(offset + nbytes, size)
         if fits and response.length in (None, length):
             return size, length
-    raise FormatError(what, file=url, expected=expected, found=found, hint=hint)
+    names = "Content-Range", "Content-Length", "Content-Encoding", "Content-Type"
+    found = [f"{name} {text}" for name in names if (text := response.getheader(name))]
+    raise FormatError(
+        "the server ignores ranges, compresses, or sends other bytes than requested",
+        file=url,
+        expected=f"HTTP 206 with bytes {offset}-{offset + nbytes - 1}",
+        found=", ".join((f"HTTP {response.status}", *found)),
+        hint="Download the file first. If the server sends a web page that asks you to log in, "
+        f'pass credentials in storage_options={{"headers": ...}}. {_NAME_A_FILE}',
+    )
 
 
 def _is_empty(response: http.client.HTTPResponse) -> bool:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import http.client
 import importlib
 import re
 from typing import Any, NamedTuple
 
 from torchlift._store.http import Http
 from torchlift._store.others import Others
-from torchlift._store.url import Store, Url
+from torchlift._store.url import Failed, Seen, Store, Url, UrlStamp
 from torchlift.errors import FormatError, NotFound
 
 _PATH = re.compile(
@@ -46,30 +45,26 @@ class Hub(Http):
         bearer = {"Authorization": f"Bearer {token}"} if token else {}
         return {**bearer, **self._store.headers}
 
-    def note_headers(self, url: Url, response: http.client.HTTPResponse) -> None:
-        """Note the Hub's checksum of a file: SHA-256 in git LFS, else the SHA-1 of git.
-
-        The store behind the redirect sends an ETag of its own. That ETag is not a checksum.
-        """
-        etag = response.getheader("X-Linked-ETag") or response.getheader("ETag") or ""
-        self.etags[url.target] = etag.strip('"')
-
-    def is_folder(self, url: Url) -> bool:
-        """Return whether a URL is a repository, or a folder in one."""
+    def look(self, url: Url) -> Seen:
+        """Return the stamp of a file and its first bytes, or that the URL is a folder."""
         if not _parse(url).name.strip("/"):
-            return True
+            return Seen(None)
         try:
-            self._store.keep_head(url)
-            return False
-        except NotFound as error:
-            failure = error
-        if not self._names.find(url):
-            raise failure
-        return True
+            return super().look(url)
+        except Failed as failed:
+            if isinstance(failed.error, NotFound) and self._is_folder(url):
+                return Seen(None)
+            raise
 
-    def names(self, url: Url) -> list[str]:
-        """Return the names in a folder."""
-        return self._names.names(url)
+    def _is_folder(self, url: Url) -> bool:
+        try:
+            return self._names.look(url).stamp is None
+        except Failed:
+            return False
+
+    def stamps_in(self, url: Url) -> dict[str, UrlStamp | None]:
+        """Return the names in a folder. Their stamps differ from those of `Http`."""
+        return dict.fromkeys(self._names.stamps_in(url))
 
 
 class _HubPath(NamedTuple):

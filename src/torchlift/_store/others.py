@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torchlift._store.objects import object_store
-from torchlift._store.url import HEAD, Failed, Store, Url, UrlStamp
+from torchlift._store.url import Failed, Seen, Store, Transport, Url, UrlStamp
 from torchlift.errors import (
     CheckpointError,
     FormatError,
@@ -33,36 +33,29 @@ _VERSIONS = "ETag", "etag", "VersionId", "version_id", "generation", "oid", "blo
 _TIMES = "LastModified", "last_modified", "mtime", "updated", "modified", "created"
 
 
-class Others:
+class Others(Transport):
     """Reads by a file system of fsspec, or by obstore."""
 
-    is_exact = False
-    etags: Mapping[str, str] = {}
     at_once = 4  # each answer is copied, and s3fs holds it twice for a moment
 
     def __init__(self, store: Store) -> None:
-        self._store = store
+        super().__init__(store)
         self._process, self._lock = os.getpid(), threading.Lock()
         self._made: dict[str, Any] = {}
         self._objects: dict[str, Any] = {}
-        self._infos: dict[str, Mapping[str, Any]] = {}
-        self._listed: set[str] = set()
 
-    def head(self, url: Url) -> tuple[UrlStamp, bytes]:
-        """Return the stamp of an object and its first bytes."""
-        stamp = self._stamp(url, self._infos.get(url.target) or self._info(url))
-        data = bytearray(min(HEAD, stamp.size))
-        got = self.read_into(url, stamp, [memoryview(data)], 0) if data else 0
-        return stamp, bytes(memoryview(data)[:got])
+    def look(self, url: Url) -> Seen:
+        """Return the stamp of an object, or that the URL is a folder."""
+        stamp = _stamp_of(self.call(url, lambda fs, path: fs.info(path)))
+        if stamp is not None and stamp.size < 0:
+            raise FormatError("the store does not report the size of the object", file=url)
+        return Seen(stamp)
 
-    def check(self, url: Url, stamp: UrlStamp) -> None:
-        """Raise an error unless the object has this stamp."""
-        if (found := self.stamp(url)) != stamp:
-            raise stamp.change_error(url, found)
-
-    def stamp(self, url: Url) -> UrlStamp:
-        """Return the stamp of an object as it is now."""
-        return self._stamp(url, self._info(url))
+    def stamps_in(self, url: Url) -> dict[str, UrlStamp | None]:
+        """Return the names in a folder, with the stamps of objects."""
+        listed = self.call(url, lambda fs, path: fs.ls(path, detail=True))
+        names = [info["name"].rstrip("/").rpartition("/")[2] for info in listed]
+        return dict(zip(names, map(_stamp_of, listed), strict=True))
 
     def read_into(
         self, url: Url, stamp: UrlStamp, buffers: Sequence[memoryview], offset: int
@@ -101,70 +94,6 @@ class Others:
             )
 
         return self.call(url, get)
-
-    def listed_stamp(self, url: Url) -> UrlStamp | None:
-        """Return the stamp of an object from a listing of its folder, or None."""
-        info = self._infos.get(url.target)
-        return None if info is None else self._stamp(url, info)
-
-    def exists(self, url: Url) -> bool:
-        """Return whether an object exists, without a request if its folder was listed."""
-        if url.target in self._infos:
-            return True
-        return url.parent.target not in self._listed and self.find(url)
-
-    def find(self, url: Url) -> bool:
-        """Return whether a file or folder exists, and keep its facts."""
-        try:
-            self._infos[url.target] = self._info(url)
-        except Failed as failed:
-            if isinstance(failed.error, NotFound):
-                return False
-            raise
-        return True
-
-    def is_folder(self, url: Url) -> bool:
-        """Return whether a URL is a folder. Raise `NotFound` if the URL does not exist."""
-        info = self._info(url)
-        if info.get("type") == "directory":
-            return True
-        self._infos[url.target] = info
-        return False
-
-    def names(self, url: Url) -> list[str]:
-        """Return the names in a folder."""
-        listed = self.call(url, lambda fs, path: fs.ls(path, detail=True))
-        # Forget older facts of this folder: a training run may have written or removed files.
-        folder = url.inside("x").parent.target
-        self._infos = {at: i for at, i in self._infos.items() if not at.startswith(f"{folder}/")}
-        self._listed = {at for at in self._listed if not at.startswith(f"{folder}/")} | {folder}
-        found = []
-        for info in listed:
-            name = info["name"].rstrip("/").rpartition("/")[2]
-            if info.get("type") != "directory":
-                self._infos[url.inside(name).target] = info
-            found.append(name)
-        return found
-
-    def cancel(self) -> None:
-        """Do nothing: fsspec cannot end a request."""
-
-    def _info(self, url: Url) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = self.call(url, lambda fs, path: fs.info(path))
-        return found
-
-    def _stamp(self, url: Url, info: Mapping[str, Any]) -> UrlStamp:
-        size = info.get("size")
-        if type(size) is not int:
-            raise FormatError("the store does not report the size of the object", file=url)
-        version = next((str(info[name]) for name in _VERSIONS if info.get(name)), "")
-        modified = next((info[name] for name in _TIMES if info.get(name)), "")
-        # A listing and a single look can write one time in two ways: a date or a number, with or
-        # without fractions of a second.
-        modified = modified.timestamp() if hasattr(modified, "timestamp") else modified
-        if version and isinstance(modified, float):
-            modified = int(modified)
-        return UrlStamp(size, version, str(modified))
 
     def call(self, url: Url, call: Callable[[Any, str], _T]) -> _T:
         """Call a method of the file system and translate its errors.
@@ -210,16 +139,29 @@ class Others:
         if isinstance(error, PermissionError) or type(error).__name__ in _REFUSED:
             hint = "Pass credentials in the environment or in storage_options."
             return NotAllowed("the store refuses access", file=url, found=found, hint=hint), None
-        if isinstance(error, ImportError):
-            hint = "Install the package that the message names."
-            what = f"{scheme}:// needs a package that is not installed"
+        is_made = scheme in self._made
+        if isinstance(error, ImportError) or (isinstance(error, ValueError) and not is_made):
+            what = f"fsspec cannot open {scheme}:// URLs, or refuses the options"
+            hint = "Install the package that the message names, or correct storage_options."
             return FormatError(what, file=url, found=found, hint=hint), None
-        if isinstance(error, ValueError) and scheme not in self._made:
-            what = f"fsspec does not know the scheme {scheme}://, or refuses its options"
-            return FormatError(what, file=url, found=found), None
         if isinstance(error, TimeoutError):
             return TimedOut("the store does not answer", file=url, found=found), 0.0
         after = (
             0.0 if isinstance(error, OSError) or "client" in type(error).__name__.lower() else None
         )
         return Unreachable("the store cannot be used", file=url, found=found), after
+
+
+def _stamp_of(info: Mapping[str, Any]) -> UrlStamp | None:
+    """Return the stamp of an object from its description by fsspec. None for a folder."""
+    if info.get("type") == "directory":
+        return None
+    size = info.get("size")
+    version = next((str(info[name]) for name in _VERSIONS if info.get(name)), "")
+    modified = next((info[name] for name in _TIMES if info.get(name)), "")
+    # A listing and a single look can write one time in two ways: a date or a number, with or
+    # without fractions of a second.
+    modified = modified.timestamp() if hasattr(modified, "timestamp") else modified
+    if version and isinstance(modified, float):
+        modified = int(modified)
+    return UrlStamp(size if type(size) is int else -1, version, str(modified))

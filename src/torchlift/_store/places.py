@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import posixpath
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torchlift._store.files import FileStamp, LocalFile, Opened
-from torchlift._store.url import RemoteFile, Store, Transport, Url, UrlStamp
+from torchlift._store.url import RemoteFile, Seen, Store, Transport, Url, UrlStamp
 
 _A = TypeVar("_A")
 _T = TypeVar("_T")
@@ -19,9 +19,6 @@ Stamp = FileStamp | UrlStamp
 
 #: Requests in parallel while an index is read.
 _AT_ONCE = 32
-#: The ETag of a file on a hub. The number of digits tells which algorithm it is.
-_ETAG = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
-_ALGORITHMS = {40: "git-sha1", 64: "sha256"}
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://", re.ASCII)
 
 
@@ -117,49 +114,35 @@ def relative(place: str, folder: str) -> str:
     return os.path.relpath(place, folder)
 
 
-def shared_folder(places: Iterable[str]) -> str:
-    """Return the deepest folder that contains all places."""
-    first, *more = places
-    if not isinstance(first, Url):
-        return os.path.commonpath([first, *more]) if more else os.path.dirname(first)
-    folder = first.parent
-    while not all(place.startswith(f"{folder}/") for place in more):
-        folder = folder.parent
-    return folder
-
-
 def is_folder(place: str) -> bool:
     """Return whether a place is a folder. HTTP has files only.
 
     Raises:
-        FormatError: If an HTTP URL ends in a slash.
         NotFound: If the URL does not exist.
     """
     if isinstance(place, Url):
-        store = place.store
-        return store.retry(place, lambda: store.transport.is_folder(place))
+        return place.store.look(place).stamp is None
     return os.path.isdir(place)
 
 
 def exists(place: str) -> bool:
-    """Return whether a place exists. The head of an HTTP object is kept for the next open."""
-    if not isinstance(place, Url):
-        return os.path.exists(place)
-    store = place.store
-    return store.retry(place, lambda: store.transport.exists(place))
+    """Return whether a place exists."""
+    return place.store.exists(place) if isinstance(place, Url) else os.path.exists(place)
 
 
 def stamp_of(place: str) -> Stamp:
     """Return the stamp of a place, without a request. The stamp of a URL may be empty."""
     if isinstance(place, Url):
-        return place.store.transport.listed_stamp(place) or UrlStamp(-1)
+        return place.store.seen.get(place.target, Seen(None)).stamp or UrlStamp(-1)
     return FileStamp.of(place)
 
 
 def head_of(place: str, nbytes: int) -> bytes:
     """Return the first bytes of a place. Those of a URL are kept for the next open."""
     if isinstance(place, Url):
-        return place.store.keep_head(place)[:nbytes]
+        opened = RemoteFile(place)
+        place.store.seen[place.target] = Seen(opened.stamp, opened.head)
+        return opened.head[:nbytes]
     with open(place, "rb", buffering=0) as file:
         return file.read(nbytes)
 
@@ -182,26 +165,8 @@ def in_parallel(place: str, function: Callable[[_A], _T], items: Sequence[_A]) -
 def names_in(folder: str) -> list[str]:
     """Return the names in a folder."""
     if isinstance(folder, Url):
-        store = folder.store
-        return store.retry(folder, lambda: store.transport.names(folder))
+        return folder.store.names(folder)
     return os.listdir(folder)
-
-
-def hub_checksum(place: str) -> tuple[str, str] | None:
-    """Return the checksum that the Hub records for a file: the algorithm, then the digits.
-
-    The algorithm is ``"sha256"`` for a file in git LFS, and ``"git-sha1"`` for a smaller file. The
-    cache of huggingface_hub links each file to ``blobs/<ETag>``. For a ``hf://`` URL the checksum
-    is a header of the answer.
-    """
-    if isinstance(place, Url):
-        etag = place.store.transport.etags.get(place.target, "")
-    else:
-        folder, etag = os.path.split(os.path.realpath(place))
-        # Only a link into `blobs` has the Hub's name. A plain file can have any name.
-        if os.path.basename(folder) != "blobs" or not os.path.islink(place):
-            return None
-    return (_ALGORITHMS[len(etag)], etag) if _ETAG.fullmatch(etag) else None
 
 
 def stamp_now(place: str) -> Stamp:
@@ -211,4 +176,7 @@ def stamp_now(place: str) -> Stamp:
         NotFound: If the URL does not exist.
         CheckpointError, OSError: If the place cannot be read.
     """
-    return place.store.stamp(place) if isinstance(place, Url) else FileStamp.of(place)
+    if not isinstance(place, Url):
+        return FileStamp.of(place)
+    store = place.store
+    return store.retry(place, lambda: store.transport.look(place)).stamp or UrlStamp(-1)

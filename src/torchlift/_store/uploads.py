@@ -29,12 +29,6 @@ _PATIENCE = 10.0
 _COMMITS = ("s3", "s3a", "gs", "gcs")
 
 
-def upload(place: str, nbytes: int = 0) -> Upload:
-    """Start the upload of an object of about `nbytes` bytes."""
-    assert isinstance(place, Url)
-    return Upload(place, nbytes)
-
-
 class _Cancelled(Exception):
     """The writer left without a commit, so that no more parts arrive."""
 
@@ -44,14 +38,15 @@ class Upload:
 
     Example:
         >>> from torchlift._store.places import place_of
-        >>> from torchlift._store.uploads import upload
-        >>> with upload(place_of("memory://docs/x", None)) as made:
+        >>> from torchlift._store.uploads import Upload
+        >>> with Upload(place_of("memory://docs/x", None)) as made:
         ...     made.write(b"abc")
         ...     made.commit()
     """
 
-    def __init__(self, place: Url, nbytes: int = 0) -> None:
-        """Prepare the upload of about `nbytes` bytes. Nothing is sent yet."""
+    def __init__(self, place: str, nbytes: int = 0) -> None:
+        """Prepare the upload of about `nbytes` bytes to a URL. Nothing is sent yet."""
+        assert isinstance(place, Url)
         self.place = place
         self.nbytes = 0
         # gcsfs accepts multiples of 256 KiB only.
@@ -71,17 +66,9 @@ class Upload:
 
         Raises:
             CheckpointError: If earlier bytes could not be sent.
-            PlacementError: If the offset is before the end of earlier bytes.
         """
         if offset is not None and offset != self.nbytes:
-            if offset < self.nbytes:
-                raise PlacementError(
-                    "an upload writes bytes in order, but some values arrive in another order",
-                    file=self.place,
-                    expected=f"byte {self.nbytes} or later",
-                    found=f"byte {offset}",
-                    hint="Save to a file, and copy it.",
-                )
+            assert offset > self.nbytes  # a save writes its bytes in order
             self.write(bytes(offset - self.nbytes))
         left = memoryview(data)
         self.nbytes += len(left)

@@ -10,10 +10,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from torchlift._store.files import Opened
-from torchlift.errors import CheckpointError, FormatError, IntegrityError, Unreachable
+from torchlift._store.files import Opened, change_error
+from torchlift.errors import CheckpointError, FormatError, IntegrityError, NotFound, Unreachable
 
 if TYPE_CHECKING:
     from urllib.parse import SplitResult
@@ -165,13 +165,7 @@ class UrlStamp:
 
     def change_error(self, file: str, found: UrlStamp) -> IntegrityError:
         """Return the error for an object that changed."""
-        return IntegrityError(
-            "the object changed after it was opened",
-            file=self.shown or file,
-            expected=self._describe(),
-            found=found._describe(),
-            hint="Open the checkpoint again once nobody writes to it.",
-        )
+        return change_error(self.shown or file, self._describe(), found._describe())
 
     def _describe(self) -> str:
         version = f", version {self.version}" if self.version else ""
@@ -191,49 +185,62 @@ class Failed(Exception):
         self.error, self.after = error, after
 
 
-class Transport(Protocol):
-    """Makes requests. Each method tries once, and can be called from any thread."""
+class Seen(NamedTuple):
+    """The answer of a store to a look at a URL.
 
-    #: Whether each answer contains the version, so that no final check is needed.
-    is_exact: bool
-    #: Large ranges to request in parallel. A transport that copies each answer needs a small number
-    #: to stay in its memory budget.
+    Attributes:
+        stamp: The stamp of an object. None if the URL is a folder.
+        head: The first bytes of the object, if they came with the stamp.
+    """
+
+    stamp: UrlStamp | None
+    head: bytes = b""
+
+
+class Transport:
+    """Makes requests. Each method tries once, and can be called from any thread.
+
+    Attributes:
+        is_exact: Whether each answer contains the version, so that no final check is needed.
+        at_once: Large ranges to request in parallel. A transport that copies each answer needs a
+            small number to stay in its memory budget.
+    """
+
+    is_exact = False
     at_once: int
 
-    def __init__(self, store: Store) -> None: ...
+    def __init__(self, store: Store) -> None:
+        self._store = store
 
-    @property
-    def etags(self) -> Mapping[str, str]:
-        """Return the ETags of the Hub, by complete URL."""
+    def look(self, url: Url) -> Seen:
+        """Return what is at a URL now.
 
-    def head(self, url: Url) -> tuple[UrlStamp, bytes]:
-        """Return the stamp of an object and its first bytes."""
+        Raises:
+            Failed: If nothing is there, or the store does not answer.
+        """
+        raise NotImplementedError
 
     def read_into(
         self, url: Url, stamp: UrlStamp, buffers: Sequence[memoryview], offset: int
     ) -> int:
         """Fill buffers with the bytes at an offset. Return the number of bytes that arrived."""
-
-    def stamp(self, url: Url) -> UrlStamp:
-        """Return the stamp of an object as it is now."""
+        raise NotImplementedError
 
     def check(self, url: Url, stamp: UrlStamp) -> None:
         """Raise an error unless the object has this stamp."""
+        if (found := self.look(url).stamp) != stamp:
+            raise stamp.change_error(url, found or UrlStamp(-1))
 
-    def listed_stamp(self, url: Url) -> UrlStamp | None:
-        """Return the stamp of an object from a listing of its folder, or None."""
+    def stamps_in(self, url: Url) -> dict[str, UrlStamp | None]:
+        """Return the names in a folder, with the stamps of objects. A size of -1 is not known.
 
-    def exists(self, url: Url) -> bool:
-        """Return whether an object exists."""
-
-    def is_folder(self, url: Url) -> bool:
-        """Return whether a URL is a folder. Raise `NotFound` if the URL does not exist."""
-
-    def names(self, url: Url) -> list[str]:
-        """Return the names in a folder. Raise `FormatError` if it cannot be listed."""
+        Raises:
+            FormatError: If the store cannot list a folder.
+        """
+        raise NotImplementedError
 
     def cancel(self) -> None:
-        """End the requests that other threads wait for."""
+        """End the requests that other threads wait for, if the client can."""
 
 
 class Store:
@@ -245,6 +252,7 @@ class Store:
         rest: Options for fsspec.
         requests: The number of requests so far.
         received: The number of bytes received so far.
+        seen: Complete URL -> what is known of it, until it is opened.
         transport: Makes the requests.
     """
 
@@ -266,7 +274,8 @@ class Store:
         self.requests = self.received = 0
         self._lock = threading.Lock()
         self._cancelled = threading.Event()
-        self._heads: dict[str, tuple[UrlStamp, bytes]] = {}
+        self.seen: dict[str, Seen] = {}
+        self._names: dict[str, list[str]] = {}  # of the folders that were listed
         self.transport = transport(self)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -282,20 +291,34 @@ class Store:
             self.requests += requests
             self.received += received
 
-    def head(self, url: Url) -> tuple[UrlStamp, bytes]:
-        """Return the stamp of an object and at most `HEAD` of its first bytes."""
-        known = self._heads.pop(url.target, None)
-        return known or self.retry(url, lambda: self.transport.head(url))
+    def look(self, url: Url) -> Seen:
+        """Look at a URL, and keep the answer until the URL is opened."""
+        found = self.seen.get(url.target) or self.retry(url, lambda: self.transport.look(url))
+        if found.stamp is not None:  # a folder is never opened, and may be removed
+            self.seen[url.target] = found
+        return found
 
-    def stamp(self, url: Url) -> UrlStamp:
-        """Return the stamp of an object as it is now."""
-        return self.retry(url, lambda: self.transport.stamp(url))
+    def names(self, folder: Url) -> list[str]:
+        """Return the names in a folder, and keep the stamps of its objects."""
+        stamps = self.retry(folder, lambda: self.transport.stamps_in(folder))
+        # Forget older facts of this folder: a training run may have written or removed files.
+        start = folder.inside("")
+        self.seen = {at: seen for at, seen in self.seen.items() if not at.startswith(start.target)}
+        for name, stamp in stamps.items():
+            if stamp is not None and stamp.size >= 0:
+                self.seen[folder.inside(name).target] = Seen(stamp)
+        self._names[folder.inside("x").parent.target] = [*stamps]
+        return [*stamps]
 
-    def keep_head(self, url: Url) -> bytes:
-        """Return the first bytes of an object, and keep them for the next `head`."""
-        # Not read back from the dict: another thread may take them from there at once.
-        found = self._heads[url.target] = self.head(url)
-        return found[1]
+    def exists(self, url: Url) -> bool:
+        """Return whether an object or folder exists. This takes no request in a listed folder."""
+        if (names := self._names.get(url.parent.target)) is not None:
+            return url.name in names
+        try:
+            self.look(url)
+        except NotFound:
+            return False
+        return True
 
     def retry(self, url: Url, call: Callable[[], _T]) -> _T:
         """Call a function until it succeeds or cannot succeed, and return its result.
@@ -356,9 +379,15 @@ class RemoteFile(Opened):
 
     def __init__(self, url: Url, stamp: UrlStamp | None = None) -> None:
         self.place = self._url = url
+        seen = Seen(stamp)
         if stamp is None or stamp.size < 0:
-            stamp, self.head = url.store.head(url)
-        self.stamp, self.size = stamp, stamp.size
+            seen = url.store.look(url)
+            url.store.seen.pop(url.target, None)
+        if seen.stamp is None:
+            raise FormatError("the URL is a folder", file=url)
+        self.stamp, self.size = seen.stamp, seen.stamp.size
+        if seen.stamp is not stamp:
+            self.head = seen.head or self.read(0, HEAD)
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
         """Fill the buffers in order with the bytes that start at an offset.
@@ -371,9 +400,7 @@ class RemoteFile(Opened):
         room = min(sum(map(len, buffers)), self.size - offset)
         if room <= 0:
             return 0
-        if room < sum(map(len, buffers)):
-            buffers = _clip(buffers, room)
-        store = url.store
+        buffers, store = clip(buffers, room), url.store
         return store.retry(url, lambda: store.transport.read_into(url, stamp, buffers, offset))
 
     def check(self) -> None:
@@ -382,7 +409,7 @@ class RemoteFile(Opened):
             self.stamp.check(self._url)
 
 
-def _clip(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
+def clip(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
     """Return buffers for the first `nbytes` bytes only."""
     found = []
     for buffer in buffers:

@@ -10,7 +10,7 @@ from torchlift._system.text import progress_bar
 from torchlift.cli.output import report
 from torchlift.formats.dcp import resolved
 from torchlift.formats.detect import read_index
-from torchlift.formats.integrity import checksums, hub_checksums, verify_index
+from torchlift.formats.integrity import checksums, verify_index
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +19,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "Exit status: 0 if the file is intact, 1 if a checksum is wrong or the file is damaged, 3\n"
         "if the file would run code or leave its directory.\n"
         "Most safetensors files do not contain checksums: only their structure is checked. The\n"
-        "Hugging Face Hub records a checksum of each file, in its cache and behind hf://."
+        "cache of the Hugging Face Hub records a checksum of each large file."
     )
     parser.add_argument("path", metavar="FILE", help="a checkpoint file or directory")
 
@@ -28,9 +28,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the result. Return 1 if a checksum is wrong."""
     index = resolved(read_index(args.path))
     known = checksums(index)
-    total = sum(item.nbytes for some in known for item in some.values())
-    stamps = {**index.guides, **index.files}
-    total += sum(stamps[file].size for file in hub_checksums(index))
+    total = sum(each.place.nbytes for each in known)
     with progress_bar(sys.stderr.isatty(), total, "verify") as advance:
         found = verify_index(index, advance, known)
     report(args, str(found), {**asdict(found), "ok": found.ok})

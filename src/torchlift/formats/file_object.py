@@ -33,7 +33,14 @@ def index_of_object(file: BinaryIO) -> Iterator[Index]:
         raise TypeError(f"expected a path or a binary file object, not {type(file).__name__}")
     path = _path_of(file)
     shown = path or _shown(file)
-    start = _position(file, shown)
+    try:
+        is_text = isinstance(file.read(0), str)
+        start = file.tell()
+        file.seek(start)
+    except Exception as error:  # open for writing, closed, or a pipe
+        raise _unreadable(shown, f"{type(error).__name__}: {error}") from error
+    if is_text:
+        raise _unreadable(shown, "text")
     if path and not start:
         yield read_index(path)
         return
@@ -44,12 +51,7 @@ def index_of_object(file: BinaryIO) -> Iterator[Index]:
             while data := file.read(_BLOCK):
                 copy.write(data)
         except Exception as error:  # decompressors raise errors of their own
-            raise FormatError(
-                "the file object cannot be read",
-                file=shown,
-                found=f"{type(error).__name__}: {error}",
-                hint="Open it for reading. If it decompresses, its file may be damaged.",
-            ) from error
+            raise _unreadable(shown, f"{type(error).__name__}: {error}") from error
         finally:
             with suppress(Exception):
                 file.seek(start)
@@ -61,6 +63,17 @@ def index_of_object(file: BinaryIO) -> Iterator[Index]:
             raise
         files = {name: replace(stamp, shown=shown) for name, stamp in index.files.items()}
         yield replace(index, path=shown, files=files)
+
+
+def _unreadable(shown: str, found: str) -> FormatError:
+    return FormatError(
+        "the file object cannot be read",
+        file=shown,
+        expected="bytes from an object that can seek",
+        found=found,
+        hint="Open it for reading bytes, with mode 'rb'. If it cannot seek, pass "
+        "io.BytesIO(file.read()). If it decompresses, its file may be damaged.",
+    )
 
 
 def _path_of(file: BinaryIO) -> str | None:
@@ -82,28 +95,3 @@ def _shown(file: BinaryIO) -> str:
     name = getattr(file, "name", None)
     text = f" {printable(name, 300)}" if isinstance(name, str) and name else ""
     return f"<{type(file).__name__}{text}>"
-
-
-def _position(file: BinaryIO, shown: str) -> int:
-    """Return the position of a file object.
-
-    Raises:
-        FormatError: If it is in text mode, cannot be read, or cannot seek.
-    """
-    hint = "Open it for reading bytes, with mode 'rb'."
-    try:
-        if isinstance(file.read(0), str):
-            raise FormatError("the file object is open in text mode", file=shown, hint=hint)
-    except (OSError, ValueError) as error:  # opened for writing, or closed
-        what, found = "the file object cannot be read", f"{type(error).__name__}: {error}"
-        raise FormatError(what, file=shown, found=found, hint=hint) from error
-    try:
-        start = file.tell()
-        file.seek(start)
-    except Exception as error:
-        raise FormatError(
-            "the file object cannot seek",
-            file=shown,
-            hint="Pass io.BytesIO(file.read()), or save the bytes to a file and pass its path.",
-        ) from error
-    return start

@@ -17,12 +17,11 @@ from torchlift.formats.torch_pickle import StorageRef, TensorRef
 from torchlift.formats.torch_zip import (
     Resolver,
     look_up,
-    read_content,
     read_notes,
     read_torch_zip,
     zip_resolver,
 )
-from torchlift.formats.zip_archive import STORED, expect_records
+from torchlift.formats.zip_archive import STORED, expect_records, read_record
 
 #: The folder of the weights, and the file of torch.save that has them in archives before torch 2.8.
 _WEIGHTS, _OLD = "data/weights/", "serialized_state_dict.pt"
@@ -72,7 +71,7 @@ def read_pt2(source: Source, records: dict[str, Record], top: str) -> Index:
     needed = (".json", "version", "byteorder")
     expect_records(source, [at for name, at in records.items() if name.endswith(needed)])
     version = look_up(records, top + "archive_version")
-    if version and read_content(source, version).strip() not in _VERSIONS:
+    if version and read_record(source, version).strip() not in _VERSIONS:
         raise FormatError("torch does not read this version of exported programs", entry=top)
     notes = read_notes(source, records, top)
     # torch would read the numbers as they are, so all of them would be wrong.
@@ -136,7 +135,7 @@ def _listed(
 ) -> Index:
     """Read a list of tensors and the records they look into."""
     with errors_name(source.path, config):
-        text = read_content(source, records[config])
+        text = read_record(source, records[config])
         listed = parse_json(text, "the list of tensors").get("config")
         if not isinstance(listed, dict):
             raise FormatError("the list of tensors lacks its config")

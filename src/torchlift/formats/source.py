@@ -43,7 +43,7 @@ class Source:
 
     def __init__(self, path: str, budget: Budget | None = None, stamp: Stamp | None = None) -> None:
         self._opened = opened = open_place(path) if stamp is None else stamp.open(path)
-        self._windows = None if opened.is_local else _Windows(opened)
+        self._windows = None if opened.is_local else Windows(opened)
         self._read = opened.read if self._windows is None else self._windows.read
         self.budget = budget or Budget()
         self.path, self.descriptor, self.stamp = path, opened.descriptor, opened.stamp
@@ -114,7 +114,7 @@ class Source:
         self.close()
 
 
-class _Windows:
+class Windows:
     """The bytes that were read from a URL. Near ranges share a request.
 
     Args:

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Mapping
 from typing import NoReturn
 
 from torchlift.errors import FormatError, UnsafeError
 from torchlift.formats.index import Index, Storage
 from torchlift.formats.source import Source, errors_name
 from torchlift.formats.torch_pickle import STORED_SIZE, StorageRef, TorchWorld
-from torchlift.formats.torch_zip import Find, Resolver, index_of
+from torchlift.formats.torch_zip import Resolver, index_of
 from torchlift.formats.unpickle import read_pickle
 
 _MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
@@ -57,19 +56,15 @@ class _Stream:
         pos: Position of the next byte.
     """
 
-    def __init__(self, source: Source, what: str) -> None:
+    def __init__(self, source: Source) -> None:
         self.source = source
-        self.what = what
         self.pos = 0
 
-    def pickle(
-        self, what: str, make: type[TorchWorld], first: int = _SHORT
-    ) -> tuple[object, TorchWorld]:
+    def pickle(self, what: str, first: int = _SHORT) -> tuple[object, TorchWorld]:
         """Read one pickle.
 
         Args:
             what: Name of the pickle in errors.
-            make: Makes the world of its names.
             first: Number of bytes to try first.
 
         Returns:
@@ -80,7 +75,7 @@ class _Stream:
         while True:
             rest = min(self.source.size - self.pos, _MAX_PICKLE)
             data = self.source.read(self.pos, min(first, rest), what)
-            world = make(self.source.budget)
+            world = _StreamWorld(self.source.budget)
             try:
                 with errors_name(self.source.path, what):
                     found, end = read_pickle(data, world)
@@ -100,7 +95,7 @@ class _Stream:
         Raises:
             UnsafeError: If it names a global.
         """
-        found, world = self.pickle(what, TorchWorld)
+        found, world = self.pickle(what)
         if world.blocked:
             raise UnsafeError(
                 "a pickle of plain data names a global, and unpickling it would run code",
@@ -109,29 +104,16 @@ class _Stream:
             )
         return found
 
-    def numbers(self, layout: str) -> tuple[int, ...]:
-        """Read numbers."""
-        data = self.source.read(self.pos, struct.calcsize(layout), self.what)
-        self.pos += len(data)
-        return struct.unpack(layout, data)
-
     def storage(self, ref: StorageRef, what: str) -> Storage:
         """Skip a count of elements and their bytes. Return their place.
 
         Raises:
-            FormatError: If the tensors expect another count, or the file ends early.
+            FormatError: If the file ends early.
         """
-        (count,) = self.numbers("<q")
-        start, nbytes = self.pos, ref.numel * STORED_SIZE[ref.dtype]
-        if count != ref.numel:
-            raise FormatError(
-                "the size of a storage differs from what its tensors say",
-                entry=what,
-                expected=f"{ref.numel} elements",
-                found=f"{count}",
-            )
+        count = int.from_bytes(self.source.read(self.pos, 8, what), "little", signed=True)
+        start, nbytes = self.pos + 8, count * STORED_SIZE[ref.dtype]
         self.source.check(start, nbytes, "a storage", what)
-        self.pos += nbytes
+        self.pos = start + nbytes
         return Storage(self.source.path, self.source.start + start, nbytes, ref.location)
 
 
@@ -164,7 +146,7 @@ def read_torch_legacy(source: Source) -> Index:
         FormatError: If it is not such a file, or is damaged, truncated or inconsistent.
         UnsafeError: If a pickle of plain data names a global.
     """
-    stream = _Stream(source, "the storages")
+    stream = _Stream(source)
     if _is_summed(source.read(0, min(_BLOCK, source.size))):
         raise FormatError(
             "the file is both a stream of pickles and a tar archive",
@@ -177,7 +159,7 @@ def read_torch_legacy(source: Source) -> Index:
                 "the file is not a torch file, or is damaged", entry=what, expected=expected
             )
     metadata = _machine(stream.plain("sys_info"))
-    root, world = stream.pickle("the object", _StreamWorld, _LONG)
+    root, world = stream.pickle("the object", _LONG)
     keys = stream.plain("the storage keys")
     if not isinstance(keys, list):
         raise FormatError("the storage keys are not a list", found=f"a {type(keys).__name__}")
@@ -190,7 +172,7 @@ def read_torch_legacy(source: Source) -> Index:
             )
             raise FormatError(problem, entry=str(key) if isinstance(key, (str, int)) else None)
         storages[key] = stream.storage(ref, key)
-    resolver = Resolver(source.path, _finder(storages))
+    resolver = Resolver(source.path, storages)
     return index_of(source, "torch-legacy", root, world, resolver, metadata)
 
 
@@ -203,18 +185,6 @@ def _machine(info: object) -> dict[str, str]:
         for key, value in info.items()
         if type(key) is str and type(value) in (bool, int, str)
     }
-
-
-def _finder(storages: Mapping[str, Storage]) -> Find:
-    def find(key: str, ref: StorageRef) -> Storage:
-        storage = storages.get(ref.key)
-        if storage is None:
-            raise FormatError(
-                "the storage of a tensor is missing", entry=key, expected=f"storage {ref.key}"
-            )
-        return storage
-
-    return find
 
 
 def refuse_tar(source: Source) -> NoReturn:

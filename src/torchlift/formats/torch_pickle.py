@@ -9,12 +9,10 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torchlift._system.text import clipped_list
 from torchlift.errors import FormatError
 from torchlift.formats.index import ITEMSIZE, QUANTIZED, SLICE, SUBCLASS, Array
 from torchlift.formats.unpickle import (
@@ -66,12 +64,6 @@ _RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 _OF_DTENSORS = re.compile(
     r"torch\.distributed\.(?:_?tensor(?:\.\w+)*|device_mesh|_mesh_layout)\.(\w+)", re.ASCII
 )
-
-_MAX_BLOCKED = 10_000
-
-
-#: Names that mean something in every OrderedDict.
-_OF_DICTS = frozenset(dir(OrderedDict))
 
 #: Most levels of containers in the state of a subclass.
 _MAX_INSIDE = 50
@@ -261,8 +253,6 @@ class TorchWorld:
 
     def block(self, name: str, called: bool = False, *inside: object) -> Blocked:
         """Note a name as blocked."""
-        if len(self.blocked) >= _MAX_BLOCKED:
-            raise FormatError("the pickle names too many globals", found=f"{_MAX_BLOCKED} or more")
         self.blocked[name] = None
         return Blocked(name, called, *inside)
 
@@ -315,34 +305,31 @@ class TorchWorld:
 
     def persistent(self, identity: object) -> object:
         """Return the storage that a persistent id describes."""
-        kind, storage_type, key, location, numel = (
-            identity if type(identity) is tuple and len(identity) == 5 else (None,) * 5
+        fits = type(identity) is tuple and len(identity) == 5
+        given: Any = identity if fits else (None,) * 5
+        kind, storage_type, key, location, numel = given
+        is_named = (
+            type(key) is str and type(location) is str and len(key) + len(location) <= MAX_TEXT
         )
+        name = storage_type.name if isinstance(storage_type, (Global, Blocked)) else ""
+        is_blocked = isinstance(storage_type, Blocked)
         if (
             kind != "storage"
-            or type(key) is not str
-            or type(location) is not str
-            or len(key) + len(location) > MAX_TEXT
+            or not is_named
+            or not (is_blocked or name in STORAGES)
             or key.endswith("/")  # torch takes it for a folder and leaves the memory unset
+            or type(numel) is not int
+            or not 0 <= numel < 1 << 62
         ):
             raise FormatError(
                 "a persistent id is not a storage",
-                expected="('storage', type, key, location, numel)",
-                found=f"a {type(identity).__name__}",
+                entry=key if is_named else None,
+                expected="('storage', type, key, location, number of elements)",
+                found=f"{name}, {numel if type(numel) is int else type(numel).__name__}",
             )
-        if isinstance(storage_type, Blocked):
+        if is_blocked:
             numbers = TensorRef(StorageRef(None, key, location, 0), "uint8", 0, (0,), (1,))
-            return Blocked(storage_type.name, True, numbers)
-        name = storage_type.name if isinstance(storage_type, Global) else ""
-        if name not in STORAGES:
-            raise FormatError("a persistent id does not name a storage type", entry=key, found=name)
-        if type(numel) is not int or not 0 <= numel < 1 << 62:
-            raise FormatError(
-                "a storage has an invalid number of elements",
-                entry=key,
-                expected="a whole number from 0 to 2**62",
-                found=numel if isinstance(numel, (int, float)) else type(numel).__name__,
-            )
+            return Blocked(name, True, numbers)
         return self.stored(STORAGES[name], key, location, numel)
 
     def stored(self, dtype: str | None, key: str, location: str, numel: int) -> StorageRef:
@@ -366,9 +353,6 @@ class TorchWorld:
         if isinstance(target, OrderedRecord):
             if not isinstance(state, dict):
                 raise FormatError("the state of an OrderedDict is not a dict")
-            if hidden := state.keys() & _OF_DICTS:  # calls such as keys() would reach these
-                what = "the state of an OrderedDict replaces its methods"
-                raise FormatError(what, found=clipped_list(sorted(hidden)))
             target.metadata = state.get("_metadata", target.metadata)
         elif isinstance(target, Blocked):
             if _OF_DTENSORS.fullmatch(target.name):
@@ -431,24 +415,12 @@ def _short(value: object) -> str:
     return str(value)
 
 
-def _tensor_v1(
-    world: TorchWorld, storage: object, offset: object, size: object, stride: object
-) -> TensorRef | Blocked:
-    return _tensor(world, storage, offset, size, stride, False, None)
-
-
 def _tensor(
-    world: TorchWorld,
-    storage: object,
-    offset: object,
-    size: object,
-    stride: object,
-    requires_grad: object,
-    hooks: object,
-    metadata: object = None,
-) -> TensorRef | Blocked:
+    world: TorchWorld, storage: object, offset: object, size: object, stride: object,
+    requires_grad: object, hooks: object, metadata: object = None, *, dtype: str | None = None,
+) -> TensorRef | Blocked:  # fmt: skip
     stored: StorageRef = _made(storage, StorageRef)
-    dtype = _strided(stored.dtype or "uint8")
+    dtype = _strided(dtype or stored.dtype or "uint8")
     made = TensorRef(stored, dtype, offset, size, stride, _graded(requires_grad, dtype))
     if metadata:
         metadata = _checked(metadata, dict)
@@ -460,23 +432,27 @@ def _tensor(
     return made
 
 
+def _tensor_v1(
+    world: TorchWorld, storage: object, offset: object, size: object, stride: object
+) -> TensorRef | Blocked:
+    return _tensor(world, storage, offset, size, stride, False, None)
+
+
+def _tensor_v3(
+    world: TorchWorld, storage: object, offset: object, size: object, stride: object,
+    requires_grad: object, hooks: object, dtype: object, metadata: object = None,
+) -> TensorRef | Blocked:  # fmt: skip
+    if isinstance(dtype, Blocked):
+        return Blocked(dtype.name, True, _tensor(world, storage, offset, size, stride, False, None))
+    name = _checked(dtype, Global).name.removeprefix("torch.")
+    return _tensor(world, storage, offset, size, stride, requires_grad, hooks, metadata, dtype=name)
+
+
 def _graded(requires_grad: object, dtype: str) -> object:
     """Return whether a tensor requires gradients, if its dtype can have them."""
     if _checked(requires_grad, bool) and not dtype.startswith(_GRADED):
         raise TypeError("gradients of whole numbers")
     return requires_grad
-
-
-def _tensor_v3(world: TorchWorld, *arguments: Any) -> TensorRef | Blocked:
-    dtype = arguments[6] if len(arguments) > 6 else None
-    # Without gradients: its own dtype decides whether it can have them, not the storage's.
-    made = _tensor(world, *(*arguments[:4], False, *arguments[5:6], *arguments[7:]))
-    if isinstance(dtype, Blocked):
-        return Blocked(dtype.name, True, made)
-    name = _strided(_checked(dtype, Global).name.removeprefix("torch."))
-    if isinstance(made, TensorRef):
-        made.dtype, made.requires_grad = name, _graded(arguments[4], name)
-    return made
 
 
 def _strided(dtype: str) -> str:
@@ -816,8 +792,7 @@ _CALLS: dict[str, Callable[..., object]] = {
 }
 
 _TENSOR_CALLS = (
-    _tensor_v1, _tensor, _tensor_v3, _sparse, _meta, _quantized, _on_device,
-    _parameter, _wrapper,
+    _tensor_v1, _tensor, _tensor_v3, _sparse, _meta, _quantized, _on_device, _parameter, _wrapper,
 )  # fmt: skip
 
 #: Names of torch's constants. A file that stores one gives its name as text.

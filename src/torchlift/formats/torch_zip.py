@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -49,18 +49,13 @@ from torchlift.formats.zip_archive import (
     END64,
     LOCATOR64,
     STORED,
-    check_method,
     expect_records,
     read_directory,
     read_record,
     require_caseless,
 )
 
-#: Most bytes of a pickle, and of a text record.
-_MAX_PICKLE, _MAX_NOTE = 1 << 30, 1 << 10
-#: Most bytes that a compressed pickle inflates to: a fixed part, and a multiple of its size.
-#: Pickles of torch deflate to a fifth. A byte of pickle can become 200 bytes of objects.
-_MAX_INFLATED, _MAX_RATIO = 1 << 20, 20
+_MAX_NOTE = 1 << 10  # bytes of a text record
 
 #: Versions of the archive that torch reads (caffe2/serialize/versions.h).
 _VERSIONS = range(1, 11)
@@ -99,7 +94,7 @@ def read_torch_zip(
     expect_records(source, [pickled])
     notes = read_notes(source, records, top)
     world = TorchWorld(source.budget)
-    root = read_torch_pickle(read_content(source, pickled), world)
+    root = read_torch_pickle(read_record(source, pickled), world)
     resolver = zip_resolver(source, records, top + "data/", prefix + "data/", notes)
     root = root if key is None else {key: root}
     return index_of(source, "torch-zip", root, world, resolver, notes)
@@ -148,14 +143,6 @@ def index_of(
         templates=flat.templates,
         tree=(root,),
     )
-
-
-def read_content(source: Source, record: Record) -> bytes:
-    """Read a record that describes others, unless it is a deflate bomb."""
-    limit = _MAX_PICKLE
-    if record.method != STORED:
-        limit = _MAX_INFLATED + _MAX_RATIO * record.nbytes
-    return read_record(source, record, limit)
 
 
 def top_directory(records: dict[str, Record]) -> str:
@@ -242,28 +229,32 @@ _SIGNED = {
     "negative": (*_COMPLEX, "float16", "bfloat16", "float32", "float64"),
 }
 
-#: (key of a tensor, its record of the storage) -> the storage.
-Find = Callable[[str, StorageRef], Storage]
-
 
 class Resolver:
     """Makes entries from records of tensors, and checks every claim about bytes.
 
     Args:
         path: Path of the file.
-        find: Finds storages.
-        prefix: Prefix of the names of storages.
+        known: Name in the file -> its storage.
+        folder: Start of the names in the file.
+        prefix: Start of the names of storages in the index.
         big_endian: Whether the file stores big-endian numbers.
 
     Attributes:
         storages: Name -> storage that the entries use.
     """
 
-    def __init__(self, path: str, find: Find, prefix: str = "", big_endian: bool = False) -> None:
+    def __init__(
+        self,
+        path: str,
+        known: Mapping[str, Storage],
+        folder: str = "",
+        prefix: str = "",
+        big_endian: bool = False,
+    ) -> None:
         self.storages: dict[str, Storage] = {}
-        self._find = find
-        self._prefix = prefix
-        self._path = path
+        self._path, self._known = path, known
+        self._folder, self._prefix = folder, prefix
         self._order = ("big-endian",) if big_endian else ()
 
     def entries(self, refs: Mapping[str, TensorRef]) -> dict[str, TensorEntry]:
@@ -276,7 +267,7 @@ class Resolver:
             return self._of_kind(key, ref)
         stored = ref.storage
         name = self._prefix + stored.key
-        self.storages[name] = storage = self._find(key, stored)
+        self.storages[name] = storage = self._storage(key, stored)
         shape, stride = _shape_and_stride(ref, key)
         (offset,) = whole_numbers((ref.offset,), key, "storage offset")
         itemsize, numel = ITEMSIZE[ref.dtype], math.prod(shape)
@@ -314,6 +305,22 @@ class Resolver:
             ref.requires_grad is True, ref.is_parameter, encoding,
         )  # fmt: skip
 
+    def _storage(self, key: str, ref: StorageRef) -> Storage:
+        """Return the storage of a tensor. It must have exactly the declared size."""
+        storage = self._known.get(self._folder + ref.key)
+        if storage is None:
+            expected = f"storage {self._prefix}{ref.key}"
+            raise FormatError("the storage of a tensor is missing", entry=key, expected=expected)
+        nbytes = ref.numel * STORED_SIZE[ref.dtype]
+        if nbytes != storage.nbytes:
+            raise FormatError(
+                f"the size of a storage differs from what the tensor {printable(key, 100)!r} says",
+                entry=self._folder + ref.key,
+                expected=f"{ref.numel} elements, {nbytes} bytes",
+                found=f"{storage.nbytes} bytes",
+            )
+        return storage._replace(location=ref.location)
+
     def _of_kind(self, key: str, ref: KindRef) -> TensorEntry:
         """Return the entry of a tensor that torch makes of others, all of them checked."""
         tensors = tuple([self.entry(key, inner) for inner in ref.tensors])
@@ -349,33 +356,15 @@ def zip_resolver(
         prefix: Prefix of the names of storages.
         notes: The result of `read_notes`.
     """
-    find = partial(_record_of, source, records, folder, prefix)
-    return Resolver(source.path, find, prefix, notes.get("byteorder") == "big")
+    known = {name: _storage_in(source, at) for name, at in records.items()}
+    return Resolver(source.path, known, folder, prefix, notes.get("byteorder") == "big")
 
 
-def _record_of(
-    source: Source, records: dict[str, Record], folder: str, prefix: str, key: str, ref: StorageRef
-) -> Storage:
-    """Return the storage of a tensor. Its record must have exactly the declared size."""
-    path = folder + ref.key
-    record = records.get(path) or look_up(records, path)
-    if record is None:
-        expected = f"record {prefix}{ref.key}"
-        raise FormatError("the storage of a tensor is missing", entry=key, expected=expected)
-    nbytes = ref.numel * STORED_SIZE[ref.dtype]
-    if nbytes != record.size:
-        raise FormatError(
-            f"the size of a storage differs from what the tensor {printable(key, 100)!r} says",
-            entry=record.name,
-            expected=f"{ref.numel} elements, {nbytes} bytes",
-            found=f"{record.size} bytes",
-        )
+def _storage_in(source: Source, record: Record) -> Storage:
     start, crc = source.start + record.offset, record.crc32 or None
-    if record.method != STORED:
-        check_method(record)
-        packed = record._replace(offset=start)
-        return Storage(source.path, 0, nbytes, ref.location, crc, packed)
-    return Storage(source.path, start, nbytes, ref.location, crc)
+    if record.method == STORED:
+        return Storage(source.path, start, record.size, "", crc)
+    return Storage(source.path, 0, record.size, "", crc, record._replace(offset=start))
 
 
 class _Strided(NamedTuple):

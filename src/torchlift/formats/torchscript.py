@@ -21,13 +21,12 @@ from torchlift.formats.torch_pickle import (
 )
 from torchlift.formats.torch_zip import (
     index_of,
-    read_content,
     read_notes,
     top_directory,
     zip_resolver,
 )
 from torchlift.formats.unpickle import Budget
-from torchlift.formats.zip_archive import expect_records
+from torchlift.formats.zip_archive import expect_records, read_record
 
 #: The container of the tensors that the program names.
 CONSTANTS = "CONSTANTS"
@@ -39,13 +38,6 @@ _OF_TORCH = ("training", "_is_full_backward_hook")
 _TYPED = "torch.jit._pickle."
 _LISTS = ("intlist", "tensorlist", "doublelist", "boollist")
 _TYPED_CALLS = ("restore_type_tag", *(f"build_{kind}" for kind in _LISTS))
-
-
-#: Layouts of sparse tensors, as C++ numbers them (c10/core/Layout.h).
-_LAYOUTS = {
-    1: "torch.sparse_coo", 2: "torch.sparse_csr", 4: "torch.sparse_csc", 5: "torch.sparse_bsr",
-    6: "torch.sparse_bsc",
-}  # fmt: skip
 
 
 class _Object(dict[Any, Any]):
@@ -80,11 +72,8 @@ class _ScriptWorld(TorchWorld):
         if name.startswith(_TYPED) and isinstance(arguments, tuple) and arguments:
             return arguments[0]
         if name == "torch._utils._rebuild_sparse_tensor" and isinstance(arguments, tuple):
-            # TorchScript passes the layout as a number, then the size, then the tensors.
-            layout, size, _, *tensors = (*arguments[:-1], None, None, None)[:6]
-            known = _LAYOUTS.get(layout) if type(layout) is int else None
-            inner = [tensor for tensor in tensors if tensor is not None]
-            arguments = known, (*inner, size)
+            # TorchScript passes the layout as a number, and the arguments in another order.
+            return self.block(name, True, arguments)
         return super().call(function, arguments, keywords)
 
     def persistent(self, identity: object) -> object:
@@ -121,7 +110,7 @@ def read_torchscript(source: Source, records: dict[str, Record]) -> Index:
     needed = ("data.pkl", "constants.pkl", "version")
     expect_records(source, [at for name, at in records.items() if name.endswith(needed)])
     notes = read_notes(source, records, top)
-    data = read_content(source, records[top + "data.pkl"])
+    data = read_record(source, records[top + "data.pkl"])
     world = _ScriptWorld("data/", source.budget)
     root = read_torch_pickle(data, world)
     if not isinstance(root, _Object):
@@ -130,7 +119,7 @@ def read_torchscript(source: Source, records: dict[str, Record]) -> Index:
         )
     world.folder = "constants/"
     with errors_name(source.path, top + "constants.pkl"):
-        pickled = read_content(source, records[top + "constants.pkl"])
+        pickled = read_record(source, records[top + "constants.pkl"])
         constants = read_torch_pickle(pickled, world)
     if not isinstance(constants, (tuple, list)):
         raise FormatError("the constants are not a tuple", entry=top + "constants.pkl")

@@ -11,6 +11,8 @@ import struct
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import attrgetter
+from typing import NamedTuple
 
 from torchlift.errors import FormatError
 from torchlift.formats.index import ENCRYPTED, LOCAL, LOCAL_MAGIC, Record
@@ -31,19 +33,17 @@ END64 = struct.Struct("<4sQHHIIQQQQ")
 FULL32, FULL16 = 0xFFFFFFFF, 0xFFFF
 #: The attribute of a folder. torch leaves the memory of such a record unset, and reads that.
 _FOLDER = 0x10
-#: Alignment of payloads in bytes, as torch writes them.
-ALIGNMENT = 64
-
-#: Bytes to read at once if headers lie close together: one read of a window replaces hundreds. A
-#: read, unlike a mapping, cannot raise SIGBUS.
-_WINDOW = 1 << 20
-_DENSE = 1 << 14
+#: torch aligns payloads to this many bytes, or to the second number if a program requests it.
+_ALIGNMENT, _MOST_ALIGNED = 64, 4096
 
 #: Bytes to fetch from a URL: before the directory, of an extra field, after a pickle (for torch's
-#: notes). Most bytes of a number. Bytes at the end of an item.
-_LAST, _LONG, _NOTES, _MAX_NUMBER, _TAIL = 1 << 14, 1 << 9, 1 << 10, 1 << 5, 1 << 10
+#: notes), at the end of an item.
+_LAST, _LONG, _NOTES, _TAIL = 1 << 14, 1 << 9, 1 << 10, 1 << 10
 
-#: Price of a byte that is inflated.
+#: Most bytes of a record that describes others, such as a pickle.
+_MAX_RECORD = 1 << 30
+#: Price of a byte that is inflated. Pickles of torch deflate to a fifth, and a byte of a pickle can
+#: become 200 bytes of objects.
 _INFLATED = 8
 #: Bytes to inflate at a time, and most bytes that one compressed byte can become.
 _STEP, _MOST_DEFLATED = 1 << 18, 1032
@@ -60,6 +60,9 @@ def read_directory(source: Source) -> dict[str, Record]:
     there is one, and ignores the case of ASCII letters in names (pytorch/pytorch,
     third_party/miniz-3.0.2/miniz.c).
 
+    A request for each header at a URL would make 3,000 requests of an archive of 3,000 tensors.
+    There a header is read only if its neighbours do not give the place of its payload.
+
     Returns:
         Name -> record. Payload offsets come from the local headers, because the directory has
         another padding.
@@ -68,135 +71,72 @@ def read_directory(source: Source) -> dict[str, Record]:
         FormatError: If the archive is damaged, truncated, encrypted or split over disks, or if
             records share a name, overlap, or reach outside the archive.
     """
-    count, limit, nbytes = _find_directory(source)
+    place = _find_directory(source)
     # At a URL, the last records are fetched with it: the version, and the code of a program.
     if not source.start:
-        source.expect([(limit - _LAST, limit + nbytes)])
-    directory = source.read(limit, nbytes)
-    if source.is_remote:
-        return _computed(source, sorted(_entries(directory, count)), limit)
+        source.expect([(place.start - _LAST, place.start + place.nbytes)])
+    directory = source.read(place.start, place.nbytes)
     # A directory may list them in another order than that of their bytes.
-    return _located(source, sorted(_entries(directory, count)), count, limit)
-
-
-def _computed(source: Source, entries: list[_Entry], limit: int) -> dict[str, Record]:
-    """Compute the places of payloads, and read a header only if its neighbours disagree.
-
-    A request for each header would make 3,000 requests of an archive of 3,000 tensors. A payload
-    begins behind its own header and ends where the next record begins. If both give one place, it
-    stands, as in torch's ``torch.utils.serialization.config.load.calculate_storage_offsets``.
-    """
-    alignment, known = ALIGNMENT, dict[int, Record]()
-    for _ in range(2):
-        unsure = []
-        stops = [*(entry[0] for entry in entries[1:]), limit]
-        for entry, stop in zip(entries, stops, strict=True):
-            header, raw, packed, size, crc, method = entry
-            if header in known:
-                continue
-            start, end = _expected_place(raw, header, packed, alignment)
-            if end == stop and (method != STORED or packed == size):
-                record = Record(_text(raw), start, packed, size, crc, method)
-                known[header] = record
-            else:
-                unsure.append((entry, stop))
-        noted = [entry for entry, _ in unsure if entry[1].endswith(b"/.storage_alignment")]
-        if alignment != ALIGNMENT or not noted:
-            break
-        _expect_headers(source, noted)
-        (record,) = _located(source, noted[:1], 1, limit, first=0).values()
-        text = read_record(source, record, _MAX_NUMBER)
-        alignment = int(text) if text.isdigit() and 0 < int(text) < 1 << 30 else ALIGNMENT
-    _expect_headers(source, [entry for entry, _ in unsure])
-    if entries and entries[0][0]:
-        _located(source, entries[:1], 1, limit)  # raises the error for bytes before it
-    located = _located(source, [entry for entry, _ in unsure], 0, limit, first=0)
-    for (entry, stop), record in zip(unsure, located.values(), strict=True):
-        if record.offset + record.nbytes > stop:
-            raise FormatError("two records overlap", entry=record.name)
-        known[entry[0]] = record
+    listed = sorted(_listed(directory, place.records), key=attrgetter("offset"))
+    if listed and listed[0].offset:
+        what, hint = "there are bytes before the first record", "Remove these bytes."
+        raise FormatError(what, entry=listed[0].name, hint=hint)
+    stops = [*(each.offset for each in listed[1:]), place.start]
+    starts: list[int | None] = [None] * len(listed)
+    if source.is_remote:
+        starts = [_foreseen(each, stop) for each, stop in zip(listed, stops, strict=False)]
+        unsure = [each for each, start in zip(listed, starts, strict=True) if start is None]
+        sizes = [LOCAL.size + len(each.name.encode()) + _LONG for each in unsure]
+        source.expect((e.offset, e.offset + n) for e, n in zip(unsure, sizes, strict=True))
     records: dict[str, Record] = {}
-    for entry in entries:
-        record = known[entry[0]]
-        if record.name in records:
-            raise _twice(record.name)
-        if record.name.encode("utf-8", "replace") != entry[1]:
-            raise FormatError("the name of a record is not UTF-8", entry=record.name)
-        records[record.name] = record
-    _check_names(records)
+    end = 0
+    for each, start in zip(listed, starts, strict=True):
+        begin = _read_header(source, each) if start is None else start
+        # Overlapping records can make a small file inflate to many times its size.
+        if each.offset < end:
+            raise FormatError("two records overlap", entry=each.name)
+        end = begin + each.nbytes
+        if end > place.start:
+            raise FormatError("a record reaches outside the archive", entry=each.name)
+        if each.name in records:
+            raise _twice(each.name)
+        records[each.name] = each._replace(offset=begin)
     return records
 
 
-def _expect_headers(source: Source, entries: Iterable[_Entry]) -> None:
-    source.expect((header, header + LOCAL.size + len(raw) + _LONG) for header, raw, *_ in entries)
+def _foreseen(listed: Record, stop: int) -> int | None:
+    """Return the first byte of a payload if both neighbours give the same place, else None.
+
+    The payload begins after its own header, which torch pads to the alignment. It ends at the next
+    header, after a descriptor. ``torch.load`` relies on both if
+    ``torch.utils.serialization.config.load.calculate_storage_offsets`` is set.
+    """
+    numbers = 2 * (listed.nbytes >= FULL32) + (listed.offset >= FULL32)  # that exceed 32 bits
+    wide = 4 + 8 * numbers if numbers else 0
+    least = listed.offset + LOCAL.size + len(listed.name.encode()) + wide + 4
+    descriptor = _WIDE_DESCRIPTOR if numbers else _DESCRIPTOR
+    start = stop - listed.nbytes - (descriptor.size if listed.nbytes else 0)
+    return None if start % _ALIGNMENT or not least <= start < least + _MOST_ALIGNED else start
+
+
+def _read_header(source: Source, listed: Record) -> int:
+    """Return the first byte of a payload by the local header, which must match the directory."""
+    name = listed.name.encode()
+    header = source.read(listed.offset, LOCAL.size + len(name), listed.name)
+    magic, flags, method, n_name, n_extra = LOCAL.unpack_from(header)
+    # Some programs read the directory, others the local header: both must agree.
+    found = magic, n_name, header[LOCAL.size :], method, flags & ENCRYPTED
+    if found != (LOCAL_MAGIC, len(name), name, listed.method, 0):
+        what = "the header of a record is damaged or names another record"
+        raise FormatError(what, entry=listed.name)
+    # The local extra field is padding, which differs from the one in the directory.
+    return listed.offset + len(header) + int(n_extra)
 
 
 def expect_records(source: Source, records: Iterable[Record]) -> None:
     """Fetch records of a URL in parallel, because they are needed next."""
     if source.is_remote:
         source.expect((one.offset, one.offset + one.nbytes + _NOTES) for one in records)
-
-
-def _located(
-    source: Source, entries: Iterable[_Entry], count: int, limit: int, first: int | None = None
-) -> dict[str, Record]:
-    """Read the headers of records, which must be in the order of their bytes."""
-    window = _WINDOW if count and limit // count < _DENSE else 0
-    buffer, start, previous_end = b"", 0, 0
-    unpack, fixed = LOCAL.unpack_from, LOCAL.size
-    records: dict[str, Record] = {}
-    for header, raw, packed, size, crc, method in entries:
-        at, length = header - start, fixed + len(raw)
-        if at + length > len(buffer):
-            if header and not records and first is None:
-                what, hint = (
-                    "there are bytes before the first record",
-                    "Remove the bytes before the archive.",
-                )
-                raise FormatError(what, entry=_text(raw), hint=hint)
-            if header + length > limit:
-                raise FormatError(
-                    "the header of a record lies outside the archive", entry=_text(raw)
-                )
-            buffer = source.read(header, min(max(length, window), limit - header))
-            start, at = header, 0
-        magic, flags, local_method, n_name, n_extra = unpack(buffer, at)
-        # The local extra field is padding, which differs from the one in the directory.
-        payload = header + length + n_extra
-        problem = None
-        try:
-            name = raw.decode()
-        except UnicodeDecodeError as error:
-            raise FormatError("the name of a record is not UTF-8", entry=_text(raw)) from error
-        # Some programs read the directory, others the local header: both must agree.
-        if magic != LOCAL_MAGIC or n_name != len(raw) or not buffer.startswith(raw, at + fixed):
-            problem = "the header of a record is damaged or names another record"
-        # Overlapping records can make a small file inflate to many times its size.
-        elif header < previous_end:
-            problem = "two records overlap"
-        elif payload + packed > limit:
-            problem = "a record reaches outside the archive"
-        elif flags & ENCRYPTED:
-            problem = "a record is encrypted"
-        elif local_method != method or (method == STORED and packed != size):
-            problem = "the two headers of a record disagree about its compression"
-        if problem is not None:
-            raise FormatError(problem, entry=name)
-        previous_end = payload + packed
-        if name in records:
-            raise _twice(name)
-        records[name] = Record(name, payload, packed, size, crc, method)
-    _check_names(records)
-    return records
-
-
-def _check_names(records: Mapping[str, Record]) -> None:
-    """Refuse names that different programs read differently."""
-    text = "".join(records)
-    if "\0" in text:
-        name = next(name for name in records if "\0" in name)
-        what = "the name of a record contains a zero byte"
-        raise FormatError(what, entry=name)
 
 
 def require_caseless(records: Mapping[str, Record]) -> None:
@@ -218,7 +158,7 @@ def _twice(name: str) -> FormatError:
     )
 
 
-def read_record(source: Source, record: Record, limit: int) -> bytes:
+def read_record(source: Source, record: Record, limit: int = _MAX_RECORD) -> bytes:
     """Read a whole record, inflate it if necessary, and check its CRC-32 if it has one.
 
     Args:
@@ -236,7 +176,6 @@ def read_record(source: Source, record: Record, limit: int) -> bytes:
             expected=f"at most {limit} bytes",
             found=f"{max(record.size, record.nbytes)} bytes",
         )
-    check_method(record)
     if record.method == DEFLATED:
         # Each inflated byte is interpreted later, which costs time and memory.
         source.budget.spend(_INFLATED * record.size, record.name)
@@ -246,12 +185,8 @@ def read_record(source: Source, record: Record, limit: int) -> bytes:
     return data
 
 
-def check_method(record: Record) -> None:
-    """Refuse a record that is neither stored nor deflated, or whose sizes are impossible.
-
-    Raises:
-        FormatError: If it is such a record.
-    """
+def _check_method(record: Record) -> None:
+    """Refuse a record that is neither stored nor deflated, or whose sizes are impossible."""
     if record.method not in (STORED, DEFLATED):
         raise FormatError(
             "a record is compressed in an unknown way",
@@ -260,11 +195,12 @@ def check_method(record: Record) -> None:
             found=f"method {record.method}",
             hint="Unpack the archive and pack it again without compression.",
         )
-    if record.method == DEFLATED and record.size > _MOST_DEFLATED * record.nbytes:
+    most = record.nbytes * (_MOST_DEFLATED if record.method == DEFLATED else 1)
+    if record.size > most or (record.method == STORED and record.size != record.nbytes):
         raise FormatError(
-            "a compressed record declares more bytes than it can hold",
+            "the two sizes of a record contradict each other",
             entry=record.name,
-            expected=f"at most {_MOST_DEFLATED * record.nbytes} bytes in {record.nbytes}",
+            expected=f"at most {most} bytes in {record.nbytes}",
             found=f"{record.size} bytes",
         )
 
@@ -325,8 +261,16 @@ def _check_sum(record: Record, found: int) -> None:
         )
 
 
-def _find_directory(source: Source) -> tuple[int, int, int]:
-    """Locate the central directory: (number of records, first byte, length in bytes)."""
+class _Directory(NamedTuple):
+    """The place of the directory: number of records, first byte, length in bytes."""
+
+    records: int
+    start: int
+    nbytes: int
+
+
+def _find_directory(source: Source) -> _Directory:
+    """Locate the directory by the end records, which must agree."""
     # An item of a DCP file at a URL rarely has a comment: its last bytes are enough.
     short = [_TAIL] if source.is_remote and source.start else []
     for nbytes in (*short, END.size + FULL16):
@@ -356,61 +300,55 @@ def _find_directory(source: Source) -> tuple[int, int, int]:
     # torch reads the zip64 record whenever its locator exists, so both records must agree.
     at = max(0, limit - LOCATOR64.size)
     locator = source.read(at, limit - at)
+    magic, wide, last = END64_MAGIC, numbers, limit
     if locator.startswith(LOCATOR64_MAGIC) and len(locator) == LOCATOR64.size:
-        limit = LOCATOR64.unpack(locator)[2]
-        end = END64.unpack(source.read(limit, END64.size, "zip64 end record"))
-        agree = all(
-            few in (many, full)
-            for few, many, full in zip(numbers, end[4:], [FULL16] * 4 + [FULL32] * 2, strict=True)
-        )
-        if end[0] != END64_MAGIC or limit > at or not agree:
-            raise FormatError("the two end records of a large zip archive do not agree")
-        numbers = [*end[4:]]
-    elif FULL16 in numbers[:4] or FULL32 in numbers[4:]:
-        raise FormatError("the large zip archive lacks its zip64 locator")
+        last, limit = at, LOCATOR64.unpack(locator)[2]
+        magic, _, _, _, *wide = END64.unpack(source.read(limit, END64.size, "zip64 end record"))
+    full = [FULL16] * 4 + [FULL32] * 2
+    agree = all(a in (b, most) for a, b, most in zip(numbers, wide, full, strict=True))
+    if magic != END64_MAGIC or limit > last or not agree:
+        raise FormatError("the two end records of a large zip archive do not agree")
+    disk, first_disk, here, count, nbytes, start = wide
     # Numbers that do not fit would make a reader skip records or read beyond the directory.
-    disk, first_disk, here, count, nbytes, start = numbers
-    if disk or first_disk or here != count:
-        raise FormatError(
-            "the zip archive is split over several files", hint="Join the files first."
-        )
-    if start + nbytes > limit or count * CENTRAL.size > nbytes:
+    if (disk, first_disk, here) != (0, 0, count) or start + nbytes > limit:
         raise FormatError(
             "the directory of the archive does not fit in the file",
             expected=f"{count} records in the {limit} bytes before the end record",
-            found=f"a directory of {nbytes} bytes at byte {start}",
+            found=f"{here} records on disk {disk}, in {nbytes} bytes at byte {start}",
         )
-    return count, start, nbytes
+    return _Directory(count, start, nbytes)
 
 
-_Entry = tuple[int, bytes, int, int, int, int]
-
-
-def _entries(directory: bytes, count: int) -> Iterator[_Entry]:
-    """Split the directory: (header's position, name, packed size, size, CRC, method) per record."""
-    unpack, fixed = CENTRAL.unpack_from, CENTRAL.size
+def _listed(directory: bytes, count: int) -> Iterator[Record]:
+    """Split the directory. The offset of a record is that of its local header."""
     at, stop = 0, len(directory)
-    directory += bytes(fixed)  # room for a last record that ends early, which fails the check below
+    directory += bytes(CENTRAL.size)  # room for a last record that ends early: see the check below
     for number in range(count):
         (magic, flags, method, crc, packed, size, n_name, n_extra, n_comment, attributes, header,
-        ) = unpack(directory, at)  # fmt: skip
-        extra = at + fixed + n_name
-        name = directory[at + fixed : extra]
+        ) = CENTRAL.unpack_from(directory, at)  # fmt: skip
+        extra = at + CENTRAL.size + n_name
+        raw = directory[at + CENTRAL.size : extra]
         at = extra + n_extra + n_comment
         if magic != CENTRAL_MAGIC or at > stop:
             raise FormatError("the directory of the archive is damaged", found=f"record {number}")
+        name = raw.decode("utf-8", "replace")
+        if name.encode() != raw or "\0" in name:
+            what = "the name of a record is not UTF-8, or contains a zero byte"
+            raise FormatError(what, entry=name)
         if flags & ENCRYPTED:
-            raise FormatError("a record is encrypted", entry=_text(name))
+            raise FormatError("a record is encrypted", entry=name)
         if attributes & _FOLDER:
             raise FormatError(
                 "a record is a folder",
-                entry=_text(name),
+                entry=name,
                 hint="Zip the folder again, without records of folders: zip -0 -r -D.",
             )
-        if packed == FULL32 or size == FULL32 or header == FULL32:
+        if FULL32 in (packed, size, header):
             numbers = (size, packed, header)
             size, packed, header = _widened(numbers, directory[extra : extra + n_extra], name)
-        yield header, name, packed, size, crc, method
+        record = Record(name, header, packed, size, crc, method)
+        _check_method(record)
+        yield record
     if at != stop:
         raise FormatError(
             "the directory of the archive has bytes outside of its records",
@@ -419,7 +357,7 @@ def _entries(directory: bytes, count: int) -> Iterator[_Entry]:
         )
 
 
-def _widened(numbers: tuple[int, ...], extra: bytes, name: bytes) -> list[int]:
+def _widened(numbers: tuple[int, ...], extra: bytes, name: str) -> list[int]:
     """Replace 32-bit numbers of all ones by the 64-bit numbers of the zip64 extra field."""
     at = 0
     while at + 4 <= len(extra):
@@ -433,18 +371,4 @@ def _widened(numbers: tuple[int, ...], extra: bytes, name: bytes) -> list[int]:
                 return values
             break
         at += 4 + length
-    raise FormatError("a large record lacks its 64-bit sizes", entry=_text(name))
-
-
-def _text(name: bytes) -> str:
-    return name.decode("utf-8", "replace")
-
-
-def _expected_place(name: bytes, header: int, nbytes: int, align: int) -> tuple[int, int]:
-    """Return the first byte of a payload as torch places it, and the first after its record."""
-    numbers = 2 * (nbytes >= FULL32) + (header >= FULL32)  # how many do not fit in 32 bits
-    wide = 4 + 8 * numbers if numbers else 0
-    start = header + LOCAL.size + len(name) + wide + 4
-    start += -start % align
-    descriptor = _WIDE_DESCRIPTOR if numbers else _DESCRIPTOR
-    return start, start + nbytes + (descriptor.size if nbytes else 0)
+    raise FormatError("a large record lacks its 64-bit sizes", entry=name)
