@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torchlift
 from torchlift._system.text import printable
-from torchlift.cli.output import spelled
+from torchlift.cli.output import print_json, spelled
 from torchlift.errors import CheckpointError, UnsafeError
 
 #: Name -> (summary, module). Only the module of the command that runs is imported, so `inspect`
@@ -153,7 +153,7 @@ def _print_error(error: Exception) -> None:
         known |= vars(error)
     elif isinstance(error, OSError) and error.filename is not None:
         known["file"] = os.fsdecode(error.filename)
-    print(json.dumps({"error": known}, indent=2, default=str))
+    print_json({"error": known})
 
 
 def _describe(error: Exception) -> str:

@@ -25,12 +25,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--model checks names, shapes and ties as torchlift.load does. It imports and runs the\n"
         "module that you name.\n"
         "--mesh shows what each rank of a cluster reads: of the model's tensors with --model,\n"
-        "else of all tensors in the file. Without --parallelize, fsdp=N is fully_shard, and\n"
-        "dp=N,fsdp=N is fully_shard with replicas. A mesh of more than 16 ranks is planned at its\n"
-        "corners.\n"
-        "--parallelize names your own function of the model and the DeviceMesh, which calls\n"
-        "fully_shard or parallelize_module. It runs here, on a fake process group, for any mesh:\n"
-        "fsdp=1024,tp=8 or pp=4,dp_shard=64,tp=8."
+        "else of all tensors in the file. fsdp=N is fully_shard, and dp=N,fsdp=N is fully_shard\n"
+        "with replicas. A mesh of more than 16 ranks is planned at its corners. In Python,\n"
+        "torchlift.distributed.simulate also takes your own function that distributes the model."
     )
     parser.add_argument("path", metavar="FILE", help="a checkpoint file or directory")
     parser.add_argument("--root", metavar="KEY", help="load only this container of the file")
@@ -61,11 +58,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="DIM=N,...",
         help="show what each rank reads, such as fsdp=1024 (without device options)",
     )
-    parser.add_argument(
-        "--parallelize",
-        metavar="MODULE:FUNCTION",
-        help="function that distributes the model over --mesh",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -87,39 +79,32 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     """Refuse options that are wrong, or that another option would override."""
     check_model(args)
-    if args.parallelize is not None and ":" not in args.parallelize:
-        raise UsageError(f"--parallelize {args.parallelize!r}: expected MODULE:FUNCTION")
     if args.device_map is not None:
         args.device_map = json_object("--device-map", args.device_map)
     check_names(args)
     if args.no_split and not args.budget and args.mesh is None:
         raise UsageError("--no-split: pass --budget too, such as --budget cuda:0=20GiB")
     if args.mesh is None:
-        if args.parallelize is not None:
-            raise UsageError("--parallelize: pass --mesh too, such as --mesh fsdp=8,tp=2")
         return
     for name in ("device", "device_map", "budget", "no_split"):
         if getattr(args, name) not in (None, False, []):
             option = "--" + name.replace("_", "-")
             raise UsageError(f"{option}: cannot be combined with --mesh")
-    if args.model is None and (args.no_strict or args.parallelize):
-        option = "--no-strict" if args.no_strict else "--parallelize"
-        raise UsageError(f"{option}: pass --model too")
+    if args.model is None and args.no_strict:
+        raise UsageError("--no-strict: pass --model too")
 
 
 def _on_mesh(args: argparse.Namespace, ckpt: torchlift.Checkpoint) -> tuple[str, dict[str, Any]]:
     """Return, as text and as data, the bytes that each rank of a mesh would read."""
-    from torchlift.cli.factory import make_model, make_parallelize, search_working_folder
+    from torchlift.cli.factory import make_model, search_working_folder
 
     model = make_model(args.model, args.model_args) if args.model is not None else None
-    function = make_parallelize(args.parallelize) if args.parallelize is not None else None
     with search_working_folder():
         found = torchlift.distributed.simulate(
             ckpt,
             args.mesh,
             root=args.root,
             model=model,
-            parallelize=function,
             rename=rename_of(args),
             dtype=dtype_of(args),
             strict=not args.no_strict,
@@ -188,8 +173,6 @@ def _read_devices(args: argparse.Namespace) -> dict[str, str | None] | ByKey[Any
         budgets = {device: size if equals else None for device, equals, size in split}
         if len(budgets) < len(split):
             raise UsageError("--budget: a device occurs twice")
-        if "meta" in budgets:
-            raise UsageError("--budget: 'meta': the device cannot store values")
         _make_map("--budget", dict(zip(budgets, budgets, strict=True)))
         return budgets
     if args.device_map is not None:

@@ -137,7 +137,7 @@ def in_child(
             how = "did not return a result"
         elif status == 0:
             value, seconds, use = pickle.loads(answer.read_bytes())
-            return ChildResult(pickle.loads(value), seconds, MemoryUse.from_dict(use), *texts)
+            return ChildResult(pickle.loads(value), seconds, use, *texts)
     raise ChildError(f"the child process {how}", status, *texts)
 
 
@@ -147,7 +147,7 @@ def _measure(call: bytes, interval: float, answer: str) -> None:
         function, args = pickle.loads(call)
         _map_libraries()
         trim()  # else memory that the imports freed hides what the function allocates
-        with memory(interval=interval, sampler="process") as use:
+        with memory(interval=interval) as use:
             start = time.perf_counter()
             value = function(*args)
             seconds = time.perf_counter() - start
@@ -155,7 +155,7 @@ def _measure(call: bytes, interval: float, answer: str) -> None:
     except Exception as error:
         print(format_error(error, __file__), end="", file=sys.stderr)
         sys.exit(1)
-    Path(answer).write_bytes(pickle.dumps((sent, seconds, use.to_dict())))
+    Path(answer).write_bytes(pickle.dumps((sent, seconds, use)))
 
 
 _LONGEST = 1e6  # seconds, which fit in milliseconds of 32 bits
