@@ -7,7 +7,6 @@ import errno
 import mmap
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
@@ -98,22 +97,19 @@ def test_a_child_has_no_descriptor_but_the_three_that_it_was_given(tmp_path: Pat
     assert len(names) == 4, "and that of the listing"
 
 
-def test_a_child_has_the_limits_and_the_cores_of_the_caller() -> None:
+def test_a_child_has_the_cores_of_the_caller() -> None:
     """As they are now: a measurement may be of one core."""
-    cores, limit = os.sched_getaffinity(0), resource.getrlimit(resource.RLIMIT_NOFILE)
+    cores = os.sched_getaffinity(0)
 
-    def look() -> tuple[set[int], int, int]:
-        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return os.sched_getaffinity(0), files, torch.get_num_threads()
+    def look() -> tuple[set[int], int]:
+        return os.sched_getaffinity(0), torch.get_num_threads()
 
     in_child(os.getpid)
     try:
         os.sched_setaffinity(0, {min(cores)})
-        resource.setrlimit(resource.RLIMIT_NOFILE, (400, limit[1]))
-        assert in_child(look).value == ({min(cores)}, 400, 1)
+        assert in_child(look).value == ({min(cores)}, 1)
     finally:
         os.sched_setaffinity(0, cores)
-        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
 
 
 def test_a_path_among_the_folders_of_modules_does_no_harm(
@@ -363,10 +359,11 @@ def test_numpy_is_not_needed() -> None:
     code = (
         "import sys; sys.modules['numpy'] = None\n"
         "import os, pickle, tempfile, torch, torchlift._system.zygote as z\n"
-        "descriptors = [os.open(os.devnull, os.O_RDWR) for _ in range(3)]\n"
+        "descriptors = [os.open(os.devnull, os.O_RDWR) for _ in range(2)]\n"
         "file = tempfile.TemporaryFile()\n"
-        "request = z.Request('builtins:abs', (-1,), dict(os.environ), sys.path, os.getcwd())\n"
-        "pickle.dump((request, os.sched_getaffinity(0), {}), file); file.flush()\n"
+        "cores = os.sched_getaffinity(0)\n"
+        "here = dict(os.environ), sys.path, os.getcwd(), cores\n"
+        "pickle.dump(z.Request('builtins:abs', (-1,), *here), file); file.flush()\n"
         "z._be_child([*descriptors, file.fileno()])\n"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)

@@ -64,6 +64,7 @@ class Request(NamedTuple):
         environment: All variables of the child.
         path: The ``sys.path`` of the child.
         folder: The working directory of the child.
+        cores: The cores that a forked child may use, which may be fewer than the zygote's.
     """
 
     target: str
@@ -71,13 +72,13 @@ class Request(NamedTuple):
     environment: dict[str, str]
     path: list[str]
     folder: str
+    cores: set[int]
 
 
 class Child:
     """A process that was started here. Leaving its block ends the process if it still runs."""
 
     pid: int
-    _owner: int
 
     def wait(self, timeout: float | None = None) -> int | None:
         """Return the exit status, negative for a signal, or None if the child still runs.
@@ -101,29 +102,21 @@ class Child:
     def __exit__(self, *_: object) -> None:
         self.kill()
 
-    def __del__(self) -> None:
-        # An interrupt lost the child before its block began. A fork of the caller has a copy.
-        with suppress(Exception):
-            if self._owner == os.getpid():
-                self.kill()
-
 
 def start(
     target: str,
     *arguments: object,
     environment: Mapping[str, str] | None = None,
-    stdin: int | None = None,
     stdout: int,
     stderr: int,
     fork: bool = True,
 ) -> Child:
-    """Start a process that calls a function.
+    """Start a process that calls a function. Its standard input is empty.
 
     Args:
         target: ``"module:function"``, which the child imports and calls.
         *arguments: Arguments of the function, sent with plain pickle.
         environment: Variables in addition to those of this process.
-        stdin: A file descriptor. None is an empty file. A new interpreter ignores it.
         stdout: A file descriptor.
         stderr: A file descriptor.
         fork: Whether the zygote may fork it. A new interpreter starts all the same outside of
@@ -131,16 +124,14 @@ def start(
             that only a new interpreter reads.
     """
     variables = {**os.environ, **_DEFAULTS, **(environment or {})}
-    request = Request(target, arguments, variables, [*map(str, sys.path)], os.getcwd())
-    for _ in range(2):  # somebody may have killed the first zygote
-        zygote = _find_zygote() if fork else None
-        if zygote is None or zygote.variables != _read_at_start(variables):
-            break
-        try:
-            return _Forked(zygote, request, stdin, stdout, stderr)
-        except _ZygoteGone:
-            _forget_zygote(zygote)
-    return _NewInterpreter(request, stdout, stderr)
+    has_cores = hasattr(os, "sched_getaffinity")
+    cores = os.sched_getaffinity(0) if has_cores else set()
+    path = [*map(str, sys.path)]  # some notebooks put a Path there
+    request = Request(target, arguments, variables, path, os.getcwd(), cores)
+    zygote = _find_zygote() if fork else None
+    if zygote is None or zygote.variables != _read_at_start(variables):
+        return _NewInterpreter(request, stdout, stderr)
+    return _Forked(zygote, request, stdout, stderr)
 
 
 def packed(content: object, what: str, caller: str = "on_ranks") -> bytes:
@@ -205,10 +196,6 @@ def format_error(error: BaseException, *files: str) -> str:
 # ---- the caller
 
 
-class _ZygoteGone(Exception):
-    """The zygote has ended, with all that it has forked."""
-
-
 class _Zygote:
     """The caller's end: it requests forks, and the exit statuses of what was forked."""
 
@@ -238,7 +225,7 @@ class _Zygote:
                 self.close()
 
     def fork(self, descriptors: list[int]) -> int:
-        """Return the process id of a new child, which gets these four descriptors.
+        """Return the process id of a new child, which gets these descriptors.
 
         Raises:
             OSError: If the system has no room for a process.
@@ -257,14 +244,17 @@ class _Zygote:
             try:
                 socket.send_fds(self._socket, [message], descriptors)
                 answer = self._socket.recv(_LONGEST)
-            except OSError as error:
-                raise _ZygoteGone from error
             except BaseException:  # the answer would be taken for that of the next message
-                self._socket.close()
+                self.close()
                 raise
         if not answer:
-            raise _ZygoteGone
+            raise ConnectionError("the process that forks children was killed")
         return int(answer)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it still runs."""
+        return self._process.poll() is None
 
     def close(self) -> None:
         """End the zygote, and with it all that it has forked."""
@@ -280,22 +270,14 @@ class _Zygote:
 class _Forked(Child):
     """A child of the zygote."""
 
-    def __init__(
-        self, zygote: _Zygote, request: Request, stdin: int | None, stdout: int, stderr: int
-    ) -> None:
-        import resource
-
-        names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
-        limits = {name: resource.getrlimit(getattr(resource, name)) for name in names}
-        self._owner = os.getpid()
+    def __init__(self, zygote: _Zygote, request: Request, stdout: int, stderr: int) -> None:
         self._zygote = zygote
         self._status: int | None = None
-        with tempfile.TemporaryFile() as file, open(os.devnull, "rb") as empty:
-            pickle.dump((request, os.sched_getaffinity(0), limits), file)
+        with tempfile.TemporaryFile() as file:
+            pickle.dump(request, file)
             file.flush()
-            given = empty.fileno() if stdin is None else stdin
             with uninterrupted():
-                self.pid = zygote.fork([given, stdout, stderr, file.fileno()])
+                self.pid = zygote.fork([stdout, stderr, file.fileno()])
                 # The number cannot be used again before the zygote reaps the child.
                 self._ended = os.pidfd_open(self.pid)
 
@@ -306,7 +288,7 @@ class _Forked(Child):
             if poll.poll(None if timeout is None else max(0, 1000 * timeout)):
                 try:
                     self._status = self._zygote.reap(self.pid)
-                except _ZygoteGone:  # its children are killed, but not what they have started
+                except OSError:  # the zygote and its children are killed, not what they started
                     self._status = -signal.SIGKILL
                     with suppress(ProcessLookupError):
                         os.killpg(self.pid, signal.SIGKILL)
@@ -321,7 +303,6 @@ class _NewInterpreter(Child):
     """
 
     def __init__(self, request: Request, stdout: int, stderr: int) -> None:
-        self._owner = os.getpid()
         self._process = subprocess.Popen(
             _command("serve_one"),
             env=request.environment,
@@ -356,23 +337,22 @@ def _find_zygote() -> _Zygote | None:
     if sys.platform != "linux":
         return None
     with _making:
+        if _zygote is not None and _zygote.is_ready and not _zygote.is_running:
+            _zygote.close()  # somebody has killed it
+            _zygote = None
         if _zygote is None:
             try:
                 os.close(os.pidfd_open(os.getpid()))
             except (AttributeError, OSError):  # a kernel from before 5.3, or a sandbox
                 return None
             _zygote = _Zygote()
-            atexit.register(_forget_zygote)
+            atexit.register(_end_zygote)
         return _zygote if _zygote.is_ready else None
 
 
-def _forget_zygote(gone: _Zygote | None = None) -> None:
-    """End the zygote, if it is this one and not one that another thread has started since."""
-    global _zygote
-    with _making:
-        if _zygote is not None and gone in (None, _zygote):
-            _zygote.close()
-            _zygote = None
+def _end_zygote() -> None:
+    if _zygote is not None:
+        _zygote.close()
 
 
 def _leave_zygote() -> None:
@@ -398,9 +378,8 @@ def _read_at_start(variables: Mapping[str, str]) -> dict[str, str]:
 
 def _command(function: str, *arguments: int) -> list[str]:
     """Return a command that calls a function of this file, found as the caller found it."""
-    path = [*map(str, sys.path)]  # some notebooks put a Path there
     code = (
-        f"import sys; sys.path[:] = {path!r}; sys.argv = ['-c']; "
+        f"import sys; sys.path[:] = {[*map(str, sys.path)]!r}; sys.argv = ['-c']; "
         f"from {__name__} import {function}; {function}({', '.join(map(str, arguments))})"
     )
     return [sys.executable, "-c", code]
@@ -440,7 +419,7 @@ def _answer(requests: socket.socket, running: set[int]) -> list[int] | None:
         Otherwise None.
     """
     zygote = os.getpid()
-    message, descriptors, *_ = socket.recv_fds(requests, _LONGEST, 4)
+    message, descriptors, *_ = socket.recv_fds(requests, _LONGEST, 3)
     if not message:
         return []
     if message.startswith(_REAP):
@@ -486,21 +465,16 @@ def _preload() -> None:
 
 def _be_child(descriptors: list[int]) -> NoReturn:
     """Be the process that was requested, after the fork."""
-    import resource
-
     import torch
 
     *standard, file = descriptors
-    for number, given in enumerate(standard):
+    for number, given in enumerate(standard, 1):
         os.dup2(given, number)
         os.close(given)
     with open(file, "rb") as opened:
         opened.seek(0)
-        request, cores, limits = pickle.load(opened)
-    os.sched_setaffinity(0, cores)
-    for name, limit in limits.items():
-        with suppress(ValueError):  # the zygote started with a lower hard limit
-            resource.setrlimit(getattr(resource, name), limit)
+        request: Request = pickle.load(opened)
+    os.sched_setaffinity(0, request.cores)
     os.environ.clear()
     os.environ.update(request.environment)
     tempfile.tempdir = None
@@ -511,7 +485,7 @@ def _be_child(descriptors: list[int]) -> NoReturn:
         sys.modules["numpy.random"].seed()
     threads = request.environment.get("OMP_NUM_THREADS", "")  # which torch read in the zygote
     count = int(threads) if threads.isdecimal() else 0
-    torch.set_num_threads(min(count or len(cores), len(cores)))
+    torch.set_num_threads(min(count or len(request.cores), len(request.cores)))
     _end(_call(request))
 
 
