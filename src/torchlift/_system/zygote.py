@@ -41,14 +41,6 @@ _PRELOADED = (
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
 )
-#: Variables that take effect only when an interpreter or a library starts. torch._dynamo and
-#: accelerate set some of TORCHINDUCTOR_ and PYTORCH_ themselves, which says nothing of the caller.
-_READ_AT_START = (
-    "CUDA_VISIBLE_DEVICES", "GLIBC_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_",
-    "OPENBLAS_", "PYTHON", "TORCH_", "TZ",
-)  # fmt: skip
-#: Two that a forked child obeys all the same: it has the caller's path, and sets its threads.
-_OBEYED = ("PYTHONPATH", "OMP_NUM_THREADS")
 #: Children write UTF-8 without a buffer, so that what their own children print keeps its place.
 _DEFAULTS = {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8:backslashreplace"}
 _READY, _FORK, _REAP = b"ready", b"f", b"r"
@@ -119,9 +111,9 @@ def start(
         environment: Variables in addition to those of this process.
         stdout: A file descriptor.
         stderr: A file descriptor.
-        fork: Whether the zygote may fork it. A new interpreter starts all the same outside of
-            Linux, with an accelerator, which a forked process cannot use, or if a variable differs
-            that only a new interpreter reads.
+        fork: Whether the zygote may fork it. Libraries of a forked child do not read its variables
+            again. A new interpreter starts all the same outside of Linux, or with an accelerator,
+            which a forked process cannot use.
     """
     variables = {**os.environ, **_DEFAULTS, **(environment or {})}
     has_cores = hasattr(os, "sched_getaffinity")
@@ -129,7 +121,7 @@ def start(
     path = [*map(str, sys.path)]  # some notebooks put a Path there
     request = Request(target, arguments, variables, path, os.getcwd(), cores)
     zygote = _find_zygote() if fork else None
-    if zygote is None or zygote.variables != _read_at_start(variables):
+    if zygote is None:
         return _NewInterpreter(request, stdout, stderr)
     return _Forked(zygote, request, stdout, stderr)
 
@@ -202,10 +194,8 @@ class _Zygote:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        variables = {**os.environ, **_DEFAULTS}
-        self.variables = _read_at_start(variables)
         # NumPy's BLAS starts its threads when it is imported, and a fork needs a process without.
-        variables |= {"OPENBLAS_NUM_THREADS": "1"}
+        variables = {**os.environ, **_DEFAULTS, "OPENBLAS_NUM_THREADS": "1"}
         with theirs:
             self._process = subprocess.Popen(
                 _command("serve", theirs.fileno()),
@@ -365,15 +355,6 @@ def _leave_zygote() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_zygote)
-
-
-def _read_at_start(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables whose change a process that runs already does not see."""
-    return {
-        name: value
-        for name, value in variables.items()
-        if name.startswith(_READ_AT_START) and name not in _OBEYED
-    }
 
 
 def _command(function: str, *arguments: int) -> list[str]:

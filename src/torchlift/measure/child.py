@@ -81,7 +81,8 @@ def in_child(
         *args: Anything that pickle can send.
         timeout: Seconds until the child is killed.
         interval: Seconds between two memory samples.
-        env: Environment variables to add.
+        env: Environment variables to add. They start a new interpreter, because libraries read
+            some variables only once.
         fork: Whether the child may be forked from a process that has imported torch, which takes
             20 ms. NumPy's own linear algebra has one thread in a forked child. Pass False to start
             a new interpreter: to time an import. A new interpreter also starts if forking is not
@@ -121,7 +122,7 @@ def in_child(
                 environment=env,
                 stdout=stdout.fileno(),
                 stderr=stderr.fileno(),
-                fork=fork,
+                fork=fork and not env,
             )
             with child:
                 status = child.wait(min(timeout, _LONGEST))

@@ -42,7 +42,7 @@ class _Step:
 
     Attributes:
         run: The operation, which gets the tensor and the arguments.
-        arguments: What the configuration says.
+        arguments: Further arguments, made from the configuration.
     """
 
     run: Callable[..., Made]
@@ -432,7 +432,7 @@ def from_to(kind: str, model_or_config: Any) -> Renaming:
     """
     if kind != "gguf->transformers":
         raise ValueError(
-            f"from_to({kind!r}): expected 'gguf->transformers'. Use remap.rules for other names, and "
-            "llama.cpp's convert_hf_to_gguf.py to write GGUF files"
+            f"from_to({kind!r}): expected 'gguf->transformers'. Use remap.rules for other names. "
+            "llama.cpp's convert_hf_to_gguf.py writes GGUF files"
         )
     return _gguf(model_of("from_to", model_or_config))

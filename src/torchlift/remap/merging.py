@@ -160,7 +160,7 @@ def _require_alike(items: Sequence[Made], dim: int | None) -> None:
 
 
 class _Place(NamedTuple):
-    """What a name says about a tensor.
+    """The parts of a name that match the fields of a pattern.
 
     Attributes:
         texts: The texts that ``*`` matches. Members of one tensor have the same.
