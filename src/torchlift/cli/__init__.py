@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torchlift
 from torchlift._system.text import printable
@@ -108,43 +107,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return args.trouble or (3 if isinstance(error, UnsafeError) else 1)
     except KeyboardInterrupt:
         return 130
-
-
-def add_model(parser: argparse.ArgumentParser, purpose: str) -> None:
-    """Declare the options of a model."""
-    parser.add_argument("--model", metavar="MODULE:FACTORY", help=purpose)
-    parser.add_argument(
-        "--model-args",
-        metavar="JSON",
-        help="keyword arguments of the factory, such as '{\"width\": 4}', or a file with them",
-    )
-
-
-def check_model(args: argparse.Namespace) -> None:
-    """Check the options of a model, and read its arguments.
-
-    Raises:
-        UsageError: If an option is wrong.
-    """
-    if args.model is not None and ":" not in args.model:
-        raise UsageError(f"--model {args.model!r}: expected MODULE:FACTORY")
-    if args.model_args is not None and args.model is None:
-        raise UsageError("--model-args: pass --model too")
-    args.model_args = json_object("--model-args", args.model_args or "{}")
-
-
-def json_object(option: str, text: str) -> dict[str, Any]:
-    """Parse a JSON object from a text, or from the file with this name."""
-    if not text.lstrip().startswith("{"):
-        with open(text, encoding="utf-8") as file:
-            text = file.read()
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise UsageError(f"{option}: {error}") from error
-    if not isinstance(found, dict):
-        raise UsageError(f"{option}: expected a JSON object")
-    return found
 
 
 def _print_error(error: Exception) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torchlift
 from torchlift._system.memory import free_memory
 from torchlift._system.text import human
-from torchlift.cli import UsageError, add_model, check_model, json_object
+from torchlift.cli import UsageError
 from torchlift.cli.output import report, spelled
 from torchlift.cli.rules import add_dtype, add_names, check_names, dtype_of, rename_of
 from torchlift.errors import PlacementError
@@ -31,7 +32,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("path", metavar="FILE", help="a checkpoint file or directory")
     parser.add_argument("--root", metavar="KEY", help="load only this container of the file")
-    add_model(parser, "the model to load into")
+    parser.add_argument("--model", metavar="MODULE:FACTORY", help="the model to load into")
+    parser.add_argument(
+        "--model-args",
+        metavar="JSON",
+        help="keyword arguments of the factory, such as '{\"width\": 4}', or a file with them",
+    )
     parser.add_argument("--no-strict", action="store_true", help="allow names that do not match")
     add_names(parser)
     where = parser.add_argument_group("devices").add_mutually_exclusive_group()
@@ -45,6 +51,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="append",
         help="fill these devices in this order",
     )
+    where.add_argument(
+        "--mesh", metavar="DIM=N,...", help="show what each rank reads, such as fsdp=1024"
+    )
     parser.add_argument(
         "--no-split",
         metavar="NAME",
@@ -53,11 +62,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="with --budget: modules to keep on one device",
     )
     add_dtype(parser)
-    parser.add_argument(
-        "--mesh",
-        metavar="DIM=N,...",
-        help="show what each rank reads, such as fsdp=1024 (without device options)",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -77,21 +81,31 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse options that are wrong, or that another option would override."""
-    check_model(args)
+    """Read what is JSON, and refuse options that are wrong or would have no effect."""
+    if args.model is not None and ":" not in args.model:
+        raise UsageError(f"--model {args.model!r}: expected MODULE:FACTORY")
+    if args.model is None and (args.model_args is not None or args.no_strict):
+        raise UsageError("--model-args and --no-strict: pass --model too")
+    args.model_args = _read_json("--model-args", args.model_args or "{}")
     if args.device_map is not None:
-        args.device_map = json_object("--device-map", args.device_map)
-    check_names(args)
-    if args.no_split and not args.budget and args.mesh is None:
+        args.device_map = _read_json("--device-map", args.device_map)
+    if args.no_split and not args.budget:
         raise UsageError("--no-split: pass --budget too, such as --budget cuda:0=20GiB")
-    if args.mesh is None:
-        return
-    for name in ("device", "device_map", "budget", "no_split"):
-        if getattr(args, name) not in (None, False, []):
-            option = "--" + name.replace("_", "-")
-            raise UsageError(f"{option}: cannot be combined with --mesh")
-    if args.model is None and args.no_strict:
-        raise UsageError("--no-strict: pass --model too")
+    check_names(args)
+
+
+def _read_json(option: str, text: str) -> dict[str, Any]:
+    """Parse a JSON object from a text, or from the file with this name."""
+    if not text.lstrip().startswith("{"):
+        with open(text, encoding="utf-8") as file:
+            text = file.read()
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"{option}: {error}") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"{option}: expected a JSON object")
+    return found
 
 
 def _on_mesh(args: argparse.Namespace, ckpt: torchlift.Checkpoint) -> tuple[str, dict[str, Any]]:
