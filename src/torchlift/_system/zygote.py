@@ -214,22 +214,8 @@ class _Zygote:
                 self._process.kill()
                 self.close()
 
-    def fork(self, descriptors: list[int]) -> int:
-        """Return the process id of a new child, which gets these descriptors.
-
-        Raises:
-            OSError: If the system has no room for a process.
-        """
-        pid = self._exchange(_FORK, descriptors)
-        if pid < 0:
-            raise OSError(-pid, os.strerror(-pid))
-        return pid
-
-    def reap(self, pid: int) -> int:
-        """Return the exit status of a child that has ended."""
-        return self._exchange(_REAP + str(pid).encode(), [])
-
-    def _exchange(self, message: bytes, descriptors: list[int]) -> int:
+    def exchange(self, message: bytes, descriptors: list[int]) -> int:
+        """Send a message with descriptors, and return the number that answers it."""
         with self._lock, uninterrupted():
             try:
                 socket.send_fds(self._socket, [message], descriptors)
@@ -267,7 +253,9 @@ class _Forked(Child):
             pickle.dump(request, file)
             file.flush()
             with uninterrupted():
-                self.pid = zygote.fork([stdout, stderr, file.fileno()])
+                self.pid = zygote.exchange(_FORK, [stdout, stderr, file.fileno()])
+                if self.pid < 0:
+                    raise OSError(-self.pid, os.strerror(-self.pid))
                 # The number cannot be used again before the zygote reaps the child.
                 self._ended = os.pidfd_open(self.pid)
 
@@ -277,7 +265,7 @@ class _Forked(Child):
             poll.register(self._ended, select.POLLIN)
             if poll.poll(None if timeout is None else max(0, 1000 * timeout)):
                 try:
-                    self._status = self._zygote.reap(self.pid)
+                    self._status = self._zygote.exchange(b"%s%d" % (_REAP, self.pid), [])
                 except OSError:  # the zygote and its children are killed, not what they started
                     self._status = -signal.SIGKILL
                     with suppress(ProcessLookupError):

@@ -15,19 +15,16 @@ from torchlift._system.text import printable
 from torchlift.cli.output import print_json, spelled
 from torchlift.errors import CheckpointError, UnsafeError
 
-#: Name -> (summary, module). Only the module of the command that runs is imported, so `inspect`
-#: starts fast and runs no code of other commands.
-COMMANDS: dict[str, tuple[str, str]] = {
-    "inspect": ("show the content of a checkpoint without loading it", "torchlift.cli.inspect"),
-    "verify": ("recompute every checksum of a checkpoint", "torchlift.cli.verify"),
-    "diff": ("compare two checkpoints, of any formats", "torchlift.cli.diff"),
-    "plan": ("show what a load would do, and the memory it needs", "torchlift.cli.plan"),
-    "convert": ("write a checkpoint in another format, dtype or naming", "torchlift.cli.convert"),
-    "bench": ("compare the ways to load a checkpoint on this machine", "torchlift.cli.bench"),
-    "completion": (
-        "print a script that completes these commands in a shell",
-        "torchlift.cli.completion",
-    ),
+#: Name -> summary. Only the module of the command that runs is imported, so `inspect` starts fast
+#: and runs no code of other commands.
+COMMANDS: dict[str, str] = {
+    "inspect": "show the content of a checkpoint without loading it",
+    "verify": "recompute every checksum of a checkpoint",
+    "diff": "compare two checkpoints, of any formats",
+    "plan": "show what a load would do, and the memory it needs",
+    "convert": "write a checkpoint in another format, dtype or naming",
+    "bench": "compare the ways to load a checkpoint on this machine",
+    "completion": "print a script that completes these commands in a shell",
 }
 
 
@@ -80,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # torch warns about some kinds of tensors, such as sparse ones. A reader cannot act on
             # that. The filter changes only this process, which is the command's own.
             warnings.simplefilter("ignore", UserWarning)
-            status = importlib.import_module(COMMANDS[args.command][1]).run(args)
+            status = importlib.import_module(f"{__name__}.{args.command}").run(args)
         sys.stdout.flush()
         return int(status)
     except SystemExit as stop:  # --help, --version
@@ -135,7 +132,7 @@ def make_parser(words: Sequence[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         prog=parser.prog, dest="command", metavar="COMMAND", required=True
     )
-    for name, (summary, module) in COMMANDS.items():
+    for name, summary in COMMANDS.items():
         command = commands.add_parser(
             name,
             help=summary,
@@ -144,6 +141,6 @@ def make_parser(words: Sequence[str]) -> argparse.ArgumentParser:
         )
         command.set_defaults(parser=command, trouble=None)
         if name in words:
-            importlib.import_module(module).configure(command)
+            importlib.import_module(f"{__name__}.{name}").configure(command)
             command.add_argument("--json", action="store_true", help="print everything as JSON")
     return parser

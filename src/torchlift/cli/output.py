@@ -12,17 +12,11 @@ from typing import Any
 from torchlift._system.text import printable
 from torchlift.errors import Argument, Hint
 
-#: Argument of a function -> the same option of the command.
+#: Argument of a function -> the option of the command, if it has another name.
 _OPTIONS = {
     "allow_missing": "--no-strict",
     "allow_unexpected": "--no-strict",
     "budgets": "--budget",
-    "dtype": "--dtype",
-    "exclude": "--exclude",
-    "include": "--include",
-    "overwrite": "--overwrite",
-    "rename": "--rename",
-    "root": "--root",
     "verify": "--no-verify",
 }
 #: Options without a value.
@@ -38,7 +32,7 @@ def spelled(hint: str | None, options: Container[str]) -> str | None:
     """
 
     def option(argument: Argument) -> str:
-        name = _OPTIONS.get(argument.name, "")
+        name = _OPTIONS.get(argument.name, f"--{argument.name}")
         is_code = bool(argument.value) and not argument.steps and name not in _FLAGS
         if name not in options or is_code:
             return f"{argument} in Python"
