@@ -257,28 +257,18 @@ def _select(
 def _run(result: Result, path: str, root: str | None, cold: bool, device: str, cast: str) -> None:
     """Run a way in a child and record its time and memory, or the reason of a failure."""
     try:
-        measured = in_child(_measure, result.way, path, root, cold, device, cast).value
+        measured: Result = in_child(_measure, result.way, path, root, cold, device, cast).value
     except ChildError as error:
         result.error = _reason(str(error))
         return
-    result.seconds.append(measured.seconds)
-    result.added_anonymous.append(measured.added_anonymous)
-    result.cached.append(measured.cached)
+    result.seconds += measured.seconds
+    result.added_anonymous += measured.added_anonymous
+    result.cached += measured.cached
     result.digest = measured.digest
 
 
-@dataclass(frozen=True)
-class _Round:
-    """One run of one way. See `Result`."""
-
-    seconds: float
-    added_anonymous: float
-    cached: float
-    digest: str
-
-
-def _measure(way: Way, path: str, root: str | None, cold: bool, device: str, cast: str) -> _Round:
-    """Load in the child."""
+def _measure(way: Way, path: str, root: str | None, cold: bool, device: str, cast: str) -> Result:
+    """Load in the child, and return the result of one round."""
     from torchlift.bench import loading
 
     job = loading.Job(path, root, device, cast)
@@ -290,7 +280,7 @@ def _measure(way: Way, path: str, root: str | None, cold: bool, device: str, cas
         start = time.perf_counter()
         state = run()
         seconds = time.perf_counter() - start
-    return _Round(seconds, use.added_anonymous, cached, loading.digest(state))
+    return Result(way, [seconds], [use.added_anonymous], [cached], loading.digest(state))
 
 
 def _reason(text: str) -> str:

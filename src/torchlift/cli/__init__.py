@@ -28,7 +28,7 @@ COMMANDS: dict[str, str] = {
 }
 
 
-class UsageError(Exception):
+class UsageError(ValueError):
     """The arguments are wrong.
 
     Attributes:
@@ -82,9 +82,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(status)
     except SystemExit as stop:  # --help, --version
         return int(stop.code or 0)
-    except UsageError as error:
+    except ValueError as error:  # an argument of a command, or of a function that it calls
         command = " ".join(["torchlift", *(word for word in words[:1] if word in COMMANDS)])
-        start = f"{error.usage}{command}: error" if error.usage else command
+        usage = getattr(error, "usage", "")
+        start = f"{usage}{command}: error" if usage else command
         print(f"{start}: {printable(str(error))}", file=sys.stderr)
         if args.json:
             _print_error(error)

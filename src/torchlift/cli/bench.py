@@ -6,7 +6,6 @@ import argparse
 import sys
 
 from torchlift.bench import WAYS, compare
-from torchlift.cli import UsageError
 from torchlift.cli.output import report
 
 
@@ -40,19 +39,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compare and print. Return 1 if a way failed or loaded other values."""
-    try:
-        found = compare(
-            args.path,
-            root=args.root,
-            only=args.only.split(",") if args.only else None,
-            repeat=args.repeat,
-            cold=args.cold,
-            cast=args.cast,
-            device=args.device,
-            progress=sys.stderr.isatty(),
-        )
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    found = compare(
+        args.path,
+        root=args.root,
+        only=args.only.split(",") if args.only else None,
+        repeat=args.repeat,
+        cold=args.cold,
+        cast=args.cast,
+        device=args.device,
+        progress=sys.stderr.isatty(),
+    )
     report(args, str(found), found.to_dict())
     failed = any(result.error for result in found.results.values()) or bool(found.different)
     return 1 if failed else 0

@@ -13,7 +13,6 @@ from torchlift._system.text import human
 from torchlift.cli import UsageError
 from torchlift.cli.output import report, spelled
 from torchlift.cli.rules import add_dtype, add_names, check_names, dtype_of, rename_of
-from torchlift.errors import PlacementError
 
 if TYPE_CHECKING:
     from torchlift.remap import ByKey, Fit
@@ -68,13 +67,10 @@ def run(args: argparse.Namespace) -> int:
     """Make the plan and print it."""
     _check(args)  # first: importing torch takes a second
     planned = _on_mesh if args.mesh is not None else _alone if args.model is None else _for_model
-    try:
-        # With a model, the complete file is opened: errors then show the names of the file.
-        root = args.root if planned is _alone else None
-        with torchlift.open(args.path, root=root) as ckpt:
-            text, data = planned(args, ckpt)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    # With a model, the complete file is opened: errors then show the names of the file.
+    root = args.root if planned is _alone else None
+    with torchlift.open(args.path, root=root) as ckpt:
+        text, data = planned(args, ckpt)
     path = ckpt.path
     report(args, f"{path}\n{text}", {"path": path, "format": ckpt.format, **data})
     return 0
@@ -176,32 +172,18 @@ def _format_fit(found: Fit) -> tuple[str, dict[str, Any]]:
     return "\n".join([head, *str(found).split("\n")[1:]]), data
 
 
-def _read_devices(args: argparse.Namespace) -> dict[str, str | None] | ByKey[Any]:
+def _read_devices(args: argparse.Namespace) -> dict[str, str | None] | ByKey[str]:
     """Make the budgets or the map from the options.
 
     Raises:
-        UsageError: If a value is not a device.
+        UsageError: If a device occurs twice.
     """
     if args.budget:
         split = [text.partition("=") for text in args.budget]
         budgets = {device: size if equals else None for device, equals, size in split}
         if len(budgets) < len(split):
             raise UsageError("--budget: a device occurs twice")
-        _make_map("--budget", dict(zip(budgets, budgets, strict=True)))
         return budgets
     if args.device_map is not None:
-        return _make_map("--device-map", args.device_map)
-    device = "cpu" if args.device is None else args.device
-    return torchlift.remap.by_key({"": _make_map("--device", {device: device})[device]})
-
-
-def _make_map(option: str, devices: dict[str, str]) -> ByKey[Any]:
-    try:
-        rule: ByKey[Any] = torchlift.remap.by_key(devices)
-    except PlacementError as error:
-        raise UsageError(f"{option}: {error}") from error
-    import torch
-
-    if any(isinstance(value, torch.dtype) for value in rule.values()):
-        raise UsageError(f"{option}: expected devices. Pass dtypes to --dtype")
-    return rule
+        return torchlift.remap.by_key(args.device_map)
+    return torchlift.remap.by_key({"": "cpu" if args.device is None else args.device})

@@ -62,7 +62,6 @@ def in_child(
     function: Callable[..., Any],
     *args: object,
     timeout: float = 600.0,
-    interval: float = 0.001,
     env: Mapping[str, str] | None = None,
     fork: bool = True,
 ) -> ChildResult:
@@ -80,7 +79,6 @@ def in_child(
         function: Called with the arguments.
         *args: Anything that pickle can send.
         timeout: Seconds until the child is killed.
-        interval: Seconds between two memory samples.
         env: Environment variables to add. They start a new interpreter, because libraries read
             some variables only once.
         fork: Whether the child may be forked from a process that has imported torch, which takes
@@ -117,7 +115,6 @@ def in_child(
             child = start(
                 f"{__name__}:_measure",
                 call,
-                interval,
                 str(folder / "answer"),
                 environment=env,
                 stdout=stdout.fileno(),
@@ -142,13 +139,13 @@ def in_child(
     raise ChildError(f"the child process {how}", status, *texts)
 
 
-def _measure(call: bytes, interval: float, answer: str) -> None:
+def _measure(call: bytes, answer: str) -> None:
     """Call the function in the child and write the answer."""
     try:
         function, args = pickle.loads(call)
         _map_libraries()
         trim()  # else memory that the imports freed hides what the function allocates
-        with memory(interval=interval) as use:
+        with memory(interval=0.001) as use:
             start = time.perf_counter()
             value = function(*args)
             seconds = time.perf_counter() - start

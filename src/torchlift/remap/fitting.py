@@ -166,7 +166,8 @@ def fit(
     if isinstance(budgets, ByKey):
         names = [name for tensor in tensors for name in tensor.names]
         budgets.check(names, present=False)
-        where = {name: spelled_device(budgets.at(name) or "cpu") for name in names}
+        on = {name: checked_device(budgets.at(name) or "cpu", name) for name in names}
+        where = {name: spelled_device(device) for name, device in on.items()}
         return _make_map(tensors, where, dict.fromkeys(where.values()), {}, None)
     limits = {
         spelled_device(checked_device(device, str(device))): None
