@@ -198,26 +198,20 @@ class _FromGguf(Rewriting, Renaming):
 
     def rewrite(self, items: Mapping[str, Made], path: str) -> dict[str, Made]:
         """Return name -> tensor. See `Rewriting`."""
-        lines: dict[str, list[_Line]] = {}
-        for line in self.lines:
-            for key in line.there:
-                lines.setdefault(key, []).append(line)
         made: dict[str, Made] = {}
-        for key, item in items.items():
-            if key not in lines and not re.fullmatch(self.computed, key):
-                add(made, key, item, path)
-            for line in lines.get(key, ()):
-                # A tensor of several keys is made once, at its first key that the file contains.
-                if key != next(one for one in line.there if one in items):
-                    continue
+        for line in self.lines:
+            if any(key in items for key in line.there):
                 try:
-                    found = line.make(items)
+                    add(made, line.here, line.make(items), path)
                 except Unfit as error:
                     raise MismatchError(
                         f"the tensor does not match the configuration: {error}",
-                        entry=key,
+                        entry=line.there[0],
                     ) from None
-                add(made, line.here, found, path)
+        known = {key for line in self.lines for key in line.there}
+        for key, item in items.items():
+            if key not in known and not re.fullmatch(self.computed, key):
+                add(made, key, item, path)
         if self.head is not None:
             head, embedding, name = self.head
             if head not in items and embedding in items:
