@@ -15,6 +15,7 @@ import json
 import mmap
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -23,11 +24,12 @@ from typing import Any
 
 import charts
 import growth
+import machine
 import torch
 from torch import nn
 
 import torchlift
-from torchlift.bench import WAYS, Comparison, Result, Way, compare
+from torchlift.bench import WAYS, Comparison, Result, Way, compare, loading
 
 # ---- the limits of the machine: each makes the call to time, with all memory at hand
 
@@ -160,7 +162,21 @@ def accelerate_model(job: Any) -> State:
     return model
 
 
-def transformers_model(job: Any) -> State:
+def safetensors_pread(job: Any) -> State:
+    """Read every tensor with one call."""
+    found = loading.safetensors_file(job, backend="pread")
+    return {key: job.place(tensor) for key, tensor in found.items()}
+
+
+def safetensors_model(job: Any) -> State:
+    """Build a model with random weights and copy into it."""
+    with job.device:
+        model: nn.Module = job.build()
+    model.load_state_dict(loading.safetensors_file(job))  # as load_model does, for all files
+    return model
+
+
+def transformers_model(job: Any, scratch: str) -> State:
     """Load a model of transformers whose modules are those of the file."""
     transformers: Any = importlib.import_module("transformers")
 
@@ -175,9 +191,9 @@ def transformers_model(job: Any) -> State:
         def _init_weights(self, module: nn.Module) -> None:
             """Leave what is loaded as it is."""
 
-    folder, link = job.path, os.path.join(job.scratch, "model.safetensors")
+    folder, link = job.path, os.path.join(scratch, "model.safetensors")
     if not os.path.isdir(folder):
-        folder = job.scratch
+        folder = scratch
         if not os.path.exists(link):
             os.symlink(os.path.abspath(job.path), link)
     config, place = transformers.PretrainedConfig(), {"": str(job.device)}
@@ -222,11 +238,11 @@ def tensorizer(job: Any) -> State:
         return dict(tensors)
 
 
-def make_tensorizer(job: Any) -> Callable[[], State]:
+def make_tensorizer(scratch: str, job: Any) -> Callable[[], State]:
     """Write the tensors in its own format first; that file is the one to read."""
     from tensorizer import TensorSerializer
 
-    path = os.path.join(job.scratch, "model.tensors")
+    path = os.path.join(scratch, "model.tensors")
     if not os.path.exists(path):
         with torchlift.open(job.path, root=job.root) as ckpt:
             serializer = TensorSerializer(path)
@@ -246,8 +262,14 @@ def make_peer(load_it: Callable[[Any], State], module: str, job: Any) -> Callabl
 _SAFE = ("safetensors", "sharded")
 
 
-def ways_for(device: str, cast: str) -> dict[str, list[Way]]:
-    """Return the ways that ``torchlift bench`` does not have: peers, plain readers, limits."""
+def ways_for(device: str, cast: str, scratch: str) -> dict[str, list[Way]]:
+    """Return the ways that ``torchlift bench`` does not have: peers, plain readers, limits.
+
+    Args:
+        device: Device that every way loads to.
+        cast: Dtype that every way casts to, or an empty text.
+        scratch: Folder for additional files of a way.
+    """
     is_read = bool(cast) or device != "cpu"  # else these two libraries map the file
 
     def peer(name: str, text: str, load_it: Any, package: str, reads: bool = True) -> Way:
@@ -259,12 +281,17 @@ def ways_for(device: str, cast: str) -> dict[str, list[Way]]:
     peers = [
         peer("accelerate", "accelerate load_checkpoint_in_model", accelerate_model, "accelerate",
              is_read),
-        peer("transformers", "transformers from_pretrained", transformers_model, "transformers",
-             is_read),
+        peer("transformers", "transformers from_pretrained",
+             partial(transformers_model, scratch=scratch), "transformers", is_read),
+        peer("safetensors-pread", 'safetensors load_file, "pread"', safetensors_pread,
+             "safetensors"),
+        peer("safetensors-model", "build + safetensors load_model", safetensors_model,
+             "safetensors"),
         peer("runai", "Run:ai model streamer + clone", runai, "runai_model_streamer"),
         peer("fastsafetensors", "fastsafetensors fastsafe_open", fastsafetensors,
              "fastsafetensors"),
-        Way("tensorizer", "tensorizer, a file of its own", make_tensorizer, (), "tensorizer"),
+        Way("tensorizer", "tensorizer, a file of its own", partial(make_tensorizer, scratch), (),
+            "tensorizer"),
     ]  # fmt: skip
     limits = [
         Way("limit-read", "raw read into warm buffers", make_read),
@@ -287,18 +314,24 @@ _FINALISTS = 4  # plain readers that take part after the first round
 
 def compare_all(path: str, repeat: int, **options: Any) -> dict[str, Any]:
     """Return what ``torchlift bench --json`` prints, with the other ways and the limits."""
-    more = ways_for(options["device"], options["cast"])
-    first = compare(path, ways=more["plain"], repeat=1, **options)
-    ran = [result for result in first.results.values() if not result.error]
-    fastest = [result.way for result in sorted(ran, key=lambda r: r.median)[:_FINALISTS]]
-    ways = [*WAYS, *more["peers"], *more["limits"], *fastest]
-    found = compare(path, ways=ways, repeat=repeat, **options)
+    folder = os.path.dirname(os.path.abspath(path))  # on the same disk
+    with tempfile.TemporaryDirectory(prefix="torchlift-bench-", dir=folder) as scratch:
+        more = ways_for(options["device"], options["cast"], scratch)
+        first = compare(path, ways=more["plain"], repeat=1, **options)
+        ran = [result for result in first.results.values() if not result.error]
+        fastest = [result.way for result in sorted(ran, key=lambda r: r.median)[:_FINALISTS]]
+        ways = [*WAYS, *more["peers"], *more["limits"], *fastest]
+        found = compare(path, ways=ways, repeat=repeat, **options)
     left_out = {
         way.name: why
         for way in more["peers"]
         if (why := way.obstacle(found.format, options["device"], options["cast"]))
     }
-    return with_limit(found, first, [way.name for way in fastest]) | {"left_out": left_out}
+    packages = sorted({found.results[name].way.package for name in found.results} - {""})
+    return with_limit(found, first, [way.name for way in fastest]) | {
+        "left_out": left_out,
+        "machine": machine.describe(["torch", *packages]),
+    }
 
 
 def with_limit(found: Comparison, first: Comparison, names: Sequence[str]) -> dict[str, Any]:

@@ -17,11 +17,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import machine
 import torch
+from generated import Stack, make_checkpoint
 from torch import nn
 
 import torchlift
-from torchlift.bench import Stack, machine, make_checkpoint
 from torchlift.measure import ChildError, in_child
 
 _TENSOR, _LAYER, _SHARD = 1024, 64, 64 << 10  # bytes of one of them

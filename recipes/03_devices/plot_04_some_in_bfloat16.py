@@ -190,7 +190,7 @@ def measured(way, path):
     with torch.device("meta"):
         MiniLM()  # imports happen here, not in the measurement
     torchlift.skeleton(MiniLM)
-    with torchlift.measure.memory(sampler="process") as use:
+    with torchlift.measure.memory() as use:
         model = way(path)
     before, after = torch.load(path, mmap=True), model.state_dict()
     lost = sum(

@@ -247,7 +247,7 @@ def while_loading(path):
 
 def measured(way, path):
     int8_skeleton()  # imports happen here, not in the measurement
-    with torchlift.measure.memory(sampler="process") as use:
+    with torchlift.measure.memory() as use:
         model = way(path)
     levels = [layer.weight.levels for layer in linear_layers(model)]
     sums = [each.sum(dtype=torch.int64).item() for each in levels]

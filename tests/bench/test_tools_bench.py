@@ -10,16 +10,18 @@ import sys
 import bench
 import charts
 import pytest
+import torch
+from generated import make_checkpoint
 from growth import GROWTHS, Growth, grow
 
-from torchlift.bench import Comparison, Result, Way, make_checkpoint
+from torchlift.bench import Comparison, Result, Way
 
 MIB = 2**20
 
 
 def fake(name: str, seconds: float = 1.0, **way) -> Result:
     """A finished result of a way that does not exist."""
-    return Result(Way(name, name, name, **way), [seconds], [0.0], [0.0])
+    return Result(Way(name, name, name, **way), [seconds], [0.0])
 
 
 @pytest.mark.slow
@@ -37,6 +39,8 @@ def test_the_tool_compares_peers_and_the_best_plain_reader(tmp_path, monkeypatch
     row = data["results"]["limit-plain"]
     assert row["readers"][row["best_reader"]] == row["seconds"]
     assert len(row["readers"]) == 3
+    assert data["machine"]["versions"]["torch"] == torch.__version__
+    assert [each.name for each in tmp_path.iterdir() if each.is_dir()] == []
     assert "<svg" in chart.read_text(encoding="utf-8")
 
 
@@ -108,7 +112,7 @@ def test_the_chart_has_a_bar_for_each_way_and_a_line_for_each_limit(tmp_path) ->
         name: fake(name, 1.0 + place, reads=name != "torchlift-mmap")
         for place, name in enumerate(names)
     }
-    data = Comparison("x.pt", "torch-zip", 1, 1, False, "torch-load", results).to_dict()
+    data = Comparison("x.pt", "torch-zip", 1, 1, False, results).to_dict()
     axes = charts.figure_of(data).axes[0]
     assert [bar.get_width() for bar in axes.patches] == [1.0, 2.0, 3.0]
     labels = [text.get_text().strip() for text in axes.texts]

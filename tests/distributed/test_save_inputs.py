@@ -64,7 +64,7 @@ _MEASURED = """
 result = {}
 for name, view in views.items():
     state = {"w": view()}
-    with measure.memory(sampler="process") as use:
+    with measure.memory() as use:
         save_consolidated(state, args[0])
     result[name] = use.added_anonymous
     del state

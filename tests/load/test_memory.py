@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from generated import make_checkpoint
 from in_code import in_code
-
-from torchlift.bench import make_checkpoint
 
 MIB = 1 << 20
 SIZE = 256 * MIB
@@ -27,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 SETUP = """
 import json, os, torch, tqdm, traceback, torchlift
 from torchlift import measure
-from torchlift.bench import Stack
+from generated import Stack
 import torchlift._load.loading, torchlift._skeleton.replay
 
 torch.set_num_threads(2)
@@ -55,7 +54,7 @@ def work(case):
     model = build(case)
     planned = torchlift.plan(model, case["path"], **options).peak_bytes
     transform = TRANSFORMS[case["transform"]]
-    with measure.memory(sampler="process") as use:
+    with measure.memory() as use:
         report = torchlift.load(model, case["path"], transform=transform, **options)
     destination = sum(p.numel() * p.itemsize for p in model.parameters())
     return [use.added_anonymous, planned, destination, report.bytes_read]

@@ -78,9 +78,6 @@ RENAMED = [
 ]  # fmt: skip
 #: Loaded without ``-m slow``, too.
 QUICK = {"Qwen3MoeForCausalLM", "Molmo2TextModel", "MistralLarge4ForConditionalGeneration"}
-#: transformers saves their short convolutions in three equal slices, whatever is in them: what it
-#: writes is the right tensor only once it is put together again.
-UNEQUAL = {"OlmoHybridForCausalLM"}
 
 
 @pytest.fixture(autouse=True)
@@ -119,36 +116,6 @@ def assert_like_from_pretrained(cls: Any, config: Any, folder: Path) -> Any:
     return report
 
 
-def assert_leads_back(model: nn.Module, folder: Path) -> None:
-    """The reversed rule makes of the model's own state what transformers has written."""
-    back = remap.transformers(model).reversed()
-    with torchlift.open(folder) as ckpt:
-        blank = Bag({key: ckpt.entries[key] for key in ckpt})
-        torchlift.load(blank, model.state_dict(), rename=back, allow_unexpected=["*"])
-        for key, tensor in ckpt.items():
-            assert same_bits(blank.at(key), tensor), key
-
-
-class Bag(nn.Module):
-    """A module with tensors of these names and shapes."""
-
-    def __init__(self, entries: Any) -> None:
-        super().__init__()
-        for key, entry in entries.items():
-            module: nn.Module = self
-            *path, last = key.split(".")
-            for part in path:
-                if part not in module._modules:
-                    module._modules[part] = nn.Module()
-                module = module._modules[part]  # type: ignore[assignment]
-            dtype = getattr(torch, entry.dtype)
-            module.register_buffer(last, torch.zeros(entry.shape, dtype=dtype))
-
-    def at(self, key: str) -> torch.Tensor:
-        """The tensor of this name."""
-        return self.state_dict()[key]
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -156,17 +123,12 @@ class Bag(nn.Module):
         for name in [*CONVERTED, *RENAMED]
     ],
 )
-def test_it_is_loaded_as_from_pretrained_loads_it_and_leads_back(name: str, tmp_path: Path) -> None:
-    """What ``save_pretrained`` writes, in the layout of old files; and that again, reversed."""
+def test_it_is_loaded_as_from_pretrained_loads_it(name: str, tmp_path: Path) -> None:
+    """``save_pretrained`` writes the layout of old files."""
     cls: Any = getattr(hf, name)
     config = small_config(cls.config_class)
-    model = saved(cls, config, tmp_path)
+    saved(cls, config, tmp_path)
     report = assert_like_from_pretrained(cls, config, tmp_path)
-    if name in UNEQUAL:
-        with pytest.raises(MismatchError, match=r"64 rows .* do not divide into 3 slices"):
-            assert_leads_back(model, tmp_path)
-    else:
-        assert_leads_back(model, tmp_path)
     if name == "Qwen3MoeForCausalLM":
         assert len(report.merged["model.layers.0.mlp.experts.gate_up_proj"]) == 2 * 4
         assert len(report.merged) == 4
@@ -183,11 +145,10 @@ def test_experts_of_two_kinds_are_divided_as_there(tmp_path: Path) -> None:
     }  # fmt: skip
     config = kind(text_config=text, vision_config=small_config(kind.sub_configs["vision_config"]))
     cls: Any = hf.Ernie4_5_VLMoeForConditionalGeneration
-    model = saved(cls, config, tmp_path)
+    saved(cls, config, tmp_path)
     report = assert_like_from_pretrained(cls, config, tmp_path)
     name = "model.language_model.layers.1.mlp.vision_moe.experts.gate_up_proj"
     assert len(report.merged[name]) == 2 * 4
-    assert_leads_back(model, tmp_path)
 
 
 def rewrite(folder: Path, rename: Any) -> None:
@@ -282,7 +243,6 @@ def test_a_file_in_the_layout_of_the_model_is_left_as_it_is(tmp_path: Path) -> N
         report = torchlift.load(found, tmp_path / "model.pt", rename=rename)
         assert (report.bytes_read, report.renamed, report.merged) == (0, {}, {})
         assert repr(rename) == "transformers(MixtralForCausalLM)"
-        assert repr(rename.reversed()) == "transformers(MixtralForCausalLM).reversed()"
 
 
 def test_it_composes_and_a_missing_expert_is_named(tmp_path: Path) -> None:
@@ -347,12 +307,11 @@ def test_an_operation_of_somebody_s_own_moves_values_or_is_named(tmp_path: Path)
     try:
         model = torchlift.skeleton(cls, config)
         rename = remap.transformers(model)
-        with pytest.raises(PlacementError, match=r"by Own, which computes new values \(neg\)"):
+        with pytest.raises(PlacementError, match=r"operations that compute new values \(neg\)"):
             torchlift.load(model, tmp_path, rename=rename)
         name = "model.layers.1.mlp.down_proj.weight"
         for does, message in (
             (lambda tensor: tensor.view(torch.int32), r"new values \(a view in another dtype\)"),
-            (lambda tensor: tensor.chunk(5)[0], "the 32 rows .* do not divide into 5 slices"),
             (lambda tensor: tensor.reshape(7, -1), "of transformers failed: shape '\\[7, -1\\]'"),
         ):
             rule = WeightConverter("down_proj.weight", "down_proj.weight", [Own(does)])

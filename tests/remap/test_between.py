@@ -455,8 +455,8 @@ def test_blocks_that_would_be_cut_are_refused(tmp_path):
     [
         ("gguf", None, "expected 'gguf->transformers'"),
         ("transformers->gguf", None, "llama.cpp's convert_hf_to_gguf.py"),
-        ("whisper->transformers", None, "remap.rules with the table of the migration guide"),
-        ("transformers->whisper", None, "remap.rules with the table of the migration guide"),
+        ("whisper->transformers", None, "Use remap.rules for other names"),
+        ("transformers->whisper", None, "Use remap.rules for other names"),
         ("gguf->transformers", hf.BertConfig(architectures=["BertModel"]), "files of 'bert'"),
     ],
 )

@@ -120,8 +120,13 @@ def test_room_is_left_for_the_largest_layer_that_is_kept_elsewhere() -> None:
     assert (found.main, found.reserved) == ("cuda:0", {"cuda:0": 8 * KIB})
     assert found.used["cuda:0"] + 8 * KIB <= 24 * KIB
     assert remap.fit(Model(), {"cuda:0": "1MiB", "cpu": "1MiB"}).reserved == {}
-    full = remap.fit(Model(), {"cuda:0": "24KiB", "cpu": "1MiB"}, largest_layer=False)
-    assert full.used["cuda:0"] == 20 * KIB
+
+
+def test_without_room_for_the_largest_layer_the_host_runs_what_it_keeps() -> None:
+    """The devices are filled completely, and no accelerator is the main device."""
+    found = remap.fit(Model(), {"cuda:0": "7KiB", "cpu": "40KiB"})
+    assert (found.main, found.reserved) == (None, {})
+    assert found.used == {"cuda:0": 4 * KIB, "cpu": 36 * KIB}
 
 
 def test_disk_takes_what_fits_nowhere() -> None:
@@ -148,8 +153,6 @@ def test_what_does_not_fit_is_said_with_numbers_for_each_device() -> None:
     ("budgets", "no_split", "message"),
     [
         ({"cudaa": 1}, (), "'cudaa': the value for it is not a device.*'cuda'"),
-        ({"cpu": "1GiB", "meta": "1GiB"}, (), "'meta': budgets: the device cannot store values"),
-        ({"cuda:0": 1, torch.device("cuda:0"): 1}, (), "'cuda:0': .*occurs twice"),
         ({"cpu": "1MiB"}, ["Blok"], "'Blok': no_split .* Did you mean 'Block'"),
     ],
 )
@@ -162,7 +165,7 @@ def test_a_budget_or_class_that_means_nothing_is_refused(budgets, no_split, mess
 @pytest.mark.parametrize("budgets", [{"cpu": "much"}, {"cpu": -1}, {"cpu": True}, {}])
 def test_a_size_that_is_none_is_refused(budgets) -> None:
     """Before anything is computed."""
-    with pytest.raises(ValueError, match="budgets"):
+    with pytest.raises(ValueError, match="size"):
         remap.fit(Model(), budgets)
 
 
@@ -207,25 +210,21 @@ def test_a_checkpoint_is_fitted_as_the_model_is(tmp_path: Path, root) -> None:
 
 
 def test_a_file_whose_weights_are_in_a_container_is_fitted_below_it(tmp_path: Path) -> None:
-    """With ``root=``, as for the load; a map that was made without it says so."""
+    """The opened checkpoint has the names of the model. A map of the complete file is refused."""
     path = tmp_path / "job.pt"
     torch.save({"net": Model().state_dict(), "epoch": 1}, path)
     budgets = {"cpu": "21KiB", "disk": None}
-    found = remap.fit(path, budgets, root="net")
+    with torchlift.open(path, root="net") as ckpt:
+        found = remap.fit(ckpt, budgets)
     assert found == remap.fit(torchlift.skeleton(Model), budgets)
-    with torchlift.open(path) as ckpt:
-        assert remap.fit(ckpt, budgets, root="net") == found
     report = torchlift.load(torchlift.skeleton(Model), path, root="net", device=found)
     assert len(report.loaded) == 14
-    with pytest.raises(PlacementError, match=r"'net\.embed': .* Pass root='net' to remap.fit"):
+    with pytest.raises(PlacementError, match=r"'net\.embed': .* Did you mean 'embed'"):
         torchlift.load(Model(), path, root="net", device=remap.fit(path, budgets))
     with pytest.raises(PlacementError, match="The top-level names are"):
-        torchlift.load(Model(), path, root="net", device=remap.by_key({"net.x": "cpu"}))
-    with pytest.raises(torchlift.FormatError, match="nets"):
-        remap.fit(path, budgets, root="nets")
-    for name in ("root", "rename"):
-        with pytest.raises(ValueError, match=f"{name}= applies to a checkpoint"):
-            remap.fit(Model(), budgets, **{name: "net"})  # type: ignore[arg-type]
+        torchlift.load(Model(), path, root="net", device=remap.by_key({"qqq.x": "cpu"}))
+    with pytest.raises(ValueError, match="rename= applies to a checkpoint"):
+        remap.fit(Model(), budgets, rename=remap.strip("net"))
 
 
 def test_numbered_lists_in_a_file_are_taken_in_the_order_of_their_numbers(tmp_path: Path) -> None:

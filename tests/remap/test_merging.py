@@ -551,7 +551,7 @@ def test_members_may_be_deflated_and_stored_side_by_side(tmp_path) -> None:
     assert_loads(empty, remap.merge(["a", "c"], "w", cat=0), {"w": torch.zeros(4, 0)})
     odd = torch.ones(2, 3, dtype=torch.complex64)
     torch.save({"a": odd, "c": odd.conj()}, path)
-    with pytest.raises(MismatchError, match=r"'a' \(plain\) and 'c' \(conjugate\) are stored diff"):
+    with pytest.raises(MismatchError, match=r"'a' \(plain\), 'c' \(conjugate\) are stored diff"):
         torchlift.plan(model_of({"w": odd}), path, rename=remap.merge(["a", "c"], "w", cat=0))
 
 
@@ -645,28 +645,6 @@ def test_only_plain_numbers_are_merged(tmp_path) -> None:
 def test_a_rule_that_says_nothing_definite_is_refused(call, message) -> None:
     """When it is made, with the call that made it."""
     with pytest.raises(ValueError, match=re.escape(message)):
-        call()
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda: remap.merge("a", "b", transpose=(0, 1, 2)),
-            "merge(transpose=(0, 1, 2)): exp",
-        ),
-        (lambda: remap.split("a", ["b", "c"], chunk="0"), "split(chunk='0'): expected the number"),
-        (
-            lambda: remap.split("a", ["b", "c"], chunk=True),
-            "split(chunk=True): expected the",
-        ),
-        (lambda: remap.merge(["a", "b"], "c", cat=0, sizes="12"), "merge(sizes='12'): expected"),
-        (lambda: remap.merge(["a", 3], "c", cat=0), "merge(['a', 3], 'c'): expected patterns"),
-    ],
-)
-def test_an_argument_that_is_something_else_is_named(call, message) -> None:
-    """When the rule is made, and not when it is first used."""
-    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         call()
 
 

@@ -41,16 +41,20 @@ class Forked:
         stdout: Any = None,
         stderr: Any = None,
     ) -> None:
-        self.stdin, *theirs = _opened(stdin, 0)
+        self.stdin, self._read, name = None, None, ""
+        if stdin is not None:
+            self.stdin, self._read = _opened(stdin, 0)
+            name = f"/proc/{os.getpid()}/fd/{self._read}"  # the process opens it by this name
         self.stdout, *more = _opened(stdout, 1)
         self.stderr, *last = _opened(stderr, 1)
-        given = [*theirs, *more, *last]
+        given = [*more, *last]
         variables = dict(env or {})
         filters = variables.pop("PYTHONWARNINGS", "default")  # else a new interpreter reads it
         of_file = isinstance(program, Path)
         self._child = zygote.start(
             "forked:_be", str(program), of_file, [*map(str, arguments)], filters,
-            environment=variables, stdin=given[0], stdout=given[1], stderr=given[2],
+            name,
+            environment=variables, stdout=given[0], stderr=given[1],
         )  # fmt: skip
         for descriptor in given:
             os.close(descriptor)
@@ -83,6 +87,8 @@ class Forked:
             if file is not None:
                 file.close()
         self.wait()
+        if self._read is not None:
+            os.close(self._read)
 
 
 def run(
@@ -108,9 +114,12 @@ def _opened(file: Any, writes: int) -> tuple[IO[str] | None, int]:
     return open(mine, "r" if writes else "w", encoding="utf-8"), theirs
 
 
-def _be(program: str, of_file: bool, arguments: list[str], filters: str) -> NoReturn:
+def _be(program: str, of_file: bool, arguments: list[str], filters: str, stdin: str) -> NoReturn:
     """Be the process that runs a program; its threads are not waited for."""
     status = 1
+    if stdin:
+        with open(stdin, "rb") as file:
+            os.dup2(file.fileno(), 0)
     warnings.resetwarnings()
     warnings.simplefilter(filters)
     if filters != "default":  # for processes that the program starts

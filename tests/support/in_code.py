@@ -23,17 +23,15 @@ def in_code(
     """
     child = measure.in_child(_run, code, args, setup, finish, timeout=timeout, **words)
     value, seconds, use = child.value
-    memory = measure.MemoryUse.from_dict(use)
-    return replace(child, value=value, seconds=seconds, memory=memory)
+    return replace(child, value=value, seconds=seconds, memory=use)
 
 
 def _run(code: str, args: tuple[object, ...], setup: str, finish: str) -> tuple[Any, float, Any]:
     names: dict[str, Any] = {"__name__": "__torchlift_child__", "args": args}
     exec(setup, names)
-    with measure.memory(sampler="process") as names["use"]:
+    with measure.memory() as names["use"]:
         start = time.perf_counter()
         exec(code, names)
         seconds = time.perf_counter() - start
-    use = names["use"].to_dict()
     exec(finish, names)
-    return names.get("result"), seconds, use
+    return names.get("result"), seconds, names["use"]

@@ -41,14 +41,6 @@ _PRELOADED = (
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
 )
-#: Variables that take effect only when an interpreter or a library starts. torch._dynamo and
-#: accelerate set some of TORCHINDUCTOR_ and PYTORCH_ themselves, which says nothing of the caller.
-_READ_AT_START = (
-    "CUDA_VISIBLE_DEVICES", "GLIBC_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_",
-    "OPENBLAS_", "PYTHON", "TORCH_", "TZ",
-)  # fmt: skip
-#: Two that a forked child obeys all the same: it has the caller's path, and sets its threads.
-_OBEYED = ("PYTHONPATH", "OMP_NUM_THREADS")
 #: Children write UTF-8 without a buffer, so that what their own children print keeps its place.
 _DEFAULTS = {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8:backslashreplace"}
 _READY, _FORK, _REAP = b"ready", b"f", b"r"
@@ -64,6 +56,7 @@ class Request(NamedTuple):
         environment: All variables of the child.
         path: The ``sys.path`` of the child.
         folder: The working directory of the child.
+        cores: The cores that a forked child may use, which may be fewer than the zygote's.
     """
 
     target: str
@@ -71,13 +64,13 @@ class Request(NamedTuple):
     environment: dict[str, str]
     path: list[str]
     folder: str
+    cores: set[int]
 
 
 class Child:
     """A process that was started here. Leaving its block ends the process if it still runs."""
 
     pid: int
-    _owner: int
 
     def wait(self, timeout: float | None = None) -> int | None:
         """Return the exit status, negative for a signal, or None if the child still runs.
@@ -101,46 +94,36 @@ class Child:
     def __exit__(self, *_: object) -> None:
         self.kill()
 
-    def __del__(self) -> None:
-        # An interrupt lost the child before its block began. A fork of the caller has a copy.
-        with suppress(Exception):
-            if self._owner == os.getpid():
-                self.kill()
-
 
 def start(
     target: str,
     *arguments: object,
     environment: Mapping[str, str] | None = None,
-    stdin: int | None = None,
     stdout: int,
     stderr: int,
     fork: bool = True,
 ) -> Child:
-    """Start a process that calls a function.
+    """Start a process that calls a function. Its standard input is empty.
 
     Args:
         target: ``"module:function"``, which the child imports and calls.
         *arguments: Arguments of the function, sent with plain pickle.
         environment: Variables in addition to those of this process.
-        stdin: A file descriptor. None is an empty file. A new interpreter ignores it.
         stdout: A file descriptor.
         stderr: A file descriptor.
-        fork: Whether the zygote may fork it. A new interpreter starts all the same outside of
-            Linux, with an accelerator, which a forked process cannot use, or if a variable differs
-            that only a new interpreter reads.
+        fork: Whether the zygote may fork it. Libraries of a forked child do not read its variables
+            again. A new interpreter starts all the same outside of Linux, or with an accelerator,
+            which a forked process cannot use.
     """
     variables = {**os.environ, **_DEFAULTS, **(environment or {})}
-    request = Request(target, arguments, variables, [*map(str, sys.path)], os.getcwd())
-    for _ in range(2):  # somebody may have killed the first zygote
-        zygote = _find_zygote() if fork else None
-        if zygote is None or zygote.variables != _read_at_start(variables):
-            break
-        try:
-            return _Forked(zygote, request, stdin, stdout, stderr)
-        except _ZygoteGone:
-            _forget_zygote(zygote)
-    return _NewInterpreter(request, stdout, stderr)
+    has_cores = hasattr(os, "sched_getaffinity")
+    cores = os.sched_getaffinity(0) if has_cores else set()
+    path = [*map(str, sys.path)]  # some notebooks put a Path there
+    request = Request(target, arguments, variables, path, os.getcwd(), cores)
+    zygote = _find_zygote() if fork else None
+    if zygote is None:
+        return _NewInterpreter(request, stdout, stderr)
+    return _Forked(zygote, request, stdout, stderr)
 
 
 def packed(content: object, what: str, caller: str = "on_ranks") -> bytes:
@@ -205,20 +188,14 @@ def format_error(error: BaseException, *files: str) -> str:
 # ---- the caller
 
 
-class _ZygoteGone(Exception):
-    """The zygote has ended, with all that it has forked."""
-
-
 class _Zygote:
     """The caller's end: it requests forks, and the exit statuses of what was forked."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        variables = {**os.environ, **_DEFAULTS}
-        self.variables = _read_at_start(variables)
         # NumPy's BLAS starts its threads when it is imported, and a fork needs a process without.
-        variables |= {"OPENBLAS_NUM_THREADS": "1"}
+        variables = {**os.environ, **_DEFAULTS, "OPENBLAS_NUM_THREADS": "1"}
         with theirs:
             self._process = subprocess.Popen(
                 _command("serve", theirs.fileno()),
@@ -237,34 +214,23 @@ class _Zygote:
                 self._process.kill()
                 self.close()
 
-    def fork(self, descriptors: list[int]) -> int:
-        """Return the process id of a new child, which gets these four descriptors.
-
-        Raises:
-            OSError: If the system has no room for a process.
-        """
-        pid = self._exchange(_FORK, descriptors)
-        if pid < 0:
-            raise OSError(-pid, os.strerror(-pid))
-        return pid
-
-    def reap(self, pid: int) -> int:
-        """Return the exit status of a child that has ended."""
-        return self._exchange(_REAP + str(pid).encode(), [])
-
-    def _exchange(self, message: bytes, descriptors: list[int]) -> int:
+    def exchange(self, message: bytes, descriptors: list[int]) -> int:
+        """Send a message with descriptors, and return the number that answers it."""
         with self._lock, uninterrupted():
             try:
                 socket.send_fds(self._socket, [message], descriptors)
                 answer = self._socket.recv(_LONGEST)
-            except OSError as error:
-                raise _ZygoteGone from error
             except BaseException:  # the answer would be taken for that of the next message
-                self._socket.close()
+                self.close()
                 raise
         if not answer:
-            raise _ZygoteGone
+            raise ConnectionError("the process that forks children was killed")
         return int(answer)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it still runs."""
+        return self._process.poll() is None
 
     def close(self) -> None:
         """End the zygote, and with it all that it has forked."""
@@ -280,22 +246,16 @@ class _Zygote:
 class _Forked(Child):
     """A child of the zygote."""
 
-    def __init__(
-        self, zygote: _Zygote, request: Request, stdin: int | None, stdout: int, stderr: int
-    ) -> None:
-        import resource
-
-        names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
-        limits = {name: resource.getrlimit(getattr(resource, name)) for name in names}
-        self._owner = os.getpid()
+    def __init__(self, zygote: _Zygote, request: Request, stdout: int, stderr: int) -> None:
         self._zygote = zygote
         self._status: int | None = None
-        with tempfile.TemporaryFile() as file, open(os.devnull, "rb") as empty:
-            pickle.dump((request, os.sched_getaffinity(0), limits), file)
+        with tempfile.TemporaryFile() as file:
+            pickle.dump(request, file)
             file.flush()
-            given = empty.fileno() if stdin is None else stdin
             with uninterrupted():
-                self.pid = zygote.fork([given, stdout, stderr, file.fileno()])
+                self.pid = zygote.exchange(_FORK, [stdout, stderr, file.fileno()])
+                if self.pid < 0:
+                    raise OSError(-self.pid, os.strerror(-self.pid))
                 # The number cannot be used again before the zygote reaps the child.
                 self._ended = os.pidfd_open(self.pid)
 
@@ -305,8 +265,8 @@ class _Forked(Child):
             poll.register(self._ended, select.POLLIN)
             if poll.poll(None if timeout is None else max(0, 1000 * timeout)):
                 try:
-                    self._status = self._zygote.reap(self.pid)
-                except _ZygoteGone:  # its children are killed, but not what they have started
+                    self._status = self._zygote.exchange(b"%s%d" % (_REAP, self.pid), [])
+                except OSError:  # the zygote and its children are killed, not what they started
                     self._status = -signal.SIGKILL
                     with suppress(ProcessLookupError):
                         os.killpg(self.pid, signal.SIGKILL)
@@ -321,7 +281,6 @@ class _NewInterpreter(Child):
     """
 
     def __init__(self, request: Request, stdout: int, stderr: int) -> None:
-        self._owner = os.getpid()
         self._process = subprocess.Popen(
             _command("serve_one"),
             env=request.environment,
@@ -356,23 +315,22 @@ def _find_zygote() -> _Zygote | None:
     if sys.platform != "linux":
         return None
     with _making:
+        if _zygote is not None and _zygote.is_ready and not _zygote.is_running:
+            _zygote.close()  # somebody has killed it
+            _zygote = None
         if _zygote is None:
             try:
                 os.close(os.pidfd_open(os.getpid()))
             except (AttributeError, OSError):  # a kernel from before 5.3, or a sandbox
                 return None
             _zygote = _Zygote()
-            atexit.register(_forget_zygote)
+            atexit.register(_end_zygote)
         return _zygote if _zygote.is_ready else None
 
 
-def _forget_zygote(gone: _Zygote | None = None) -> None:
-    """End the zygote, if it is this one and not one that another thread has started since."""
-    global _zygote
-    with _making:
-        if _zygote is not None and gone in (None, _zygote):
-            _zygote.close()
-            _zygote = None
+def _end_zygote() -> None:
+    if _zygote is not None:
+        _zygote.close()
 
 
 def _leave_zygote() -> None:
@@ -387,20 +345,10 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_zygote)
 
 
-def _read_at_start(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables whose change a process that runs already does not see."""
-    return {
-        name: value
-        for name, value in variables.items()
-        if name.startswith(_READ_AT_START) and name not in _OBEYED
-    }
-
-
 def _command(function: str, *arguments: int) -> list[str]:
     """Return a command that calls a function of this file, found as the caller found it."""
-    path = [*map(str, sys.path)]  # some notebooks put a Path there
     code = (
-        f"import sys; sys.path[:] = {path!r}; sys.argv = ['-c']; "
+        f"import sys; sys.path[:] = {[*map(str, sys.path)]!r}; sys.argv = ['-c']; "
         f"from {__name__} import {function}; {function}({', '.join(map(str, arguments))})"
     )
     return [sys.executable, "-c", code]
@@ -440,7 +388,7 @@ def _answer(requests: socket.socket, running: set[int]) -> list[int] | None:
         Otherwise None.
     """
     zygote = os.getpid()
-    message, descriptors, *_ = socket.recv_fds(requests, _LONGEST, 4)
+    message, descriptors, *_ = socket.recv_fds(requests, _LONGEST, 3)
     if not message:
         return []
     if message.startswith(_REAP):
@@ -486,21 +434,16 @@ def _preload() -> None:
 
 def _be_child(descriptors: list[int]) -> NoReturn:
     """Be the process that was requested, after the fork."""
-    import resource
-
     import torch
 
     *standard, file = descriptors
-    for number, given in enumerate(standard):
+    for number, given in enumerate(standard, 1):
         os.dup2(given, number)
         os.close(given)
     with open(file, "rb") as opened:
         opened.seek(0)
-        request, cores, limits = pickle.load(opened)
-    os.sched_setaffinity(0, cores)
-    for name, limit in limits.items():
-        with suppress(ValueError):  # the zygote started with a lower hard limit
-            resource.setrlimit(getattr(resource, name), limit)
+        request: Request = pickle.load(opened)
+    os.sched_setaffinity(0, request.cores)
     os.environ.clear()
     os.environ.update(request.environment)
     tempfile.tempdir = None
@@ -511,7 +454,7 @@ def _be_child(descriptors: list[int]) -> NoReturn:
         sys.modules["numpy.random"].seed()
     threads = request.environment.get("OMP_NUM_THREADS", "")  # which torch read in the zygote
     count = int(threads) if threads.isdecimal() else 0
-    torch.set_num_threads(min(count or len(cores), len(cores)))
+    torch.set_num_threads(min(count or len(request.cores), len(request.cores)))
     _end(_call(request))
 
 

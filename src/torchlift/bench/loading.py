@@ -7,7 +7,7 @@ import hashlib
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from torchlift._system.containers import leaves
 from torchlift.formats.index import TensorEntry
 
 if TYPE_CHECKING:
-    from torchlift.bench.ways import Task, Way
+    from torchlift.bench.ways import Way
 
 State = nn.Module | Mapping[str, torch.Tensor]
 
@@ -66,15 +66,17 @@ class Job:
         nbytes: Bytes of unique storage.
         device: Device to load to.
         dtype: Dtype of floating-point tensors, or None.
-        scratch: Folder for additional files of a way.
     """
 
-    def __init__(self, task: Task) -> None:
-        self.path, self.root, self.nbytes = task.path, task.root, task.nbytes
+    def __init__(
+        self, path: str, root: str | None = None, device: str = "cpu", cast: str = ""
+    ) -> None:
+        self.path, self.root = path, root
         # fastsafetensors and InstantTensor refuse "cuda" without a number.
-        self.device, self.scratch = torch.empty(0, device=task.device).device, task.scratch
-        self.dtype: torch.dtype | None = getattr(torch, task.cast) if task.cast else None
-        with open_checkpoint(task.path, root=task.root) as ckpt:
+        self.device = torch.empty(0, device=device).device
+        self.dtype: torch.dtype | None = getattr(torch, cast) if cast else None
+        with open_checkpoint(path, root=root) as ckpt:
+            self.nbytes = ckpt.nbytes
             # A safetensors file stores tied names once, so other libraries see one of them.
             stores_once = ckpt.format in ("safetensors", "sharded")
             self.ties = [key for tie in ckpt.aliases for key in tie[1:] if stores_once]
@@ -189,46 +191,36 @@ def torch_dcp(job: Job) -> State:
     return {key: job.place(tensor) for key, tensor in state.items()}
 
 
-def _safetensors_files(job: Job, backend: str = "mmap") -> dict[str, torch.Tensor]:
-    """Load all tensors of all safetensors files."""
+def safetensors_file(job: Job, **options: Any) -> dict[str, torch.Tensor]:
+    """Load all tensors of all files, as views of the files (safetensors 0.8 on Linux)."""
     from safetensors.torch import load_file
 
     found: dict[str, torch.Tensor] = {}
     for path in job.files:
-        found |= load_file(path, device=str(job.device), backend=backend)
+        found |= load_file(path, device=str(job.device), **options)
     return found
-
-
-#: The tensors are views of the file (safetensors 0.8 on Linux).
-safetensors_file = _safetensors_files
 
 
 def safetensors_clone(job: Job) -> State:
     """Load all tensors into anonymous memory, as `torch.load` does."""
     mapped = job.device.type == "cpu"
-    return {key: job.place(tensor, mapped) for key, tensor in _safetensors_files(job).items()}
+    return {key: job.place(tensor, mapped) for key, tensor in safetensors_file(job).items()}
 
 
-def safetensors_pread(job: Job) -> State:
-    """Read every tensor with one call."""
-    return {key: job.place(tensor) for key, tensor in _safetensors_files(job, "pread").items()}
-
-
-def safetensors_model(job: Job) -> State:
-    """Build a model with random weights and copy into it."""
-    with job.device:
-        model = job.build()
-    model.load_state_dict(_safetensors_files(job))  # as load_model does, for all files
-    return model
-
-
-def _torchlift(job: Job, **options: Any) -> State:
+def _torchlift(job: Job, source: Literal["mmap", "read"]) -> State:
     """Load a skeleton."""
     model = skeleton(Tree, job.entries)
-    # Plain data (a step, a learning rate) does not belong to the model.
-    options = {"dtype": job.dtype, "device": job.device, **options}
-    strict = not job.has_objects
-    load(model, job.path, root=job.root, strict=strict, allow_unexpected=job.ties, **options)
+    load(
+        model,
+        job.path,
+        root=job.root,
+        dtype=job.dtype,
+        device=job.device,
+        source=source,
+        # Plain data (a step, a learning rate) does not belong to the model.
+        strict=not job.has_objects,
+        allow_unexpected=job.ties,
+    )
     return model
 
 
@@ -236,30 +228,22 @@ def _torchlift(job: Job, **options: Any) -> State:
 torchlift_mmap = partial(_torchlift, source="mmap")
 #: Reads every byte into anonymous memory.
 torchlift_read = partial(_torchlift, source="read")
-#: Casts every tensor.
-torchlift_bf16 = partial(_torchlift, dtype=torch.bfloat16)
 
 
-def digest(state: State | None) -> dict[str, str]:
-    """Return checksums of a few elements of every tensor, exact and cast to bfloat16.
+def digest(state: State | None) -> str:
+    """Return a checksum of a few elements of every tensor, or an empty text without a state.
 
-    Returns:
-        ``exact`` and ``bfloat16``. They are equal for two states with the same names and values.
-        Empty without a state.
+    It is equal for two states with the same names, shapes, dtypes and values.
     """
     if state is None:
-        return {}
+        return ""
     tensors = state.state_dict() if isinstance(state, nn.Module) else state
-    exact, cast = [], []
+    found = hashlib.sha256()
     for key in sorted(tensors):
         tensor = tensors[key].detach()
-        picked = _pick(tensor)
-        exact.append((key, tensor.shape, tensor.dtype, picked.view(torch.uint8).tolist()))
-        if picked.is_floating_point():
-            picked = picked.to(torch.bfloat16)
-        cast.append((key, tensor.shape, picked.view(torch.uint8).tolist()))
-    sums = {"exact": repr(exact), "bfloat16": repr(cast)}
-    return {kind: hashlib.sha256(text.encode()).hexdigest() for kind, text in sums.items()}
+        row = key, tensor.shape, tensor.dtype, _pick(tensor).view(torch.uint8).tolist()
+        found.update(repr(row).encode())
+    return found.hexdigest()
 
 
 def _pick(tensor: torch.Tensor) -> torch.Tensor:

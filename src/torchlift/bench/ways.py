@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,6 @@ class Way:
         package: A package that only this way needs.
         reads: Whether every byte is in memory afterwards. A mapped checkpoint is read when it is
             used, so a rate would be wrong.
-        cast: ``"bfloat16"`` if it casts floating-point numbers.
     """
 
     name: str
@@ -34,7 +33,6 @@ class Way:
     formats: tuple[str, ...] = ()
     package: str = ""
     reads: bool = True
-    cast: Literal["", "bfloat16"] = ""
 
     def obstacle(self, format: str, device: str = "cpu", cast: str = "") -> str:
         """Return the reason why it cannot take part, or an empty text."""
@@ -42,53 +40,25 @@ class Way:
             return f"it reads {' or '.join(self.formats)}"
         if self.package and find_spec(self.package) is None:
             return f"the package {self.package} is not installed"
-        if (cast or not device.startswith("cpu")) and (self.cast or not self.reads):
-            return "it does not cast to this dtype, or not for this device"
+        if (cast or not device.startswith("cpu")) and not self.reads:
+            return "it maps the file, so it cannot cast or load to another device"
         return ""
 
 
 _TORCH = ("torch-zip", "torch-legacy", "sharded-torch")
 _SAFE = ("safetensors", "sharded")
 
-#: In the order of the report. The first way that reads the file is the baseline.
+#: In the order of the report. The others are compared with the first way that reads the file.
 WAYS: tuple[Way, ...] = (
     Way("torch-load", "torch.load", "torch_load", _TORCH),
     Way("torch-dcp", "torch.distributed.checkpoint.load", "torch_dcp", ("dcp",)),
     Way("safetensors-clone", "safetensors load_file + clone", "safetensors_clone", _SAFE, _SAFE[0]),
     Way("safetensors-file", "safetensors load_file", "safetensors_file", _SAFE, _SAFE[0],
         reads=False),
-    Way("safetensors-pread", 'safetensors load_file, "pread"', "safetensors_pread", _SAFE,
-        _SAFE[0]),
     Way("torch-build", "build + torch.load + load_state_dict", "torch_build", _TORCH),
     Way("torch-assign", "torch.load + meta + assign", "torch_assign", _TORCH),
     Way("torch-mmap", "torch.load(mmap=True) + meta + assign", "torch_mmap", _TORCH, reads=False),
     Way("torch-mmap-clone", "torch.load(mmap=True) + clone", "torch_mmap_clone", _TORCH[:1]),
-    Way("safetensors-model", "build + safetensors load_model", "safetensors_model", _SAFE,
-        _SAFE[0]),
     Way("torchlift-mmap", 'torchlift.load(source="mmap")', "torchlift_mmap", reads=False),
     Way("torchlift-read", 'torchlift.load(source="read")', "torchlift_read"),
-    Way("torchlift-bf16", "torchlift.load(dtype=bfloat16)", "torchlift_bf16", cast="bfloat16"),
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Task:
-    """The part of a comparison that all runs share.
-
-    Attributes:
-        path: Path of the checkpoint.
-        root: Container to load, or None.
-        nbytes: Bytes of unique storage.
-        scratch: Folder for additional files of a way.
-        cold: Whether to drop the files from the page cache.
-        device: Device to load to.
-        cast: Dtype of floating-point tensors, or an empty text.
-    """
-
-    path: str
-    root: str | None
-    nbytes: int
-    scratch: str = ""
-    cold: bool = False
-    device: str = "cpu"
-    cast: str = ""

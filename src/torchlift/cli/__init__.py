@@ -4,35 +4,31 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torchlift
 from torchlift._system.text import printable
-from torchlift.cli.output import spelled
+from torchlift.cli.output import print_json, spelled
 from torchlift.errors import CheckpointError, UnsafeError
 
-#: Name -> (summary, module). Only the module of the command that runs is imported, so `inspect`
-#: starts fast and runs no code of other commands.
-COMMANDS: dict[str, tuple[str, str]] = {
-    "inspect": ("show the content of a checkpoint without loading it", "torchlift.cli.inspect"),
-    "verify": ("recompute every checksum of a checkpoint", "torchlift.cli.verify"),
-    "diff": ("compare two checkpoints, of any formats", "torchlift.cli.diff"),
-    "plan": ("show what a load would do, and the memory it needs", "torchlift.cli.plan"),
-    "convert": ("write a checkpoint in another format, dtype or naming", "torchlift.cli.convert"),
-    "bench": ("compare the ways to load a checkpoint on this machine", "torchlift.cli.bench"),
-    "completion": (
-        "print a script that completes these commands in a shell",
-        "torchlift.cli.completion",
-    ),
+#: Name -> summary. Only the module of the command that runs is imported, so `inspect` starts fast
+#: and runs no code of other commands.
+COMMANDS: dict[str, str] = {
+    "inspect": "show the content of a checkpoint without loading it",
+    "verify": "recompute every checksum of a checkpoint",
+    "diff": "compare two checkpoints, of any formats",
+    "plan": "show what a load would do, and the memory it needs",
+    "convert": "write a checkpoint in another format, dtype or naming",
+    "bench": "compare the ways to load a checkpoint on this machine",
+    "completion": "print a script that completes these commands in a shell",
 }
 
 
-class UsageError(Exception):
+class UsageError(ValueError):
     """The arguments are wrong.
 
     Attributes:
@@ -81,14 +77,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             # torch warns about some kinds of tensors, such as sparse ones. A reader cannot act on
             # that. The filter changes only this process, which is the command's own.
             warnings.simplefilter("ignore", UserWarning)
-            status = importlib.import_module(COMMANDS[args.command][1]).run(args)
+            status = importlib.import_module(f"{__name__}.{args.command}").run(args)
         sys.stdout.flush()
         return int(status)
     except SystemExit as stop:  # --help, --version
         return int(stop.code or 0)
-    except UsageError as error:
+    except ValueError as error:  # an argument of a command, or of a function that it calls
         command = " ".join(["torchlift", *(word for word in words[:1] if word in COMMANDS)])
-        start = f"{error.usage}{command}: error" if error.usage else command
+        usage = getattr(error, "usage", "")
+        start = f"{usage}{command}: error" if usage else command
         print(f"{start}: {printable(str(error))}", file=sys.stderr)
         if args.json:
             _print_error(error)
@@ -110,50 +107,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def add_model(parser: argparse.ArgumentParser, purpose: str) -> None:
-    """Declare the options of a model."""
-    parser.add_argument("--model", metavar="MODULE:FACTORY", help=purpose)
-    parser.add_argument(
-        "--model-args",
-        metavar="JSON",
-        help="keyword arguments of the factory, such as '{\"width\": 4}', or a file with them",
-    )
-
-
-def check_model(args: argparse.Namespace) -> None:
-    """Check the options of a model, and read its arguments.
-
-    Raises:
-        UsageError: If an option is wrong.
-    """
-    if args.model is not None and ":" not in args.model:
-        raise UsageError(f"--model {args.model!r}: expected MODULE:FACTORY")
-    if args.model_args is not None and args.model is None:
-        raise UsageError("--model-args: pass --model too")
-    args.model_args = json_object("--model-args", args.model_args or "{}")
-
-
-def json_object(option: str, text: str) -> dict[str, Any]:
-    """Parse a JSON object from a text, or from the file with this name."""
-    if not text.lstrip().startswith("{"):
-        with open(text, encoding="utf-8") as file:
-            text = file.read()
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise UsageError(f"{option}: {error}") from error
-    if not isinstance(found, dict):
-        raise UsageError(f"{option}: expected a JSON object")
-    return found
-
-
 def _print_error(error: Exception) -> None:
     known = {"type": type(error).__name__, "message": _describe(error)}
     if isinstance(error, CheckpointError):
         known |= vars(error)
     elif isinstance(error, OSError) and error.filename is not None:
         known["file"] = os.fsdecode(error.filename)
-    print(json.dumps({"error": known}, indent=2, default=str))
+    print_json({"error": known})
 
 
 def _describe(error: Exception) -> str:
@@ -173,7 +133,7 @@ def make_parser(words: Sequence[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         prog=parser.prog, dest="command", metavar="COMMAND", required=True
     )
-    for name, (summary, module) in COMMANDS.items():
+    for name, summary in COMMANDS.items():
         command = commands.add_parser(
             name,
             help=summary,
@@ -182,6 +142,6 @@ def make_parser(words: Sequence[str]) -> argparse.ArgumentParser:
         )
         command.set_defaults(parser=command, trouble=None)
         if name in words:
-            importlib.import_module(module).configure(command)
+            importlib.import_module(f"{__name__}.{name}").configure(command)
             command.add_argument("--json", action="store_true", help="print everything as JSON")
     return parser

@@ -7,7 +7,6 @@ import sys
 from dataclasses import asdict, replace
 
 import torchlift
-from torchlift.cli import UsageError
 from torchlift.cli.output import report, spelled
 from torchlift.cli.rules import add_dtype, add_names, check_names, dtype_of, rename_of
 
@@ -64,25 +63,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Convert, and print what was written."""
     check_names(args)
-    try:
-        made = torchlift.convert(
-            args.src,
-            args.dst,
-            format=args.format,
-            root=args.root,
-            rename=rename_of(args),
-            dtype=dtype_of(args),
-            max_shard_size=args.max_shard_size,
-            overwrite=args.overwrite,
-            progress=sys.stderr.isatty() and not args.dry_run,
-            include=args.include or ("*",),
-            exclude=args.exclude,
-            checksum=not args.no_checksum,
-            verify=not args.no_verify,
-            dry_run=args.dry_run,
-        )
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    made = torchlift.convert(
+        args.src,
+        args.dst,
+        format=args.format,
+        root=args.root,
+        rename=rename_of(args),
+        dtype=dtype_of(args),
+        max_shard_size=args.max_shard_size,
+        overwrite=args.overwrite,
+        progress=sys.stderr.isatty() and not args.dry_run,
+        include=args.include or ("*",),
+        exclude=args.exclude,
+        checksum=not args.no_checksum,
+        verify=not args.no_verify,
+        dry_run=args.dry_run,
+    )
     made = replace(made, hint=spelled(made.hint, args.parser._option_string_actions))
     text = f"{'would write ' * args.dry_run}{made}"
     report(args, text, {**asdict(made), "dry_run": args.dry_run})

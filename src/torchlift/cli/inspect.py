@@ -59,13 +59,9 @@ def _count(text: str) -> int:
     return int(text)
 
 
+@collection_paused()  # the collector would walk 100,000 entries repeatedly
 def run(args: argparse.Namespace) -> int:
     """Print the summary. Return 3 if the file would run code."""
-    with collection_paused():  # the collector would walk 100,000 entries repeatedly
-        return _run(args)
-
-
-def _run(args: argparse.Namespace) -> int:
     index = whole = read_index(args.path)
     if args.root is not None:
         index = select(index, args.root)

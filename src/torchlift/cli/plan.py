@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torchlift
 from torchlift._system.memory import free_memory
 from torchlift._system.text import human
-from torchlift.cli import UsageError, add_model, check_model, json_object
+from torchlift.cli import UsageError
 from torchlift.cli.output import report, spelled
 from torchlift.cli.rules import add_dtype, add_names, check_names, dtype_of, rename_of
-from torchlift.errors import PlacementError
 
 if TYPE_CHECKING:
     from torchlift.remap import ByKey, Fit
@@ -25,16 +25,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--model checks names, shapes and ties as torchlift.load does. It imports and runs the\n"
         "module that you name.\n"
         "--mesh shows what each rank of a cluster reads: of the model's tensors with --model,\n"
-        "else of all tensors in the file. Without --parallelize, fsdp=N is fully_shard, and\n"
-        "dp=N,fsdp=N is fully_shard with replicas. A mesh of more than 16 ranks is planned at its\n"
-        "corners.\n"
-        "--parallelize names your own function of the model and the DeviceMesh, which calls\n"
-        "fully_shard or parallelize_module. It runs here, on a fake process group, for any mesh:\n"
-        "fsdp=1024,tp=8 or pp=4,dp_shard=64,tp=8."
+        "else of all tensors in the file. fsdp=N is fully_shard, and dp=N,fsdp=N is fully_shard\n"
+        "with replicas. A mesh of more than 16 ranks is planned at its corners. In Python,\n"
+        "torchlift.distributed.simulate also takes your own function that distributes the model."
     )
     parser.add_argument("path", metavar="FILE", help="a checkpoint file or directory")
     parser.add_argument("--root", metavar="KEY", help="load only this container of the file")
-    add_model(parser, "the model to load into")
+    parser.add_argument("--model", metavar="MODULE:FACTORY", help="the model to load into")
+    parser.add_argument(
+        "--model-args",
+        metavar="JSON",
+        help="keyword arguments of the factory, such as '{\"width\": 4}', or a file with them",
+    )
     parser.add_argument("--no-strict", action="store_true", help="allow names that do not match")
     add_names(parser)
     where = parser.add_argument_group("devices").add_mutually_exclusive_group()
@@ -48,6 +50,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="append",
         help="fill these devices in this order",
     )
+    where.add_argument(
+        "--mesh", metavar="DIM=N,...", help="show what each rank reads, such as fsdp=1024"
+    )
     parser.add_argument(
         "--no-split",
         metavar="NAME",
@@ -56,70 +61,60 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="with --budget: modules to keep on one device",
     )
     add_dtype(parser)
-    parser.add_argument(
-        "--mesh",
-        metavar="DIM=N,...",
-        help="show what each rank reads, such as fsdp=1024 (without device options)",
-    )
-    parser.add_argument(
-        "--parallelize",
-        metavar="MODULE:FUNCTION",
-        help="function that distributes the model over --mesh",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Make the plan and print it."""
     _check(args)  # first: importing torch takes a second
     planned = _on_mesh if args.mesh is not None else _alone if args.model is None else _for_model
-    try:
-        # With a model, the complete file is opened: errors then show the names of the file.
-        root = args.root if planned is _alone else None
-        with torchlift.open(args.path, root=root) as ckpt:
-            text, data = planned(args, ckpt)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    # With a model, the complete file is opened: errors then show the names of the file.
+    root = args.root if planned is _alone else None
+    with torchlift.open(args.path, root=root) as ckpt:
+        text, data = planned(args, ckpt)
     path = ckpt.path
     report(args, f"{path}\n{text}", {"path": path, "format": ckpt.format, **data})
     return 0
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse options that are wrong, or that another option would override."""
-    check_model(args)
-    if args.parallelize is not None and ":" not in args.parallelize:
-        raise UsageError(f"--parallelize {args.parallelize!r}: expected MODULE:FUNCTION")
+    """Read what is JSON, and refuse options that are wrong or would have no effect."""
+    if args.model is not None and ":" not in args.model:
+        raise UsageError(f"--model {args.model!r}: expected MODULE:FACTORY")
+    if args.model is None and (args.model_args is not None or args.no_strict):
+        raise UsageError("--model-args and --no-strict: pass --model too")
+    args.model_args = _read_json("--model-args", args.model_args or "{}")
     if args.device_map is not None:
-        args.device_map = json_object("--device-map", args.device_map)
-    check_names(args)
-    if args.no_split and not args.budget and args.mesh is None:
+        args.device_map = _read_json("--device-map", args.device_map)
+    if args.no_split and not args.budget:
         raise UsageError("--no-split: pass --budget too, such as --budget cuda:0=20GiB")
-    if args.mesh is None:
-        if args.parallelize is not None:
-            raise UsageError("--parallelize: pass --mesh too, such as --mesh fsdp=8,tp=2")
-        return
-    for name in ("device", "device_map", "budget", "no_split"):
-        if getattr(args, name) not in (None, False, []):
-            option = "--" + name.replace("_", "-")
-            raise UsageError(f"{option}: cannot be combined with --mesh")
-    if args.model is None and (args.no_strict or args.parallelize):
-        option = "--no-strict" if args.no_strict else "--parallelize"
-        raise UsageError(f"{option}: pass --model too")
+    check_names(args)
+
+
+def _read_json(option: str, text: str) -> dict[str, Any]:
+    """Parse a JSON object from a text, or from the file with this name."""
+    if not text.lstrip().startswith("{"):
+        with open(text, encoding="utf-8") as file:
+            text = file.read()
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"{option}: {error}") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"{option}: expected a JSON object")
+    return found
 
 
 def _on_mesh(args: argparse.Namespace, ckpt: torchlift.Checkpoint) -> tuple[str, dict[str, Any]]:
     """Return, as text and as data, the bytes that each rank of a mesh would read."""
-    from torchlift.cli.factory import make_model, make_parallelize, search_working_folder
+    from torchlift.cli.factory import make_model, search_working_folder
 
     model = make_model(args.model, args.model_args) if args.model is not None else None
-    function = make_parallelize(args.parallelize) if args.parallelize is not None else None
     with search_working_folder():
         found = torchlift.distributed.simulate(
             ckpt,
             args.mesh,
             root=args.root,
             model=model,
-            parallelize=function,
             rename=rename_of(args),
             dtype=dtype_of(args),
             strict=not args.no_strict,
@@ -177,34 +172,18 @@ def _format_fit(found: Fit) -> tuple[str, dict[str, Any]]:
     return "\n".join([head, *str(found).split("\n")[1:]]), data
 
 
-def _read_devices(args: argparse.Namespace) -> dict[str, str | None] | ByKey[Any]:
+def _read_devices(args: argparse.Namespace) -> dict[str, str | None] | ByKey[str]:
     """Make the budgets or the map from the options.
 
     Raises:
-        UsageError: If a value is not a device.
+        UsageError: If a device occurs twice.
     """
     if args.budget:
         split = [text.partition("=") for text in args.budget]
         budgets = {device: size if equals else None for device, equals, size in split}
         if len(budgets) < len(split):
             raise UsageError("--budget: a device occurs twice")
-        if "meta" in budgets:
-            raise UsageError("--budget: 'meta': the device cannot store values")
-        _make_map("--budget", dict(zip(budgets, budgets, strict=True)))
         return budgets
     if args.device_map is not None:
-        return _make_map("--device-map", args.device_map)
-    device = "cpu" if args.device is None else args.device
-    return torchlift.remap.by_key({"": _make_map("--device", {device: device})[device]})
-
-
-def _make_map(option: str, devices: dict[str, str]) -> ByKey[Any]:
-    try:
-        rule: ByKey[Any] = torchlift.remap.by_key(devices)
-    except PlacementError as error:
-        raise UsageError(f"{option}: {error}") from error
-    import torch
-
-    if any(isinstance(value, torch.dtype) for value in rule.values()):
-        raise UsageError(f"{option}: expected devices. Pass dtypes to --dtype")
-    return rule
+        return torchlift.remap.by_key(args.device_map)
+    return torchlift.remap.by_key({"": "cpu" if args.device is None else args.device})

@@ -50,7 +50,8 @@ def on_ranks(
         function: The function to call on each rank.
         *args: Its arguments, equal on each rank.
         timeout: Seconds for everything, including the start. No process is left behind.
-        environment: Environment variables to add.
+        environment: Environment variables to add. They start new interpreters, because libraries
+            read some variables only once.
         fork: Whether ranks may be forked from a process that has imported torch. False starts new
             interpreters.
 
@@ -155,7 +156,7 @@ def _run(
                     environment={**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                     stdout=stdout.fileno(),
                     stderr=stderr.fileno(),
-                    fork=fork,
+                    fork=fork and not environment,
                 )
             ranks.append(stack.enter_context(child))
         return _wait(folder, timeout, ranks)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import os
-import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from importlib import import_module
@@ -39,7 +38,7 @@ def _classes(place: str, name: str) -> Iterator[type]:
         yield getattr(import_module(place.format(fabric=fabric, trainer=trainer)), name)
 
 
-_IO: Any = type("_IO", tuple(_classes("{fabric}.plugins.io.checkpoint_io", "CheckpointIO")), {})
+_IO: Any = type("_IO", tuple(_classes("{fabric}.plugins.io.torch_io", "TorchCheckpointIO")), {})
 _Callback: Any = type("_Callback", tuple(_classes("{trainer}.callbacks", "Callback")), {})
 
 
@@ -99,13 +98,6 @@ class CheckpointIO(_IO):
             name: value if name == "state_dict" else copy.deepcopy(value)
             for name, value in found.items()
         }
-
-    def remove_checkpoint(self, path: Any) -> None:
-        """Remove a checkpoint, if it exists."""
-        if os.path.isdir(path) and not os.path.islink(path):
-            shutil.rmtree(path)
-        elif os.path.lexists(path):
-            os.unlink(path)
 
 
 class RankStates(_Callback):

@@ -62,7 +62,6 @@ def in_child(
     function: Callable[..., Any],
     *args: object,
     timeout: float = 600.0,
-    interval: float = 0.001,
     env: Mapping[str, str] | None = None,
     fork: bool = True,
 ) -> ChildResult:
@@ -80,8 +79,8 @@ def in_child(
         function: Called with the arguments.
         *args: Anything that pickle can send.
         timeout: Seconds until the child is killed.
-        interval: Seconds between two memory samples.
-        env: Environment variables to add.
+        env: Environment variables to add. They start a new interpreter, because libraries read
+            some variables only once.
         fork: Whether the child may be forked from a process that has imported torch, which takes
             20 ms. NumPy's own linear algebra has one thread in a forked child. Pass False to start
             a new interpreter: to time an import. A new interpreter also starts if forking is not
@@ -116,12 +115,11 @@ def in_child(
             child = start(
                 f"{__name__}:_measure",
                 call,
-                interval,
                 str(folder / "answer"),
                 environment=env,
                 stdout=stdout.fileno(),
                 stderr=stderr.fileno(),
-                fork=fork,
+                fork=fork and not env,
             )
             with child:
                 status = child.wait(min(timeout, _LONGEST))
@@ -137,17 +135,17 @@ def in_child(
             how = "did not return a result"
         elif status == 0:
             value, seconds, use = pickle.loads(answer.read_bytes())
-            return ChildResult(pickle.loads(value), seconds, MemoryUse.from_dict(use), *texts)
+            return ChildResult(pickle.loads(value), seconds, use, *texts)
     raise ChildError(f"the child process {how}", status, *texts)
 
 
-def _measure(call: bytes, interval: float, answer: str) -> None:
+def _measure(call: bytes, answer: str) -> None:
     """Call the function in the child and write the answer."""
     try:
         function, args = pickle.loads(call)
         _map_libraries()
         trim()  # else memory that the imports freed hides what the function allocates
-        with memory(interval=interval, sampler="process") as use:
+        with memory(interval=0.001) as use:
             start = time.perf_counter()
             value = function(*args)
             seconds = time.perf_counter() - start
@@ -155,7 +153,7 @@ def _measure(call: bytes, interval: float, answer: str) -> None:
     except Exception as error:
         print(format_error(error, __file__), end="", file=sys.stderr)
         sys.exit(1)
-    Path(answer).write_bytes(pickle.dumps((sent, seconds, use.to_dict())))
+    Path(answer).write_bytes(pickle.dumps((sent, seconds, use)))
 
 
 _LONGEST = 1e6  # seconds, which fit in milliseconds of 32 bits

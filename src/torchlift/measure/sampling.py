@@ -24,7 +24,9 @@ import time
 from typing import NamedTuple
 
 # In the kernel's order; a zombie has none of these lines.
-_PATTERN = re.compile(rb"(?s)\nVmHWM:\s+(\d+)" + rb".*?\nRss\w+:\s+(\d+)" * 3)
+_PATTERN = re.compile(rb"(?s)" + rb".*?\nRss\w+:\s+(\d+)" * 3)
+#: One sample per millisecond for an hour would take 700 MB. 4096 samples take 0.8 MB.
+MOST_SAMPLES = 4096
 
 
 class Sample(NamedTuple):
@@ -48,12 +50,11 @@ class Sample(NamedTuple):
         return self.anonymous + self.file_backed + self.shared
 
 
-def read(pid: int | None = None) -> tuple[Sample, float]:
+def read(pid: int | None = None) -> Sample:
     """Sample a process. Default: this process.
 
-    Returns:
-        The sample, and the largest resident size that the process ever had, in bytes. Without
-        ``/proc`` every number is nan, because owned and mapped memory cannot be separated.
+    Without ``/proc`` (macOS, Windows) every number is nan, because owned and mapped memory cannot
+    be separated there.
 
     Raises:
         ProcessLookupError: If the process has ended.
@@ -64,7 +65,7 @@ def read(pid: int | None = None) -> tuple[Sample, float]:
         if os.path.exists("/proc/self/status"):
             raise ProcessLookupError("the process is gone") from None
         nan = float("nan")
-        return Sample(time.monotonic(), nan, nan, nan), nan
+        return Sample(time.monotonic(), nan, nan, nan)
     try:
         # A user in hundreds of groups pushes the lines down by kilobytes.
         found = _PATTERN.search(os.read(file, 1 << 16))
@@ -72,49 +73,35 @@ def read(pid: int | None = None) -> tuple[Sample, float]:
         os.close(file)
     if found is None:
         raise ProcessLookupError("the process has ended")
-    high, anonymous, file_backed, shared = (int(number) * 1024 for number in found.groups())
-    return Sample(time.monotonic(), anonymous, file_backed, shared), high
+    anonymous, file_backed, shared = (int(number) * 1024 for number in found.groups())
+    return Sample(time.monotonic(), anonymous, file_backed, shared)
 
 
 class Timeline:
-    """At most ``limit`` samples in order of time, with exact peaks.
+    """Samples in order of time, in bounded space, with exact peaks.
 
-    One sample per millisecond for an hour would take 700 MB. 4096 samples take 0.8 MB. A run of
-    equal samples is stored as its two ends. At the limit, the larger one of each two neighbours is
-    kept, and later of each 2, 4, 8... new samples. Peaks are exact.
+    At the limit, the larger one of each two neighbours is kept, and later only one of each 2, 4,
+    8... new samples.
 
     Attributes:
         samples: The samples that were kept, oldest first, with times of `time.monotonic`.
-        peaks: Largest resident, anonymous, file-backed and shared bytes.
-        high: Largest resident size of the process, in bytes.
+        peak: The highest of all samples in each field.
     """
 
-    def __init__(self, limit: int = 4096) -> None:
+    def __init__(self) -> None:
         self.samples: list[Sample] = []
-        self.peaks = [float("-inf")] * 4
-        self.high = 0.0
-        self._limit = limit
+        self.peak = Sample(0.0, 0, 0, 0)
+        self._count = 0
         self._stride = 1
-        self._largest: Sample | None = None  # of the samples since the last that was kept
-        self._skipped = 0
 
-    def add(self, sample: Sample, high: float = 0.0) -> None:
-        """Append a sample. ``high`` is the process's largest resident size so far, in bytes."""
-        values = (sample.resident, *sample[1:])
-        # Not max(): it would keep the initial -inf if every number is nan.
-        self.peaks = [p if p > v else v for p, v in zip(self.peaks, values, strict=True)]
-        self.high = self.high if self.high > high else high
-        if self._largest is None or sample.resident >= self._largest.resident:
-            self._largest = sample
-        self._skipped += 1
-        if self._skipped < self._stride:
-            return
-        if [seen[1:] for seen in self.samples[-2:]] == [self._largest[1:]] * 2:
-            self.samples.pop()
-        self.samples.append(self._largest)
-        self._largest, self._skipped = None, 0
-        if len(self.samples) >= self._limit:
-            pairs = zip(self.samples[0::2], self.samples[1::2], strict=False)
+    def add(self, sample: Sample) -> None:
+        """Add a sample."""
+        self.peak = Sample(*map(max, zip(self.peak, sample, strict=True)))
+        self._count += 1
+        if self._count % self._stride == 0:
+            self.samples.append(sample)
+        if len(self.samples) == MOST_SAMPLES:
+            pairs = zip(self.samples[0::2], self.samples[1::2], strict=True)
             self.samples = [max(pair, key=lambda seen: seen.resident) for pair in pairs]
             self._stride *= 2
 
@@ -122,7 +109,7 @@ class Timeline:
 def watch(pid: int, interval: float) -> None:
     """Sample another process until it ends or stdin closes.
 
-    For each byte on stdin, it writes all samples so far to stdout.
+    For each byte on stdin, it writes the peak and all samples so far to stdout.
 
     Args:
         pid: The process to watch.
@@ -136,12 +123,12 @@ def watch(pid: int, interval: float) -> None:
         if asked and not os.read(requests, 1):
             return
         try:
-            timeline.add(*read(pid))
+            timeline.add(read(pid))
         except ProcessLookupError:
             return
         if asked:
             rows = [tuple(sample) for sample in timeline.samples]
-            marshal.dump((timeline.peaks, timeline.high, rows), sys.stdout.buffer)
+            marshal.dump((tuple(timeline.peak), rows), sys.stdout.buffer)
             sys.stdout.buffer.flush()
 
 

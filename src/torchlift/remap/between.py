@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -36,43 +36,62 @@ from torchlift.remap.names import Renaming
 # ---- changes of a tensor other than its name
 
 
-class _Step:
-    """The inverse of an operation of llama.cpp's converter."""
-
-    def apply(self, item: Made) -> Made:
-        """Return the tensor in the layout of transformers."""
-        raise NotImplementedError
-
-
 @dataclass(frozen=True)
-class _Rows(_Step):
-    """Exchange two levels of rows that are grouped in several levels.
+class _Step:
+    """The inverse of an operation of llama.cpp's converter.
 
     Attributes:
+        run: The operation, which gets the tensor and the arguments.
+        arguments: Further arguments, made from the configuration.
+    """
+
+    run: Callable[..., Made]
+    arguments: tuple[object, ...] = ()
+
+
+def exchange_levels(
+    item: Made, sizes: Sequence[int], levels: tuple[int, int], first: int = 0, dim: int = 0
+) -> Made:
+    """Exchange two levels of rows that are grouped in several levels.
+
+    Args:
+        item: The tensor.
         sizes: Sizes of the levels in the file. -1 is the remaining factor.
         levels: The two levels to exchange.
         first: Number of rows in front that keep their place.
         dim: The dimension of the rows.
     """
+    if dim:
+        upright = exchange_levels(transposed(item, (0, dim)), sizes, levels, first)
+        return transposed(upright, (0, dim))
+    count, known = item.entry.shape[0] - first, abs(math.prod(sizes))
+    if count % known or (count != known and -1 not in sizes):
+        raise Unfit(f"the {count} rows of {item.keys[0]!r} do not divide into {known} groups")
+    full = [count // known if size == -1 else size for size in sizes]
+    if 1 in (full[levels[0]], full[levels[1]]):
+        return item
+    stay, rows = chunked(item, 0, [first, count])
+    rows = reshaped(transposed(_divided(rows, full), levels), rows.entry.shape)
+    return concatenated([stay, rows], 0) if first else rows
 
-    sizes: tuple[int, ...]
-    levels: tuple[int, int]
-    first: int = 0
-    dim: int = 0
 
-    def apply(self, item: Made) -> Made:
-        if self.dim:
-            upright = replace(self, dim=0).apply(transposed(item, (0, self.dim)))
-            return transposed(upright, (0, self.dim))
-        count, known = item.entry.shape[0] - self.first, abs(math.prod(self.sizes))
-        if count % known or (count != known and -1 not in self.sizes):
-            raise Unfit(f"the {count} rows of {item.keys[0]!r} do not divide into {known} groups")
-        full = [count // known if size == -1 else size for size in self.sizes]
-        if 1 in (full[self.levels[0]], full[self.levels[1]]):
-            return item
-        stay, rows = chunked(item, 0, [self.first, count])
-        rows = reshaped(transposed(_divided(rows, full), self.levels), rows.entry.shape)
-        return concatenated([stay, rows], 0) if self.first else rows
+def group_heads(item: Made, groups: int, heads: int) -> Made:
+    """Group the rows of q, k and v by heads. In the file, q, k and v follow each other.
+
+    Args:
+        item: The tensor.
+        groups: Number of heads of k and v.
+        heads: Number of heads of q in each group.
+    """
+    rows, count = item.entry.shape[0], groups * (heads + 2)
+    if rows % count:
+        raise Unfit(f"the {rows} rows of {item.keys[0]!r} do not divide into {count} heads")
+    sizes = [rows // count * groups * number for number in (heads, 1, 1)]
+    grouped = [
+        _divided(one, (groups, size // groups))
+        for one, size in zip(chunked(item, 0, sizes), sizes, strict=True)
+    ]
+    return reshaped(concatenated(grouped, 1), item.entry.shape)
 
 
 def _divided(item: Made, sizes: Sequence[int]) -> Made:
@@ -80,81 +99,19 @@ def _divided(item: Made, sizes: Sequence[int]) -> Made:
     return reshaped(item, (*sizes, *item.entry.shape[1:]))
 
 
-@dataclass(frozen=True)
-class _Grouped(_Step):
-    """Group the rows of q, k and v by heads. In the file, q, k and v follow each other.
-
-    Attributes:
-        groups: Number of heads of k and v.
-        heads: Number of heads of q in each group.
-    """
-
-    groups: int
-    heads: int
-
-    def apply(self, item: Made) -> Made:
-        rows = item.entry.shape[0]
-        each = self._head(item)
-        sizes = [each * self.groups * count for count in (self.heads, 1, 1)]
-        grouped = [
-            _divided(one, (self.groups, len_ // self.groups))
-            for one, len_ in zip(chunked(item, 0, sizes), sizes, strict=True)
-        ]
-        return reshaped(concatenated(grouped, 1), (rows, *item.entry.shape[1:]))
-
-    def _head(self, item: Made) -> int:
-        rows, count = item.entry.shape[0], self.groups * (self.heads + 2)
-        if rows % count:
-            raise Unfit(f"the {rows} rows of {item.keys[0]!r} do not divide into {count} heads")
-        return rows // count
-
-
-@dataclass(frozen=True)
-class _Transposed(_Step):
-    """Transpose a matrix."""
-
-    def apply(self, item: Made) -> Made:
-        return transposed(item, (0, 1))
-
-
-@dataclass(frozen=True)
-class _Squeezed(_Step):
-    """Add a dimension of size 1 that some files leave out.
-
-    Attributes:
-        dim: The dimension.
-        dims: Number of dimensions with it.
-    """
-
-    dim: int
-    dims: int
-
-    def apply(self, item: Made) -> Made:
-        if len(item.entry.shape) >= self.dims:
-            return item
-        return Made(unsqueezed(item.entry, self.dim), item.keys)
-
-
-@dataclass(frozen=True)
-class _Computed(_Step):
-    """Compute the values in float32 while they are copied.
-
-    Attributes:
-        name: The operation. See `TensorEntry.encoding`.
-    """
-
-    name: str
-
-    def apply(self, item: Made) -> Made:
-        return computed(item, self.name)
+def add_dimension(item: Made, dim: int, dims: int) -> Made:
+    """Add a dimension of size 1 that some files leave out, if the tensor has fewer than `dims`."""
+    if len(item.entry.shape) >= dims:
+        return item
+    return Made(unsqueezed(item.entry, dim), item.keys)
 
 
 #: Dtype -> its name in GGUF.
 _TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
-def computed(item: Made, name: str) -> Made:
-    """Add an operation to the encoding of a tensor. See `TensorEntry.encoding`."""
+def compute(item: Made, name: str) -> Made:
+    """Compute the values in float32 while they are copied. See `TensorEntry.encoding`."""
     entry = item.entry
     encoding = entry.encoding
     if entry.is_plain:
@@ -193,7 +150,7 @@ class _Line:
         if len(self.there) > 1:
             item = concatenated([items[key] for key in self.there], -2)
         for step in self.steps:
-            item = step.apply(item)
+            item = step.run(item, *step.arguments)
         return item
 
 
@@ -241,26 +198,20 @@ class _FromGguf(Rewriting, Renaming):
 
     def rewrite(self, items: Mapping[str, Made], path: str) -> dict[str, Made]:
         """Return name -> tensor. See `Rewriting`."""
-        lines: dict[str, list[_Line]] = {}
-        for line in self.lines:
-            for key in line.there:
-                lines.setdefault(key, []).append(line)
         made: dict[str, Made] = {}
-        for key, item in items.items():
-            if key not in lines and not re.fullmatch(self.computed, key):
-                add(made, key, item, path)
-            for line in lines.get(key, ()):
-                # A tensor of several keys is made once, at its first key that the file contains.
-                if key != next(one for one in line.there if one in items):
-                    continue
+        for line in self.lines:
+            if any(key in items for key in line.there):
                 try:
-                    found = line.make(items)
+                    add(made, line.here, line.make(items), path)
                 except Unfit as error:
                     raise MismatchError(
                         f"the tensor does not match the configuration: {error}",
-                        entry=key,
+                        entry=line.there[0],
                     ) from None
-                add(made, line.here, found, path)
+        known = {key for line in self.lines for key in line.there}
+        for key, item in items.items():
+            if key not in known and not re.fullmatch(self.computed, key):
+                add(made, key, item, path)
         if self.head is not None:
             head, embedding, name = self.head
             if head not in items and embedding in items:
@@ -287,21 +238,24 @@ def _falcon(config: Any) -> _Step:
     if not (config.new_decoder_architecture or config.multi_query):
         raise ValueError("falcon without multi_query: llama.cpp does not support it")
     groups = _heads(config, "num_kv_heads") if config.new_decoder_architecture else 1
-    return _Grouped(groups, _heads(config) // groups)
+    return _Step(group_heads, (groups, _heads(config) // groups))
 
 
 #: Rows of q and k. llama.cpp puts the two numbers of a rotation next to each other.
 _ROTATED: _Steps = (
-    (r"\.attn_q\.", lambda c: _Rows((_heads(c), -1, 2), (1, 2))),
-    (r"\.attn_k\.", lambda c: _Rows((_heads(c, "num_key_value_heads"), -1, 2), (1, 2))),
+    (r"\.attn_q\.", lambda c: _Step(exchange_levels, ((_heads(c), -1, 2), (1, 2)))),
+    (
+        r"\.attn_k\.",
+        lambda c: _Step(exchange_levels, ((_heads(c, "num_key_value_heads"), -1, 2), (1, 2))),
+    ),
 )
-_NORMS: _Steps = ((r"norm\.weight$", lambda _: _Computed("minus one")),)
+_NORMS: _Steps = ((r"norm\.weight$", lambda _: _Step(compute, ("minus one",))),)
 _MAMBA: _Steps = (
-    (r"\.ssm_conv1d\.weight$", lambda _: _Squeezed(1, 3)),
-    (r"\.ssm_a$", lambda _: _Computed("log of negative")),
+    (r"\.ssm_conv1d\.weight$", lambda _: _Step(add_dimension, (1, 3))),
+    (r"\.ssm_a$", lambda _: _Step(compute, ("log of negative",))),
 )
 _CONV1D = r"\.(attn_qkv|attn_output|ffn_up|ffn_down)\.weight$"
-_SHARED_GATE: _Steps = ((r"\.ffn_gate_inp_shexp\.", lambda _: _Squeezed(0, 2)),)
+_SHARED_GATE: _Steps = ((r"\.ffn_gate_inp_shexp\.", lambda _: _Step(add_dimension, (0, 2))),)
 
 
 def _of_value_heads(config: Any, *sizes: int, dim: int = 0, behind_qk: bool = False) -> _Step:
@@ -309,11 +263,11 @@ def _of_value_heads(config: Any, *sizes: int, dim: int = 0, behind_qk: bool = Fa
     groups = _heads(config, "linear_num_key_heads")
     heads = _heads(config, "linear_num_value_heads") // groups
     first = 2 * groups * config.linear_key_head_dim if behind_qk else 0
-    return _Rows((heads, groups, *sizes), (0, 1), first, dim)
+    return _Step(exchange_levels, ((heads, groups, *sizes), (0, 1), first, dim))
 
 
 _LINEAR: _Steps = (
-    (r"(?<!ssm)_norm\.weight$", lambda _: _Computed("minus one")),
+    (r"(?<!ssm)_norm\.weight$", lambda _: _Step(compute, ("minus one",))),
     (r"\.(ssm_a|ssm_dt\.bias|ssm_alpha\.weight|ssm_beta\.weight)$", _of_value_heads),
     (r"\.attn_gate\.weight$", lambda c: _of_value_heads(c, -1)),
     (r"\.(attn_qkv|ssm_conv1d)\.weight$", lambda c: _of_value_heads(c, -1, behind_qk=True)),
@@ -323,12 +277,15 @@ _LINEAR: _Steps = (
 #: model_type of transformers -> (architecture of GGUF, steps by pattern of keys). The tests compare
 #: each with the values that transformers reads.
 _GGUF: dict[str, tuple[str, _Steps]] = {
-    "bloom": ("bloom", ((r"\.attn_qkv\.", lambda c: _Rows((3, _heads(c), -1), (0, 1))),)),
+    "bloom": (
+        "bloom",
+        ((r"\.attn_qkv\.", lambda c: _Step(exchange_levels, ((3, _heads(c), -1), (0, 1)))),),
+    ),
     "falcon": ("falcon", ((r"\.attn_qkv\.", _falcon),)),
     "gemma2": ("gemma2", _NORMS),
     "gemma3_text": ("gemma3", _NORMS),
-    "gpt2": ("gpt2", ((_CONV1D, lambda _: _Transposed()),)),
-    "lfm2": ("lfm2", ((r"\.shortconv\.conv\.weight$", lambda _: _Squeezed(1, 3)),)),
+    "gpt2": ("gpt2", ((_CONV1D, lambda _: _Step(transposed, ((0, 1),))),)),
+    "lfm2": ("lfm2", ((r"\.shortconv\.conv\.weight$", lambda _: _Step(add_dimension, (1, 3))),)),
     "llama": ("llama", _ROTATED),
     "mamba": ("mamba", _MAMBA),
     "minimax_m2": ("minimax-m2", ()),
@@ -428,14 +385,6 @@ def _names(model: nn.Module, architecture: str) -> dict[str, str]:
     return found
 
 
-#: Removed kind -> its replacement.
-_GONE = {
-    "transformers->gguf": "Write GGUF files with llama.cpp's convert_hf_to_gguf.py.",
-    "whisper->transformers": "Use remap.rules with the table of the migration guide.",
-    "transformers->whisper": "Use remap.rules with the table of the migration guide.",
-}
-
-
 def from_to(kind: str, model_or_config: Any) -> Renaming:
     """Make a rename from the tensors of a GGUF file to those of a model of transformers.
 
@@ -476,6 +425,8 @@ def from_to(kind: str, model_or_config: Any) -> Renaming:
         'model.layers.0.self_attn.q_proj.weight'
     """
     if kind != "gguf->transformers":
-        hint = _GONE.get(kind, "")
-        raise ValueError(f"from_to({kind!r}): expected 'gguf->transformers'. {hint}".rstrip())
+        raise ValueError(
+            f"from_to({kind!r}): expected 'gguf->transformers'. Use remap.rules for other names. "
+            "llama.cpp's convert_hf_to_gguf.py writes GGUF files"
+        )
     return _gguf(model_of("from_to", model_or_config))

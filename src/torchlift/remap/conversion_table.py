@@ -11,8 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,26 +36,7 @@ from torchlift.remap.names import Renaming
 
 #: Longer than the number of any list member. Python refuses to parse more than 4300 digits.
 _LONG = re.compile("[0-9]{10,}")
-
-
-@dataclass(frozen=True)
-class _Group:
-    """The tensors that one converter of the table converts together.
-
-    Attributes:
-        converter: The converter.
-        name: Name of its first target. It identifies the group.
-        tensors: Source pattern -> the tensors that match, ordered by the numbers in their names.
-    """
-
-    converter: Any
-    name: str
-    tensors: dict[str, list[Made]]
-
-    @property
-    def absent(self) -> list[str]:
-        """Source patterns that no key matches."""
-        return [source for source in self.converter.source_patterns if source not in self.tensors]
+_NUMBER = re.compile("[0-9]+")
 
 
 @dataclass(frozen=True, repr=False)
@@ -70,8 +50,6 @@ class _Table(Rewriting, Renaming):
         ignored: Patterns of checkpoint names that the class declares as not needed.
         shapes: Name in the model -> shape.
         rules: The rules of the table.
-        reversible: The rules that ``save_pretrained`` applies in reverse.
-        saves: Whether this is the inverse.
     """
 
     architecture: str
@@ -80,57 +58,36 @@ class _Table(Rewriting, Renaming):
     ignored: tuple[str, ...]
     shapes: dict[str, tuple[int, ...]]
     rules: Sequence[Any]
-    reversible: Sequence[Any]
-    saves: bool = False
 
     def __repr__(self) -> str:
-        return f"transformers({self.architecture}){'.reversed()' if self.saves else ''}"
+        return f"transformers({self.architecture})"
 
     def __call__(self, key: str) -> str:
         """Return the name of the first tensor that `key` becomes a part of."""
         renamings, converters = self._rules()
         return self._name(key, renamings, converters)[0]
 
-    def reversed(self) -> _Table:
-        """Return the inverse: from the model's names to those that ``save_pretrained`` writes."""
-        made = replace(self, saves=not self.saves)
-        try:
-            made._rules()
-        except NotImplementedError as error:
-            raise ValueError(
-                f"{self!r} cannot be reversed: one of its operations cannot"
-            ) from error
-        return made
-
     def rewrite(self, items: Mapping[str, Made], path: str) -> dict[str, Made]:
         """Return name in the model -> tensor. See `Rewriting`."""
-        from transformers.core_model_loading import apply_renamings, dot_natural_key
+        from transformers.core_model_loading import dot_natural_key
 
         renamings, converters = self._rules()
         owner = {source: rule for rule in converters for source in rule.source_patterns}
-        found: dict[str, _Group | Made] = {}
         # The table expects this order: it counts the members of a list and groups names by it.
         keys = sorted(items, key=lambda key: dot_natural_key(_LONG.sub("9" * 9, key)))
         names = {key: self._name(key, renamings, converters) for key in keys}
-        others = () if self.saves else self._of_others({k: name for k, (name, _) in names.items()})
-        for key, (name, pattern) in names.items():
-            if key in others:
-                continue
-            if pattern is None:
-                add(found, name, items[key], path)
-                continue
-            group = found.setdefault(name, _Group(owner[pattern], name, {}))
-            if not isinstance(group, _Group):
-                add(found, name, items[key], path)
-            else:
-                group.tensors.setdefault(pattern, []).append(items[key])
+        others = self._of_others({key: name for key, (name, _) in names.items()})
         made: dict[str, Made] = {}
-        for name, item in found.items():
-            if not isinstance(item, _Group):
-                add(made, name, item, path)
-                continue
-            for target, tensor in self._converted(item).items():
-                target = apply_renamings(target, renamings) if self.saves else target
+        groups: dict[str, Any] = {}  # name of the first target -> a converter with its tensors
+        for key in keys:
+            name, pattern = names[key]
+            if pattern is None and key not in others:
+                add(made, name, items[key], path)
+            elif key not in others:
+                converter = groups.setdefault(name, deepcopy(owner[pattern]))
+                converter.add_tensor(name, key, pattern, _Stand.of(items[key]))
+        for name, converter in groups.items():
+            for target, tensor in self._convert(name, converter).items():
                 add(made, target, tensor, path)
         return made
 
@@ -164,106 +121,62 @@ class _Table(Rewriting, Renaming):
         """Return (renamings, converters). Copies: rules remember keys they have seen."""
         from transformers.core_model_loading import WeightConverter
 
-        if self.saves:
-            rules = [rule.reverse_transform() for rule in self.reversible[::-1]]
-        else:
-            rules = deepcopy(list(self.rules))
+        rules = deepcopy(list(self.rules))
         converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         return [rule for rule in rules if not isinstance(rule, WeightConverter)], converters
 
     def _name(self, key: str, renamings: list[Any], converters: list[Any]) -> tuple[str, Any]:
         """Return the name of a key, and the pattern of its converter or None."""
-        from transformers.core_model_loading import (
-            apply_converters,
-            apply_renamings,
-            rename_source_key,
-        )
+        from transformers.core_model_loading import rename_source_key
 
-        if self.saves:
-            name, pattern = apply_converters(key, converters)
-            return (apply_renamings(key, renamings) if pattern is None else name), pattern
         name, pattern = rename_source_key(key, renamings, converters, self.prefix, self.shapes)
         if name not in self.shapes and key in self.shapes:
             return rename_source_key(key, [], [], self.prefix, self.shapes)
         # A tensor that the model does not have is not converted. It keeps its name, as unexpected.
         return (key, None) if pattern is not None and name not in self.shapes else (name, pattern)
 
-    def _converted(self, group: _Group) -> dict[str, Made]:
-        """Convert a group and return name -> tensor."""
-        _require_members(group)
-        rule = group.converter
-        tensors: dict[str, Any] = {
-            source: [_Stand.of(item) for item in items] for source, items in group.tensors.items()
-        }
-        for operation in rule.operations:
-            name = type(operation).__name__
-            try:
-                tensors = operation.convert(
-                    tensors,
-                    source_patterns=rule.source_patterns,
-                    target_patterns=rule.target_patterns,
-                    full_layer_name=group.name,
-                    model=self,
-                    config=self.config,
-                    missing_keys=None,
-                )
-            except CheckpointError:
-                raise
-            except _Unknown as error:
-                raise PlacementError(
-                    f"transformers converts it by {name}, which computes new values ({error}). "
-                    "torchlift only rearranges the values of a file",
-                    entry=group.name,
-                    hint="Load the model with from_pretrained, and save its state dict.",
-                ) from None
-            except Exception as error:  # an operation may raise any: ValueError, KeyError, torch's
-                if group.absent:  # it failed because patterns are missing
-                    raise missing_members(group.name, group.absent) from None
-                raise MismatchError(
-                    f"the conversion {name} of transformers failed: {error}",
-                    entry=group.name,
-                ) from error
-        # As in transformers: an operation names only the middle of the full name.
-        full = group.name.replace("*.", "0.")
-        around = next((full.partition(name) for name in tensors if name in full), None)
-        before, after = (around[0], around[2]) if around else ("", "")
+    def _convert(self, name: str, converter: Any) -> dict[str, Made]:
+        """Convert the tensors that a converter has collected, and return name -> tensor."""
+        collected: dict[str, list[_Stand]] = dict(converter.collected_tensors)
+        for stands in collected.values():
+            _require_members(name, [stand.made.keys[0] for stand in stands])
+        absent = [pattern for pattern in converter.source_patterns if pattern not in collected]
+        try:
+            found = converter.convert(name, model=self, config=self.config)
+        except CheckpointError:
+            raise
+        except _Unknown as error:
+            raise PlacementError(
+                f"transformers converts it with operations that compute new values ({error}). "
+                "torchlift only rearranges the values of a file",
+                entry=name,
+                hint="Load the model with from_pretrained, and save its state dict.",
+            ) from None
+        except Exception as error:  # an operation may raise any: ValueError, KeyError, torch's
+            if absent:  # it failed because patterns are missing
+                raise missing_members(name, absent) from None
+            raise MismatchError(
+                f"the conversion of transformers failed: {error}", entry=name
+            ) from error
         made = {
-            before + name + after: (found[0] if isinstance(found, list) else found).made
-            for name, found in tensors.items()
+            target: (tensor[0] if isinstance(tensor, list) else tensor).made
+            for target, tensor in found.items()
         }
-        for name, item in made.items() if group.absent and not self.saves else ():
-            if self.shapes.get(name) != item.entry.shape:
-                raise missing_members(name, group.absent)
+        if absent and any(self.shapes.get(to) != item.entry.shape for to, item in made.items()):
+            raise missing_members(name, absent)
         return made
 
 
-def _require_members(group: _Group) -> None:
+def _require_members(name: str, keys: Sequence[str]) -> None:
     """Refuse a list with a missing member. The table would shift the others into its place."""
-    lists: list[tuple[str, set[int]]] = []  # (name with \0 for the number, numbers)
-    for items in group.tensors.values():
-        rows = [item.keys[0].split(".") for item in items]
-        if len(rows) < 2 or len({len(row) for row in rows}) > 1:
-            continue
-        differing = [at for at, column in enumerate(zip(*rows, strict=True)) if len({*column}) > 1]
-        if len(differing) != 1:
-            continue
-        (at,) = differing
-        texts = [row[at] for row in rows]
-        stem, *others = {text.rstrip("0123456789") for text in texts}
-        if others or stem in texts:
-            continue
-        name = ".".join([*rows[0][:at], f"{stem}\0", *rows[0][at + 1 :]])
-        # Ten digits are enough: a longer number also means that members are missing.
-        lists.append((name, {int(text.removeprefix(stem)[:10]) for text in texts}))
-    count = max((1 + max(numbers) for _, numbers in lists), default=0)
-    lacking = (
-        name.replace("\0", str(number))
-        for name, numbers in lists
-        for number in range(count)
-        if number not in numbers
-    )
-    if some := list(islice(lacking, MOST_NAMED)):
-        raise missing_members(group.name, some)
+    columns = zip(*(_NUMBER.findall(key) for key in keys), strict=False)
+    for at, column in enumerate(columns):
+        if len({*column}) < len(keys) or len(keys) == 1:
+            continue  # not the number of a member
+        if lacking := [number for number in map(str, range(len(keys))) if number not in column]:
+            start, end = [found.span() for found in _NUMBER.finditer(keys[0])][at]
+            missing = [keys[0][:start] + number + keys[0][end:] for number in lacking]
+            raise missing_members(name, missing[:MOST_NAMED])
 
 
 # ---- stand-ins for tensors, for the operations of the table
@@ -308,14 +221,8 @@ class _Stand(torch.Tensor):
         return cls.of(items) if isinstance(items, Made) else tuple(map(cls.of, items))
 
 
-def _slices(
-    found: Sequence[torch.Tensor], tensor: _Stand, sizes: object, dim: int = 0
-) -> list[Made]:
-    made = [one.shape[dim] for one in found]
-    if isinstance(sizes, int) and (len(found) != sizes or len(set(made)) > 1):
-        size = tensor.shape[dim]
-        raise Unfit(f"the {size} rows of {tensor.made.keys[0]!r} do not divide into {sizes} slices")
-    return chunked(tensor.made, dim, made)
+def _slices(found: Sequence[torch.Tensor], tensor: _Stand, _: object, dim: int = 0) -> list[Made]:
+    return chunked(tensor.made, dim, [one.shape[dim] for one in found])
 
 
 def _shaped(found: torch.Tensor, tensor: _Stand, *_: object, **__: object) -> Made:
@@ -353,7 +260,7 @@ def transformers(model_or_config: Any) -> Renaming:
             must name its class (``architectures``).
 
     Returns:
-        A rename. Its ``reversed()`` makes the names that ``save_pretrained`` writes.
+        A rename.
 
     Raises:
         TypeError: If it is neither a model of transformers nor a configuration that names one.
@@ -372,10 +279,8 @@ def transformers(model_or_config: Any) -> Renaming:
     """
     model: Any = model_of("transformers", model_or_config)
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import PrefixChange
 
     quantizer = getattr(model, "hf_quantizer", None)
-    saved = get_model_conversion_mapping(model, hf_quantizer=quantizer, add_legacy=False)
     return _Table(
         architecture=type(model).__name__,
         config=model.config,
@@ -388,8 +293,6 @@ def transformers(model_or_config: Any) -> Renaming:
             if hasattr(value, "shape")
         },
         rules=get_model_conversion_mapping(model, hf_quantizer=quantizer),
-        # As in transformers: only a load shows whether the file had a prefix.
-        reversible=[rule for rule in saved if not isinstance(rule, PrefixChange)],
     )
 
 

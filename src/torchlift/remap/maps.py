@@ -66,23 +66,12 @@ class ByKey(_Map[V]):
                     "the map contains a prefix that matches no tensor",
                     entry=prefix,
                     expected="a dotted prefix of a name",
-                    hint=_root_left_out(self, known) or did_you_mean(prefix, known) or at_the_top,
+                    hint=did_you_mean(prefix, known) or at_the_top,
                 )
         super().check(names, present=present)
 
     def __repr__(self) -> str:
         return f"by_key({dict.__repr__(self)})"
-
-
-def _root_left_out(mapped: Iterable[str], known: Collection[str]) -> str:
-    """Return a hint if all prefixes match after a common root is removed, or an empty text."""
-    first, *others = sorted(mapped) or [""]
-    for root in ancestors(first)[1:-1]:
-        if all(p.startswith(f"{root}.") and p[len(root) + 1 :] in known for p in (first, *others)):
-            return (
-                f"The prefixes start with the name of a container. Pass root={root!r} to remap.fit."
-            )
-    return ""
 
 
 class ByLocation(_Map[Device]):

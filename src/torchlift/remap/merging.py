@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, islice, pairwise
-from typing import Any
+from typing import NamedTuple
 
 from torchlift._plan.names import Made, Rewriting
 from torchlift._plan.rules import same_name_error
@@ -28,9 +28,9 @@ from torchlift.formats.boxes import at_indices, joined, permuted, squeezed, unsq
 from torchlift.remap.names import Renaming
 
 #: The fields of a pattern: ``*`` matches text, ``{...}`` matches a number.
-_FIELD = re.compile(r"\*|\{\w*\}")
+_FIELD = re.compile(r"(\*|\{\w*\})")
 #: The numbers of a list of modules. Others, such as 007, would not survive a round trip.
-_NUMBER = r"(0|[1-9][0-9]{0,8})"
+_NUMBER = "(?P<number>0|[1-9][0-9]{0,8})"
 MOST_NAMED = 100  # missing members in an error
 
 
@@ -147,17 +147,30 @@ def _require_alike(items: Sequence[Made], dim: int | None) -> None:
             raise Unfit(
                 f"{first.keys[0]!r} has shape {list(a.shape)} and {item.keys[0]!r} {list(b.shape)}"
             )
-    ways = [(set(e.encoding) - {"deflated"}, keys[0]) for e, keys in items if e.chunks]
-    for way, key in ways:
-        if way != ways[0][0]:
-            shown = (f"{k!r} ({', '.join(sorted(w)) or 'plain'})" for w, k in (ways[0], (way, key)))
-            raise Unfit(
-                f"{' and '.join(shown)} are stored differently. Rewrite the file "
-                "first, with torchlift.convert"
-            )
+    if len({frozenset(e.encoding) - {"deflated"} for e, _ in items if e.chunks}) > 1:
+        shown = clipped_list(
+            f"{keys[0]!r} ({', '.join(e.encoding) or 'plain'})" for e, keys in items
+        )
+        raise Unfit(
+            f"{shown} are stored differently. Rewrite the file first, with torchlift.convert"
+        )
 
 
 # ---- patterns
+
+
+class _Place(NamedTuple):
+    """The parts of a name that match the fields of a pattern.
+
+    Attributes:
+        texts: The texts that ``*`` matches. Members of one tensor have the same.
+        pattern: The index of the pattern that the name matches.
+        number: The number that ``{...}`` matches, or 0.
+    """
+
+    texts: tuple[str, ...]
+    pattern: int
+    number: int
 
 
 @dataclass(frozen=True)
@@ -175,27 +188,23 @@ class _Pattern:
         return len(_FIELD.findall(self.text)) - self.stars
 
     @cached_property
-    def _kinds(self) -> list[bool]:
-        """For each field, whether it matches text."""
-        return [field == "*" for field in _FIELD.findall(self.text)]
-
-    @cached_property
     def _regex(self) -> re.Pattern[str]:
-        first, *others = map(re.escape, _FIELD.split(self.text))
-        fields = ["(.*)" if is_text else _NUMBER for is_text in self._kinds]
-        rest = (field + text for field, text in zip(fields, others, strict=True))
-        return re.compile(first + "".join(rest), re.DOTALL)
+        parts = _FIELD.split(self.text)  # texts and fields in turn
+        parts[::2] = map(re.escape, parts[::2])
+        parts[1::2] = ["(.*)" if field == "*" else _NUMBER for field in parts[1::2]]
+        return re.compile("".join(parts), re.DOTALL)
 
-    def fields(self, key: str) -> tuple[tuple[str, ...], int] | None:
-        """Return the texts and the number in a key, or None if it does not match. Default: 0."""
+    def find(self, key: str, index: int = 0) -> _Place | None:
+        """Return the place of a key, or None if it does not match."""
         found = self._regex.fullmatch(key)
         if found is None:
             return None
-        pairs = list(zip(self._kinds, found.groups(), strict=True))
-        number = next((int(value) for is_text, value in pairs if not is_text), 0)
-        return tuple(value for is_text, value in pairs if is_text), number
+        texts = [*found.groups()]
+        at = self._regex.groupindex.get("number")
+        number = 0 if at is None else int(texts.pop(at - 1))
+        return _Place(tuple(texts), index, number)
 
-    def name(self, texts: Sequence[str], number: int) -> str:
+    def name(self, texts: Sequence[str], number: int = 0) -> str:
         """Fill in the fields and return the name."""
         values = iter(texts)
         return _FIELD.sub(lambda f: next(values) if f[0] == "*" else str(number), self.text)
@@ -228,11 +237,10 @@ class _Division(Rewriting, Renaming):
 
     def __call__(self, key: str) -> str:
         """Return the name of the whole, or of the first member."""
-        if self.merges:
-            place = self._place(key)
-            return key if place is None else self.whole.name(place[0], 0)
-        found = self.whole.fields(key)
-        return key if found is None else self.members[0].name(found[0], 0)
+        place = self._find_member(key) if self.merges else self.whole.find(key)
+        if place is None:
+            return key
+        return (self.whole if self.merges else self.members[0]).name(place.texts)
 
     def __repr__(self) -> str:
         several: str | list[str] = [pattern.text for pattern in self.members]
@@ -262,46 +270,41 @@ class _Division(Rewriting, Renaming):
     def rewrite(self, items: Mapping[str, Made], path: str) -> dict[str, Made]:
         return self._merged(items, path) if self.merges else self._divided(items, path)
 
-    def _place(self, key: str) -> tuple[tuple[str, ...], tuple[int, int]] | None:
-        """Return the texts in a member's name, and (index of its pattern, its number), or None."""
-        for at, part in enumerate(self.members):
-            found = part.fields(key)
-            if found is not None:
-                return found[0], (at, found[1])
-        return None
+    def _find_member(self, key: str) -> _Place | None:
+        found = (pattern.find(key, index) for index, pattern in enumerate(self.members))
+        return next((place for place in found if place is not None), None)
 
     def _merged(self, items: Mapping[str, Made], path: str) -> dict[str, Made]:
-        places = {key: place for key in items if (place := self._place(key)) is not None}
-        groups: dict[tuple[str, ...], dict[tuple[int, int], Made]] = {}
-        for key, (texts, at) in places.items():
-            groups.setdefault(texts, {})[at] = items[key]
+        places = {key: self._find_member(key) for key in items}
+        groups: dict[tuple[str, ...], dict[_Place, Made]] = {}
+        for key, place in places.items():
+            if place is not None:
+                groups.setdefault(place.texts, {})[place] = items[key]
         made: dict[str, Made] = {}
-        for key, item in items.items():
-            if key not in places:
-                add(made, key, item, path)
-            elif members := groups.pop(places[key][0], None):
-                texts = places[key][0]
-                name = self.whole.name(texts, 0)
-                add(made, name, self._joined(name, texts, members), path)
+        for key, place in places.items():
+            if place is None:
+                add(made, key, items[key], path)
+            elif members := groups.pop(place.texts, None):
+                name = self.whole.name(place.texts)
+                add(made, name, self._joined(name, place.texts, members), path)
         return made
 
-    def _joined(
-        self, name: str, texts: tuple[str, ...], members: Mapping[tuple[int, int], Made]
-    ) -> Made:
-        count = 1 + max(number for _, number in members)
+    def _joined(self, name: str, texts: tuple[str, ...], members: Mapping[_Place, Made]) -> Made:
+        count = 1 + max(place.number for place in members)
         if len(members) < count * len(self.members):
             lacking = (
-                part.name(texts, number)
+                pattern.name(texts, number)
                 for number in range(count)
-                for at, part in enumerate(self.members)
-                if (at, number) not in members
+                for index, pattern in enumerate(self.members)
+                if _Place(texts, index, number) not in members
             )
             raise missing_members(name, list(islice(lacking, MOST_NAMED)))
         try:
             if self.transpose is not None:
                 members = {at: transposed(m, self.transpose) for at, m in members.items()}
             lists = [
-                [members[at, number] for number in range(count)] for at in range(len(self.members))
+                [members[_Place(texts, index, number)] for number in range(count)]
+                for index in range(len(self.members))
             ]
             if self.is_numbered and self.stack is not None:
                 lists = [[stacked(row, self.stack)] for row in lists]
@@ -329,46 +332,46 @@ class _Division(Rewriting, Renaming):
     def _divided(self, items: Mapping[str, Made], path: str) -> dict[str, Made]:
         made: dict[str, Made] = {}
         for key, item in items.items():
-            found = self.whole.fields(key)
-            if found is None:
+            place = self.whole.find(key)
+            if place is None:
                 add(made, key, item, path)
                 continue
             try:
-                lists = self._lists(item)
+                lists = self._separate(item)
             except Unfit as error:
                 raise MismatchError(f"this tensor cannot be split: {error}", entry=key) from None
-            for part, members in zip(self.members, lists, strict=True):
+            for pattern, members in zip(self.members, lists, strict=True):
                 for number, member in enumerate(members):
                     if self.transpose is not None:
                         member = transposed(member, self.transpose)
-                    add(made, part.name(found[0], number), member, path)
+                    add(made, pattern.name(place.texts, number), member, path)
         return made
 
-    def _lists(self, item: Made) -> list[list[Made]]:
+    def _separate(self, item: Made) -> list[list[Made]]:
         """Return the members of each pattern."""
         count = len(self.members)
-        if self.cat is None:
-            if self.stack is None:
-                return [[item]]
-            members = unstacked(item, self.stack)
-            if not self.is_numbered and len(members) != count:
+        lists = [[item]]
+        if self.cat is not None:
+            total = item.entry.shape[_check_dim(item, self.cat)]
+            shares = (1,) * count if self.sizes is None else self.sizes
+            if total % sum(shares):
+                what = f"{count} equal slices" if self.sizes is None else f"slices of {self.sizes}"
                 raise Unfit(
-                    f"dimension {self.stack} of shape {list(item.entry.shape)} must be "
-                    f"{count}, the number of names"
+                    f"dimension {self.cat} of shape {list(item.entry.shape)} does not divide into "
+                    f"{what}"
                 )
-            return [members] if self.is_numbered else [[member] for member in members]
-        total = item.entry.shape[_check_dim(item, self.cat)]
-        shares = (1,) * count if self.sizes is None else self.sizes
-        if total % sum(shares):
-            what = f"{count} equal slices" if self.sizes is None else f"slices of {self.sizes}"
+            sizes = [total // sum(shares) * share for share in shares]
+            lists = [chunked(item, self.cat, sizes)]
+        if self.stack is not None:
+            lists = [unstacked(member, self.stack) for row in lists for member in row]
+        if not self.is_numbered:
+            lists = [[member] for row in lists for member in row]
+        if len(lists) != count:
             raise Unfit(
-                f"dimension {self.cat} of shape {list(item.entry.shape)} does not divide into "
-                f"{what}"
+                f"dimension {self.stack} of shape {list(item.entry.shape)} must be {count}, the "
+                "number of names"
             )
-        members = chunked(item, self.cat, [total // sum(shares) * size for size in shares])
-        if self.is_numbered and self.stack is not None:
-            return [unstacked(member, self.stack) for member in members]
-        return [members] if self.is_numbered else [[member] for member in members]
+        return lists
 
 
 def _reduce(sizes: Sequence[int]) -> list[int]:
@@ -377,16 +380,14 @@ def _reduce(sizes: Sequence[int]) -> list[int]:
     return [size // divisor for size in sizes]
 
 
-def add(made: MutableMapping[str, Any], name: str, item: Made, path: str) -> None:
+def add(made: dict[str, Made], name: str, item: Made, path: str) -> None:
     """Add a tensor under a new name.
 
     Raises:
         MismatchError: If another tensor already has the name.
     """
     if name in made:
-        other = made[name]
-        first = other.keys[0] if isinstance(other, Made) else name
-        raise same_name_error(name, first, item.keys[0], path)
+        raise same_name_error(name, made[name].keys[0], item.keys[0], path)
     made[name] = item
 
 
@@ -501,16 +502,6 @@ def _division(
 ) -> _Division:
     names = [members] if isinstance(members, str) else list(members)
     stacks, cats = ("stack=", "cat=") if what == "merge" else ("unstack=", "chunk=")
-    if not all(isinstance(name, str) for name in (*names, whole)):
-        raise TypeError(f"{what}({members!r}, {whole!r}): expected patterns (text)")
-    for word, number in ((stacks, stack), (cats, cat)):
-        if number is not None and type(number) is not int:
-            raise TypeError(f"{what}({word}{number!r}): expected the number of a dimension")
-    for word, numbers in (("sizes=", sizes), ("transpose=", transpose)):
-        if numbers is not None and not all(type(number) is int for number in numbers):
-            raise TypeError(f"{what}({word}{numbers!r}): expected whole numbers")
-    if transpose is not None and len(transpose) != 2:
-        raise ValueError(f"{what}(transpose={transpose!r}): expected two dimensions")
     patterns, one = [_Pattern(name) for name in names], _Pattern(whole)
     lists, several = any(p.numbers for p in patterns), len(patterns) > 1
     wrong = None
@@ -535,9 +526,5 @@ def _division(
     if wrong:
         shown = f"{members!r}, {whole!r}" if what == "merge" else f"{whole!r}, {members!r}"
         raise ValueError(f"{what}({shown}): {wrong}")
-    return _Division(
-        tuple(patterns), one, stack, cat,
-        None if sizes is None else tuple(sizes),
-        None if transpose is None else (transpose[0], transpose[1]),
-        merges=True,
-    )  # fmt: skip
+    given = None if sizes is None else tuple(sizes)
+    return _Division(tuple(patterns), one, stack, cat, given, transpose, merges=True)

@@ -206,11 +206,8 @@ def _check_replacement(pattern: str | re.Pattern[str], replacement: Replacement)
     if replacement is None or callable(replacement):
         return replacement
     source = compile_pattern(pattern)
-    # The added alternative matches the empty text, so the replacement is expanded now and not when
-    # a key first matches. The line break ends a comment of a verbose pattern.
-    probe = re.compile(source.pattern + "\n|", source.flags)
     try:
-        probe.sub(replacement, "")
+        source.sub(replacement, "")  # re parses the replacement before it looks for a match
     except (re.error, IndexError, TypeError) as error:
         raise ValueError(
             f"{source.pattern!r} cannot have the replacement {replacement!r}: {error}"

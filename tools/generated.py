@@ -30,8 +30,7 @@ class Stack(nn.Module):
         width: Second dimension of the weights of even layers.
 
     Example:
-        >>> from torchlift import bench
-        >>> [tuple(p.shape) for p in bench.Stack(3, rows=4, width=2).parameters()]
+        >>> [tuple(p.shape) for p in Stack(3, rows=4, width=2).parameters()]
         [(4, 2), (2, 4), (4, 2)]
     """
 
@@ -80,9 +79,8 @@ def make_checkpoint(
 
     Example:
         >>> import os, tempfile, torch
-        >>> from torchlift import bench
         >>> path = os.path.join(tempfile.mkdtemp(), "small.pt")
-        >>> model = bench.Stack(*bench.make_checkpoint(path, nbytes=1 << 16, tensors=4))
+        >>> model = Stack(*make_checkpoint(path, nbytes=1 << 16, tensors=4))
         >>> model.load_state_dict(torch.load(path))
         <All keys matched successfully>
     """

@@ -1,4 +1,4 @@
-"""Describe the machine, and count the bytes of a file that are in the page cache."""
+"""Drop files from the page cache, and count their bytes in it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import mmap
 import os
 import platform
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 from torchlift._system.memory import c_function
 
@@ -56,20 +54,3 @@ def _count_cached(name: str) -> float:
     failed = c_function("mincore")(ctypes.byref(first), ctypes.c_size_t(size), flags)
     resident = sum(page & 1 for page in pages)
     return float("nan") if failed else float(min(resident * mmap.PAGESIZE, size))
-
-
-def describe(packages: Sequence[str]) -> dict[str, Any]:
-    """Describe the machine as plain data: cores, memory, system and versions."""
-    try:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):  # not everywhere
-        memory = 0
-    versions = {"python": platform.python_version()}
-    for package in packages:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    system = f"{platform.system()} {platform.release().split('-')[0]} {platform.machine()}"
-    return {"cores": cores, "memory": memory, "system": system, "versions": versions}
