@@ -15,11 +15,17 @@ import torch
 
 from torchlift._checkpoint.checkpoint import Checkpoint
 from torchlift._checkpoint.kinds import Allow, call_of
-from torchlift._checkpoint.tree import Tree, arranged, gathered, objects_as_saved
+from torchlift._checkpoint.tree import (
+    Tree,
+    arranged,
+    gathered,
+    objects_as_saved,
+    renamed_templates,
+)
 from torchlift._load.checks import require_intact
 from torchlift._load.fetch import apply_transform
 from torchlift._model.dtensor import is_dtensor
-from torchlift._model.hooks import templates_by_name, versions_by_name
+from torchlift._model.hooks import versions_by_name
 from torchlift._plan.names import Rewriting, rename_objects, rewrite_entries
 from torchlift._plan.rules import (
     DtypeRule,
@@ -53,7 +59,6 @@ from torchlift._sources.opening import (
 from torchlift._sources.tensors import FileTensor, tensor_of
 from torchlift._store.files import FileStamp
 from torchlift._store.places import exists, is_url, place_of
-from torchlift._system.containers import map_leaves
 from torchlift._system.memory import collection_paused, trim
 from torchlift.errors import (
     Argument,
@@ -68,7 +73,6 @@ from torchlift.formats.flattening import select, state_dicts_in
 from torchlift.formats.index import (
     OF_RANKS,
     Index,
-    Leaf,
     TensorEntry,
     lacking,
     left_out,
@@ -569,7 +573,7 @@ def _rename_keys(index: Index, rename: Rename, dropped: set[str]) -> Index:
         blocked_keys=_select(index.blocked_keys, names),
         blocked_tensors=_select(index.blocked_tensors, names),
         module_versions=versions_by_name(new_names, index.module_versions),
-        templates=_rename_templates(index.templates, new_names),
+        templates=renamed_templates(index.templates, new_names),
         tree=None,
     )
 
@@ -589,21 +593,6 @@ def _rename_containers(before: Index, index: Index, dropped: set[str]) -> Any:
         new = {key: value for key, value in leaves.items() if key not in same}
         new = gathered(new, index.templates)
         return arranged(tree, before, known.keys() - same, new, index.module_versions)
-
-
-def _rename_templates(
-    templates: Mapping[str, object], names: Mapping[str, str]
-) -> dict[str, object]:
-    """Return the containers of lists and extra states under their new names."""
-    found = templates_by_name(templates, names)
-    return {
-        name: map_leaves(tree, partial(_rename_leaf, name, len(key)))
-        for name, (key, tree) in found.items()
-    }
-
-
-def _rename_leaf(name: str, start: int, leaf: Leaf, _: object) -> Leaf:
-    return Leaf(name + leaf.key[start:])
 
 
 def _find_untied(entries: Mapping[str, TensorEntry], keys: Iterable[str]) -> dict[str, str]:

@@ -37,8 +37,9 @@ from torchlift._model.torch_private import (
     differs_in_shape,
     memory_of,
 )
-from torchlift._system.containers import leaves, map_leaves
+from torchlift._system.containers import leaves
 from torchlift.errors import MismatchError, PlacementError
+from torchlift.formats.flattening import Containers, flatten_state
 
 _EXTRA = "_extra_state"
 
@@ -49,19 +50,17 @@ class Shown:
 
     Attributes:
         path: The path of the source, for errors.
-        tensors: Name in the model -> tensor, which the code may write to.
+        values: Name in the model -> tensor, container or plain value, as they were saved.
+        tensors: Name in the model -> each of the tensors. The code may write to it.
         mapped: Names of the tensors that are mapped from a file.
-        objects: Name in the model -> value that is not a tensor.
         versions: Path of a module of the model -> its metadata in the state dict.
-        templates: Name of a container in the model -> its key, and the container as it was saved.
     """
 
     path: str
+    values: Mapping[str, object]
     tensors: Mapping[str, torch.Tensor]
     mapped: Collection[str]
-    objects: Mapping[str, object]
     versions: Mapping[str, Mapping[str, object]]
-    templates: Mapping[str, tuple[str, object]]
 
 
 @dataclass(slots=True)
@@ -198,7 +197,7 @@ class _Run:
         self.stand_ins: dict[int, StandIns] = {}
         self.changes: dict[int, Iterable[Change]] = {}
         self.outcome = Outcome()
-        self.state: dict[str, Any] = {**shown.tensors, **shown.objects}
+        self.state: dict[str, Any] = {**shown.values}
         self.memories = set(map(memory_of, shown.tensors.values())) - {None}
 
     def visit(self, prefix: str, module: nn.Module) -> None:
@@ -207,7 +206,7 @@ class _Run:
         local = _Watched((name, self.state[name]) for name in names)
         metadata = {**self.shown.versions.get(prefix[:-1], {}), "assign_to_params_buffers": True}
         if _takes_extra(type(module)):
-            gather(local, prefix + _EXTRA, self.shown.templates)
+            _nest(local, prefix + _EXTRA)
         stand_ins = self.stand_ins.get(id(module)) or StandIns([(prefix, module)])
         if id(module) in self.shared:
             self.stand_ins[id(module)] = stand_ins
@@ -247,11 +246,10 @@ class _Run:
         # A slot that got a value of another name was renamed from an older file: none is kept.
         sets = sets and not any(name in self.outcome.tensors for name in slots.difference(names))
         extra, inside = f"{prefix}{_EXTRA}.", tuple(f"{name}." for name in used)
-        for name in names:
+        for name in self.shown.tensors:
             is_extra = f"{name}.".startswith(extra) and _takes_extra(type(module))
             is_own = sets and not name.startswith(children) and name not in slots
-            is_used = name in self.shown.tensors and f"{name}.".startswith(inside)
-            if (is_extra or is_own) and is_used:
+            if (is_extra or is_own) and f"{name}.".startswith(inside):
                 self.outcome.taken.append(name)
 
     def _pre_hooks(
@@ -283,11 +281,6 @@ class _Run:
         attributes, known = dict(vars(module)), dict(own_tensors(module)).keys()
         if _takes_extra(type(module)):
             object.__setattr__(module, "set_extra_state", extras.append)
-        mine = {*module._modules, *module._parameters, *module._buffers}
-        for whole in self.shown.templates:
-            head, _, name = whole.rpartition(".")
-            if head == prefix[:-1] and name not in mine:
-                gather(local, whole, self.shown.templates)
         # Strict in any case: torch's own code lists no missing name otherwise, and a name that is
         # not listed counts as accepted. What becomes of the lists is for the plan to say.
         module._load_from_state_dict(local, prefix, metadata, True, missing, unexpected, errors)
@@ -385,11 +378,9 @@ class _Run:
 
     def finish(self, commit: Commit) -> None:
         """Add everything that no override took, and change live tensors as their stand-ins were."""
-        for name, value in self.state.items():
-            if isinstance(value, torch.Tensor):
-                self.outcome.tensors.setdefault(name, value)
-            else:
-                self.outcome.unexpected.append(name)
+        flat = flatten_state(self.state, Containers((torch.Tensor,), Mapping))
+        self.outcome.tensors = {**flat.tensors, **self.outcome.tensors}
+        self.outcome.unexpected += flat.objects
         for change in (change for changes in self.changes.values() for change in changes):
             change.apply(commit, values=change.name not in self.outcome.tensors)
 
@@ -492,42 +483,16 @@ def has_post_hooks(tree: ModuleTree) -> bool:
     )
 
 
-def templates_by_name(
-    templates: Mapping[str, object], names: Mapping[str, str]
-) -> dict[str, tuple[str, object]]:
-    """Return name of a container in the model -> its key, and its containers as saved."""
-    found: dict[str, tuple[str, object]] = {}
-    for key, tree in templates.items():
-        for leaf in leaves(tree).values():
-            name, rest = names.get(leaf.key), leaf.key[len(key) :]
-            if name is not None and name.endswith(rest):
-                found[name.removesuffix(rest)] = key, tree
-                break
-    return found
-
-
-def gather(
-    local: MutableMapping[str, Any], name: str, templates: Mapping[str, tuple[str, object]]
-) -> None:
-    """Join the values of the container `name` again, under its name."""
+def _nest(local: MutableMapping[str, Any], name: str) -> None:
+    """Join values that were saved without containers to nested dicts under a name."""
     inside = [key for key in local if key.startswith(name + ".")]
     if name in local or not inside:
         return
-    key, tree = templates.get(name, ("", None))
-    renamed = {leaf.key: name + leaf.key[len(key) :] for leaf in leaves(tree).values() if leaf}
-    if renamed and all(here in local for here in renamed.values()):
-        local[name] = map_leaves(tree, lambda leaf, _: local.pop(renamed[leaf.key]))
-    elif name.endswith(_EXTRA):  # a list lacks values that the caller left out: a dict instead
-        local[name] = _nested(local, inside, name + ".")
-
-
-def _nested(local: MutableMapping[str, Any], keys: list[str], prefix: str) -> dict[str, object]:
-    """Return nested dicts for dotted keys, for values that were saved without containers."""
     state: dict[str, Any] = {}
-    for key in keys:
-        *path, last = key[len(prefix) :].split(".")
+    for key in inside:
+        *path, last = key[len(name) + 1 :].split(".")
         place = state
         for part in path:
             place = place.setdefault(part, {})
         place[last] = local.pop(key)
-    return state
+    local[name] = state

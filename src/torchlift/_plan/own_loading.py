@@ -9,15 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchlift._checkpoint.tree import gathered, renamed_templates
 from torchlift._model.commit import Commit, ordinary_tensors
 from torchlift._model.dtensor import is_dtensor
 from torchlift._model.handlers import clone_of
 from torchlift._model.hooks import (
     Shown,
-    gather,
     hooked_modules,
     identity_of,
-    templates_by_name,
     versions_by_name,
 )
 from torchlift._model.own_loading import OwnLoading, PassedState
@@ -112,14 +111,14 @@ def show_source(
     begins = tuple(prefixes)
     seen = {name: one for name, one in named.candidates.items() if name.startswith(begins)}
     names = {**{one.key: name for name, one in named.candidates.items()}, **named.objects}
-    objects = {name: named.values[key] for key, name in named.objects.items()}
+    tensors = {n: values.show(one, origin.shown(one, like.get(n))) for n, one in seen.items()}
+    objects = {n: named.values[key] for key, n in named.objects.items() if n.startswith(begins)}
     return Shown(
         path=origin.path,
-        tensors={n: values.show(one, origin.shown(one, like.get(n))) for n, one in seen.items()},
+        values=gathered({**tensors, **objects}, renamed_templates(named.templates, names)),
+        tensors=tensors,
         mapped=[name for name, one in seen.items() if one.entry is not None],
-        objects={name: value for name, value in objects.items() if name.startswith(begins)},
         versions=versions_by_name(names, origin.versions),
-        templates=templates_by_name(named.templates, names),
     )
 
 
@@ -233,12 +232,9 @@ def call_own_loading(
     for prefix, module in named.own_loaders:
         state: OrderedDict[str, Any] = OrderedDict(
             (name.removeprefix(prefix), value)
-            for name, value in (*shown.tensors.items(), *shown.objects.items())
+            for name, value in shown.values.items()
             if name.startswith(prefix)
         )
-        for name, template in shown.templates.items():
-            if name.startswith(prefix):
-                gather(state, name.removeprefix(prefix), {name.removeprefix(prefix): template})
         inside = ((path, dict(says)) for path, says in shown.versions.items())
         state._metadata = OrderedDict(  # type: ignore[attr-defined]
             (f"{path}."[len(prefix) : -1], says)

@@ -577,15 +577,16 @@ def _run_hooks(
 ) -> tuple[dict[str, SourceTensor], Outcome]:
     """Run the model's own loading code. Return name -> tensor after it, and its outcome."""
     candidates, objects, modules = named.candidates, named.objects, named.hooked
+    begins = tuple(prefix for prefix, _ in modules)
     like = {slot.fqn: group.tensor for group in tree.groups for slot in group.slots}
     values = ShownTensors()
-    shown = show_source(origin, named, [prefix for prefix, _ in modules], values, like)
+    shown = show_source(origin, named, begins, values, like)
     own = owns_all(options.source, live=not any(tensor.is_meta for tensor in like.values()))
     outcome = run_hooks(tree, modules, commit, shown, own)
     found = {name: one for name, one in candidates.items() if name not in shown.tensors}
     for name, tensor in outcome.tensors.items():
         found[name] = values.find_source(name, tensor, like.get(name))
-    others = [name for name in objects.values() if name not in shown.objects]
+    others = [name for name in objects.values() if not name.startswith(begins)]
     outcome.unexpected = [*others, *outcome.unexpected]
     return found, outcome
 
