@@ -28,7 +28,7 @@ _torch_module_load: Any = None
 _active = threading.local()
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False)
 class Registration:
     """A registered handler. It is active until ``remove()`` or the end of its ``with`` block."""
 
@@ -50,9 +50,6 @@ class Registration:
 
     def __exit__(self, *error: object) -> None:
         self.remove()
-
-    def __repr__(self) -> str:
-        return f"<module_load handler {_name(self.handler)} for {self.subclass.__name__}>"
 
 
 def module_load(subclass: type[torch.Tensor], handler: Handler) -> Registration:
@@ -240,7 +237,12 @@ def _dispatch(self: torch.Tensor, other: torch.Tensor, assign: bool = False) -> 
         if item is not None and item is not busy:
             made = item.handler(self, other, assign=assign)
             if made is not NotImplemented:
-                _check(made, self, other, f"handler {_name(item.handler)}")
+                _check(
+                    made,
+                    self,
+                    other,
+                    f"handler {getattr(item.handler, '__qualname__', item.handler)}",
+                )
                 return made
         result: torch.Tensor = _torch_module_load(self, other, assign=assign)
         return result
@@ -289,7 +291,3 @@ def _stand_in(destination: torch.Tensor) -> torch.Tensor:
     for name, value in destination.__dict__.items():
         copy.__dict__.setdefault(name, value)  # not over a wrapper's own inner tensors
     return copy
-
-
-def _name(handler: Handler) -> str:
-    return getattr(handler, "__qualname__", None) or repr(handler)

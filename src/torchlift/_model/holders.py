@@ -149,14 +149,10 @@ def blocked_by(groups: Sequence[Group]) -> list[Blocker]:
     suspects = [item for item in counts if not item.is_free]
     if suspects:
         _search(suspects, {id(group.tensor) for group in groups})
-    by_class: dict[type, str | None] = {}
     found = []
     for item in counts:
-        kind = type(item.group.tensor)
-        if kind not in by_class:
-            by_class[kind] = _class_reason(item.group.tensor)
         words = {} if item.is_free else {h: h.value for h in Hold if h in item.kinds}
-        if reason := by_class[kind]:
+        if reason := _class_reason(item.group.tensor):
             words[Hold.CLASS] = reason
         if words:
             reason, holders = "; ".join(words.values()), tuple(dict.fromkeys(item.words))

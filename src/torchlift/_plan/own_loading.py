@@ -161,9 +161,7 @@ class OwnCalls:
                 full = prefix + name
                 if tensor.is_meta and not self.shown.is_known(tensor):
                     if not _is_of(like.get(full), tensor):
-                        raise _lost_error(
-                            full, "passes on a tensor without values, computed from one"
-                        )
+                        raise _lost_error(full)
                     left_out.add(full)  # the model's own tensor stays as it is
                     continue
                 candidates[full] = self.shown.find_source(full, tensor, like.get(full))
@@ -184,7 +182,7 @@ class OwnCalls:
             if change.is_written and not is_given:
                 # A tensor that the method wrote to needs no value.
                 if change.live.is_meta:
-                    raise _lost_error(change.name, "writes into a tensor without memory, one")
+                    raise _lost_error(change.name)
                 left_out |= {*names}
             change.apply(self.commit, values=not is_given)
         for name, one in self.named.candidates.items():
@@ -193,7 +191,7 @@ class OwnCalls:
             if slot is None or not slot.is_meta or name in candidates or name in left_out:
                 continue
             if name.startswith(prefixes) and tuple(one.shape) == tuple(slot.shape):
-                raise _lost_error(name, "does not pass on a value for a tensor")
+                raise _lost_error(name)
         named = named._replace(
             candidates=candidates, objects=objects, values=values, templates=templates,
             left_out=left_out, hooked=hooked_modules(tree, candidates),
@@ -206,9 +204,9 @@ def _is_of(own: torch.Tensor | None, tensor: torch.Tensor) -> bool:
     return own is not None and own.shape == tensor.shape and memory_of(own) == memory_of(tensor)
 
 
-def _lost_error(name: str, what: str) -> PlacementError:
+def _lost_error(name: str) -> PlacementError:
     return PlacementError(
-        f"the load_state_dict of the model's class {what} on meta",
+        "the load_state_dict of the model's class leaves it without a value on meta",
         entry=name,
         hint="Build the model with torchlift.skeleton, and call torchlift.materialize(model) "
         "before you load. Or load into a model that has values.",
