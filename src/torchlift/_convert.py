@@ -15,17 +15,11 @@ import torch
 
 from torchlift._checkpoint.checkpoint import Checkpoint
 from torchlift._checkpoint.kinds import Allow, call_of
-from torchlift._checkpoint.tree import (
-    Tree,
-    arranged,
-    gathered,
-    objects_as_saved,
-    renamed_templates,
-)
+from torchlift._checkpoint.tree import Tree, arranged, gathered, objects_as_saved
 from torchlift._load.checks import require_intact
 from torchlift._load.fetch import apply_transform
 from torchlift._model.dtensor import is_dtensor
-from torchlift._model.hooks import versions_by_name
+from torchlift._model.hooks import templates_by_name, versions_by_name
 from torchlift._plan.names import Rewriting, rename_objects, rewrite_entries
 from torchlift._plan.rules import (
     DtypeRule,
@@ -573,7 +567,7 @@ def _rename_keys(index: Index, rename: Rename, dropped: set[str]) -> Index:
         blocked_keys=_select(index.blocked_keys, names),
         blocked_tensors=_select(index.blocked_tensors, names),
         module_versions=versions_by_name(new_names, index.module_versions),
-        templates=renamed_templates(index.templates, new_names),
+        templates=templates_by_name(index.templates, new_names),
         tree=None,
     )
 

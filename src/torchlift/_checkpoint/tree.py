@@ -207,30 +207,6 @@ def gathered(values: Mapping[str, object], templates: Mapping[str, object]) -> d
     return made
 
 
-def renamed_templates(
-    templates: Mapping[str, object], names: Mapping[str, str]
-) -> dict[str, object]:
-    """Return the containers of lists and extra states under their new names.
-
-    Args:
-        templates: As for `gathered`.
-        names: Key -> new name, of values.
-    """
-    found: dict[str, object] = {}
-    for key, tree in templates.items():
-        keys = [leaf.key for leaf in leaves_of(tree).values() if leaf.key in names]
-        # The first value tells the name of the container, if what it has below it stays.
-        rest = keys[0][len(key) :] if keys else ""
-        if keys and names[keys[0]].endswith(rest):
-            name = names[keys[0]].removesuffix(rest)
-            found[name] = map_leaves(tree, partial(_rename_leaf, name, len(key)))
-    return found
-
-
-def _rename_leaf(name: str, start: int, leaf: Leaf, _: object) -> Leaf:
-    return Leaf(name + leaf.key[start:])
-
-
 class _Objects(_Beside):
     """Containers with plain values as they were saved. Tensors stay records."""
 

@@ -14,6 +14,7 @@ import copy
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,9 +38,10 @@ from torchlift._model.torch_private import (
     differs_in_shape,
     memory_of,
 )
-from torchlift._system.containers import leaves
+from torchlift._system.containers import leaves, map_leaves
 from torchlift.errors import MismatchError, PlacementError
 from torchlift.formats.flattening import Containers, flatten_state
+from torchlift.formats.index import Leaf
 
 _EXTRA = "_extra_state"
 
@@ -481,6 +483,30 @@ def has_post_hooks(tree: ModuleTree) -> bool:
         for module in tree.modules
         for hook in module._load_state_dict_post_hooks.values()
     )
+
+
+def templates_by_name(
+    templates: Mapping[str, object], names: Mapping[str, str]
+) -> dict[str, object]:
+    """Return name of a container in the model -> its containers as saved.
+
+    Args:
+        templates: Key of a container -> the container, with a `Leaf` for each of its values.
+        names: Key of a value -> its name in the model.
+    """
+    found: dict[str, object] = {}
+    for key, tree in templates.items():
+        for leaf in leaves(tree).values():
+            name, rest = names.get(leaf.key), leaf.key[len(key) :]
+            if name is not None and name.endswith(rest):
+                whole = name.removesuffix(rest)
+                found[whole] = map_leaves(tree, partial(_rename_leaf, whole, len(key)))
+                break
+    return found
+
+
+def _rename_leaf(name: str, start: int, leaf: Leaf, _: object) -> Leaf:
+    return Leaf(name + leaf.key[start:])
 
 
 def _nest(local: MutableMapping[str, Any], name: str) -> None:

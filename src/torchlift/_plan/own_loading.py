@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchlift._checkpoint.tree import gathered, renamed_templates
+from torchlift._checkpoint.tree import gathered
 from torchlift._model.commit import Commit, ordinary_tensors
 from torchlift._model.dtensor import is_dtensor
 from torchlift._model.handlers import clone_of
@@ -17,6 +17,7 @@ from torchlift._model.hooks import (
     Shown,
     hooked_modules,
     identity_of,
+    templates_by_name,
     versions_by_name,
 )
 from torchlift._model.own_loading import OwnLoading, PassedState
@@ -115,7 +116,7 @@ def show_source(
     objects = {n: named.values[key] for key, n in named.objects.items() if n.startswith(begins)}
     return Shown(
         path=origin.path,
-        values=gathered({**tensors, **objects}, renamed_templates(named.templates, names)),
+        values=gathered({**tensors, **objects}, templates_by_name(named.templates, names)),
         tensors=tensors,
         mapped=[name for name, one in seen.items() if one.entry is not None],
         versions=versions_by_name(names, origin.versions),
