@@ -147,7 +147,7 @@ def test_what_does_not_fit_is_said_with_numbers_for_each_device() -> None:
 @pytest.mark.parametrize(
     ("budgets", "no_split", "message"),
     [
-        ({"cudaa": 1}, (), "'cudaa': the value for it is not a device.*cuda:0"),
+        ({"cudaa": 1}, (), "'cudaa': the value for it is not a device.*'cuda'"),
         ({"cpu": "1GiB", "meta": "1GiB"}, (), "'meta': budgets: the device cannot store values"),
         ({"cuda:0": 1, torch.device("cuda:0"): 1}, (), "'cuda:0': .*occurs twice"),
         ({"cpu": "1MiB"}, ["Blok"], "'Blok': no_split .* Did you mean 'Block'"),

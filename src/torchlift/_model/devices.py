@@ -69,7 +69,7 @@ def checked_device(value: object, entry: str) -> Device:
     raise PlacementError(
         "the value for it is not a device",
         entry=entry,
-        expected='a device such as "cpu" or "cuda:0", or "disk"',
+        expected="a device such as 'cpu', 'cuda' or 'cuda:1', or 'disk'",
         found=repr(value),
     )
 
