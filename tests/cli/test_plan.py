@@ -78,7 +78,7 @@ def run(path: Path, capsys, monkeypatch):
 
 def test_a_checkpoint_alone_is_planned_into_budgets(run, path) -> None:
     """The table names devices that are nowhere near, with what they hold of their budgets."""
-    status, out, err = run(path, "--budget", "cuda:0=4352B", "--budget", "npu:1=1.1KB",
+    status, out, err = run(path, "--budget", "cuda:0=4352B", "--budget", "hpu:1=1.1KB",
                            "--budget", "disk")  # fmt: skip
     assert (status, err) == (0, "")
     assert "8 tensors, 4.2 KiB: float32 (8)" in out

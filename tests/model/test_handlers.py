@@ -184,11 +184,11 @@ class Base(torch.Tensor):
 
 
 MISTAKES = {
-    "int": (lambda d, s, assign: 3, "returned int, not a tensor"),
-    "destination": (lambda d, s, assign: d, "returned its own destination: return a new tensor"),
-    "source": (lambda d, s, assign: s, "returned its own source: return a new tensor"),
-    "shape": (lambda d, s, assign: s[:1].clone(), "returned the shape [1, 3], where the module"),
-    "meta": (lambda d, s, assign: s.to("meta"), "returned a tensor on meta, which has no values"),
+    "int": (lambda d, s, assign: 3, "It returned int"),
+    "destination": (lambda d, s, assign: d, "must return a new tensor with values"),
+    "source": (lambda d, s, assign: s, "must return a new tensor with values"),
+    "shape": (lambda d, s, assign: s[:1].clone(), "It returned Tensor of shape [1, 3] on cpu"),
+    "meta": (lambda d, s, assign: s.to("meta"), "It returned Tensor of shape [2, 3] on meta"),
 }
 
 
@@ -213,13 +213,10 @@ def test_a_mistake_of_a_handler_is_explained(tmp_path, mistake):
 
 def test_a_handler_is_refused_for_every_tensor_there_is():
     """Only a class that somebody wrote can have one."""
-    for wrong in (torch.Tensor, nn.Parameter):
-        with pytest.raises(TypeError, match="would take over every tensor"):
-            swap.module_load(wrong, load_int8)
-    for wrong in (int, "Int8", torch.ones(1)):
+    for wrong in (torch.Tensor, nn.Parameter, int, "Int8", torch.ones(1)):
         with pytest.raises(TypeError, match=r"takes a subclass of torch\.Tensor"):
             swap.module_load(wrong, load_int8)
-    with pytest.raises(TypeError, match="cannot be called"):
+    with pytest.raises(TypeError, match=r"a callable, not .* and 3"):
         swap.module_load(Int8, 3)
 
 

@@ -35,22 +35,22 @@ def marking(name, calls, answer=True):
     return handler
 
 
-def test_handlers_compose_by_inheritance_and_order():
-    """The class itself, then its bases; the newest first; the destination's before the source's."""
+def test_the_handler_of_the_most_derived_class_is_called():
+    """Of several for one class the newest; the destination's before the source's."""
     calls = []
     plain, base, derived = torch.ones(2), torch.ones(2).as_subclass(Base), torch.ones(2)
     derived, other = derived.as_subclass(Derived), torch.ones(2).as_subclass(Unrelated)
     with (
         swap.module_load(Base, marking("base", calls)),
-        swap.module_load(Derived, marking("derived", calls, False)),
-        swap.module_load(Derived, marking("newer", calls, False)),
+        swap.module_load(Derived, marking("derived", calls)),
+        swap.module_load(Derived, marking("newer", calls)),
         swap.module_load(Unrelated, marking("unrelated", calls)),
     ):
         for destination, source, wanted in [
-            (derived, plain, ["newer", "derived", "base"]),
-            (plain, derived, ["newer", "derived", "base"]),
+            (derived, plain, ["newer"]),
+            (plain, derived, ["newer"]),
             (base, plain, ["base"]),
-            (base, derived, ["newer", "derived", "base"]),
+            (base, derived, ["newer"]),
             (other, base, ["unrelated"]),
             (base, other, ["base"]),
             (plain, torch.zeros(2), []),
@@ -67,7 +67,7 @@ def test_handlers_compose_by_inheritance_and_order():
 
 
 def test_a_handler_may_ask_for_what_would_happen_without_it():
-    """Calling ``module_load`` inside reaches the next handler, and torch at the end."""
+    """Calling ``module_load`` inside reaches torch."""
     calls = []
 
     def outer(destination, source, assign):
@@ -75,11 +75,9 @@ def test_a_handler_may_ask_for_what_would_happen_without_it():
         return destination.module_load(source + 1, assign=assign)
 
     destination = torch.zeros(2).as_subclass(Derived)
-    with swap.module_load(Base, marking("base", calls)), swap.module_load(Derived, outer):
-        assert loaded(destination, torch.ones(2)).eq(2).all()
-    assert calls == ["outer", "base"]
     with swap.module_load(Derived, outer):
         assert loaded(destination, torch.ones(2)).eq(2).all()
+    assert calls == ["outer"]
 
 
 def test_torch_is_as_it_was_when_the_last_handler_is_gone():
@@ -93,7 +91,6 @@ def test_torch_is_as_it_was_when_the_last_handler_is_gone():
     assert torch.Tensor.module_load is not original
     two.remove()
     assert torch.Tensor.module_load is original
-    assert repr(two) == "<module_load handler load_int8 for Derived>"
 
 
 def test_a_method_that_somebody_wrapped_meanwhile_stays_wrapped():

@@ -152,12 +152,17 @@ def test_a_class_with_slots_is_named():
     assert str(blocker) == "a: its class Slotted has slots that a plain tensor lacks: rank"
 
 
-def test_a_class_that_returns_its_own_input_is_named():
+def test_a_class_that_returns_its_own_input_is_refused_with_a_way_out(tmp_path):
     """Exchanged with itself, a tensor would keep its old values without a word."""
     model = Two()
     model.b = nn.Parameter(torch.zeros(2, 3).as_subclass(Selfish))
-    (blocker,) = swap.preflight(model)
-    assert str(blocker) == "b: the __torch_function__ of Selfish returns its own input"
+    path = saved({"a": torch.ones(2, 3), "b": torch.ones(2, 3)}, tmp_path)
+    with pytest.raises(PlacementError, match="module_load of Selfish must return a new") as caught:
+        torchlift.load(model, path, mode="swap")
+    assert caught.value.entry == "b"
+    assert not model.a.any()
+    torchlift.load(model, path, mode="copy")
+    assert model.b.eq(1).all()
 
 
 def test_everyday_holders_are_not_in_the_way():
@@ -239,7 +244,7 @@ def test_several_reasons_and_holders_come_together():
     (blocker,) = swap.preflight(model)
     assert blocker.key == "a"
     assert blocker.reason == (
-        "2 weak references to it exist; a view of it is alive; another tensor shares its memory"
+        "a weak reference to it exists; a view of it is alive; another tensor shares its memory"
     )
     assert set(blocker.holders) == {
         "a view of shape [6] made by ViewBackward0",

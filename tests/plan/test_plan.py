@@ -315,7 +315,7 @@ def test_a_plan_is_plain_data_of_its_own(tmp_path: Path) -> None:
 def test_a_plan_for_an_absent_device_takes_what_can_be_one() -> None:
     """A number is an accelerator; a slip of the pen is an error as on a machine that has them."""
     model = nn.Linear(2, 2)
-    for asked, found in ((0, "cuda:0"), ("cuda:7", "cuda:7"), ("npu", "privateuseone")):
+    for asked, found in ((0, "cuda:0"), ("cuda:7", "cuda:7"), ("hpu", "hpu")):
         plan = torchlift.plan(model, model.state_dict(), device=asked, present=False)
         assert {report.device for report in plan.loaded.values()} == {found}
     for wrong in ("gpu", "cuda:abc", "cudaa", -1):

@@ -227,9 +227,9 @@ def test_a_rule_prints_as_the_call_that_makes_it_and_travels_between_processes(r
     [
         (remap.by_key({"inner": "cpu", "iner.0": "cpu"}), "'iner.0': .* Did you mean 'inner.0'"),
         (remap.by_key({"inner.1": "cpu", "inner.10": "cpu"}), "'inner.10': the map contains"),
-        (remap.by_key({"scale": "nochip:0"}), "'scale': cannot be moved .* 'nochip:0'"),
-        (remap.by_location({"cuda:1": "nochip"}), "'cuda:1': cannot be moved .* 'nochip'"),
-        (remap.by_pattern({"^sc": "nochip"}), r"'\^sc': cannot be moved .* 'nochip'"),
+        (remap.by_key({"scale": "maia:0"}), "'scale': cannot be moved .* 'maia:0'"),
+        (remap.by_location({"cuda:1": "maia"}), "'cuda:1': cannot be moved .* 'maia'"),
+        (remap.by_pattern({"^sc": "maia"}), r"'\^sc': cannot be moved .* 'maia'"),
         (remap.first_of(remap.by_key({"scal": "cpu"}), "cpu"), "'scal': .* Did you mean 'scale'"),
         ({"inner": "cpu"}, r"Wrap it: remap.by_key\(...\)"),
         (remap.by_key({"inner": torch.float16}), "torch.float16"),
@@ -280,7 +280,7 @@ def test_a_device_that_is_not_there_is_refused_with_its_entry(path, device) -> N
     "value", ["cdua", "cuda0", "cuda:x", "cuda:-1", "", None, 1.5, True, -1, ("cpu",)]
 )
 def test_what_can_be_no_device_is_refused_when_the_map_is_made(value) -> None:
-    """A slip of the pen, as opposed to a backend that only another machine has."""
+    """As torch refuses it: a backend of another machine is known by its name."""
     with pytest.raises(PlacementError, match=r"'a\.b': the value for it is not a device"):
         remap.by_key({"a.b": value})
     with pytest.raises(PlacementError, match="'cuda:1'"):

@@ -65,7 +65,6 @@ def by_asarray(m: Any) -> None:
 
 def through_a_transposed_view(m: Any) -> None:
     zeros(m).t().numpy()[1] = 3
-    m.view = m.w.data.t()[1:3]
 
 
 def by_turns_with_torch(m: Any) -> None:
@@ -161,12 +160,16 @@ def into_a_buffer_of_bytes(m: Any) -> None:
     m.register_buffer("twice", table * 2)
 
 
+#: By torch, or into memory that a replay reads when all is written.
 WRITES = [
-    through_numpy, into_a_row_of_random_numbers, with_the_random_numbers_themselves, by_asarray,
-    through_a_transposed_view, by_turns_with_torch, by_a_buffer, of_other_dtypes,
-    of_a_copied_module, by_apply, by_apply_with_numbers_of_its_own, by_map, by_an_untyped_storage,
-    by_a_typed_storage, by_an_address, by_dlpack, through_an_array_that_torch_views,
-    into_an_array_of_the_constructors, into_a_buffer_of_bytes,
+    by_dlpack, through_an_array_that_torch_views, into_an_array_of_the_constructors,
+    into_a_buffer_of_bytes,
+]  # fmt: skip
+#: By other code than torch, into memory that a replay makes again.
+UNSEEN = [
+    through_numpy, into_a_row_of_random_numbers, with_the_random_numbers_themselves,
+    through_a_transposed_view, of_other_dtypes, of_a_copied_module, by_apply,
+    by_apply_with_numbers_of_its_own, by_an_untyped_storage, by_a_typed_storage, by_an_address,
 ]  # fmt: skip
 
 
@@ -262,19 +265,6 @@ def test_a_second_skeleton_is_made_again_and_draws_nothing(build: Build) -> None
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_a_written_row_stays_while_the_rest_follows_the_seed_of_the_replay() -> None:
-    """What NumPy has overwritten is kept; the other random numbers are drawn when they are made."""
-    made = []
-    for seed in (1, 2):
-        model: Any = torchlift.skeleton(Made, into_a_row_of_random_numbers)
-        torch.manual_seed(seed)
-        torchlift.materialize(model, names="w")
-        made.append(model.w)
-    assert not made[0][0].any()
-    assert not made[1][0].any()
-    assert not torch.equal(made[0][1:], made[1][1:])
-
-
 def test_addresses_tell_ties_as_those_of_the_built_model_do() -> None:
     """Of tensors and of storages, and the distance between two views."""
     seen: list[Any] = []
@@ -345,6 +335,46 @@ def test_an_array_that_changes_after_torch_read_it_is_an_error_with_a_way_out(
     torch.manual_seed(0)
     torchlift.materialize(model)
     assert all(torch.equal(model.state_dict()[k], v) for k, v in wanted.state_dict().items())
+
+
+@of_typed_storages
+@pytest.mark.parametrize("build", UNSEEN, ids=lambda build: build.__name__)
+def test_what_is_written_without_torch_is_an_error_with_a_way_out(build: Build) -> None:
+    """Only where the value is needed: what a checkpoint has is loaded."""
+    model: Any = torchlift.skeleton(Made, build)
+    with pytest.raises(PlacementError, match="memory of a tensor without torch") as caught:
+        torchlift.materialize(model)
+    assert caught.value.entry in all_tensors(model)
+    assert all(tensor.is_meta for tensor in all_tensors(model).values())
+    wanted = Made(build)
+    torchlift.load(model, wanted.state_dict())
+    assert all(torch.equal(model.state_dict()[k], v) for k, v in wanted.state_dict().items())
+
+
+def test_a_question_about_what_is_written_without_torch_is_an_error() -> None:
+    """Of the recorded value, the answer would be wrong, and with it what is built on it."""
+
+    def ask(m: Any) -> None:
+        through_numpy(m)
+        m.total = float(m.w.sum())
+
+    for build in (ask, by_turns_with_torch, by_asarray, by_a_buffer, by_map):
+        with pytest.raises(PlacementError, match="memory of a tensor without torch"):
+            torchlift.skeleton(Made, build)
+
+
+def test_an_array_shows_what_torch_writes_later() -> None:
+    """The constructor reads the values that the built model would have."""
+
+    def build(m: Any) -> None:
+        array = zeros(m).numpy()
+        m.w.data.add_(1)
+        m.seen = array.copy()
+
+    model: Any = torchlift.skeleton(Made, build)
+    assert model.seen.tolist() == [[1.0] * 4] * 3
+    torchlift.materialize(model)
+    assert model.w.eq(1).all()
 
 
 class Seeds(nn.Module):

@@ -254,10 +254,10 @@ class Commit:
                 self.keep_values(group.tensor.grad, f"{group.fqn}.grad")
 
     def keep_values(self, tensor: torch.Tensor, name: str) -> None:
-        """Copy a tensor's values, and record `requires_grad`."""
+        """Copy a tensor's values."""
         if tensor.is_meta or is_lazy(tensor):
             return
-        whole, grad = local_tensor(tensor), tensor.requires_grad
+        whole = local_tensor(tensor)
         content, local = whole.detach(), _once(whole.detach())
         before, version = clone_of(local), version_of(local)
 
@@ -267,8 +267,6 @@ class Commit:
             local.copy_(before)
             if version >= 0:  # a graph that was recorded before finds what it has seen
                 set_version(local, version)
-            if tensor.requires_grad is not grad:
-                tensor.requires_grad_(grad)
 
         self.when_undone(undo, name)
 
@@ -309,10 +307,8 @@ class Commit:
             PlacementError: If a holder of the object forbids this.
         """
         old = group.tensor
-        if is_lazy(old):
-            self._fill_lazy(group, new)
-            return
-        if not (old.is_meta or is_wrapper(old)) and is_plain(new) and fits_data(old, new):
+        takes_data = not (old.is_meta or is_lazy(old) or is_wrapper(old)) and is_plain(new)
+        if takes_data and fits_data(old, new):
             self.set_data(old, new, group.fqn)
             return
         try:
@@ -344,25 +340,6 @@ class Commit:
                 old.__dict__, new.__dict__ = new.__dict__, known
             swap_content(old, new)
             self._undo.append((partial(_exchange_back, group, new), (group.slots[0].fqn,)))
-
-    def _fill_lazy(self, group: Group, new: torch.Tensor) -> None:
-        old: Any = group.tensor
-        kind, empty, made = type(old), old.data, new.detach()
-        if old.is_meta:
-            # Another device cannot be taken through .data; the class changes with the content.
-            if kind.cls_to_become is not None and issubclass(kind.cls_to_become, nn.Parameter):
-                made = nn.Parameter(made, requires_grad=old.requires_grad)
-            exchange(old, made)
-            self.when_undone(lambda: exchange(old, made), group.fqn)
-            return
-
-        def undo() -> None:
-            old.data = empty
-            old.__class__ = kind
-
-        self.when_undone(undo, group.fqn)
-        old.data = made
-        old.__class__ = kind.cls_to_become
 
     def extra_state(self, module: nn.Module, state: object) -> None:
         """Call the module's `set_extra_state`. The undo passes its present state."""

@@ -28,7 +28,7 @@ _torch_module_load: Any = None
 _active = threading.local()
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False)
 class Registration:
     """A registered handler. It is active until ``remove()`` or the end of its ``with`` block."""
 
@@ -51,9 +51,6 @@ class Registration:
     def __exit__(self, *error: object) -> None:
         self.remove()
 
-    def __repr__(self) -> str:
-        return f"<module_load handler {_name(self.handler)} for {self.subclass.__name__}>"
-
 
 def module_load(subclass: type[torch.Tensor], handler: Handler) -> Registration:
     """Register a function that loads tensors of a subclass.
@@ -63,8 +60,8 @@ def module_load(subclass: type[torch.Tensor], handler: Handler) -> Registration:
     destination, which then replaces the destination. ``assign`` is True if the new tensor should
     have the dtype and device of the source, and False if those of the destination.
 
-    If the handler returns ``NotImplemented``, the next one is called: an earlier one for the same
-    class, one for a base class, one for the other tensor, then torch. ``mode="copy"`` calls none.
+    The handler of the most derived class is called, and of several for one class the newest. If it
+    returns ``NotImplemented``, torch loads the tensor. ``mode="copy"`` calls no handler.
 
     Args:
         subclass: A class that inherits from `torch.Tensor` or `torch.nn.Parameter`.
@@ -93,15 +90,12 @@ def module_load(subclass: type[torch.Tensor], handler: Handler) -> Registration:
     """
     global _registered, _torch_module_load
     asked: object = subclass
-    if not (isinstance(asked, type) and issubclass(asked, torch.Tensor)):
-        raise TypeError(f"module_load() takes a subclass of torch.Tensor, not {subclass!r}")
-    if subclass in (torch.Tensor, nn.Parameter):
+    is_tensor = isinstance(asked, type) and issubclass(asked, torch.Tensor)
+    if not is_tensor or subclass in (torch.Tensor, nn.Parameter) or not callable(handler):
         raise TypeError(
-            f"module_load() would take over every tensor: register a subclass of "
-            f"{subclass.__name__} instead, or pass transform= to torchlift.load"
+            "module_load() takes a subclass of torch.Tensor or nn.Parameter and a callable, not "
+            f"{subclass!r} and {handler!r}"
         )
-    if not callable(handler):
-        raise TypeError(f"the handler for {subclass.__name__} cannot be called: {handler!r}")
     made = Registration(subclass, handler)
     with _lock:
         if _torch_module_load is None:
@@ -199,7 +193,7 @@ def slice_of(tensor: torch.Tensor, index: tuple[slice, ...]) -> torch.Tensor:
 
 def handles(destination: type, source: type) -> bool:
     """Return whether a handler is registered for such a pair of tensors."""
-    return bool(_handlers(destination, source))
+    return _find_handler(destination, source) is not None
 
 
 def has_own_loading(kind: type) -> bool:
@@ -219,24 +213,6 @@ def is_handled(tensor: torch.Tensor) -> bool:
     return handles(type(tensor), torch.Tensor) or has_own_loading(type(tensor))
 
 
-def returns_own_input(tensor: torch.Tensor) -> bool:
-    """Load zeros into a copy, and say whether the class returns one of its arguments.
-
-    Such a result cannot be exchanged with the tensor. `torchlift.load` then copies in place, as
-    torch does. Without this trial it would raise an error.
-    """
-    copy = _stand_in(tensor)
-    if copy is tensor:
-        return False
-    source = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    try:
-        with torch.no_grad():
-            made: object = copy.module_load(source)  # type: ignore[no-untyped-call]
-    except Exception:  # it may need a source of another kind; what it needs is not our question
-        return False
-    return made is copy or made is source
-
-
 def apply(destination: torch.Tensor, source: torch.Tensor, *, assign: bool) -> torch.Tensor:
     """Return what a handler, registered or written by hand, makes of the source.
 
@@ -252,54 +228,55 @@ def apply(destination: torch.Tensor, source: torch.Tensor, *, assign: bool) -> t
 
 def _dispatch(self: torch.Tensor, other: torch.Tensor, assign: bool = False) -> torch.Tensor:
     """Replace ``Tensor.module_load`` while a handler is registered."""
-    busy: tuple[Registration, ...] = getattr(_active, "items", ())
-    # One that is busy called module_load itself, to reach the next one.
-    asked = [item for item in _handlers(type(self), type(other)) if item not in busy]
+    busy: Registration | None = getattr(_active, "item", None)
+    item = _find_handler(type(self), type(other))
+    # A handler that is busy wants torch's own way. So does torch, which comes back here through
+    # the __torch_function__ of the class.
+    _active.item = item or busy
     try:
-        for item in asked:
-            _active.items = (*busy, item)
+        if item is not None and item is not busy:
             made = item.handler(self, other, assign=assign)
             if made is not NotImplemented:
-                _check(made, self, other, f"handler {_name(item.handler)}")
+                _check(
+                    made,
+                    self,
+                    other,
+                    f"handler {getattr(item.handler, '__qualname__', item.handler)}",
+                )
                 return made
-        # torch comes back here, through the __torch_function__ of the class.
-        _active.items = (*busy, *asked)
         result: torch.Tensor = _torch_module_load(self, other, assign=assign)
         return result
     finally:
-        _active.items = busy
+        _active.item = busy
 
 
-def _handlers(destination: type, source: type) -> list[Registration]:
-    """Return the handlers for a pair of classes in the order in which they are asked."""
+def _find_handler(destination: type, source: type) -> Registration | None:
+    """Return the handler for a pair of classes: the newest one for the most derived class."""
     first, second = destination, source
     if issubclass(source, destination):
         first, second = source, destination
-    bases = dict.fromkeys((*first.__mro__, *second.__mro__))
-    newest_first = _registered[::-1]
-    return [item for base in bases for item in newest_first if item.subclass is base]
+    for base in (*first.__mro__, *second.__mro__):
+        for item in _registered[::-1]:
+            if item.subclass is base:
+                return item
+    return None
 
 
 def _check(made: object, destination: torch.Tensor, source: torch.Tensor, who: str) -> None:
     """Refuse what a handler must not return."""
-    if not isinstance(made, torch.Tensor):
-        raise PlacementError(f"the {who} returned {type(made).__name__}, not a tensor")
-    if made is destination or made is source:
-        which = "destination" if made is destination else "source"
+    found = type(made).__name__
+    if isinstance(made, torch.Tensor):
+        found = f"{found} of shape {list(made.shape)} on {made.device}"
         # torch exchanges the contents of two objects: with itself that is nothing.
-        raise PlacementError(
-            f"the {who} returned its own {which}: return a new tensor, such as {which}.detach()"
-        )
-    if not is_lazy(destination) and made.shape != destination.shape:
-        raise PlacementError(
-            f"the {who} returned the shape {list(made.shape)}, "
-            f"where the module has {list(destination.shape)}"
-        )
-    if made.is_meta and not source.is_meta:
-        raise PlacementError(
-            f"the {who} returned a tensor on meta, which has no values: "
-            "make it from the source, whose device is " + str(source.device)
-        )
+        is_new = made is not destination and made is not source
+        has_values = source.is_meta or not made.is_meta
+        fits = is_lazy(destination) or made.shape == destination.shape
+        if is_new and has_values and fits:
+            return
+    raise PlacementError(
+        f"the {who} must return a new tensor with values, of the destination's shape. It "
+        f"returned {found}"
+    )
 
 
 def _stand_in(destination: torch.Tensor) -> torch.Tensor:
@@ -314,7 +291,3 @@ def _stand_in(destination: torch.Tensor) -> torch.Tensor:
     for name, value in destination.__dict__.items():
         copy.__dict__.setdefault(name, value)  # not over a wrapper's own inner tensors
     return copy
-
-
-def _name(handler: Handler) -> str:
-    return getattr(handler, "__qualname__", None) or repr(handler)

@@ -22,8 +22,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchlift._model import handlers
-from torchlift._model.handlers import is_plain, is_wrapper
+from torchlift._model.handlers import handles, has_own_loading, is_plain, is_wrapper
 from torchlift._model.slots import Group, collect, is_lazy, read_tree
 from torchlift._model.torch_private import (
     FLAT_REFERENCES,
@@ -150,16 +149,10 @@ def blocked_by(groups: Sequence[Group]) -> list[Blocker]:
     suspects = [item for item in counts if not item.is_free]
     if suspects:
         _search(suspects, {id(group.tensor) for group in groups})
-    by_class: dict[type, str | None] = {}
     found = []
     for item in counts:
-        kind = type(item.group.tensor)
-        if kind not in by_class:
-            by_class[kind] = _class_reason(item.group.tensor)
         words = {} if item.is_free else {h: h.value for h in Hold if h in item.kinds}
-        if item.weak > 1:
-            words[Hold.WEAK_REFERENCE] = f"{item.weak} weak references to it exist"
-        if reason := by_class[kind]:
+        if reason := _class_reason(item.group.tensor):
             words[Hold.CLASS] = reason
         if words:
             reason, holders = "; ".join(words.values()), tuple(dict.fromkeys(item.words))
@@ -242,12 +235,8 @@ def _is_recorded(tensor: torch.Tensor) -> bool:
 def _class_reason(tensor: torch.Tensor) -> str | None:
     """Return why no tensor of this one's class can be exchanged, or None."""
     kind = type(tensor)
-    if is_plain(tensor) or handlers.handles(kind, torch.Tensor):
-        return None  # what a handler returns is seen before anything is swapped
-    if handlers.has_own_loading(kind):
-        if handlers.returns_own_input(tensor):
-            return f"the __torch_function__ of {kind.__name__} returns its own input"
-        return None
+    if is_plain(tensor) or handles(kind, torch.Tensor) or has_own_loading(kind):
+        return None  # what its code returns is seen before anything is swapped
     slots = copyreg._slotnames(kind)  # type: ignore[attr-defined]
     # A class of plain tensors passes itself on to the new one; torch makes a plain parameter.
     if slots and nn.Parameter in kind.__mro__:

@@ -11,24 +11,22 @@ another live tensor is refused. Hooks that look at the result run when there is 
 from __future__ import annotations
 
 import copy
-from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from torchlift._model.commit import Commit, successor_of
 from torchlift._model.dtensor import is_fsdp
-from torchlift._model.handlers import clone_of, has_memory
+from torchlift._model.handlers import has_memory
 from torchlift._model.slots import ModuleTree, is_lazy
 from torchlift._model.stand_ins import (
     Change,
     StandIns,
     Untouched,
-    has_same_bytes,
     own_tensors,
     written_on_meta,
 )
@@ -38,10 +36,10 @@ from torchlift._model.torch_private import (
     NormBase,
     differs_in_shape,
     memory_of,
-    version_of,
 )
-from torchlift._system.containers import leaves, map_leaves
+from torchlift._system.containers import leaves
 from torchlift.errors import MismatchError, PlacementError
+from torchlift.formats.flattening import Containers, flatten_state
 
 _EXTRA = "_extra_state"
 
@@ -52,35 +50,17 @@ class Shown:
 
     Attributes:
         path: The path of the source, for errors.
-        tensors: Name in the model -> tensor.
+        values: Name in the model -> tensor, container or plain value, as they were saved.
+        tensors: Name in the model -> each of the tensors. The code may write to it.
         mapped: Names of the tensors that are mapped from a file.
-        objects: Name in the model -> value that is not a tensor.
-        names: Key in the source -> name in the model.
-        versions: Path of a module in the source -> its metadata in the state dict.
-        templates: Key of a container in the source -> the container as it was saved.
+        versions: Path of a module of the model -> its metadata in the state dict.
     """
 
     path: str
+    values: Mapping[str, object]
     tensors: Mapping[str, torch.Tensor]
     mapped: Collection[str]
-    objects: Mapping[str, object]
-    names: Mapping[str, str]
     versions: Mapping[str, Mapping[str, object]]
-    templates: Mapping[str, object]
-
-
-class Left(NamedTuple):
-    """A tensor that loading code leaves in the state dict, or puts into a module.
-
-    Attributes:
-        tensor: The values.
-        name: The name under which the code saw it; None if the code made it.
-        written: Whether the code wrote to it.
-    """
-
-    tensor: torch.Tensor
-    name: str | None = None
-    written: bool = False
 
 
 @dataclass(slots=True)
@@ -96,7 +76,7 @@ class Outcome:
             packed weights, attributes and extra state.
     """
 
-    tensors: dict[str, Left] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     excused: set[str] = field(default_factory=set)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -121,7 +101,6 @@ def run_hooks(
     modules: Sequence[tuple[str, nn.Module]],
     commit: Commit,
     shown: Shown,
-    strict: bool,
     own: bool,
 ) -> Outcome:
     """Run the loading code of modules, as `load_state_dict` would.
@@ -133,7 +112,6 @@ def run_hooks(
         modules: The result of `hooked_modules`.
         commit: Undoes changes of attributes and slots.
         shown: The part of the source that the code sees.
-        strict: Passed on to the code.
         own: Whether to copy tensors that modules keep as attributes, because the map of the file
             may end before the module.
 
@@ -144,7 +122,7 @@ def run_hooks(
     commit.keep_flags(tree)
     untouched = Untouched.of(tree)
     counts = Counter(id(module) for _, module in modules)
-    run = _Run(shown, strict, untouched, {each for each in counts if counts[each] > 1})
+    run = _Run(shown, untouched, {each for each in counts if counts[each] > 1})
     try:
         for prefix, module in modules:
             run.visit(prefix, module)
@@ -205,49 +183,30 @@ class _Run:
 
     Attributes:
         state: Name in the model -> value that the code sees.
-        order: The names in `state`, sorted, so that names with one prefix are neighbours.
-        known: Identity of a tensor in `state` -> its name, the tensor and its first version.
-        versions: Path of a module of the model -> its metadata in the state dict.
         set: Pairs of a module and an attribute that its override sets.
         shared: Identities of modules with several names.
         stand_ins: Identity of a shared module -> its stand-ins.
         changes: Identity of a module -> changes of its stand-ins.
     """
 
-    def __init__(
-        self, shown: Shown, strict: bool, untouched: Untouched, shared: Collection[int]
-    ) -> None:
+    def __init__(self, shown: Shown, untouched: Untouched, shared: Collection[int]) -> None:
         self.shown = shown
-        self.strict = strict
         self.untouched = untouched
         self.shared = shared
         self.set: list[tuple[nn.Module, str]] = []
         self.stand_ins: dict[int, StandIns] = {}
         self.changes: dict[int, Iterable[Change]] = {}
-        self.templates = templates_by_name(shown.templates, shown.names)
-        self.versions = versions_by_name(shown.names, shown.versions)
         self.outcome = Outcome()
-        # A caller's tensors are never written to. Of tensors that are one, there is one copy.
-        mapped, copies = {*shown.mapped}, dict[tuple[object, ...], torch.Tensor]()
-        tensors = {
-            name: value
-            if name in mapped
-            else copies.setdefault(identity_of(value), clone_of(value))
-            for name, value in shown.tensors.items()
-        }
-        self.state: dict[str, Any] = {**tensors, **shown.objects}
-        self.memories = {memory_of(value) for value in tensors.values()} - {None}
-        # With the tensor itself: while it lives, no other one has its identity.
-        self.known = {identity_of(v): (name, v, version_of(v)) for name, v in tensors.items()}
-        self.order = sorted(self.state)
+        self.state: dict[str, Any] = {**shown.values}
+        self.memories = set(map(memory_of, shown.tensors.values())) - {None}
 
     def visit(self, prefix: str, module: nn.Module) -> None:
         """Run one module's code on its part of the state dict."""
-        names, count = self._under(prefix), len(self.set)
+        names, count = [name for name in self.state if name.startswith(prefix)], len(self.set)
         local = _Watched((name, self.state[name]) for name in names)
-        metadata = {**self.versions.get(prefix[:-1], {}), "assign_to_params_buffers": True}
+        metadata = {**self.shown.versions.get(prefix[:-1], {}), "assign_to_params_buffers": True}
         if _takes_extra(type(module)):
-            gather(local, prefix + _EXTRA, self.templates)
+            _nest(local, prefix + _EXTRA)
         stand_ins = self.stand_ins.get(id(module)) or StandIns([(prefix, module)])
         if id(module) in self.shared:
             self.stand_ins[id(module)] = stand_ins
@@ -259,7 +218,10 @@ class _Run:
             self.changes[id(module)] = stand_ins.take_off().values()
         self.untouched.add((prefix + name, tensor) for name, tensor in own_tensors(module))
         self._note_taken(prefix, module, names, local.used, sets=len(self.set) > count)
-        self._put_back(prefix, local)
+        for name in names:  # the code has left something else of its part
+            del self.state[name]
+        # Names outside of the prefix are dropped: torch gives each child a filtered copy, too.
+        self.state |= {name: value for name, value in local.items() if name.startswith(prefix)}
 
     def _note_taken(
         self,
@@ -283,12 +245,12 @@ class _Run:
         slots = {prefix + name for name, _ in own_tensors(module)}
         # A slot that got a value of another name was renamed from an older file: none is kept.
         sets = sets and not any(name in self.outcome.tensors for name in slots.difference(names))
-        extra, inside = prefix + _EXTRA, tuple(f"{name}." for name in used)
-        for name in names:
-            is_extra = f"{name}.".startswith(f"{extra}.") and _takes_extra(type(module))
+        extra, inside = f"{prefix}{_EXTRA}.", tuple(f"{name}." for name in used)
+        for name in self.shown.tensors:
+            is_extra = f"{name}.".startswith(extra) and _takes_extra(type(module))
             is_own = sets and not name.startswith(children) and name not in slots
-            if (is_extra or is_own) and name in self.shown.tensors:
-                self.outcome.taken += [name] if f"{name}.".startswith(inside) else []
+            if (is_extra or is_own) and f"{name}.".startswith(inside):
+                self.outcome.taken.append(name)
 
     def _pre_hooks(
         self, prefix: str, module: nn.Module, local: OrderedDict[str, Any], metadata: dict[str, Any]
@@ -296,7 +258,7 @@ class _Run:
         missing, unexpected, errors = self.outcome.missing, self.outcome.unexpected, list[str]()
         for hook in module._load_state_dict_pre_hooks.values():
             if not _is_lazy_hook(hook) and not is_fsdp(hook):
-                hook(local, prefix, metadata, self.strict, missing, unexpected, errors)
+                hook(local, prefix, metadata, True, missing, unexpected, errors)  # as torch does
         self._refuse(errors, prefix)
         if not _takes_extra(type(module)):
             return
@@ -319,38 +281,11 @@ class _Run:
         attributes, known = dict(vars(module)), dict(own_tensors(module)).keys()
         if _takes_extra(type(module)):
             object.__setattr__(module, "set_extra_state", extras.append)
-        mine = {*module._modules, *module._parameters, *module._buffers}
-        for whole in self.templates:
-            head, _, name = whole.rpartition(".")
-            if head == prefix[:-1] and name not in mine:
-                gather(local, whole, self.templates)
-        seen = list(local)
-        try:
-            # Strict in any case: torch's own code lists no missing name otherwise, and a name that
-            # is not listed counts as accepted. What becomes of the lists is for the plan to say.
-            module._load_from_state_dict(local, prefix, metadata, True, missing, unexpected, errors)
-        except KeyError as error:
-            if not any(key.startswith(f"{error.args[0]}.") for key in seen):
-                raise
-            raise PlacementError(
-                "the loading code of its module asks for a container, and those of a file are "
-                "taken apart",
-                file=self.shown.path,
-                entry=str(error.args[0]),
-                hint="Load a state dict: torchlift.load(model, torch.load(path)).",
-            ) from error
+        # Strict in any case: torch's own code lists no missing name otherwise, and a name that is
+        # not listed counts as accepted. What becomes of the lists is for the plan to say.
+        module._load_from_state_dict(local, prefix, metadata, True, missing, unexpected, errors)
         vars(module).pop("set_extra_state", None)
-        # torch's line for a value that is not a tensor: the plan lists all of them in one error.
-        odd = {
-            f'While copying the parameter named "{full}", expected torch.Tensor': full
-            for full in (prefix + name for name in known)
-            if full in local and not isinstance(local[full], torch.Tensor)
-        }
-        refused_values = {text: odd[start] for text in errors for start in odd if start in text}
-        missing += refused_values.values()
-        unexpected += refused_values.values()
-        errors = [text for text in errors if text not in refused_values]
-        # torch's line for a shape that differs: the plan lists all of them in one error, too.
+        # torch's line for a shape that differs: the plan lists all of them in one error.
         self._refuse([text for text in errors if not differs_in_shape(text)], prefix)
         self.outcome.extra += [(module, state) for state in extras]
         slots, changes = dict(own_tensors(module)), stand_ins.take_off()
@@ -377,9 +312,9 @@ class _Run:
                 self._replace(module, name, found, live)
             refused = any(differs_in_shape(text, full) for text in errors)
             if refused and isinstance(given, torch.Tensor):
-                self.outcome.tensors[full] = self._left(given)  # to be reported
+                self.outcome.tensors[full] = given  # to be reported
             elif (written or not in_place) and full not in missing:
-                self.outcome.tensors[full] = self._left(found.detach())
+                self.outcome.tensors[full] = found.detach()
             elif full not in missing:
                 self.outcome.excused.add(full)
         self.outcome.missing += [name for name in missing if name[len(prefix) :] not in known]
@@ -408,36 +343,6 @@ class _Run:
             blank = torch.empty(found.shape, dtype=like.dtype, device=like.device)
             setattr(module, name, successor_of(like, blank))
 
-    def _under(self, prefix: str) -> list[str]:
-        if not prefix:
-            return list(self.order)
-        # It ends in a dot, and a slash is the character after that.
-        start, stop = (bisect_left(self.order, end) for end in (prefix, prefix[:-1] + "/"))
-        return self.order[start:stop]
-
-    def _put_back(self, prefix: str, local: Mapping[str, Any]) -> None:
-        """Put what the code left of its part of the dict back into the whole."""
-        old = self._under(prefix)
-        for name in set(old) - local.keys():
-            del self.state[name]
-        # Names outside of the prefix are dropped: torch gives each child a filtered copy, too.
-        kept = {name: value for name, value in local.items() if name.startswith(prefix)}
-        self.state.update(kept)
-        if kept.keys() != set(old):
-            self.order = sorted(self.state)
-
-    def _left(self, tensor: torch.Tensor) -> Left:
-        if identity_of(tensor) not in self.known:
-            return Left(tensor)
-        name, shown, version = self.known[identity_of(tensor)]
-        if version_of(tensor) != version:
-            return Left(tensor, name, written=True)
-        # Of a caller's tensor there is a copy, which `.data` and NumPy may have written to.
-        original = self.shown.tensors[name]
-        if shown is not original and not has_same_bytes(shown, original):
-            return Left(tensor, name, written=True)
-        return Left(original, name)
-
     def _refuse(self, errors: Sequence[str], prefix: str) -> None:
         if errors:
             raise MismatchError(
@@ -454,36 +359,28 @@ class _Run:
         """
         files = {memory_of(self.shown.tensors[name]) for name in self.shown.mapped} - {None}
 
-        def copied(state: object) -> Any:
-            copies = {
-                id(leaf): leaf.clone()
-                for leaf in (leaves(state).values() if mapped else ())
-                if isinstance(leaf, torch.Tensor) and memory_of(leaf) in files
-            }
-            if not copies:
-                return state
-            return map_leaves(state, lambda leaf, _: copies.get(id(leaf), leaf))
+        def is_mapped(leaf: object) -> bool:
+            return mapped and isinstance(leaf, torch.Tensor) and memory_of(leaf) in files
 
-        def deeply(state: object) -> object:
-            state = copied(state)
-            memo = {id(t): t for t in leaves(state).values() if isinstance(t, torch.Tensor)}
+        def copied(state: object) -> object:
+            tensors = [leaf for leaf in leaves(state).values() if isinstance(leaf, torch.Tensor)]
+            memo = {id(one): one.clone() if is_mapped(one) else one for one in tensors}
             try:
                 return copy.deepcopy(state, memo)
             except Exception:  # a lock or a stream cannot be copied: torch copies nothing at all
                 return state
 
-        outcome = self.outcome
-        outcome.extra = [(module, deeply(state)) for module, state in outcome.extra]
+        self.outcome.extra = [(module, copied(state)) for module, state in self.outcome.extra]
         for module, name in self.set:
-            vars(module)[name] = copied(vars(module)[name])
+            value = vars(module)[name]
+            if any(map(is_mapped, leaves(value).values())):
+                vars(module)[name] = copied(value)
 
     def finish(self, commit: Commit) -> None:
         """Add everything that no override took, and change live tensors as their stand-ins were."""
-        for name, value in self.state.items():
-            if isinstance(value, torch.Tensor):
-                self.outcome.tensors.setdefault(name, self._left(value))
-            else:
-                self.outcome.unexpected.append(name)
+        flat = flatten_state(self.state, Containers((torch.Tensor,), Mapping))
+        self.outcome.tensors = {**flat.tensors, **self.outcome.tensors}
+        self.outcome.unexpected += flat.objects
         for change in (change for changes in self.changes.values() for change in changes):
             change.apply(commit, values=change.name not in self.outcome.tensors)
 
@@ -600,26 +497,16 @@ def templates_by_name(
     return found
 
 
-def gather(local: MutableMapping[str, Any], name: str, templates: Mapping[str, object]) -> None:
-    """Join the values of the container `name` again, under its name."""
+def _nest(local: MutableMapping[str, Any], name: str) -> None:
+    """Join values that were saved without containers to nested dicts under a name."""
     inside = [key for key in local if key.startswith(name + ".")]
     if name in local or not inside:
         return
-    tree = templates.get(name)
-    keys = [name + leaf.key for leaf in leaves(tree).values() if leaf]
-    if keys and all(key in local for key in keys):
-        local[name] = map_leaves(tree, lambda leaf, _: local.pop(name + leaf.key))
-    elif name.endswith(_EXTRA):  # a list lacks values that the caller left out: a dict instead
-        local[name] = _nested(local, inside, name + ".")
-
-
-def _nested(local: MutableMapping[str, Any], keys: list[str], prefix: str) -> dict[str, object]:
-    """Return nested dicts for dotted keys, for values that were saved without containers."""
     state: dict[str, Any] = {}
-    for key in keys:
-        *path, last = key[len(prefix) :].split(".")
+    for key in inside:
+        *path, last = key[len(name) + 1 :].split(".")
         place = state
         for part in path:
             place = place.setdefault(part, {})
         place[last] = local.pop(key)
-    return state
+    local[name] = state

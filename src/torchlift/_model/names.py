@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -123,8 +122,7 @@ def wrapped_by(module: nn.Module) -> tuple[str | None, bool]:
         >>> wrapped_by(nn.Linear(1, 1))
         (None, True)
     """
-    kind: Any = type(module)  # which mypy does not take for hashable
-    if _is_parallel(kind):
+    if isinstance(module, (DistributedDataParallel, nn.DataParallel)):
         return "module", True
     for child, in_keys in _INSIDE if module._modules else ():
         if child in module._modules:
@@ -133,11 +131,6 @@ def wrapped_by(module: nn.Module) -> tuple[str | None, bool]:
 
 
 _INSIDE = ((COMPILED, True), (CHECKPOINTED, False), (FULLY_SHARDED, False))
-
-
-@lru_cache(256)  # their classes ask in Python: 0.5 us for each module of a model
-def _is_parallel(kind: type[nn.Module]) -> bool:
-    return issubclass(kind, (DistributedDataParallel, nn.DataParallel))
 
 
 def wrapped_names(tree: ModuleTree) -> Names | None:

@@ -104,7 +104,6 @@ class OwnLoading:
         self._replies: SimpleQueue[BaseException | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._placed = self._ended = False
-        self._post_hooks: list[tuple[nn.Module, Any]] = []
         self._reported: tuple[list[str], list[str]] = [], []
         commit.when_undone(self.abandon)
 
@@ -146,15 +145,12 @@ class OwnLoading:
             target=copy_context().run, args=(run,), name="load_state_dict", daemon=True
         )
         # Two loads of one model would take each other's events, and wait for ever.
-        if (other := _RUNNING.setdefault(id(self._module), self)) is not self:
+        if _RUNNING.setdefault(id(self._module), self) is not self:
             self._ended = True
-            if threading.current_thread() is other._thread:
-                raise self._refusal(
-                    "calls torchlift.load with its own model",
-                    "Call the method of nn.Module there: super().load_state_dict(state_dict).",
-                )
             raise self._refusal(
-                "runs in another thread, for another load", "Wait until that load has ended."
+                "runs already, for another load of the model",
+                "Wait until that load has ended. Inside of the method, call that of nn.Module: "
+                "super().load_state_dict(state_dict).",
             )
         self._stand_ins = StandIns((self.prefix + path, each) for path, each in walk(self._module))
         self._stand_ins.put_on()
@@ -189,16 +185,15 @@ class OwnLoading:
             PlacementError: If the override calls the method of `nn.Module` again.
         """
         self._placed, self._reported = True, ([*missing], [*unexpected])
+        # Torch would call them once more, without what torchlift lets them see.
+        hooks = [(module, vars(module)[_POST_HOOKS]) for module in self._modules()]
         try:
-            # Torch would call them once more, without what torchlift lets them see.
-            for module in self._modules():
-                self._post_hooks.append((module, vars(module)[_POST_HOOKS]))
+            for module, _ in hooks:
                 vars(module)[_POST_HOOKS] = OrderedDict()
             self._resume(None)
         finally:
-            for module, hooks in self._post_hooks:
-                vars(module)[_POST_HOOKS] = hooks
-            self._post_hooks.clear()
+            for module, kept in hooks:
+                vars(module)[_POST_HOOKS] = kept
 
     def abandon(self) -> None:
         """End the method where it waits, if it still does."""
@@ -267,8 +262,6 @@ class OwnLoading:
         """Stand in for `_load_from_state_dict` of each module, in the thread of the method."""
         if prefix:
             return  # torch has come to the children, which torchlift loads with the module
-        if threading.current_thread() is not self._thread:
-            raise self._refusal("calls the method of nn.Module in another thread")
         if self._placed:
             raise self._refusal(
                 "calls the method of nn.Module more than once, and torchlift loads everything in "

@@ -21,10 +21,6 @@ from torchlift._model.slots import ModuleTree, is_lazy
 from torchlift._model.torch_private import memory_of, version_of
 from torchlift.errors import PlacementError
 
-#: Words of four bytes in a row of a fingerprint. torch computes more of them in several threads,
-#: which wait for each other on a busy machine.
-_WORDS = 1 << 15
-
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the module's own parameters and buffers."""
@@ -248,20 +244,19 @@ def fingerprint(tensor: torch.Tensor) -> tuple[int, ...]:
         False
     """
     words, factors = _words_of(tensor), row_factors(tensor.device)
-    whole = len(words) // _WORDS * _WORDS
-    sums = [int((words[whole:] * factors[: len(words) - whole]).sum())]
-    # A processor's cache holds one row; an accelerator has a launch to pay for each block.
-    rows = 1 if words.is_cpu else 256
-    for block in torch.split(words[:whole].view(-1, _WORDS), rows) if whole else ():
-        sums += (block * factors).sum(1).tolist()
-    return tuple(sums)
+    sums = [(row * factors[: len(row)]).sum() for row in torch.split(words, len(factors))]
+    return tuple(int(each) for each in sums)
 
 
 @cache
 def row_factors(device: torch.device) -> torch.Tensor:
+    """Return a number for each word of a row."""
+    # A processor's cache holds a short row; an accelerator has a launch to pay for each. torch
+    # computes more words in several threads, which wait for each other on a busy machine.
+    count = 1 << (15 if device.type == "cpu" else 23)
     # Of a generator of its own: the caller's random numbers stay as they are.
     own = torch.Generator().manual_seed(0)
-    made = torch.randint(-(2**61), 2**61, (_WORDS,), generator=own, device="cpu")
+    made = torch.randint(-(2**61), 2**61, (count,), generator=own, device="cpu")
     return (made * 2 + 1).to(device)
 
 

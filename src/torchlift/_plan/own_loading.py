@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from torchlift._checkpoint.tree import gathered
 from torchlift._model.commit import Commit, ordinary_tensors
 from torchlift._model.dtensor import is_dtensor
 from torchlift._model.handlers import clone_of
 from torchlift._model.hooks import (
-    gather,
+    Shown,
     hooked_modules,
     identity_of,
     templates_by_name,
@@ -26,17 +27,100 @@ from torchlift._model.torch_private import memory_of, version_of
 from torchlift._plan.names import Named
 from torchlift._plan.rules import Options
 from torchlift._sources.opening import Origin, flat_state
-from torchlift._sources.tensors import FileTensor, MemoryTensor, SourceTensor
+from torchlift._sources.tensors import MemoryTensor, SourceTensor
 from torchlift.errors import PlacementError
 
 
-@dataclass(frozen=True, slots=True)
-class _Shown:
-    """A tensor as the method sees it. While it lives, no other tensor has its identity."""
+class _Known(NamedTuple):
+    """A tensor that code of the model got. While it lives, no other tensor has its identity."""
 
-    candidate: SourceTensor
-    tensor: torch.Tensor
+    one: SourceTensor
+    values: torch.Tensor
+    shown: torch.Tensor
     version: int
+
+
+class ShownTensors:
+    """The tensors of a source as code of the model gets them, and what it leaves."""
+
+    def __init__(self) -> None:
+        self._copies: dict[tuple[object, ...], torch.Tensor] = {}
+        self._known: dict[tuple[object, ...], _Known] = {}
+
+    def show(self, one: SourceTensor, values: torch.Tensor) -> torch.Tensor:
+        """Return a tensor for the code. It may write to a private map, and to a copy.
+
+        Args:
+            one: The tensor in the source.
+            values: Its values.
+        """
+        shown = values
+        # The caller's tensors are copied. Of tensors that are one, there is one copy.
+        if isinstance(one, MemoryTensor) and one.entry is None:
+            shown = self._copies.setdefault(identity_of(values), clone_of(values))
+        known = _Known(one, values, shown, version_of(shown))
+        self._known.setdefault(identity_of(shown), known)
+        return shown
+
+    def is_known(self, tensor: torch.Tensor) -> bool:
+        """Return whether the code got this tensor."""
+        return identity_of(tensor) in self._known
+
+    def find_source(
+        self, name: str, tensor: torch.Tensor, like: torch.Tensor | None
+    ) -> SourceTensor:
+        """Return the source of a tensor that the code left under a name.
+
+        Args:
+            name: The name.
+            tensor: The tensor.
+            like: The model's tensor of that name, if there is one.
+        """
+        known = self._known.get(identity_of(tensor))
+        is_written = known is None or version_of(tensor) != known.version
+        if known is not None and known.shown is not known.values:
+            # `.data` and NumPy write to a copy without a trace.
+            if not is_written and has_same_bytes(tensor, known.values):
+                return known.one
+            is_written = True
+        if is_written and is_dtensor(tensor) and like is not None and is_dtensor(like):
+            # An operation may return a DTensor of another layout. torch copies from any layout.
+            tensor = tensor.redistribute(placements=like.placements)
+        if known is None:
+            return MemoryTensor(name, tensor)
+        # The map has what was written to it. Reading the file again would lose that.
+        entry = None if is_written else known.one.entry
+        return MemoryTensor(known.one.key, tensor, known.one.keys, entry)
+
+
+def show_source(
+    origin: Origin,
+    named: Named,
+    prefixes: Iterable[str],
+    values: ShownTensors,
+    like: Mapping[str, torch.Tensor],
+) -> Shown:
+    """Return the part of a source that code of the model gets.
+
+    Args:
+        origin: The source.
+        named: Its content, under names of the model.
+        prefixes: The prefixes of the modules with such code.
+        values: Makes the tensors.
+        like: Name -> the model's tensor. If it is a DTensor, the code gets one.
+    """
+    begins = tuple(prefixes)
+    seen = {name: one for name, one in named.candidates.items() if name.startswith(begins)}
+    names = {**{one.key: name for name, one in named.candidates.items()}, **named.objects}
+    tensors = {n: values.show(one, origin.shown(one, like.get(n))) for n, one in seen.items()}
+    objects = {n: named.values[key] for key, n in named.objects.items() if n.startswith(begins)}
+    return Shown(
+        path=origin.path,
+        values=gathered({**tensors, **objects}, templates_by_name(named.templates, names)),
+        tensors=tensors,
+        mapped=[name for name, one in seen.items() if one.entry is not None],
+        versions=versions_by_name(names, origin.versions),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +131,14 @@ class OwnCalls:
         calls: One call for each root whose class overrides the method.
         passed: The state that each call passes on first.
         named: The content of the source.
-        shown: Identity of a tensor -> what the method got.
+        shown: The tensors that the methods got.
         commit: Undoes the changes of this call.
     """
 
     calls: tuple[OwnLoading, ...]
     passed: list[PassedState]
     named: Named
-    shown: Mapping[tuple[object, ...], _Shown]
+    shown: ShownTensors
     commit: Commit
 
     def name_passed(
@@ -76,14 +160,12 @@ class OwnCalls:
             flat = flat_state(state.values, None)
             for name, tensor in flat.tensors.items():
                 full = prefix + name
-                if tensor.is_meta and identity_of(tensor) not in self.shown:
+                if tensor.is_meta and not self.shown.is_known(tensor):
                     if not _is_of(like.get(full), tensor):
-                        raise _lost_error(
-                            full, "passes on a tensor without values, computed from one"
-                        )
+                        raise _lost_error(full)
                     left_out.add(full)  # the model's own tensor stays as it is
                     continue
-                candidates[full] = self._candidate(full, tensor, like.get(full))
+                candidates[full] = self.shown.find_source(full, tensor, like.get(full))
             for name, value in flat.objects.items():
                 values[prefix + name], objects[prefix + name] = value, prefix + name
             templates.update({prefix + name: tree for name, tree in flat.templates.items()})
@@ -101,7 +183,7 @@ class OwnCalls:
             if change.is_written and not is_given:
                 # A tensor that the method wrote to needs no value.
                 if change.live.is_meta:
-                    raise _lost_error(change.name, "writes into a tensor without memory, one")
+                    raise _lost_error(change.name)
                 left_out |= {*names}
             change.apply(self.commit, values=not is_given)
         for name, one in self.named.candidates.items():
@@ -110,27 +192,12 @@ class OwnCalls:
             if slot is None or not slot.is_meta or name in candidates or name in left_out:
                 continue
             if name.startswith(prefixes) and tuple(one.shape) == tuple(slot.shape):
-                raise _lost_error(name, "does not pass on a value for a tensor")
+                raise _lost_error(name)
         named = named._replace(
             candidates=candidates, objects=objects, values=values, templates=templates,
             left_out=left_out, hooked=hooked_modules(tree, candidates),
         )  # fmt: skip
         return named, options if strict == options.strict else replace(options, strict=strict)
-
-    def _candidate(
-        self, name: str, tensor: torch.Tensor, like: torch.Tensor | None
-    ) -> SourceTensor:
-        """Return the tensor of the source if the method did not change it, else the new tensor."""
-        shown = self.shown.get(identity_of(tensor))
-        if shown is not None and version_of(tensor) == shown.version:
-            original = shown.candidate
-            # A caller's tensor was shown as a copy, which `.data` and NumPy may have written to.
-            if isinstance(original, FileTensor) or has_same_bytes(tensor, original.tensor()):
-                return original
-        if like is not None and is_dtensor(tensor) and is_dtensor(like):
-            # An operation may return a DTensor of another layout. torch copies from any layout.
-            tensor = tensor.redistribute(placements=like.placements)
-        return MemoryTensor(name, tensor)
 
 
 def _is_of(own: torch.Tensor | None, tensor: torch.Tensor) -> bool:
@@ -138,9 +205,9 @@ def _is_of(own: torch.Tensor | None, tensor: torch.Tensor) -> bool:
     return own is not None and own.shape == tensor.shape and memory_of(own) == memory_of(tensor)
 
 
-def _lost_error(name: str, what: str) -> PlacementError:
+def _lost_error(name: str) -> PlacementError:
     return PlacementError(
-        f"the load_state_dict of the model's class {what} on meta",
+        "the load_state_dict of the model's class leaves it without a value on meta",
         entry=name,
         hint="Build the model with torchlift.skeleton, and call torchlift.materialize(model) "
         "before you load. Or load into a model that has values.",
@@ -158,27 +225,16 @@ def call_own_loading(
     """
     commit.keep_attributes(tree.modules)
     commit.keep_flags(tree)
-    names = {**{one.key: name for name, one in named.candidates.items()}, **named.objects}
-    versions = versions_by_name(names, origin.versions)
-    shown: dict[tuple[object, ...], _Shown] = {}
-    copies: dict[tuple[object, ...], torch.Tensor] = {}
+    values = ShownTensors()
+    shown = show_source(origin, named, [prefix for prefix, _ in named.own_loaders], values, {})
     calls, passed = [], []
     for prefix, module in named.own_loaders:
-        state: OrderedDict[str, Any] = OrderedDict()
-        for name, one in named.candidates.items():
-            if name.startswith(prefix):
-                tensor = one.tensor()
-                if not isinstance(one, FileTensor):  # a caller's tensors are never written to
-                    tensor = copies.setdefault(identity_of(tensor), clone_of(tensor))
-                shown.setdefault(identity_of(tensor), _Shown(one, tensor, version_of(tensor)))
-                state[name.removeprefix(prefix)] = tensor
-        for key, name in named.objects.items():
-            if name.startswith(prefix):
-                state[name.removeprefix(prefix)] = named.values[key]
-        for name, template in templates_by_name(named.templates, names).items():
-            if name.startswith(prefix):
-                gather(state, name.removeprefix(prefix), {name.removeprefix(prefix): template})
-        inside = ((path, dict(says)) for path, says in versions.items())
+        state: OrderedDict[str, Any] = OrderedDict(
+            (name.removeprefix(prefix), value)
+            for name, value in shown.values.items()
+            if name.startswith(prefix)
+        )
+        inside = ((path, dict(says)) for path, says in shown.versions.items())
         state._metadata = OrderedDict(  # type: ignore[attr-defined]
             (f"{path}."[len(prefix) : -1], says)
             for path, says in inside
@@ -186,4 +242,4 @@ def call_own_loading(
         )
         calls.append(OwnLoading(prefix, module, commit))
         passed.append(calls[-1].start(state, options.strict))
-    return OwnCalls(tuple(calls), passed, named, shown, commit)
+    return OwnCalls(tuple(calls), passed, named, values, commit)

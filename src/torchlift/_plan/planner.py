@@ -15,7 +15,7 @@ from torchlift._checkpoint.kinds import Allow
 from torchlift._model.commit import Commit, content_bytes, ordinary_tensors
 from torchlift._model.dtensor import is_dtensor, local_shape, local_tensor, spans_of
 from torchlift._model.handlers import is_plain
-from torchlift._model.hooks import Outcome, Shown, has_post_hooks, hooked_modules, run_hooks
+from torchlift._model.hooks import Outcome, has_post_hooks, hooked_modules, run_hooks
 from torchlift._model.names import wrapped_names
 from torchlift._model.own_loading import OwnLoading, own_loaders
 from torchlift._model.slots import Group, ModuleTree, is_lazy, read_tree
@@ -29,7 +29,7 @@ from torchlift._plan.names import (
     names_of_left_out,
     rename_objects,
 )
-from torchlift._plan.own_loading import call_own_loading
+from torchlift._plan.own_loading import ShownTensors, call_own_loading, show_source
 from torchlift._plan.report import (
     KeyReport,
     LoadReport,
@@ -577,30 +577,16 @@ def _run_hooks(
 ) -> tuple[dict[str, SourceTensor], Outcome]:
     """Run the model's own loading code. Return name -> tensor after it, and its outcome."""
     candidates, objects, modules = named.candidates, named.objects, named.hooked
-    prefixes = tuple(prefix for prefix, _ in modules)
+    begins = tuple(prefix for prefix, _ in modules)
     like = {slot.fqn: group.tensor for group in tree.groups for slot in group.slots}
-    seen = {name: one for name, one in candidates.items() if name.startswith(prefixes)}
-    shown = Shown(
-        path=origin.path,
-        tensors={name: origin.shown(one, like.get(name)) for name, one in seen.items()},
-        mapped=[name for name, one in seen.items() if isinstance(one, FileTensor)],
-        objects={
-            name: named.values[key] for key, name in objects.items() if name.startswith(prefixes)
-        },
-        names={**{one.key: name for name, one in candidates.items()}, **objects},
-        versions=origin.versions,
-        templates=named.templates,
-    )
+    values = ShownTensors()
+    shown = show_source(origin, named, begins, values, like)
     own = owns_all(options.source, live=not any(tensor.is_meta for tensor in like.values()))
-    outcome = run_hooks(tree, modules, commit, shown, options.strict, own)
-    found = {name: one for name, one in candidates.items() if name not in seen}
-    for name, (tensor, shown_as, written) in outcome.tensors.items():
-        one = None if shown_as is None else seen[shown_as]
-        # If the code wrote to the tensor, the entry in the file has the old values.
-        entry = None if one is None or written else one.entry
-        key, keys = (name, ()) if one is None else (one.key, one.keys)
-        found[name] = MemoryTensor(key, tensor, keys, entry)
-    others = [name for name in objects.values() if name not in shown.objects]
+    outcome = run_hooks(tree, modules, commit, shown, own)
+    found = {name: one for name, one in candidates.items() if name not in shown.tensors}
+    for name, tensor in outcome.tensors.items():
+        found[name] = values.find_source(name, tensor, like.get(name))
+    others = [name for name in objects.values() if not name.startswith(begins)]
     outcome.unexpected = [*others, *outcome.unexpected]
     return found, outcome
 

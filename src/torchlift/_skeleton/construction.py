@@ -16,7 +16,7 @@ from torchlift._model.slots import CONSTRUCTION, Group, ModuleTree, is_lazy, rea
 from torchlift._model.torch_private import without_subclasses
 from torchlift._skeleton.recorder import Recorder
 from torchlift._skeleton.recording import META, Construction, Ref
-from torchlift._skeleton.replay import replay, seeded_error, state_of
+from torchlift._skeleton.replay import lost_error, replay, seeded_error, state_of
 from torchlift._system.interrupts import uninterrupted
 from torchlift._system.memory import collection_paused
 from torchlift._system.text import clipped_list
@@ -34,7 +34,7 @@ def skeleton(factory: Callable[P, M], *args: P.args, **kwargs: P.kwargs) -> M:
     for tensors that a checkpoint does not contain, such as non-persistent buffers or a new head.
     They get the values of normal construction.
 
-    The recording includes writes through NumPy, ``apply_``, a storage or an address. See "A
+    The recording does not include writes through NumPy, ``apply_``, a storage or an address. See "A
     skeleton cannot replay the constructor" in the guide for the limits.
 
     Args:
@@ -104,7 +104,7 @@ def materialize(
         PlacementError: If `skeleton` did not make one of the tensors.
         PlacementError: If a name does not exist in the module, or the device does not exist.
         PlacementError: If the constructor seeds torch before it draws random values for a tensor,
-            or a NumPy array that a tensor was made of has changed.
+            or writes to the memory of a tensor without torch.
 
     Example:
         >>> import torch, torchlift
@@ -291,10 +291,5 @@ def constructions_of(groups: Iterable[Group]) -> list[Construction]:
         )
     for group, made in found:
         if made is not None and made.recording.is_lost(made.ref.key):
-            raise PlacementError(
-                "was made of memory, such as a NumPy array, that changed while the constructor ran",
-                entry=group.fqn,
-                hint="Copy the array in the constructor: torch.tensor(array) instead of "
-                "torch.from_numpy(array). Or build the model without torchlift.skeleton.",
-            )
+            raise lost_error(group.fqn)
     return [made for _, made in found if made is not None]

@@ -153,6 +153,16 @@ def seeded_error(entry: str | None = None) -> PlacementError:
     )
 
 
+def lost_error(entry: str | None = None) -> PlacementError:
+    """Return the error for memory that other code than torch has written to."""
+    return PlacementError(
+        "the constructor wrote to the memory of a tensor without torch, for example through NumPy",
+        entry=entry,
+        hint="Write with torch in the constructor. Copy an array: torch.tensor(array) instead of "
+        "torch.from_numpy(array). Or build the model without torchlift.skeleton.",
+    )
+
+
 def is_real(recording: Recording, call: Call) -> bool:
     """Return whether a call makes or changes memory, as far as the constructor knows."""
     # On a meta device that it asked for itself, a constructor draws no numbers.
