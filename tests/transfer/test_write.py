@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import stat
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,7 +13,6 @@ import pytest
 
 from torchlift._transfer import write
 from torchlift._transfer.write import AtomicFile, NotDurable, Runs, remove_debris, write_at
-from torchlift.formats.crc import PartialCrc, whole_crc
 
 
 def test_it_appears_under_its_name_when_it_is_committed(tmp_path: Path) -> None:
@@ -245,17 +245,27 @@ def test_neighbours_are_written_by_one_call(
 
     monkeypatch.setattr(os, "pwrite", noting)
     with open(tmp_path / "x", "w+b") as file:
-        to, crc = Runs(file.fileno()), PartialCrc(4)
+        to = Runs(file.fileno())
         to.add(0, b"ab")
         to.add(2, bytearray(b"c"))
         to.add(10, b"d")
-        to.write(4, [(1, memoryview(b"fgh")), (0, memoryview(b"e"))], crc)
+        assert to.write(4, memoryview(b"e"), None) == 0
+        assert to.write(5, memoryview(b"fgh"), crc32(b"e")) == crc32(b"efgh")
         to.add(11, b"z" * (128 << 10))
         to.add(11 + (128 << 10), b"y")
-        assert calls == [(0, 3), (5, 3), (4, 1), (10, 1), (11, 128 << 10)]
+        assert calls == [(0, 3), (4, 1), (5, 3), (10, 1), (11, 128 << 10)]
         to.flush()
         to.flush()
         assert calls[5:] == [(11 + (128 << 10), 1)]
         assert to.nbytes == (128 << 10) + 9
     assert (tmp_path / "x").read_bytes()[:12] == b"abc\0efgh\0\0dz"
-    assert whole_crc(4, [crc.value()]) == crc32(b"efgh")
+
+
+def test_a_large_run_is_written_and_added_to_its_checksum(tmp_path: Path) -> None:
+    """A thread adds a large run to the checksum while the run is written."""
+    data = random.Random(0).randbytes((2 << 20) + 1)
+    with open(tmp_path / "x", "w+b") as file:
+        to = Runs(file.fileno())
+        assert to.write(0, memoryview(data), 0) == crc32(data)
+        assert to.write(len(data), memoryview(data), crc32(data)) == crc32(data * 2)
+    assert (tmp_path / "x").read_bytes() == data * 2

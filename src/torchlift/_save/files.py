@@ -30,7 +30,6 @@ from torchlift._transfer.write import (
     with_token,
 )
 from torchlift.errors import Argument, CheckpointError, Hint, IntegrityError, PlacementError
-from torchlift.formats.crc import PartialCrc, whole_crc
 from torchlift.formats.index import TensorEntry
 
 _BLOCK = BLOCK
@@ -529,19 +528,18 @@ def _write_payloads(
     work = Workspace(_BLOCK)
     base, layout, values = section
     rows = zip(layout.payloads, values, few_of(values), known, strict=True)
-    for (stored, start), value, few, expected in rows:
+    for (_, start), value, few, expected in rows:
         needs_sum = layout.checked or expected is not None
         if few is not None:
             to.add(base + start, few)
             found = crc32(few) if needs_sum else 0
             advance(len(few))
         else:
-            crc, at = PartialCrc(stored.nbytes), 0
+            found, at = 0, base + start
             for data in value.blocks(work):
-                to.write(base + start, [(at, data)], crc if needs_sum else None)
+                found = to.write(at, data, found if needs_sum else None)
                 at += len(data)
                 advance(len(data))
-            found = whole_crc(stored.nbytes, [crc.value()]) if needs_sum else 0
         if expected is not None and found != expected:
             raise _wrong_checksum(value, expected, found)
         yield found

@@ -25,11 +25,11 @@ from threading import Thread, get_ident
 from time import localtime, monotonic, sleep, strftime, time
 from typing import NamedTuple, TypeVar
 from weakref import WeakValueDictionary
+from zlib import crc32
 
 from torchlift._system.interrupts import Running, deliver_interrupt, uninterrupted
 from torchlift._system.memory import c_function
 from torchlift.errors import CheckpointError
-from torchlift.formats.crc import PartialCrc
 
 _MARK = ".torchlift-"  # so that unfinished downloads of other programs are never removed
 _LONGEST = 200  # bytes of NAME in the name of a temporary file. A file name has at most 255.
@@ -633,29 +633,33 @@ class Runs:
             data, self._data = b"".join(self._data), []
             self._put(data, self._start)
 
-    def write(
-        self, start: int, runs: Iterable[tuple[int, memoryview]], crc: PartialCrc | None
-    ) -> None:
-        """Write runs of a payload, and add them to its checksum.
+    def write(self, start: int, run: memoryview, crc: int | None) -> int:
+        """Write a run, and return the CRC-32 of a payload with this run at its end.
 
         Args:
-            start: The offset of the payload in the file.
-            runs: Pairs of an offset in the payload and bytes.
-            crc: The checksum of the payload, or None.
+            start: The offset of the run in the file.
+            run: The bytes. They must not change during the call.
+            crc: The CRC-32 of the payload before the run. None if it is not needed: then 0 returns.
 
         Raises:
-            OSError: If they cannot be written.
+            OSError: If the run cannot be written.
         """
         if self._descriptor < 0:
             self.flush()  # `put` needs the bytes in order
-        for offset, run in runs:
-            thread = None if crc is None else _add_to_crc(crc, offset, run)
-            try:
-                self._put(run, start + offset)
-            finally:
-                if thread is not None:
-                    thread.join()
-            self._count(len(run))
+        sums: list[int] = []
+        thread = Thread(target=lambda: sums.append(crc32(run, crc or 0)), daemon=True)
+        if crc is not None and len(run) >= _WORTH_A_THREAD:
+            with suppress(RuntimeError):  # Python starts no thread while it shuts down
+                thread.start()
+        try:
+            self._put(run, start)
+        finally:
+            if thread.ident is not None:
+                thread.join()
+        self._count(len(run))
+        if crc is None:
+            return 0
+        return sums[0] if sums else crc32(run, crc)
 
     def _count(self, nbytes: int) -> None:
         """Count bytes, and start their writeback every 16 MiB, so that `fsync` waits less.
@@ -668,17 +672,6 @@ class Runs:
             call = c_function("sync_file_range")
             call(self._descriptor, all_bytes, all_bytes, _SYNC_FILE_RANGE_WRITE)
             self._flushed = self.nbytes
-
-
-def _add_to_crc(crc: PartialCrc, offset: int, run: memoryview) -> Thread | None:
-    """Add a run to a checksum. Return the thread that does it if the run is large."""
-    if len(run) >= _WORTH_A_THREAD:
-        thread = Thread(target=crc.add, args=(offset, run), daemon=True)
-        with suppress(RuntimeError):  # Python starts no thread while it shuts down
-            thread.start()
-            return thread
-    crc.add(offset, run)
-    return None
 
 
 def _mode_of(path: str) -> int | None:
