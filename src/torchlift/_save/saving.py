@@ -21,14 +21,16 @@ from torchlift._model.dtensor import is_dtensor, local_tensor
 from torchlift._model.names import is_flattened
 from torchlift._model.ranks import StepResult, tensors_of
 from torchlift._model.state import call_state_dict, versioned
-from torchlift._save.files import write_errors
-from torchlift._save.layouts import Output, end_of
+from torchlift._save.files import CreatedFiles, Files, Objects, write_errors
+from torchlift._save.layouts import Output, dcp_content, end_of
 from torchlift._save.mesh import (
     SavingRanks,
+    commit,
     find_own_parts,
+    lay_out_files,
+    read_parts,
     share_state,
-    write_folder,
-    write_in_parts,
+    state_of,
     write_together,
 )
 from torchlift._save.target import Target
@@ -42,7 +44,7 @@ from torchlift._save.values import (
     find_untied_keys,
     take_apart,
 )
-from torchlift._store.places import inside, parent
+from torchlift._store.places import inside, is_url, parent
 from torchlift._system.interrupts import uninterrupted
 from torchlift._system.memory import collection_paused
 from torchlift._system.text import (
@@ -297,7 +299,12 @@ def write_state(target: Target, state: State, options: SaveOptions) -> SaveRepor
         ranks = SavingRanks(alone=True)
         # Ctrl-C arrives between two blocks, never where files are created or removed.
         with uninterrupted(), progress_bar(options.progress, output.nbytes, "save") as advance:
-            files = write_together(ranks, output, sizes, advance, check=options.check)
+
+            def appear(made: Files | Objects, created: CreatedFiles) -> list[str]:
+                options.check()
+                return commit(output, sizes, made, created)
+
+            files = write_together(ranks, output, sizes, advance, appear)
     report = _report(target, state, output, files, options.lost)
     return replace(report, written=output.nbytes, seconds=time.perf_counter() - started)
 
@@ -327,17 +334,40 @@ def _save_together(
         )
 
     own = ranks.group.run(find_parts).value
+    head, state = target.head, shared.state
+    if not is_folder and is_url(head):
+        raise PlacementError(
+            "several ranks cannot write into one object of a store",
+            file=head,
+            expected="a DCP folder, to which each rank writes objects of its own",
+            found=f"{len(ranks.ranks)} ranks",
+            hint='Pass format="dcp"; torchlift.convert makes one file of that.',
+        )
+    # The first rank computes the checksums of a file that it makes of the files of all ranks.
+    files = lay_out_files(ranks, shared, own, target, options.checksum and is_folder)
     bar = progress_bar(options.progress and ranks.leads, own.nbytes, "save")
     with bar as advance:
         if is_folder:
-            written = write_folder(ranks, shared, own, target, options.checksum, advance)
-            report = _report(target, shared.state, written.output, written.files, {})
+            content = partial(
+                dcp_content, target.path, state, shared.stored, [*files.sizes], files.items
+            )
+            output = replace(
+                target.folder_output(state), files=files.own, content=content, untied=shared.tied
+            )
+            appear = partial(commit, output, files.sizes)
+            paths = write_together(ranks, output, files.sizes, advance, appear, own.checksums)
             nbytes = sum(stored.nbytes for stored in shared.stored.values())
-            report = replace(report, nbytes=nbytes)
+            report = replace(_report(target, state, output, paths, {}), nbytes=nbytes)
         else:
-            options = replace(options, metadata=shared.metadata, progress=False)
-            make = partial(write_state, target, options=options)
-            report = write_in_parts(ranks, shared, own, target.head, advance, make)
+            made = replace(options, metadata=shared.metadata, progress=False)
+
+            def make_file(_: Files | Objects, created: CreatedFiles) -> SaveReport:
+                views = read_parts(shared, files, head, created)
+                with views.files:
+                    return write_state(target, state_of(shared, views), made)
+
+            parts = Output(head, files.own)
+            report = write_together(ranks, parts, files.sizes, advance, make_file, own.checksums)
     return replace(report, lost={**shared.lost, **report.lost}, written=own.nbytes)
 
 
