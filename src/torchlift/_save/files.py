@@ -13,7 +13,7 @@ from zlib import crc32
 
 from torchlift._model.ranks import rank
 from torchlift._save.blocks import BLOCK, Workspace, few_of_url
-from torchlift._save.layouts import Section, end_of, shards_of_kind
+from torchlift._save.layouts import Section, end_of
 from torchlift._save.values import Value
 from torchlift._store.places import inside, is_url, name_of, parent
 from torchlift._store.uploads import Upload, is_object, list_names, remove, upload
@@ -64,7 +64,6 @@ class Files:
         head: str,
         names: Sequence[str],
         kind: SetKind | None,
-        replaces: Sequence[str] = (),
         running: Running | None = None,
     ) -> None:
         """Create missing folders, and remove what dead writers left.
@@ -73,21 +72,20 @@ class Files:
             head: path of the only file, or of the file that lists the others.
             names: of the files.
             kind: of the set, or None for one file.
-            replaces: paths of heads to remove when this one appears.
             running: see `AtomicFile`.
 
         Raises:
             OSError: If the folders cannot be created.
         """
         self.head, self._names, self._kind = head, names, kind
-        self._replaces, self._running = replaces, running
+        self._running = running
         self._made: list[str] = []
         self._files: list[AtomicFile] = []
         self._set: AtomicSet | None = None
         try:
             make_folders(os.path.dirname(head), self._made)
             if kind is not None:
-                self._set = AtomicSet(head, names, kind, replaces, running)
+                self._set = AtomicSet(head, names, kind, running)
         except BaseException:
             self.close()
             raise
@@ -103,11 +101,9 @@ class Files:
         Raises:
             OSError: If one cannot be created.
         """
-        for number in range(len(self._names)):
-            if self._set is None:
-                file = AtomicFile(self.head, running=self._running)
-            else:
-                file = self._set.file(number)
+        for name in self.names:
+            path = self.head if self._set is None else self._set.path_of(name)
+            file = AtomicFile(path, running=self._running)
             self._files.append(file)
             if self._set is not None:
                 # A process may not have as many descriptors as there are files. The lock of the
@@ -117,15 +113,16 @@ class Files:
         names = dict(zip(self._names, temporary, strict=True))
         return CreatedFiles(rank(), place_of_head(self.head, self._kind), names)
 
-    def complete(self, sizes: Sequence[int]) -> None:
-        """Give the files their final names.
+    def commit(self, sizes: Sequence[int], content: bytes | None) -> list[str]:
+        """Make the checkpoint appear. Return the paths of its files.
 
         Args:
             sizes: bytes of each file.
+            content: of the head, or None for one file.
 
         Raises:
             PlacementError: If a file does not exist or has another size.
-            OSError: If one cannot be renamed.
+            OSError: If it does not appear. `NotDurable` and `NotRemoved`: If it does.
         """
         for file, size in zip(self._files, sizes, strict=True):
             folder, temporary = os.path.split(file.temporary)
@@ -133,19 +130,7 @@ class Files:
             file.open(file.temporary, os.O_RDWR)
             file.commit(durable=self._set is None)
             file.close()
-
-    def commit(self, content: bytes | None) -> list[str]:
-        """Make the checkpoint appear. Return the paths of its files.
-
-        Args:
-            content: of the head, or None for one file.
-
-        Raises:
-            OSError: If it does not appear. `NotDurable` and `NotRemoved`: If it does.
-        """
         if self._set is None or content is None:
-            for index in self._replaces:
-                _remove_set(index, self._running)
             return [self.head]
         self._set.commit(content)
         folder = os.path.dirname(self.head)
@@ -174,10 +159,8 @@ class Objects:
         upload: the only object, until it is committed.
     """
 
-    def __init__(
-        self, head: str, names: Sequence[str], kind: SetKind | None, replaces: Sequence[str] = ()
-    ) -> None:
-        self.head, self._laid_out, self._kind, self._replaces = head, names, kind, replaces
+    def __init__(self, head: str, names: Sequence[str], kind: SetKind | None) -> None:
+        self.head, self._laid_out, self._kind = head, names, kind
         self.upload: Upload | None = None
         self._is_committed = False
         token = secrets.token_hex(4)
@@ -188,39 +171,27 @@ class Objects:
         names = dict(zip(self._laid_out, self.names, strict=True))
         return CreatedFiles(rank(), str(self.head), names)
 
-    def complete(self, _: Sequence[int]) -> None:
-        """Require that every object of a set exists.
-
-        Raises:
-            PlacementError: If one does not.
-        """
-        gone = {*self.names}.difference(list_names(parent(self.head))) if self._kind else ()
-        if gone:
-            raise PlacementError(
-                "an object that a rank has written does not exist",
-                file=inside(parent(self.head), min(gone)),
-                hint="Pass one URL on all ranks, and let no other job write to it.",
-            )
-
-    def commit(self, content: bytes | None) -> list[str]:
+    def commit(self, _: Sequence[int], content: bytes | None) -> list[str]:
         """Make the checkpoint appear. Return the URLs of its objects.
 
         Args:
             content: of the head, or None for one object.
 
         Raises:
-            NotRemoved: If it appears, and an object that it replaces cannot be removed.
+            PlacementError: If an object does not exist.
+            NotRemoved: If it appears, and an older object cannot be removed.
             CheckpointError: If it does not appear.
         """
-        folder, kind = parent(self.head), self._kind
-        if kind is None and self._replaces:
-            kind = shards_of_kind(self._replaces[0])
-        heads, old = list[str](), set[str]()
-        if kind is not None:
-            # One by one: the folder may contain a million other objects.
-            heads = [each for each in (self.head, *self._replaces) if is_object(each)]
-            for each in heads:
-                old |= (_read_names(each, kind) if kind.is_head(name_of(each)) else None) or set()
+        folder, kind, old = parent(self.head), self._kind, set[str]()
+        gone = {*self.names}.difference(list_names(folder)) if kind else ()
+        if gone:
+            raise PlacementError(
+                "an object that a rank has written does not exist",
+                file=inside(folder, min(gone)),
+                hint="Pass one URL on all ranks, and let no other job write to it.",
+            )
+        if kind is not None and is_object(self.head):
+            old = _read_names(self.head, kind) or set()
         if content is None:
             assert self.upload is not None
             self.upload.commit()
@@ -230,9 +201,6 @@ class Objects:
                 head.commit()
         self._is_committed = True
         try:
-            for each in heads:
-                if each != self.head:
-                    remove(each)
             if kind is not None and old:
                 _remove_unnamed(folder, old, kind)
         except CheckpointError as error:
@@ -252,13 +220,12 @@ def new_files(
     head: str,
     names: Sequence[str],
     kind: SetKind | None,
-    replaces: Sequence[str] = (),
     running: Running | None = None,
 ) -> Files | Objects:
     """Return the files of a checkpoint on a file system, or its objects in a store. See `Files`."""
     if is_url(head):
-        return Objects(head, names, kind, replaces)
-    return Files(head, names, kind, replaces, running)
+        return Objects(head, names, kind)
+    return Files(head, names, kind, running)
 
 
 def remove_files(head: str, names: Iterable[str], kind: SetKind | None) -> None:
@@ -352,23 +319,6 @@ def place_of_head(head: str, kind: SetKind | None) -> str:
         return os.path.realpath(head)
     folder, name = os.path.split(head)
     return os.path.join(os.path.realpath(folder), name)
-
-
-def _remove_set(index: str, running: Running | None) -> None:
-    """Remove an index that one file replaces, and its shards.
-
-    Raises:
-        NotRemoved: If they still exist.
-    """
-    if os.path.isfile(index):
-        try:
-            group = AtomicSet(index, (), shards_of_kind(index), running=running)
-            try:
-                group.remove()
-            finally:
-                group.close()
-        except OSError as error:  # of its journal, too: a full disk has no room for it
-            raise NotRemoved(*error.args) from error
 
 
 def make_folders(path: str, made: list[str]) -> None:

@@ -57,7 +57,6 @@ class Output:
         content: makes the bytes of the head from the final names of the files. None: the head is
             the only file.
         kind: how files of this set are recognised, or None for one file.
-        replaces: paths of older heads that readers would prefer. They are removed.
         tied: key -> the key that holds its values.
         untied: key -> a key of the same tensor, if each has its own values in the files.
         shared: key -> its place in the storages of a torch file.
@@ -67,7 +66,6 @@ class Output:
     files: Mapping[str, Sequence[Section]]
     content: Callable[[Sequence[str]], bytes] | None = None
     kind: SetKind | None = None
-    replaces: Sequence[str] = ()
     tied: Mapping[str, str] = field(default_factory=dict)
     untied: Mapping[str, str] = field(default_factory=dict)
     shared: Mapping[str, Shared] | None = None

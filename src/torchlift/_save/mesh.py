@@ -363,7 +363,8 @@ def lay_out_files(
     is_folder = target.format == "dcp"
 
     def lay_out() -> StepResult[OwnFiles, _LaidOut]:
-        target.require_free_folder()
+        if is_folder:
+            target.require_free_place(target.head)
         made = OwnFiles(ranks.number, target.limit if is_folder else None)
         for box in own.boxes:
             made.add_box(box, checksum)
@@ -414,7 +415,7 @@ def write_together(
         def create() -> StepResult[Files | Objects | None, CreatedFiles | None]:
             if not ranks.leads:
                 return StepResult(None, None)
-            made = new_files(head, [*sizes], kind, output.replaces, running)
+            made = new_files(head, [*sizes], kind, running)
             stack.callback(made.close)
             return StepResult(made, made.create())
 
@@ -445,9 +446,8 @@ def commit(
     output: Output, sizes: Mapping[str, int], files: Files | Objects, _: CreatedFiles
 ) -> list[str]:
     """Make the files of all ranks appear. Return their paths."""
-    files.complete([*sizes.values()])
     content = None if output.content is None else output.content(files.names)
-    return files.commit(content)
+    return files.commit([*sizes.values()], content)
 
 
 def require_equal(by_rank: Mapping[int, Mapping[HeldPart, Checksum]], path: str) -> None:

@@ -289,8 +289,8 @@ def write_state(target: Target, state: State, options: SaveOptions) -> SaveRepor
     """
     started = time.perf_counter()
     with write_errors(target.head), collection_paused():
-        target.require_free_folder()
         output = target.lay_out(state, options.metadata, options.checksum)
+        target.require_free_place(output.head)
     folder = parent(output.head)
     files = [inside(folder, name) for name in output.files]
     files += [output.head] if output.content is not None else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +20,16 @@ from torchlift._save.layouts import (
 )
 from torchlift._save.pickling import AS_TENSOR
 from torchlift._save.values import State, Value
-from torchlift._store.places import inside, is_folder, is_url, name_of, names_in, parent, place_of
+from torchlift._store.places import (
+    exists,
+    inside,
+    is_folder,
+    is_url,
+    name_of,
+    names_in,
+    parent,
+    place_of,
+)
 from torchlift._store.uploads import require_writable
 from torchlift._system.text import parse_size
 from torchlift.errors import CheckpointError, NotFound, PlacementError
@@ -88,7 +97,7 @@ class Target:
 
     @property
     def heads(self) -> list[str]:
-        """Return the paths of all heads that this target may write or replace."""
+        """Return the paths that readers take for the same checkpoint. One of them is written."""
         if self.format == "safetensors":
             return [self.path, _with_suffix(self.path)]
         if self.format == "sharded" and self.path.endswith(".safetensors" + INDEX_SUFFIX):
@@ -97,19 +106,23 @@ class Target:
             return [self.path, inside(parent(self.path), one)]
         return [self.head]
 
-    def require_free_folder(self) -> None:
-        """Refuse a folder with a checkpoint of another format, which readers would load instead.
+    def require_free_place(self, head: str) -> None:
+        """Refuse a place with a checkpoint of another format, which readers would load instead.
+
+        Args:
+            head: path of the only file, or of the file that lists the others.
 
         Raises:
             CheckpointError: If there is one.
         """
-        folder, name = parent(self.head), name_of(self.head)
-        if not (self.format in SETS or name == _IN_FOLDER) or not _is_folder(folder):
-            return
-        names = names_in(folder)
-        other = metadata_files(names)
-        if self.format == "dcp":
-            other = [name for name in names if is_index(name) or name == _IN_FOLDER]
+        folder, name = parent(head), name_of(head)
+        other = [name_of(each) for each in self.heads if each != head and exists(each)]
+        if (self.format in SETS or name == _IN_FOLDER) and _is_folder(folder):
+            names = names_in(folder)
+            if self.format == "dcp":
+                other += [name for name in names if is_index(name) or name == _IN_FOLDER]
+            else:
+                other += metadata_files(names)
         if other:
             raise CheckpointError(
                 "the folder contains a checkpoint of another format, which readers may load",
@@ -175,10 +188,6 @@ class Target:
         Raises:
             PlacementError: If the format does not store a key or a value.
         """
-        made = self._lay_out(state, metadata, checksum)
-        return replace(made, replaces=[head for head in self.heads if head != made.head])
-
-    def _lay_out(self, state: State, metadata: Mapping[str, str], checksum: bool) -> Output:
         values, limit = state.values, self.limit
         if self.format == "torch-zip":
             return torch_output(self.path, state, checksum)

@@ -309,7 +309,6 @@ class AtomicSet:
         head: str,
         names: Sequence[str],
         kind: SetKind,
-        replaces: Sequence[str] = (),
         running: Running | None = None,
     ) -> None:
         """Choose the names, and remove files that killed writers of the same head left.
@@ -318,7 +317,6 @@ class AtomicSet:
             head: The absolute path of the head.
             names: The names for the files. All get other names if one of them or the head exists.
             kind: How to recognise the files.
-            replaces: Paths of files to remove on commit.
             running: The call that closes the set before it ends, or None.
 
         Raises:
@@ -326,8 +324,8 @@ class AtomicSet:
         """
         # If the head is a link, its readers look for the other files next to the link.
         self._folder, self._kind = os.path.realpath(os.path.dirname(head)), kind
-        self._replaces, self._running = replaces, running
-        self._head = self._path(os.path.basename(head))
+        self._running = running
+        self._head = self.path_of(os.path.basename(head))
         self._is_committed = self._is_clean = False
         self._journals = self._head + ".files"
         _mode_of(self._head)
@@ -338,7 +336,7 @@ class AtomicSet:
         in_use = self._recover()
         self.names = list(names)
         # A program that has read the old head must not find new values under its names.
-        exists = any(name in in_use or is_there(self._path(name)) for name in names)
+        exists = any(name in in_use or is_there(self.path_of(name)) for name in names)
         if exists or is_there(self._head):
             token = secrets.token_hex(4)
             self.names = [with_token(name, token) for name in names]
@@ -349,14 +347,6 @@ class AtomicSet:
         except BaseException:
             self._journal.close()
             raise
-
-    def file(self, number: int) -> AtomicFile:
-        """Create one of the files. The caller writes and commits it.
-
-        Raises:
-            OSError: If the file cannot be created.
-        """
-        return AtomicFile(self._path(self.names[number]), running=self._running)
 
     def commit(self, content: bytes) -> None:
         """Replace the head, so that all files appear. Then remove the files of the old head.
@@ -382,20 +372,7 @@ class AtomicSet:
         finally:
             self._is_committed = head.is_in_place
             if self._is_committed:  # before that, the old files are the checkpoint
-                self._remove_old(filter(os.path.isfile, self._replaces))
-
-    def remove(self) -> None:
-        """Remove the head, then the files that it listed.
-
-        Raises:
-            NotRemoved: If a file could not be removed.
-        """
-        self._lock_folder(self._remove_head)
-
-    def _remove_head(self) -> None:
-        self._note(self._list_files(self._head) or ())
-        self._is_committed = True
-        self._remove_old([self._head])
+                self._remove_old()
 
     def close(self) -> None:
         """Remove the files that the head does not list. May be called twice.
@@ -414,21 +391,20 @@ class AtomicSet:
         if not self._is_committed:
             self._is_clean = self._remove_unlisted(self._known) or self._remove(self.names)
 
-    def _remove_old(self, heads: Iterable[str]) -> None:
-        """Remove older heads, and the files that no head lists any more.
+    def _remove_old(self) -> None:
+        """Remove the files that no head lists any more.
 
         Raises:
             NotRemoved: If a file could not be removed.
         """
         try:
-            for path in heads:
-                os.unlink(path)
             self._remove_unlisted(self._known)
             self._is_clean = True
         except OSError as error:
             raise NotRemoved(*error.args) from error
 
-    def _path(self, name: str) -> str:
+    def path_of(self, name: str) -> str:
+        """Return the path of a file of the folder."""
         return os.path.join(self._folder, name)
 
     def _list_files(self, head: str) -> set[str] | None:
@@ -450,7 +426,7 @@ class AtomicSet:
         """Return the names that all heads of the folder list, or None if one cannot be read."""
         needed: set[str] = set()
         others = filter(self._kind.is_head, os.listdir(self._folder))
-        for head in {self._head, *map(self._path, others)}:
+        for head in {self._head, *map(self.path_of, others)}:
             found = self._list_files(head)
             if found is None:
                 return None
@@ -468,9 +444,9 @@ class AtomicSet:
         """Remove files. Return False if a writer still has one of them locked."""
         locked: list[str] = []
         for name in filter(re.compile(self._kind.ours).fullmatch, names):
-            remove_debris(self._path(name), live=locked.append)
+            remove_debris(self.path_of(name), live=locked.append)
             with suppress(FileNotFoundError):  # a journal lists files before they are created
-                os.unlink(self._path(name))
+                os.unlink(self.path_of(name))
         return not locked
 
     def _recover(self) -> set[str]:

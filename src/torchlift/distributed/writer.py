@@ -200,7 +200,7 @@ class CheckpointWriter(StorageWriter):
         self._close()
         try:
             with uninterrupted(), write_errors(self._target.head):
-                self._target.require_free_folder()
+                self._target.require_free_place(self._target.head)
                 return self._assign(plans)
         except BaseException:
             self._close()  # torch does not call the writer again
@@ -304,7 +304,6 @@ class CheckpointWriter(StorageWriter):
                 {each.rank: each.error for each in reports if isinstance(each, _Failed)}, None
             )
             self._require_equal(reports)
-            files.complete([each.nbytes for each in reports])
             metadata.storage_data = {
                 index: dcp_item(name, item.first, item.length)
                 for name, each in zip(files.names, reports, strict=True)
@@ -312,7 +311,7 @@ class CheckpointWriter(StorageWriter):
             }
             metadata.storage_meta, metadata.version = self.storage_meta(), _VERSION
             with uninterrupted():
-                files.commit(pickle.dumps(metadata))
+                files.commit([each.nbytes for each in reports], pickle.dumps(metadata))
                 self._close()
 
     @classmethod
