@@ -51,7 +51,6 @@ from torchlift._sources.opening import (
     tensors_in,
 )
 from torchlift._sources.tensors import FileTensor, tensor_of
-from torchlift._store.files import FileStamp
 from torchlift._store.places import exists, is_url, place_of
 from torchlift._system.containers import map_leaves
 from torchlift._system.memory import collection_paused, trim
@@ -170,7 +169,7 @@ def convert(
         if transform is None:  # a transform may make cycles of large tensors
             planning.enter_context(collection_paused())
         source = _open_source(given, root, allow_classes, target, stack)
-        _require_other_place(source.index, target, overwrite)
+        _require_free(target, overwrite)
         selection = _select_root(source, root, allow_classes)
         selection = _leave_out(selection, options, source, target)
         selection = _rename(selection, options, source, target)
@@ -194,21 +193,21 @@ def convert(
         if target.only_tensors:
             lost |= dict.fromkeys(state.objects, _NOT_A_TENSOR)
         texts = _metadata_of(source.checkpoints)
-        is_kept = target.only_tensors and source.has_texts_only
-        if texts and not is_kept:
+        if target.only_tensors and source.has_texts_only:
+            state.metadata = texts
+        elif texts:
             lost["(metadata)"] = f"the format has no place for {', '.join(sorted(texts))}"
         hint = _root_hint(source, root, target, state.tensors)
 
         def check() -> None:
             require_unchanged(ckpt)
             # Another program may have made it in the meantime.
-            _require_other_place(source.index, target, overwrite)
+            _require_free(target, overwrite)
 
         planning.close()
         written = SaveOptions(
-            metadata=texts if is_kept else {}, checksum=checksum, progress=progress,
-            lost=selection.lost | lost, check=check, dry_run=dry_run,
-        )  # fmt: skip
+            checksum, progress, lost=selection.lost | lost, check=check, dry_run=dry_run
+        )
         return replace(write_state(target, state, written), hint=hint)
 
 
@@ -439,7 +438,7 @@ class _Results:
         if self._format == "torch-zip" and call_of(made) is not None:
             return made.detach()
         with errors_name(self._ckpt.path):
-            stored_as(key, made, self._format)
+            stored_as(key, made)
         if self._transform is None:
             return made
         seen = entry._replace(key=key, dtype=str(made.dtype).removeprefix("torch."))
@@ -519,29 +518,20 @@ def _require_something(ckpt: Checkpoint, target: Target, dropped: set[str]) -> N
         )
 
 
-def _require_other_place(index: Index, target: Target, overwrite: bool) -> None:
-    """Refuse to replace a file without `overwrite`.
+def _require_free(target: Target, overwrite: bool) -> None:
+    """Refuse to replace a file, which may be the source, without `overwrite`.
 
     Raises:
-        CheckpointError: If the destination exists. The message says whether it is the source.
+        CheckpointError: If the destination exists.
     """
-    if overwrite:
-        return
-    paths = {index.path, *index.files}
-    source = paths | {os.path.realpath(path) for path in paths if not is_url(path)}
-    stamps = [stamp for stamp in index.files.values() if isinstance(stamp, FileStamp)]
-    inodes = {(stamp.device, stamp.inode) for stamp in stamps}
-    for path in target.heads:
+    for path in () if overwrite else target.heads:
         if (exists if is_url(path) else os.path.lexists)(path):
-            is_source = (path if is_url(path) else os.path.realpath(path)) in source
-            replaces = Argument("overwrite", "True")
-            if not is_url(path) and os.path.exists(path):
-                found = os.stat(path)
-                is_source |= (found.st_dev, found.st_ino) in inodes
             raise CheckpointError(
-                "it is the source itself" if is_source else "there is something of this name",
+                "there is something of this name",
                 file=path,
-                hint=Hint("Name another path, or pass ", replaces, " to replace it."),
+                hint=Hint(
+                    "Name another path, or pass ", Argument("overwrite", "True"), " to replace it."
+                ),
             )
 
 

@@ -67,6 +67,9 @@ from torchlift.formats.boxes import row_major
 from torchlift.formats.index import Chunk, Index, Leaf, Storage, TensorEntry
 from torchlift.formats.layout import Stored
 
+#: Fields of a `State` that are dicts, of which several ranks may have items.
+_BY_KEY = ("objects", "paths", "containers", "lost", "made_of_others", "parts", "versions")
+
 T = TypeVar("T")
 M = TypeVar("M")
 
@@ -83,24 +86,12 @@ class Described(NamedTuple):
     first: int | None
 
 
-class _Own(NamedTuple):
-    """The state of a rank, without the values of tensors.
-
-    Attributes:
-        state: its tensors are `Described`.
-        metadata: text for the headers of safetensors.
-    """
-
-    state: State
-    metadata: dict[str, str]
-
-
 class _Summary(NamedTuple):
     """The message of a rank about its state.
 
     Attributes:
         arguments: those that must be equal on all ranks.
-        digest: of its `_Own`.
+        digest: of its state without the values of tensors.
         same: see `_find_same`.
         buffers: keys of buffers of a live module.
     """
@@ -117,7 +108,6 @@ class SharedState:
 
     Attributes:
         state: the containers. Its tensors are `Described`.
-        metadata: text for the headers of safetensors.
         tied: key -> the first key of the same tensor.
         buffers: keys of buffers of a live module. They may differ between ranks.
         holders: key -> the ranks that have it; empty if all ranks have all keys.
@@ -125,7 +115,6 @@ class SharedState:
     """
 
     state: State
-    metadata: Mapping[str, str]
     tied: Mapping[str, str] = field(default_factory=dict)
     buffers: set[str] = field(default_factory=set)
     holders: Mapping[str, list[int]] = field(default_factory=dict)
@@ -205,9 +194,7 @@ class SavingRanks:
         return self.group.run(guarded, validate)
 
 
-def share_state(
-    ranks: SavingRanks, state: State, metadata: Mapping[str, str], compared: Mapping[str, object]
-) -> SharedState:
+def share_state(ranks: SavingRanks, state: State, compared: Mapping[str, object]) -> SharedState:
     """Tell the other ranks what this rank saves. Ranks may have keys of their own.
 
     Of plain data the first rank that has the key counts, of metadata the first rank.
@@ -215,21 +202,19 @@ def share_state(
     Args:
         ranks: those that save.
         state: of this rank.
-        metadata: text for the headers of safetensors.
         compared: arguments that must be equal on all ranks.
 
     Raises:
         PlacementError: If two ranks hold different things under one key, or their arguments differ.
     """
     local = state.tensors
-    kind = "torch-zip" if state.plain else "safetensors"
 
-    def describe() -> StepResult[_Own, _Summary]:
+    def describe() -> StepResult[State, _Summary]:
         tensors = {
-            key: Described(stored_as(key, tensor, kind), first_rank(tensor))
+            key: Described(stored_as(key, tensor), first_rank(tensor))
             for key, tensor in local.items()
         }
-        own = _Own(replace(state, tensors=tensors, values=()), dict(metadata))
+        own = replace(state, tensors=tensors, metadata=dict(state.metadata))
         digest = hashlib.sha256(pickle.dumps(own)).digest()
         # Statistics that each rank has of its own data: the first rank's count, as in torch.
         plain = {key: tensor for key, tensor in local.items() if not is_dtensor(tensor)}
@@ -240,15 +225,13 @@ def share_state(
     require_alike({who: each.arguments for who, each in by_rank.items()})
     holders: dict[str, list[int]] = {}
     if len({each.digest for each in by_rank.values()}) > 1:
-        each_own = ranks.group.run(lambda: StepResult(None, own)).by_rank
-        states = {who: each.state for who, each in each_own.items()}
-        holders = _find_holders(states)
-        own = _Own(_merge_states([*states.values()]), each_own[ranks.leader].metadata)
-    tied = _find_ties(own.state, {who: each.same for who, each in by_rank.items()}, holders)
+        states = ranks.group.run(lambda: StepResult(None, own)).by_rank
+        holders, own = _find_holders(states), _merge_states([*states.values()])
+    tied = _find_ties(own, {who: each.same for who, each in by_rank.items()}, holders)
     buffers = set[str]().union(*(each.buffers for each in by_rank.values()))
-    values = [Value.of_tensor(key, local_tensor(tensor), kind) for key, tensor in local.items()]
+    values = [Value.of_tensor(key, local_tensor(tensor)) for key, tensor in local.items()]
     lost = explain_untied(find_untied_keys(values, None))
-    return SharedState(own.state, own.metadata, tied, buffers, holders, lost)
+    return SharedState(own, tied, buffers, holders, lost)
 
 
 def find_own_parts(
@@ -271,7 +254,6 @@ def find_own_parts(
     Raises:
         PlacementError: If a tensor holds partial sums.
     """
-    kind = "torch-zip" if shared.state.plain else "safetensors"
     found = OwnParts([], {})
     for turn, (key, described) in enumerate(shared.state.tensors.items()):
         if key not in local or (skip_tied and key in shared.tied):
@@ -303,14 +285,14 @@ def find_own_parts(
             continue
         if not described.stored.nbytes and part == 0:  # one box says that there are no values
             none = torch.empty(described.stored.shape, dtype=values.dtype, device="cpu")
-            found.boxes.append(Box((0,) * none.dim(), Value.of_tensor(key, none, kind)))
+            found.boxes.append(Box((0,) * none.dim(), Value.of_tensor(key, none)))
         ends = [[*accumulate((b - a for a, b in dim), initial=0)] for dim in spans]
         for box in product(*map(enumerate, spans)):
             local_box = (slice(e[n], e[n + 1]) for e, (n, _) in zip(ends, box, strict=True))
             inside = values[tuple(local_box)]
             if inside.numel():
                 start = tuple(first for _, (first, _) in box)
-                found.boxes.append(Box(start, Value.of_tensor(key, inside, kind)))
+                found.boxes.append(Box(start, Value.of_tensor(key, inside)))
     return found
 
 
@@ -602,14 +584,14 @@ def _merge_states(states: Sequence[State]) -> State:
     """
     tensors: dict[str, Described] = {}
     template = _merge_templates([each.template for each in states], "")
-    made = State(states[0].plain, template, tensors)
+    made = State(states[0].plain, template, tensors, metadata=states[0].metadata)
     for each in states:
         for key, (stored, first) in each.tensors.items():
             _, known = tensors.get(key, (stored, first))
             lowest = first if known is None or first is None else min(known, first)
             tensors[key] = Described(stored, lowest)
         # In the order of the ranks, and with the value of the first.
-        for name in ("objects", "paths", "containers", "lost", "made_of_others", "parts"):
+        for name in _BY_KEY:
             known_items = getattr(made, name)
             setattr(made, name, {**known_items, **getattr(each, name), **known_items})
     return made

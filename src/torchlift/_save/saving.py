@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from tempfile import TemporaryDirectory
@@ -64,8 +64,7 @@ from torchlift.errors import (
     explain_calls,
     wrong_call,
 )
-from torchlift.formats.flattening import Containers, flatten_state
-from torchlift.formats.index import OF_RANKS, Leaf, TensorEntry
+from torchlift.formats.index import OF_RANKS, TensorEntry
 from torchlift.formats.layout import SETS
 from torchlift.formats.source import errors_name
 
@@ -130,7 +129,6 @@ class SaveOptions:
     """How a state is written.
 
     Attributes:
-        metadata: text for the headers of safetensors.
         checksum: whether to record checksums.
         progress: whether to show a bar of bytes on stderr.
         lost: key -> what is already known not to be kept.
@@ -138,7 +136,6 @@ class SaveOptions:
         dry_run: whether to report only.
     """
 
-    metadata: Mapping[str, str] = field(default_factory=dict)
     checksum: bool = True
     progress: bool = False
     lost: Mapping[str, str] = field(default_factory=dict)
@@ -228,56 +225,35 @@ def save(
             state = take_apart_files(obj, target)
         else:
             state = take_apart(obj, plain=not target.only_tensors)
-        target.require_storable(state, texts)
+        target.require_storable(state, metadata)
+        state.metadata = metadata or {}
         return target, state
 
     given: Any = path
-    texts: Mapping[str, str] = metadata if metadata is not None else {}
     started = time.perf_counter()
     with ExitStack() as stack:
-        prepared = _Attempt(prepare)
-        # An object may hold DTensors that only its state_dict() returns.
-        tensors = _inside(obj) if prepared.result is None else prepared.result[1].tensors.values()
-        is_alone = process_group is None and not any(map(is_dtensor, tensors))
+        is_alone = process_group is None and not any(map(is_dtensor, _inside(obj)))
         if not is_alone:
             # Ctrl-C arrives where the ranks exchange messages. Else the others would wait.
             stack.enter_context(uninterrupted())
         ranks = SavingRanks(process_group, alone=is_alone)
-        target, state = ranks.group.run(lambda: StepResult(prepared.get(), None)).value
-        options = SaveOptions(texts, checksum, progress)
+        target, state = ranks.group.run(lambda: StepResult(prepare(), None)).value
+        if is_alone and any(map(is_dtensor, state.tensors.values())):
+            # An object may hold DTensors that only its state_dict() returns.
+            is_alone, ranks = False, SavingRanks()
+            stack.enter_context(uninterrupted())
+        options = SaveOptions(checksum, progress)
         if is_alone:
             if isinstance(obj, Checkpoint):
                 options = replace(options, check=partial(require_unchanged, obj))
             else:
                 with collection_paused():
-                    state.values = [target.value_of(*each) for each in state.tensors.items()]
+                    state.values = [Value.of_tensor(*each) for each in state.tensors.items()]
             report = write_state(target, state, options)
         else:
             stack.enter_context(errors_name(target.path))
             report = _save_together(ranks, target, state, options, replicated)
     return replace(report, seconds=time.perf_counter() - started)
-
-
-class _Attempt:
-    """A call whose error is raised later, where other ranks learn of it.
-
-    Attributes:
-        result: of the call; None if it raised.
-    """
-
-    def __init__(self, call: Callable[[], tuple[Target, State]]) -> None:
-        self.result, self._error = None, None
-        try:
-            self.result = call()
-        except BaseException as error:
-            self._error = error
-
-    def get(self) -> tuple[Target, State]:
-        """Return the result, or raise the error."""
-        if self._error is not None:
-            raise self._error
-        assert self.result is not None
-        return self.result
 
 
 def write_state(target: Target, state: State, options: SaveOptions) -> SaveReport:
@@ -289,7 +265,7 @@ def write_state(target: Target, state: State, options: SaveOptions) -> SaveRepor
     """
     started = time.perf_counter()
     with write_errors(target.head), collection_paused():
-        output = target.lay_out(state, options.metadata, options.checksum)
+        output = target.lay_out(state, options.checksum)
         target.require_free_place(output.head)
     folder = parent(output.head)
     files = [inside(folder, name) for name in output.files]
@@ -322,7 +298,7 @@ def _save_together(
         "format": target.format, "max_shard_size": target.limit, "checksum": options.checksum,
         "replicated": replicated,
     }  # fmt: skip
-    shared = share_state(ranks, state, options.metadata, compared)
+    shared = share_state(ranks, state, compared)
     is_folder = target.format == "dcp"
 
     def find_parts() -> Any:
@@ -359,7 +335,7 @@ def _save_together(
             nbytes = sum(stored.nbytes for stored in shared.stored.values())
             report = replace(_report(target, state, output, paths, {}), nbytes=nbytes)
         else:
-            made = replace(options, metadata=shared.metadata, progress=False)
+            made = replace(options, progress=False)
 
             def make_file(_: Files | Objects, created: CreatedFiles) -> SaveReport:
                 views = read_parts(shared, files, head, created)
@@ -419,7 +395,7 @@ def _save_to_file(
     max_shard_size: int | str | None,
     **options: Any,
 ) -> SaveReport:
-    """Save to a file object. If that fails, restore its content where the object can seek.
+    """Save to a temporary file, and copy its bytes to a file object.
 
     Args:
         file: the file object.
@@ -438,56 +414,28 @@ def _save_to_file(
         raise ValueError("a file object is one file: save shards and DCP to a path")
     name = getattr(file, "name", None)
     shown = name if isinstance(name, str) and name else f"a {type(file).__name__}"
-    try:
-        file.write(b"")
-    except TypeError as error:
-        what = "a file that is open for text cannot be saved to: open it with mode 'wb'"
-        raise TypeError(what) from error
-    except Exception as error:
-        raise _not_written(shown, error) from error
     with TemporaryDirectory() as folder:
-        whole = os.path.join(folder, "saved")
-        report = save(obj, whole, format=format or "torch-zip", **options)
-        start, end = _extent(file)
+        path = os.path.join(folder, "saved")
+        report = save(obj, path, format=format or "torch-zip", **options)
         try:
-            with open(whole, "rb") as source:
-                if start is not None:
-                    file.seek(start)
+            with open(path, "rb") as source:
                 while data := source.read(_BLOCK):
                     left = memoryview(data)
                     while left:  # a raw file may write a part of it
                         left = left[file.write(left) or len(left) :]
-                if hasattr(file, "flush"):
-                    file.flush()
-        except BaseException as error:
-            if start is not None:
-                with suppress(Exception):  # it cannot be written
-                    file.truncate(end)
-                with suppress(Exception):
-                    file.seek(start)
-            if isinstance(error, Exception):
-                raise _not_written(shown, error) from error
-            raise
+            if hasattr(file, "flush"):
+                file.flush()
+        except TypeError as error:
+            what = "a file that is open for text cannot be saved to: open it with mode 'wb'"
+            raise TypeError(what) from error
+        except Exception as error:  # a file object may raise any class
+            raise CheckpointError(
+                "the file object cannot be written, and may contain a part of the checkpoint",
+                file=shown,
+                found=f"{type(error).__name__}: {error}".partition("\n")[0],
+                hint="Open it for writing, with room for the file.",
+            ) from error
     return replace(report, path=shown, files=(shown,))
-
-
-def _extent(file: Any) -> tuple[int | None, int | None]:
-    """Return the position and the end of a file object; None if it cannot seek back, as in gzip."""
-    with suppress(Exception):  # each class that compresses raises another error
-        start = file.tell()
-        file.seek(0, os.SEEK_END)
-        return start, file.tell()
-    return None, None
-
-
-def _not_written(file: str, error: Exception) -> CheckpointError:
-    """Return our error for an error of a file object, which may raise any class."""
-    return CheckpointError(
-        "the file object cannot be written",
-        file=file,
-        found=f"{type(error).__name__}: {error}".partition("\n")[0],
-        hint="Open it for writing, with room for the file.",
-    )
 
 
 def _inside(obj: object) -> Iterator[object]:
@@ -556,7 +504,7 @@ def require_savable(obj: object, path: str) -> Output:
     """
     target, state = _take_apart_savable(obj, path)
     with errors_name(target.path):
-        return target.lay_out(state, {}, False)
+        return target.lay_out(state, False)
 
 
 def savable_names(obj: object, path: str) -> object:
@@ -575,7 +523,7 @@ def _take_apart_savable(obj: object, path: str) -> tuple[Target, State]:
     target = Target.of(path, "torch-zip", None)
     state = take_apart(obj)
     tensors = {key: local_tensor(tensor) for key, tensor in state.tensors.items()}
-    state.values = [target.value_of(key, tensor) for key, tensor in tensors.items()]
+    state.values = [Value.of_tensor(key, tensor) for key, tensor in tensors.items()]
     return target, state
 
 
@@ -645,7 +593,7 @@ def take_apart_files(
             values.append(Value.of_entry(key, source, views, rule))
             continue
         seen = entry._replace(dtype=str(source.dtype).removeprefix("torch."))
-        values.append(replace(target.value_of(key, source), dtype=rule(seen)))
+        values.append(replace(Value.of_tensor(key, source), dtype=rule(seen)))
     state.values = values
     return state
 
@@ -659,24 +607,12 @@ def _dtype_of_part(
 
 def _versions_in(state: State) -> dict[str, str]:
     """Return, under one key, the modules that would treat values without a version as old."""
-    if not _is_noted(state.template):
-        return {}
-    noted = flatten_state(state.template, Containers((Leaf,))).versions
-    versions = {path: number for path, own in noted.items() if (number := own.get("version"))}
     # Version 2 of BatchNorm says that this tensor exists, as its key does.
     needed = [
         f"{path or 'the whole'} has {version}"
-        for path, version in versions.items()
+        for path, version in state.versions.items()
         if version != 1
         and (version != 2 or f"{path}.num_batches_tracked".removeprefix(".") not in state.tensors)
     ]
     what = f"versions of modules, by which they know older values: {clipped_list(needed)}"
     return {"(versions)": what} if needed else {}
-
-
-def _is_noted(template: Any) -> bool:
-    """Return whether a container in a template has metadata of modules."""
-    if type(template) is Leaf or not isinstance(template, (dict, list, tuple)):
-        return False
-    inside = template.values() if isinstance(template, dict) else template
-    return hasattr(template, "_metadata") or any(map(_is_noted, inside))

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from torchlift._save.files import write_errors
 from torchlift._save.layouts import (
     DCP_FILES,
@@ -19,7 +17,7 @@ from torchlift._save.layouts import (
     torch_output,
 )
 from torchlift._save.pickling import AS_TENSOR
-from torchlift._save.values import State, Value
+from torchlift._save.values import State
 from torchlift._store.places import (
     exists,
     inside,
@@ -143,7 +141,7 @@ class Target:
             TypeError: If the metadata is not a mapping.
             ValueError: If there is metadata, and the format is not safetensors.
         """
-        if not isinstance(metadata, Mapping):
+        if metadata is not None and not isinstance(metadata, Mapping):
             raise TypeError(f"metadata: expected a mapping, found a {type(metadata).__name__}")
         if metadata and not self.only_tensors:
             raise ValueError(
@@ -160,10 +158,6 @@ class Target:
                 hint="Save as a torch file or as DCP, which hold plain data, or leave it out; "
                 f"{AS_TENSOR}",
             )
-
-    def value_of(self, key: str, tensor: torch.Tensor) -> Value:
-        """Return the value of a tensor in memory."""
-        return Value.of_tensor(key, tensor, "safetensors" if self.only_tensors else "torch-zip")
 
     def folder_output(self, state: State) -> Output:
         """Return a DCP folder without files.
@@ -182,13 +176,13 @@ class Target:
             )
         return Output(self.head, {}, kind=DCP_FILES)
 
-    def lay_out(self, state: State, metadata: Mapping[str, str], checksum: bool) -> Output:
+    def lay_out(self, state: State, checksum: bool) -> Output:
         """Lay out the files of a state that one process writes.
 
         Raises:
             PlacementError: If the format does not store a key or a value.
         """
-        values, limit = state.values, self.limit
+        values, metadata, limit = state.values, state.metadata, self.limit
         if self.format == "torch-zip":
             return torch_output(self.path, state, checksum)
         if self.format == "dcp":

@@ -96,13 +96,13 @@ class Value:
         self.numel = math.prod(self.shape)
 
     @classmethod
-    def of_tensor(cls, key: str, tensor: torch.Tensor, kind: str) -> Value:
+    def of_tensor(cls, key: str, tensor: torch.Tensor) -> Value:
         """Return the value of a tensor.
 
         Raises:
-            PlacementError: If files of this kind do not store it.
+            PlacementError: If it is not stored as a dense tensor.
         """
-        shape = stored_as(key, tensor, kind).shape
+        shape = stored_as(key, tensor).shape
         tensor = tensor.detach()
         flags = tensor.is_conj(), tensor.is_neg()
         found: Hashable = object()
@@ -257,6 +257,8 @@ class State:
         lost: key -> what no file keeps of it.
         made_of_others: key of a tensor that torch makes of those inside of it -> its kind.
         parts: key of a tensor inside of another tensor -> its role there.
+        versions: path of a module -> the version that its state dict has.
+        metadata: text for the headers of safetensors.
         values: of the tensors, in the order of the keys.
     """
 
@@ -269,6 +271,8 @@ class State:
     lost: dict[str, str] = field(default_factory=dict)
     made_of_others: dict[str, TensorKind] = field(default_factory=dict)
     parts: dict[str, Part] = field(default_factory=dict)
+    versions: dict[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
     values: Sequence[Value] = ()
 
     def name_of(self, key: str) -> str:
@@ -345,6 +349,9 @@ class _Walk:
             if notes is not None:
                 require_plain(_join(key, "_metadata", path), notes)
                 made._metadata = notes
+                for name, own in notes.items():
+                    if version := own.get("version"):
+                        state.versions[f"{key}.{name}".strip(".")] = version
             return made
         if items is not None and type(value) in (list, tuple):
             state.containers[key] = TUPLE if type(value) is tuple else LIST
@@ -701,11 +708,11 @@ def _kind_error(entry: TensorEntry, path: str) -> PlacementError:
     )
 
 
-def stored_as(key: str, value: object, format: str) -> Stored:
-    """Describe a tensor as a file stores it. Refuse a tensor without values.
+def stored_as(key: str, value: object) -> Stored:
+    """Describe a dense tensor as a file stores it. Refuse a tensor without values.
 
     Raises:
-        PlacementError: If files of this format do not store it.
+        PlacementError: If it is not a dense tensor with values.
     """
     found, hint = type(value).__name__, None
     if isinstance(value, torch.Tensor) and is_lazy(value):
@@ -726,9 +733,8 @@ def stored_as(key: str, value: object, format: str) -> Stored:
             hint = hint if keeps else f"Save {dense}."
         else:
             found += f", {name}, {value.layout}, on {value.device}"
-    what = "cannot be stored in a safetensors file"
     raise PlacementError(
-        what if format == "safetensors" else "torchlift cannot save this tensor",
+        "cannot be stored in a file of this format",
         entry=key,
         expected="a dense tensor with values",
         found=found,

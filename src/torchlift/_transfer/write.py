@@ -20,9 +20,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from fcntl import LOCK_EX, LOCK_NB, LOCK_UN, flock
 from functools import partial
-from hashlib import sha256
 from threading import Thread, get_ident
-from time import localtime, monotonic, sleep, strftime, time
+from time import monotonic, sleep
 from typing import NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 from zlib import crc32
@@ -33,7 +32,6 @@ from torchlift.errors import CheckpointError
 
 _MARK = ".torchlift-"  # so that unfinished downloads of other programs are never removed
 _LONGEST = 200  # bytes of NAME in the name of a temporary file. A file name has at most 255.
-_CLIPPED = 180  # bytes that are kept of a longer NAME, before a hash
 #: Bytes in one write. For larger writes the kernel makes larger pages in its cache, and the host of
 #: a virtual machine has to find them. 2 GiB with fsync took 1.5 s in 128 KiB, and 6.3 s in 16 MiB.
 _BLOCK = 128 << 10
@@ -82,7 +80,7 @@ class LockedFile:
                 self.descriptor = os.open(path, flags, mode)
 
     def lock(self, path: str, running: Running | None = None) -> None:
-        """Wait for the lock. Ctrl-C ends the wait. After ten seconds a warning names the holder.
+        """Wait for the lock. Ctrl-C ends the wait. After ten seconds a warning says so.
 
         Args:
             path: The path of the file.
@@ -106,7 +104,12 @@ class LockedFile:
                     )
             if not has_warned and monotonic() - start >= _PATIENCE:
                 has_warned = True
-                warnings.warn(_describe_wait(path, self.descriptor, start), RuntimeWarning, 2)
+                warnings.warn(
+                    f"{path}: this save waits for another one, which has locked the folder. "
+                    "Wait until that save has finished, or end it. Ctrl-C ends this save.",
+                    RuntimeWarning,
+                    2,
+                )
             sleep(_POLL)
 
     def try_lock(self) -> bool:
@@ -175,29 +178,6 @@ def _release_abandoned() -> list[LockedFile]:
         if is_abandoned and _locked_files.pop(id(file), None) is not None:
             LockedFile.close(file)
     return [file for file in files if file.descriptor >= 0]
-
-
-def _describe_wait(path: str, descriptor: int, start: float) -> str:
-    """Return the warning of a writer that waits, with the holder of the lock.
-
-    Args:
-        path: The path of the file or folder.
-        descriptor: Its descriptor.
-        start: When the wait started, on the monotonic clock.
-    """
-    found = os.fstat(descriptor)
-    place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
-    holder = "not known, and may run on another machine"
-    # Linux: "1: FLOCK  ADVISORY  WRITE 4711 08:01:1835012 0 EOF". It lists this machine only.
-    with suppress(OSError), open("/proc/locks", encoding="ascii") as lines:
-        for words in map(str.split, lines):
-            if words[1] == "FLOCK" and words[5] == place and int(words[4]) > 0:
-                holder = f"process {words[4]} on {os.uname().nodename}"
-    since = strftime("%H:%M:%S", localtime(time() - monotonic() + start))
-    return (
-        f"{path}: this save has waited for a lock since {since}. The holder is {holder}. "
-        "Wait until it has finished, or end it. Ctrl-C ends this save."
-    )
 
 
 class AtomicFile(LockedFile):
@@ -672,6 +652,5 @@ def _prefix(path: str) -> str:
     folder, name = os.path.split(path)
     encoded = os.fsencode(name)
     if len(encoded) > _LONGEST:
-        # The hash tells long names apart that start alike, such as a file and its journal.
-        name = f"{encoded[:_CLIPPED].decode(errors='ignore')}-{sha256(encoded).hexdigest()[:8]}"
+        name = encoded[:_LONGEST].decode(errors="ignore")
     return os.path.join(folder, f".{name}{_MARK}")

@@ -256,7 +256,7 @@ class CheckpointWriter(StorageWriter):
         for item in plan:
             key, data = item.index.fqn, planner.resolve_data(item)
             if isinstance(data, torch.Tensor):
-                own.add_box(Box((), Value.of_tensor(key, data, "torch-zip")), self.checksum)
+                own.add_box(Box((), Value.of_tensor(key, data)), self.checksum)
             else:
                 own.add_value(key, _bytes_layout(data.getvalue()))
         write_own_files(self._target.head, DCP_FILES, assigned.created, own.files, lambda _: None)
