@@ -17,7 +17,7 @@ from torchlift._save.layouts import (
     torch_output,
 )
 from torchlift._save.pickling import AS_TENSOR
-from torchlift._save.values import State
+from torchlift._save.values import State, kind_error
 from torchlift._store.places import (
     exists,
     inside,
@@ -166,14 +166,7 @@ class Target:
             PlacementError: If the format does not store a tensor.
         """
         for key, kind in state.made_of_others.items():
-            raise PlacementError(
-                "cannot be stored in a DCP folder",
-                entry=key,
-                expected="a dense tensor with values",
-                found=kind.name,
-                hint="Save as a torch file, which keeps it"
-                f"{kind.dense and f', or save {kind.dense}'}.",
-            )
+            raise kind_error(key, kind)
         return Output(self.head, {}, kind=DCP_FILES)
 
     def lay_out(self, state: State, checksum: bool) -> Output:

@@ -121,7 +121,7 @@ class Value:
         """
         index = views.index
         if entry.kind is not None:
-            raise _kind_error(entry, index.path)
+            raise kind_error(key, _kind_of(entry), index.path)
         dtype_of(entry, index.path)
         found: Hashable = object()
         first, plain = 0, False
@@ -319,9 +319,9 @@ class _Walk:
         self.state = State(plain)
         self._lists, self._replaced = lists, replaced
         self._rule = Containers((torch.Tensor, TensorEntry))
-        # By identity, each with its object: while the object lives, no other one has its identity.
-        self._states: dict[int, tuple[object, Any]] = {}  # object -> what is saved of it
-        self._classes: dict[int, tuple[object, str]] = {}  # container -> what no file keeps of it
+        # Object -> what is saved of it. By identity, with the object: while it lives, no other one
+        # has its identity.
+        self._states: dict[int, tuple[object, Any]] = {}
 
     def run(self, saved: object) -> State:
         self.state.template = self._flatten(self._resolve(saved, "", 0), "", ())
@@ -336,8 +336,6 @@ class _Walk:
         if path and _is_bare(value):  # most are
             return self._record(value, key, path, state.tensors)
         notes = getattr(value, "_metadata", None)
-        if id(value) in self._classes:
-            state.lost[key or "(all)"] = self._classes[id(value)][1]
         items = self._rule.items(value)
         if isinstance(value, dict) and (items is not None or not path):
             if any(type(name) is not str for name in value):
@@ -349,8 +347,8 @@ class _Walk:
             if notes is not None:
                 require_plain(_join(key, "_metadata", path), notes)
                 made._metadata = notes
-                for name, own in notes.items():
-                    if version := own.get("version"):
+                for name, own in items_of(notes):
+                    if isinstance(own, Mapping) and (version := own.get("version")):
                         state.versions[f"{key}.{name}".strip(".")] = version
             return made
         if items is not None and type(value) in (list, tuple):
@@ -425,8 +423,7 @@ class _Walk:
     def _resolve(self, value: Any, key: str, depth: int) -> Any:
         """Return containers in which every object is replaced by its state.
 
-        The ``state_dict`` of an object is called once, wherever the object occurs. A container
-        without such objects is returned as it is.
+        The ``state_dict`` of an object is called once, wherever the object occurs.
         """
         _check_depth(depth, key)
         if isinstance(value, (torch.Tensor, TensorEntry, str, bool, int, float, type(None))):
@@ -436,25 +433,19 @@ class _Walk:
         given, value = value, _state_of(value)
         if is_array(value):
             return self._to_list(value, key) if self._lists else value
-        found = value
-        if _is_kind(value):
-            found = (dict if isinstance(value, Mapping) else tuple)(value)
-        if type(found) in (*_PAIR, list, tuple):
-            old = list(items_of(found))
-            new = [
-                i if _is_bare(i) else self._resolve(i, _join(key, name_text(n), depth), depth + 1)
-                for n, i in old
-            ]
-            if any(made is not item for made, (_, item) in zip(new, old, strict=True)):
-                notes = getattr(found, "_metadata", None)
-                is_dict = isinstance(found, dict)
-                found = type(found)(dict(zip(found, new, strict=True)) if is_dict else new)
-                if notes is not None:
-                    found._metadata = notes
-        if _is_kind(value):
+        found, is_dict, is_kind = value, isinstance(value, Mapping), _is_kind(value)
+        if is_kind or type(value) in (*_PAIR, list, tuple):
+            items = {
+                name: self._resolve(item, _join(key, name_text(name), depth), depth + 1)
+                for name, item in items_of(value)
+            }
+            kind: Any = type(value) if not is_kind else dict if is_dict else tuple
+            found = kind(items if is_dict else items.values())
+            if hasattr(value, "_metadata") and not is_kind:
+                found._metadata = value._metadata
+        if is_kind:
             what = f"a {type(value).__name__}, which becomes a {type(found).__name__}"
             self.state.lost[key or "(all)"] = what
-            self._classes[id(found)] = found, what
         self._states[id(given)] = given, found
         return found
 
@@ -464,8 +455,6 @@ class _Walk:
         form = f"{array.dtype} {list(array.shape)}"
         what = f"a numpy array of {form}, which becomes a {type(found).__name__}"
         self.state.lost[key or "(all)"] = what
-        if array.ndim:  # a number may be the same object elsewhere
-            self._classes[id(found)] = found, what
         self._states[id(array)] = array, found
         return found
 
@@ -669,14 +658,17 @@ class TensorKind(NamedTuple):
     Attributes:
         name: for messages.
         dense: the call that makes a dense tensor of it; empty if torch has none.
+        is_kept: whether a torch file keeps it.
     """
 
     name: str
     dense: str = ""
+    is_kept: bool = False
 
 
 def _kind_of(value: torch.Tensor | TensorEntry) -> TensorKind:
     """Return the kind of a tensor. Strided numbers have the name of their class."""
+    is_kept = call_of(value) is not None
     if isinstance(value, TensorEntry):
         kind, name = str(value.kind), value.dtype
         is_quantised, is_sparse = kind.startswith("per "), "sparse" in kind
@@ -686,25 +678,35 @@ def _kind_of(value: torch.Tensor | TensorEntry) -> TensorKind:
         if value.is_nested:
             return TensorKind(f"a nested tensor of {name}")
         if not is_quantised and not is_sparse:
-            return TensorKind(type(value).__name__)
+            return TensorKind(type(value).__name__, is_kept=is_kept)
     if is_quantised:
-        return TensorKind(f"a quantised tensor of {name}", "tensor.dequantize()")
-    return TensorKind(f"a {kind} tensor of {name}", "tensor.to_dense()" if is_sparse else "")
+        return TensorKind(f"a quantised tensor of {name}", "tensor.dequantize()", is_kept)
+    dense = "tensor.to_dense()" if is_sparse else ""
+    return TensorKind(f"a {kind} tensor of {name}", dense, is_kept)
 
 
-def _kind_error(entry: TensorEntry, path: str) -> PlacementError:
-    """Return the error for a tensor of a file that the new file does not store."""
-    found, dense = _kind_of(entry)
-    keeps = "" if call_of(entry) is None else "A torch file keeps it. "
-    other = f" or pass transform= to torchlift.convert, and return {dense} for it" if dense else ""
-    leave = Argument("exclude", f"[{entry.key!r}]", (entry.key,))
+def kind_error(key: str, kind: TensorKind, path: str | None = None) -> PlacementError:
+    """Return the error for a tensor that the new file does not store.
+
+    Args:
+        key: of the tensor.
+        kind: of the tensor.
+        path: of the file that it is in; None: it is in memory.
+    """
+    ways = ["save as a torch file, which keeps it"] if kind.is_kept else []
+    ways += [f"save {kind.dense}"] if kind.dense else []
+    hint = Hint(", or ".join(ways).capitalize(), "." if ways else "")
+    if path is not None:
+        leave = Argument("exclude", f"[{key!r}]", (key,))
+        made = f", or return {kind.dense} from transform=." if kind.dense else "."
+        hint = Hint(hint, " Leave it out with ", leave, made)
     return PlacementError(
-        "cannot be stored in the new file",
+        "cannot be stored in a file of this format",
         file=path,
-        entry=entry.key,
+        entry=key,
         expected="a dense tensor with values",
-        found=found,
-        hint=Hint(f"{keeps}Leave it out with ", leave, f",{other}." if other else "."),
+        found=kind.name,
+        hint=hint,
     )
 
 
@@ -722,15 +724,12 @@ def stored_as(key: str, value: object) -> Stored:
         # A wrapper has no memory of its own: its bytes would be read from nowhere.
         if has_memory(local_tensor(value)) and not value.is_meta and name in ITEMSIZE:
             return Stored(key, name, tuple(value.shape))
-        found, dense = _kind_of(value)
+        kind = _kind_of(value)
+        if kind.dense or kind.is_kept:
+            raise kind_error(key, kind)
+        found = kind.name
         if value.is_nested:
-            made = "nested_tensor(rows, layout=torch.jagged)"
-            made = made if value.layout is torch.jagged else "as_nested_tensor(rows)"
-            hint = f"Save rows = [*tensor.unbind()]; torch.nested.{made} makes it again."
-        elif dense:
-            keeps = call_of(value) is not None
-            hint = f"Save as a torch file, which keeps it, or save {dense}."
-            hint = hint if keeps else f"Save {dense}."
+            hint = "Save its rows, [*tensor.unbind()]. torch.nested.as_nested_tensor joins them."
         else:
             found += f", {name}, {value.layout}, on {value.device}"
     raise PlacementError(
