@@ -8,14 +8,13 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import NamedTuple
 from zlib import crc32
 
 from torchlift._model.ranks import rank
 from torchlift._save.blocks import BLOCK, Workspace, few_of_url
 from torchlift._save.layouts import Section, end_of
 from torchlift._save.values import Value
-from torchlift._store.places import inside, is_url, name_of, parent
+from torchlift._store.places import inside, is_url, parent
 from torchlift._store.uploads import Upload, is_object, list_names, remove, upload
 from torchlift._system.interrupts import Running, deliver_interrupt, uninterrupted
 from torchlift._transfer.write import (
@@ -37,26 +36,12 @@ _ENDING = 4  # objects of a set whose last parts are sent while the next object 
 Advance = Callable[[int], object]
 
 
-class CreatedFiles(NamedTuple):
-    """The files that the first rank has created, which all ranks write to.
-
-    Attributes:
-        rank: its number.
-        place: path of the head, links followed.
-        temporary: name of each file as it was laid out -> its name until it appears. An object of
-            a store has its final name from the start.
-    """
-
-    rank: int
-    place: str
-    temporary: dict[str, str]
-
-
 class Files:
     """The files of a checkpoint on a file system. One process creates them and makes them appear.
 
     Attributes:
         head: path of the only file, or of the file that lists the others.
+        temporary: name of each file as it was laid out -> its name until it appears.
     """
 
     def __init__(
@@ -82,6 +67,7 @@ class Files:
         self._made: list[str] = []
         self._files: list[AtomicFile] = []
         self._set: AtomicSet | None = None
+        self.temporary: dict[str, str] = {}
         try:
             make_folders(os.path.dirname(head), self._made)
             if kind is not None:
@@ -95,23 +81,21 @@ class Files:
         """Return the final names of the files."""
         return [*self._names] if self._set is None else self._set.names
 
-    def create(self) -> CreatedFiles:
+    def create(self) -> None:
         """Create the files under temporary names.
 
         Raises:
             OSError: If one cannot be created.
         """
-        for name in self.names:
+        for laid_out, name in zip(self._names, self.names, strict=True):
             path = self.head if self._set is None else self._set.path_of(name)
             file = AtomicFile(path, running=self._running)
             self._files.append(file)
+            self.temporary[laid_out] = os.path.basename(file.temporary)
             if self._set is not None:
                 # A process may not have as many descriptors as there are files. The lock of the
                 # set keeps other writers off without the locks of these.
                 LockedFile.close(file)
-        temporary = [os.path.basename(file.temporary) for file in self._files]
-        names = dict(zip(self._names, temporary, strict=True))
-        return CreatedFiles(rank(), place_of_head(self.head, self._kind), names)
 
     def commit(self, sizes: Sequence[int], content: bytes | None) -> list[str]:
         """Make the checkpoint appear. Return the paths of its files.
@@ -156,20 +140,20 @@ class Objects:
     Attributes:
         head: URL of the only object, or of the object that lists the others.
         names: of the objects in their folder.
+        temporary: name of each object as it was laid out -> its name, which it has from the start.
         upload: the only object, until it is committed.
     """
 
     def __init__(self, head: str, names: Sequence[str], kind: SetKind | None) -> None:
-        self.head, self._laid_out, self._kind = head, names, kind
+        self.head, self._kind = head, kind
         self.upload: Upload | None = None
         self._is_committed = False
         token = secrets.token_hex(4)
         self.names = [*names] if kind is None else [with_token(name, token) for name in names]
+        self.temporary = dict(zip(names, self.names, strict=True))
 
-    def create(self) -> CreatedFiles:
-        """Return what other ranks must know. Nothing is sent yet."""
-        names = dict(zip(self._laid_out, self.names, strict=True))
-        return CreatedFiles(rank(), str(self.head), names)
+    def create(self) -> None:
+        """Do nothing: an object is created when its first bytes are sent."""
 
     def commit(self, _: Sequence[int], content: bytes | None) -> list[str]:
         """Make the checkpoint appear. Return the URLs of its objects.
@@ -288,29 +272,6 @@ def require_sizes(folder: str, sizes: Mapping[str, int]) -> None:
             )
 
 
-def require_same_place(place: str, found: str, exists: bool, leader: int, other: int) -> None:
-    """Refuse a rank that does not save to the path of the first rank.
-
-    Args:
-        place: of the first rank.
-        found: path of the other rank.
-        exists: whether both see the same temporary file.
-        leader: number of the first rank.
-        other: number of the other rank.
-
-    Raises:
-        PlacementError: If it does not.
-    """
-    if name_of(place) != name_of(found) or not exists:
-        raise PlacementError(
-            "the ranks do not save to the same path",
-            expected=f"{place}, as on rank {leader}",
-            found=f"{found} on rank {other}",
-            hint="Pass one path on all ranks, on a file system that all machines share; a "
-            "relative path depends on the current folder.",
-        )
-
-
 def place_of_head(head: str, kind: SetKind | None) -> str:
     """Return the path of a head, links followed. Of a set the head itself may be a link."""
     if is_url(head):
@@ -346,7 +307,7 @@ def remove_empty(made: Sequence[str]) -> None:
 def write_own_files(
     head: str,
     kind: SetKind | None,
-    created: CreatedFiles,
+    temporary: Mapping[str, str],
     files: Mapping[str, Sequence[Section]],
     advance: Advance,
     objects: Objects | None = None,
@@ -359,7 +320,7 @@ def write_own_files(
     Args:
         head: path of the head on this rank.
         kind: of the set, or None for one file.
-        created: the files that the first rank has created.
+        temporary: the names of the files that the first rank has created.
         files: name -> sections, of the files that this process writes.
         advance: called with a number of bytes as they are read.
         objects: those of a checkpoint in one object, which is not committed here.
@@ -368,18 +329,22 @@ def write_own_files(
         PlacementError: If this rank does not see the files.
         CheckpointError, OSError: If they cannot be written.
     """
-    place = place_of_head(head, kind)
-    paths = {name: inside(parent(place), created.temporary[name]) for name in files}
-    all_paths = [inside(parent(place), name) for name in created.temporary.values()]
-    exists = place == created.place if is_url(place) else all(map(os.path.exists, all_paths))
-    require_same_place(created.place, place, exists, created.rank, rank())
+    folder = parent(place_of_head(head, kind))
+    paths = {name: inside(folder, temporary[name]) for name in files}
 
     def advance_or_stop(nbytes: int) -> None:
         deliver_interrupt()
         advance(nbytes)
 
-    if not is_url(place):
+    if not is_url(head):
         for name, sections in files.items():
+            if not os.path.exists(paths[name]):
+                raise PlacementError(
+                    "the ranks do not save to the same path",
+                    found=f"{head} on rank {rank()}, where the file of the first rank is missing",
+                    hint="Pass one path on all ranks, on a file system that all machines share; a "
+                    "relative path depends on the current folder.",
+                )
             write_file(paths[name], sections, advance_or_stop)
     elif objects is not None and kind is None:
         ((name, sections),) = files.items()

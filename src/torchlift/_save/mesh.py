@@ -27,10 +27,8 @@ from torchlift._model.dtensor import (
 )
 from torchlift._model.holders import find_buffers
 from torchlift._model.ranks import Exchange, RankGroup, StepResult, rank, ranks_of
-from torchlift._save.blocks import Workspace
 from torchlift._save.files import (
     Advance,
-    CreatedFiles,
     Files,
     Objects,
     new_files,
@@ -54,7 +52,7 @@ from torchlift._save.replicas import (
     TAKE_FIRST,
     Checksum,
     HeldPart,
-    checksum_of,
+    checksums_of,
     difference_error,
     find_differences,
 )
@@ -111,6 +109,7 @@ class SharedState:
         tied: key -> the first key of the same tensor.
         buffers: keys of buffers of a live module. They may differ between ranks.
         holders: key -> the ranks that have it; empty if all ranks have all keys.
+        several: keys of DTensors that are on several meshes side by side.
         lost: key of this rank -> what the files do not keep of its tensor.
     """
 
@@ -118,35 +117,13 @@ class SharedState:
     tied: Mapping[str, str] = field(default_factory=dict)
     buffers: set[str] = field(default_factory=set)
     holders: Mapping[str, list[int]] = field(default_factory=dict)
+    several: set[str] = field(default_factory=set)
     lost: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def stored(self) -> dict[str, Stored]:
         """Return key -> the complete tensor."""
         return {key: each.stored for key, each in self.state.tensors.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class OwnParts:
-    """The tensors that this rank holds and writes.
-
-    Attributes:
-        boxes: those that it writes.
-        replicas: what other ranks hold, too, and must be equal.
-    """
-
-    boxes: list[Box]
-    replicas: dict[HeldPart, torch.Tensor]
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of tensors that this rank writes."""
-        return sum(box.value.stored.nbytes for box in self.boxes)
-
-    def checksums(self) -> dict[HeldPart, Checksum]:
-        """Return the checksums of what other ranks hold, too."""
-        work = Workspace()
-        return {part: checksum_of(tensor, work) for part, tensor in self.replicas.items()}
 
 
 class SavingRanks:
@@ -223,26 +200,29 @@ def share_state(ranks: SavingRanks, state: State, compared: Mapping[str, object]
     own, by_rank = ranks.group.run(describe)
     # All ranks know the same, so all of them raise.
     require_alike({who: each.arguments for who, each in by_rank.items()})
-    holders: dict[str, list[int]] = {}
+    holders, several = dict[str, list[int]](), set[str]()
     if len({each.digest for each in by_rank.values()}) > 1:
         states = ranks.group.run(lambda: StepResult(None, own)).by_rank
         holders, own = _find_holders(states), _merge_states([*states.values()])
+        for key, who in holders.items():
+            if len({states[each].tensors[key].first for each in who}) > 1:
+                several.add(key)
     tied = _find_ties(own, {who: each.same for who, each in by_rank.items()}, holders)
     buffers = set[str]().union(*(each.buffers for each in by_rank.values()))
     values = [Value.of_tensor(key, local_tensor(tensor)) for key, tensor in local.items()]
     lost = explain_untied(find_untied_keys(values, None))
-    return SharedState(own, tied, buffers, holders, lost)
+    return SharedState(own, tied, buffers, holders, several, lost)
 
 
-def find_own_parts(
+def find_own_boxes(
     ranks: SavingRanks,
     shared: SharedState,
     local: Mapping[str, torch.Tensor],
     *,
     compare: bool,
     skip_tied: bool,
-) -> OwnParts:
-    """Return what this rank writes, and what it compares with others.
+) -> list[Box]:
+    """Return what this rank writes.
 
     Args:
         ranks: those that save.
@@ -254,18 +234,15 @@ def find_own_parts(
     Raises:
         PlacementError: If a tensor holds partial sums.
     """
-    found = OwnParts([], {})
+    found = list[Box]()
     for turn, (key, described) in enumerate(shared.state.tensors.items()):
         if key not in local or (skip_tied and key in shared.tied):
             continue
         tensor, part, number, copies = local[key], 0, 0, 1
         if not is_dtensor(tensor):
             holders = shared.holders.get(key, ranks.ranks)
-            spans, number, copies = (
-                everything(tensor.shape),
-                holders.index(ranks.rank),
-                len(holders),
-            )
+            spans, number = everything(tensor.shape), holders.index(ranks.rank)
+            copies = len(holders)
         else:
             mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
             if coordinate is None or described.first != first_rank(tensor):
@@ -277,23 +254,35 @@ def find_own_parts(
                     copies *= mesh.size(axis)
                 else:
                     part = part * mesh.size(axis) + coordinate[axis]
-        values, is_compared = local_tensor(tensor).detach(), compare and key not in shared.buffers
-        if is_compared and copies > 1:
-            found.replicas[HeldPart(key, spans if is_dtensor(tensor) else None)] = values
         # In turn: else the first rank would write all replicas.
-        if number != (turn % copies if is_compared else 0):
+        if number != (turn % copies if compare and key not in shared.buffers else 0):
             continue
+        values = local_tensor(tensor).detach()
         if not described.stored.nbytes and part == 0:  # one box says that there are no values
             none = torch.empty(described.stored.shape, dtype=values.dtype, device="cpu")
-            found.boxes.append(Box((0,) * none.dim(), Value.of_tensor(key, none)))
+            found.append(Box((0,) * none.dim(), Value.of_tensor(key, none)))
         ends = [[*accumulate((b - a for a, b in dim), initial=0)] for dim in spans]
         for box in product(*map(enumerate, spans)):
             local_box = (slice(e[n], e[n + 1]) for e, (n, _) in zip(ends, box, strict=True))
             inside = values[tuple(local_box)]
             if inside.numel():
                 start = tuple(first for _, (first, _) in box)
-                found.boxes.append(Box(start, Value.of_tensor(key, inside)))
+                found.append(Box(start, Value.of_tensor(key, inside)))
     return found
+
+
+def sum_up_shared(
+    ranks: SavingRanks, shared: SharedState, local: Mapping[str, torch.Tensor]
+) -> dict[HeldPart, Checksum]:
+    """Return the checksums of values that several ranks hold and that must be equal."""
+    own = {
+        key: tensor
+        for key, tensor in local.items()
+        if key not in shared.buffers
+        and key not in shared.tied
+        and len(shared.holders.get(key, ranks.ranks)) > 1
+    }
+    return checksums_of(own, shared.several)
 
 
 # ---- the files of all ranks
@@ -327,7 +316,7 @@ class RankFiles:
 
 
 def lay_out_files(
-    ranks: SavingRanks, shared: SharedState, own: OwnParts, target: Target, checksum: bool
+    ranks: SavingRanks, shared: SharedState, own: Sequence[Box], target: Target, checksum: bool
 ) -> RankFiles:
     """Lay out the files of all ranks. Plain data is in a DCP folder only.
 
@@ -348,7 +337,7 @@ def lay_out_files(
         if is_folder:
             target.require_free_place(target.head)
         made = OwnFiles(ranks.number, target.limit if is_folder else None)
-        for box in own.boxes:
+        for box in own:
             made.add_box(box, checksum)
         if ranks.leads and is_folder:
             add_objects(made, shared.state)
@@ -369,7 +358,7 @@ def write_together(
     output: Output,
     sizes: Mapping[str, int],
     advance: Advance,
-    finish: Callable[[Files | Objects, CreatedFiles], T],
+    finish: Callable[[Files | Objects], T],
     add_up: Callable[[], dict[HeldPart, Checksum]] = dict,
 ) -> T:
     """Write the files of this rank. When all ranks have done so, the first one finishes.
@@ -391,15 +380,16 @@ def write_together(
             message says that the new one is in place.
     """
     head, kind, running = output.head, output.kind, Running(sys._getframe(1))
-    created: CreatedFiles | None = None
+    created: Mapping[str, str] | None = None
     with ExitStack() as stack:
 
-        def create() -> StepResult[Files | Objects | None, CreatedFiles | None]:
+        def create() -> StepResult[Files | Objects | None, Mapping[str, str] | None]:
             if not ranks.leads:
                 return StepResult(None, None)
             made = new_files(head, [*sizes], kind, running)
             stack.callback(made.close)
-            return StepResult(made, made.create())
+            made.create()
+            return StepResult(made, made.temporary)
 
         def write() -> StepResult[None, dict[HeldPart, Checksum]]:
             assert created is not None
@@ -408,8 +398,7 @@ def write_together(
             return StepResult(None, add_up())
 
         def end() -> StepResult[None, T | None]:
-            assert created is not None
-            return StepResult(None, None if files is None else finish(files, created))
+            return StepResult(None, None if files is None else finish(files))
 
         try:
             files, by_rank = ranks.run(head, create)
@@ -418,15 +407,13 @@ def write_together(
             result = ranks.run(head, end).by_rank[ranks.leader]
         except BaseException:
             if created is not None:  # the first rank may be the one that died
-                remove_files(head, created.temporary.values(), kind)
+                remove_files(head, created.values(), kind)
             raise
     assert result is not None
     return result
 
 
-def commit(
-    output: Output, sizes: Mapping[str, int], files: Files | Objects, _: CreatedFiles
-) -> list[str]:
+def commit(output: Output, sizes: Mapping[str, int], files: Files | Objects) -> list[str]:
     """Make the files of all ranks appear. Return their paths."""
     content = None if output.content is None else output.content(files.names)
     return files.commit([*sizes.values()], content)
@@ -447,7 +434,7 @@ def require_equal(by_rank: Mapping[int, Mapping[HeldPart, Checksum]], path: str)
 
 
 def read_parts(
-    shared: SharedState, files: RankFiles, path: str, created: CreatedFiles
+    shared: SharedState, files: RankFiles, path: str, temporary: Mapping[str, str]
 ) -> MappedViews:
     """Return the tensors that are in the temporary files of all ranks.
 
@@ -455,15 +442,15 @@ def read_parts(
         shared: what all ranks save.
         files: the temporary files as they were laid out.
         path: of the file that is saved.
-        created: the names of the temporary files.
+        temporary: name of each file as it was laid out -> its name.
 
     Raises:
         PlacementError: If a file is not complete on this machine.
     """
-    folder = os.path.dirname(created.place)
+    folder = os.path.dirname(os.path.realpath(path))
     # A network file system can show a file before all of its bytes.
-    require_sizes(folder, {created.temporary[name]: size for name, size in files.sizes.items()})
-    paths = {name: os.path.join(folder, each) for name, each in created.temporary.items()}
+    require_sizes(folder, {temporary[name]: size for name, size in files.sizes.items()})
+    paths = {name: os.path.join(folder, each) for name, each in temporary.items()}
     chunks: dict[str, list[Chunk]] = {key: [] for key in shared.stored}
     for item in files.items:
         nbytes = Stored("", shared.stored[item.key].dtype, item.shape).nbytes

@@ -21,16 +21,17 @@ from torchlift._model.dtensor import is_dtensor, local_tensor
 from torchlift._model.names import is_flattened
 from torchlift._model.ranks import StepResult, tensors_of
 from torchlift._model.state import call_state_dict, versioned
-from torchlift._save.files import CreatedFiles, Files, Objects, write_errors
+from torchlift._save.files import Files, Objects, write_errors
 from torchlift._save.layouts import Output, dcp_content, end_of
 from torchlift._save.mesh import (
     SavingRanks,
     commit,
-    find_own_parts,
+    find_own_boxes,
     lay_out_files,
     read_parts,
     share_state,
     state_of,
+    sum_up_shared,
     write_together,
 )
 from torchlift._save.target import Target
@@ -44,7 +45,7 @@ from torchlift._save.values import (
     find_untied_keys,
     take_apart,
 )
-from torchlift._store.places import inside, is_url, parent
+from torchlift._store.places import inside, is_url, name_of, parent
 from torchlift._system.interrupts import uninterrupted
 from torchlift._system.memory import collection_paused
 from torchlift._system.text import (
@@ -276,9 +277,9 @@ def write_state(target: Target, state: State, options: SaveOptions) -> SaveRepor
         # Ctrl-C arrives between two blocks, never where files are created or removed.
         with uninterrupted(), progress_bar(options.progress, output.nbytes, "save") as advance:
 
-            def appear(made: Files | Objects, created: CreatedFiles) -> list[str]:
+            def appear(made: Files | Objects) -> list[str]:
                 options.check()
-                return commit(output, sizes, made, created)
+                return commit(output, sizes, made)
 
             files = write_together(ranks, output, sizes, advance, appear)
     report = _report(target, state, output, files, options.lost)
@@ -296,20 +297,16 @@ def _save_together(
     """
     compared = {
         "format": target.format, "max_shard_size": target.limit, "checksum": options.checksum,
-        "replicated": replicated,
+        "replicated": replicated, "name": name_of(target.head),
     }  # fmt: skip
     shared = share_state(ranks, state, compared)
-    is_folder = target.format == "dcp"
-
-    def find_parts() -> Any:
-        return StepResult(
-            find_own_parts(
-                ranks, shared, state.tensors, compare=replicated == "equal", skip_tied=not is_folder
-            ),
-            None,
-        )
-
-    own = ranks.group.run(find_parts).value
+    is_folder, compare = target.format == "dcp", replicated == "equal"
+    find = partial(
+        find_own_boxes, ranks, shared, state.tensors, compare=compare, skip_tied=not is_folder
+    )
+    own = ranks.group.run(lambda: StepResult(find(), None)).value
+    nbytes = sum(box.value.stored.nbytes for box in own)
+    add_up = partial(sum_up_shared, ranks, shared, state.tensors) if compare else dict
     head, state = target.head, shared.state
     if not is_folder and is_url(head):
         raise PlacementError(
@@ -321,7 +318,7 @@ def _save_together(
         )
     # The first rank computes the checksums of a file that it makes of the files of all ranks.
     files = lay_out_files(ranks, shared, own, target, options.checksum and is_folder)
-    bar = progress_bar(options.progress and ranks.leads, own.nbytes, "save")
+    bar = progress_bar(options.progress and ranks.leads, nbytes, "save")
     with bar as advance:
         if is_folder:
             content = partial(
@@ -331,20 +328,20 @@ def _save_together(
                 target.folder_output(state), files=files.own, content=content, untied=shared.tied
             )
             appear = partial(commit, output, files.sizes)
-            paths = write_together(ranks, output, files.sizes, advance, appear, own.checksums)
-            nbytes = sum(stored.nbytes for stored in shared.stored.values())
-            report = replace(_report(target, state, output, paths, {}), nbytes=nbytes)
+            paths = write_together(ranks, output, files.sizes, advance, appear, add_up)
+            all_bytes = sum(stored.nbytes for stored in shared.stored.values())
+            report = replace(_report(target, state, output, paths, {}), nbytes=all_bytes)
         else:
             made = replace(options, progress=False)
 
-            def make_file(_: Files | Objects, created: CreatedFiles) -> SaveReport:
-                views = read_parts(shared, files, head, created)
+            def make_file(parts: Files | Objects) -> SaveReport:
+                views = read_parts(shared, files, head, parts.temporary)
                 with views.files:
                     return write_state(target, state_of(shared, views), made)
 
-            parts = Output(head, files.own)
-            report = write_together(ranks, parts, files.sizes, advance, make_file, own.checksums)
-    return replace(report, lost={**shared.lost, **report.lost}, written=own.nbytes)
+            output = Output(head, files.own)
+            report = write_together(ranks, output, files.sizes, advance, make_file, add_up)
+    return replace(report, lost={**shared.lost, **report.lost}, written=nbytes)
 
 
 def _report(

@@ -25,7 +25,6 @@ from torchlift._model.ranks import portable, raise_first, rank
 from torchlift._model.torch_private import dcp_item
 from torchlift._save.blocks import Workspace
 from torchlift._save.files import (
-    CreatedFiles,
     Files,
     Objects,
     new_files,
@@ -57,13 +56,13 @@ class _Assignment(NamedTuple):
 
     Attributes:
         number: of that rank among those that save.
-        created: the files of all ranks.
+        temporary: name of each file of all ranks -> its name until it appears.
         arguments: rank -> the arguments that must be equal on all ranks.
         shared: tensors, or parts of them, that several ranks hold.
     """
 
     number: int
-    created: CreatedFiles
+    temporary: Mapping[str, str]
     arguments: Mapping[int, Mapping[str, object]]
     shared: frozenset[MetadataIndex]
 
@@ -216,9 +215,10 @@ class CheckpointWriter(StorageWriter):
         self._files = files = new_files(head, names, DCP_FILES)
         # A save that the death of another rank ends does not call the writer again.
         self._close_files = weakref.finalize(self, files.close)
-        created, arguments = files.create(), {rank(): self._arguments}
+        files.create()
+        made, arguments = files.temporary, {rank(): self._arguments}
         return [
-            replace(plan, storage_data=_Assignment(number, created, arguments, frozenset(shared)))
+            replace(plan, storage_data=_Assignment(number, made, arguments, frozenset(shared)))
             for number, plan in enumerate(plans)
         ]
 
@@ -259,7 +259,7 @@ class CheckpointWriter(StorageWriter):
                 own.add_box(Box((), Value.of_tensor(key, data)), self.checksum)
             else:
                 own.add_value(key, _bytes_layout(data.getvalue()))
-        write_own_files(self._target.head, DCP_FILES, assigned.created, own.files, lambda _: None)
+        write_own_files(self._target.head, DCP_FILES, assigned.temporary, own.files, lambda _: None)
         items = dict(zip([item.index for item in plan], own.items, strict=True))
         ((_, sections),) = own.files.items()
         return _Written(end_of(sections), items, checksums)
