@@ -26,8 +26,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.testing._internal.two_tensor import TwoTensor
 
 import torchlift
-from torchlift._checkpoint import checkpoint
-from torchlift._save import values
+from torchlift._save import blocks
 from torchlift._transfer.files import Files
 from torchlift.errors import FormatError, IntegrityError, PlacementError
 
@@ -258,8 +257,7 @@ def test_a_state_comes_through_any_two_formats(
 ) -> None:
     """Whatever its dtypes, shapes, layouts, ties and containers; what is lost is in the report."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(values, "FEW", few)
-        patch.setattr(checkpoint, "FEW", few)
+        patch.setattr(blocks, "FEW", few)
         _comes_through(tmp_path_factory, *way)
 
 

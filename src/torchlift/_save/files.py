@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from zlib import crc32
 
 from torchlift._model.ranks import rank
-from torchlift._save.blocks import BLOCK, Workspace, few_of_url
+from torchlift._save.blocks import BLOCK, Workspace
 from torchlift._save.layouts import Section, end_of
 from torchlift._save.values import Value
 from torchlift._store.places import inside, is_url, parent
@@ -442,42 +442,16 @@ def _write_payloads(
     """
     work = Workspace(_BLOCK)
     base, layout, values = section
-    rows = zip(layout.payloads, values, few_of(values), known, strict=True)
-    for (_, start), value, few, expected in rows:
+    for (_, start), value, expected in zip(layout.payloads, values, known, strict=True):
         needs_sum = layout.checked or expected is not None
-        if few is not None:
-            to.add(base + start, few)
-            found = crc32(few) if needs_sum else 0
-            advance(len(few))
-        else:
-            found, at = 0, base + start
-            for data in value.blocks(work):
-                found = to.write(at, data, found if needs_sum else None)
-                at += len(data)
-                advance(len(data))
+        found, at = 0, base + start
+        for data in value.blocks(work):
+            found = to.write(at, data, found if needs_sum else None)
+            at += len(data)
+            advance(len(data))
         if expected is not None and found != expected:
             raise _wrong_checksum(value, expected, found)
         yield found
-
-
-def few_of(values: Sequence[Value]) -> Iterator[bytes | bytearray | None]:
-    """Yield the bytes of small tensors, and None for large ones. Read those of a URL together."""
-    at = 0
-    while at < len(values):
-        stop, nbytes, views = at, 0, values[at].views
-        while views is not None and stop < len(values) and values[stop].is_few_of_url:
-            nbytes += values[stop].stored.nbytes
-            if nbytes > _BLOCK or values[stop].views is not views:
-                break
-            stop += 1
-        if views is not None and stop > at:
-            part = values[at:stop]
-            entries = [each.source for each in part if isinstance(each.source, TensorEntry)]
-            yield from few_of_url(entries, [each.dtype for each in part], views)
-        else:
-            stop = at + 1
-            yield values[at].few()
-        at = stop
 
 
 def _wrong_checksum(value: Value, expected: int, found: int) -> IntegrityError:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from torchlift._model.torch_private import dcp_item
-from torchlift._save.blocks import Workspace
+from torchlift._save.blocks import Block, Workspace
 from torchlift._save.pickling import Shared, lay_out_torch_file
 from torchlift._save.values import State, Value, storages_of, ties_of
 from torchlift._store.places import inside
@@ -76,7 +76,7 @@ class Output:
         sections = (section for own in self.files.values() for section in own)
         return sum(place.tensor.nbytes for each in sections for place in each.layout.payloads)
 
-    def data(self) -> Iterator[tuple[int, memoryview | bytes]]:
+    def data(self) -> Iterator[tuple[int, Block]]:
         """Yield (offset, bytes) of one file without checksums."""
         work = Workspace()
         for base, layout, values in (s for sections in self.files.values() for s in sections):

@@ -98,7 +98,7 @@ def _crc(tensor: torch.Tensor, work: Workspace, crc: int) -> int:
         return crc
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return crc  # a mesh saves no such tensor
-    for _, data in tensor_blocks(tensor, tensor.dtype, work):
+    for data in tensor_blocks(tensor, tensor.dtype, work):
         crc = zlib.crc32(data, crc)
     return crc
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from torchlift._checkpoint.checkpoint import FEW, MappedViews, dtype_of
+from torchlift._checkpoint.checkpoint import MappedViews, dtype_of
 from torchlift._checkpoint.kinds import TensorCall, call_of
 from torchlift._model.dtensor import is_dtensor, local_tensor, reshard
 from torchlift._model.handlers import has_memory
@@ -21,14 +21,8 @@ from torchlift._model.names import Names
 from torchlift._model.slots import ModuleTree
 from torchlift._model.state import read_model
 from torchlift._model.torch_private import REBUILD_SPARSE, key_of
-from torchlift._save.blocks import (
-    Workspace,
-    entry_blocks,
-    few_bytes,
-    tensor_blocks,
-)
+from torchlift._save.blocks import Block, Workspace, entry_blocks, tensor_blocks
 from torchlift._save.pickling import MAX_DEPTH, Rebuilt, Shared, is_array, require_plain
-from torchlift._store.places import is_url
 from torchlift._system.text import clipped_list, printable
 from torchlift.errors import Argument, Hint, PlacementError
 from torchlift.formats.flattening import (
@@ -51,7 +45,6 @@ TEXT_KEYS = "names that are not text become text"
 LIST = "a list, whose positions become names"
 TUPLE = "a tuple, which becomes a list"
 _PAIR = (dict, OrderedDict, Counter)
-_SMALL = 2 << 20  # bytes: smaller tensors of a URL are read together with their neighbours
 
 
 @cache
@@ -184,10 +177,10 @@ class Value:
             crc32 = _crc_in_file(source, self.dtype, self.views.index)
         return replace(self, source=source, shape=(numel,), stride=(1,), first=start, crc32=crc32)
 
-    def blocks(self, work: Workspace) -> Iterator[memoryview]:
+    def blocks(self, work: Workspace) -> Iterator[Block]:
         """Yield its bytes as they are saved, in row-major order, in blocks."""
         if isinstance(self.source, torch.Tensor):
-            return (data for _, data in tensor_blocks(self.source, self.dtype, work))
+            return tensor_blocks(self.source, self.dtype, work)
         assert self.views is not None
         return entry_blocks(self.source, self.dtype, work, self.views)
 
@@ -195,30 +188,6 @@ class Value:
     def is_dense(self) -> bool:
         """Return whether its elements lie in row-major order without gaps."""
         return is_row_major(self.shape, self.stride)
-
-    @property
-    def is_few_of_url(self) -> bool:
-        """Return whether it is a small tensor of a URL, where each read is a request."""
-        entry = self.source
-        if isinstance(entry, torch.Tensor) or not entry.chunks:
-            return False
-        return max(entry.nbytes, self.stored.nbytes) <= _SMALL and is_url(entry.chunks[0].file)
-
-    def few(self) -> bytes | bytearray | None:
-        """Return the bytes of a small tensor as they are saved; None for a large one.
-
-        To save 5,000 tensors of 1 KB takes 0.15 s, and 0.20 s in blocks.
-        """
-        if self.stored.nbytes > FEW:
-            return None
-        if isinstance(self.source, torch.Tensor):
-            return few_bytes(self.source, self.dtype)
-        assert self.views is not None
-        data = self.views.few(self.source)
-        if not data or not self.is_cast:
-            return data
-        stored = dtype_of(self.source, self.views.index.path)
-        return few_bytes(torch.frombuffer(data, dtype=stored), self.dtype)
 
 
 def _crc_in_file(entry: TensorEntry, dtype: torch.dtype, index: Index) -> int | None:

@@ -531,7 +531,7 @@ def make_durable(folder: str) -> None:
         os.fsync(file.descriptor)
 
 
-def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
+def write_at(descriptor: int, data: bytes | bytearray | memoryview, offset: int) -> None:
     """Write all of the data at an offset.
 
     Raises:
@@ -546,7 +546,7 @@ def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
 
 
 #: Writes bytes at an offset of a file.
-Put = Callable[[bytes | memoryview, int], object]
+Put = Callable[[bytes | bytearray | memoryview, int], object]
 
 
 class Runs:
@@ -589,17 +589,20 @@ class Runs:
             data, self._data = b"".join(self._data), []
             self._put(data, self._start)
 
-    def write(self, start: int, run: memoryview, crc: int | None) -> int:
+    def write(self, start: int, run: memoryview | bytes | bytearray, crc: int | None) -> int:
         """Write a run, and return the CRC-32 of a payload with this run at its end.
 
         Args:
             start: The offset of the run in the file.
-            run: The bytes. They must not change during the call.
+            run: The bytes. They must not change during the call. A small run is copied.
             crc: The CRC-32 of the payload before the run. None if it is not needed: then 0 returns.
 
         Raises:
             OSError: If the run cannot be written.
         """
+        if len(run) <= _BLOCK // 2:
+            self.add(start, bytes(run))
+            return 0 if crc is None else crc32(run, crc)
         if self._descriptor < 0:
             self.flush()  # `put` needs the bytes in order
         sums: list[int] = []
