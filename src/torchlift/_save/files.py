@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from zlib import crc32
 
 from torchlift._model.ranks import rank
@@ -32,7 +31,6 @@ from torchlift.errors import Argument, CheckpointError, Hint, IntegrityError, Pl
 from torchlift.formats.index import TensorEntry
 
 _BLOCK = BLOCK
-_ENDING = 4  # objects of a set whose last parts are sent while the next object is written
 Advance = Callable[[int], object]
 
 
@@ -351,7 +349,11 @@ def write_own_files(
         objects.upload = upload(paths[name], end_of(sections))
         write_sections(Runs(-1, objects.upload.write), sections, advance_or_stop, in_order=True)
     else:
-        _send_set({paths[name]: sections for name, sections in files.items()}, advance_or_stop)
+        for name, sections in files.items():  # each appears when it is complete
+            with upload(paths[name], end_of(sections)) as made:
+                to = Runs(-1, made.write)
+                write_sections(to, sections, advance_or_stop, in_order=True)
+                made.commit()
     deliver_interrupt()  # the last one that ends the save: the other ranks learn of it
 
 
@@ -366,25 +368,6 @@ def write_file(path: str, sections: Sequence[Section], advance: Advance) -> None
         write_sections(Runs(file.descriptor), sections, advance)
         os.truncate(file.descriptor, end_of(sections))
         os.fsync(file.descriptor)
-
-
-def _send_set(objects: Mapping[str, Sequence[Section]], advance: Advance) -> None:
-    """Send objects of a set, each of which appears when it is complete.
-
-    Raises:
-        CheckpointError: If one cannot be sent.
-    """
-    ending = deque[Upload]()
-    with ExitStack() as stack:
-        for place, sections in objects.items():
-            made = stack.enter_context(upload(place, end_of(sections)))
-            write_sections(Runs(-1, made.write), sections, advance, in_order=True)
-            made.end()
-            ending.append(made)
-            if len(ending) > _ENDING:
-                ending.popleft().commit()
-        for made in ending:
-            made.commit()
 
 
 def write_sections(

@@ -41,10 +41,9 @@ from torchlift._save.layouts import (
     Box,
     Item,
     Output,
-    OwnFiles,
+    OwnFile,
     Section,
     add_objects,
-    end_of,
     require_complete,
 )
 from torchlift._save.pickling import Rebuilt
@@ -289,14 +288,16 @@ def sum_up_shared(
 
 
 class _LaidOut(NamedTuple):
-    """The files of one rank, as all ranks know them.
+    """The file of one rank, as all ranks know it.
 
     Attributes:
-        sizes: name of each file -> its bytes.
-        items: of the files.
+        name: of the file.
+        nbytes: of the file.
+        items: of the file.
     """
 
-    sizes: dict[str, int]
+    name: str
+    nbytes: int
     items: list[Item]
 
 
@@ -305,7 +306,7 @@ class RankFiles:
     """The files of all ranks before they are written.
 
     Attributes:
-        own: name -> sections, of the files of this rank.
+        own: name -> sections, of the file of this rank.
         sizes: name of each file of all ranks -> its bytes.
         items: of the files of all ranks.
     """
@@ -333,24 +334,23 @@ def lay_out_files(
     """
     is_folder = target.format == "dcp"
 
-    def lay_out() -> StepResult[OwnFiles, _LaidOut]:
+    def lay_out() -> StepResult[OwnFile, _LaidOut]:
         if is_folder:
             target.require_free_place(target.head)
-        made = OwnFiles(ranks.number, target.limit if is_folder else None)
+        made = OwnFile(ranks.number)
         for box in own:
             made.add_box(box, checksum)
         if ranks.leads and is_folder:
             add_objects(made, shared.state)
-        sizes = {name: end_of(sections) for name, sections in made.files.items()}
         deliver_interrupt()  # here, where the other ranks learn of it
-        return StepResult(made, _LaidOut(sizes, made.items))
+        return StepResult(made, _LaidOut(made.name, made.nbytes, made.items))
 
-    files, by_rank = ranks.run(target.head, lay_out)
+    file, by_rank = ranks.run(target.head, lay_out)
     items = [item for each in by_rank.values() for item in each.items]
     skipped = () if is_folder else shared.tied
     require_complete({k: s for k, s in shared.stored.items() if k not in skipped}, items)
-    sizes = {name: size for each in by_rank.values() for name, size in each.sizes.items()}
-    return RankFiles(files.files, sizes, items)
+    sizes = {each.name: each.nbytes for each in by_rank.values()}
+    return RankFiles({file.name: file.sections}, sizes, items)
 
 
 def write_together(

@@ -73,12 +73,10 @@ class Target:
             require_writable(given)
         found = format_for(given, format, (*FORMATS, *SETS))
         limit = None if size is None else parse_size(size)
-        if limit is not None and (found == "torch-zip" or limit < 1):
-            raise ValueError(
-                f"max_shard_size={size!r}: a torch file is one file; save as safetensors or as DCP"
-                if found == "torch-zip"
-                else f"max_shard_size={size!r}: expected a size such as '5GB'"
-            )
+        if limit is not None and found in ("torch-zip", "dcp"):
+            raise ValueError(f"max_shard_size={size!r}: only safetensors have shards")
+        if limit is not None and limit < 1:
+            raise ValueError(f"max_shard_size={size!r}: expected a size such as '5GB'")
         with write_errors(given):  # there may be no current folder
             given = place_of(given)
         if found == "safetensors" and _is_folder(given):
@@ -180,7 +178,7 @@ class Target:
             return torch_output(self.path, state, checksum)
         if self.format == "dcp":
             self.folder_output(state)
-            return dcp_output(self.path, state, limit, checksum)
+            return dcp_output(self.path, state, checksum)
         if self.format == "sharded":
             return sharded_output(self.path, values, limit or _SHARD, metadata, checksum)
         one = safetensors_output(self.path, values, metadata, checksum)

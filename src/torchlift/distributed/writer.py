@@ -31,7 +31,7 @@ from torchlift._save.files import (
     write_errors,
     write_own_files,
 )
-from torchlift._save.layouts import DCP_FILES, Box, Item, OwnFiles, end_of
+from torchlift._save.layouts import DCP_FILES, Box, Item, OwnFile
 from torchlift._save.mesh import require_alike
 from torchlift._save.replicas import (
     TAKE_FIRST,
@@ -211,7 +211,7 @@ class CheckpointWriter(StorageWriter):
         shared = _find_shared([plan.storage_data or {} for plan in plans], head)
         if self.replicated == "rank0":
             plans, shared = _leave_to_first(plans, shared), {}
-        names = [name for number in range(len(plans)) for name in OwnFiles(number).files]
+        names = [OwnFile(number).name for number in range(len(plans))]
         self._files = files = new_files(head, names, DCP_FILES)
         # A save that the death of another rank ends does not call the writer again.
         self._close_files = weakref.finalize(self, files.close)
@@ -252,17 +252,17 @@ class CheckpointWriter(StorageWriter):
         work = Workspace()
         shared = self._values_of(assigned.shared, planner)
         checksums = {index: checksum_of(tensor, work) for index, tensor in shared.items()}
-        own = OwnFiles(assigned.number)
+        own = OwnFile(assigned.number)
         for item in plan:
             key, data = item.index.fqn, planner.resolve_data(item)
             if isinstance(data, torch.Tensor):
                 own.add_box(Box((), Value.of_tensor(key, data)), self.checksum)
             else:
                 own.add_value(key, _bytes_layout(data.getvalue()))
-        write_own_files(self._target.head, DCP_FILES, assigned.temporary, own.files, lambda _: None)
+        files = {own.name: own.sections}
+        write_own_files(self._target.head, DCP_FILES, assigned.temporary, files, lambda _: None)
         items = dict(zip([item.index for item in plan], own.items, strict=True))
-        ((_, sections),) = own.files.items()
-        return _Written(end_of(sections), items, checksums)
+        return _Written(own.nbytes, items, checksums)
 
     def _values_of(
         self, indexes: Container[MetadataIndex], planner: SavePlanner
