@@ -132,7 +132,7 @@ def convert(
         transform: A callable from (new key, tensor) to a tensor, called once for each key. Results
             wait in a temporary file next to `dst`. Tied keys are not tied any more.
         allow_classes: Tensor subclasses that may be rebuilt. See `torchlift.open`.
-        max_shard_size: Maximum shard size in bytes, or text such as ``"5GB"``.
+        max_shard_size: Maximum size of a safetensors shard in bytes, or text such as ``"5GB"``.
         overwrite: Replace an existing destination, which may be the source.
         progress: Show a bar of bytes on stderr.
         checksum: Record checksums in the destination.

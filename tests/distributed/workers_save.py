@@ -118,7 +118,7 @@ def one_bad_rank_stops_all() -> None:
     cases: list[tuple[Any, Path, type[Exception], str]] = [
         (object(), path, PlacementError, "without running code"),
         ({"a": [object()]}, path, PlacementError, "'w.a': .*without running code"),
-        (torch.empty(2, device="meta"), path, PlacementError, "cannot save this tensor"),
+        (torch.empty(2, device="meta"), path, PlacementError, "cannot be stored"),
         (DTensor.from_local(torch.ones(2), mesh, [Partial()]), path, PlacementError, "partial sum"),
         (torch.ones(2), path / "x.pt", CheckpointError, "cannot be written"),
     ]
@@ -126,7 +126,7 @@ def one_bad_rank_stops_all() -> None:
         uneven = torch.ones(2 + (rank == world - 1))
         cases.append((uneven, path, PlacementError, f"rank {world - 1} differs from rank 0"))
         unlike = torch.empty(2, device="meta") if rank == world - 1 else torch.ones(2)
-        cases.append((unlike, path, PlacementError, "cannot save this tensor"))
+        cases.append((unlike, path, PlacementError, "cannot be stored"))
     for value, where, kind, text in cases:
         with pytest.raises(kind, match=text):
             save_consolidated({"w": value}, where)
@@ -225,10 +225,9 @@ def a_bad_path_of_one_rank_stops_all() -> None:
     with pytest.raises(kind, match="not a NoneType"):
         save_consolidated(state, None if last else folder / "x.pt")
     if world > 1:
-        for other in (folder / "y.pt", folder / "inner" / "x.pt"):
-            text = (
-                rf"to the same path; expected .*x\.pt, as on rank 0; found .* on rank {world - 1}"
-            )
+        name = rf"the same name=; expected 'x\.pt', as on rank 0; found 'y\.pt' on rank {world - 1}"
+        place = rf"to the same path; found .*inner/x\.pt on rank {world - 1}"
+        for other, text in ((folder / "y.pt", name), (folder / "inner" / "x.pt", place)):
             with pytest.raises(PlacementError, match=text):
                 save_consolidated(state, other if last else folder / "x.pt")
     start = os.getcwd()
@@ -561,7 +560,10 @@ def dcp_saves_through_the_writer() -> None:
                 {"checksum": rank == 0},
                 "same checksum=; expected True, as on rank 0; found False",
             ),
-            ({"path": SHARED / f"refused-{rank}"}, "to the same path; expected .*refused-0"),
+            (
+                {"path": SHARED / f"refused-{rank}"},
+                "to the same path; found .*refused-",
+            ),
         ]:
             writer = CheckpointWriter(**{"path": SHARED / "refused", **options})
             with pytest.raises(CheckpointException, match=text):

@@ -177,7 +177,7 @@ def save(
             plain data. An object with a ``state_dict`` method is replaced by its state dict.
         path: A file, a folder, a URL, or a binary file object. Missing folders are created.
         format: ``"torch-zip"``, ``"safetensors"``, ``"sharded"`` or ``"dcp"``. Default: by suffix.
-        max_shard_size: Maximum shard size in bytes, or text such as ``"5GB"``.
+        max_shard_size: Maximum size of a safetensors shard in bytes, or text such as ``"5GB"``.
         checksum: Record a CRC-32 of every tensor. `torchlift.verify` compares them.
         progress: Show a bar of bytes on stderr.
         metadata: Text for the header of safetensors. On a mesh, the text of the first rank counts.
