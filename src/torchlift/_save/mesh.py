@@ -7,7 +7,7 @@ import os
 import pickle
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -219,23 +219,22 @@ def find_own_boxes(
     local: Mapping[str, torch.Tensor],
     *,
     compare: bool,
-    skip_tied: bool,
-) -> list[Box]:
-    """Return what this rank writes.
+    skipped: Container[str],
+) -> Iterator[Box]:
+    """Yield what this rank writes.
 
     Args:
         ranks: those that save.
         shared: what all ranks save.
         local: the tensors of this rank.
         compare: whether values that several ranks hold must be equal; else the first rank's count.
-        skip_tied: whether keys of one tensor are written once.
+        skipped: keys that no rank writes.
 
     Raises:
         PlacementError: If a tensor holds partial sums.
     """
-    found = list[Box]()
     for turn, (key, described) in enumerate(shared.state.tensors.items()):
-        if key not in local or (skip_tied and key in shared.tied):
+        if key not in local or key in skipped:
             continue
         tensor, part, number, copies = local[key], 0, 0, 1
         if not is_dtensor(tensor):
@@ -259,15 +258,14 @@ def find_own_boxes(
         values = local_tensor(tensor).detach()
         if not described.stored.nbytes and part == 0:  # one box says that there are no values
             none = torch.empty(described.stored.shape, dtype=values.dtype, device="cpu")
-            found.append(Box((0,) * none.dim(), Value.of_tensor(key, none)))
+            yield Box((0,) * none.dim(), Value.of_tensor(key, none))
         ends = [[*accumulate((b - a for a, b in dim), initial=0)] for dim in spans]
         for box in product(*map(enumerate, spans)):
             local_box = (slice(e[n], e[n + 1]) for e, (n, _) in zip(ends, box, strict=True))
             inside = values[tuple(local_box)]
             if inside.numel():
                 start = tuple(first for _, (first, _) in box)
-                found.append(Box(start, Value.of_tensor(key, inside)))
-    return found
+                yield Box(start, Value.of_tensor(key, inside))
 
 
 def sum_up_shared(
@@ -317,29 +315,37 @@ class RankFiles:
 
 
 def lay_out_files(
-    ranks: SavingRanks, shared: SharedState, own: Sequence[Box], target: Target, checksum: bool
+    ranks: SavingRanks,
+    shared: SharedState,
+    local: Mapping[str, torch.Tensor],
+    target: Target,
+    *,
+    checksum: bool,
+    compare: bool,
 ) -> RankFiles:
     """Lay out the files of all ranks. Plain data is in a DCP folder only.
 
     Args:
         ranks: those that save.
         shared: what all ranks save.
-        own: what this rank writes.
+        local: the tensors of this rank.
         target: the DCP folder, or the file that the first rank makes of these files.
         checksum: whether to record checksums.
+        compare: whether values that several ranks hold must be equal; else the first rank's count.
 
     Raises:
-        PlacementError: If no rank writes some values.
+        PlacementError: If no rank writes some values, or a tensor holds partial sums.
         CheckpointError: If the folder contains another checkpoint.
     """
     is_folder = target.format == "dcp"
+    skipped = {} if is_folder else shared.tied  # of one tensor in a file the first key is written
 
     def lay_out() -> StepResult[OwnFile, _LaidOut]:
         if is_folder:
             target.require_free_place(target.head)
         made = OwnFile(ranks.number)
-        for box in own:
-            made.add_box(box, checksum)
+        for box in find_own_boxes(ranks, shared, local, compare=compare, skipped=skipped):
+            made.add_box(box, checksum and is_folder)
         if ranks.leads and is_folder:
             add_objects(made, shared.state)
         deliver_interrupt()  # here, where the other ranks learn of it
@@ -347,7 +353,6 @@ def lay_out_files(
 
     file, by_rank = ranks.run(target.head, lay_out)
     items = [item for each in by_rank.values() for item in each.items]
-    skipped = () if is_folder else shared.tied
     require_complete({k: s for k, s in shared.stored.items() if k not in skipped}, items)
     sizes = {each.name: each.nbytes for each in by_rank.values()}
     return RankFiles({file.name: file.sections}, sizes, items)

@@ -26,7 +26,6 @@ from torchlift._save.layouts import Output, dcp_content, end_of
 from torchlift._save.mesh import (
     SavingRanks,
     commit,
-    find_own_boxes,
     lay_out_files,
     read_parts,
     share_state,
@@ -301,13 +300,8 @@ def _save_together(
     }  # fmt: skip
     shared = share_state(ranks, state, compared)
     is_folder, compare = target.format == "dcp", replicated == "equal"
-    find = partial(
-        find_own_boxes, ranks, shared, state.tensors, compare=compare, skip_tied=not is_folder
-    )
-    own = ranks.group.run(lambda: StepResult(find(), None)).value
-    nbytes = sum(box.value.stored.nbytes for box in own)
     add_up = partial(sum_up_shared, ranks, shared, state.tensors) if compare else dict
-    head, state = target.head, shared.state
+    head = target.head
     if not is_folder and is_url(head):
         raise PlacementError(
             "several ranks cannot write into one object of a store",
@@ -316,32 +310,32 @@ def _save_together(
             found=f"{len(ranks.ranks)} ranks",
             hint='Pass format="dcp"; torchlift.convert makes one file of that.',
         )
-    # The first rank computes the checksums of a file that it makes of the files of all ranks.
-    files = lay_out_files(ranks, shared, own, target, options.checksum and is_folder)
-    bar = progress_bar(options.progress and ranks.leads, nbytes, "save")
+    files = lay_out_files(
+        ranks, shared, state.tensors, target, checksum=options.checksum, compare=compare
+    )
+    output = Output(head, files.own)
+    if is_folder:
+        output = target.folder_output(shared.state)
+        stored = shared.stored, [*files.sizes], files.items
+        content = partial(dcp_content, target.path, shared.state, *stored)
+        output = replace(output, files=files.own, content=content, untied=shared.tied)
+
+    def make_file(parts: Files | Objects) -> SaveReport:
+        views = read_parts(shared, files, head, parts.temporary)
+        with views.files:
+            made = state_of(shared, views)
+            return write_state(target, made, replace(options, progress=False))
+
+    def appear(made: Files | Objects) -> SaveReport:
+        paths = commit(output, files.sizes, made)
+        nbytes = sum(stored.nbytes for stored in shared.stored.values())
+        return replace(_report(target, shared.state, output, paths, {}), nbytes=nbytes)
+
+    bar = progress_bar(options.progress and ranks.leads, output.nbytes, "save")
     with bar as advance:
-        if is_folder:
-            content = partial(
-                dcp_content, target.path, state, shared.stored, [*files.sizes], files.items
-            )
-            output = replace(
-                target.folder_output(state), files=files.own, content=content, untied=shared.tied
-            )
-            appear = partial(commit, output, files.sizes)
-            paths = write_together(ranks, output, files.sizes, advance, appear, add_up)
-            all_bytes = sum(stored.nbytes for stored in shared.stored.values())
-            report = replace(_report(target, state, output, paths, {}), nbytes=all_bytes)
-        else:
-            made = replace(options, progress=False)
-
-            def make_file(parts: Files | Objects) -> SaveReport:
-                views = read_parts(shared, files, head, parts.temporary)
-                with views.files:
-                    return write_state(target, state_of(shared, views), made)
-
-            output = Output(head, files.own)
-            report = write_together(ranks, output, files.sizes, advance, make_file, add_up)
-    return replace(report, lost={**shared.lost, **report.lost}, written=nbytes)
+        finish = appear if is_folder else make_file
+        report = write_together(ranks, output, files.sizes, advance, finish, add_up)
+    return replace(report, lost={**shared.lost, **report.lost}, written=output.nbytes)
 
 
 def _report(
