@@ -7,12 +7,10 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from zlib import crc32
 
 from torchlift._model.ranks import rank
 from torchlift._save.blocks import BLOCK, Workspace
 from torchlift._save.layouts import Section, end_of
-from torchlift._save.values import Value
 from torchlift._store.places import inside, is_url, parent
 from torchlift._store.uploads import Upload, is_object, list_names, remove, upload
 from torchlift._system.interrupts import Running, deliver_interrupt, uninterrupted
@@ -347,12 +345,12 @@ def write_own_files(
     elif objects is not None and kind is None:
         ((name, sections),) = files.items()
         objects.upload = upload(paths[name], end_of(sections))
-        write_sections(Runs(-1, objects.upload.write), sections, advance_or_stop, in_order=True)
+        write_sections(Runs(-1, objects.upload.write), sections, advance_or_stop)
     else:
         for name, sections in files.items():  # each appears when it is complete
             with upload(paths[name], end_of(sections)) as made:
                 to = Runs(-1, made.write)
-                write_sections(to, sections, advance_or_stop, in_order=True)
+                write_sections(to, sections, advance_or_stop)
                 made.commit()
     deliver_interrupt()  # the last one that ends the save: the other ranks learn of it
 
@@ -370,35 +368,24 @@ def write_file(path: str, sections: Sequence[Section], advance: Advance) -> None
         os.fsync(file.descriptor)
 
 
-def write_sections(
-    to: Runs, sections: Sequence[Section], advance: Advance, *, in_order: bool = False
-) -> None:
+def write_sections(to: Runs, sections: Sequence[Section], advance: Advance) -> None:
     """Write a file from its first byte to its last, but for headers that contain checksums.
 
     Args:
         to: the file.
         sections: of the file.
         advance: called with a number of bytes as they are read.
-        in_order: whether no byte can be written before an earlier one. A header with checksums then
-            needs a first reading of the values, except for those whose file records a checksum.
 
     Raises:
-        IntegrityError: If a source file contains other bytes than its checksum says, or values
-            change while they are saved.
+        IntegrityError: If a source file contains other bytes than its checksum says.
         OSError: If it cannot be written.
     """
     end = 0
     for section in sections:
-        base, layout, values = section
-        known = [value.crc32 for value in values]
-        first = in_order and layout.sums_first
-        if first:
-            known = [_crc_of(value) if value.crc32 is None else value.crc32 for value in values]
-        written = _write_payloads(to, section, known, advance)
-        sums: Iterable[int] = written if layout.checked else (0 for _ in written)
-        sums = [crc or 0 for crc in known] if first else sums
+        base, layout, _ = section
+        written = _write_payloads(to, section, advance)
         to.add(end, bytes(base - end))
-        for at, data in layout.frame(sums):
+        for at, data in layout.frame(written if layout.checked else (0 for _ in written)):
             to.add(base + at, data)
         for _ in written:  # those whose checksum the layout does not take
             pass
@@ -406,18 +393,7 @@ def write_sections(
     to.flush()
 
 
-def _crc_of(value: Value) -> int:
-    """Return the CRC-32 of a value."""
-    found, work = 0, Workspace(_BLOCK)
-    for data in value.blocks(work):
-        deliver_interrupt()
-        found = crc32(data, found)
-    return found
-
-
-def _write_payloads(
-    to: Runs, section: Section, known: Sequence[int | None], advance: Advance
-) -> Iterator[int]:
+def _write_payloads(to: Runs, section: Section, advance: Advance) -> Iterator[int]:
     """Write one tensor after the other, and yield the CRC-32 of each.
 
     Raises:
@@ -425,39 +401,27 @@ def _write_payloads(
     """
     work = Workspace(_BLOCK)
     base, layout, values = section
-    for (_, start), value, expected in zip(layout.payloads, values, known, strict=True):
-        needs_sum = layout.checked or expected is not None
+    for (_, start), value in zip(layout.payloads, values, strict=True):
+        needs_sum = layout.checked or value.crc32 is not None
         found, at = 0, base + start
         for data in value.blocks(work):
             found = to.write(at, data, found if needs_sum else None)
             at += len(data)
             advance(len(data))
-        if expected is not None and found != expected:
-            raise _wrong_checksum(value, expected, found)
+        if value.views is not None and value.crc32 not in (None, found):
+            raise IntegrityError(
+                "the checksum of its bytes is wrong",
+                file=value.views.index.path,
+                entry=value.source.key if isinstance(value.source, TensorEntry) else value.key,
+                expected=f"crc32 {value.crc32:08x}",
+                found=f"crc32 {found:08x}",
+                hint=Hint(
+                    "The file is damaged: download it again, or restore it from a copy. ",
+                    Argument("verify", "False"),
+                    " takes the bytes as they are.",
+                ),
+            )
         yield found
-
-
-def _wrong_checksum(value: Value, expected: int, found: int) -> IntegrityError:
-    """Return the error for a value whose bytes are not those of a known checksum."""
-    sums = {"expected": f"crc32 {expected:08x}", "found": f"crc32 {found:08x}"}
-    if value.views is None or value.crc32 is None:
-        return IntegrityError(
-            "its values changed while it was saved",
-            entry=value.key,
-            hint="Save a copy, or wait until nothing writes to it.",
-            **sums,
-        )
-    return IntegrityError(
-        "the checksum of its bytes is wrong",
-        file=value.views.index.path,
-        entry=value.source.key if isinstance(value.source, TensorEntry) else value.key,
-        hint=Hint(
-            "The file is damaged: download it again, or restore it from a copy. ",
-            Argument("verify", "False"),
-            " takes the bytes as they are.",
-        ),
-        **sums,
-    )
 
 
 @contextmanager

@@ -179,6 +179,8 @@ class Target:
         if self.format == "dcp":
             self.folder_output(state)
             return dcp_output(self.path, state, checksum)
+        # They stand in front of the values, and a store gets all bytes in order.
+        checksum = checksum and not is_url(self.path)
         if self.format == "sharded":
             return sharded_output(self.path, values, limit or _SHARD, metadata, checksum)
         one = safetensors_output(self.path, values, metadata, checksum)

@@ -490,7 +490,7 @@ def _text(name: object) -> str:
 def ties_of(values: Iterable[Value]) -> dict[str, str]:
     """Return key -> the first key of the same tensor."""
     first: dict[Hashable, str] = {}
-    found = {v.key: first.setdefault(v.place, v.key) for v in _find_sharing(values)}
+    found = {value.key: first.setdefault(value.place, value.key) for value in values}
     return {key: kept for key, kept in found.items() if key != kept}
 
 
@@ -572,13 +572,6 @@ def _group_overlapping(values: Iterable[Value], *, alike: bool = True) -> list[l
     return sorted(found, key=lambda group: min(order[value.key] for value in group))
 
 
-def _find_sharing(values: Iterable[Value]) -> list[Value]:
-    """Return the values that share a storage with another value."""
-    values = list(values)
-    counts = Counter([value.storage for value in values])
-    return [value for value in values if counts[value.storage] > 1]
-
-
 def find_untied_keys(
     values: Iterable[Value], shared: Mapping[str, Shared] | None
 ) -> dict[str, str]:
@@ -594,7 +587,7 @@ def find_untied_keys(
 
     return {
         value.key: overlapping[0].key
-        for overlapping in _group_overlapping(_find_sharing(values), alike=False)
+        for overlapping in _group_overlapping(values, alike=False)
         for value in overlapping
         if place(value) != place(overlapping[0])
     }

@@ -369,7 +369,9 @@ class AtomicSet:
 
     def _remove_new(self) -> None:
         if not self._is_committed:
-            self._is_clean = self._remove_unlisted(self._known) or self._remove(self.names)
+            if not self._remove_unlisted(self._known):
+                self._remove(self.names)
+            self._is_clean = True
 
     def _remove_old(self) -> None:
         """Remove the files that no head lists any more.
@@ -414,20 +416,17 @@ class AtomicSet:
         return needed
 
     def _remove_unlisted(self, names: Iterable[str]) -> bool:
-        """Remove files that no head of the folder lists. Return whether all are gone."""
+        """Remove files that no head of the folder lists. Return False if a head is unreadable."""
         needed = self._list_needed()
-        if needed is None:  # an unreadable head may list any of them
-            return False
-        return self._remove(name for name in names if name not in needed)
+        if needed is not None:  # an unreadable head may list any of them
+            self._remove(name for name in names if name not in needed)
+        return needed is not None
 
-    def _remove(self, names: Iterable[str]) -> bool:
-        """Remove files. Return False if a writer still has one of them locked."""
-        locked: list[str] = []
+    def _remove(self, names: Iterable[str]) -> None:
         for name in filter(re.compile(self._kind.ours).fullmatch, names):
-            remove_debris(self.path_of(name), live=locked.append)
+            remove_debris(self.path_of(name))
             with suppress(FileNotFoundError):  # a journal lists files before they are created
                 os.unlink(self.path_of(name))
-        return not locked
 
     def _recover(self) -> set[str]:
         """Remove files of killed writers. Return the names that live writers will use."""
