@@ -63,7 +63,7 @@ from torchlift.errors import (
     explain_calls,
     wrong_call,
 )
-from torchlift.formats.flattening import state_dicts_in
+from torchlift.formats.flattening import select, state_dicts_in
 from torchlift.formats.index import (
     OF_RANKS,
     Index,
@@ -167,8 +167,12 @@ def convert(
         planning = stack.enter_context(ExitStack())
         if transform is None:  # a transform may make cycles of large tensors
             planning.enter_context(collection_paused())
-        layers = stack.enter_context(open_layers(given, root, allow_classes, whole=True))
-        source = _Source(given, layers, index_of(layers))
+        # One checkpoint is opened with what is not below `root`. Else the records of its other
+        # tensors would count as data without a name, and would have to be intact, too.
+        above = None if len(given) == 1 and not is_state(given[0]) else root
+        layers = stack.enter_context(open_layers(given, above, allow_classes, whole=True))
+        index = index_of(layers)
+        source = _Source(given, layers, index if root == above else select(index, str(root)))
         _require_free(target, overwrite)
         selection = _leave_out(options, source, target)
         selection = _rename(selection, options, source, target)

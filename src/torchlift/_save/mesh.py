@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, product
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -77,10 +78,12 @@ class Described(NamedTuple):
     Attributes:
         stored: the complete tensor in a file.
         first: the first rank of its mesh; None for a plain tensor.
+        kind: what it is, and how a DTensor is laid out.
     """
 
     stored: Stored
     first: int | None
+    kind: str
 
 
 class _Summary(NamedTuple):
@@ -186,10 +189,7 @@ def share_state(ranks: SavingRanks, state: State, compared: Mapping[str, object]
     local = state.tensors
 
     def describe() -> StepResult[State, _Summary]:
-        tensors = {
-            key: Described(stored_as(key, tensor), first_rank(tensor))
-            for key, tensor in local.items()
-        }
+        tensors = {key: _describe(key, tensor) for key, tensor in local.items()}
         own = replace(state, tensors=tensors, metadata=dict(state.metadata))
         digest = hashlib.sha256(pickle.dumps(own)).digest()
         # Statistics that each rank has of its own data: the first rank's count, as in torch.
@@ -211,6 +211,19 @@ def share_state(ranks: SavingRanks, state: State, compared: Mapping[str, object]
     values = [Value.of_tensor(key, local_tensor(tensor)) for key, tensor in local.items()]
     lost = explain_untied(find_untied_keys(values, None))
     return SharedState(own, tied, buffers, holders, several, lost)
+
+
+def _describe(key: str, tensor: torch.Tensor) -> Described:
+    """Describe a tensor for other ranks.
+
+    Raises:
+        PlacementError: If it is not stored as a dense tensor.
+    """
+    stored, kind = stored_as(key, tensor), "a plain tensor"
+    if is_dtensor(tensor):
+        kind = f"a DTensor, {list(tensor.placements)} over {tensor.device_mesh.size()} ranks"
+    kind += f", {stored.dtype} {list(stored.shape)}"
+    return Described(stored, first_rank(tensor), kind)
 
 
 def find_own_boxes(
@@ -511,9 +524,8 @@ def _find_holders(by_rank: Mapping[int, State]) -> dict[str, list[int]]:
     kinds: dict[str, tuple[int, str]] = {}
     for who, each in by_rank.items():
         found = dict.fromkeys(each.objects, "plain data")
-        for key, (stored, first) in each.tensors.items():
-            kind = "a plain tensor" if first is None else "a DTensor"
-            found[key] = f"{kind}, {stored.dtype} {list(stored.shape)}"
+        for key, described in each.tensors.items():
+            found[key] = described.kind
             holders.setdefault(key, []).append(who)
         for key, kind in found.items():
             if len(each.paths[key]) > 1:
@@ -578,10 +590,10 @@ def _merge_states(states: Sequence[State]) -> State:
     template = _merge_templates([each.template for each in states], "")
     made = State(states[0].plain, template, tensors, metadata=states[0].metadata)
     for each in states:
-        for key, (stored, first) in each.tensors.items():
-            _, known = tensors.get(key, (stored, first))
-            lowest = first if known is None or first is None else min(known, first)
-            tensors[key] = Described(stored, lowest)
+        for key, described in each.tensors.items():
+            known = tensors.setdefault(key, described)
+            if known.first is not None and described.first is not None:
+                tensors[key] = min(known, described, key=attrgetter("first"))
         # In the order of the ranks, and with the value of the first.
         for name in _BY_KEY:
             known_items = getattr(made, name)
