@@ -272,6 +272,7 @@ results = saved_then_loaded(Path(__file__).with_name("workers_save.py"), RANKS)
     [
         "merges_what_each_rank_has_under_names_of_its_own",
         "values_that_differ_between_ranks_are_never_mixed",
+        "keeps_sparse_and_quantised_tensors",
         "names_in_the_file_are_those_of_the_bare_model",
         "saves_among_the_ranks_of_a_process_group",
         "writes_files",

@@ -341,7 +341,7 @@ def merges_what_each_rank_has_under_names_of_its_own() -> None:
     mine = nn.ModuleDict({name: expected[name] for name in ("12" if last else "01")})
     for wrapped in (False, True):
         for suffix in ("pt", "safetensors", "safetensors.index.json"):
-            path = SHARED / f"stages-{world}-{wrapped}.{suffix}"
+            path = SHARED / f"stages-{world}-{wrapped}-{suffix[-4:]}.{suffix}"
             stage: Any = mine
             if wrapped:
                 stage = copy.deepcopy(mine)
@@ -647,6 +647,19 @@ def values_that_differ_between_ranks_are_never_mixed() -> None:
                 assert torch.equal(found[name], value), name
             assert torchlift.verify(chosen).ok
             dist.barrier()
+    # Two meshes side by side, of which the first one writes.
+    half, second = world // 2, rank >= world // 2
+    sides = [DeviceMesh("cpu", list(range(half))), DeviceMesh("cpu", list(range(half, world)))]
+    equal, differing = torch.ones(2, 2 * half), torch.full((2, 2 * half), float(second))
+    save_consolidated({"side": DTensor.from_local(equal, sides[second], [Shard(0)])}, path)
+    before = path.read_bytes()
+    dist.barrier()
+    turned = torch.ones(2 * half, 2) if second else equal
+    for local, dim, text in [(differing, 0, "different values"), (turned, 1, "not hold the same")]:
+        side = DTensor.from_local(local, sides[second], [Shard(dim * second)])
+        with pytest.raises(PlacementError, match=f"'side': the ranks .*{text}"):
+            save_consolidated({"side": side}, path)
+    dist.barrier()
     assert path.read_bytes() == before
     assert not list(SHARED.glob(".mixed*"))
     with pytest.raises(PlacementError, match=r"and so do 1 more names"):
@@ -680,7 +693,7 @@ def keeps_sparse_and_quantised_tensors() -> None:
         assert torch.equal(found["sparse"].to_dense(), dense)
         assert torch.equal(found["codes"].int_repr(), state["codes"].int_repr())
     assert torchlift.verify(path).ok
-    with pytest.raises(PlacementError, match=r"'sparse'.* DCP.*as a torch file, which keeps it"):
+    with pytest.raises(PlacementError, match=r"'sparse': cannot be stored.*as a torch file, which"):
         torchlift.save(state, SHARED / f"kinds-{world}", format="dcp")
     dist.barrier()
     assert not (SHARED / f"kinds-{world}").exists()
