@@ -472,13 +472,14 @@ def _require_something(
         MismatchError: If the source has no tensors, or the arguments or the format leave out all.
     """
     is_plain = root is None and not source.index.entries and not target.only_tensors
-    if {*ckpt.entries, *(ckpt.objects if is_plain else ())} - dropped:
-        return
-    for key in ckpt.blocked_keys.keys() - dropped:
+    left = {*ckpt.entries, *(ckpt.objects if is_plain else ())} - dropped
+    for key in () if left else ckpt.blocked_keys.keys() - dropped:
         error = ckpt._refusal(key)
         if ckpt.blocked_keys[key] not in OF_RANKS:
             error.hint = "Nothing else can be written. Ask for a file that contains tensors."
         raise error
+    if left or (is_plain and not source.index.objects):  # an empty file stays an empty file
+        return
     raise MismatchError(
         "nothing to write: no tensor is left",
         file=ckpt.path,
