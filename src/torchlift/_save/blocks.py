@@ -16,7 +16,7 @@ from torchlift._transfer.files import Files
 from torchlift._transfer.pages import allocate
 from torchlift._transfer.reading import is_readable, read, read_values, requests_for
 from torchlift.formats.boxes import narrowed
-from torchlift.formats.index import Chunk, TensorEntry
+from torchlift.formats.index import UNRESOLVED, Chunk, TensorEntry
 
 #: Some bytes of a tensor, which may change when the next ones are read.
 Block = memoryview | bytes | bytearray
@@ -145,17 +145,18 @@ def entry_blocks(
     Raises:
         IntegrityError: If the file cannot be read, or has changed.
     """
-    (entry,) = views.resolved([entry])
+    if UNRESOLVED in entry.encoding:
+        (entry,) = views.resolved([entry])
+    stored, host = dtype_of(entry, views.index.path), torch.device("cpu")
+    if entry.chunks and entry.nbytes <= FEW and not entry.needs_assembly and entry.is_contiguous:
+        data = work.read(entry.chunks[0], views.files)
+        same = dtype == stored
+        yield data if same else _few_bytes(torch.frombuffer(data, dtype=stored), dtype)
+        return
     if not entry.is_plain:
         for values in views.blocks(entry):
             room = work.room(values.numel(), dtype, values.device)
             yield memory_of(room.copy_(values))
-        return
-    stored, host = dtype_of(entry, views.index.path), torch.device("cpu")
-    if entry.chunks and entry.nbytes <= FEW and entry.is_contiguous and not entry.needs_assembly:
-        data = work.read(entry.chunks[0], views.files)
-        same = dtype == stored
-        yield data if same else _few_bytes(torch.frombuffer(data, dtype=stored), dtype)
         return
     stage = work.stage
     limit = max(1, work.limit // max(stored.itemsize, dtype.itemsize))

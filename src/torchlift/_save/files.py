@@ -402,18 +402,19 @@ def _write_payloads(to: Runs, section: Section, advance: Advance) -> Iterator[in
     work = Workspace(_BLOCK)
     base, layout, values = section
     for (_, start), value in zip(layout.payloads, values, strict=True):
-        needs_sum = layout.checked or value.crc32 is not None
+        known = value.crc32
+        needs_sum = layout.checked or known is not None
         found, at = 0, base + start
         for data in value.blocks(work):
             found = to.write(at, data, found if needs_sum else None)
             at += len(data)
             advance(len(data))
-        if value.views is not None and value.crc32 not in (None, found):
+        if value.views is not None and known not in (None, found):
             raise IntegrityError(
                 "the checksum of its bytes is wrong",
                 file=value.views.index.path,
                 entry=value.source.key if isinstance(value.source, TensorEntry) else value.key,
-                expected=f"crc32 {value.crc32:08x}",
+                expected=f"crc32 {known:08x}",
                 found=f"crc32 {found:08x}",
                 hint=Hint(
                     "The file is damaged: download it again, or restore it from a copy. ",

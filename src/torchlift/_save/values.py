@@ -33,7 +33,7 @@ from torchlift.formats.flattening import (
     key_text,
     name_text,
 )
-from torchlift.formats.index import ITEMSIZE, Chunk, Index, Leaf, TensorEntry, is_row_major
+from torchlift.formats.index import ITEMSIZE, Chunk, Leaf, TensorEntry, is_row_major
 from torchlift.formats.layout import Stored, is_unicode
 from torchlift.formats.torch_zip import repeats_too_often
 
@@ -66,7 +66,6 @@ class Value:
         first: its first element in that memory.
         plain: whether its elements are those of the memory, in any order.
         views: the file that it is in, or None.
-        crc32: the checksum that its file records of exactly the bytes that are saved, or None.
         stored: its place in a file of its own.
         numel: its number of elements.
     """
@@ -80,7 +79,6 @@ class Value:
     first: int
     plain: bool
     views: MappedViews | None = None
-    crc32: int | None = None
     stored: Stored = field(init=False)
     numel: int = field(init=False)
 
@@ -127,10 +125,7 @@ class Value:
             if plain:
                 found = entry.storage, entry.dtype, entry.encoding
         dtype = becomes(entry)
-        return cls(
-            key, entry, dtype, entry.shape, entry.stride, found, first, plain, views,
-            _crc_in_file(entry, dtype, index),
-        )  # fmt: skip
+        return cls(key, entry, dtype, entry.shape, entry.stride, found, first, plain, views)
 
     @property
     def storage(self) -> Hashable:
@@ -163,7 +158,6 @@ class Value:
         """Return a range of its memory as a flat tensor."""
         numel = stop - start
         source: torch.Tensor | TensorEntry
-        crc32 = None
         if isinstance(self.source, torch.Tensor):
             source = self.source.as_strided((numel,), (1,), start)
         else:
@@ -174,8 +168,18 @@ class Value:
             source = self.source._replace(
                 shape=(numel,), stride=(1,), nbytes=nbytes, chunks=(chunk,)
             )
-            crc32 = _crc_in_file(source, self.dtype, self.views.index)
-        return replace(self, source=source, shape=(numel,), stride=(1,), first=start, crc32=crc32)
+        return replace(self, source=source, shape=(numel,), stride=(1,), first=start)
+
+    @property
+    def crc32(self) -> int | None:
+        """Return the checksum that its file has of exactly the bytes that are saved, or None."""
+        if isinstance(self.source, torch.Tensor) or self.views is None or self.source.encoding:
+            return None
+        entry, storage = self.source, self.views.index.storage_of(self.source)
+        if storage is None or len(entry.chunks) != 1 or self.is_cast or not entry.is_contiguous:
+            return None
+        is_all = (entry.chunks[0].offset, entry.nbytes) == (storage.offset, storage.nbytes)
+        return storage.crc32 if is_all else None
 
     def blocks(self, work: Workspace) -> Iterator[Block]:
         """Yield its bytes as they are saved, in row-major order, in blocks."""
@@ -188,16 +192,6 @@ class Value:
     def is_dense(self) -> bool:
         """Return whether its elements lie in row-major order without gaps."""
         return is_row_major(self.shape, self.stride)
-
-
-def _crc_in_file(entry: TensorEntry, dtype: torch.dtype, index: Index) -> int | None:
-    """Return the checksum that a file records of an entry, if its bytes are saved unchanged."""
-    storage = index.storage_of(entry)
-    if storage is None or len(entry.chunks) != 1 or not entry.is_contiguous:
-        return None
-    is_all = (entry.chunks[0].offset, entry.nbytes) == (storage.offset, storage.nbytes)
-    same = _name(dtype) == entry.dtype and not entry.encoding
-    return storage.crc32 if is_all and same else None
 
 
 class Part(NamedTuple):
