@@ -35,7 +35,7 @@ class _PlainMessage(NamedTuple):
     """The message of a rank before it gathers tensors.
 
     Attributes:
-        hashes: Of its plain tensors.
+        hashes: Key of a plain tensor -> its hash.
         meshes: Key of a DTensor -> the ranks of its mesh, in order.
     """
 
@@ -65,18 +65,18 @@ def digest(
     Args:
         obj: A model, a state dict, a `Checkpoint`, or a path, a URL or a file object.
         root: The container to use, such as ``"model"``. See :ref:`arg-root`.
-        process_group: The ranks that call this together if the state has no DTensors, such as
-            pipeline stages. If several ranks have one name, the value of the first rank counts.
+        process_group: The ranks that call this together if the state does not have DTensors, such
+            as pipeline stages. If several ranks have one name, the value of the first rank counts.
         storage_options: Options for the store of a URL. See :ref:`arg-storage-options`.
 
     Returns:
         16 hexadecimal digits. ``int(found, 16)`` is the number.
 
     Raises:
-        PlacementError: If a tensor has no values, for example on meta, or only partial sums.
+        PlacementError: If a tensor does not have values, such as on meta, or has partial sums only.
         UnsafeError: If a tensor of the file would need code from the file.
         FormatError: If there is no tensor, or the file is damaged.
-        TypeError: If the tensors have no names, as in an iterator of parameters.
+        TypeError: If the tensors do not have names, as in an iterator of parameters.
 
     Example:
         >>> import torch, torchlift, tempfile, os

@@ -378,7 +378,7 @@ class Keeper:
 
     @property
     def report(self) -> SaveReport | None:
-        """Return the report of the last save that is complete; None before. It does not wait."""
+        """Return the report of the last complete save, or None. It does not wait."""
         (saving,) = self._in_flight
         if saving is None or not saving.done() or saving.exception() is not None:
             return self._report
