@@ -53,8 +53,8 @@ for name in ("model.pt", "model.safetensors"):
 # Detect swapped rows and changes that cancel
 # -------------------------------------------
 #
-# A sum of all values would miss two swapped values, or two changes that cancel. The digest
-# multiplies each four bytes with a number that depends on their position, and then adds them up:
+# A sum of all values would miss two swapped values, or two changes that cancel. The digest is a
+# cryptographic hash (BLAKE2b) of each name, dtype and shape, and of all bytes in their order:
 
 before = torchlift.digest(model)
 weight = model.weight.data
@@ -86,7 +86,7 @@ print(torchlift.digest(folder + "/training.pt", root="model") == before)
 # Proof
 # -----
 #
-# On a mesh the digest gathers one tensor at a time, adds it up, and frees it. The other way gathers
+# On a mesh the digest gathers one tensor at a time, hashes it, and frees it. The other way gathers
 # the model on every rank and hashes it there. Both run on two ranks, with 64 MiB in 16 layers:
 
 # fold: How the memory of each rank is measured

@@ -91,27 +91,25 @@ import torchlift
 def resume(way, folder):
     torch.set_num_threads(1)
     first, again = Program(0), Program(5)
-    keepers = [
-        AcceleratorKeeper(each.accelerator, folder, background=False)
-        for each in (first, again)
-    ]
+    keeper = AcceleratorKeeper(first.accelerator, folder, background=False)
     for epoch in range(4):
         first.data.set_epoch(epoch)
         for step in first.train(first.data):
             if step == 10 and way == "torchlift":
-                keepers[0].save(10)
+                keeper.save(10)
             elif step == 10:
                 first.accelerator.save_state(f"{folder}/state")
-    keepers[0].close()
+    keeper.close()
+    keeper = AcceleratorKeeper(again.accelerator, folder)
     start = time.perf_counter()
     if way == "torchlift":
-        keepers[1].resume()
+        keeper.resume()
     else:
         again.accelerator.load_state(f"{folder}/state")
     seconds = time.perf_counter() - start
     again.data.set_epoch(1)
     if way == "torchlift":
-        left = keepers[1].remaining(again.data, 2)
+        left = keeper.remaining(again.data, 2)
     else:
         left = again.accelerator.skip_first_batches(again.data, 2)
         left.set_epoch(1)

@@ -16,7 +16,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import torchlift
-from torchlift.errors import CheckpointError, PlacementError
+from torchlift.distributed import Generators
+from torchlift.errors import CheckpointError, FormatError, PlacementError
 
 
 class Stateful:
@@ -210,6 +211,23 @@ def test_generators_are_given_back_by_a_resume_that_fails(tmp_path: Path) -> Non
         assert torch.equal(torch.get_rng_state(), now)
         assert keeper.resume(loader=Drawing(2), exclude=["rng"]) == 1
         assert torch.equal(torch.get_rng_state(), now)
+
+
+@pytest.mark.parametrize("part", ["torch", "python", "numpy"])
+def test_damaged_states_of_generators_change_nothing(tmp_path: Path, part: str) -> None:
+    """Some of them may be set before the damaged one is found."""
+    with torchlift.Keeper(tmp_path, background=False) as keeper:
+        keeper.save(1, model=nn.Linear(2, 1), loader=Stateful(1))
+        state = torchlift.open(keeper.latest()).tree()
+        state["ranks"]["0"]["rng"][part] = {"numbers": "lost"}
+        torchlift.save(state, tmp_path / "step-000000002.pt")
+        model, loader, now = nn.Linear(2, 1), Stateful(2), Generators().state_dict()
+        before = model.weight.clone()
+        with pytest.raises(FormatError, match="'rng': the states of the random number generators"):
+            keeper.resume(model=model, loader=loader)
+        assert (loader.value, torch.equal(model.weight, before)) == (2, True)
+        assert torchlift.diff(now, Generators().state_dict()).equal
+        assert keeper.resume(model=model, loader=loader, exclude=["rng"]) == 1
 
 
 def test_two_optimizers_of_one_parameter_each_have_their_state(tmp_path: Path) -> None:

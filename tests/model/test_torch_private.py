@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from int8_weights import Int8
 from torch import nn
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import torchlift
 from torchlift._model import torch_private as private
@@ -281,17 +280,6 @@ def test_dcp_item_is_what_a_distributed_checkpoint_says_of_an_item() -> None:
     item = private.dcp_item("__0_0.distcp", 64, 128)
     assert (item.relative_path, item.offset, item.length) == ("__0_0.distcp", 64, 128)
     assert item.transform_descriptors is None
-
-
-def test_is_closed_tells_of_a_stager_that_it_cannot_stage_any_more() -> None:
-    """As one that was closed; torch 2.11 and 2.12 close it after each use, later ones do not."""
-    stager = DefaultStager(StagingOptions(False, False, False, False))
-    assert not private.is_closed(stager)
-    stager.stage({"a": torch.ones(2)})
-    stager.close()
-    assert private.is_closed(stager)
-    with pytest.raises(KeyError):
-        stager.stage({"a": {"b"}})
 
 
 def test_version_of_counts_writes_and_knows_what_is_not_counted() -> None:

@@ -28,6 +28,7 @@ from torchlift._checkpoint.kinds import (
 )
 from torchlift._checkpoint.stats import TensorStats, stats_of
 from torchlift._checkpoint.tree import Tree
+from torchlift._model.dtensor import blocks
 from torchlift._model.state import versioned
 from torchlift._store.places import Stamp, place_of
 from torchlift._store.url import Url, UrlStamp
@@ -211,7 +212,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 
         Dtypes and devices are text here, unlike in `tree`. NumPy scalars are Python numbers.
         """
-        return _Leaves(self._index.objects, self.entries)
+        return _Leaves(self._index.objects)
 
     def _mapped(self) -> MappedViews:
         """Return the tensors over this checkpoint's memory map.
@@ -376,19 +377,15 @@ class _Leaves(Mapping[str, object]):
 
     Args:
         stored: The values of an index.
-        tensors: Its entries, for the error that names the right mapping.
     """
 
-    def __init__(self, stored: Mapping[str, object], tensors: Mapping[str, TensorEntry]) -> None:
-        self._stored, self._tensors = stored, tensors
+    def __init__(self, stored: Mapping[str, object]) -> None:
+        self._stored = stored
         self._made: dict[str, object] = {}
         self._arrays: dict[int, object] = {}
 
     def __getitem__(self, key: str) -> object:
         if key not in self._made:
-            if key in self._tensors:
-                name = printable(repr(key), 300)
-                raise NoSuchKey(f"{name} is a tensor. Use ckpt[{name}]")
             self._made[key] = with_arrays(self._stored[key], self._arrays)
         return self._made[key]
 
@@ -680,12 +677,8 @@ def blocks_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         >>> [block.tolist() for block in blocks_of(torch.arange(6).view(2, 3).T)]
         [[0, 3, 1, 4, 2, 5]]
     """
-    if tensor.numel() <= _BLOCK:
-        yield tensor.reshape(-1)
-        return
-    rows = _BLOCK * len(tensor) // tensor.numel()
-    for part in torch.split(tensor, rows) if rows else tensor.unbind():
-        yield from blocks_of(part)
+    for block in blocks(tensor.shape, _BLOCK):
+        yield tensor[tuple(slice(*span) for span in block)].reshape(-1)
 
 
 @explain_calls

@@ -7,7 +7,7 @@ import hashlib
 import math
 import os
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -19,7 +19,6 @@ import torch
 from torchlift._checkpoint.checkpoint import Checkpoint, blocks_of, open
 from torchlift._checkpoint.kinds import dense_of, readable_parts
 from torchlift._model.dtensor import is_dtensor
-from torchlift._model.slots import is_lazy
 from torchlift._system.memory import collection_paused
 from torchlift._system.text import Facts, Summary, count_of, human, printable
 from torchlift._transfer.reading import BUDGET
@@ -207,7 +206,13 @@ def diff(
         changed: dict[str, Change] = {}
         relocated, compared, nbytes = {}, 0, 0
         both = [key for key in keys if key in others and key not in unknown]
-        for key in _read_ahead(both, one, two):
+        opened = [each.tensors for each in (one, two) if isinstance(each.tensors, Checkpoint)]
+
+        def is_needed(key: str) -> bool:
+            first, second = one.specs.get(key), two.specs.get(key)
+            return first is not None and second is not None and first.shape == second.shape
+
+        for key in in_transfers(both, opened, is_needed):
             if key in one.specs and key in two.specs:
                 compared += 1
                 nbytes += one.specs[key].nbytes
@@ -285,13 +290,6 @@ class _Side:
                     entry=key,
                     hint="Save the state with torchlift.save, and compare the file.",
                 )
-            if is_lazy(value):
-                raise PlacementError(
-                    "a parameter of a lazy module does not have a shape yet",
-                    file=_IN_MEMORY,
-                    entry=key,
-                    hint="Run the module once before you take its state dict.",
-                )
             readable_parts(value, _IN_MEMORY, key)
         specs = {key: _Spec.of(value) for key, value in tensors.items()}
         return cls(tensors, specs, flat.objects, flat.blocked)
@@ -321,24 +319,26 @@ class _Side:
         return dict.fromkeys((*self.specs, *self.objects, *self.blocked))
 
 
-def _read_ahead(keys: Iterable[str], one: _Side, two: _Side) -> Iterator[str]:
+def in_transfers(
+    keys: Iterable[str],
+    checkpoints: Iterable[Checkpoint],
+    is_needed: Callable[[str], bool] = lambda key: True,
+) -> Iterator[str]:
     """Yield keys. Behind URLs, the values of several keys are read first, in one transfer."""
-    sides = [each.tensors for each in (one, two) if isinstance(each.tensors, Checkpoint)]
-    sides = [ckpt for ckpt in sides if ckpt._mapped().is_away]
-    if not sides:
+    away = [ckpt for ckpt in checkpoints if ckpt._mapped().is_away]
+    if not away:
         yield from keys
         return
     some, needed, nbytes = list[str](), list[str](), 0
 
     def read() -> list[str]:
-        for ckpt in sides:
+        for ckpt in away:
             ckpt._mapped().ahead(ckpt.entries[key] for key in needed)
         return some
 
     for key in keys:
-        first, second = one.specs.get(key), two.specs.get(key)
-        if first and second and first.shape == second.shape:
-            size = sum(ckpt.entries[key].nbytes for ckpt in sides)
+        if is_needed(key):
+            size = sum(ckpt.entries[key].nbytes for ckpt in away)
             if needed and nbytes + size > BUDGET:
                 yield from read()
                 some, needed, nbytes = [], [], 0
@@ -540,9 +540,9 @@ def _renamed(
     for spec in gone.keys() & new.keys():
         digests: dict[bytes, list[str]] = {}
         for key in new[spec]:
-            digests.setdefault(_digest(two.tensors[key]), []).append(key)
+            digests.setdefault(hash_content([two.tensors[key]]), []).append(key)
         for key in gone[spec]:
-            if same := digests.get(_digest(one.tensors[key])):
+            if same := digests.get(hash_content([one.tensors[key]])):
                 found[key] = same.pop(0)
     return {key: found[key] for key in removed if key in found}
 
@@ -556,9 +556,11 @@ def _by_spec(keys: Iterable[str], side: _Side) -> dict[object, list[str]]:
     return groups
 
 
-def _digest(tensor: torch.Tensor) -> bytes:
-    digest = hashlib.blake2b(digest_size=16)
-    for block in _blocks(tensor):
-        block = block.contiguous()
-        digest.update((ctypes.c_char * block.nbytes).from_address(block.data_ptr()))
-    return digest.digest()
+def hash_content(tensors: Iterable[torch.Tensor]) -> bytes:
+    """Return a hash of the bytes of tensors in row-major order. One block is copied at a time."""
+    made = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        for block in _blocks(tensor):
+            block = block.contiguous()
+            made.update((ctypes.c_char * block.nbytes).from_address(block.data_ptr()))
+    return made.digest()

@@ -12,6 +12,7 @@ import torch
 
 from torchlift._model.dtensor import is_dtensor
 from torchlift._model.handlers import has_memory
+from torchlift._model.slots import is_lazy
 from torchlift._model.torch_private import (
     REBUILD_QUANTIZED,
     REBUILD_SPARSE,
@@ -311,8 +312,16 @@ def readable_parts(tensor: torch.Tensor, path: str, key: str) -> list[torch.Tens
     """Return the result of `dense_of`, if the values can be read.
 
     Raises:
-        PlacementError: If torch cannot show its values: a FakeTensor, or a layout of oneDNN.
+        PlacementError: If torch cannot show its values: of a lazy module, a FakeTensor, or a layout
+            of oneDNN.
     """
+    if is_lazy(tensor):
+        raise PlacementError(
+            "a parameter of a lazy module does not have a shape yet",
+            file=path,
+            entry=key,
+            hint="Run the module once before you take its state dict.",
+        )
     parts = dense_of(tensor)
     for each in parts:
         if not has_memory(each):

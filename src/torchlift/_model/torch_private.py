@@ -230,9 +230,3 @@ def require_fsdp1_state(model: Any, optimizers: Any, state: Any, options: Any) -
             own._split_optim_state_dict(model, optimizer, state, info)
         else:
             own._unflatten_optim_state_dict(optimizer, state, info)
-
-
-def is_closed(stager: Any) -> bool:
-    """Say whether a `DefaultStager` of checkpoints cannot stage any more."""
-    # Those of torch 2.11 and 2.12 close themselves after each use.
-    return not stager._state_dict_stager._deepcopy_dispatch

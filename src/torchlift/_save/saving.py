@@ -493,29 +493,12 @@ def require_savable(obj: object, path: str) -> Output:
     Raises:
         PlacementError: If there is such a value.
     """
-    target, state = _take_apart_savable(obj, path)
-    with errors_name(target.path):
-        return target.lay_out(state, False)
-
-
-def savable_names(obj: object, path: str) -> object:
-    """Return the keys of a state and the types of its values. Refuse values like `require_savable`.
-
-    If these are equal, `require_savable` accepts both states or neither. It takes twice as long.
-
-    Raises:
-        PlacementError: If a torch file cannot store a value.
-    """
-    _, state = _take_apart_savable(obj, path)
-    return tuple(state.paths.items()), tuple(map(type, state.objects.values()))
-
-
-def _take_apart_savable(obj: object, path: str) -> tuple[Target, State]:
     target = Target.of(path, "torch-zip", None)
     state = take_apart(obj)
     tensors = {key: local_tensor(tensor) for key, tensor in state.tensors.items()}
     state.values = [Value.of_tensor(key, tensor) for key, tensor in tensors.items()]
-    return target, state
+    with errors_name(target.path):
+        return target.lay_out(state, False)
 
 
 def require_unchanged(ckpt: Checkpoint) -> None:

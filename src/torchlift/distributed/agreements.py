@@ -9,14 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 from torchlift._model.ranks import RankGroup
 from torchlift._system.interrupts import uninterrupted
 from torchlift.distributed.folder import NewCheckpoint
-
-_OTHER_OBJECTS = "the ranks pass different models and optimizers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,61 +32,19 @@ class Call:
 
     Attributes:
         method: The name of the method.
+        step: The step to save.
+        models: The names of models and optimizers to save or load.
+        is_done: Whether the last save of this rank is complete.
+        received: Whether this rank received a signal that asks it to stop.
+        checkpoint: The name of the checkpoint to load, on the first rank. None if there is none.
     """
 
     method: Literal["save", "wait", "resume", "should_stop"]
-
-
-@dataclass(frozen=True, slots=True)
-class SaveCall(Call):
-    """The first message of `Keeper.save`.
-
-    Attributes:
-        step: The argument of that name.
-        is_done: Whether the last save of this rank is complete.
-        models: The names of models and optimizers.
-    """
-
-    step: int
-    is_done: bool
-    models: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StopCall(Call):
-    """The first message of `Keeper.should_stop`.
-
-    Attributes:
-        received: Whether this rank received a signal.
-    """
-
-    received: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SelectedCheckpoint:
-    """A complete checkpoint to resume from.
-
-    Attributes:
-        name: The name of its file or folder.
-        earlier: The steps of the complete checkpoints before it.
-    """
-
-    name: str
-    earlier: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ResumeCall(Call):
-    """The first message of `Keeper.resume`.
-
-    Attributes:
-        checkpoint: The checkpoint that this rank selects. The first rank's is loaded.
-        models: The names of models and optimizers.
-    """
-
-    checkpoint: SelectedCheckpoint | None
-    models: tuple[str, ...]
+    step: int | None = None
+    models: tuple[str, ...] = ()
+    is_done: bool = True
+    received: bool = False
+    checkpoint: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +102,9 @@ def require_same_call(by_rank: Mapping[int, Call]) -> None:
     """
     calls = by_rank.values()
     require_same("the ranks call different methods of the keeper", [call.method for call in calls])
-    for name, what in (("step", "the ranks save different steps"), ("models", _OTHER_OBJECTS)):
-        if all(hasattr(call, name) for call in calls):
-            require_same(what, map(attrgetter(name), calls))
+    require_same("the ranks save different steps", [call.step for call in calls])
+    models = [call.models for call in calls]
+    require_same("the ranks pass different models and optimizers", models)
 
 
 @contextmanager

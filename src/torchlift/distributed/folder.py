@@ -14,19 +14,17 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from time import monotonic, sleep
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from torchlift._checkpoint.checkpoint import open as open_checkpoint
-from torchlift._store.files import FileStamp
-from torchlift._store.places import inside, is_url, name_of, parent, place_of, stamp_now
+from torchlift._store.places import Stamp, inside, is_url, name_of, parent, place_of, stamp_now
 from torchlift._store.uploads import list_names, remove
-from torchlift._store.url import UrlStamp
 from torchlift._system.text import clipped_list
 from torchlift._transfer.write import is_there, make_durable, remove_debris
 from torchlift.distributed.folder_lock import FolderLock
-from torchlift.errors import CheckpointError
+from torchlift.errors import CheckpointError, TimedOut
 from torchlift.formats.dcp import DCP_METADATA
 
 T = TypeVar("T")
@@ -55,46 +53,40 @@ class Kept:
     step: int
     path: str
     abandoned: bool = field(default=False, compare=False)
-    _known: dict[str, tuple[object, dict[str, float]]] = field(
-        default_factory=dict, init=False, compare=False, repr=False
-    )
-
-    @property
-    def _stamp(self) -> FileStamp | UrlStamp:
-        is_file = self.path.endswith(".pt")
-        return stamp_now(self.path if is_file else inside(self.path, DCP_METADATA))
 
     @cached_property
     def metrics(self) -> Mapping[str, float] | None:
         """Return its metrics that are numbers, by name, or None if they cannot be read."""
+        is_file = self.path.endswith(".pt")
         try:
-            stamp = self._stamp
-            known, values = self._known.get(self.path, (None, {}))
-            if known != stamp:  # each checkpoint is opened once, and not at every save
-                with open_checkpoint(self.path) as ckpt:
-                    values = {
-                        key.removeprefix("metrics."): float(value)
-                        for key, value in ckpt.objects.items()
-                        if key.startswith("metrics.") and isinstance(value, (int, float))
-                    }
-                self._known[self.path] = stamp, values
+            stamp = stamp_now(self.path if is_file else inside(self.path, DCP_METADATA))
+            return _read_metrics(self.path, stamp)
         except (CheckpointError, OSError):
             return None
-        return values
+
+
+@lru_cache(1 << 14)  # each checkpoint is opened once, and not at every save
+def _read_metrics(path: str, _: Stamp) -> Mapping[str, float]:
+    with open_checkpoint(path) as ckpt:
+        return {
+            key.removeprefix("metrics."): float(value)
+            for key, value in ckpt.objects.items()
+            if key.startswith("metrics.") and isinstance(value, (int, float))
+        }
 
 
 #: A function of the complete checkpoints, in the order of saving. It returns those to keep.
 Policy = Callable[[Sequence[Kept]], Iterable[Kept]]
 
 
-def _require_number(number: object, *kinds: type) -> None:
-    """Refuse a value that is not a number of some kinds, or is below 1.
+def _require_number(name: str, number: object) -> None:
+    """Refuse a value that is not a number from 1 on.
 
     Raises:
         ValueError: If it is not.
     """
-    if type(number) not in kinds or number < 1:  # type: ignore[operator]
-        raise ValueError(f"n={number!r}: expected a number from 1 on")
+    if type(number) is not int or number < 1:
+        raise ValueError(f"{name}={number!r}: expected a number from 1 on")
 
 
 @dataclass(frozen=True)
@@ -111,7 +103,7 @@ class LatestN:
 
     def __post_init__(self) -> None:
         if self.n is not None:
-            _require_number(self.n, int)
+            _require_number("n", self.n)
 
     def __call__(self, kept: Sequence[Kept]) -> Sequence[Kept]:
         """Return those that stay."""
@@ -136,7 +128,7 @@ class BestN:
     best_is: Literal["lowest", "highest"] = "lowest"
 
     def __post_init__(self) -> None:
-        _require_number(self.n, int)
+        _require_number("n", self.n)
         if self.best_is not in ("lowest", "highest"):
             raise ValueError(f"best_is={self.best_is!r}: expected one of lowest, highest")
 
@@ -167,15 +159,11 @@ class EveryNSteps:
     n: int
 
     def __post_init__(self) -> None:
-        _require_number(self.n, int)
+        _require_number("n", self.n)
 
     def __call__(self, kept: Sequence[Kept]) -> Sequence[Kept]:
         """Return those that stay."""
         return [one for one in kept if one.step % self.n == 0]
-
-
-class _NotYet(CheckpointError, TimeoutError):
-    """No newer checkpoint was complete in time."""
 
 
 class RunFolder:
@@ -215,7 +203,6 @@ class RunFolder:
     ) -> None:
         self.directory = place_of(directory, storage_options)
         self._best = BestN(1, best, best_is) if best is not None else None
-        self._known: dict[str, tuple[object, dict[str, float]]] = {}
 
     def kept(self) -> list[Kept]:
         """Return the complete checkpoints in the order of saving, and of each step the last one.
@@ -288,7 +275,7 @@ class RunFolder:
                 return kept[-1].path
             left = end - monotonic()
             if left <= 0:
-                raise _NotYet(
+                raise TimedOut(
                     f"has no new checkpoint after {timeout:g} s",
                     file=self.directory,
                     expected=f"one after {name_of(after)}" if after else "any",
@@ -300,14 +287,11 @@ class RunFolder:
     def _complete(self) -> list[Kept]:
         """Return all complete checkpoints."""
         matches = filter(None, map(_NAME.fullmatch, self._names()))
-        found = [
+        return [
             Kept(int(match[2] or 0), int(match[1]), self._path(match[0]))
             for match in matches
             if self._is_complete(match)
         ]
-        for one in found:
-            one._known = self._known
-        return found
 
     def _path(self, name: str) -> str:
         return inside(self.directory, name)
@@ -339,18 +323,29 @@ class RunFolder:
 
 
 def policies_of(
-    keep: int | Policy | Iterable[Policy] | None,
+    keep: int | Policy | Sequence[Policy] | None,
     every: int | None,
     best: str | None,
     best_is: Literal["lowest", "highest"],
 ) -> list[Policy]:
-    """Return the policies for the arguments of a keeper."""
+    """Return the policies for the arguments of a keeper.
+
+    Raises:
+        ValueError: If an argument has a wrong value.
+    """
     found: list[Policy] = [BestN(1, best, best_is)] if best is not None else []
     if every is not None:
+        _require_number("every", every)
         found.append(EveryNSteps(every))
+    if isinstance(keep, int):
+        _require_number("keep", keep)
     if keep is None or isinstance(keep, int):
         keep = LatestN(keep)
-    return [*found, keep] if callable(keep) else [*found, *keep]
+    if callable(keep):
+        keep = [keep]
+    if not isinstance(keep, (list, tuple)) or not all(map(callable, keep)):
+        raise ValueError(f"keep={keep!r}: expected a number, None, or one or several policies")
+    return [*found, *keep]
 
 
 class NewCheckpoint(NamedTuple):
@@ -411,8 +406,6 @@ class KeptFolder(RunFolder):
 
     def adopt(self) -> list[Kept]:
         """Return all complete checkpoints, which are the run's own from now on."""
-        if self._lock is not None:
-            self._lock.use()
         self._is_adopted, self._foreign = True, set()
         return self.kept()
 
@@ -424,8 +417,6 @@ class KeptFolder(RunFolder):
             base: The step that was last resumed or saved, or None.
             is_file: Whether the checkpoint is a file and not a folder.
         """
-        if self._lock is not None:
-            self._lock.use()
         kept = self.kept()
         if not self._is_adopted:
             self._is_adopted = True

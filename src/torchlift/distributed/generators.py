@@ -44,20 +44,11 @@ class Generators:
                 found["numpy"] = {"numbers": numbers, "at": at, "gauss": (has_gauss, gauss)}
         return found
 
-    @staticmethod
-    def check(states: Mapping[str, Any]) -> None:
-        """Set the states of new generators, to see whether they are valid.
-
-        Raises:
-            KeyError, TypeError, ValueError, RuntimeError: If they are not.
-        """
-        torch.Generator().set_state(states["torch"].clone())
-        random.Random().setstate(_python(states))
-
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Set the states. Those of GPUs and NumPy are set if this process uses them."""
         torch.set_rng_state(state_dict["torch"].clone())
-        random.setstate(_python(state_dict))
+        python = state_dict["python"]
+        random.setstate((python["version"], tuple(python["numbers"]), python["gauss"]))
         if "cuda" in state_dict and torch.cuda.is_available():
             every = range(torch.cuda.device_count())
             for device, state in zip(every, state_dict["cuda"], strict=False):
@@ -66,8 +57,3 @@ class Generators:
         if "numpy" in state_dict and numpy is not None:
             legacy = state_dict["numpy"]
             numpy.random.set_state(("MT19937", legacy["numbers"], legacy["at"], *legacy["gauss"]))
-
-
-def _python(states: Mapping[str, Any]) -> tuple[Any, ...]:
-    python = states["python"]
-    return python["version"], tuple(python["numbers"]), python["gauss"]

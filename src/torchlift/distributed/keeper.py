@@ -32,7 +32,7 @@ from torchlift._plan.names import Rewriting
 from torchlift._plan.rules import Options, Patterns, Rename
 from torchlift._save.files import make_folders
 from torchlift._save.replicas import Checksum, HeldPart, checksums_of, find_differences
-from torchlift._save.saving import SaveReport, require_savable, savable_names, save
+from torchlift._save.saving import SaveReport, require_savable, save
 from torchlift._store.places import inside, is_url, name_of, place_of
 from torchlift._store.uploads import require_writable
 from torchlift._system.containers import leaves
@@ -40,13 +40,9 @@ from torchlift._system.interrupts import Interruptible, uninterrupted
 from torchlift._system.text import clipped_list
 from torchlift.distributed.agreements import (
     Call,
-    ResumeCall,
-    SaveCall,
-    SelectedCheckpoint,
     SelectionMessage,
     Settings,
     SnapshotMessage,
-    StopCall,
     merge_groups,
     require_same,
     require_same_call,
@@ -169,7 +165,6 @@ class Keeper:
         self._signals: StopSignals | None = None
         self._report: SaveReport | None = None
         self._blocked = 0.0
-        self._savable: object = None  # the names in states that are known to be savable
         self._base: int | None = None  # the step that was last resumed or saved
         # Two groups of their own: an exchange of a background save must not mix with those of the
         # methods, or of the training.
@@ -177,12 +172,8 @@ class Keeper:
         everyone = RankGroup.of_all()
 
         def validate_arguments() -> StepResult[None, Settings]:
-            is_policy = callable(keep) or (
-                isinstance(keep, (list, tuple)) and all(map(callable, keep))
-            )
-            _require_counts(keep=None if is_policy else keep, every=every)
-            _require_word("best_is", best_is, "lowest", "highest")
-            _require_word("busy", busy, "wait", "skip")
+            if busy not in ("wait", "skip"):
+                raise ValueError(f"busy={busy!r}: expected 'wait' or 'skip'")
             if timeout is not None and not timeout > 0:
                 raise ValueError(f"timeout={timeout!r}: expected seconds, or None")
             self._folder.policies = policies_of(keep, every, best, best_is)
@@ -271,7 +262,7 @@ class Keeper:
     ) -> _PendingSave | None:
         """Take a snapshot on all ranks. Return None if the last save is not complete."""
 
-        def validate_arguments() -> StepResult[RunObjects, SaveCall]:
+        def validate_arguments() -> StepResult[RunObjects, Call]:
             number = _require_step(step)
             if self._closed:
                 raise ValueError("the keeper is closed")
@@ -279,7 +270,7 @@ class Keeper:
             missing = [name for name in self._folder.metrics if name not in _numbers(metrics)]
             if self._rank == 0 and missing:
                 raise ValueError(f"metrics= lacks {missing[0]!r}, which best= or a policy needs")
-            return StepResult(run, SaveCall("save", number, self._is_done, run.models))
+            return StepResult(run, Call("save", number, run.models, self._is_done))
 
         run, calls = self._ranks.run(validate_arguments, require_same_call)
         if self._skips and not all(call.is_done for call in calls.values()):
@@ -337,10 +328,7 @@ class Keeper:
                     hint="Pass the module itself, or full tensors.",
                 )
         copies = self._staging.copy(models, others)
-        names = savable_names(copies.models, self.directory)
-        if names != self._savable:  # for 800 tensors it takes 30 ms
-            require_savable(copies.models, self.directory)
-            self._savable = names
+        require_savable(copies.models, self.directory)
         return copies
 
     def _write(self, pending: _PendingSave) -> _Written:
@@ -390,7 +378,7 @@ class Keeper:
 
     @property
     def report(self) -> SaveReport | None:
-        """Return the report of the last save that is complete; None before. It does not wait."""
+        """Return the report of the last complete save, or None. It does not wait."""
         (saving,) = self._in_flight
         if saving is None or not saving.done() or saving.exception() is not None:
             return self._report
@@ -421,13 +409,13 @@ class Keeper:
             True
         """
 
-        def poll_signals() -> StepResult[None, StopCall]:
+        def poll_signals() -> StepResult[None, Call]:
             if self._closed:
                 raise ValueError("the keeper is closed")
             if self._signals is None:
                 self._signals = StopSignals(on)
                 weakref.finalize(self, self._signals.close)
-            return StepResult(None, StopCall("should_stop", self._signals.received))
+            return StepResult(None, Call("should_stop", received=self._signals.received))
 
         calls = self._ranks.run(poll_signals, require_same_call).by_rank
         return any(call.received for call in calls.values())
@@ -483,18 +471,13 @@ class Keeper:
         try:
             self._thread.shutdown()
         finally:
+            groups = [*self._ranks.groups, *self._writers.groups]
+            self._ranks = self._writers = RankGroup([])
             with ExitStack() as stack:
                 stack.callback(self._folder.close)
-                stack.callback(self._leave)
+                for group in groups:  # otherwise their threads and sockets stay
+                    stack.callback(torch.distributed.destroy_process_group, group)
                 stack.callback(self._staging.close)
-
-    def _leave(self) -> None:
-        """End the process groups. Otherwise their threads and sockets stay."""
-        groups = [*self._ranks.groups, *self._writers.groups]
-        self._ranks = self._writers = RankGroup([])
-        with ExitStack() as stack:
-            for group in groups:
-                stack.callback(torch.distributed.destroy_process_group, group)
 
     def __enter__(self) -> Keeper:
         return self
@@ -582,7 +565,7 @@ class Keeper:
         with uninterrupted(), Commit() as commit, together(self._ranks) as deliver:
             self._finish()
 
-            def select_checkpoint() -> StepResult[_ResumeRequest, ResumeCall]:
+            def select_checkpoint() -> StepResult[_ResumeRequest, Call]:
                 if self._closed and has_group():
                     raise ValueError("the keeper is closed")
                 rules = ask_rules()
@@ -592,14 +575,16 @@ class Keeper:
                     )
                 run = RunObjects.of({**(state or {}), **objects})
                 # Only the first rank reads the folder: a checkpoint may expire in between.
-                found = self._select_checkpoint(step) if self._rank == 0 else None
+                kept = self._folder.adopt() if self._rank == 0 else []
+                names = [name_of(one.path) for one in kept if step in (None, one.step)]
+                found = names[-1] if names else None
                 return StepResult(
-                    _ResumeRequest(run, rules), ResumeCall("resume", found, run.models)
+                    _ResumeRequest(run, rules), Call("resume", models=run.models, checkpoint=found)
                 )
 
             request, calls = self._ranks.run(select_checkpoint, require_same_call)
-            checkpoint = calls[0].checkpoint
-            if checkpoint is None:
+            name = calls[0].checkpoint
+            if name is None:
                 if step is None:  # a new run
                     return None
                 raise FormatError(
@@ -608,37 +593,30 @@ class Keeper:
                     expected=f"one of {self.steps()}",
                     found=step,
                 )
-            changed = self._load(
-                checkpoint, request, on_other_ranks or {}, commit, deliver, verify=verify
+            selection = self._load(
+                name, request, on_other_ranks or {}, commit, deliver, verify=verify
             )
-        if changed:
+        if selection.changed:
             warnings.warn(
-                f"{clipped_list(changed)}: resume does not change plain data. The saved values are "
-                "in torchlift.open(path).tree()",
+                f"{clipped_list(selection.changed)}: resume does not change plain data. The saved "
+                "values are in torchlift.open(path).tree()",
                 RuntimeWarning,
                 stacklevel=2,
             )
-        return self._base
-
-    def _select_checkpoint(self, step: int | None) -> SelectedCheckpoint | None:
-        kept = self._folder.adopt()
-        at = next((n for n in reversed(range(len(kept))) if step in (None, kept[n].step)), None)
-        if at is None:
-            return None
-        return SelectedCheckpoint(name_of(kept[at].path), (*(one.step for one in kept[:at]),))
+        return selection.step
 
     def _load(
         self,
-        checkpoint: SelectedCheckpoint,
+        name: str,
         request: _ResumeRequest,
         on_other_ranks: OnOtherRanks,
         commit: Commit,
         deliver: Callable[[], None],
         *,
         verify: bool,
-    ) -> list[str]:
-        """Load a checkpoint, all of it or nothing. Return the names of changed plain data."""
-        path, run, rules = inside(self.directory, checkpoint.name), request.objects, request.rules
+    ) -> Selection:
+        """Load a checkpoint, all of it or nothing."""
+        path, run, rules = inside(self.directory, name), request.objects, request.rules
         group = self._ranks.groups[0] if self._ranks.groups else None
         with ExitStack() as stack:
             try:
@@ -647,10 +625,9 @@ class Keeper:
                 ).value
                 require_intact([ckpt] if verify else [], self._ranks)
             except (FormatError, IntegrityError) as error:
-                if checkpoint.earlier:
+                if len(steps := self.steps()) > 1:
                     error.hint = (
-                        "The file is damaged. Pass step= to resume from another of the steps "
-                        f"{[*checkpoint.earlier]}."
+                        f"The file is damaged. Pass step= for another of the steps {steps}."
                     )
                 raise
 
@@ -669,22 +646,21 @@ class Keeper:
             for name in separate:
                 selection.load_optimizer(name, commit, group)
 
-            def load_objects() -> StepResult[_Loaded, None]:
+            def load_objects() -> StepResult[list[str], None]:
                 last = selection.load_objects(commit)
-                changed = selection.changed_plain_data()
                 deliver()  # the last moment at which an interrupt changes nothing
-                return StepResult(_Loaded(last, changed), None)
+                return StepResult(last, None)
 
             # Before the models, so an error here leaves the models unchanged.
-            loaded = self._ranks.run(load_objects).value
+            last = self._ranks.run(load_objects).value
             if run.modules:
                 unused = reduce(and_, (message.unexpected for message in messages))
                 selection.load_models(unused, separate, group)
             commit.finish()
             self._base = selection.step
             # Last, because these cannot be undone.
-            self._ranks.run(partial(selection.load_last, loaded.last))
-        return loaded.changed
+            self._ranks.run(partial(selection.load_last, last))
+        return selection
 
 
 @dataclass(frozen=True, slots=True)
@@ -695,33 +671,10 @@ class _ResumeRequest:
     rules: Options
 
 
-class _Loaded(NamedTuple):
-    """The result of loading the objects other than models.
-
-    Attributes:
-        last: Names of objects to load last.
-        changed: Names of plain data that was saved with another value.
-    """
-
-    last: list[str]
-    changed: list[str]
-
-
 def _new_group(timeout: float | None) -> RankGroup:
     """Return a group of all ranks, if there are any, with the timeout of the job by default."""
     limit = None if timeout is None else timedelta(seconds=timeout)
     return RankGroup([new_gloo_group(limit)] if has_group() else [])
-
-
-def _require_counts(**counts: Any) -> None:
-    for name, number in counts.items():
-        if number is not None and (type(number) is not int or number < 1):
-            raise ValueError(f"{name}={number!r}: expected a number from 1 on, or None")
-
-
-def _require_word(name: str, word: str, *known: str) -> None:
-    if word not in known:
-        raise ValueError(f"{name}={word!r}: expected one of {', '.join(known)}")
 
 
 def _require_step(step: object) -> int:

@@ -305,6 +305,7 @@ class Selection:
         generators: States of the random number generators, or None if they stay as they are.
         left_out: Full names of tensors that stay as they are.
         stays: Names of objects that stay as they are.
+        changed: Names of plain data that was saved with another value. It stays as it is.
     """
 
     path: str
@@ -317,6 +318,7 @@ class Selection:
     generators: Any
     left_out: set[str]
     stays: set[str]
+    changed: list[str]
 
     def message(self) -> SelectionMessage:
         """Return its match with the models of this rank."""
@@ -400,8 +402,16 @@ class Selection:
                 commit.keep_attributes([obj])
             commit.when_undone(partial(obj.load_state_dict, state), name)
             self._load_object(name)
-        if self.generators is not None:
-            Generators().load_state_dict(self.generators)
+        try:
+            if self.generators is not None:
+                Generators().load_state_dict(self.generators)
+        except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+            raise FormatError(
+                "the states of the random number generators are not valid",
+                file=self.path,
+                entry=GENERATORS,
+                found=str(error),
+            ) from error
         return last
 
     def load_models(self, unused: int, separate: Collection[str], group: Any) -> None:
@@ -444,15 +454,6 @@ class Selection:
                     hint=f"Pass exclude=[{name!r}] to leave it as it is.",
                 ) from error
         return StepResult(None, None)
-
-    def changed_plain_data(self) -> list[str]:
-        """Return the names of plain data that was saved with another value. It is not changed."""
-        return [
-            name
-            for name, value in self.run.plain.items()
-            if name in self.others
-            and not diff({name: value}, {name: _load_values(self.others[name])}).equal
-        ]
 
     def _load_object(self, name: str) -> None:
         # A copy: the object may keep the tensors, and the keeper may remove the file.
@@ -623,17 +624,8 @@ def _select(
     stays = {name for name in others if name in out}
     stays |= allowed([name for name in run.names if name not in saved], rules.allow_missing)
     found = {name: saved[name] for name in saved if name not in stays}
-    generators = None if GENERATORS in stays else _load_values(generators)
-    try:  # before anything is loaded: a generator cannot be set to a damaged state
-        if generators is not None:
-            Generators().check(generators)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise FormatError(
-            "the states of the random number generators are not valid",
-            entry=GENERATORS,
-            found=str(error),
-        ) from error
     new_names = {name: names.get(name) for name in states}
+    plain = {name: value for name, value in run.plain.items() if name in found}
     return Selection(
         path,
         run,
@@ -642,9 +634,10 @@ def _select(
         versioned({new: states[old] for old, new in kept.items()}, versions or None),
         {n: _full_names(found[n], run.owners[n], new_names) for n in run.optimizers if n in found},
         {name: found[name] for name in (*run.stateful, *run.plain) if name in found},
-        generators,
+        None if GENERATORS in stays else _load_values(generators),
         {names[name] for name in out if name in names},
         stays,
+        [n for n in plain if not diff({n: plain[n]}, {n: _load_values(found[n])}).equal],
     )
 
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from torchlift._model.dtensor import is_dtensor, local_tensor, wrap
-from torchlift._model.torch_private import is_closed
-from torchlift._system.containers import leaves, map_leaves
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.staging import DefaultStager
+from torchlift._model.handlers import clone_of, has_memory, is_plain
+from torchlift._system.containers import leaves
 
 
 class Copies(NamedTuple):
@@ -32,81 +29,62 @@ class Staging:
     """Copies states to host memory. Each copy overwrites the one before."""
 
     def __init__(self) -> None:
-        self._stager: DefaultStager | None = None
+        # Shape, strides and dtype -> tensors with the memory of the last copy.
+        self._rooms: dict[object, list[torch.Tensor]] = {}
 
     def copy(self, models: Mapping[str, Any], others: Mapping[str, Any]) -> Copies:
-        """Copy all states.
+        """Copy all states. Equal views of one memory, such as tied weights, share their copy.
 
         Args:
             models: States of models and optimizers, which may contain DTensors.
             others: States of all other objects.
         """
-        models, rest = _prepare(models), _prepare(others)
-        tensors = [leaf for leaf in leaves(models).values() if isinstance(leaf, torch.Tensor)]
-        # Local tensors in place of DTensors: torch's stager takes ten times as long with layouts.
-        # For 200 DTensors, that is the time to copy 500 MiB.
-        copied, rest = self._stage([[local_tensor(leaf) for leaf in tensors], rest])
-        made = {
-            id(leaf): wrap(leaf, local) if is_dtensor(leaf) else local
-            for leaf, local in zip(tensors, copied, strict=True)
-        }
-        return Copies(copy.deepcopy(models, made), rest)
+        free, self._rooms = self._rooms, {}
+        made: dict[int, torch.Tensor] = {}
+        shared: dict[object, torch.Tensor] = {}
+        every = leaves([models, others]).values()
+        tensors = [leaf for leaf in every if isinstance(leaf, torch.Tensor)]
+        for leaf in tensors:
+            local = local_tensor(leaf)
+            is_odd = not (is_plain(local) and has_memory(local)) or local.is_quantized
+            if is_odd or local.is_meta or vars(local):
+                copied = clone_of(local, torch.device("cpu"))
+                rest = {key: value for key, value in vars(local).items() if key not in vars(copied)}
+                vars(copied).update(copy.deepcopy(rest))
+            else:
+                view = _identity(local)
+                if view not in shared:
+                    shared[view] = self._copy(local.detach(), free)
+                copied = shared[view]
+            made[id(leaf)] = wrap(leaf, copied) if is_dtensor(leaf) else copied
+        for device in {leaf.device for leaf in tensors if leaf.is_cuda}:
+            torch.cuda.synchronize(device)
+        return Copies(*copy.deepcopy([dict(models), dict(others)], made))
+
+    def _copy(self, tensor: torch.Tensor, free: dict[object, list[torch.Tensor]]) -> torch.Tensor:
+        # A number that is expanded to a tensor stays one number.
+        steps = tensor.stride()
+        pairs = zip(tensor.shape, steps, strict=True)
+        values = tensor.as_strided(
+            [min(size, 1) if step == 0 else size for size, step in pairs], steps
+        )
+        key = values.shape, steps, tensor.dtype
+        if not free.get(key):
+            free.clear()  # so that there is never memory for two copies
+            pinned = torch.cuda.is_available()
+            free[key] = [torch.empty_like(values, device="cpu", pin_memory=pinned)]
+        room = free[key].pop()
+        self._rooms.setdefault(key, []).append(room)
+        return room.copy_(values, non_blocking=values.is_cuda).expand(tensor.shape)
 
     def close(self) -> None:
         """Free the memory."""
-        if self._stager is not None:
-            self._stager.close()
-            self._stager = None
-
-    def _stage(self, state: Any) -> Any:
-        # Here, because a program that only resumes needs no second of imports.
-        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
-        is_new = self._stager is None or is_closed(self._stager)
-        if self._stager is None or is_new:
-            pinned = torch.cuda.is_available()
-            self._stager = DefaultStager(StagingOptions(pinned, False, False, pinned))
-        try:
-            return self._stager.stage(state)
-        except AssertionError:  # a storage has another size than at the last save
-            if is_new:  # then it is an error of the caller's object
-                raise
-            self._stager.close()
-            return self._stage(state)
+        self._rooms = {}
 
 
-class _Cloned:
-    """A sparse or quantised tensor, which torch's stager does not copy."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-    def __deepcopy__(self, memo: object) -> torch.Tensor:
-        return self.tensor.detach().clone().cpu()
-
-
-def _needs_clone(leaf: object) -> bool:
-    is_plain = not isinstance(leaf, torch.Tensor) or is_dtensor(leaf) or leaf.is_nested
-    return not is_plain and (leaf.is_quantized or leaf.layout is not torch.strided)  # type: ignore[attr-defined]
-
-
-def _prepare(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Return states that torch's stager can copy.
-
-    For a conjugate or negative view it copies the memory, and does not negate it.
-    """
-
-    def dense(leaf: Any, _: object) -> Any:
-        if _needs_clone(leaf):
-            return _Cloned(leaf)
-        return leaf.resolve_conj().resolve_neg() if isinstance(leaf, torch.Tensor) else leaf
-
-    def changes(leaf: object) -> bool:
-        is_view = isinstance(leaf, torch.Tensor) and (leaf.is_conj() or leaf.is_neg())
-        return is_view or _needs_clone(leaf)
-
-    # Only states that need it: map_leaves turns containers of other classes into plain ones.
-    return {
-        name: map_leaves(state, dense) if any(map(changes, leaves(state).values())) else state
-        for name, state in states.items()
-    }
+def _identity(tensor: torch.Tensor) -> object:
+    """Return a value that is equal for equal views of one memory."""
+    if not tensor.numel():
+        return object()  # empty tensors have no address
+    kind = tensor.dtype, tensor.is_conj(), tensor.is_neg()
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), kind

@@ -1,0 +1,87 @@
+"""The copy of a state on the host: equal values, ties that stay, the memory of the last copy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from torchlift.distributed.staging import Staging
+
+
+class Named(torch.Tensor):
+    """A subclass without behaviour of its own."""
+
+
+def test_a_copy_has_the_values_and_no_memory_of_the_state() -> None:
+    """Of any layout and dtype; containers and plain data are copied, too."""
+    waves = torch.randn(3, dtype=torch.complex64)
+    matrix = torch.randn(4, 6)
+    tensors: dict[str, torch.Tensor] = {
+        "matrix": matrix, "transposed": matrix.T, "column": matrix[:, 1], "number": torch.tensor(2),
+        "empty": torch.ones(0, 3), "none": torch.ones(1).expand(0), "conj": waves.conj(),
+        "negative": waves.conj().imag, "sparse": matrix.to_sparse(),
+        "small": torch.ones(3).to(torch.float8_e4m3fn), "odd": matrix.as_subclass(Named),
+    }  # fmt: skip
+    state = {"tensors": tensors, "plain": [1, {"x": (torch.ones(2), "text")}]}
+    copies = Staging().copy(state, {"other": tensors["column"]})
+    for name, tensor in tensors.items():
+        copied = copies.models["tensors"][name]
+        assert (copied.shape, copied.dtype, type(copied)) == (
+            tensor.shape,
+            tensor.dtype,
+            type(tensor),
+        )
+        assert torch.equal(dense(copied), dense(tensor)), name
+    assert torch.equal(copies.others["other"], matrix[:, 1])
+    before = copies.models["tensors"]["matrix"].clone()
+    matrix.zero_()
+    state["plain"][1]["x"][0].zero_()  # type: ignore[index]
+    assert torch.equal(copies.models["tensors"]["matrix"], before)
+    assert copies.models["plain"][1]["x"][0].tolist() == [1, 1]
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    strided = tensor if tensor.layout is torch.strided else tensor.to_dense()
+    return strided.as_subclass(torch.Tensor).to(torch.complex64)
+
+
+def test_equal_views_share_their_copy_and_an_expanded_number_stays_one() -> None:
+    """Tied weights are one tensor in the file; a mask of one number is no gigabyte."""
+    weight = torch.randn(5)
+    state = {"a": weight.detach(), "b": weight.detach(), "half": weight[:2]}
+    state["mask"] = torch.ones(1).expand(1 << 40)
+    copied = Staging().copy(state, {}).models
+    assert copied["a"].data_ptr() == copied["b"].data_ptr() != weight.data_ptr()
+    assert copied["half"].data_ptr() != copied["a"].data_ptr()
+    assert (copied["mask"].shape, copied["mask"].untyped_storage().nbytes()) == ((1 << 40,), 4)
+
+
+def test_the_next_copy_uses_the_memory_of_the_last_one() -> None:
+    """Whatever the order of its tensors is, and also if some have another size now."""
+    staging, state = Staging(), {"a": torch.ones(1000), "b": torch.ones(10, 100)}
+    first = staging.copy(state, {}).models
+    places = {first[name].data_ptr() for name in state}
+    state = {"b": torch.full((10, 100), 2.0), "a": torch.full((1000,), 3.0)}
+    second = staging.copy(state, {"more": torch.ones(7)}).models
+    assert {second[name].data_ptr() for name in state} == places
+    assert all(torch.equal(second[name], state[name]) for name in state)
+
+
+def test_a_tensor_with_attributes_keeps_them() -> None:
+    """A program that reads them from its own object finds them again."""
+    tensor: Any = torch.ones(3)
+    tensor.scale = 2
+    copied = Staging().copy({}, {"x": [tensor]}).others["x"][0]
+    assert (copied.scale, copied.tolist()) == (2, [1, 1, 1])
+    assert copied.data_ptr() != tensor.data_ptr()
+
+
+@pytest.mark.parametrize("nbytes", [0, 1])
+def test_what_needs_gradients_is_copied_without_its_graph(nbytes: int) -> None:
+    """The state of an object may hold a live parameter."""
+    parameter = torch.nn.Parameter(torch.ones(nbytes))
+    copied = Staging().copy({}, {"p": parameter, "view": parameter * 2}).others
+    assert not copied["view"].requires_grad
+    assert copied["p"].tolist() == parameter.tolist()
