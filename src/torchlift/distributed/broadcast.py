@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from torchlift._model.dtensor import local_shape
 from torchlift._model.handlers import is_wrapper, oddity
-from torchlift._model.ranks import rank, ranks_of
+from torchlift._model.ranks import rank
 from torchlift._sources.opening import StateSource
 from torchlift._sources.tensors import (
     Copy,
@@ -49,7 +48,7 @@ class BroadcastSource(StateSource):
     ) -> None:
         super().__init__(state, versions, whole=True)
         self._tensors, self._device = tensors, device
-        self._group = _carrier(process_group)
+        self._group = process_group
         self._wire = _wire(kind, self._group)
         self._stage = torch.empty(0)
 
@@ -96,7 +95,7 @@ class BroadcastSource(StateSource):
         for index, tensor in tensors.items():
             values = self._broadcast(tensor)
             for item in needed.get(index, ()):
-                _put(values, item)
+                place(values, [(0, size) for size in values.shape], item)
 
     def _broadcast(self, tensor: torch.Tensor | Sent) -> torch.Tensor:
         """Return the values of a tensor of rank 0, in memory that the next one overwrites."""
@@ -147,30 +146,6 @@ def _clone_overwritten(
 
 def _storage_of(tensor: torch.Tensor) -> int:
     return 0 if is_wrapper(tensor) else tensor.untyped_storage().data_ptr()
-
-
-def _put(values: torch.Tensor, item: Copy) -> None:
-    """Copy this rank's slices of complete values."""
-    whole = [(0, size) for size in values.shape]
-    if not is_wrapper(item.target):
-        place(values, whole, item)
-        return
-    # A class that wraps other tensors may have no slices to write to. It gets all values at once.
-    shape, device = local_shape(item.spans), item.target.device
-    plain = torch.empty(shape, dtype=values.dtype, device=device)
-    place(values, whole, item._replace(target=plain))
-    item.target.copy_(plain)
-
-
-def _carrier(process_group: Any) -> Any:
-    """Return the process group that sends weights to the ranks of another one.
-
-    That is the default group if both have all ranks: a group that a caller names may be gloo, and
-    slow.
-    """
-    if process_group is not None and ranks_of(process_group) == ranks_of():
-        return None
-    return process_group
 
 
 def _wire(kind: str, group: Any = None) -> torch.device:

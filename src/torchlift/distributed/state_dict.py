@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import os
 import pickle
-import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from operator import and_
 from typing import Any, NamedTuple
@@ -22,12 +21,12 @@ from torch import nn
 
 from torchlift._checkpoint.checkpoint import Checkpoint
 from torchlift._checkpoint.kinds import Allow
-from torchlift._load.fetch import Fetched, fetch_all
+from torchlift._load.fetch import Prepared, fetch_all
 from torchlift._load.loading import Turn, copy_in_place, place, put_new
 from torchlift._model.commit import Commit
-from torchlift._model.dtensor import is_dtensor, layout_of, reshard, spread_of
+from torchlift._model.dtensor import is_dtensor, reshard, spread_of
 from torchlift._model.names import Names, uses_fsdp1
-from torchlift._model.ranks import RankGroup, StepResult, portable, rank, ranks_of, tensors_of
+from torchlift._model.ranks import RankGroup, StepResult, portable, rank, ranks_of
 from torchlift._model.slots import ModuleTree, read_tree
 from torchlift._model.state import PATCH, by_name, read_model, versioned, versions_of
 from torchlift._model.torch_private import IncompatibleKeys
@@ -54,19 +53,16 @@ from torchlift._sources.opening import (
 )
 from torchlift._sources.tensors import FileTensor, MemoryTensor, Sent
 from torchlift._store.url import Url
-from torchlift._system.containers import leaves, map_leaves
+from torchlift._system.containers import leaves
 from torchlift._system.interrupts import Interruptible, uninterrupted
 from torchlift._system.memory import collection_paused
 from torchlift._system.text import clipped_list
 from torchlift.distributed.broadcast import BroadcastSource, sendable
 from torchlift.distributed.gather import (
-    Steps,
     digests,
     finish,
     map_tensors,
-    names_digest,
     relaid,
-    require_same_names,
     require_same_steps,
     require_within,
     steps_of,
@@ -75,11 +71,9 @@ from torchlift.distributed.optimizer_slots import (
     LoadedKeys,
     OptimizerReport,
     OptimizerSlots,
-    layout_for,
     require_matched,
     runs_own_code,
     set_states,
-    try_states,
 )
 from torchlift.distributed.optimizer_state import Saved, name_by_place, normalise, read_optimizers
 from torchlift.distributed.options import (
@@ -105,10 +99,8 @@ from torchlift.errors import (
     FormatError,
     Hint,
     explain_calls,
-    wrong_call,
 )
 from torchlift.formats.detect import optimizer_in
-from torchlift.formats.flattening import items_of
 from torchlift.formats.index import TensorEntry
 from torchlift.formats.source import errors_name
 
@@ -434,11 +426,6 @@ def load_optimizer(
         >>> load_optimizer(model, optimizer, path, root="optimizer").missing_keys
         []
     """
-    given: tuple[object, object] = model, optimizer
-    is_swapped = isinstance(given[1], (nn.Module, Mapping, str, os.PathLike))
-    if is_swapped or not isinstance(given[0], nn.Module):
-        found = ", ".join(type(each).__name__ for each in given)
-        raise wrong_call("load_optimizer", f"expected a module and its optimizer, found {found}")
     # Raises if a pattern is a text and not a list, as `load` does.
     Options(include=include, exclude=exclude, allow_missing=allow_missing, strict=strict)
     options = StateDictOptions(strict=strict, full_state_dict=True)
@@ -512,33 +499,17 @@ def _optimizer_state(saved: Any) -> Any:
     if isinstance(saved, list) and len(saved) == 1:
         (saved,) = saved
     if isinstance(saved, Mapping):
-        is_flat = any(isinstance(key, str) and key.startswith(_FLAT) for key in saved)
-        # With one container of two there would be no state, and no error.
-        if is_flat != _is_optimizer_state(saved):
+        is_flat = any(str(key).startswith(("state.", "param_groups.")) for key in saved)
+        # With one container of two there would be no state, and no error. DCP drops empty dicts,
+        # and SGD without momentum then has groups alone.
+        if is_flat != ("param_groups" in saved):
             return saved if is_flat else {"state": {}, **saved}
-    found = [
-        str(key)
-        for key, value in items_of(saved)
-        if _is_optimizer_state(value)
-        or (isinstance(value, list) and value and all(map(_is_optimizer_state, value)))
-    ]
-    holder = "Pass the container that holds it as root=."
-    way = f"Pass root={found[0]!r}." if found else state_hint({"": saved}) or holder
     raise FormatError(
         "there is no optimizer state",
         expected="a dict with 'state' and 'param_groups', or a flat one",
         found=f"a {type(saved).__name__}",
-        hint=way,
+        hint=state_hint({"": saved}) or "Pass the container that holds it as root=.",
     )
-
-
-#: The first part of the names in a flat state.
-_FLAT = "state.", "param_groups."
-
-
-def _is_optimizer_state(value: object) -> bool:
-    # DCP drops empty dicts. SGD without momentum then has groups alone.
-    return isinstance(value, Mapping) and "param_groups" in value
 
 
 def patch_model_state_dict(model: nn.Module, *, options: StateDictOptions | None = None) -> None:
@@ -641,21 +612,10 @@ def _read(
     if uses_fsdp1(model):
         from torchlift.distributed import fsdp1
 
-        return fsdp1.read(part, model, found, inside, chosen, validate_arguments, process_group)
-    if submodules:
-        warnings.warn(
-            "Getting submodules only model/optim state_dict is deprecated, as in torch: pick the "
-            "keys you need from the whole state dict",
-            FutureWarning,
-            stacklevel=3,
-        )
+        return fsdp1.read(part, model, found, inside, chosen, validate_arguments)
     tree = ModuleTree(model)
     reshard(tree.modules)
-    gathered: list[torch.Tensor] = []
-    if chosen.full_state_dict:
-        # Submodules may have nothing to gather, and then not every rank needs to call this.
-        only = inside if inside and not found else {model}
-        gathered = [tensor for module in only for tensor in tensors_of(module)]
+    gathered = [each.tensor for each in tree.groups] if chosen.full_state_dict else []
     offloads = chosen.full_state_dict and chosen.cpu_offload
     if offloads and process_group is None and any(map(is_dtensor, gathered)):
         # The names of ranks that no mesh ties to this one are compared, too.
@@ -666,7 +626,7 @@ def _read(
             shared = [each.tensor for each in tree.groups]
         group = RankGroup.of_model(shared, kind=StateDictMismatch, process_group=process_group)
 
-    def read_state() -> StepResult[_ReadState, _ReadMessage]:
+    def read_state() -> StepResult[States, _ReadMessage]:
         validate_arguments()
         names = Names(tree, chosen.dsd_fqn_modifiers)
         states = States({}, {})
@@ -678,27 +638,21 @@ def _read(
             states = states._replace(optimizer=read_optimizers(names, found, chosen))
         for state in states if chosen.full_state_dict else ():
             require_within(state)
-        steps: Steps = {}
-        if group.groups and (chosen.full_state_dict or process_group is not None):
-            steps = steps_of(states._asdict(), gathered)
-        message = _ReadMessage(
-            digests(steps),
-            names_digest(states) if offloads and group.groups else None,
-            checksums_of(_replicas(states, names)) if compare and group.groups else {},
-        )
-        return StepResult(_ReadState(states, steps), message)
+        steps = steps_of(states._asdict(), gathered) if group.groups else {}
+        if group.groups and offloads:  # the first rank alone keeps the result
+            steps["names"] = [repr(path) for path in leaves(states)]
+        replicas = checksums_of(_replicas(states, names)) if compare and group.groups else {}
+        return StepResult(states, _ReadMessage(digests(steps), replicas))
 
     with collection_paused(), torch.no_grad():
         read, by_rank = group.run(read_state)
-        require_same_steps(group, read.steps, {who: each.digests for who, each in by_rank.items()})
-        offloading = {who: each.names for who, each in by_rank.items() if each.names is not None}
-        require_same_names(offloading)
+        require_same_steps({who: each.digests for who, each in by_rank.items()})
         keeps = not offloads or rank() == ranks_of(*group.groups[:1])[0]
 
         def gather_states() -> StepResult[States, None]:
             made = [
                 versioned(finish(each, chosen, keeps=keeps), getattr(each, "_metadata", None))
-                for each in read.states
+                for each in read
             ]
             return StepResult(States(*made), None)
 
@@ -712,24 +666,15 @@ def _read(
     return whole
 
 
-class _ReadState(NamedTuple):
-    """The state that a rank has read, and the steps in which it will gather it."""
-
-    states: States
-    steps: Steps
-
-
 class _ReadMessage(NamedTuple):
     """The message of a rank that has read its state.
 
     Attributes:
         digests: Of the steps in which it will gather.
-        names: Digest of its names, if the first rank alone keeps the result.
         checksums: Of plain parameters and plain optimizer state.
     """
 
     digests: dict[str, str]
-    names: bytes | None
     checksums: dict[HeldPart, Checksum]
 
 
@@ -784,14 +729,6 @@ def load_states(call: LoadCall, commit: Commit | None = None) -> LoadedKeys:
         from torchlift.distributed import fsdp1
 
         return fsdp1.write(call)
-    given = call.model_state
-    if isinstance(given, Mapping) and any(isinstance(key, nn.Module) for key in given):
-        warnings.warn(
-            "Passing model_state_dict as a dict of modules is deprecated, as in torch: put "
-            "the module's name before the keys",
-            FutureWarning,
-            stacklevel=3,
-        )
     with collection_paused():
         return _load_together(call, commit)
 
@@ -878,55 +815,46 @@ def _prepare(call: LoadCall, tree: ModuleTree) -> _Job:
     if optimizers:
         state.optimizer = normalise(call.optim_dict(chosen.strict), optimizers, names)
         state.optimizer.leave_out(call.include, call.exclude, call.allow_missing)
-    moments = leaves(state.optimizer.state) if state.optimizer else {}
-    values = {(name,): value for name, value in (state.model or {}).items()}
-    for path, value in [*values.items(), *moments.items()]:
+    moments = state.optimizer.state if state.optimizer else {}
+    for (_, *path), value in leaves([state.model or {}, moments]).items():
         if isinstance(value, torch.Tensor) and value.is_nested:
             # A nested tensor has no shape to compare, and torch fails if it is asked for one.
-            check_value(".".join(map(str, path)), None, value, chosen)
+            raise bad_value(".".join(map(str, path)), "a tensor that is nested")
     return job
-
-
-class _PreparedJob(NamedTuple):
-    """The job of a rank, and the steps in which it will change layouts."""
-
-    job: _Job
-    steps: Steps
 
 
 def _prepare_alike(call: LoadCall, tree: ModuleTree, group: RankGroup) -> _Job:
     """Validate the arguments of all ranks, and lay out values like the tensors they are for."""
     tensors = [each.tensor for each in tree.groups]
 
-    def describe() -> StepResult[_PreparedJob, dict[str, str]]:
+    def describe() -> StepResult[_Job, dict[str, str]]:
         job = _prepare(call, tree)
         loaded = {"model": job.state.model, "optimizers": job.state.optimizer}
         loading = [f"to load {name}" for name, state in loaded.items() if state is not None]
-        other: dict[str, torch.Tensor] = {}
-        _change_other_layouts(job, lambda name, value, _: other.setdefault(name, value))
-        steps = {"call": loading, **steps_of(other, tensors)}
-        return StepResult(_PreparedJob(job, steps), digests(steps))
+        steps = {"call": loading, **steps_of(_other_layouts(job), tensors)}
+        return StepResult(job, digests(steps))
 
-    (job, steps), by_rank = group.run(describe)
-    require_same_steps(group, steps, by_rank)
-
-    def lay_out(name: str, value: Any, live: Any) -> Any:
-        if call.collective is False:
-            raise StateDictMismatch(
-                "a value has another layout than the model, which ranks change together",
-                entry=name,
-                expected=layout_of(live),
-                found=layout_of(value),
-                hint="Leave collective=False out.",
-            )
-        return relaid(value, live)
-
+    job, by_rank = group.run(describe)
+    require_same_steps(by_rank)
+    model = job.state.model or {}
     # This communicates. It is done now, while no module's own code can stop one of the ranks.
-    _change_other_layouts(job, lay_out)
+    for name, value in _other_layouts(job).items() if call.collective is not False else ():
+        model[name] = relaid(value, job.names.tensors[name])
     return job
 
 
-@dataclass
+def _other_layouts(job: _Job) -> dict[str, Any]:
+    """Return the values for the model that have another layout on its mesh, by name."""
+    model = job.state.model or {}
+    return {
+        name: value
+        for name, live in job.names.tensors.items()  # in the same order on every rank
+        if is_dtensor(live) and is_dtensor(value := model.get(name))
+        if value.device_mesh == live.device_mesh and spread_of(value) != spread_of(live)
+    }
+
+
+@dataclass(frozen=True)
 class _OptimizerPart:
     """The plan of the optimizers' state.
 
@@ -934,13 +862,11 @@ class _OptimizerPart:
         slots: The slots that receive it.
         source: The source of the values.
         plan: How the slots are filled.
-        fetched: The values, once they are in memory.
     """
 
     slots: OptimizerSlots
     source: StateSource
     plan: LoadPlan
-    fetched: Fetched | None = None
 
 
 class _Plans(NamedTuple):
@@ -1006,9 +932,11 @@ def _load(job: _Job, group: RankGroup, outer: Commit | None) -> LoadedKeys:
             # An interrupt while rank 0 broadcasts would leave the other ranks waiting.
             with nullcontext() if broadcasts else Interruptible():
                 fetched = fetch_all(plan, source, None, _ignore) if plan is not None else None
+                steps: list[Prepared] = []
                 if part is not None:
-                    part.fetched = fetch_all(part.plan, part.source, None, _ignore)
-                    try_states(part.slots, part.fetched)
+                    steps = put_new(fetch_all(part.plan, part.source, None, _ignore), commit)
+                    # The commit undoes this if a rank fails. Values are copied in place later.
+                    set_states(part.slots, commit, own_code=False)
             if plan is not None and fetched is not None:
                 validate = partial(_check, job, path=source.path, options=rules)
                 turn = Turn(tree, commit, agree, deliver, validate, _ignore, again)
@@ -1018,15 +946,14 @@ def _load(job: _Job, group: RankGroup, outer: Commit | None) -> LoadedKeys:
                     unexpected = [names.canonical(name) for name in placed.unexpected]
                 more = placed.asks_again
             more = more and agree(again and part is not None)
-            if part is not None and part.fetched is not None:
-                steps = put_new(part.fetched, commit)
+            if part is not None:
                 copy_in_place(steps, part.source, commit, backup=again, advance=_ignore)
-                set_states(part.slots, commit)
+                set_states(part.slots, commit, own_code=True)
                 if more:
                     agree(False)
             if outer is None:
                 commit.finish()
-    return LoadedKeys.of(missing, unexpected, None if part is None else part.slots.report())
+    return LoadedKeys(missing, unexpected, part.slots.report if part is not None else None)
 
 
 def _plan_optimizers(job: _Job, source: StateSource, commit: Commit) -> _OptimizerPart:
@@ -1127,38 +1054,6 @@ def _device_type(tree: ModuleTree) -> str:
     return "cpu"
 
 
-def _change_other_layouts(job: _Job, change: Callable[[str, Any, Any], Any]) -> None:
-    """Replace each value whose layout on the mesh differs from that of the tensor it is for.
-
-    Args:
-        job: Its state is changed. The caller's is not.
-        change: Called with a name, the value, and the tensor of the model or optimizer.
-    """
-
-    def change_one(name: str, value: Any, live: Any) -> Any:
-        if not (is_dtensor(value) and is_dtensor(live)) or value.device_mesh != live.device_mesh:
-            return value
-        return value if spread_of(value) == spread_of(live) else change(name, value, live)
-
-    model, saved = job.state.model or {}, job.state.optimizer or Saved()
-    for name, tensor in job.names.tensors.items():  # in the same order on every rank
-        if name in model:
-            model[name] = change_one(name, model[name], tensor)
-    for optimizer in job.optimizers:
-        for param in (p for group in optimizer.param_groups for p in group["params"]):
-            live = leaves(optimizer.state.get(param, {})) if is_dtensor(param) else {}
-
-            def change_moment(
-                value: Any, path: Any, live: Any = live, param: torch.Tensor = param
-            ) -> Any:
-                like = layout_for(value, live.get(path[1:]), param)
-                return change_one(".".join(map(str, path)), value, like)
-
-            for name in job.names.fqns(param) if is_dtensor(param) else ():
-                if name in saved.state:
-                    saved.state[name] = map_leaves(saved.state[name], change_moment, (name,))
-
-
 class _PackedJob(NamedTuple):
     """The job of this rank, and on rank 0 the bytes of its state."""
 
@@ -1218,15 +1113,8 @@ def _pack(state: _State) -> bytes:
             for name, value in model.items()
         }
     if optimizer is not None:
-        optimizer = Saved(
-            **{
-                item.name: map_tensors(
-                    getattr(optimizer, item.name),
-                    describe if item.name == "state" else lambda tensor: tensor.detach().cpu(),
-                )
-                for item in fields(Saved)
-            }
-        )
+        rest = map_tensors({**vars(optimizer), "state": {}}, lambda tensor: tensor.detach().cpu())
+        optimizer = Saved(**{**rest, "state": map_tensors(optimizer.state, describe)})
     state.tensors = tensors
     described = replace(state, model=model, optimizer=optimizer, tensors=list(sent.values()))
     # Packed here, and not by the broadcast: there an error would stop rank 0 alone.
