@@ -182,6 +182,27 @@ def an_unexpected_key_on_rank_0_is_an_error_everywhere() -> None:
 
 
 @check(2)
+def ties_of_what_rank_0_sends_are_those_of_the_model() -> None:
+    """Two values for one tensor are refused, and one value for two tensors is copied for each."""
+    options = ours.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    tied = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+    tied["b"].weight = tied["a"].weight
+    before = tied["a"].weight.detach().clone()
+    state = {"a.weight": torch.ones(2, 2), "b.weight": torch.zeros(2, 2)}
+    given = state if dist.get_rank() == 0 else {}
+    raises(partial(ours.set_model_state_dict, tied, given, options=options), "different values")
+    same(tied["a"].weight.detach(), before)
+    state["b.weight"] = state["a.weight"]
+    for model in (tied, nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})):
+        model.to("meta")
+        for layer in model.values():
+            layer.bias = None
+        ours.set_model_state_dict(model, given and state, options=options)
+        same(dict(model.state_dict()), {key: torch.ones(2, 2) for key in state})
+    assert model["a"].weight.data_ptr() != model["b"].weight.data_ptr()
+
+
+@check(2)
 def each_stage_of_a_pipeline_takes_its_own_part() -> None:
     """The state dict of rank 0 holds the stages of all ranks."""
     whole = nn.ModuleDict({"0": nn.Linear(3, 4), "1": nn.Linear(4, 5)})

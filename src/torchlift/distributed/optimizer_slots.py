@@ -31,9 +31,10 @@ from torchlift._model.torch_private import IncompatibleKeys
 from torchlift._plan.names import Match
 from torchlift._plan.report import list_names
 from torchlift._plan.rules import Options, allowed
-from torchlift._sources.tensors import FileTensor, Sent
+from torchlift._sources.tensors import FileTensor
 from torchlift._system.containers import leaves, map_leaves
 from torchlift._system.text import Facts, Summary, clipped_list
+from torchlift.distributed.broadcast import Inbox, Sent
 from torchlift.distributed.optimizer_state import (
     PLAIN,
     Saved,
@@ -51,6 +52,8 @@ from torchlift.distributed.options import (
 
 #: A saved tensor: in memory, in files, or on rank 0.
 Stored = torch.Tensor | FileTensor | Sent
+#: The path of a value in the state of a parameter.
+Path = tuple[Any, ...]
 
 
 @dataclass(frozen=True, repr=False)
@@ -180,13 +183,13 @@ class OptimizerSlots:
         self._require_all()
 
     @cached_property
-    def _of_each_element(self) -> dict[tuple[Any, ...], bool]:
+    def _of_each_element(self) -> dict[Path, bool]:
         """Path in a state -> whether its tensor has the shape of its parameter.
 
         Parameters that are not square show it: a moment has the shape of each, a matrix for one
         side does not. A path that only square parameters have is left out.
         """
-        found: dict[tuple[Any, ...], bool] = {}
+        found: dict[Path, bool] = {}
         for optimizer in self._optimizers:
             for param in (p for group in optimizer.param_groups for p in group["params"]):
                 name = _saved_name(param, self._names, self._saved.state)
@@ -202,6 +205,13 @@ class OptimizerSlots:
         """Return the options of the load into the slots."""
         # Read, not mapped: training must not write to the pages of a file.
         return Options(device=lambda entry: self._devices[entry.key], strict=False, source="read")
+
+    def make_room(self, inbox: Inbox) -> None:
+        """Replace the descriptions of the tensors of rank 0 by memory for them."""
+        for key, value in self.values.items():
+            if isinstance(value, Sent):
+                like = self.module._buffers[key]
+                self.values[key] = inbox.room_for(value, like, self._devices[key])
 
     def filled(self, tree: Any) -> Any:
         """Return a new state with the tensors in its slots."""
@@ -267,10 +277,10 @@ class OptimizerSlots:
         state = owner.optimizer.state.get(owner.param, {})
         tensors = _tensors(state)
 
-        def place(value: Any, path: tuple[Any, ...]) -> Any:
+        def place(value: Any, path: Path) -> Any:
             live = tensors.get(path)
             if not isinstance(value, Stored):
-                _require_no_tensor(owner, value, live, path)
+                _require_no_tensor(owner, value, tensors, path)
                 return copy.deepcopy(value)
             return self._slot(owner, value, live, path)
 
@@ -278,7 +288,7 @@ class OptimizerSlots:
         return new if self._options.strict else {**state, **new}
 
     def _slot(
-        self, owner: _Owner, value: Stored, live: torch.Tensor | None, path: tuple[Any, ...]
+        self, owner: _Owner, value: Stored, live: torch.Tensor | None, path: Path
     ) -> Slot | torch.Tensor:
         like = self._layout(owner, value, live, path)
         device, dtype = _goal(owner, value, live, path, self._device)
@@ -306,7 +316,7 @@ class OptimizerSlots:
         return Slot(key)
 
     def _layout(
-        self, owner: _Owner, value: Stored, live: torch.Tensor | None, path: tuple[Any, ...]
+        self, owner: _Owner, value: Stored, live: torch.Tensor | None, path: Path
     ) -> torch.Tensor | None:
         """Return a tensor with the layout for a saved one, or None for a complete plain tensor.
 
@@ -350,12 +360,12 @@ class OptimizerSlots:
             )
         return value
 
-    def _recorded(self, owner: _Owner, path: tuple[Any, ...]) -> str | None:
+    def _recorded(self, owner: _Owner, path: Path) -> str | None:
         """Return the recorded layout of a state, if it was recorded."""
         recorded = self._saved.layouts.get(owner.name, {}).get(path_text(path))
         return recorded if is_dtensor(owner.param) else None
 
-    def _expected(self, owner: _Owner, value: Stored, path: tuple[Any, ...]) -> torch.Tensor | None:
+    def _expected(self, owner: _Owner, value: Stored, path: Path) -> torch.Tensor | None:
         """Return a tensor with the layout of a state that the optimizer lacks, or None if plain.
 
         Raises:
@@ -382,7 +392,7 @@ class OptimizerSlots:
         return expected
 
 
-def _blank(layout: str, owner: _Owner, value: Stored, path: tuple[Any, ...]) -> torch.Tensor:
+def _blank(layout: str, owner: _Owner, value: Stored, path: Path) -> torch.Tensor:
     """Return a DTensor on meta, on the mesh of a parameter, in a recorded layout.
 
     Raises:
@@ -403,7 +413,7 @@ def _blank(layout: str, owner: _Owner, value: Stored, path: tuple[Any, ...]) -> 
     return made
 
 
-def _unknown_layout(owner: _Owner, value: Stored, path: tuple[Any, ...]) -> StateDictMismatch:
+def _unknown_layout(owner: _Owner, value: Stored, path: Path) -> StateDictMismatch:
     return StateDictMismatch(
         "the layout of an optimizer state on the mesh is unknown",
         entry=owner.entry(path),
@@ -429,16 +439,16 @@ class _Owner:
     optimizer: torch.optim.Optimizer
 
     @cached_property
-    def initial(self) -> dict[tuple[Any, ...], torch.Tensor]:
+    def initial(self) -> dict[Path, torch.Tensor]:
         """The tensors of the optimizer's initial state."""
         return _tensors(initial_state(self.optimizer, self.group, self.param))
 
-    def entry(self, path: tuple[Any, ...]) -> str:
+    def entry(self, path: Path) -> str:
         """Return the name of the state at a path, for errors."""
         return ".".join(map(str, (self.name, *path)))
 
 
-def _tensors(state: Any) -> dict[tuple[Any, ...], torch.Tensor]:
+def _tensors(state: Any) -> dict[Path, torch.Tensor]:
     return {path: leaf for path, leaf in leaves(state).items() if torch.is_tensor(leaf)}
 
 
@@ -480,7 +490,7 @@ def _goal(
     owner: _Owner,
     value: Stored,
     live: torch.Tensor | None,
-    path: tuple[Any, ...],
+    path: Path,
     blank: torch.device,
 ) -> tuple[torch.device, torch.dtype]:
     """Return device and dtype as `torch.optim.Optimizer.load_state_dict` does, without a cast.
@@ -511,7 +521,7 @@ def _saved_name(param: torch.Tensor, names: Names, saved: Mapping[str, Any]) -> 
 
 
 def _require_no_tensor(
-    owner: _Owner, value: object, live: torch.Tensor | None, path: tuple[Any, ...]
+    owner: _Owner, value: object, state: Mapping[Path, torch.Tensor], path: Path
 ) -> None:
     """Refuse a plain value for a tensor with dimensions. The next step would fail.
 
@@ -520,14 +530,15 @@ def _require_no_tensor(
     """
     if value is None and isinstance(owner.optimizer, torch.optim.SGD):
         return  # older versions saved None for no momentum
-    expected = owner.initial.get(path) if live is None else live
-    if expected is not None and expected.dim():
-        raise StateDictMismatch(
-            "the saved state is not a tensor",
-            entry=owner.entry(path),
-            expected=f"a tensor of shape {list(expected.shape)}",
-            found=type(value).__name__,
-        )
+    for end in range(1, len(path) + 1):  # a list may stand in the place of a tensor
+        expected = state.get(path[:end], owner.initial.get(path[:end]))
+        if expected is not None and expected.dim():
+            raise StateDictMismatch(
+                "the saved state is not a tensor",
+                entry=owner.entry(path[:end]),
+                expected=f"a tensor of shape {list(expected.shape)}",
+                found=type(value).__name__,
+            )
 
 
 # ---- groups

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
-from operator import and_
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +24,10 @@ from torchlift._checkpoint.kinds import Allow
 from torchlift._load.fetch import Prepared, fetch_all
 from torchlift._load.loading import Turn, copy_in_place, place, put_new
 from torchlift._model.commit import Commit
-from torchlift._model.dtensor import is_dtensor, reshard, spread_of
+from torchlift._model.dtensor import default_device, is_dtensor, reshard, spread_of
+from torchlift._model.hooks import hooked_modules
 from torchlift._model.names import Names, uses_fsdp1
+from torchlift._model.own_loading import own_loaders
 from torchlift._model.ranks import RankGroup, StepResult, portable, rank, ranks_of
 from torchlift._model.slots import ModuleTree, read_tree
 from torchlift._model.state import PATCH, by_name, read_model, versioned, versions_of
@@ -51,13 +53,13 @@ from torchlift._sources.opening import (
     is_state,
     state_hint,
 )
-from torchlift._sources.tensors import FileTensor, MemoryTensor, Sent
+from torchlift._sources.tensors import FileTensor, MemoryTensor
 from torchlift._store.url import Url
 from torchlift._system.containers import leaves
 from torchlift._system.interrupts import Interruptible, uninterrupted
 from torchlift._system.memory import collection_paused
 from torchlift._system.text import clipped_list
-from torchlift.distributed.broadcast import BroadcastSource, sendable
+from torchlift.distributed.broadcast import Inbox, Sent, sendable
 from torchlift.distributed.gather import (
     digests,
     finish,
@@ -77,7 +79,6 @@ from torchlift.distributed.optimizer_slots import (
 )
 from torchlift.distributed.optimizer_state import Saved, name_by_place, normalise, read_optimizers
 from torchlift.distributed.options import (
-    UNEXPECTED,
     LoadCall,
     Optimizers,
     Part,
@@ -86,7 +87,6 @@ from torchlift.distributed.options import (
     States,
     bad_value,
     check_value,
-    mismatch_error,
     model_mismatch_error,
     require_module,
     require_optimizers,
@@ -615,15 +615,14 @@ def _read(
         return fsdp1.read(part, model, found, inside, chosen, validate_arguments)
     tree = ModuleTree(model)
     reshard(tree.modules)
-    gathered = [each.tensor for each in tree.groups] if chosen.full_state_dict else []
+    tensors = [each.tensor for each in tree.groups]
     offloads = chosen.full_state_dict and chosen.cpu_offload
-    if offloads and process_group is None and any(map(is_dtensor, gathered)):
+    if offloads and process_group is None and any(map(is_dtensor, tensors)):
         # The names of ranks that no mesh ties to this one are compared, too.
         group = RankGroup.of_all(StateDictMismatch)
     else:
-        shared = gathered
-        if compare and not gathered and _looks_replicated(tree, found):
-            shared = [each.tensor for each in tree.groups]
+        exchanges = chosen.full_state_dict or (compare and _looks_replicated(tensors, found))
+        shared = tensors if exchanges else ()
         group = RankGroup.of_model(shared, kind=StateDictMismatch, process_group=process_group)
 
     def read_state() -> StepResult[States, _ReadMessage]:
@@ -638,7 +637,7 @@ def _read(
             states = states._replace(optimizer=read_optimizers(names, found, chosen))
         for state in states if chosen.full_state_dict else ():
             require_within(state)
-        steps = steps_of(states._asdict(), gathered) if group.groups else {}
+        steps = steps_of(states._asdict(), tensors) if group.groups else {}
         if group.groups and offloads:  # the first rank alone keeps the result
             steps["names"] = [repr(path) for path in leaves(states)]
         replicas = checksums_of(_replicas(states, names)) if compare and group.groups else {}
@@ -678,12 +677,13 @@ class _ReadMessage(NamedTuple):
     checksums: dict[HeldPart, Checksum]
 
 
-def _looks_replicated(tree: ModuleTree, optimizers: tuple[torch.optim.Optimizer, ...]) -> bool:
+def _looks_replicated(
+    tensors: list[torch.Tensor], optimizers: tuple[torch.optim.Optimizer, ...]
+) -> bool:
     """Return whether a sharded model has plain parameters, or its optimizers plain state.
 
     Numbers do not count. Adam's ``step`` is plain, and ranks would always wait for each other.
     """
-    tensors = [group.tensor for group in tree.groups]
     if not any(is_dtensor(tensor) and tensor.device_mesh.size() > 1 for tensor in tensors):
         return False
     states = [state for each in optimizers for state in getattr(each, "state", {}).values()]
@@ -757,7 +757,10 @@ class _State:
 
 @dataclass
 class _Job:
-    """The valid arguments of a load on this rank."""
+    """The valid arguments of a load on this rank.
+
+    With ``broadcast_from_rank0``, the state and the slots have memory for what is in the inbox.
+    """
 
     call: LoadCall
     names: Names
@@ -765,6 +768,20 @@ class _Job:
     optimizers: tuple[torch.optim.Optimizer, ...]
     options: StateDictOptions
     state: _State
+    slots: OptimizerSlots | None = None
+    inbox: Inbox | None = None
+
+
+class _Needs(NamedTuple):
+    """The needs of a rank that receives the state dict of rank 0.
+
+    Attributes:
+        names: A bit for each name of the model's state dict, in its order: whether it is needed.
+        values: Whether code of the model may look at values while the load is planned.
+    """
+
+    names: int
+    values: bool
 
 
 def _load_together(call: LoadCall, commit: Commit | None) -> LoadedKeys:
@@ -876,20 +893,6 @@ class _Plans(NamedTuple):
     optimizer: _OptimizerPart | None
 
 
-class _PlanMessage(NamedTuple):
-    """The message of a rank that has planned its load.
-
-    Attributes:
-        refuses: Whether an optimizer's own code may still end the load.
-        is_strict: Whether the load is strict on this rank.
-        unexpected: With ``broadcast_from_rank0``, a bit for each name of rank 0, in its order.
-    """
-
-    refuses: bool
-    is_strict: bool
-    unexpected: int
-
-
 def _load(job: _Job, group: RankGroup, outer: Commit | None) -> LoadedKeys:
     """Plan, fetch and put a valid job, or change nothing.
 
@@ -898,56 +901,49 @@ def _load(job: _Job, group: RankGroup, outer: Commit | None) -> LoadedKeys:
         group: The ranks that load together.
         outer: The caller's commit, which ends later.
     """
-    options, names, tree, state = job.options, job.names, job.tree, job.state
-    broadcasts = options.broadcast_from_rank0
+    names, tree, state = job.names, job.tree, job.state
     # The commit is the inner one: an interrupt while it undoes changes would leave half of them.
     with uninterrupted() as deliver, Commit() if outer is None else nullcontext(outer) as commit:
         rules, source = _engine_options(job), _source(job)
 
-        def plan_all() -> StepResult[_Plans, _PlanMessage]:
+        def plan_all() -> StepResult[_Plans, bool]:
             plan, part = None, None
-            source.reserve()  # a rank without memory stops all ranks here
             if state.model is not None:
                 plan = make_plan(tree, source, rules, commit, check=partial(_check, job))
             if state.optimizer is not None:
                 part = _plan_optimizers(job, source, commit)
-            extra = 0
-            if broadcasts and plan is not None:
-                numbers = {names.key(name): at for at, name in enumerate(state.model or ())}
-                extra = sum(1 << numbers[name] for name in plan.unexpected_keys)
+            # Whether an optimizer's own code may still end the load.
             refuses = any(map(runs_own_code, job.optimizers if part else ()))
             deliver()  # an interrupt here is reported to the other ranks
-            return StepResult(_Plans(plan, part), _PlanMessage(refuses, options.strict, extra))
+            return StepResult(_Plans(plan, part), refuses)
 
         (plan, part), by_rank = group.run(plan_all)
-        messages = by_rank.values()
-        missing: list[str] = []
-        unexpected = _unexpected_on_all(state, messages) if broadcasts else []
-        if unexpected and any(message.is_strict for message in messages):
-            raise mismatch_error("model", {UNEXPECTED: unexpected}, unexpected_keys=unexpected)
+        if job.inbox is not None:
+            # An interrupt here would leave the other ranks waiting, so it comes later.
+            job.inbox.receive()
+        missing, unexpected = list[str](), list[str]()
         # If something can fail after the first change, the ranks agree again, and keep old values.
-        again = broadcasts or outer is not None or any(message.refuses for message in messages)
+        again = outer is not None or any(by_rank.values())
         with group.together() as agree:
             more = True
-            # An interrupt while rank 0 broadcasts would leave the other ranks waiting.
-            with nullcontext() if broadcasts else Interruptible():
+            with Interruptible():
                 fetched = fetch_all(plan, source, None, _ignore) if plan is not None else None
-                steps: list[Prepared] = []
-                if part is not None:
-                    steps = put_new(fetch_all(part.plan, part.source, None, _ignore), commit)
-                    # The commit undoes this if a rank fails. Values are copied in place later.
-                    set_states(part.slots, commit, own_code=False)
+                moments = fetch_all(part.plan, part.source, None, _ignore) if part else None
+            steps: list[Prepared] = []
+            if part is not None and moments is not None:
+                steps = put_new(moments, commit)
+                # The commit undoes this if a rank fails. Values are copied in place later.
+                set_states(part.slots, commit, own_code=False)
             if plan is not None and fetched is not None:
                 validate = partial(_check, job, path=source.path, options=rules)
                 turn = Turn(tree, commit, agree, deliver, validate, _ignore, again)
                 placed = place(plan, fetched, turn)
                 missing = [names.canonical(name) for name in placed.missing]
-                if not broadcasts:
-                    unexpected = [names.canonical(name) for name in placed.unexpected]
+                unexpected = [names.canonical(name) for name in placed.unexpected]
                 more = placed.asks_again
             more = more and agree(again and part is not None)
             if part is not None:
-                copy_in_place(steps, part.source, commit, backup=again, advance=_ignore)
+                copy_in_place(steps, commit, backup=again, advance=_ignore)
                 set_states(part.slots, commit, own_code=True)
                 if more:
                     agree(False)
@@ -958,18 +954,14 @@ def _load(job: _Job, group: RankGroup, outer: Commit | None) -> LoadedKeys:
 
 def _plan_optimizers(job: _Job, source: StateSource, commit: Commit) -> _OptimizerPart:
     assert job.state.optimizer is not None
-    slots = OptimizerSlots(
-        job.names, job.optimizers, job.state.optimizer, job.options, _device(job)
-    )
+    slots = job.slots or _make_slots(job, job.state.optimizer)
     values, buffers = source.beside(slots.values), ModuleTree(slots.module)
     plan = make_plan(buffers, values, slots.options, commit, check=require_matched)
     return _OptimizerPart(slots, values, plan)
 
 
-def _unexpected_on_all(state: _State, messages: Iterable[_PlanMessage]) -> list[str]:
-    """Return the names that no rank uses: the stages of a pipeline share one state dict."""
-    unused = reduce(and_, (message.unexpected for message in messages))
-    return sorted(name for at, name in enumerate(state.model or ()) if unused >> at & 1)
+def _make_slots(job: _Job, saved: Saved) -> OptimizerSlots:
+    return OptimizerSlots(job.names, job.optimizers, saved, job.options, _device(job))
 
 
 def _ignore(_: int) -> None:
@@ -983,12 +975,8 @@ def _source(job: _Job) -> StateSource:
     """Return the state as the source of a load, by the keys of the wrapped model."""
     state, options = job.state, job.options
     values = {job.names.key(name): value for name, value in (state.model or {}).items()}
-    if options.broadcast_from_rank0:
-        device = _device(job)
-        return BroadcastSource(
-            values, state.versions, state.tensors, device, state.kind, job.call.process_group
-        )
-    return StateSource(values, state.versions, whole=options.full_state_dict)
+    is_new = options.broadcast_from_rank0
+    return StateSource(values, state.versions, whole=options.full_state_dict, is_new=is_new)
 
 
 def _device(job: _Job) -> torch.device:
@@ -1028,8 +1016,7 @@ def _check(job: _Job, matched: Match, path: str, options: Options) -> None:
     missing = [names.canonical(name) for name in matched.missing] if options.strict else []
     excused = allowed(missing, job.call.allow_missing)
     missing = [name for name in missing if name not in excused]
-    alone = options.strict and not chosen.broadcast_from_rank0
-    unexpected = [names.canonical(name) for name in matched.unexpected] if alone else []
+    unexpected = [names.canonical(name) for name in matched.unexpected] if options.strict else []
     shapes = {
         names.canonical(key): (item.expected, item.found)
         for key, item in matched.mismatched.items()
@@ -1086,13 +1073,55 @@ def _receive_job(call: LoadCall, tree: ModuleTree, group: RankGroup, all_broadca
     box = [packed]
     torch.distributed.broadcast_object_list(box, src=0, group=group.groups[0])
 
-    def unpack() -> StepResult[_State, None]:
-        return StepResult(pickle.loads(box[0] or b""), None)  # this process may not know a class
+    def make_room() -> StepResult[Inbox, _Needs]:
+        tensors = job.state.tensors
+        job.state = pickle.loads(box[0] or b"")  # this process may not know a class
+        inbox = Inbox(tensors or job.state.tensors, job.state.kind, call.process_group)
+        return StepResult(inbox, _make_room(job, inbox))
 
-    state = group.run(unpack).value
-    if rank() == 0:
-        state.tensors = job.state.tensors
-    return replace(job, state=state)
+    # A rank without memory stops all ranks here.
+    job.inbox, needs = group.run(make_room)
+    if any(each.values for each in needs.values()):
+        with uninterrupted():
+            job.inbox.receive()
+    # The stages of a pipeline share one state dict. Names of other stages are not unexpected.
+    others = reduce(or_, (each.names for each in needs.values())) & ~needs[rank()].names
+    model = job.state.model or {}
+    for at, name in enumerate([*model]):
+        if others >> at & 1:
+            del model[name]
+    return job
+
+
+def _make_room(job: _Job, inbox: Inbox) -> _Needs:
+    """Replace the descriptions of the tensors of rank 0 by memory for those that this rank needs.
+
+    Code of the model may need names that the model lacks.
+    """
+    state, tree, default = job.state, job.tree, _device(job)
+    live = {slot.fqn: group.tensor for group in tree.groups for slot in group.slots}
+    model = state.model or {}
+    keys = {name: job.names.key(name) for name in model}
+    coded = (*hooked_modules(tree, keys.values()), *own_loaders(tree))
+    prefixes = tuple(prefix for prefix, _ in coded)
+    needed = 0
+    for at, (name, key) in enumerate(keys.items()):
+        value, like = model[name], live.get(key)
+        if like is None and not key.startswith(prefixes):
+            continue
+        needed |= 1 << at
+        if not isinstance(value, Sent):
+            continue
+        device = default
+        if is_dtensor(like) and not (like.is_meta and job.options.cpu_offload):
+            device = default_device(like)
+        elif like is not None and not like.is_meta:
+            device = like.device
+        model[name] = inbox.room_for(value, like, device)
+    if state.optimizer is not None:
+        job.slots = _make_slots(job, state.optimizer)
+        job.slots.make_room(inbox)
+    return _Needs(needed, bool(coded))
 
 
 def _pack(state: _State) -> bytes:
