@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from torchlift._model.dtensor import everything, is_dtensor, local_shape, spans_of, wrap
+from torchlift._model.dtensor import is_dtensor, local_shape, spans_of, wrap
 from torchlift._model.handlers import oddity
-from torchlift._sources.tensors import Copy, place
+from torchlift._sources.tensors import Copy, place, whole_copy
 from torchlift.errors import PlacementError
 
 
@@ -54,11 +54,14 @@ class Inbox:
             like: The tensor that it is for, if there is one.
             device: The device of the new tensor.
         """
-        is_sharded = is_dtensor(like) and like.shape == sent.shape
-        spans = spans_of(like) if is_sharded else everything(sent.shape)
+        if not is_dtensor(like) or like.shape != sent.shape:
+            local = torch.empty(sent.shape, dtype=sent.dtype, device=device)
+            self._targets.setdefault(sent.index, []).append(whole_copy(local, local))
+            return local
+        spans = spans_of(like)
         local = torch.empty(local_shape(spans), dtype=sent.dtype, device=device)
         self._targets.setdefault(sent.index, []).append(Copy(local, local, spans))
-        return wrap(like, local) if is_sharded else local
+        return wrap(like, local)
 
     def receive(self) -> None:
         """Receive all tensors, the first time that this is called. All ranks take part."""

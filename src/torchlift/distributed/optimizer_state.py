@@ -193,7 +193,11 @@ def first_name(param: torch.Tensor, names: Names) -> str:
     """
     found = names.fqns(param)
     if not found:
-        raise _other_model_error(param)
+        raise StateDictMismatch(
+            "the optimizer holds a parameter that the model does not have",
+            found=f"{type(param).__name__} of shape {list(param.shape)}",
+            hint="Make the optimizer from the parameters of this model, after wrapping it.",
+        )
     return found[0]
 
 
@@ -221,14 +225,6 @@ def require_same_groups(
             found=found,
             hint="Give the optimizer the parameter groups it was saved with.",
         )
-
-
-def _other_model_error(param: torch.Tensor) -> StateDictMismatch:
-    return StateDictMismatch(
-        "the optimizer holds a parameter that the model does not have",
-        found=f"{type(param).__name__} of shape {list(param.shape)}",
-        hint="Make the optimizer from the parameters of this model, after wrapping it.",
-    )
 
 
 @torch.no_grad()

@@ -980,7 +980,8 @@ def _source(job: _Job) -> StateSource:
 
 
 def _device(job: _Job) -> torch.device:
-    return torch.device("cpu" if job.options.cpu_offload else job.state.kind)
+    kind = "cpu" if job.options.cpu_offload else job.state.kind
+    return torch.empty(0, device=kind).device  # with the number of the device
 
 
 def _engine_options(job: _Job) -> Options:
@@ -1080,10 +1081,11 @@ def _receive_job(call: LoadCall, tree: ModuleTree, group: RankGroup, all_broadca
         return StepResult(inbox, _make_room(job, inbox))
 
     # A rank without memory stops all ranks here.
-    job.inbox, needs = group.run(make_room)
+    inbox, needs = group.run(make_room)
+    job.inbox = inbox
     if any(each.values for each in needs.values()):
         with uninterrupted():
-            job.inbox.receive()
+            inbox.receive()
     # The stages of a pipeline share one state dict. Names of other stages are not unexpected.
     others = reduce(or_, (each.names for each in needs.values())) & ~needs[rank()].names
     model = job.state.model or {}
