@@ -223,8 +223,9 @@ def a_replica_loads_alone() -> None:
             )
         sharded = fully_shard(nn.Linear(2, 2), mesh=line)
         other = DTensor.from_local(torch.ones(2, 2), line, [Replicate()], run_check=False)
+        given = {**sharded.state_dict(), "weight": other}
         with pytest.raises(ours.StateDictMismatch, match="another layout than the model"):
-            ours.set_model_state_dict(sharded, {"weight": other}, collective=False)
+            ours.set_model_state_dict(sharded, given, collective=False)
     dist.barrier()
     # Replicas that nothing ties load together where they are asked to.
     plain = nn.Linear(2, 2)
