@@ -131,7 +131,7 @@ def _damage_error(ckpt: Checkpoint, report: VerifyReport) -> IntegrityError:
     storage = ckpt._index.storages.get(first.name)
     where = storage.file if storage is not None else ckpt.path
     stamp = ckpt._index.files.get(where)
-    of_file = first.name in report.files
+    of_file = first.algorithm == "sha256"
     wrong = f"checksums are wrong in {len(report.failed)} of {total} records"
     return IntegrityError(
         "the checksum of the whole file, as the hub records it, is wrong" if of_file else wrong,

@@ -126,11 +126,11 @@ class Opened:
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Return the bytes at an offset. Return fewer only at the end of the file."""
-        data, done = bytearray(nbytes), 0
+        data, done = memoryview(bytearray(nbytes)), 0
         # Signals and network mounts cut a read short.
-        while done < nbytes and (got := self.read_into([memoryview(data)[done:]], offset + done)):
+        while done < nbytes and (got := self.read_into([data[done:]], offset + done)):
             done += got
-        return bytes(memoryview(data)[:done])
+        return bytes(data[:done])
 
     def check(self) -> None:
         """Raise an error if the content changed since it was opened. Call this after all reads.

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any, BinaryIO, NamedTuple
@@ -103,9 +103,8 @@ class VerifyReport(Summary):
         failed: A `Failure` for each storage, record or file whose bytes are wrong.
         nbytes: Number of bytes whose checksum was recomputed.
         unchecked_nbytes: Number of bytes of ``unchecked``.
-        records: Names of other records that were checked: the pickle, the code of a program.
-        files: File -> the checksum of the complete file that the Hugging Face Hub records, such as
-            ``"sha256 2c26..."``.
+        records: Names of other records that were checked: the pickle, the code of a program. Paths
+            of files whose SHA-256 the cache of the Hugging Face Hub records.
     """
 
     path: str
@@ -115,7 +114,6 @@ class VerifyReport(Summary):
     nbytes: int = 0
     unchecked_nbytes: int = 0
     records: tuple[str, ...] = ()
-    files: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -124,7 +122,7 @@ class VerifyReport(Summary):
 
     def _summary(self) -> tuple[str, Facts]:
         checked, unchecked = len(self.checked), len(self.unchecked)
-        by_files, total = len(self.files), checked + len(self.records) + len(self.files)
+        total = checked + len(self.records)
         verdict = "every checksum is right" if total else "nothing is wrong with its structure"
         if self.failed:
             verdict = f"damaged: {len(self.failed):,} of {count_of(total, 'checksum')} wrong"
@@ -133,9 +131,6 @@ class VerifyReport(Summary):
             what = count_of(checked, "storage")
             what += f" and {count_of(len(self.records), 'other record')}" if self.records else ""
             facts.append(("checked", f"{what}, {human(self.nbytes)}"))
-        if by_files:
-            what = f"{count_of(by_files, 'file')}, sha256 as the hub records it"
-            facts.append(("as a whole", what))
         if unchecked:
             size = f"{count_of(unchecked, 'storage')}, {human(self.unchecked_nbytes)}"
             facts.append(("not checked", f"{size}: the file records no checksum of these bytes"))
@@ -296,10 +291,8 @@ def compared(
         for number, each in enumerate(known)
         if each.value != sums[number]
     ]
-    storages, records, files = (
-        {each.name: each for each in known if each.kind == kind}
-        for kind in ("storage", "record", "file")
-    )
+    storages = {each.name for each in known if each.kind == "storage"}
+    files = {each.name for each in known if each.kind == "file"}
     bare = {name: s for name, s in index.storages.items() if name not in storages}
     whole = [name for name, s in bare.items() if s.file in files]
     unchecked = {name: s.nbytes for name, s in bare.items() if s.file not in files}
@@ -307,13 +300,12 @@ def compared(
     once = [each for each in known if each.kind == "file" or each.place.file not in files]
     return VerifyReport(
         index.path,
-        (*storages, *whole),
+        (*(each.name for each in known if each.kind == "storage"), *whole),
         tuple(unchecked),
         tuple(failed),
         sum(each.place.nbytes for each in once),
         sum(unchecked.values()),
-        tuple(records),
-        {name: f"sha256 {each.value:064x}" for name, each in files.items()},
+        tuple(each.name for each in known if each.kind != "storage"),
     )
 
 

@@ -124,7 +124,7 @@ def index_of(
     """
     _refuse_module(root)
     flat = flatten(root, source.budget)
-    every = entries = resolver.entries(flat.tensors)
+    every = entries = {key: resolver.entry(key, ref) for key, ref in flat.tensors.items()}
     if any(key in every for key in flat.blocked):
         entries = {key: entry for key, entry in every.items() if key not in flat.blocked}
     return Index(
@@ -256,10 +256,6 @@ class Resolver:
         self._path, self._known = path, known
         self._folder, self._prefix = folder, prefix
         self._order = ("big-endian",) if big_endian else ()
-
-    def entries(self, refs: Mapping[str, TensorRef]) -> dict[str, TensorEntry]:
-        """Return the checked entries of tensors."""
-        return {key: self.entry(key, ref) for key, ref in refs.items()}
 
     def entry(self, key: str, ref: TensorRef) -> TensorEntry:
         """Return the checked entry of one tensor."""
