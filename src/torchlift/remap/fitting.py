@@ -24,7 +24,7 @@ from torchlift._model.torch_private import storage_key
 from torchlift._plan.names import rewrite_entries
 from torchlift._plan.rules import DtypeRule, Rename, entry_like, stored_dtype, target_dtype
 from torchlift._sources.opening import checkpoint
-from torchlift._system.text import Facts, Summary, count_of, human, parse_size
+from torchlift._system.text import Facts, Summary, clipped_list, count_of, human, parse_size
 from torchlift.errors import Argument, Hint, PlacementError, did_you_mean
 from torchlift.remap.maps import ByKey, ancestors, is_accelerator, prefixes
 
@@ -89,10 +89,8 @@ class Fit(Summary, ByKey[str]):
             reserved = self.reserved.get(device, 0)
             room = f", {human(reserved)} kept free for the largest layer" if reserved else ""
             facts.append((device, f"{human(self.used[device])}{limit}{room}"))
-            runs = _runs(self.contents[device])
-            if runs:
-                more = f", and {len(runs) - 8} more" if len(runs) > 8 else ""
-                facts.append(("", f"  {', '.join(runs[:8])}{more}"))
+            if runs := _runs(self.contents[device]):
+                facts.append(("", f"  {clipped_list(runs, limit=8)}"))
         return f"fit: {human(self.nbytes)} on {devices}", facts
 
 

@@ -141,9 +141,8 @@ def _require_alike(items: Sequence[Made], dim: int | None) -> None:
                 f"{first.keys[0]!r} is {a.dtype} and {item.keys[0]!r} is {b.dtype}. Convert them "
                 "to one dtype first, with torchlift.convert"
             )
-        sizes = zip(a.shape, b.shape, strict=False)
-        same = len(a.shape) == len(b.shape)
-        if not same or any(x != y for at, (x, y) in enumerate(sizes) if at != dim):
+        shapes = [[size for at, size in enumerate(e.shape) if at != dim] for e in (a, b)]
+        if len(a.shape) != len(b.shape) or shapes[0] != shapes[1]:
             raise Unfit(
                 f"{first.keys[0]!r} has shape {list(a.shape)} and {item.keys[0]!r} {list(b.shape)}"
             )
