@@ -223,6 +223,33 @@ def test_an_override_that_assigns_by_itself_is_believed(tmp_path: Path) -> None:
         assert model.packed
 
 
+@pytest.mark.parametrize("scale", [1, 2])
+def test_an_override_loads_integers_into_a_trained_parameter(tmp_path: Path, scale: int) -> None:
+    """As in torch, which copies them; its code sees the integers of the file."""
+
+    class Scaling(nn.Linear):
+        def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+            assert state_dict[prefix + "weight"].dtype is torch.int64
+            state_dict[prefix + "weight"] *= scale
+            super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    state = {"weight": torch.arange(4).view(2, 2), "bias": torch.ones(2)}
+    path = write(state, tmp_path)
+    model = Scaling(2, 2)
+    held = model.weight
+    torchlift.load(model, path)
+    assert model.weight is held
+    assert (held.dtype, held.requires_grad) == (torch.float32, True)
+    assert held.tolist() == [[0, scale], [2 * scale, 3 * scale]]
+    assert model.bias.eq(1).all()
+    skeleton = torchlift.skeleton(Scaling, 2, 2)
+    with pytest.raises(torchlift.MismatchError, match="floating point"):  # torch cannot, either
+        torchlift.load(skeleton, path)
+    torchlift.materialize(skeleton)
+    torchlift.load(skeleton, path)
+    assert torch.equal(skeleton.weight, held)
+
+
 def test_what_an_override_reports_as_unexpected_is_not_loaded(tmp_path: Path) -> None:
     """Also of a module that sets an attribute of its own, as those do that keep packed weights."""
 

@@ -204,7 +204,12 @@ class _Run:
         """Run one module's code on its part of the state dict."""
         names, count = [name for name in self.state if name.startswith(prefix)], len(self.set)
         local = _Watched((name, self.state[name]) for name in names)
-        metadata = {**self.shown.versions.get(prefix[:-1], {}), "assign_to_params_buffers": True}
+        # torch cannot assign integers to a parameter that is trained. It copies them, cast.
+        assign = not any(
+            one.requires_grad and not one.is_meta and not _can_train(self.state.get(prefix + name))
+            for name, one in own_tensors(module)
+        )
+        metadata = {**self.shown.versions.get(prefix[:-1], {}), "assign_to_params_buffers": assign}
         if _takes_extra(type(module)):
             _nest(local, prefix + _EXTRA)
         stand_ins = self.stand_ins.get(id(module)) or StandIns([(prefix, module)])
@@ -417,6 +422,10 @@ def identity_of(tensor: torch.Tensor) -> tuple[object, ...]:
     # A conjugate is the same numbers in the same place, shown otherwise.
     shown = tensor.is_conj(), tensor.is_neg()
     return (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), shown)
+
+
+def _can_train(value: object) -> bool:
+    return not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex()
 
 
 def _takes_extra(kind: type[nn.Module]) -> bool:
