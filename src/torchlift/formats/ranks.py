@@ -315,8 +315,8 @@ def refuse_slices(names: list[str], path: str) -> NoReturn:
         "the files are slices of a model, and do not say how to join them",
         file=path,
         found=clipped_list(names),
-        hint="Open each one with torchlift.open, put the tensors of all into one dict with the "
-        "number of the slice before their names, and pass that with a rename for each kind of "
+        hint="Open each one with torchlift.open. Put the tensors of all into one dict, with the "
+        "number of the slice before their names. Pass the dict with a rename for each kind of "
         'weight: torchlift.remap.merge("{n}.*.wq.weight", "*.wq.weight", cat=0).',
     )
 
