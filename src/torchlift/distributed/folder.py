@@ -493,6 +493,11 @@ class KeptFolder(RunFolder):
             problems.append(text + clipped_list(dict.fromkeys(failed)))
         return problems
 
+    def give_way(self) -> None:
+        """Let other Keepers of this process use the folder, even if `close` is interrupted."""
+        if self._lock is not None:
+            self._lock.is_used = False
+
     def close(self) -> None:
         """Release the folder, so that other jobs can use it."""
         if self._lock is not None:

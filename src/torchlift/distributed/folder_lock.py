@@ -26,7 +26,7 @@ class FolderLock:
 
     def __init__(self, folder: str) -> None:
         self._folder, self._path = folder, os.path.join(folder, NAME)
-        self._file, self._is_used = LockedFile(), False
+        self._file, self.is_used = LockedFile(), False
         _locks.add(self)
 
     def use(self) -> None:
@@ -37,7 +37,7 @@ class FolderLock:
         """
         if self._file.descriptor < 0:
             self.acquire()
-        self._is_used = True
+        self.is_used = True
 
     def acquire(self) -> None:
         """Reserve the folder. A Keeper of this process that has not used it gives way.
@@ -47,8 +47,8 @@ class FolderLock:
             OSError: If the file cannot be written.
         """
         for other in list(_locks):
-            # A notebook cell that ran twice, or a start that two interrupts ended.
-            if other._path == self._path and not other._is_used:
+            # A notebook cell that ran twice, or a start or an end that two interrupts ended.
+            if other._path == self._path and not other.is_used:
                 other.release()
         file = self._file
         while True:
@@ -79,7 +79,7 @@ class FolderLock:
 
     def release(self) -> None:
         """Release the folder."""
-        self._is_used = False
+        self.is_used = False
         if self._file.descriptor >= 0:
             with suppress(OSError):  # a file without a lock keeps nobody out
                 os.unlink(self._path)
