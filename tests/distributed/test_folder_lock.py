@@ -136,6 +136,25 @@ def test_one_process_may_make_keepers_one_after_the_other(tmp_path: Path) -> Non
         assert keeper.steps() == [1]
 
 
+def test_a_keeper_that_only_looks_gives_way_to_another_one_of_its_process(tmp_path: Path) -> None:
+    """As in a notebook whose cell is run twice; then it saves nothing, but still looks."""
+    looks = torchlift.Keeper(tmp_path)
+    with torchlift.Keeper(tmp_path) as keeper:
+        assert keeper.save(1, w=torch.ones(2))
+        keeper.wait()
+        assert looks.steps() == [1]
+        for use in (lambda: looks.save(2, w=torch.ones(2)), lambda: looks.resume(w=torch.ones(2))):
+            with pytest.raises(CheckpointError, match="another Keeper saves"):
+                use()
+        with holder(tmp_path) as job:
+            assert line_of(job).startswith("refused")
+    assert looks.save(2, w=torch.ones(2))  # the other one is closed
+    with pytest.raises(CheckpointError, match="another Keeper saves"):
+        torchlift.Keeper(tmp_path)
+    looks.close()
+    assert os.listdir(tmp_path) == ["step-000000001.pt", "step-000000002.pt"]
+
+
 def test_a_lock_that_could_not_be_removed_keeps_nobody_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -406,6 +406,8 @@ class KeptFolder(RunFolder):
 
     def adopt(self) -> list[Kept]:
         """Return all complete checkpoints, which are the run's own from now on."""
+        if self._lock is not None:
+            self._lock.use()
         self._is_adopted, self._foreign = True, set()
         return self.kept()
 
@@ -417,6 +419,8 @@ class KeptFolder(RunFolder):
             base: The step that was last resumed or saved, or None.
             is_file: Whether the checkpoint is a file and not a folder.
         """
+        if self._lock is not None:
+            self._lock.use()
         kept = self.kept()
         if not self._is_adopted:
             self._is_adopted = True
@@ -488,6 +492,11 @@ class KeptFolder(RunFolder):
             text = "older checkpoints cannot be removed, and the next save tries again: "
             problems.append(text + clipped_list(dict.fromkeys(failed)))
         return problems
+
+    def give_way(self) -> None:
+        """Let other Keepers of this process use the folder, even if `close` is interrupted."""
+        if self._lock is not None:
+            self._lock.is_used = False
 
     def close(self) -> None:
         """Release the folder, so that other jobs can use it."""

@@ -17,8 +17,8 @@ from torchlift.errors import CheckpointError
 
 #: The name of the lock file.
 NAME = ".keeper.lock"
-#: The files that this process has open.
-_open_files: WeakSet[LockedFile] = WeakSet()
+#: The locks of this process.
+_locks: WeakSet[FolderLock] = WeakSet()
 
 
 class FolderLock:
@@ -26,16 +26,30 @@ class FolderLock:
 
     def __init__(self, folder: str) -> None:
         self._folder, self._path = folder, os.path.join(folder, NAME)
-        self._file = LockedFile()
-        _open_files.add(self._file)
+        self._file, self.is_used = LockedFile(), False
+        _locks.add(self)
+
+    def use(self) -> None:
+        """Reserve the folder against other Keepers of this process, too.
+
+        Raises:
+            CheckpointError: If another Keeper holds it.
+        """
+        if self._file.descriptor < 0:
+            self.acquire()
+        self.is_used = True
 
     def acquire(self) -> None:
-        """Reserve the folder.
+        """Reserve the folder. A Keeper of this process that has not used it gives way.
 
         Raises:
             CheckpointError: If another Keeper holds it.
             OSError: If the file cannot be written.
         """
+        for other in list(_locks):
+            # A notebook cell that ran twice, or a start or an end that two interrupts ended.
+            if other._path == self._path and not other.is_used:
+                other.release()
         file = self._file
         while True:
             try:
@@ -65,6 +79,7 @@ class FolderLock:
 
     def release(self) -> None:
         """Release the folder."""
+        self.is_used = False
         if self._file.descriptor >= 0:
             with suppress(OSError):  # a file without a lock keeps nobody out
                 os.unlink(self._path)
@@ -73,7 +88,7 @@ class FolderLock:
 
 def _close_in_child() -> None:
     """Close the files in a forked child, which would hold the locks after a kill of its parent."""
-    for file in list(_open_files):
+    for file in [lock._file for lock in _locks]:
         if file.descriptor >= 0:
             os.close(file.descriptor)  # without unlocking: the parent keeps its lock
             file.descriptor = -1

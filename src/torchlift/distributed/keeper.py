@@ -465,6 +465,7 @@ class Keeper:
             self._free()
 
     def _free(self) -> None:
+        self._folder.give_way()
         self._closed = True
         if self._signals is not None:
             self._signals.close()
