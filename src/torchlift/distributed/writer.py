@@ -47,7 +47,7 @@ from torchlift._save.values import Value
 from torchlift._store.places import place_of
 from torchlift._system.interrupts import uninterrupted
 from torchlift.errors import CheckpointError
-from torchlift.formats.layout import FORMATS, SETS, Layout, format_for
+from torchlift.formats.layout import Layout
 
 _VERSION = "1.0.0"  # of the files that DCP writes: it tells torch how keys were joined
 
@@ -164,21 +164,13 @@ class CheckpointWriter(StorageWriter):
         """Check the arguments.
 
         Raises:
-            ValueError: If there is no path, or it is the path of a file.
+            ValueError: If there is no path.
         """
         if not kwargs.get("use_collectives", True):
             raise ValueError("use_collectives=False: the ranks must know the files of each other")
         if self.path is None:
             raise ValueError("no path: pass one to CheckpointWriter, or as checkpoint_id=")
-        try:
-            format_for(self.path, None, (*FORMATS, *SETS))
-        except ValueError:  # not the suffix of a file
-            self._target = Target.of(self.path, "dcp", None, self._options)
-        else:
-            raise ValueError(
-                f"{self.path}: a CheckpointWriter writes folders. Save to a folder, and let one "
-                "process make the file with torchlift.convert(folder, file)"
-            )
+        self._target = Target.of(self.path, "dcp", None, self._options)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Note what this rank holds: DCP leaves what several ranks hold to one of them."""
