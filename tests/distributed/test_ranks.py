@@ -204,12 +204,6 @@ def test_a_variable_that_is_no_text_is_refused_by_its_name() -> None:
         on_ranks(2, dist.get_rank, environment={"PORT": 80})  # type: ignore[dict-item]
 
 
-def test_what_cannot_be_called_is_refused() -> None:
-    """As when the function was called already."""
-    with pytest.raises(TypeError, match="needs a function to call on each rank, not 3"):
-        on_ranks(2, 3)  # type: ignore[arg-type]
-
-
 def test_a_function_that_cannot_be_sent_is_refused_by_its_name() -> None:
     """A lock belongs to one process, and so does a function that refers to it."""
     lock = threading.Lock()

@@ -70,7 +70,7 @@ def on_ranks(
         >>> on_ranks(2, dist.get_rank)
         [0, 1]
     """
-    _check(count, function, timeout, environment or {})
+    _check(count, timeout, environment or {})
     timeout = min(timeout, _LONGEST)
     name = getattr(function, "__qualname__", repr(function))
     call = packed((function, args), f"{name}, what it refers to, or an argument")
@@ -98,13 +98,9 @@ def on_ranks(
 # ---- the caller
 
 
-def _check(
-    count: object, function: object, timeout: object, environment: Mapping[str, object]
-) -> None:
+def _check(count: object, timeout: object, environment: Mapping[str, object]) -> None:
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise ValueError(f"count must be a whole number of processes from 1 on, not {count!r}")
-    if not callable(function):
-        raise TypeError(f"on_ranks needs a function to call on each rank, not {function!r}")
     if not isinstance(timeout, (int, float)) or not timeout > 0:
         raise ValueError(f"timeout must be more than 0 seconds, not {timeout!r}")
     for name, value in environment.items():
