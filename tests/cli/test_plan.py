@@ -441,11 +441,11 @@ def test_what_that_function_raises_is_one_line(run, path, function: str, message
         (["--mesh", ""], "'' is not a mesh dimension such as fsdp=8"),
         (
             ["--mesh", "warp=4"],
-            "mesh dimension 'warp' needs a model and your own function",
+            "mesh dimensions warp: pass a model and your own function",
         ),
         (
             ["--mesh", "tp=4"],
-            "mesh dimension 'tp' needs a model and your own function",
+            "mesh dimensions tp: pass a model and your own function",
         ),
         (["--mesh", "fsdp=0"], "mesh dimension 'fsdp' has size 0"),
         (["--mesh", "fsdp=-1"], "mesh dimension 'fsdp' has size -1"),

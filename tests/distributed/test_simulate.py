@@ -242,7 +242,7 @@ def test_arguments_that_do_not_go_together_are_refused(saved: Path, planned) -> 
 @pytest.mark.parametrize("mesh", ["tp=2", "fsdp=2,tp=2", "pp=2,fsdp=2", "dp=2", "a=2,dp=2,fsdp=2"])
 def test_dimensions_that_no_name_explains_need_a_function(planned, mesh: str) -> None:
     """Only the user's code knows what such a dimension does to each tensor."""
-    with pytest.raises(ValueError, match="needs a model and your own function"):
+    with pytest.raises(ValueError, match="pass a model and your own function"):
         planned(mesh)
 
 

@@ -233,12 +233,10 @@ def _require_fsdp(sizes: Mapping[str, int]) -> None:
         ValueError: If there is one.
     """
     *replicates, shards = sizes
-    unknown = [name for name in replicates if name not in _REPLICATE_DIMS]
-    unknown += [shards] if shards not in _SHARD_DIMS else []
-    if unknown or len(sizes) > 2:
+    if len(sizes) > 2 or shards not in _SHARD_DIMS or not {*replicates} <= {*_REPLICATE_DIMS}:
         raise ValueError(
-            f"mesh dimension {(unknown or [*sizes])[0]!r} needs a model and your own function "
-            "that distributes it (parallelize); without one the mesh is fsdp=N, or dp=N,fsdp=N"
+            f"mesh dimensions {', '.join(sizes)}: pass a model and your own function that "
+            "distributes it (parallelize); without one the mesh is fsdp=N, or dp=N,fsdp=N"
         )
 
 
