@@ -116,10 +116,10 @@ def ranks_that_ask_for_different_tensors() -> None:
         model.blocks[0].up.weight.requires_grad_(False)
         for options in (WHOLE, OFFLOADED):
             unfrozen = Options(**{**vars(options), "ignore_frozen_params": True})
-            with all_differ("blocks.0.up.weight"):
+            with all_differ("do not select the same"):
                 ours.get_model_state_dict(model, options=one_of(unfrozen, options))
             for mine in ({model.blocks[1]}, None):
-                with all_differ("blocks."):
+                with all_differ("do not select the same"):
                     ours.get_model_state_dict(
                         model, submodules=one_of(mine, {model.blocks[0]}), options=options
                     )
@@ -165,7 +165,7 @@ def layouts_that_differ_on_one_rank() -> None:
         else value
         for name, value in state.items()
     }
-    with all_differ(str(Shard(1)), model, optimizer):
+    with all_differ("do not select the same", model, optimizer):
         ours.set_model_state_dict(model, one_of(columns, state))
     other = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("other",))
     state["inp.weight"] = DTensor.from_local(

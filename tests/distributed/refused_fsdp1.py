@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,7 +18,6 @@ from refusals import (
 from wrapped_models import cloned, containers, fsdp1, same
 
 import torchlift.distributed as ours
-from torchlift._model.ranks import RankGroup
 
 
 @check
@@ -68,35 +64,16 @@ def fully_sharded_data_parallel_gets_all_from_rank_0() -> None:
 
 
 @check
-def fully_sharded_data_parallel_agrees_over_the_group_that_is_named() -> None:
-    """With all of its ranks in it: torch waits for each of them, so none of them loads alone."""
+def fully_sharded_data_parallel_loads_all_parameters_on_all_ranks() -> None:
+    """torch waits for each of them, so none of them loads alone, and each loads everything."""
     model, optimizer = fsdp1()
-    named = dist.new_group()
-    agreed: list[object] = []
-    run = RankGroup.run
-
-    def spy(self: RankGroup, step: Any) -> Any:
-        agreed.extend(self.groups)
-        return run(self, step)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RankGroup, "run", spy)
-        good = cloned(
-            containers(ours.get_state_dict(model, optimizer, options=WHOLE, process_group=named))
-        )
-        for load in setters(model, optimizer, good).values():
-            load(options=WHOLE, process_group=named)
-    assert len(agreed) == 4
-    assert all(group is named for group in agreed)
-    same(whole(model), good[0])
-    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    calls = [partial(ours.get_model_state_dict, model), *setters(model, optimizer, good).values()]
-    for call in calls:
-        with pytest.raises(ValueError, match=r"process_group= lacks ranks of the FullyShardedData"):
-            call(options=WHOLE, process_group=alone[dist.get_rank()])
-    for call in calls[1:]:
+    good = cloned(containers(ours.get_state_dict(model, optimizer, options=WHOLE)))
+    for load in setters(model, optimizer, good).values():
         with pytest.raises(ValueError, match="the ranks of a FullyShardedDataParallel load togeth"):
-            call(options=WHOLE, collective=False)
+            load(options=WHOLE, collective=False)
+    with pytest.raises(ValueError, match="exclude= and allow_missing= out"):
+        ours.load_optimizer(model, optimizer, good[1], exclude=["0.*"])
+    same(cloned(containers(whole(model))), good[0])
 
 
 @check

@@ -94,10 +94,8 @@ def test_an_optimizer_that_holds_others_is_refused_with_their_names(kind: Any) -
     with pytest.raises(ours.StateDictMismatch) as caught:
         ours.get_optimizer_state_dict(model, holder)
     assert caught.value.entry == kind.__name__
-    names = ("Listed.parts['muon']", "Listed.parts['adamw']")
-    if kind is not Listed:
-        names = (f"{kind.__name__}.muon", f"{kind.__name__}.adamw")
-    assert caught.value.hint == f"Pass the optimizers that it holds instead: {', '.join(names)}."
+    assert caught.value.found == "an optimizer that holds Muon, AdamW"
+    assert caught.value.hint == "Pass the optimizers that it holds instead."
     held = list(holder.parts.values()) if kind is Listed else [holder.muon, holder.adamw]
     saved = copy.deepcopy(ours.get_state_dict(model, held))
     other = two_layers(1)

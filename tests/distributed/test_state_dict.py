@@ -188,21 +188,13 @@ def test_submodules_and_modules_as_keys() -> None:
     model = torch.compile(nn.ModuleDict({"a": inner, "b": nn.Linear(2, 2)}), backend="eager")
     short = StateDictOptions(keep_submodule_prefixes=False)
     for options, keys in ((None, {"a.0.weight", "a.0.bias"}), (short, {"weight", "bias"})):
-        with pytest.warns(FutureWarning, match="Getting submodules only .* is deprecated"):
-            found = ours.get_model_state_dict(model, submodules={inner[0]}, options=options)
+        found = ours.get_model_state_dict(model, submodules={inner[0]}, options=options)
         assert set(found) == keys
-    with (
-        pytest.warns(FutureWarning),
-        pytest.raises(ours.StateDictMismatch, match="same canonical name"),
-    ):
+    with pytest.raises(ours.StateDictMismatch, match="same canonical name"):
         ours.get_model_state_dict(model, submodules={inner[0], inner[1]}, options=short)
-    with pytest.warns(FutureWarning, match="Passing model_state_dict as a dict of modules is"):
-        ours.set_model_state_dict(model, {inner: two_layers(1).state_dict()}, options=PARTIAL)
+    ours.set_model_state_dict(model, {inner: two_layers(1).state_dict()}, options=PARTIAL)
     assert equal(dict(inner.state_dict()), dict(two_layers(1).state_dict()))
-    with (
-        pytest.warns(FutureWarning),
-        pytest.raises(ours.StateDictMismatch, match="not part of the model"),
-    ):
+    with pytest.raises(ours.StateDictMismatch, match="not part of the model"):
         ours.set_model_state_dict(model, {nn.Linear(1, 1): {}})
 
 
@@ -372,8 +364,7 @@ def test_module_versions_travel_under_every_option(options: Any) -> None:
     assert found._metadata[""] == found._metadata["a"] == {"version": 1}
     for keep in (True, False):
         chosen = dataclasses.replace(options, keep_submodule_prefixes=keep)
-        with pytest.warns(FutureWarning):
-            some = ours.get_model_state_dict(model, submodules={inner[1]}, options=chosen)
+        some = ours.get_model_state_dict(model, submodules={inner[1]}, options=chosen)
         path = "a.1." if keep else ""
         assert dict(some._metadata) == {
             path[:-1]: {"version": 1},
@@ -383,10 +374,9 @@ def test_module_versions_travel_under_every_option(options: Any) -> None:
     seen: list[Any] = []
     inner[1][0].register_load_state_dict_pre_hook(lambda *rest: seen.append(rest[3]["version"]))
     ours.set_model_state_dict(model, found, options=dataclasses.replace(options, strict=False))
-    with pytest.warns(FutureWarning):
-        ours.set_model_state_dict(
-            model, {inner[1]: some}, options=dataclasses.replace(options, strict=False)
-        )
+    ours.set_model_state_dict(
+        model, {inner[1]: some}, options=dataclasses.replace(options, strict=False)
+    )
     assert seen == [2, 2]
 
 

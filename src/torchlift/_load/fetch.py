@@ -44,8 +44,7 @@ from torchlift.formats.index import TensorEntry
 #: Bytes of tensors that wait for their transform. The rest of the budget is for staging.
 _BATCH = BUDGET // 4
 
-#: A step and its values. Values that rank 0 sends, and values joined from several tensors, can only
-#: be copied in place.
+#: A step and its values. Values that are joined from several tensors can only be copied in place.
 Prepared = tuple[Step, Values]
 
 
@@ -53,13 +52,11 @@ class Fetched(NamedTuple):
     """All values of a plan.
 
     Attributes:
-        source: The source of the values. Values for copies in place are still there.
         plain: Each plain step of the plan with its tensor.
         steps: Each other step with its values.
         made: The tensors without values in the source.
     """
 
-    source: Origin
     plain: list[tuple[Step, torch.Tensor]]
     steps: list[Prepared]
     made: list[tuple[Group, torch.Tensor]]
@@ -101,8 +98,7 @@ def fetch_all(
             _check_class(step, value, path)
             found.append((step, value))
         rest = [step for step in others if step.raw]
-        # With a broadcast all ranks fill together, so the number of batches must be the same.
-        for batch in [rest] if origin.collective else _split_into_batches(rest):
+        for batch in _split_into_batches(rest):
             # Popped one by one, so that an untransformed tensor is freed as soon as it is used.
             raw = _by_route(batch, origin, lambda _: None)
             for step in batch:
@@ -111,7 +107,7 @@ def fetch_all(
                 found.append(_make_value(step, transform, tensor, path))
                 advance(step.span if step.owned else 0)
             trim()  # memory that a transform or a handler freed
-        return Fetched(origin, plain, found, _make(plan._work.makings))
+        return Fetched(plain, found, _make(plan._work.makings))
 
 
 @contextmanager
@@ -171,8 +167,8 @@ def _by_route(steps: Sequence[Step], origin: Origin, advance: Advance) -> list[V
         advance(step.span if step.route != "view" else 0)
     if requests and origin.views is not None:
         read(requests, origin.views.files, advance=advance)
-    if copies or origin.collective:
-        origin.fill(copies)
+    if copies:
+        copy_values(copies)
     return tensors
 
 
@@ -448,7 +444,7 @@ def _can_cast(source: torch.dtype, target: torch.dtype) -> bool:
 def _check_ties(step: Step, origin: Origin) -> None:
     """Refuse tied names with different values in the source."""
     for other in step.alternatives:
-        if not _same_values(step.candidate, other, origin):
+        if not _same_values(step.candidate, other):
             raise MismatchError(
                 "the model ties two keys that have different values in the checkpoint",
                 file=origin.path,
@@ -459,11 +455,9 @@ def _check_ties(step: Step, origin: Origin) -> None:
             )
 
 
-def _same_values(one: SourceTensor, two: SourceTensor, origin: Origin) -> bool:
+def _same_values(one: SourceTensor, two: SourceTensor) -> bool:
     a, b = (item.entry and _content(item.entry) for item in (one, two))
     if a and a == b:
-        return True
-    if origin.collective:
         return True
     left, right = one.tensor(), two.tensor()
     if left is right or is_in_place(left, right):

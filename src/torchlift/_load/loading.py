@@ -40,8 +40,8 @@ from torchlift._plan.rules import (
     allowed,
 )
 from torchlift._skeleton.construction import forget
-from torchlift._sources.opening import Given, Origin, open_source
-from torchlift._sources.tensors import Copy, copy_overlapping_sources
+from torchlift._sources.opening import Given, open_source
+from torchlift._sources.tensors import Copy, copy_overlapping_sources, copy_values
 from torchlift._system.interrupts import Interruptible, uninterrupted
 from torchlift._system.memory import collection_paused
 from torchlift._system.text import clipped_list, count_of, printable, progress_bar
@@ -251,7 +251,7 @@ def place(plan: LoadPlan, values: Fetched, turn: Turn) -> Placed:
     """
     matched, commit, tree = plan._work.match, turn.commit, turn.tree
     # The model's own code may still raise on one rank of many: the ranks agree after each part.
-    later = matched.hooked or values.source.collective or turn.again
+    later = matched.hooked or turn.again
     # A Ctrl-C after the ranks agree would stop this rank alone.
     turn.deliver()
     again = turn.agree(later or bool(matched.extra))
@@ -262,34 +262,31 @@ def place(plan: LoadPlan, values: Fetched, turn: Turn) -> Placed:
         commit.keep_live(tree, {id(group.tensor) for group in placed})
     in_place = put_new(values, commit)
     if matched.extra:
-        in_place = _set_extra_states(matched, in_place, values.source, turn)
+        in_place = _set_extra_states(matched, in_place, turn)
     # Copies in place come last, because they cannot be undone without a backup. Everything that can
     # raise has run by now, and a Ctrl-C is delivered before.
     if again or not has_group():
         turn.deliver()
     again = again and turn.agree(later)
     backup = matched.hooked or again
-    copy_in_place(in_place, values.source, commit, backup=backup, advance=turn.advance)
+    copy_in_place(in_place, commit, backup=backup, advance=turn.advance)
     if matched.hooked:
         tree.walk()
     return Placed(*_run_post_hooks(plan, turn), again)
 
 
-def _set_extra_states(
-    matched: Match, in_place: list[Prepared], source: Origin, turn: Turn
-) -> list[Prepared]:
+def _set_extra_states(matched: Match, in_place: list[Prepared], turn: Turn) -> list[Prepared]:
     """Call `set_extra_state` of modules. Return the values that are not yet copied in place.
 
-    As in torch, the code sees the new values of its module's own tensors. Values that rank 0 sends
-    come in its order, so there the code sees the old ones.
+    As in torch, the code sees the new values of its module's own tensors.
     """
-    takers = set() if source.collective else {id(module) for module, _ in matched.extra}
+    takers = {id(module) for module, _ in matched.extra}
     seen, rest = list[Prepared](), list[Prepared]()
     for item in in_place:
         is_seen = any(id(slot.module) in takers for slot in item[0].group.slots)
         (seen if is_seen else rest).append(item)
     if seen:
-        copy_in_place(seen, source, turn.commit, backup=True, advance=turn.advance)
+        copy_in_place(seen, turn.commit, backup=True, advance=turn.advance)
     late = Untouched((step.group.fqn, step.group.tensor) for step, _ in rest)
     for module, state in matched.extra:
         turn.commit.extra_state(module, state)
@@ -331,12 +328,7 @@ def put_new(fetched: Fetched, commit: Commit) -> list[Prepared]:
 
 
 def copy_in_place(
-    steps: Sequence[Prepared],
-    origin: Origin,
-    commit: Commit,
-    *,
-    backup: bool,
-    advance: Advance,
+    steps: Sequence[Prepared], commit: Commit, *, backup: bool, advance: Advance
 ) -> None:
     """Copy values in place. Subclasses come first: they run their own code and are backed up."""
     copies: list[Copy] = []
@@ -346,10 +338,9 @@ def copy_in_place(
             commit.keep_values(step.group.tensor, step.key)
         spans = everything(local.shape) if step.spans is None else step.spans
         copies.append(Copy(value, local, spans))
-    if not origin.collective:  # a broadcast copies in the order of rank 0
-        copies = copy_overlapping_sources(copies)
-    origin.fill([copy for copy in copies if not is_plain(copy.target)])
-    origin.fill([copy for copy in copies if is_plain(copy.target)])
+    copies = copy_overlapping_sources(copies)
+    copy_values([copy for copy in copies if not is_plain(copy.target)])
+    copy_values([copy for copy in copies if is_plain(copy.target)])
     for step, _ in steps:
         advance(0 if step.owned else step.span)
 

@@ -382,7 +382,10 @@ def _decide(pair: Pair, aim: _Aim, path: str, blocker: Blocker | None, *, is_sha
     source: Source = "memory"
     # A tensor of the caller is never placed: training the model would write to it. A tensor that
     # the model's own code has seen may be placed if it is the file's map, which is private.
-    owned = aim.raw or not in_place
+    is_placed = False
+    if isinstance(one, MemoryTensor) and one.is_new and aim.spans is None:
+        is_placed = (one.value.device, one.dtype) == (aim.device, aim.dtype)
+    owned = aim.raw or not (in_place or is_placed)
     if entry is not None:
         of_file = isinstance(one, FileTensor)
         filled = aim.changes and not in_place and not aim.handled
@@ -498,7 +501,9 @@ def _shard(group: Group, candidates: list[SourceTensor]) -> tuple[list[SourceTen
             if not is_dtensor(value) and len(one.shape) == tensor.dim() and not found:
                 spans = spans_of(tensor, group.fqn)
             found.append(
-                one if value is None else MemoryTensor(one.key, local_tensor(value), one.keys)
+                one
+                if not isinstance(one, MemoryTensor)
+                else replace(one, value=local_tensor(one.value))
             )
             continue
         entry = one.entry

@@ -18,13 +18,9 @@ from torchlift._checkpoint.kinds import Allow, classes
 from torchlift._checkpoint.tree import objects_as_saved
 from torchlift._model.dtensor import Spans, is_dtensor, shard_of_value, wrap
 from torchlift._sources.tensors import (
-    Copy,
     FileTensor,
     MemoryTensor,
-    Sent,
     SourceTensor,
-    copy_overlapping_sources,
-    copy_values,
     describe,
     select_chunks,
 )
@@ -183,7 +179,7 @@ def flat_state(state: Mapping[str, Any], root: str | None) -> Flat[Any]:
         FormatError: If `root` does not exist in it, or it contains itself.
     """
     with errors_name(IN_MEMORY):
-        flat = flatten_state(state, Containers((torch.Tensor, Sent), Mapping))
+        flat = flatten_state(state, Containers((torch.Tensor,), Mapping))
         if root is not None and (hint := state_hint({root: flat.objects.get(root)})):
             raise FormatError("the value is an object, not a container", entry=root, hint=hint)
         if root is not None:
@@ -274,7 +270,6 @@ class Origin:
         blocked: Key -> the global that only unpickling could call for its value.
         versions: Path of a module -> its entry in ``_metadata``.
         templates: Key of a nested extra state, a list or a tuple -> its containers as saved.
-        collective: Whether other ranks take part in `fill`.
         views: Tensors over the files, if there are any.
         noted: Name that a file leaves out -> key of its values. See `Index`.
         opened_with: How many requests to URLs it took to open the source.
@@ -288,7 +283,6 @@ class Origin:
     blocked: Mapping[str, str] = {}
     templates: Mapping[str, object] = {}
     noted: Mapping[str, str] = {}
-    collective = False
 
     def __init__(
         self,
@@ -362,13 +356,6 @@ class Origin:
 
     def receive(self, keys: Sequence[str]) -> None:
         """Fetch the tensors of these keys, for code that looks at values."""
-
-    def reserve(self) -> None:
-        """Allocate the memory that `fill` needs in addition to its targets."""
-
-    def fill(self, copies: Sequence[Copy]) -> None:
-        """Execute the copies."""
-        copy_values(copy_overlapping_sources(copies))
 
     def refusal(self, key: str, *, several: bool = False) -> CheckpointError:
         """Return the error for a blocked key, perhaps one of several."""
@@ -445,6 +432,7 @@ class StateSource(Origin):
         versions: Path of a module -> its entry in ``_metadata``.
         whole: Whether a plain tensor is the complete value of a DTensor. Each rank then takes its
             own slice.
+        is_new: Whether nobody else uses the tensors, so that they may be placed into a model.
     """
 
     def __init__(
@@ -453,21 +441,21 @@ class StateSource(Origin):
         versions: Mapping[str, Mapping[str, object]] | None = None,
         *,
         whole: bool = False,
+        is_new: bool = False,
     ) -> None:
         super().__init__({}, {}, versions or {})
+        self._whole, self._is_new = whole, is_new
         self._hold(state)
-        self._whole = whole
 
     def _hold(self, state: Mapping[str, Any]) -> None:
         candidates: dict[str, SourceTensor] = {}
         objects: dict[str, object] = {}
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
-                candidates[key] = MemoryTensor(key, value)
-            elif isinstance(value, (FileTensor, Sent)):
+                candidates[key] = MemoryTensor(key, value, is_new=self._is_new)
+            elif isinstance(value, FileTensor):
                 candidates[key] = replace(value, key=key)
-                if isinstance(value, FileTensor):
-                    self.views = value.views  # the views of the one file that values are read from
+                self.views = value.views  # the views of the one file that values are read from
             else:
                 objects[key] = value
         self.candidates, self.objects = candidates, objects

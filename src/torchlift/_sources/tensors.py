@@ -78,12 +78,14 @@ class MemoryTensor:
         key, keys: As in `FileTensor`.
         value: The tensor, of the caller or of the model's own loading code.
         entry: The place of the values in a file, if the tensor is a view of its map. Else None.
+        is_new: Whether nobody else uses its memory, so that it may be placed into a model.
     """
 
     key: str
     value: torch.Tensor
     keys: tuple[str, ...] = ()
     entry: TensorEntry | None = None
+    is_new: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -109,24 +111,8 @@ class MemoryTensor:
         return self.value.detach()
 
 
-class _NotInMemory:
-    """A tensor that does not exist as one block of memory yet."""
-
-    __slots__ = ()
-    entry: ClassVar[None] = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor in the source."""
-        return _nbytes(self)  # type: ignore[arg-type]
-
-    def values(self) -> Self:
-        """Return what its values are copied from."""
-        return self
-
-
 @dataclass(slots=True, eq=False)
-class JoinedTensor(_NotInMemory):
+class JoinedTensor:
     """A tensor that is joined, in its target, from slices of tensors in memory.
 
     Attributes:
@@ -140,6 +126,16 @@ class JoinedTensor(_NotInMemory):
     slices: tuple[Slice, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
+    entry: ClassVar[None] = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor in the source."""
+        return _nbytes(self)
+
+    def values(self) -> Self:
+        """Return what its values are copied from."""
+        return self
 
     def tensor(self) -> torch.Tensor:
         """Return the whole tensor, for code that looks at values."""
@@ -149,30 +145,9 @@ class JoinedTensor(_NotInMemory):
         return made
 
 
-@dataclass(frozen=True, slots=True)
-class Sent(_NotInMemory):
-    """A complete tensor of rank 0, as other ranks describe it before it arrives.
-
-    Attributes:
-        index: Its place in the order in which rank 0 sends tensors.
-        shape, dtype: The shape and the dtype of the complete tensor.
-        key, keys: As in `FileTensor`.
-    """
-
-    index: int
-    shape: torch.Size
-    dtype: torch.dtype
-    key: str = ""
-    keys: tuple[str, ...] = ()
-
-    def tensor(self) -> torch.Tensor:
-        """Raise an error. Code that looks at values gets the tensor after it has arrived."""
-        raise AssertionError(f"{self.key} is still with rank 0")
-
-
 #: The sources of a copy.
-Values = torch.Tensor | FileTensor | JoinedTensor | Sent
-SourceTensor = FileTensor | MemoryTensor | JoinedTensor | Sent
+Values = torch.Tensor | FileTensor | JoinedTensor
+SourceTensor = FileTensor | MemoryTensor | JoinedTensor
 
 
 def _nbytes(one: Values) -> int:
@@ -306,7 +281,6 @@ def copy_values(copies: Sequence[Copy]) -> None:
     with torch.no_grad(), Sender(targets, cast) if targets else nullcontext() as sender:
         for item in copies:
             source = item.source
-            assert not isinstance(source, Sent)
             if isinstance(source, FileTensor):
                 if id(item) in entries:
                     source = replace(source, entry=entries[id(item)])
@@ -398,7 +372,7 @@ def copy_overlapping_sources(copies: Iterable[Copy]) -> list[Copy]:
             written |= into
     return [
         item
-        if isinstance(item.source, (FileTensor, Sent)) or written.isdisjoint(read)
+        if isinstance(item.source, FileTensor) or written.isdisjoint(read)
         else item._replace(source=_copy_source(item.source))
         for read, item in needed
     ]

@@ -1,176 +1,84 @@
-"""Tensors that rank 0 sends to all ranks. Each rank keeps its own slices."""
+"""Send the tensors of rank 0 to all ranks, one at a time. Each rank keeps its own slices."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from torchlift._model.dtensor import local_shape
-from torchlift._model.handlers import is_wrapper, oddity
-from torchlift._model.ranks import rank, ranks_of
-from torchlift._sources.opening import StateSource
-from torchlift._sources.tensors import (
-    Copy,
-    MemoryTensor,
-    Sent,
-    copy_overlapping_sources,
-    copy_values,
-    place,
-    whole_copy,
-)
+from torchlift._model.dtensor import is_dtensor, local_shape, spans_of, wrap
+from torchlift._model.handlers import oddity
+from torchlift._sources.tensors import Copy, place, whole_copy
 from torchlift.errors import PlacementError
 
 
-class BroadcastSource(StateSource):
-    """The state dict of rank 0. Its tensors are sent when they are needed, one at a time.
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A complete tensor of rank 0, as other ranks describe it before it arrives.
+
+    Attributes:
+        index: Its place in the order in which rank 0 sends tensors.
+        shape, dtype: The shape and the dtype of the complete tensor.
+    """
+
+    index: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class Inbox:
+    """The memory of this rank for what rank 0 sends.
 
     Args:
-        state: Key -> a description of a tensor (`Sent`), or another value.
-        versions: See `StateSource`.
         tensors: The tensors on rank 0, their descriptions on the others.
-        device: Where ranks receive values that the model's own code reads.
         kind: Device type of the model.
         process_group: The ranks that take part. Default: all.
     """
 
-    collective = True
-
     def __init__(
-        self,
-        state: Mapping[str, Any],
-        versions: Mapping[str, Mapping[str, object]] | None,
-        tensors: Sequence[torch.Tensor | Sent],
-        device: torch.device,
-        kind: str,
-        process_group: Any = None,
+        self, tensors: Sequence[torch.Tensor | Sent], kind: str, process_group: Any
     ) -> None:
-        super().__init__(state, versions, whole=True)
-        self._tensors, self._device = tensors, device
-        self._group = _carrier(process_group)
-        self._wire = _wire(kind, self._group)
-        self._stage = torch.empty(0)
+        self._tensors, self._group = tensors, process_group
+        self._targets: dict[int, list[Copy]] = {}
+        size = max(map(_nbytes, tensors), default=0)
+        self._stage = torch.empty(size, dtype=torch.uint8, device=_wire(kind, process_group))
 
-    def reserve(self) -> None:
-        """Allocate memory for the largest tensor, before the ranks agree to start."""
-        if self._stage.numel() == 0:
-            size = max((_nbytes(each) for each in self._tensors), default=0)
-            self._stage = torch.empty(size, dtype=torch.uint8, device=self._wire)
+    def room_for(self, sent: Sent, like: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+        """Return a new tensor that will have the values: this rank's slice of a DTensor.
 
-    def receive(self, keys: Sequence[str]) -> None:
-        """Receive complete tensors. All ranks take part, also those that need none."""
-        copies = []
-        arriving: dict[int, torch.Tensor] = {}
-        received: dict[str, MemoryTensor] = {}
-        try:
-            self.reserve()
-            for key in keys:
-                sent = self.candidates[key]
-                assert isinstance(sent, Sent)
-                if sent.index not in arriving:
-                    target = torch.empty(sent.shape, dtype=sent.dtype, device=self._device)
-                    arriving[sent.index] = target
-                    copies.append(whole_copy(sent, target))
-                received[key] = MemoryTensor(key, arriving[sent.index])
-        except RuntimeError:  # out of memory: the other ranks would wait for this one
-            self._choose((), failed=True)
-            raise
-        self.fill(copies)
-        self.candidates = {**self.candidates, **received}
-
-    def fill(self, copies: Sequence[Copy]) -> None:
-        """Execute the copies. All ranks take part, and each may need other tensors."""
-        local = [item for item in copies if isinstance(item.source, torch.Tensor)]
-        copy_values(copy_overlapping_sources(local))
-        needed: dict[int, list[Copy]] = {}
-        for item in copies:
-            if isinstance(item.source, Sent):
-                needed.setdefault(item.source.index, []).append(item)
-        self.reserve()
-        chosen = self._choose(needed)
-        tensors = {index: self._tensors[index] for index in chosen}
-        if rank() == 0:
-            tensors = _clone_overwritten(tensors, needed)
-        for index, tensor in tensors.items():
-            values = self._broadcast(tensor)
-            for item in needed.get(index, ()):
-                _put(values, item)
-
-    def _broadcast(self, tensor: torch.Tensor | Sent) -> torch.Tensor:
-        """Return the values of a tensor of rank 0, in memory that the next one overwrites."""
-        sent = self._stage[: _nbytes(tensor)]
-        values = sent.view(tensor.dtype).view(tensor.shape)
-        if rank() == 0:
-            assert isinstance(tensor, torch.Tensor)
-            values.copy_(tensor)
-        if sent.numel():
-            torch.distributed.broadcast(sent, 0, self._group)
-        return values
-
-    def _choose(self, needed: Iterable[int], failed: bool = False) -> list[int]:
-        """Return the numbers of the tensors that any rank needs. All ranks take part.
-
-        Raises:
-            PlacementError: If another rank failed.
+        Args:
+            sent: The tensor of rank 0.
+            like: The tensor that it is for, if there is one.
+            device: The device of the new tensor.
         """
-        flags = torch.zeros(len(self._tensors) + 1, dtype=torch.uint8, device=self._wire)
-        flags[list(needed)] = 1
-        flags[-1] = int(failed)
-        torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX, self._group)
-        *chosen, any_failed = flags.tolist()
-        if any_failed and not failed:
-            raise PlacementError("a rank does not have enough memory for a tensor of rank 0")
-        return [index for index, flag in enumerate(chosen) if flag]
+        if not is_dtensor(like) or like.shape != sent.shape:
+            local = torch.empty(sent.shape, dtype=sent.dtype, device=device)
+            self._targets.setdefault(sent.index, []).append(whole_copy(local, local))
+            return local
+        spans = spans_of(like)
+        local = torch.empty(local_shape(spans), dtype=sent.dtype, device=device)
+        self._targets.setdefault(sent.index, []).append(Copy(local, local, spans))
+        return wrap(like, local)
+
+    def receive(self) -> None:
+        """Receive all tensors, the first time that this is called. All ranks take part."""
+        tensors, self._tensors = self._tensors, ()
+        for index, tensor in enumerate(tensors):
+            stage = self._stage[: _nbytes(tensor)]
+            values = stage.view(tensor.dtype).view(tensor.shape)
+            if isinstance(tensor, torch.Tensor):  # on rank 0
+                values.copy_(tensor)
+            if stage.numel():
+                torch.distributed.broadcast(stage, 0, self._group)
+            for target in self._targets.get(index, ()):
+                place(values, [(0, size) for size in values.shape], target)
 
 
 def _nbytes(tensor: torch.Tensor | Sent) -> int:
     return tensor.dtype.itemsize * math.prod(tensor.shape)
-
-
-def _clone_overwritten(
-    tensors: Mapping[int, torch.Tensor | Sent], needed: Mapping[int, Sequence[Copy]]
-) -> dict[int, torch.Tensor | Sent]:
-    """Clone the tensors that the copy of another one would overwrite before they are sent."""
-    written: dict[int, set[int]] = {}
-    for index, copies in needed.items():
-        for item in copies:
-            written.setdefault(_storage_of(item.target), set()).add(index)
-    return {
-        index: tensor.clone()
-        if isinstance(tensor, torch.Tensor) and written.get(_storage_of(tensor), set()) - {index}
-        else tensor
-        for index, tensor in tensors.items()
-    }
-
-
-def _storage_of(tensor: torch.Tensor) -> int:
-    return 0 if is_wrapper(tensor) else tensor.untyped_storage().data_ptr()
-
-
-def _put(values: torch.Tensor, item: Copy) -> None:
-    """Copy this rank's slices of complete values."""
-    whole = [(0, size) for size in values.shape]
-    if not is_wrapper(item.target):
-        place(values, whole, item)
-        return
-    # A class that wraps other tensors may have no slices to write to. It gets all values at once.
-    shape, device = local_shape(item.spans), item.target.device
-    plain = torch.empty(shape, dtype=values.dtype, device=device)
-    place(values, whole, item._replace(target=plain))
-    item.target.copy_(plain)
-
-
-def _carrier(process_group: Any) -> Any:
-    """Return the process group that sends weights to the ranks of another one.
-
-    That is the default group if both have all ranks: a group that a caller names may be gloo, and
-    slow.
-    """
-    if process_group is not None and ranks_of(process_group) == ranks_of():
-        return None
-    return process_group
 
 
 def _wire(kind: str, group: Any = None) -> torch.device:

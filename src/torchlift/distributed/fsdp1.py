@@ -17,12 +17,12 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as own
 
 from torchlift._model.names import Names
-from torchlift._model.ranks import RankGroup, StepResult, rank, ranks_of
+from torchlift._model.ranks import RankGroup, StepResult, rank
 from torchlift._model.slots import ModuleTree
-from torchlift._model.state import unpatched, versioned, versions_of
+from torchlift._model.state import unpatched
 from torchlift._model.torch_private import require_fsdp1_state
 from torchlift._system.containers import leaves
-from torchlift.distributed.gather import Steps, digests, require_same_steps
+from torchlift.distributed.gather import digests, require_same_steps
 from torchlift.distributed.optimizer_slots import LoadedKeys, OptimizerReport, present
 from torchlift.distributed.optimizer_state import first_name, initial_state
 from torchlift.distributed.options import (
@@ -46,7 +46,6 @@ def read(
     submodules: set[nn.Module],
     options: StateDictOptions,
     validate_arguments: Callable[[], None],
-    process_group: Any,
 ) -> States:
     """Return what torch's `get_model_state_dict` and `get_optimizer_state_dict` return.
 
@@ -54,20 +53,17 @@ def read(
         StateDictMismatch: If arguments are not valid on a rank, or differ between ranks.
     """
 
-    def describe() -> StepResult[Steps, dict[str, str]]:
+    def describe() -> StepResult[None, dict[str, str]]:
         validate_arguments()
-        steps = {"call": _describe_call(model, optimizers, options)}
-        return StepResult(steps, digests(steps))
+        return StepResult(None, digests({"call": _describe_call(model, optimizers, options)}))
 
-    group = _group(model, process_group)
-    steps, by_rank = group.run(describe)
-    require_same_steps(group, steps, by_rank)
+    require_same_steps(_group(model).run(describe).by_rank)
     chosen = own.StateDictOptions(**vars(options))
     states = States({}, {})
     with unpatched(model, *optimizers):
         if Part.MODEL in part:
             found = own.get_model_state_dict(model, submodules=submodules, options=chosen)
-            states = states._replace(model=versioned(found, _versions(model, found)))
+            states = states._replace(model=found)
         if optimizers:
             with _without_step(optimizers):
                 moments = own.get_optimizer_state_dict(model, optimizers, options=chosen)
@@ -76,48 +72,34 @@ def read(
 
 
 class _Copies(NamedTuple):
-    """Copies of the state dicts of a load, and the steps in which torch will load them."""
+    """Copies of the state dicts of a load."""
 
     model: dict[Any, Any] | None
     optimizer: dict[Any, Any] | None
-    steps: Steps
 
 
-class _LoadMessage(NamedTuple):
-    """The message of a rank that has validated its arguments.
-
-    Attributes:
-        digests: Of its steps.
-        has_model: Whether it has a model state dict.
-    """
-
-    digests: dict[str, str]
-    has_model: bool
+#: Key in the message of rank 0 if it sends a state dict of the model.
+_SENDS = "rank 0 sends the model"
 
 
 def write(call: LoadCall) -> LoadedKeys:
     """Call torch's `set_model_state_dict` and `set_optimizer_state_dict` with copies."""
-    if call.collective is False:
+    if call.collective is False or "*" not in call.include or call.exclude or call.allow_missing:
         raise ValueError(
-            "collective=False is for a rank that loads alone, and the ranks of a "
-            "FullyShardedDataParallel load together: leave it out"
+            "the ranks of a FullyShardedDataParallel load together, and all parameters: leave "
+            "collective=, include=, exclude= and allow_missing= out, or shard the model with "
+            "fully_shard"
         )
-    if "*" not in call.include or call.exclude or call.allow_missing:
-        raise ValueError(
-            "a FullyShardedDataParallel loads the state of all its parameters: leave include=, "
-            "exclude= and allow_missing= out, or shard the model with fully_shard"
-        )
-    group = _group(call.model, call.process_group)
     chosen, found = validate_options(call.options), to_tuple(call.optimizers)
     theirs = own.StateDictOptions(**vars(chosen))
     receives = chosen.broadcast_from_rank0 and rank() != 0
     # Then torch reads the optimizer state of rank 0 only.
     offloads = chosen.full_state_dict and chosen.cpu_offload
 
-    def copy_states() -> StepResult[_Copies, _LoadMessage]:
+    def copy_states() -> StepResult[_Copies, dict[str, str]]:
         require_optimizers(found, call.part)
         strict = chosen.strict and not receives
-        model = _add_paths(call.model, _copy(call.model_dict(strict)))
+        model = _copy(call.model_dict(strict))
         strict = strict and (rank() == 0 or not offloads)
         optim = _copy(call.optim_dict(strict)) if found else None
         steps = {"call": _describe_call(call.model, found, chosen)}
@@ -133,14 +115,15 @@ def write(call: LoadCall) -> LoadedKeys:
         if not chosen.broadcast_from_rank0:
             steps["model_state_dict"] = _describe(model)
             steps["optim_state_dict"] = ["on rank 0"] if offloads else _describe(optim)
-        message = _LoadMessage(digests(steps), model is not None)
-        return StepResult(_Copies(model, optim, steps), message)
+        elif rank() == 0 and model is not None:
+            steps[_SENDS] = []
+        return StepResult(_Copies(model, optim), digests(steps))
 
-    (model_state, optim_state, steps), by_rank = group.run(copy_states)
-    require_same_steps(group, steps, {who: each.digests for who, each in by_rank.items()})
+    (model_state, optim_state), by_rank = _group(call.model).run(copy_states)
+    require_same_steps(by_rank)
     if receives:
         # torch would call other keys of a dict here unexpected, on this rank only.
-        model_state = {} if 0 not in by_rank or by_rank[0].has_model else None
+        model_state = {} if any(_SENDS in each for each in by_rank.values()) else None
     # One by one, in torch's order: its set_state_dict leaves the model alone on ranks without a
     # state dict, and ranks that receive from rank 0 need none.
     report = OptimizerReport()
@@ -153,49 +136,12 @@ def write(call: LoadCall) -> LoadedKeys:
                 own.set_optimizer_state_dict(call.model, found, optim_state, options=theirs)
         if model_state is not None:
             missing, unexpected = own.set_model_state_dict(call.model, model_state, options=theirs)
-    return LoadedKeys.of(missing, unexpected, report)
+    return LoadedKeys(missing, unexpected, report)
 
 
-def _versions(model: nn.Module, state: Any) -> Any:
-    """Return the module versions of a state dict by canonical path.
-
-    torch has them by another path, and leaves them out if it gathers.
-    """
-    tree = ModuleTree(model)
-    raw: Any = OrderedDict()
-    raw._metadata = {path[:-1]: {"version": module._version} for path, module in tree.paths}
-    raw._metadata.update(getattr(state, "_metadata", None) or {})
-    return versions_of(raw, Names(tree).canonical)
-
-
-def _add_paths(model: nn.Module, state: Any) -> Any:
-    """Add the versions to a copy of a state dict, under the paths that torch looks up."""
-    known = getattr(state, "_metadata", None)
-    if known:
-        tree = ModuleTree(model)
-        names = Names(tree)
-        for path, _ in tree.paths:
-            canonical = names.canonical(f"{path}x")[:-1].removesuffix(".")
-            if canonical in known:
-                known.setdefault(path[:-1], known[canonical])
-    return state
-
-
-def _group(model: nn.Module, process_group: Any) -> RankGroup:
-    """Return the ranks that agree: those of the model, or of a group that the caller names.
-
-    Raises:
-        ValueError: If that group lacks a rank of the model. torch would wait for it.
-    """
-    own = RankGroup.of_model((), model.modules(), StateDictMismatch)
-    if process_group is None:
-        return own
-    absent = {who for each in own.groups for who in ranks_of(each)} - {*ranks_of(process_group)}
-    if absent:
-        raise ValueError(
-            f"process_group= lacks ranks of the FullyShardedDataParallel: {sorted(absent)}"
-        )
-    return RankGroup([process_group], StateDictMismatch)
+def _group(model: nn.Module) -> RankGroup:
+    """Return the ranks that agree: torch waits for each rank of the model."""
+    return RankGroup.of_model((), model.modules(), StateDictMismatch)
 
 
 @contextmanager
@@ -244,11 +190,7 @@ def _describe_call(
 
 def _describe(tree: Any) -> list[str]:
     """Describe keys and shapes of tensors. torch reads them one by one, on all ranks."""
-    lines = []
-    for path, leaf in leaves(tree).items():
-        kind = type(leaf).__name__.replace("Parameter", "Tensor")
-        lines.append(f"{path} {kind}{list(leaf.shape)}" if hasattr(leaf, "shape") else f"{path}")
-    return sorted(lines)
+    return sorted(f"{path} {getattr(leaf, 'shape', '')}" for path, leaf in leaves(tree).items())
 
 
 def _copy(state: Any) -> dict[Any, Any] | None:

@@ -7,9 +7,8 @@ shards of two tensors.
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,12 +20,9 @@ from torchlift._model.dtensor import (
     spread_of,
     wrap,
 )
-from torchlift._model.ranks import RankGroup, StepResult, rank
+from torchlift._model.ranks import rank
 from torchlift._system.containers import leaves, map_leaves
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 #: Digest of the ranks of a mesh -> the steps of these ranks with the tensors on it, in order.
 Steps = dict[str, list[str]]
@@ -64,73 +60,32 @@ def digests(steps: Steps) -> dict[str, str]:
     return {mesh: _digest("\n".join(lines)) for mesh, lines in steps.items()}
 
 
-def require_same_steps(
-    group: RankGroup, steps: Steps, by_rank: Mapping[int, Mapping[str, str]]
-) -> None:
-    """Refuse ranks of one mesh that are about to do different things. All of the group call this.
+def require_same_steps(by_rank: Mapping[int, Mapping[str, str]]) -> None:
+    """Refuse ranks of one mesh that are about to do different things.
 
     Args:
-        group: The processes.
-        steps: The steps of this rank.
         by_rank: Rank -> the `digests` of its steps.
 
     Raises:
         StateDictMismatch: On every rank, if two ranks differ.
     """
-    first: dict[str, str] = {}
-    items = [item for each in by_rank.values() for item in each.items()]
-    if any(first.setdefault(mesh, digest) != digest for mesh, digest in items):
-        raise _difference_error(group.run(lambda: StepResult(None, steps)).by_rank)
-
-
-def _difference_error(by_rank: Mapping[int, Steps]) -> StateDictMismatch:
-    """Return the error that names two ranks that differ, and their first different step."""
     first: dict[str, int] = {}
     for who, each in sorted(by_rank.items()):
-        for mesh, steps in each.items():
+        for mesh, digest in each.items():
             other = first.setdefault(mesh, who)
-            for expected, found in itertools.zip_longest(
-                by_rank[other][mesh], steps, fillvalue="nothing"
-            ):
-                if expected != found:
-                    return StateDictMismatch(
-                        "the ranks do not select the same tensors in the same order",
-                        expected=f"{expected} as on rank {other}",
-                        found=f"{found} on rank {who}",
-                        hint="Pass the same options, submodules and optimizers on every rank.",
-                    )
-    raise AssertionError("the digests of equal steps differ")
+            if digest != by_rank[other][mesh]:
+                raise StateDictMismatch(
+                    "the ranks do not select the same tensors in the same order",
+                    expected=f"those of rank {other}",
+                    found=f"others on rank {who}",
+                    hint="Pass the same options, submodules and optimizers on every rank. If "
+                    "ranks hold other layers, pass process_group= with the ranks of each pipeline "
+                    "stage.",
+                )
 
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def require_same_names(by_rank: Mapping[int, bytes]) -> None:
-    """Refuse names that the first rank lacks: only its state dict would be kept.
-
-    Args:
-        by_rank: Rank -> digest of the names in its state dict.
-
-    Raises:
-        StateDictMismatch: If two digests differ.
-    """
-    first = next(iter(by_rank), 0)
-    other = next((who for who, names in by_rank.items() if names != by_rank[first]), None)
-    if other is not None:
-        raise StateDictMismatch(
-            "cpu_offload=True keeps the state dict of the first rank, and another rank holds other "
-            "names",
-            expected=f"the names on rank {first}",
-            found=f"other names on rank {other}",
-            hint="Call it with process_group= for the ranks of each pipeline stage. The first rank "
-            "of the group gets the stage.",
-        )
-
-
-def names_digest(state: Any) -> bytes:
-    """Return a digest of the paths in nested containers."""
-    return hashlib.sha256(repr([*leaves(state)]).encode()).digest()
 
 
 def finish(state: dict[str, Any], options: StateDictOptions, *, keeps: bool) -> dict[str, Any]:
@@ -160,7 +115,7 @@ def finish(state: dict[str, Any], options: StateDictOptions, *, keeps: bool) -> 
     return found if keeps else {}
 
 
-def relaid(value: DTensor, like: DTensor) -> DTensor:
+def relaid(value: Any, like: Any) -> Any:
     """Lay a DTensor out like another one on its mesh. All ranks of the mesh take part."""
     made = value.redistribute(placements=like.placements)
     if spread_of(made) == spread_of(like):

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections import ChainMap, Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from torchlift._load.fetch import Fetched
 from torchlift._model.commit import Commit, repeats
 from torchlift._model.dtensor import (
     default_device,
@@ -21,7 +20,6 @@ from torchlift._model.dtensor import (
     local_shape,
     local_tensor,
     overlaps,
-    shard_spans,
     spans_of,
     spread_of,
     wrap,
@@ -33,19 +31,17 @@ from torchlift._model.torch_private import IncompatibleKeys
 from torchlift._plan.names import Match
 from torchlift._plan.report import list_names
 from torchlift._plan.rules import Options, allowed
-from torchlift._plan.suggest import is_empty
-from torchlift._sources.tensors import FileTensor, Sent
+from torchlift._sources.tensors import FileTensor
 from torchlift._system.containers import leaves, map_leaves
 from torchlift._system.text import Facts, Summary, clipped_list
+from torchlift.distributed.broadcast import Inbox, Sent
 from torchlift.distributed.optimizer_state import (
-    PLACE,
     PLAIN,
     Saved,
     first_name,
     initial_state,
     once,
     path_text,
-    require_known,
 )
 from torchlift.distributed.options import (
     StateDictMismatch,
@@ -53,10 +49,11 @@ from torchlift.distributed.options import (
     check_value,
     mismatch_error,
 )
-from torchlift.formats.boxes import row_major
 
 #: A saved tensor: in memory, in files, or on rank 0.
 Stored = torch.Tensor | FileTensor | Sent
+#: The path of a value in the state of a parameter.
+Path = tuple[Any, ...]
 
 
 @dataclass(frozen=True, repr=False)
@@ -65,10 +62,10 @@ class OptimizerReport(Summary):
 
     Attributes:
         loaded: Parameters that received a saved state.
-        missing_keys: Parameters without a saved state. They keep the state they had.
+        missing_keys: Parameters without a saved state or saved hyperparameters. They keep those
+            that they had.
         unexpected_keys: Parameters that no optimizer holds. Optimizers and pipeline stages may
             share one state dict, so these are never an error.
-        kept_hyperparameters: Parameters whose group kept its hyperparameters.
         left_out: Parameters without a saved state, of optimizers that make their state in ``step``
             only. They start without a state, and are never an error.
 
@@ -82,14 +79,12 @@ class OptimizerReport(Summary):
     loaded: list[str] = field(default_factory=list)
     missing_keys: list[str] = field(default_factory=list)
     unexpected_keys: list[str] = field(default_factory=list)
-    kept_hyperparameters: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
     def _summary(self) -> tuple[str, Facts]:
         return f"loaded the state of {len(self.loaded)} parameters", [
             *list_names("missing", self.missing_keys),
             *list_names("unexpected", self.unexpected_keys),
-            *list_names("hyperparameters kept", self.kept_hyperparameters),
             *list_names("without a state, which the first step makes", self.left_out),
         ]
 
@@ -105,16 +100,12 @@ class LoadedKeys(IncompatibleKeys):
 
     optimizer: OptimizerReport
 
-    def __init__(self, *_: Iterable[str]) -> None:
-        self.optimizer = OptimizerReport()
-
-    @classmethod
-    def of(
-        cls, missing: list[str], unexpected: list[str], report: OptimizerReport | None
+    def __new__(
+        cls, missing: list[str], unexpected: list[str], report: OptimizerReport | None = None
     ) -> LoadedKeys:
         """Return the result of a load."""
-        made = cls(missing, unexpected)
-        made.optimizer = report or made.optimizer
+        made = super().__new__(cls, missing, unexpected)
+        made.optimizer = report or OptimizerReport()
         return made
 
 
@@ -135,19 +126,15 @@ class NewState:
 
     Attributes:
         optimizer: The optimizer.
-        report: The report of the load.
         state: Parameter -> its new state, with a `Slot` for each tensor.
         other: State under keys that are not parameters.
         hyper: For each group, the hyperparameters that change.
-        left_alone: Names of parameters that the caller left out. Their state stays.
     """
 
     optimizer: torch.optim.Optimizer
-    report: OptimizerReport = field(default_factory=OptimizerReport)
     state: dict[torch.Tensor, dict[Any, Any]] = field(default_factory=dict)
     other: dict[Any, Any] = field(default_factory=dict)
     hyper: list[dict[str, Any]] = field(default_factory=list)
-    left_alone: set[str] = field(default_factory=set)
 
 
 class OptimizerSlots:
@@ -160,6 +147,7 @@ class OptimizerSlots:
         module: A module with a buffer for each slot.
         values: Name of a slot -> saved tensor.
         states: The new state of each optimizer.
+        report: One report for all optimizers.
 
     Args:
         names: The names of the model's parameters.
@@ -187,17 +175,21 @@ class OptimizerSlots:
         self._devices: dict[str, torch.device] = {}
         self._names, self._saved, self._options, self._device = names, saved, options, device
         self._optimizers = optimizers
+        self.report, self._left_alone = OptimizerReport(), set[str]()
         self.states = [self._match(each) for each in optimizers]
+        params = [p for each in optimizers for group in each.param_groups for p in group["params"]]
+        known = {fqn for param in params for fqn in names.fqns(param)}
+        self.report.unexpected_keys.extend(name for name in saved.state if name not in known)
         self._require_all()
 
     @cached_property
-    def _of_each_element(self) -> dict[tuple[Any, ...], bool]:
+    def _of_each_element(self) -> dict[Path, bool]:
         """Path in a state -> whether its tensor has the shape of its parameter.
 
         Parameters that are not square show it: a moment has the shape of each, a matrix for one
         side does not. A path that only square parameters have is left out.
         """
-        found: dict[tuple[Any, ...], bool] = {}
+        found: dict[Path, bool] = {}
         for optimizer in self._optimizers:
             for param in (p for group in optimizer.param_groups for p in group["params"]):
                 name = _saved_name(param, self._names, self._saved.state)
@@ -214,73 +206,61 @@ class OptimizerSlots:
         # Read, not mapped: training must not write to the pages of a file.
         return Options(device=lambda entry: self._devices[entry.key], strict=False, source="read")
 
-    def filled(self, tree: Any, new: dict[str, torch.Tensor] | None = None) -> Any:
-        """Return a new state with the tensors in its slots, or with `new` tensors."""
-        found = ChainMap[str, Any](new or {}, self.module._buffers)
-        return map_leaves(tree, lambda leaf, _: found[leaf.key] if type(leaf) is Slot else leaf)
+    def make_room(self, inbox: Inbox) -> None:
+        """Replace the descriptions of the tensors of rank 0 by memory for them."""
+        for key, value in self.values.items():
+            if isinstance(value, Sent):
+                like = self.module._buffers[key]
+                self.values[key] = inbox.room_for(value, like, self._devices[key])
 
-    def report(self) -> OptimizerReport:
-        """Return one report for all optimizers. Unexpected keys are those that none holds."""
-        names = [each.name for each in fields(OptimizerReport)]
-        reports = [each.report for each in self.states]
-        every = {n: [key for report in reports for key in getattr(report, n)] for n in names}
-        counts = Counter(every["unexpected_keys"])
-        unexpected = [key for key, count in counts.items() if count == len(reports)]
-        return OptimizerReport(**{**every, "unexpected_keys": unexpected})
+    def filled(self, tree: Any) -> Any:
+        """Return a new state with the tensors in its slots."""
+        found = self.module._buffers
+        return map_leaves(tree, lambda leaf, _: found[leaf.key] if type(leaf) is Slot else leaf)
 
     def _match(self, optimizer: torch.optim.Optimizer) -> NewState:
         """Match saved state with one optimizer, parameter by parameter and by canonical name."""
         names, saved, strict = self._names, self._saved, self._options.strict
+        report = self.report
         new = NewState(optimizer, other=copy.deepcopy(present(saved.other)))
         stateless = []
         for group in optimizer.param_groups:
-            new.hyper.append(_hyper(group, names, saved, new.report))
+            new.hyper.append(_hyper(group, names, saved, report))
             if strict and new.hyper[-1] and group["params"]:
                 _require_kind(optimizer, group, new.hyper[-1])
             for param in once(group["params"]):
                 name = _saved_name(param, names, saved.state)
                 if name is None and not saved.gone.isdisjoint(names.fqns(param)):
                     name = first_name(param, names)
-                    new.left_alone.add(name)
-                    new.report.missing_keys.append(name)
+                    self._left_alone.add(name)
+                    report.missing_keys.append(name)
                 elif name is None:
                     stateless.append((group, param))
                 else:
                     new.state[param] = self._slots_of(_Owner(name, param, group, optimizer))
-                    new.report.loaded.append(name)
+                    report.loaded.append(name)
         stepped = bool(new.state)
         for group, param in stateless:
             name, live = first_name(param, names), optimizer.state.get(param)
             initial = initial_state(optimizer, group, param)
             if initial is None and not (live and stepped):
-                new.report.left_out.append(name)
+                report.left_out.append(name)
                 if strict:
                     # No state of this optimizer was saved, so it had not taken a step.
                     new.state[param] = {}
             elif param.requires_grad and (live or initial):
                 # A frozen parameter that was never trained has no state to miss.
-                new.report.missing_keys.append(name)
-        known = {fqn for g in optimizer.param_groups for p in g["params"] for fqn in names.fqns(p)}
-        new.report.unexpected_keys.extend(name for name in saved.state if name not in known)
+                report.missing_keys.append(name)
         return new
 
     def _require_all(self) -> None:
-        report, saved = self.report(), self._saved
-        missing = list(dict.fromkeys(report.missing_keys + report.kept_hyperparameters))
-        excused = allowed(missing, saved.allow_missing)
-        excused = excused.union(*(each.left_alone for each in self.states))
-        problems = {
-            "missing the optimizer state of": report.missing_keys,
-            "missing in param_groups:": report.kept_hyperparameters,
-        }
-        problems = {
-            what: [n for n in found if n not in excused] for what, found in problems.items()
-        }
-        missing = [name for name in missing if name not in excused]
+        names, saved = list(dict.fromkeys(self.report.missing_keys)), self._saved
+        self.report.missing_keys[:] = names
+        excused = allowed(names, saved.allow_missing) | self._left_alone
+        missing = [name for name in names if name not in excused]
         if self._options.strict and missing:
-            if any(map(PLACE.fullmatch, missing)):
-                require_known(self._names, self._optimizers, {*saved.state, *saved.hyper})
-            raise mismatch_error("optimizer", problems, missing_keys=missing)
+            problem = {"missing the optimizer state of": missing}
+            raise mismatch_error("optimizer", problem, missing_keys=missing)
 
     def _slots_of(self, owner: _Owner) -> dict[Any, Any]:
         """Add the slots of one parameter, and return its new state with the slots.
@@ -297,12 +277,10 @@ class OptimizerSlots:
         state = owner.optimizer.state.get(owner.param, {})
         tensors = _tensors(state)
 
-        def place(value: Any, path: tuple[Any, ...]) -> Any:
+        def place(value: Any, path: Path) -> Any:
             live = tensors.get(path)
-            for inside in range(1, len(path)):  # a saved list in place of a live tensor
-                _require_no_tensor(owner, [], tensors.get(path[:inside]), path[:inside])
             if not isinstance(value, Stored):
-                _require_no_tensor(owner, value, live, path)
+                _require_no_tensor(owner, value, tensors, path)
                 return copy.deepcopy(value)
             return self._slot(owner, value, live, path)
 
@@ -310,7 +288,7 @@ class OptimizerSlots:
         return new if self._options.strict else {**state, **new}
 
     def _slot(
-        self, owner: _Owner, value: Stored, live: torch.Tensor | None, path: tuple[Any, ...]
+        self, owner: _Owner, value: Stored, live: torch.Tensor | None, path: Path
     ) -> Slot | torch.Tensor:
         like = self._layout(owner, value, live, path)
         device, dtype = _goal(owner, value, live, path, self._device)
@@ -338,7 +316,7 @@ class OptimizerSlots:
         return Slot(key)
 
     def _layout(
-        self, owner: _Owner, value: Stored, live: torch.Tensor | None, path: tuple[Any, ...]
+        self, owner: _Owner, value: Stored, live: torch.Tensor | None, path: Path
     ) -> torch.Tensor | None:
         """Return a tensor with the layout for a saved one, or None for a complete plain tensor.
 
@@ -347,111 +325,95 @@ class OptimizerSlots:
             StateDictMismatch: If the layout is unknown.
         """
         where = owner.entry(path)
-        recorded = self._recorded(owner, value, path)
-        if not value.shape and recorded is None:
+        if not value.shape and (is_dtensor(value) or self._recorded(owner, path) is None):
             check_value(where, None, value, self._options)
             return value if is_dtensor(value) else None
-        # The optimizer's own tensor shows the layout. Without one it is the recorded layout, that
-        # of the parameter, or that of the state before the first step.
-        expected = live
-        if expected is None and recorded is not None:
-            expected = None if recorded == PLAIN else _blank(recorded, owner, value, path)
-        elif expected is None and value.shape == owner.param.shape:
-            expected = owner.param if self._is_like_param(owner, value, path) else None
-        elif expected is None:
-            # Factored moments (Adafactor) have another shape, so only the optimizer shows it.
-            expected = owner.initial.get(path)
-            if expected is None and is_dtensor(owner.param) and _is_in_shards(value):
-                raise _unknown_layout(owner, value, path)
+        expected = self._expected(owner, value, path) if live is None else live
         if expected is not None and expected.shape != value.shape:
-            shapes = tuple(expected.shape), tuple(value.shape)
             raise StateDictMismatch(
                 "the saved state has another shape than the optimizer's",
                 entry=where,
                 expected=list(expected.shape),
                 found=list(value.shape),
-                mismatched={where: shapes},
-                hint=_NO_VALUES if is_empty(*shapes) else _ORDER if self._saved.by_order else None,
+                mismatched={where: (tuple(expected.shape), tuple(value.shape))},
+                hint="Give the optimizer the parameters it was saved with, in the same order. One "
+                "rank's part of a sharded optimizer cannot be loaded.",
             )
         check_value(where, expected, value, self._options)
-        if is_dtensor(value):
-            # State with another shape than its parameter may have any layout on the same mesh.
-            other = (
-                spread_of(value) != spread_of(expected)
-                if expected is not None
-                else (not is_dtensor(owner.param) or value.device_mesh != owner.param.device_mesh)
+        if not is_dtensor(value):
+            return expected
+        # State with another shape than its parameter may have any layout on the same mesh.
+        is_same = (
+            spread_of(value) == spread_of(expected)
+            if expected is not None
+            else is_dtensor(owner.param) and value.device_mesh == owner.param.device_mesh
+        )
+        if not is_same:
+            raise StateDictMismatch(
+                "the saved state has another layout than its parameter",
+                entry=where,
+                expected=layout_of(owner.param if expected is None else expected)
+                or "a plain tensor",
+                found=layout_of(value),
+                hint="Pass complete tensors and full_state_dict=True. Each rank copies its own "
+                "slices.",
             )
-            if other:
-                raise StateDictMismatch(
-                    "the saved state has another layout than its parameter",
-                    entry=where,
-                    expected=layout_of(owner.param if expected is None else expected)
-                    or "a plain tensor",
-                    found=layout_of(value),
-                    hint="Pass complete tensors and full_state_dict=True. Each rank copies its own "
-                    "slices.",
-                )
-        return value if is_dtensor(value) else expected
+        return value
 
-    def _recorded(self, owner: _Owner, value: Stored, path: tuple[Any, ...]) -> str | None:
-        """Return the recorded layout of a state that is complete now."""
-        if is_dtensor(value) or not is_dtensor(owner.param):
-            return None
-        return self._saved.layouts.get(owner.name, {}).get(path_text(path))
+    def _recorded(self, owner: _Owner, path: Path) -> str | None:
+        """Return the recorded layout of a state, if it was recorded."""
+        recorded = self._saved.layouts.get(owner.name, {}).get(path_text(path))
+        return recorded if is_dtensor(owner.param) else None
 
-    def _is_like_param(self, owner: _Owner, value: Stored, path: tuple[Any, ...]) -> bool:
-        """Return whether a state with the shape of its parameter has the parameter's layout.
+    def _expected(self, owner: _Owner, value: Stored, path: Path) -> torch.Tensor | None:
+        """Return a tensor with the layout of a state that the optimizer lacks, or None if plain.
 
-        SOAP and Shampoo keep a square matrix for each side of a weight. If the weight is square,
-        such a matrix has its shape, but every rank has all of it.
+        Raises:
+            StateDictMismatch: If the layout is unknown.
         """
-        is_known = not is_dtensor(owner.param) or is_dtensor(value)
-        if is_known or owner.name in self._saved.layouts or not self._options.full_state_dict:
-            return True
-        if _is_in_shards(value):
-            return True
-        if not _is_square(owner.param):
-            return True
-        known = self._of_each_element.get(path)
-        if known is None and path in owner.initial:
-            known = is_dtensor(owner.initial[path])
-        if known is None:
+        param, is_alike = owner.param, value.shape == owner.param.shape
+        if is_dtensor(value) or not is_dtensor(param):
+            return param if is_alike else owner.initial.get(path)
+        recorded = self._recorded(owner, path)
+        if recorded is not None:
+            return None if recorded == PLAIN else _blank(recorded, owner, value, path)
+        # Several ranks wrote this tensor, so it was a DTensor.
+        is_sharded = isinstance(value, FileTensor) and len(value.entry.chunks) > 1
+        # SOAP and Shampoo keep a square matrix for each side of a weight. If the weight is square,
+        # such a matrix has its shape, but every rank has all of it.
+        is_sure = owner.name in self._saved.layouts or is_sharded or not _is_square(param)
+        if is_alike and (is_sure or self._of_each_element.get(path)):
+            return param
+        # Factored moments (Adafactor) have another shape, so only the optimizer shows the layout.
+        expected = owner.initial.get(path)
+        is_unknown = path not in self._of_each_element if is_alike else is_sharded
+        if expected is None and is_unknown:
             raise _unknown_layout(owner, value, path)
-        return known
+        return expected
 
 
-def _is_in_shards(value: Stored) -> bool:
-    """Return whether several ranks wrote a tensor of a file, which then was a DTensor."""
-    return isinstance(value, FileTensor) and len(value.entry.chunks) > 1
-
-
-def _blank(layout: str, owner: _Owner, value: Stored, path: tuple[Any, ...]) -> torch.Tensor:
+def _blank(layout: str, owner: _Owner, value: Stored, path: Path) -> torch.Tensor:
     """Return a DTensor on meta, on the mesh of a parameter, in a recorded layout.
 
     Raises:
         StateDictMismatch: If the layout does not match this mesh.
     """
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     assert is_dtensor(owner.param)
     mesh, texts = owner.param.device_mesh, layout.split(",")
     if set(texts) == {"R"}:
         texts = ["R"] * mesh.ndim
-    coordinate = mesh.get_coordinate()
-    fits = all(text == "R" or text[1:].isdecimal() for text in texts)
-    if len(texts) != mesh.ndim or not fits or coordinate is None:
+    if len(texts) != mesh.ndim or not all(text == "R" or text[1:].isdecimal() for text in texts):
         raise _unknown_layout(owner, value, path)
     placements = [Replicate() if text == "R" else Shard(int(text[1:])) for text in texts]
-    spans = shard_spans(value.shape, mesh.shape, placements, coordinate)
-    local = torch.empty(local_shape(spans), dtype=value.dtype, device="meta")
-    made: torch.Tensor = DTensor.from_local(
-        local, mesh, placements, run_check=False,
-        shape=torch.Size(value.shape), stride=row_major(value.shape),
-    )  # fmt: skip
+    whole = torch.empty(value.shape, dtype=value.dtype, device="meta")
+    # Without a rank as the source, this does not communicate.
+    made: torch.Tensor = distribute_tensor(whole, mesh, placements, src_data_rank=None)
     return made
 
 
-def _unknown_layout(owner: _Owner, value: Stored, path: tuple[Any, ...]) -> StateDictMismatch:
+def _unknown_layout(owner: _Owner, value: Stored, path: Path) -> StateDictMismatch:
     return StateDictMismatch(
         "the layout of an optimizer state on the mesh is unknown",
         entry=owner.entry(path),
@@ -477,16 +439,16 @@ class _Owner:
     optimizer: torch.optim.Optimizer
 
     @cached_property
-    def initial(self) -> dict[tuple[Any, ...], torch.Tensor]:
+    def initial(self) -> dict[Path, torch.Tensor]:
         """The tensors of the optimizer's initial state."""
         return _tensors(initial_state(self.optimizer, self.group, self.param))
 
-    def entry(self, path: tuple[Any, ...]) -> str:
+    def entry(self, path: Path) -> str:
         """Return the name of the state at a path, for errors."""
         return ".".join(map(str, (self.name, *path)))
 
 
-def _tensors(state: Any) -> dict[tuple[Any, ...], torch.Tensor]:
+def _tensors(state: Any) -> dict[Path, torch.Tensor]:
     return {path: leaf for path, leaf in leaves(state).items() if torch.is_tensor(leaf)}
 
 
@@ -528,7 +490,7 @@ def _goal(
     owner: _Owner,
     value: Stored,
     live: torch.Tensor | None,
-    path: tuple[Any, ...],
+    path: Path,
     blank: torch.device,
 ) -> tuple[torch.device, torch.dtype]:
     """Return device and dtype as `torch.optim.Optimizer.load_state_dict` does, without a cast.
@@ -558,15 +520,8 @@ def _saved_name(param: torch.Tensor, names: Names, saved: Mapping[str, Any]) -> 
     return next((name for name in names.fqns(param) if name in saved), None)
 
 
-def layout_for(value: Any, live: Any, param: torch.Tensor) -> torch.Tensor | None:
-    """Return the tensor that shows the layout of a saved DTensor, or None."""
-    if torch.is_tensor(live):
-        return live
-    return param if getattr(value, "shape", None) == param.shape else None
-
-
 def _require_no_tensor(
-    owner: _Owner, value: object, live: torch.Tensor | None, path: tuple[Any, ...]
+    owner: _Owner, value: object, state: Mapping[Path, torch.Tensor], path: Path
 ) -> None:
     """Refuse a plain value for a tensor with dimensions. The next step would fail.
 
@@ -575,14 +530,15 @@ def _require_no_tensor(
     """
     if value is None and isinstance(owner.optimizer, torch.optim.SGD):
         return  # older versions saved None for no momentum
-    expected = owner.initial.get(path) if live is None else live
-    if expected is not None and expected.dim():
-        raise StateDictMismatch(
-            "the saved state is not a tensor",
-            entry=owner.entry(path),
-            expected=f"a tensor of shape {list(expected.shape)}",
-            found=type(value).__name__,
-        )
+    for end in range(1, len(path) + 1):  # a list may stand in the place of a tensor
+        expected = state.get(path[:end], owner.initial.get(path[:end]))
+        if expected is not None and expected.dim():
+            raise StateDictMismatch(
+                "the saved state is not a tensor",
+                entry=owner.entry(path[:end]),
+                expected=f"a tensor of shape {list(expected.shape)}",
+                found=type(value).__name__,
+            )
 
 
 # ---- groups
@@ -599,7 +555,7 @@ def _hyper(
     for param in group["params"]:
         name = _saved_name(param, names, saved.hyper)
         if name is None:
-            report.kept_hyperparameters.append(first_name(param, names))
+            report.missing_keys.append(first_name(param, names))
         else:
             found[name] = saved.hyper[name]
     source = next(iter(found), "")
@@ -660,19 +616,6 @@ def _require_same(a: dict[str, Any], b: dict[str, Any], first: str, second: str)
             )
 
 
-#: The fix for a rank's empty part of a sharded optimizer.
-_NO_VALUES = (
-    "A state of shape [0] holds no values: it is one rank's part of a sharded optimizer. Save the "
-    "result of torchlift.distributed.get_optimizer_state_dict(model, optimizer, "
-    "options=StateDictOptions(full_state_dict=True)), which all ranks call."
-)
-#: The fix if numbers identify the parameters.
-_ORDER = (
-    "The saved state numbers its parameters. Give the optimizer its parameters in the saved order. "
-    "To save them by name, make it of model.named_parameters(), or use torchlift.Keeper."
-)
-
-
 # ---- the optimizer itself
 
 
@@ -709,80 +652,49 @@ def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
 
 
-class _Loaded(NamedTuple):
-    """The state and the groups of an optimizer after the load."""
-
-    state: dict[Any, Any]
-    groups: list[dict[str, Any]]
-
-
-def _fill(
-    new: NewState, slots: OptimizerSlots, fetched: dict[str, torch.Tensor] | None = None
-) -> _Loaded:
-    """Return the state and the groups of an optimizer, with tensors in the slots."""
-    filled = {param: slots.filled(state, fetched) for param, state in new.state.items()}
-    state = {**new.optimizer.state, **filled, **new.other}
-    # Without empty entries: some optimizers read the first entry, whichever it is.
-    state = {key: value for key, value in state.items() if not isinstance(value, dict) or value}
-    groups = [
-        {**group, **hyper, "params": group["params"]}
-        for group, hyper in zip(new.optimizer.param_groups, new.hyper, strict=True)
-    ]
-    return _Loaded(state, groups)
-
-
-def try_states(slots: OptimizerSlots, fetched: Fetched) -> None:
-    """Call ``__setstate__`` of copies of the optimizers with the new state.
+def set_states(slots: OptimizerSlots, commit: Commit, *, own_code: bool) -> None:
+    """Set the new state of the optimizers with code of their own, or of those without.
 
     Raises:
-        StateDictMismatch: If one raises.
+        StateDictMismatch: If an optimizer of torch cannot use the state.
     """
-    found = {
-        step.key: value
-        for step, value in (*fetched.plain, *fetched.steps)
-        # The value for a DTensor that is overwritten may be the complete tensor.
-        if isinstance(value, torch.Tensor) and not (step.in_place and is_dtensor(step.group.tensor))
-    }
-    for new in filter(lambda each: is_left_to_us(each.optimizer), slots.states):
-        state, groups = _fill(new, slots, found)
-        copies = {key: dict(v) if isinstance(v, dict) else v for key, v in state.items()}
-        kind = type(new.optimizer)
-        shadow = object.__new__(kind)
-        vars(shadow).update(vars(new.optimizer))
+    for new in slots.states:
+        optimizer = new.optimizer
+        if runs_own_code(optimizer) != own_code:
+            continue
+        commit.keep_optimizer(optimizer, values=own_code)
+        filled = {param: slots.filled(state) for param, state in new.state.items()}
+        state = {**optimizer.state, **filled, **new.other}
+        # Without empty entries: some optimizers read the first entry, whichever it is.
+        state = {key: each for key, each in state.items() if not isinstance(each, dict) or each}
+        if not is_left_to_us(optimizer):
+            _let_load(new, slots, state)
+            continue
+        # Optimizer.load_state_dict would cast every moment to its parameter's dtype: float32
+        # moments of bfloat16 weights would lose precision (pytorch/pytorch#43706).
+        for group, hyper in zip(optimizer.param_groups, new.hyper, strict=True):
+            group.update(hyper)
+        kept = {"state": defaultdict(dict, state), "param_groups": optimizer.param_groups}
         try:
-            shadow.__setstate__({"state": defaultdict(dict, copies), "param_groups": groups})
+            optimizer.__setstate__(kept)
         except Exception as error:
+            if own_code:
+                raise
             raise StateDictMismatch(
-                f"{kind.__name__} cannot use this state: {type(error).__name__}: {error}",
+                f"{type(optimizer).__name__} cannot use this state: {type(error).__name__}: "
+                f"{error}",
                 hint="Make an optimizer of the kind that was saved.",
             ) from error
 
 
-def set_states(slots: OptimizerSlots, commit: Commit) -> None:
-    """Set the new state of the optimizers, after the slots were filled."""
-    for new in slots.states:
-        optimizer = new.optimizer
-        commit.keep_optimizer(optimizer, values=runs_own_code(optimizer))
-        state, groups = _fill(new, slots)
-        if is_left_to_us(optimizer):
-            # Optimizer.load_state_dict would cast every moment to its parameter's dtype: float32
-            # moments of bfloat16 weights would lose precision (pytorch/pytorch#43706).
-            for group, changed in zip(optimizer.param_groups, groups, strict=True):
-                group.update(changed)
-            kept = defaultdict(dict, state)
-            optimizer.__setstate__({"state": kept, "param_groups": optimizer.param_groups})
-        else:
-            _let_load(new, slots, state, groups)
-
-
-def _let_load(
-    new: NewState, slots: OptimizerSlots, state: dict[Any, Any], groups: list[dict[str, Any]]
-) -> None:
+def _let_load(new: NewState, slots: OptimizerSlots, state: dict[Any, Any]) -> None:
     """Call the ``load_state_dict`` of an optimizer that has one of its own, or hooks."""
     optimizer = new.optimizer
     ids: dict[int, int] = {}
-    for group in groups:
-        group["params"] = [ids.setdefault(id(param), len(ids)) for param in group["params"]]
+    groups = [
+        {**group, **hyper, "params": [ids.setdefault(id(p), len(ids)) for p in group["params"]]}
+        for group, hyper in zip(optimizer.param_groups, new.hyper, strict=True)
+    ]
     numbered = {ids.get(id(key), key): value for key, value in state.items()}
     own(optimizer, "load_state_dict")({"state": numbered, "param_groups": groups})
     if not _is_plain(optimizer):

@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -115,7 +115,7 @@ def _own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         for number, param in zip(group[_PARAMS], live[_PARAMS], strict=True)
     }
     for inner in inner_optimizers(optimizer):
-        for param, state in getattr(inner.optimizer, "state", {}).items():
+        for param, state in getattr(inner, "state", {}).items():
             if set(state) - set(packed[_STATE].get(numbers.get(id(param)), ())):
                 raise holder_error(optimizer, "its state dict lacks state of an inner optimizer")
     found: dict[str, Any] = packed
@@ -193,31 +193,12 @@ def first_name(param: torch.Tensor, names: Names) -> str:
     """
     found = names.fqns(param)
     if not found:
-        raise _other_model_error(param)
+        raise StateDictMismatch(
+            "the optimizer holds a parameter that the model does not have",
+            found=f"{type(param).__name__} of shape {list(param.shape)}",
+            hint="Make the optimizer from the parameters of this model, after wrapping it.",
+        )
     return found[0]
-
-
-def require_known(
-    names: Names, optimizers: Iterable[torch.optim.Optimizer], saved: Collection[str]
-) -> None:
-    """Refuse a parameter of another model, as after the model was rebuilt.
-
-    Such a parameter is named by its place, like one that no model has. But its place was not saved,
-    and a saved name of the model is left over.
-
-    Args:
-        names: Names in the model, and places of parameters that it lacks.
-        optimizers: All optimizers of the load.
-        saved: Names of the parameters in the state dict.
-
-    Raises:
-        StateDictMismatch: If there is one.
-    """
-    own = {name: param for each in optimizers for param in _params(each)
-            for name in names.fqns(param)}  # fmt: skip
-    strange = next((own[n] for n in own if PLACE.fullmatch(n) and n not in saved), None)
-    if strange is not None and any(n not in own and not PLACE.fullmatch(n) for n in saved):
-        raise _other_model_error(strange)
 
 
 def require_same_groups(
@@ -244,14 +225,6 @@ def require_same_groups(
             found=found,
             hint="Give the optimizer the parameter groups it was saved with.",
         )
-
-
-def _other_model_error(param: torch.Tensor) -> StateDictMismatch:
-    return StateDictMismatch(
-        "the optimizer holds a parameter that the model does not have",
-        found=f"{type(param).__name__} of shape {list(param.shape)}",
-        hint="Make the optimizer from the parameters of this model, after wrapping it.",
-    )
 
 
 @torch.no_grad()
@@ -340,7 +313,6 @@ class Saved:
         other: State under keys that are not parameters.
         gone: Canonical names that the caller left out.
         allow_missing: Patterns of names that may be missing.
-        by_order: Whether parameters had numbers only, so that their order identifies them.
         layouts: Canonical name -> path in its state -> its recorded layout. Only layouts that
             differ from that of the parameter are recorded.
     """
@@ -351,7 +323,6 @@ class Saved:
     other: dict[Any, Any] = field(default_factory=dict)
     gone: set[str] = field(default_factory=set)
     allow_missing: Collection[str] = ()
-    by_order: bool = False
     layouts: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def add_layouts(self, name: str, texts: Iterable[str]) -> None:
@@ -401,9 +372,8 @@ def normalise(
             "not an optimizer state dict",
             expected=f"a dict under {_STATE!r}, and under {_GROUPS!r} dicts with {_PARAMS!r}",
         )
-    numbers = _name_numbers(groups, optimizers, names)
-    numbered = numbers.names
-    found = Saved(by_order=numbers.by_order)
+    numbered = _name_numbers(groups, optimizers, names)
+    found = Saved()
     for key, value in state.items():
         name = numbered.get(key, key)
         (found.state if isinstance(name, str) else found.other)[name] = value
@@ -421,40 +391,25 @@ def normalise(
     return found
 
 
-class _NumberedNames(NamedTuple):
-    """The names of the parameters that an optimizer's own state dict numbers.
-
-    Attributes:
-        names: Number -> canonical name.
-        by_order: Whether the order of the parameters alone identifies them.
-    """
-
-    names: dict[Any, str]
-    by_order: bool
-
-
 def _name_numbers(
     groups: Any, optimizers: Iterable[torch.optim.Optimizer], names: Names
-) -> _NumberedNames:
+) -> dict[Any, str]:
     """Return the names for the numbers in the groups of a state dict, if it has numbers."""
     keys = [key for group in groups for key in group[_PARAMS]]
     if not keys or not all(isinstance(key, int) for key in keys):
-        return _NumberedNames({}, False)
+        return {}
     saved = [name for group in groups for name in group.get("param_names") or ()]
     for optimizer in optimizers:
         params = _params(optimizer)
         if len(params) == len(keys):
             own = {fqn: first_name(param, names) for param in params for fqn in names.fqns(param)}
-            is_named = len(saved) == len(keys) and own.keys() >= set(saved)
-            order = (
-                [own[name] for name in saved]
-                if is_named
-                else [first_name(param, names) for param in params]
-            )
+            order = [first_name(param, names) for param in params]
+            if len(saved) == len(keys) and own.keys() >= set(saved):
+                order = [own[name] for name in saved]
             found = dict(zip(keys, order, strict=True))
             # DCP turns every key into text, but not the numbers in the groups' lists.
             texts = {str(key): name for key, name in found.items()}
-            return _NumberedNames({**found, **texts}, not is_named)
+            return {**found, **texts}
     raise StateDictMismatch(
         "the optimizer state dict numbers its parameters, and no optimizer has this many",
         found=f"{len(keys)} parameters",

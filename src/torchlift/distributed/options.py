@@ -13,9 +13,9 @@ from torch import nn
 from torchlift._model.dtensor import is_dtensor, layout_of, local_tensor
 from torchlift._model.handlers import oddity
 from torchlift._plan.suggest import empty_hint
+from torchlift._system.containers import leaves
 from torchlift._system.text import clipped_list
 from torchlift.errors import StateDictMismatch as StateDictMismatch
-from torchlift.formats.flattening import items_of
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
@@ -145,41 +145,21 @@ def require_groups(optimizer: object) -> None:
         )
 
 
-class InnerOptimizer(NamedTuple):
-    """An optimizer in an attribute of another one.
-
-    Attributes:
-        place: how a program gets it from that one, such as ``.muon`` or ``.parts[0]``.
-        optimizer: the optimizer.
-    """
-
-    place: str
-    optimizer: torch.optim.Optimizer
-
-
-def inner_optimizers(optimizer: object) -> list[InnerOptimizer]:
+def inner_optimizers(optimizer: object) -> list[torch.optim.Optimizer]:
     """Return the optimizers in the attributes of an optimizer, or in containers there."""
-    found: list[tuple[str, object]] = []
-    for name, value in getattr(optimizer, "__dict__", {}).items():
-        found.append((f".{name}", value))
-        for key, item in items_of(value) if isinstance(value, (list, tuple, dict)) else ():
-            text = repr(key) if isinstance(key, (int, str)) else "..."
-            found.append((f".{name}[{text}]", item))
-    return [InnerOptimizer(place, item) for place, item in found
-            if isinstance(item, torch.optim.Optimizer)]  # fmt: skip
+    held = leaves(getattr(optimizer, "__dict__", {})).values()
+    return [value for value in held if isinstance(value, torch.optim.Optimizer)]
 
 
 def holder_error(optimizer: object, reason: str) -> StateDictMismatch:
     """Return the error for an optimizer whose state is in others that it holds."""
-    inner, kind = inner_optimizers(optimizer), type(optimizer).__name__
-    places = ", ".join(dict.fromkeys(f"{kind}{each.place}" for each in inner))
-    kinds = [f"{type(each.optimizer).__name__} in {each.place}" for each in inner]
+    kinds = dict.fromkeys(type(each).__name__ for each in inner_optimizers(optimizer))
     return StateDictMismatch(
         reason,
-        entry=kind,
+        entry=type(optimizer).__name__,
         expected="an optimizer whose state dict contains all of its state",
-        found=clipped_list(dict.fromkeys(kinds)) or None,
-        hint=f"Pass the optimizers that it holds instead{f': {places}' if places else ''}.",
+        found=f"an optimizer that holds {clipped_list(kinds)}" if kinds else None,
+        hint="Pass the optimizers that it holds instead.",
     )
 
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import os
 import pickle
-import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
-from operator import and_
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -22,12 +21,14 @@ from torch import nn
 
 from torchlift._checkpoint.checkpoint import Checkpoint
 from torchlift._checkpoint.kinds import Allow
-from torchlift._load.fetch import Fetched, fetch_all
+from torchlift._load.fetch import Prepared, fetch_all
 from torchlift._load.loading import Turn, copy_in_place, place, put_new
 from torchlift._model.commit import Commit
-from torchlift._model.dtensor import is_dtensor, layout_of, reshard, spread_of
+from torchlift._model.dtensor import default_device, is_dtensor, reshard, spread_of
+from torchlift._model.hooks import hooked_modules
 from torchlift._model.names import Names, uses_fsdp1
-from torchlift._model.ranks import RankGroup, StepResult, portable, rank, ranks_of, tensors_of
+from torchlift._model.own_loading import own_loaders
+from torchlift._model.ranks import RankGroup, StepResult, portable, rank, ranks_of
 from torchlift._model.slots import ModuleTree, read_tree
 from torchlift._model.state import PATCH, by_name, read_model, versioned, versions_of
 from torchlift._model.torch_private import IncompatibleKeys
@@ -52,21 +53,18 @@ from torchlift._sources.opening import (
     is_state,
     state_hint,
 )
-from torchlift._sources.tensors import FileTensor, MemoryTensor, Sent
+from torchlift._sources.tensors import FileTensor, MemoryTensor
 from torchlift._store.url import Url
-from torchlift._system.containers import leaves, map_leaves
+from torchlift._system.containers import leaves
 from torchlift._system.interrupts import Interruptible, uninterrupted
 from torchlift._system.memory import collection_paused
 from torchlift._system.text import clipped_list
-from torchlift.distributed.broadcast import BroadcastSource, sendable
+from torchlift.distributed.broadcast import Inbox, Sent, sendable
 from torchlift.distributed.gather import (
-    Steps,
     digests,
     finish,
     map_tensors,
-    names_digest,
     relaid,
-    require_same_names,
     require_same_steps,
     require_within,
     steps_of,
@@ -75,15 +73,12 @@ from torchlift.distributed.optimizer_slots import (
     LoadedKeys,
     OptimizerReport,
     OptimizerSlots,
-    layout_for,
     require_matched,
     runs_own_code,
     set_states,
-    try_states,
 )
 from torchlift.distributed.optimizer_state import Saved, name_by_place, normalise, read_optimizers
 from torchlift.distributed.options import (
-    UNEXPECTED,
     LoadCall,
     Optimizers,
     Part,
@@ -92,7 +87,6 @@ from torchlift.distributed.options import (
     States,
     bad_value,
     check_value,
-    mismatch_error,
     model_mismatch_error,
     require_module,
     require_optimizers,
@@ -108,7 +102,6 @@ from torchlift.errors import (
     wrong_call,
 )
 from torchlift.formats.detect import optimizer_in
-from torchlift.formats.flattening import items_of
 from torchlift.formats.index import TensorEntry
 from torchlift.formats.source import errors_name
 
@@ -512,33 +505,17 @@ def _optimizer_state(saved: Any) -> Any:
     if isinstance(saved, list) and len(saved) == 1:
         (saved,) = saved
     if isinstance(saved, Mapping):
-        is_flat = any(isinstance(key, str) and key.startswith(_FLAT) for key in saved)
-        # With one container of two there would be no state, and no error.
-        if is_flat != _is_optimizer_state(saved):
+        is_flat = any(str(key).startswith(("state.", "param_groups.")) for key in saved)
+        # With one container of two there would be no state, and no error. DCP drops empty dicts,
+        # and SGD without momentum then has groups alone.
+        if is_flat != ("param_groups" in saved):
             return saved if is_flat else {"state": {}, **saved}
-    found = [
-        str(key)
-        for key, value in items_of(saved)
-        if _is_optimizer_state(value)
-        or (isinstance(value, list) and value and all(map(_is_optimizer_state, value)))
-    ]
-    holder = "Pass the container that holds it as root=."
-    way = f"Pass root={found[0]!r}." if found else state_hint({"": saved}) or holder
     raise FormatError(
         "there is no optimizer state",
         expected="a dict with 'state' and 'param_groups', or a flat one",
         found=f"a {type(saved).__name__}",
-        hint=way,
+        hint=state_hint({"": saved}) or "Pass the container that holds it as root=.",
     )
-
-
-#: The first part of the names in a flat state.
-_FLAT = "state.", "param_groups."
-
-
-def _is_optimizer_state(value: object) -> bool:
-    # DCP drops empty dicts. SGD without momentum then has groups alone.
-    return isinstance(value, Mapping) and "param_groups" in value
 
 
 def patch_model_state_dict(model: nn.Module, *, options: StateDictOptions | None = None) -> None:
@@ -641,32 +618,20 @@ def _read(
     if uses_fsdp1(model):
         from torchlift.distributed import fsdp1
 
-        return fsdp1.read(part, model, found, inside, chosen, validate_arguments, process_group)
-    if submodules:
-        warnings.warn(
-            "Getting submodules only model/optim state_dict is deprecated, as in torch: pick the "
-            "keys you need from the whole state dict",
-            FutureWarning,
-            stacklevel=3,
-        )
+        return fsdp1.read(part, model, found, inside, chosen, validate_arguments)
     tree = ModuleTree(model)
     reshard(tree.modules)
-    gathered: list[torch.Tensor] = []
-    if chosen.full_state_dict:
-        # Submodules may have nothing to gather, and then not every rank needs to call this.
-        only = inside if inside and not found else {model}
-        gathered = [tensor for module in only for tensor in tensors_of(module)]
+    tensors = [each.tensor for each in tree.groups]
     offloads = chosen.full_state_dict and chosen.cpu_offload
-    if offloads and process_group is None and any(map(is_dtensor, gathered)):
+    if offloads and process_group is None and any(map(is_dtensor, tensors)):
         # The names of ranks that no mesh ties to this one are compared, too.
         group = RankGroup.of_all(StateDictMismatch)
     else:
-        shared = gathered
-        if compare and not gathered and _looks_replicated(tree, found):
-            shared = [each.tensor for each in tree.groups]
+        exchanges = chosen.full_state_dict or (compare and _looks_replicated(tensors, found))
+        shared = tensors if exchanges else ()
         group = RankGroup.of_model(shared, kind=StateDictMismatch, process_group=process_group)
 
-    def read_state() -> StepResult[_ReadState, _ReadMessage]:
+    def read_state() -> StepResult[States, _ReadMessage]:
         validate_arguments()
         names = Names(tree, chosen.dsd_fqn_modifiers)
         states = States({}, {})
@@ -678,27 +643,21 @@ def _read(
             states = states._replace(optimizer=read_optimizers(names, found, chosen))
         for state in states if chosen.full_state_dict else ():
             require_within(state)
-        steps: Steps = {}
-        if group.groups and (chosen.full_state_dict or process_group is not None):
-            steps = steps_of(states._asdict(), gathered)
-        message = _ReadMessage(
-            digests(steps),
-            names_digest(states) if offloads and group.groups else None,
-            checksums_of(_replicas(states, names)) if compare and group.groups else {},
-        )
-        return StepResult(_ReadState(states, steps), message)
+        steps = steps_of(states._asdict(), tensors) if group.groups else {}
+        if group.groups and offloads:  # the first rank alone keeps the result
+            steps["names"] = [repr(path) for path in leaves(states)]
+        replicas = checksums_of(_replicas(states, names)) if compare and group.groups else {}
+        return StepResult(states, _ReadMessage(digests(steps), replicas))
 
     with collection_paused(), torch.no_grad():
         read, by_rank = group.run(read_state)
-        require_same_steps(group, read.steps, {who: each.digests for who, each in by_rank.items()})
-        offloading = {who: each.names for who, each in by_rank.items() if each.names is not None}
-        require_same_names(offloading)
+        require_same_steps({who: each.digests for who, each in by_rank.items()})
         keeps = not offloads or rank() == ranks_of(*group.groups[:1])[0]
 
         def gather_states() -> StepResult[States, None]:
             made = [
                 versioned(finish(each, chosen, keeps=keeps), getattr(each, "_metadata", None))
-                for each in read.states
+                for each in read
             ]
             return StepResult(States(*made), None)
 
@@ -712,33 +671,25 @@ def _read(
     return whole
 
 
-class _ReadState(NamedTuple):
-    """The state that a rank has read, and the steps in which it will gather it."""
-
-    states: States
-    steps: Steps
-
-
 class _ReadMessage(NamedTuple):
     """The message of a rank that has read its state.
 
     Attributes:
         digests: Of the steps in which it will gather.
-        names: Digest of its names, if the first rank alone keeps the result.
         checksums: Of plain parameters and plain optimizer state.
     """
 
     digests: dict[str, str]
-    names: bytes | None
     checksums: dict[HeldPart, Checksum]
 
 
-def _looks_replicated(tree: ModuleTree, optimizers: tuple[torch.optim.Optimizer, ...]) -> bool:
+def _looks_replicated(
+    tensors: list[torch.Tensor], optimizers: tuple[torch.optim.Optimizer, ...]
+) -> bool:
     """Return whether a sharded model has plain parameters, or its optimizers plain state.
 
     Numbers do not count. Adam's ``step`` is plain, and ranks would always wait for each other.
     """
-    tensors = [group.tensor for group in tree.groups]
     if not any(is_dtensor(tensor) and tensor.device_mesh.size() > 1 for tensor in tensors):
         return False
     states = [state for each in optimizers for state in getattr(each, "state", {}).values()]
@@ -784,14 +735,6 @@ def load_states(call: LoadCall, commit: Commit | None = None) -> LoadedKeys:
         from torchlift.distributed import fsdp1
 
         return fsdp1.write(call)
-    given = call.model_state
-    if isinstance(given, Mapping) and any(isinstance(key, nn.Module) for key in given):
-        warnings.warn(
-            "Passing model_state_dict as a dict of modules is deprecated, as in torch: put "
-            "the module's name before the keys",
-            FutureWarning,
-            stacklevel=3,
-        )
     with collection_paused():
         return _load_together(call, commit)
 
@@ -820,7 +763,10 @@ class _State:
 
 @dataclass
 class _Job:
-    """The valid arguments of a load on this rank."""
+    """The valid arguments of a load on this rank.
+
+    With ``broadcast_from_rank0``, the state and the slots have memory for what is in the inbox.
+    """
 
     call: LoadCall
     names: Names
@@ -828,6 +774,20 @@ class _Job:
     optimizers: tuple[torch.optim.Optimizer, ...]
     options: StateDictOptions
     state: _State
+    slots: OptimizerSlots | None = None
+    inbox: Inbox | None = None
+
+
+class _Needs(NamedTuple):
+    """The needs of a rank that receives the state dict of rank 0.
+
+    Attributes:
+        names: A bit for each name of the model's state dict, in its order: whether it is needed.
+        values: Whether code of the model may look at values while the load is planned.
+    """
+
+    names: int
+    values: bool
 
 
 def _load_together(call: LoadCall, commit: Commit | None) -> LoadedKeys:
@@ -878,55 +838,46 @@ def _prepare(call: LoadCall, tree: ModuleTree) -> _Job:
     if optimizers:
         state.optimizer = normalise(call.optim_dict(chosen.strict), optimizers, names)
         state.optimizer.leave_out(call.include, call.exclude, call.allow_missing)
-    moments = leaves(state.optimizer.state) if state.optimizer else {}
-    values = {(name,): value for name, value in (state.model or {}).items()}
-    for path, value in [*values.items(), *moments.items()]:
+    moments = state.optimizer.state if state.optimizer else {}
+    for (_, *path), value in leaves([state.model or {}, moments]).items():
         if isinstance(value, torch.Tensor) and value.is_nested:
             # A nested tensor has no shape to compare, and torch fails if it is asked for one.
-            check_value(".".join(map(str, path)), None, value, chosen)
+            raise bad_value(".".join(map(str, path)), "a tensor that is nested")
     return job
-
-
-class _PreparedJob(NamedTuple):
-    """The job of a rank, and the steps in which it will change layouts."""
-
-    job: _Job
-    steps: Steps
 
 
 def _prepare_alike(call: LoadCall, tree: ModuleTree, group: RankGroup) -> _Job:
     """Validate the arguments of all ranks, and lay out values like the tensors they are for."""
     tensors = [each.tensor for each in tree.groups]
 
-    def describe() -> StepResult[_PreparedJob, dict[str, str]]:
+    def describe() -> StepResult[_Job, dict[str, str]]:
         job = _prepare(call, tree)
         loaded = {"model": job.state.model, "optimizers": job.state.optimizer}
         loading = [f"to load {name}" for name, state in loaded.items() if state is not None]
-        other: dict[str, torch.Tensor] = {}
-        _change_other_layouts(job, lambda name, value, _: other.setdefault(name, value))
-        steps = {"call": loading, **steps_of(other, tensors)}
-        return StepResult(_PreparedJob(job, steps), digests(steps))
+        steps = {"call": loading, **steps_of(_other_layouts(job), tensors)}
+        return StepResult(job, digests(steps))
 
-    (job, steps), by_rank = group.run(describe)
-    require_same_steps(group, steps, by_rank)
-
-    def lay_out(name: str, value: Any, live: Any) -> Any:
-        if call.collective is False:
-            raise StateDictMismatch(
-                "a value has another layout than the model, which ranks change together",
-                entry=name,
-                expected=layout_of(live),
-                found=layout_of(value),
-                hint="Leave collective=False out.",
-            )
-        return relaid(value, live)
-
+    job, by_rank = group.run(describe)
+    require_same_steps(by_rank)
+    model = job.state.model or {}
     # This communicates. It is done now, while no module's own code can stop one of the ranks.
-    _change_other_layouts(job, lay_out)
+    for name, value in _other_layouts(job).items() if call.collective is not False else ():
+        model[name] = relaid(value, job.names.tensors[name])
     return job
 
 
-@dataclass
+def _other_layouts(job: _Job) -> dict[str, Any]:
+    """Return the values for the model that have another layout on its mesh, by name."""
+    model = job.state.model or {}
+    return {
+        name: value
+        for name, live in job.names.tensors.items()  # in the same order on every rank
+        if is_dtensor(live) and is_dtensor(value := model.get(name))
+        if value.device_mesh == live.device_mesh and spread_of(value) != spread_of(live)
+    }
+
+
+@dataclass(frozen=True)
 class _OptimizerPart:
     """The plan of the optimizers' state.
 
@@ -934,13 +885,11 @@ class _OptimizerPart:
         slots: The slots that receive it.
         source: The source of the values.
         plan: How the slots are filled.
-        fetched: The values, once they are in memory.
     """
 
     slots: OptimizerSlots
     source: StateSource
     plan: LoadPlan
-    fetched: Fetched | None = None
 
 
 class _Plans(NamedTuple):
@@ -948,20 +897,6 @@ class _Plans(NamedTuple):
 
     model: LoadPlan | None
     optimizer: _OptimizerPart | None
-
-
-class _PlanMessage(NamedTuple):
-    """The message of a rank that has planned its load.
-
-    Attributes:
-        refuses: Whether an optimizer's own code may still end the load.
-        is_strict: Whether the load is strict on this rank.
-        unexpected: With ``broadcast_from_rank0``, a bit for each name of rank 0, in its order.
-    """
-
-    refuses: bool
-    is_strict: bool
-    unexpected: int
 
 
 def _load(job: _Job, group: RankGroup, outer: Commit | None) -> LoadedKeys:
@@ -972,77 +907,67 @@ def _load(job: _Job, group: RankGroup, outer: Commit | None) -> LoadedKeys:
         group: The ranks that load together.
         outer: The caller's commit, which ends later.
     """
-    options, names, tree, state = job.options, job.names, job.tree, job.state
-    broadcasts = options.broadcast_from_rank0
+    names, tree, state = job.names, job.tree, job.state
     # The commit is the inner one: an interrupt while it undoes changes would leave half of them.
     with uninterrupted() as deliver, Commit() if outer is None else nullcontext(outer) as commit:
         rules, source = _engine_options(job), _source(job)
 
-        def plan_all() -> StepResult[_Plans, _PlanMessage]:
+        def plan_all() -> StepResult[_Plans, bool]:
             plan, part = None, None
-            source.reserve()  # a rank without memory stops all ranks here
             if state.model is not None:
                 plan = make_plan(tree, source, rules, commit, check=partial(_check, job))
             if state.optimizer is not None:
                 part = _plan_optimizers(job, source, commit)
-            extra = 0
-            if broadcasts and plan is not None:
-                numbers = {names.key(name): at for at, name in enumerate(state.model or ())}
-                extra = sum(1 << numbers[name] for name in plan.unexpected_keys)
+            # Whether an optimizer's own code may still end the load.
             refuses = any(map(runs_own_code, job.optimizers if part else ()))
             deliver()  # an interrupt here is reported to the other ranks
-            return StepResult(_Plans(plan, part), _PlanMessage(refuses, options.strict, extra))
+            return StepResult(_Plans(plan, part), refuses)
 
         (plan, part), by_rank = group.run(plan_all)
-        messages = by_rank.values()
-        missing: list[str] = []
-        unexpected = _unexpected_on_all(state, messages) if broadcasts else []
-        if unexpected and any(message.is_strict for message in messages):
-            raise mismatch_error("model", {UNEXPECTED: unexpected}, unexpected_keys=unexpected)
+        if job.inbox is not None:
+            # An interrupt here would leave the other ranks waiting, so it comes later.
+            job.inbox.receive()
+        missing, unexpected = list[str](), list[str]()
         # If something can fail after the first change, the ranks agree again, and keep old values.
-        again = broadcasts or outer is not None or any(message.refuses for message in messages)
+        again = outer is not None or any(by_rank.values())
         with group.together() as agree:
             more = True
-            # An interrupt while rank 0 broadcasts would leave the other ranks waiting.
-            with nullcontext() if broadcasts else Interruptible():
+            with Interruptible():
                 fetched = fetch_all(plan, source, None, _ignore) if plan is not None else None
-                if part is not None:
-                    part.fetched = fetch_all(part.plan, part.source, None, _ignore)
-                    try_states(part.slots, part.fetched)
+                moments = fetch_all(part.plan, part.source, None, _ignore) if part else None
+            steps: list[Prepared] = []
+            if part is not None and moments is not None:
+                steps = put_new(moments, commit)
+                # The commit undoes this if a rank fails. Values are copied in place later.
+                set_states(part.slots, commit, own_code=False)
             if plan is not None and fetched is not None:
                 validate = partial(_check, job, path=source.path, options=rules)
                 turn = Turn(tree, commit, agree, deliver, validate, _ignore, again)
                 placed = place(plan, fetched, turn)
                 missing = [names.canonical(name) for name in placed.missing]
-                if not broadcasts:
-                    unexpected = [names.canonical(name) for name in placed.unexpected]
+                unexpected = [names.canonical(name) for name in placed.unexpected]
                 more = placed.asks_again
             more = more and agree(again and part is not None)
-            if part is not None and part.fetched is not None:
-                steps = put_new(part.fetched, commit)
-                copy_in_place(steps, part.source, commit, backup=again, advance=_ignore)
-                set_states(part.slots, commit)
+            if part is not None:
+                copy_in_place(steps, commit, backup=again, advance=_ignore)
+                set_states(part.slots, commit, own_code=True)
                 if more:
                     agree(False)
             if outer is None:
                 commit.finish()
-    return LoadedKeys.of(missing, unexpected, None if part is None else part.slots.report())
+    return LoadedKeys(missing, unexpected, part.slots.report if part is not None else None)
 
 
 def _plan_optimizers(job: _Job, source: StateSource, commit: Commit) -> _OptimizerPart:
     assert job.state.optimizer is not None
-    slots = OptimizerSlots(
-        job.names, job.optimizers, job.state.optimizer, job.options, _device(job)
-    )
+    slots = job.slots or _make_slots(job, job.state.optimizer)
     values, buffers = source.beside(slots.values), ModuleTree(slots.module)
     plan = make_plan(buffers, values, slots.options, commit, check=require_matched)
     return _OptimizerPart(slots, values, plan)
 
 
-def _unexpected_on_all(state: _State, messages: Iterable[_PlanMessage]) -> list[str]:
-    """Return the names that no rank uses: the stages of a pipeline share one state dict."""
-    unused = reduce(and_, (message.unexpected for message in messages))
-    return sorted(name for at, name in enumerate(state.model or ()) if unused >> at & 1)
+def _make_slots(job: _Job, saved: Saved) -> OptimizerSlots:
+    return OptimizerSlots(job.names, job.optimizers, saved, job.options, _device(job))
 
 
 def _ignore(_: int) -> None:
@@ -1056,16 +981,13 @@ def _source(job: _Job) -> StateSource:
     """Return the state as the source of a load, by the keys of the wrapped model."""
     state, options = job.state, job.options
     values = {job.names.key(name): value for name, value in (state.model or {}).items()}
-    if options.broadcast_from_rank0:
-        device = _device(job)
-        return BroadcastSource(
-            values, state.versions, state.tensors, device, state.kind, job.call.process_group
-        )
-    return StateSource(values, state.versions, whole=options.full_state_dict)
+    is_new = options.broadcast_from_rank0
+    return StateSource(values, state.versions, whole=options.full_state_dict, is_new=is_new)
 
 
 def _device(job: _Job) -> torch.device:
-    return torch.device("cpu" if job.options.cpu_offload else job.state.kind)
+    kind = "cpu" if job.options.cpu_offload else job.state.kind
+    return torch.empty(0, device=kind).device  # with the number of the device
 
 
 def _engine_options(job: _Job) -> Options:
@@ -1101,8 +1023,7 @@ def _check(job: _Job, matched: Match, path: str, options: Options) -> None:
     missing = [names.canonical(name) for name in matched.missing] if options.strict else []
     excused = allowed(missing, job.call.allow_missing)
     missing = [name for name in missing if name not in excused]
-    alone = options.strict and not chosen.broadcast_from_rank0
-    unexpected = [names.canonical(name) for name in matched.unexpected] if alone else []
+    unexpected = [names.canonical(name) for name in matched.unexpected] if options.strict else []
     shapes = {
         names.canonical(key): (item.expected, item.found)
         for key, item in matched.mismatched.items()
@@ -1125,38 +1046,6 @@ def _device_type(tree: ModuleTree) -> str:
         if not group.tensor.is_meta:
             return group.tensor.device.type
     return "cpu"
-
-
-def _change_other_layouts(job: _Job, change: Callable[[str, Any, Any], Any]) -> None:
-    """Replace each value whose layout on the mesh differs from that of the tensor it is for.
-
-    Args:
-        job: Its state is changed. The caller's is not.
-        change: Called with a name, the value, and the tensor of the model or optimizer.
-    """
-
-    def change_one(name: str, value: Any, live: Any) -> Any:
-        if not (is_dtensor(value) and is_dtensor(live)) or value.device_mesh != live.device_mesh:
-            return value
-        return value if spread_of(value) == spread_of(live) else change(name, value, live)
-
-    model, saved = job.state.model or {}, job.state.optimizer or Saved()
-    for name, tensor in job.names.tensors.items():  # in the same order on every rank
-        if name in model:
-            model[name] = change_one(name, model[name], tensor)
-    for optimizer in job.optimizers:
-        for param in (p for group in optimizer.param_groups for p in group["params"]):
-            live = leaves(optimizer.state.get(param, {})) if is_dtensor(param) else {}
-
-            def change_moment(
-                value: Any, path: Any, live: Any = live, param: torch.Tensor = param
-            ) -> Any:
-                like = layout_for(value, live.get(path[1:]), param)
-                return change_one(".".join(map(str, path)), value, like)
-
-            for name in job.names.fqns(param) if is_dtensor(param) else ():
-                if name in saved.state:
-                    saved.state[name] = map_leaves(saved.state[name], change_moment, (name,))
 
 
 class _PackedJob(NamedTuple):
@@ -1191,13 +1080,56 @@ def _receive_job(call: LoadCall, tree: ModuleTree, group: RankGroup, all_broadca
     box = [packed]
     torch.distributed.broadcast_object_list(box, src=0, group=group.groups[0])
 
-    def unpack() -> StepResult[_State, None]:
-        return StepResult(pickle.loads(box[0] or b""), None)  # this process may not know a class
+    def make_room() -> StepResult[Inbox, _Needs]:
+        tensors = job.state.tensors
+        job.state = pickle.loads(box[0] or b"")  # this process may not know a class
+        inbox = Inbox(tensors or job.state.tensors, job.state.kind, call.process_group)
+        return StepResult(inbox, _make_room(job, inbox))
 
-    state = group.run(unpack).value
-    if rank() == 0:
-        state.tensors = job.state.tensors
-    return replace(job, state=state)
+    # A rank without memory stops all ranks here.
+    inbox, needs = group.run(make_room)
+    job.inbox = inbox
+    if any(each.values for each in needs.values()):
+        with uninterrupted():
+            inbox.receive()
+    # The stages of a pipeline share one state dict. Names of other stages are not unexpected.
+    others = reduce(or_, (each.names for each in needs.values())) & ~needs[rank()].names
+    model = job.state.model or {}
+    for at, name in enumerate([*model]):
+        if others >> at & 1:
+            del model[name]
+    return job
+
+
+def _make_room(job: _Job, inbox: Inbox) -> _Needs:
+    """Replace the descriptions of the tensors of rank 0 by memory for those that this rank needs.
+
+    Code of the model may need names that the model lacks.
+    """
+    state, tree, default = job.state, job.tree, _device(job)
+    live = {slot.fqn: group.tensor for group in tree.groups for slot in group.slots}
+    model = state.model or {}
+    keys = {name: job.names.key(name) for name in model}
+    coded = (*hooked_modules(tree, keys.values()), *own_loaders(tree))
+    prefixes = tuple(prefix for prefix, _ in coded)
+    needed = 0
+    for at, (name, key) in enumerate(keys.items()):
+        value, like = model[name], live.get(key)
+        if like is None and not key.startswith(prefixes):
+            continue
+        needed |= 1 << at
+        if not isinstance(value, Sent):
+            continue
+        device = default
+        if is_dtensor(like) and not (like.is_meta and job.options.cpu_offload):
+            device = default_device(like)
+        elif like is not None and not like.is_meta:
+            device = like.device
+        model[name] = inbox.room_for(value, like, device)
+    if state.optimizer is not None:
+        job.slots = _make_slots(job, state.optimizer)
+        job.slots.make_room(inbox)
+    return _Needs(needed, bool(coded))
 
 
 def _pack(state: _State) -> bytes:
@@ -1218,15 +1150,8 @@ def _pack(state: _State) -> bytes:
             for name, value in model.items()
         }
     if optimizer is not None:
-        optimizer = Saved(
-            **{
-                item.name: map_tensors(
-                    getattr(optimizer, item.name),
-                    describe if item.name == "state" else lambda tensor: tensor.detach().cpu(),
-                )
-                for item in fields(Saved)
-            }
-        )
+        rest = map_tensors({**vars(optimizer), "state": {}}, lambda tensor: tensor.detach().cpu())
+        optimizer = Saved(**{**rest, "state": map_tensors(optimizer.state, describe)})
     state.tensors = tensors
     described = replace(state, model=model, optimizer=optimizer, tensors=list(sent.values()))
     # Packed here, and not by the broadcast: there an error would stop rank 0 alone.
