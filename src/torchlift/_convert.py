@@ -51,7 +51,6 @@ from torchlift._sources.opening import (
     tensors_in,
 )
 from torchlift._sources.tensors import FileTensor, tensor_of
-from torchlift._store.files import FileStamp
 from torchlift._store.places import exists, is_url, place_of
 from torchlift._system.containers import map_leaves
 from torchlift._system.memory import collection_paused, trim
@@ -59,7 +58,7 @@ from torchlift.errors import (
     Argument,
     CheckpointError,
     Hint,
-    NotFound,
+    MismatchError,
     PlacementError,
     explain_calls,
     wrong_call,
@@ -73,7 +72,6 @@ from torchlift.formats.index import (
     lacking,
     left_out,
     of_model,
-    require_kept,
     used_by,
 )
 from torchlift.formats.source import errors_name
@@ -134,7 +132,7 @@ def convert(
         transform: A callable from (new key, tensor) to a tensor, called once for each key. Results
             wait in a temporary file next to `dst`. Tied keys are not tied any more.
         allow_classes: Tensor subclasses that may be rebuilt. See `torchlift.open`.
-        max_shard_size: Maximum shard size in bytes, or text such as ``"5GB"``.
+        max_shard_size: Maximum size of a safetensors shard in bytes, or text such as ``"5GB"``.
         overwrite: Replace an existing destination, which may be the source.
         progress: Show a bar of bytes on stderr.
         checksum: Record checksums in the destination.
@@ -169,16 +167,20 @@ def convert(
         planning = stack.enter_context(ExitStack())
         if transform is None:  # a transform may make cycles of large tensors
             planning.enter_context(collection_paused())
-        source = _open_source(given, root, allow_classes, target, stack)
-        _require_other_place(source.index, target, overwrite)
-        selection = _select_root(source, root, allow_classes)
-        selection = _leave_out(selection, options, source, target)
+        # One checkpoint is opened with what is not below `root`. Else the records of its other
+        # tensors would count as data without a name, and would have to be intact, too.
+        above = None if len(given) == 1 and not is_state(given[0]) else root
+        layers = stack.enter_context(open_layers(given, above, allow_classes, whole=True))
+        index = index_of(layers)
+        source = _Source(given, layers, index if root == above else select(index, str(root)))
+        _require_free(target, overwrite)
+        selection = _leave_out(options, source, target)
         selection = _rename(selection, options, source, target)
         if not verify:
             selection = replace(selection, index=_without_checksums(selection.index))
         ckpt = stack.enter_context(Checkpoint(selection.index))
         check_rule(options.dtype, list(ckpt.entries), present=False)
-        _require_something(ckpt, target, selection.dropped)
+        _require_something(ckpt, source, root, target, selection.dropped)
         _leave_out_blocked(selection, ckpt, target)
         becomes = partial(stored_dtype, options.dtype, path=ckpt.path)
         results = _Results(ckpt, transform, becomes, target, stack)
@@ -194,21 +196,21 @@ def convert(
         if target.only_tensors:
             lost |= dict.fromkeys(state.objects, _NOT_A_TENSOR)
         texts = _metadata_of(source.checkpoints)
-        is_kept = target.only_tensors and source.has_texts_only
-        if texts and not is_kept:
+        if target.only_tensors and source.has_texts_only:
+            state.metadata = texts
+        elif texts:
             lost["(metadata)"] = f"the format has no place for {', '.join(sorted(texts))}"
         hint = _root_hint(source, root, target, state.tensors)
 
         def check() -> None:
             require_unchanged(ckpt)
             # Another program may have made it in the meantime.
-            _require_other_place(source.index, target, overwrite)
+            _require_free(target, overwrite)
 
         planning.close()
         written = SaveOptions(
-            metadata=texts if is_kept else {}, checksum=checksum, progress=progress,
-            lost=selection.lost | lost, check=check, dry_run=dry_run,
-        )  # fmt: skip
+            checksum, progress, lost=selection.lost | lost, check=check, dry_run=dry_run
+        )
         return replace(write_state(target, state, written), hint=hint)
 
 
@@ -219,7 +221,7 @@ class _Source:
     Attributes:
         given: what the caller passed.
         layers: the same, open.
-        index: of all of it, before `root` for one checkpoint.
+        index: of all of it, below `root`.
     """
 
     given: Sequence[Any]
@@ -272,49 +274,14 @@ def _to_list(src: Given | Sequence[Given], storage_options: Mapping[str, Any] | 
     return [place_of(one, storage_options) if is_url(one) else one for one in given]
 
 
-def _open_source(
-    given: Sequence[Any], root: str | None, allow_classes: Allow, target: Target, stack: ExitStack
-) -> _Source:
-    """Open the sources. A single checkpoint is opened without `root`, to see what that drops."""
-    is_one_file = len(given) == 1 and not is_state(given[0])
-    try:
-        layers = stack.enter_context(
-            open_layers(given, None if is_one_file else root, allow_classes, whole=True)
-        )
-    except NotFound as error:
-        if exists(target.path):
-            error.hint = "The source comes first: torchlift.convert(source, destination)."
-        raise
-    return _Source(given, layers, index_of(layers))
-
-
-def _select_root(source: _Source, root: str | None, allow_classes: Allow) -> _Selection:
-    """Return what is below the root.
-
-    Raises:
-        MismatchError: If tensors exist, and none is below the root.
-    """
-    index, every = source.index, source.index.entries
-    if source.is_one_file and root is not None:
-        index = select(index, root)
-    elif root is not None and not every:
-        with open_layers(source.given, None, allow_classes, whole=True) as found:
-            every = index_of(found).entries
-    tensors = (every, ()), (index.entries, ())
-    require_kept(index.path, *tensors, "the root leaves out", f"root={root!r}")
-    return _Selection(index)
-
-
-def _leave_out(
-    selection: _Selection, options: Options, source: _Source, target: Target
-) -> _Selection:
+def _leave_out(options: Options, source: _Source, target: Target) -> _Selection:
     """Leave out keys by patterns, and for safetensors what does not belong to a model.
 
     Raises:
-        MismatchError: If a pattern matches nothing, or no tensor is left.
+        MismatchError: If a pattern matches nothing, or the patterns leave no tensor.
         PlacementError: If a state in memory contains an object that is not plain data.
     """
-    index, lost = selection.index, dict[str, str]()
+    index, lost = source.index, dict[str, str]()
     others = [*index.objects, *index.blocked_keys]
     dropped = left_out(index.entries, others, options.include, options.exclude, index.path)
     if any(map(is_state, source.given)):
@@ -329,17 +296,15 @@ def _leave_out(
         model = of_model(index)
         beside = {*index.entries, *index.objects, *index.blocked_keys}
         dropped |= beside - {*model.entries, *model.objects, *model.blocked_keys}
-        before, read = read, {key: entry for key, entry in read.items() if key not in dropped}
-        what = f"format={target.format!r} is for what belongs to a model"
-        require_kept(index.path, (before, ()), (read, ()), "the format leaves out", what)
-    return replace(selection, dropped=dropped, lost=lost, read=read)
+        read = {key: entry for key, entry in read.items() if key not in dropped}
+    return _Selection(index, dropped, lost, read=read)
 
 
 def _rename(selection: _Selection, options: Options, source: _Source, target: Target) -> _Selection:
     """Rename keys, and keep the containers of a file if the new names allow it.
 
     Raises:
-        MismatchError: If two keys get one name, or no key is left.
+        MismatchError: If two keys get one name.
     """
     rename = options.rename
     if rename is None:
@@ -439,7 +404,7 @@ class _Results:
         if self._format == "torch-zip" and call_of(made) is not None:
             return made.detach()
         with errors_name(self._ckpt.path):
-            stored_as(key, made, self._format)
+            stored_as(key, made)
         if self._transform is None:
             return made
         seen = entry._replace(key=key, dtype=str(made.dtype).removeprefix("torch."))
@@ -497,51 +462,47 @@ def _root_hint(
     )
 
 
-def _require_something(ckpt: Checkpoint, target: Target, dropped: set[str]) -> None:
-    """Refuse to write an empty file.
+def _require_something(
+    ckpt: Checkpoint, source: _Source, root: str | None, target: Target, dropped: set[str]
+) -> None:
+    """Refuse to write a file without tensors, unless it is a torch file or DCP of plain data.
 
     Raises:
         UnsafeError: If every value could only be rebuilt by running code.
-        PlacementError: If the format stores tensors only, and the source does not contain any.
+        MismatchError: If the source has no tensors, or the arguments or the format leave out all.
     """
-    if {*ckpt.entries, *(() if target.only_tensors else ckpt.objects)} - dropped:
-        return
-    for key in ckpt.blocked_keys.keys() - dropped:
+    is_plain = root is None and not source.index.entries and not target.only_tensors
+    left = {*ckpt.entries, *(ckpt.objects if is_plain else ())} - dropped
+    for key in () if left else ckpt.blocked_keys.keys() - dropped:
         error = ckpt._refusal(key)
         if ckpt.blocked_keys[key] not in OF_RANKS:
             error.hint = "Nothing else can be written. Ask for a file that contains tensors."
         raise error
-    if target.only_tensors:
-        raise PlacementError(
-            "nothing to write: the checkpoint contains no tensors",
-            file=ckpt.path,
-            hint="Safetensors store tensors only. A torch file (.pt) keeps plain data, too.",
-        )
+    if left or (is_plain and not source.index.objects):  # an empty file stays an empty file
+        return
+    raise MismatchError(
+        "nothing to write: no tensor is left",
+        file=ckpt.path,
+        expected="root=, include=, exclude= and rename= that keep a tensor",
+        hint="List the keys with torchlift inspect, and select some of them. A torch file (.pt) "
+        "keeps a checkpoint of plain data, too.",
+    )
 
 
-def _require_other_place(index: Index, target: Target, overwrite: bool) -> None:
-    """Refuse to replace a file without `overwrite`.
+def _require_free(target: Target, overwrite: bool) -> None:
+    """Refuse to replace a file, which may be the source, without `overwrite`.
 
     Raises:
-        CheckpointError: If the destination exists. The message says whether it is the source.
+        CheckpointError: If the destination exists.
     """
-    if overwrite:
-        return
-    paths = {index.path, *index.files}
-    source = paths | {os.path.realpath(path) for path in paths if not is_url(path)}
-    stamps = [stamp for stamp in index.files.values() if isinstance(stamp, FileStamp)]
-    inodes = {(stamp.device, stamp.inode) for stamp in stamps}
-    for path in target.heads:
+    for path in () if overwrite else target.heads:
         if (exists if is_url(path) else os.path.lexists)(path):
-            is_source = (path if is_url(path) else os.path.realpath(path)) in source
-            replaces = Argument("overwrite", "True")
-            if not is_url(path) and os.path.exists(path):
-                found = os.stat(path)
-                is_source |= (found.st_dev, found.st_ino) in inodes
             raise CheckpointError(
-                "it is the source itself" if is_source else "there is something of this name",
+                "there is something of this name",
                 file=path,
-                hint=Hint("Name another path, or pass ", replaces, " to replace it."),
+                hint=Hint(
+                    "Name another path, or pass ", Argument("overwrite", "True"), " to replace it."
+                ),
             )
 
 
@@ -549,7 +510,7 @@ def _rename_keys(index: Index, rename: Rename, dropped: set[str]) -> Index:
     """Return an index with new names, without dropped keys, and without containers.
 
     Raises:
-        MismatchError: If two keys get one name, or no key is left.
+        MismatchError: If two keys get one name.
         TypeError: If a new name is not text.
     """
     check_rename(rename, {*index.entries, *index.objects, *index.blocked_keys}, index.path)
@@ -560,7 +521,6 @@ def _rename_keys(index: Index, rename: Rename, dropped: set[str]) -> Index:
     for key, name in names.items():
         if name in made:
             raise same_name_error(name, made[name].keys[0], key, index.path)
-    require_kept(index.path, (kept, rest), (made, names), "rename drops", f"rename={rename!r}")
     new_names = {key: name for name, item in made.items() for key in item.keys} | names
     return replace(
         index,

@@ -20,7 +20,6 @@ from torchlift._model.names import uses_fsdp1
 from torchlift._model.ranks import RankGroup, StepResult, rank, tensors_of
 from torchlift._model.slots import is_lazy
 from torchlift._save.blocks import Workspace
-from torchlift._save.files import few_of
 from torchlift._save.pickling import is_array
 from torchlift._save.values import Value, take_apart
 from torchlift._sources.opening import IN_MEMORY, checkpoint, container
@@ -140,11 +139,8 @@ def _sum_files(ckpt: Checkpoint) -> Iterator[int]:
             values.append(Value.of_entry(entry.key, entry, views, dtype))
         else:
             yield sum(_sum_tensor(entry.key, views.view(entry), ckpt.path))
-    for value, few in zip(values, few_of(values), strict=True):
-        # Copied, because torch warns of read-only memory.
-        read = [memoryview(bytearray(few))] if few else []
-        found = value.blocks(work) if few is None else read
-        arrived = (torch.frombuffer(each, dtype=torch.uint8) for each in found)
+    for value in values:
+        arrived = (torch.frombuffer(each, dtype=torch.uint8) for each in value.blocks(work))
         yield _weigh(_Name(value.key, value.dtype, value.shape), _sum_blocks(arrived))
 
 

@@ -506,11 +506,11 @@ def test_a_call_with_arguments_in_another_order_names_the_right_call(name, tmp_p
 
 
 def test_a_source_that_is_not_there_beside_a_destination_that_is(tmp_path):
-    """Swapped paths show: the message says which one comes first; the file stays as it was."""
+    """Swapped paths are an error that names the source; the file stays as it was."""
     source, destination = tmp_path / "model.pt", tmp_path / "model.safetensors"
     torch.save(state(1), source)
     before = source.read_bytes()
-    with pytest.raises(FileNotFoundError, match=r"source comes first: torchlift\.convert\(source"):
+    with pytest.raises(FileNotFoundError, match=r"model\.safetensors.*check the path"):
         torchlift.convert(destination, source)
     assert source.read_bytes() == before
     torchlift.convert(source, destination)

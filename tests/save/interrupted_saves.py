@@ -23,8 +23,7 @@ FILES = (
 WAYS = {
     "torch-zip": ("x.pt", {}),
     "sharded": ("x.safetensors.index.json", {"max_shard_size": 100}),
-    "dcp": ("x", {"format": "dcp", "max_shard_size": 600}),
-    "replaced": ("y.safetensors", {}),
+    "dcp": ("x", {"format": "dcp"}),
 }
 
 
@@ -122,11 +121,9 @@ def main(way: str, how: str, first: Any, folder: Path, every: int) -> None:
         return again(way, raw, folder, every)
     name, options = WAYS[way]
     path = folder / name
-    there = first % 2 == 0 or way == "replaced"
+    there = first % 2 == 0
     if there:
         torchlift.save(state_of(1), path, **options)
-        if way == "replaced":  # by shards, whose index supersedes it
-            options = {"max_shard_size": 100}
     before, opened, hold = len(files(folder)), descriptors(), signal.getsignal(signal.SIGINT)
     nth, cut = first, 0
     while True:
@@ -144,24 +141,18 @@ def main(way: str, how: str, first: Any, folder: Path, every: int) -> None:
         gc.collect()
         assert descriptors() == opened, f"{step.at}: {descriptors()}"
         exists = path.exists() and (way != "dcp" or (path / ".metadata").exists())
-        heads = [path] if exists else [p for p in files(folder) if p.name.endswith("index.json")]
-        if there or heads:
-            assert number_of(heads[0]) in (1, 2), step.at
-        if not there and not heads and not raw:
+        if there or exists:
+            assert number_of(path) in (1, 2), step.at
+        if not there and not exists and not raw:
             assert len(files(folder)) == before, f"{step.at}: {files(folder)}"
-        if way == "replaced":
-            for each in files(folder):
-                os.unlink(each)
-            torchlift.save(state_of(1), path)
-        else:
-            torchlift.save(state_of(1), path, **options)
-            assert number_of(path) == 1
-            if not there:
-                good = len(files(folder))
-                assert not [p for p in files(folder) if p.name.endswith(".part")], step.at
-                for each in reversed(files(folder)):
-                    each.rmdir() if each.is_dir() else each.unlink()
-                assert good == expected(way), f"{step.at}: {good}"
+        torchlift.save(state_of(1), path, **options)
+        assert number_of(path) == 1
+        if not there:
+            good = len(files(folder))
+            assert not [p for p in files(folder) if p.name.endswith(".part")], step.at
+            for each in reversed(files(folder)):
+                each.rmdir() if each.is_dir() else each.unlink()
+            assert good == expected(way), f"{step.at}: {good}"
         assert len(files(folder)) == before, f"{step.at}: {files(folder)}"
         nth += every
     faulthandler.cancel_dump_traceback_later()
@@ -170,7 +161,7 @@ def main(way: str, how: str, first: Any, folder: Path, every: int) -> None:
 
 def expected(way: str) -> int:
     """How many files and folders a checkpoint has."""
-    return {"torch-zip": 1, "sharded": 4, "dcp": 5}[way]
+    return {"torch-zip": 1, "sharded": 4, "dcp": 3}[way]
 
 
 if __name__ == "__main__":

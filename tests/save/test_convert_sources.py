@@ -199,9 +199,9 @@ def test_what_has_no_memory_of_its_own_is_refused_by_its_name(tmp_path: Path) ->
         {"src": given},
         {"src": {"w": torch.ones(2)}, "transform": lambda _, t: Wrapped(t)},
     ):
-        with pytest.raises(PlacementError, match=r"'w': torchlift cannot save.*found Wrapped"):
+        with pytest.raises(PlacementError, match=r"'w': cannot be stored.*found Wrapped"):
             torchlift.convert(dst=made, **words)
-    with pytest.raises(PlacementError, match=r"'w': torchlift cannot save.*found Wrapped"):
+    with pytest.raises(PlacementError, match=r"'w': cannot be stored.*found Wrapped"):
         torchlift.save(given, made)
     assert not made.exists()
 

@@ -15,7 +15,6 @@ RUNS = tuple(
         ("torch-zip", "signal", 251),
         ("sharded", "signal", 499),
         ("dcp", "signal", 997),
-        ("replaced", "signal", 499),
         ("torch-zip", "raw", 13),
         ("sharded", "raw", 29),
     ]

@@ -235,7 +235,7 @@ def test_a_folder_one_may_not_write_to_and_a_folder_in_the_way_are_errors() -> N
 def test_neighbours_are_written_by_one_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of at most 128 KiB, or until one is not next to the others; what is large goes alone."""
+    """Of at most 128 KiB, or until one is not next to the others; a large one goes alone."""
     calls: list[tuple[int, int]] = []
     pwrite = os.pwrite
 
@@ -248,15 +248,16 @@ def test_neighbours_are_written_by_one_call(
         to = Runs(file.fileno())
         to.add(0, b"ab")
         to.add(2, bytearray(b"c"))
-        to.add(10, b"d")
         assert to.write(4, memoryview(b"e"), None) == 0
         assert to.write(5, memoryview(b"fgh"), crc32(b"e")) == crc32(b"efgh")
-        to.add(11, b"z" * (128 << 10))
+        to.add(10, b"d")
+        large = memoryview(b"z" * (128 << 10))
+        assert to.write(11, large, None) == 0
         to.add(11 + (128 << 10), b"y")
-        assert calls == [(0, 3), (4, 1), (5, 3), (10, 1), (11, 128 << 10)]
+        assert calls == [(0, 3), (4, 4), (11, 128 << 10), (10, 1)]
         to.flush()
         to.flush()
-        assert calls[5:] == [(11 + (128 << 10), 1)]
+        assert calls[4:] == [(11 + (128 << 10), 1)]
         assert to.nbytes == (128 << 10) + 9
     assert (tmp_path / "x").read_bytes()[:12] == b"abc\0efgh\0\0dz"
 

@@ -62,8 +62,6 @@ from torchlift.formats.index import (
 )
 from torchlift.formats.summary import to_html, to_text
 
-#: Bytes of a tensor that is taken as a whole: to map one costs more than to read it.
-FEW = 64 << 10
 #: Elements that are compared or summed up at a time: they stay in the processor's cache in between,
 #: which took 0.6 s for 87 MiB where blocks of a million took 1.1 s.
 _BLOCK = 1 << 17
@@ -495,24 +493,6 @@ class MappedViews:
             else:
                 box.copy_(self._box(entry, chunk, dtype))
         return target
-
-    def few(self, entry: TensorEntry) -> bytes | bytearray | None:
-        """Return the bytes of a small tensor in row-major order, read instead of mapped.
-
-        Returns:
-            The bytes, or None if the tensor is large or stored in another way.
-
-        Raises:
-            IntegrityError: If the file cannot be read, or was replaced.
-        """
-        if entry.nbytes > FEW or entry.needs_assembly or not entry.is_contiguous:
-            return None
-        if not entry.chunks:
-            return b""
-        (chunk,) = entry.chunks
-        if isinstance(chunk.file, Url):  # a request for each tensor: `ahead` reads them together
-            return None
-        return self.files.read(chunk.file, chunk.offset, chunk.nbytes)
 
     def blocks(self, entry: TensorEntry) -> Iterator[torch.Tensor]:
         """Yield the elements of `entry` in blocks, in any order. Nothing is kept in memory."""

@@ -5,17 +5,13 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from typing import NamedTuple
-from zlib import crc32
+from contextlib import contextmanager, suppress
 
 from torchlift._model.ranks import rank
-from torchlift._save.blocks import BLOCK, Workspace, few_of_url
-from torchlift._save.layouts import Section, end_of, shards_of_kind
-from torchlift._save.values import Value
-from torchlift._store.places import inside, is_url, name_of, parent
+from torchlift._save.blocks import BLOCK, Workspace
+from torchlift._save.layouts import Section, end_of
+from torchlift._store.places import inside, is_url, parent
 from torchlift._store.uploads import Upload, is_object, list_names, remove, upload
 from torchlift._system.interrupts import Running, deliver_interrupt, uninterrupted
 from torchlift._transfer.write import (
@@ -27,29 +23,14 @@ from torchlift._transfer.write import (
     Runs,
     SetKind,
     make_durable,
+    remove_debris,
     with_token,
 )
 from torchlift.errors import Argument, CheckpointError, Hint, IntegrityError, PlacementError
 from torchlift.formats.index import TensorEntry
 
 _BLOCK = BLOCK
-_ENDING = 4  # objects of a set whose last parts are sent while the next object is written
 Advance = Callable[[int], object]
-
-
-class CreatedFiles(NamedTuple):
-    """The files that the first rank has created, which all ranks write to.
-
-    Attributes:
-        rank: its number.
-        place: path of the head, links followed.
-        temporary: name of each file as it was laid out -> its name until it appears. An object of
-            a store has its final name from the start.
-    """
-
-    rank: int
-    place: str
-    temporary: dict[str, str]
 
 
 class Files:
@@ -57,6 +38,7 @@ class Files:
 
     Attributes:
         head: path of the only file, or of the file that lists the others.
+        temporary: name of each file as it was laid out -> its name until it appears.
     """
 
     def __init__(
@@ -64,7 +46,6 @@ class Files:
         head: str,
         names: Sequence[str],
         kind: SetKind | None,
-        replaces: Sequence[str] = (),
         running: Running | None = None,
     ) -> None:
         """Create missing folders, and remove what dead writers left.
@@ -73,21 +54,21 @@ class Files:
             head: path of the only file, or of the file that lists the others.
             names: of the files.
             kind: of the set, or None for one file.
-            replaces: paths of heads to remove when this one appears.
             running: see `AtomicFile`.
 
         Raises:
             OSError: If the folders cannot be created.
         """
         self.head, self._names, self._kind = head, names, kind
-        self._replaces, self._running = replaces, running
+        self._running = running
         self._made: list[str] = []
         self._files: list[AtomicFile] = []
         self._set: AtomicSet | None = None
+        self.temporary: dict[str, str] = {}
         try:
             make_folders(os.path.dirname(head), self._made)
             if kind is not None:
-                self._set = AtomicSet(head, names, kind, replaces, running)
+                self._set = AtomicSet(head, names, kind, running)
         except BaseException:
             self.close()
             raise
@@ -97,35 +78,32 @@ class Files:
         """Return the final names of the files."""
         return [*self._names] if self._set is None else self._set.names
 
-    def create(self) -> CreatedFiles:
+    def create(self) -> None:
         """Create the files under temporary names.
 
         Raises:
             OSError: If one cannot be created.
         """
-        for number in range(len(self._names)):
-            if self._set is None:
-                file = AtomicFile(self.head, running=self._running)
-            else:
-                file = self._set.file(number)
+        for laid_out, name in zip(self._names, self.names, strict=True):
+            path = self.head if self._set is None else self._set.path_of(name)
+            file = AtomicFile(path, running=self._running)
             self._files.append(file)
+            self.temporary[laid_out] = os.path.basename(file.temporary)
             if self._set is not None:
                 # A process may not have as many descriptors as there are files. The lock of the
                 # set keeps other writers off without the locks of these.
                 LockedFile.close(file)
-        temporary = [os.path.basename(file.temporary) for file in self._files]
-        names = dict(zip(self._names, temporary, strict=True))
-        return CreatedFiles(rank(), place_of_head(self.head, self._kind), names)
 
-    def complete(self, sizes: Sequence[int]) -> None:
-        """Give the files their final names.
+    def commit(self, sizes: Sequence[int], content: bytes | None) -> list[str]:
+        """Make the checkpoint appear. Return the paths of its files.
 
         Args:
             sizes: bytes of each file.
+            content: of the head, or None for one file.
 
         Raises:
             PlacementError: If a file does not exist or has another size.
-            OSError: If one cannot be renamed.
+            OSError: If it does not appear. `NotDurable` and `NotRemoved`: If it does.
         """
         for file, size in zip(self._files, sizes, strict=True):
             folder, temporary = os.path.split(file.temporary)
@@ -133,19 +111,7 @@ class Files:
             file.open(file.temporary, os.O_RDWR)
             file.commit(durable=self._set is None)
             file.close()
-
-    def commit(self, content: bytes | None) -> list[str]:
-        """Make the checkpoint appear. Return the paths of its files.
-
-        Args:
-            content: of the head, or None for one file.
-
-        Raises:
-            OSError: If it does not appear. `NotDurable` and `NotRemoved`: If it does.
-        """
         if self._set is None or content is None:
-            for index in self._replaces:
-                _remove_set(index, self._running)
             return [self.head]
         self._set.commit(content)
         folder = os.path.dirname(self.head)
@@ -171,56 +137,42 @@ class Objects:
     Attributes:
         head: URL of the only object, or of the object that lists the others.
         names: of the objects in their folder.
+        temporary: name of each object as it was laid out -> its name, which it has from the start.
         upload: the only object, until it is committed.
     """
 
-    def __init__(
-        self, head: str, names: Sequence[str], kind: SetKind | None, replaces: Sequence[str] = ()
-    ) -> None:
-        self.head, self._laid_out, self._kind, self._replaces = head, names, kind, replaces
+    def __init__(self, head: str, names: Sequence[str], kind: SetKind | None) -> None:
+        self.head, self._kind = head, kind
         self.upload: Upload | None = None
         self._is_committed = False
         token = secrets.token_hex(4)
         self.names = [*names] if kind is None else [with_token(name, token) for name in names]
+        self.temporary = dict(zip(names, self.names, strict=True))
 
-    def create(self) -> CreatedFiles:
-        """Return what other ranks must know. Nothing is sent yet."""
-        names = dict(zip(self._laid_out, self.names, strict=True))
-        return CreatedFiles(rank(), str(self.head), names)
+    def create(self) -> None:
+        """Do nothing: an object is created when its first bytes are sent."""
 
-    def complete(self, _: Sequence[int]) -> None:
-        """Require that every object of a set exists.
-
-        Raises:
-            PlacementError: If one does not.
-        """
-        gone = {*self.names}.difference(list_names(parent(self.head))) if self._kind else ()
-        if gone:
-            raise PlacementError(
-                "an object that a rank has written does not exist",
-                file=inside(parent(self.head), min(gone)),
-                hint="Pass one URL on all ranks, and let no other job write to it.",
-            )
-
-    def commit(self, content: bytes | None) -> list[str]:
+    def commit(self, _: Sequence[int], content: bytes | None) -> list[str]:
         """Make the checkpoint appear. Return the URLs of its objects.
 
         Args:
             content: of the head, or None for one object.
 
         Raises:
-            NotRemoved: If it appears, and an object that it replaces cannot be removed.
+            PlacementError: If an object does not exist.
+            NotRemoved: If it appears, and an older object cannot be removed.
             CheckpointError: If it does not appear.
         """
-        folder, kind = parent(self.head), self._kind
-        if kind is None and self._replaces:
-            kind = shards_of_kind(self._replaces[0])
-        heads, old = list[str](), set[str]()
-        if kind is not None:
-            # One by one: the folder may contain a million other objects.
-            heads = [each for each in (self.head, *self._replaces) if is_object(each)]
-            for each in heads:
-                old |= (_read_names(each, kind) if kind.is_head(name_of(each)) else None) or set()
+        folder, kind, old = parent(self.head), self._kind, set[str]()
+        gone = {*self.names}.difference(list_names(folder)) if kind else ()
+        if gone:
+            raise PlacementError(
+                "an object that a rank has written does not exist",
+                file=inside(folder, min(gone)),
+                hint="Pass one URL on all ranks, and let no other job write to it.",
+            )
+        if kind is not None and is_object(self.head):
+            old = _read_names(self.head, kind) or set()
         if content is None:
             assert self.upload is not None
             self.upload.commit()
@@ -230,9 +182,6 @@ class Objects:
                 head.commit()
         self._is_committed = True
         try:
-            for each in heads:
-                if each != self.head:
-                    remove(each)
             if kind is not None and old:
                 _remove_unnamed(folder, old, kind)
         except CheckpointError as error:
@@ -252,22 +201,25 @@ def new_files(
     head: str,
     names: Sequence[str],
     kind: SetKind | None,
-    replaces: Sequence[str] = (),
     running: Running | None = None,
 ) -> Files | Objects:
     """Return the files of a checkpoint on a file system, or its objects in a store. See `Files`."""
     if is_url(head):
-        return Objects(head, names, kind, replaces)
-    return Files(head, names, kind, replaces, running)
+        return Objects(head, names, kind)
+    return Files(head, names, kind, running)
 
 
 def remove_files(head: str, names: Iterable[str], kind: SetKind | None) -> None:
     """Remove what is left of a failed save, as far as that is possible."""
     with uninterrupted():
         if not is_url(head):
+            place = place_of_head(head, kind)
             for name in names:
                 with suppress(OSError):
-                    os.unlink(os.path.join(os.path.dirname(place_of_head(head, kind)), name))
+                    os.unlink(os.path.join(os.path.dirname(place), name))
+            if kind is None:  # the first rank may have died while it made one file of those
+                with suppress(OSError):
+                    remove_debris(place)
         elif kind is not None:
             with suppress(CheckpointError):
                 _remove_unnamed(parent(head), names, kind)
@@ -321,29 +273,6 @@ def require_sizes(folder: str, sizes: Mapping[str, int]) -> None:
             )
 
 
-def require_same_place(place: str, found: str, exists: bool, leader: int, other: int) -> None:
-    """Refuse a rank that does not save to the path of the first rank.
-
-    Args:
-        place: of the first rank.
-        found: path of the other rank.
-        exists: whether both see the same temporary file.
-        leader: number of the first rank.
-        other: number of the other rank.
-
-    Raises:
-        PlacementError: If it does not.
-    """
-    if name_of(place) != name_of(found) or not exists:
-        raise PlacementError(
-            "the ranks do not save to the same path",
-            expected=f"{place}, as on rank {leader}",
-            found=f"{found} on rank {other}",
-            hint="Pass one path on all ranks, on a file system that all machines share; a "
-            "relative path depends on the current folder.",
-        )
-
-
 def place_of_head(head: str, kind: SetKind | None) -> str:
     """Return the path of a head, links followed. Of a set the head itself may be a link."""
     if is_url(head):
@@ -352,23 +281,6 @@ def place_of_head(head: str, kind: SetKind | None) -> str:
         return os.path.realpath(head)
     folder, name = os.path.split(head)
     return os.path.join(os.path.realpath(folder), name)
-
-
-def _remove_set(index: str, running: Running | None) -> None:
-    """Remove an index that one file replaces, and its shards.
-
-    Raises:
-        NotRemoved: If they still exist.
-    """
-    if os.path.isfile(index):
-        try:
-            group = AtomicSet(index, (), shards_of_kind(index), running=running)
-            try:
-                group.remove()
-            finally:
-                group.close()
-        except OSError as error:  # of its journal, too: a full disk has no room for it
-            raise NotRemoved(*error.args) from error
 
 
 def make_folders(path: str, made: list[str]) -> None:
@@ -396,7 +308,7 @@ def remove_empty(made: Sequence[str]) -> None:
 def write_own_files(
     head: str,
     kind: SetKind | None,
-    created: CreatedFiles,
+    temporary: Mapping[str, str],
     files: Mapping[str, Sequence[Section]],
     advance: Advance,
     objects: Objects | None = None,
@@ -409,7 +321,7 @@ def write_own_files(
     Args:
         head: path of the head on this rank.
         kind: of the set, or None for one file.
-        created: the files that the first rank has created.
+        temporary: the names of the files that the first rank has created.
         files: name -> sections, of the files that this process writes.
         advance: called with a number of bytes as they are read.
         objects: those of a checkpoint in one object, which is not committed here.
@@ -418,25 +330,33 @@ def write_own_files(
         PlacementError: If this rank does not see the files.
         CheckpointError, OSError: If they cannot be written.
     """
-    place = place_of_head(head, kind)
-    paths = {name: inside(parent(place), created.temporary[name]) for name in files}
-    all_paths = [inside(parent(place), name) for name in created.temporary.values()]
-    exists = place == created.place if is_url(place) else all(map(os.path.exists, all_paths))
-    require_same_place(created.place, place, exists, created.rank, rank())
+    folder = parent(place_of_head(head, kind))
+    paths = {name: inside(folder, temporary[name]) for name in files}
 
     def advance_or_stop(nbytes: int) -> None:
         deliver_interrupt()
         advance(nbytes)
 
-    if not is_url(place):
+    if not is_url(head):
         for name, sections in files.items():
+            if not os.path.exists(paths[name]):
+                raise PlacementError(
+                    "the ranks do not save to the same path",
+                    found=f"{head} on rank {rank()}, where the file of the first rank is missing",
+                    hint="Pass one path on all ranks, on a file system that all machines share; a "
+                    "relative path depends on the current folder.",
+                )
             write_file(paths[name], sections, advance_or_stop)
     elif objects is not None and kind is None:
         ((name, sections),) = files.items()
         objects.upload = upload(paths[name], end_of(sections))
-        write_sections(Runs(-1, objects.upload.write), sections, advance_or_stop, in_order=True)
+        write_sections(Runs(-1, objects.upload.write), sections, advance_or_stop)
     else:
-        _send_set({paths[name]: sections for name, sections in files.items()}, advance_or_stop)
+        for name, sections in files.items():  # each appears when it is complete
+            with upload(paths[name], end_of(sections)) as made:
+                to = Runs(-1, made.write)
+                write_sections(to, sections, advance_or_stop)
+                made.commit()
     deliver_interrupt()  # the last one that ends the save: the other ranks learn of it
 
 
@@ -453,54 +373,24 @@ def write_file(path: str, sections: Sequence[Section], advance: Advance) -> None
         os.fsync(file.descriptor)
 
 
-def _send_set(objects: Mapping[str, Sequence[Section]], advance: Advance) -> None:
-    """Send objects of a set, each of which appears when it is complete.
-
-    Raises:
-        CheckpointError: If one cannot be sent.
-    """
-    ending = deque[Upload]()
-    with ExitStack() as stack:
-        for place, sections in objects.items():
-            made = stack.enter_context(upload(place, end_of(sections)))
-            write_sections(Runs(-1, made.write), sections, advance, in_order=True)
-            made.end()
-            ending.append(made)
-            if len(ending) > _ENDING:
-                ending.popleft().commit()
-        for made in ending:
-            made.commit()
-
-
-def write_sections(
-    to: Runs, sections: Sequence[Section], advance: Advance, *, in_order: bool = False
-) -> None:
+def write_sections(to: Runs, sections: Sequence[Section], advance: Advance) -> None:
     """Write a file from its first byte to its last, but for headers that contain checksums.
 
     Args:
         to: the file.
         sections: of the file.
         advance: called with a number of bytes as they are read.
-        in_order: whether no byte can be written before an earlier one. A header with checksums then
-            needs a first reading of the values, except for those whose file records a checksum.
 
     Raises:
-        IntegrityError: If a source file contains other bytes than its checksum says, or values
-            change while they are saved.
+        IntegrityError: If a source file contains other bytes than its checksum says.
         OSError: If it cannot be written.
     """
     end = 0
     for section in sections:
-        base, layout, values = section
-        known = [value.crc32 for value in values]
-        first = in_order and layout.sums_first
-        if first:
-            known = [_crc_of(value) if value.crc32 is None else value.crc32 for value in values]
-        written = _write_payloads(to, section, known, advance)
-        sums: Iterable[int] = written if layout.checked else (0 for _ in written)
-        sums = [crc or 0 for crc in known] if first else sums
+        base, layout, _ = section
+        written = _write_payloads(to, section, advance)
         to.add(end, bytes(base - end))
-        for at, data in layout.frame(sums):
+        for at, data in layout.frame(written if layout.checked else (0 for _ in written)):
             to.add(base + at, data)
         for _ in written:  # those whose checksum the layout does not take
             pass
@@ -508,18 +398,7 @@ def write_sections(
     to.flush()
 
 
-def _crc_of(value: Value) -> int:
-    """Return the CRC-32 of a value."""
-    found, work = 0, Workspace(_BLOCK)
-    for data in value.blocks(work):
-        deliver_interrupt()
-        found = crc32(data, found)
-    return found
-
-
-def _write_payloads(
-    to: Runs, section: Section, known: Sequence[int | None], advance: Advance
-) -> Iterator[int]:
+def _write_payloads(to: Runs, section: Section, advance: Advance) -> Iterator[int]:
     """Write one tensor after the other, and yield the CRC-32 of each.
 
     Raises:
@@ -527,65 +406,28 @@ def _write_payloads(
     """
     work = Workspace(_BLOCK)
     base, layout, values = section
-    rows = zip(layout.payloads, values, few_of(values), known, strict=True)
-    for (_, start), value, few, expected in rows:
-        needs_sum = layout.checked or expected is not None
-        if few is not None:
-            to.add(base + start, few)
-            found = crc32(few) if needs_sum else 0
-            advance(len(few))
-        else:
-            found, at = 0, base + start
-            for data in value.blocks(work):
-                found = to.write(at, data, found if needs_sum else None)
-                at += len(data)
-                advance(len(data))
-        if expected is not None and found != expected:
-            raise _wrong_checksum(value, expected, found)
+    for (_, start), value in zip(layout.payloads, values, strict=True):
+        known = value.crc32
+        needs_sum = layout.checked or known is not None
+        found, at = 0, base + start
+        for data in value.blocks(work):
+            found = to.write(at, data, found if needs_sum else None)
+            at += len(data)
+            advance(len(data))
+        if value.views is not None and known not in (None, found):
+            raise IntegrityError(
+                "the checksum of its bytes is wrong",
+                file=value.views.index.path,
+                entry=value.source.key if isinstance(value.source, TensorEntry) else value.key,
+                expected=f"crc32 {known:08x}",
+                found=f"crc32 {found:08x}",
+                hint=Hint(
+                    "The file is damaged: download it again, or restore it from a copy. ",
+                    Argument("verify", "False"),
+                    " takes the bytes as they are.",
+                ),
+            )
         yield found
-
-
-def few_of(values: Sequence[Value]) -> Iterator[bytes | bytearray | None]:
-    """Yield the bytes of small tensors, and None for large ones. Read those of a URL together."""
-    at = 0
-    while at < len(values):
-        stop, nbytes, views = at, 0, values[at].views
-        while views is not None and stop < len(values) and values[stop].is_few_of_url:
-            nbytes += values[stop].stored.nbytes
-            if nbytes > _BLOCK or values[stop].views is not views:
-                break
-            stop += 1
-        if views is not None and stop > at:
-            part = values[at:stop]
-            entries = [each.source for each in part if isinstance(each.source, TensorEntry)]
-            yield from few_of_url(entries, [each.dtype for each in part], views)
-        else:
-            stop = at + 1
-            yield values[at].few()
-        at = stop
-
-
-def _wrong_checksum(value: Value, expected: int, found: int) -> IntegrityError:
-    """Return the error for a value whose bytes are not those of a known checksum."""
-    sums = {"expected": f"crc32 {expected:08x}", "found": f"crc32 {found:08x}"}
-    if value.views is None or value.crc32 is None:
-        return IntegrityError(
-            "its values changed while it was saved",
-            entry=value.key,
-            hint="Save a copy, or wait until nothing writes to it.",
-            **sums,
-        )
-    return IntegrityError(
-        "the checksum of its bytes is wrong",
-        file=value.views.index.path,
-        entry=value.source.key if isinstance(value.source, TensorEntry) else value.key,
-        hint=Hint(
-            "The file is damaged: download it again, or restore it from a copy. ",
-            Argument("verify", "False"),
-            " takes the bytes as they are.",
-        ),
-        **sums,
-    )
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from torchlift._model.torch_private import dcp_item
-from torchlift._save.blocks import Workspace
+from torchlift._save.blocks import Block, Workspace
 from torchlift._save.pickling import Shared, lay_out_torch_file
 from torchlift._save.values import State, Value, storages_of, ties_of
 from torchlift._store.places import inside
@@ -57,7 +57,6 @@ class Output:
         content: makes the bytes of the head from the final names of the files. None: the head is
             the only file.
         kind: how files of this set are recognised, or None for one file.
-        replaces: paths of older heads that readers would prefer. They are removed.
         tied: key -> the key that holds its values.
         untied: key -> a key of the same tensor, if each has its own values in the files.
         shared: key -> its place in the storages of a torch file.
@@ -67,7 +66,6 @@ class Output:
     files: Mapping[str, Sequence[Section]]
     content: Callable[[Sequence[str]], bytes] | None = None
     kind: SetKind | None = None
-    replaces: Sequence[str] = ()
     tied: Mapping[str, str] = field(default_factory=dict)
     untied: Mapping[str, str] = field(default_factory=dict)
     shared: Mapping[str, Shared] | None = None
@@ -78,7 +76,7 @@ class Output:
         sections = (section for own in self.files.values() for section in own)
         return sum(place.tensor.nbytes for each in sections for place in each.layout.payloads)
 
-    def data(self) -> Iterator[tuple[int, memoryview | bytes]]:
+    def data(self) -> Iterator[tuple[int, Block]]:
         """Yield (offset, bytes) of one file without checksums."""
         work = Workspace()
         for base, layout, values in (s for sections in self.files.values() for s in sections):
@@ -227,29 +225,25 @@ class Item(NamedTuple):
     payload: int
 
 
-class OwnFiles:
-    """The files of one rank, laid out item by item.
+class OwnFile:
+    """The file of one rank, laid out item by item.
 
     Attributes:
-        files: name -> sections of the file.
+        name: its name.
+        sections: of the file.
         items: what is in them.
     """
 
-    def __init__(self, number: int, limit: int | None = None) -> None:
-        """Begin with one empty file.
-
-        Args:
-            number: of the rank among those that save.
-            limit: bytes of a file after which the next file begins.
-        """
-        self._number, self._limit = number, limit
-        self.files: dict[str, list[Section]] = {}
+    def __init__(self, number: int) -> None:
+        """Begin with an empty file of a rank, by its number among those that save."""
+        self.name = f"__{number}_0{DCP_SUFFIX}"
+        self.sections: list[Section] = []
         self.items: list[Item] = []
-        self._begin_file()
 
-    def _begin_file(self) -> None:
-        self._name = f"__{self._number}_{len(self.files)}{DCP_SUFFIX}"
-        self.files[self._name] = []
+    @property
+    def nbytes(self) -> int:
+        """Return the size of the file in bytes."""
+        return end_of(self.sections)
 
     def add_box(self, box: Box, checksum: bool) -> None:
         """Add a box of a tensor, as a torch file inside of the file."""
@@ -262,31 +256,27 @@ class OwnFiles:
     def _add(
         self, key: str, start: tuple[int, ...] | None, layout: Layout, values: Sequence[Value]
     ) -> None:
-        end = end_of(self.files[self._name])
-        if self._limit is not None and end and end + layout.nbytes > self._limit:
-            self._begin_file()
-            end = 0
-        section = Section(-(-end // _ALIGNMENT) * _ALIGNMENT, layout, values)
-        self.files[self._name].append(section)
+        section = Section(-(-self.nbytes // _ALIGNMENT) * _ALIGNMENT, layout, values)
+        self.sections.append(section)
         shape = values[0].shape if values else ()
         payload = section.base + (layout.payloads[0].offset if values else 0)
-        place = self._name, section.base, layout.nbytes, payload
+        place = self.name, section.base, layout.nbytes, payload
         self.items.append(Item(key, start, shape, *place))
 
 
-def dcp_output(path: str, state: State, limit: int | None, checksum: bool) -> Output:
+def dcp_output(path: str, state: State, checksum: bool) -> Output:
     """Lay out a DCP folder that one process writes."""
-    own = OwnFiles(0, limit)
+    own = OwnFile(0)
     for value in state.values:
         own.add_box(Box((0,) * len(value.shape), value), checksum)
     add_objects(own, state)
     stored = {value.key: value.stored for value in state.values}
-    content = partial(dcp_content, path, state, stored, [*own.files], own.items)
-    head = inside(path, DCP_METADATA)
-    return Output(head, own.files, content, DCP_FILES, untied=ties_of(state.values))
+    content = partial(dcp_content, path, state, stored, [own.name], own.items)
+    files, head = {own.name: own.sections}, inside(path, DCP_METADATA)
+    return Output(head, files, content, DCP_FILES, untied=ties_of(state.values))
 
 
-def add_objects(own: OwnFiles, state: State) -> None:
+def add_objects(own: OwnFile, state: State) -> None:
     """Add the values of a state that are not tensors."""
     for key, item in state.objects.items():
         own.add_value(key, lay_out_torch_file(item, []).layout)

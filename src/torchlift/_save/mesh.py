@@ -6,13 +6,13 @@ import hashlib
 import os
 import pickle
 import sys
-from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, product
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -28,30 +28,23 @@ from torchlift._model.dtensor import (
 )
 from torchlift._model.holders import find_buffers
 from torchlift._model.ranks import Exchange, RankGroup, StepResult, rank, ranks_of
-from torchlift._save.blocks import Workspace
 from torchlift._save.files import (
     Advance,
-    CreatedFiles,
     Files,
     Objects,
-    make_folders,
     new_files,
-    remove_empty,
     remove_files,
-    require_same_place,
     require_sizes,
     write_errors,
-    write_file,
     write_own_files,
 )
 from torchlift._save.layouts import (
     Box,
     Item,
     Output,
-    OwnFiles,
+    OwnFile,
+    Section,
     add_objects,
-    dcp_content,
-    end_of,
     require_complete,
 )
 from torchlift._save.pickling import Rebuilt
@@ -59,20 +52,21 @@ from torchlift._save.replicas import (
     TAKE_FIRST,
     Checksum,
     HeldPart,
-    checksum_of,
+    checksums_of,
     difference_error,
     find_differences,
 )
 from torchlift._save.target import Target
 from torchlift._save.values import State, Value, explain_untied, find_untied_keys, stored_as
 from torchlift._store.files import FileStamp
-from torchlift._store.places import is_url
 from torchlift._system.interrupts import Running, deliver_interrupt
-from torchlift._transfer.write import AtomicFile, remove_debris
 from torchlift.errors import PlacementError
 from torchlift.formats.boxes import row_major
 from torchlift.formats.index import Chunk, Index, Leaf, Storage, TensorEntry
 from torchlift.formats.layout import Stored
+
+#: Fields of a `State` that are dicts, of which several ranks may have items.
+_BY_KEY = ("objects", "paths", "containers", "lost", "made_of_others", "parts", "versions")
 
 T = TypeVar("T")
 M = TypeVar("M")
@@ -84,33 +78,27 @@ class Described(NamedTuple):
     Attributes:
         stored: the complete tensor in a file.
         first: the first rank of its mesh; None for a plain tensor.
+        kind: what it is, and how a DTensor is laid out.
     """
 
     stored: Stored
     first: int | None
+    kind: str
 
 
-class _Own(NamedTuple):
-    """The state of a rank, without the values of tensors.
-
-    Attributes:
-        state: its tensors are `Described`.
-        metadata: text for the headers of safetensors.
-    """
-
-    state: State
-    metadata: dict[str, str]
-
-
-class _OwnTies(NamedTuple):
-    """The tensors of a rank, by their memory.
+class _Summary(NamedTuple):
+    """The message of a rank about its state.
 
     Attributes:
+        arguments: those that must be equal on all ranks.
+        digest: of its state without the values of tensors.
         same: see `_find_same`.
         buffers: keys of buffers of a live module.
     """
 
-    same: array[int]
+    arguments: Mapping[str, object]
+    digest: bytes
+    same: dict[str, str | None]
     buffers: set[str]
 
 
@@ -120,47 +108,24 @@ class SharedState:
 
     Attributes:
         state: the containers. Its tensors are `Described`.
-        metadata: text for the headers of safetensors.
         tied: key -> the first key of the same tensor.
         buffers: keys of buffers of a live module. They may differ between ranks.
         holders: key -> the ranks that have it; empty if all ranks have all keys.
+        several: keys of DTensors that are on several meshes side by side.
         lost: key of this rank -> what the files do not keep of its tensor.
     """
 
     state: State
-    metadata: Mapping[str, str]
     tied: Mapping[str, str] = field(default_factory=dict)
     buffers: set[str] = field(default_factory=set)
     holders: Mapping[str, list[int]] = field(default_factory=dict)
+    several: set[str] = field(default_factory=set)
     lost: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def stored(self) -> dict[str, Stored]:
         """Return key -> the complete tensor."""
         return {key: each.stored for key, each in self.state.tensors.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class OwnParts:
-    """The tensors that this rank holds and writes.
-
-    Attributes:
-        boxes: those that it writes.
-        replicas: what other ranks hold, too, and must be equal.
-    """
-
-    boxes: list[Box]
-    replicas: dict[HeldPart, torch.Tensor]
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of tensors that this rank writes."""
-        return sum(box.value.stored.nbytes for box in self.boxes)
-
-    def checksums(self) -> dict[HeldPart, Checksum]:
-        """Return the checksums of what other ranks hold, too."""
-        work = Workspace()
-        return {part: checksum_of(tensor, work) for part, tensor in self.replicas.items()}
 
 
 class SavingRanks:
@@ -208,9 +173,7 @@ class SavingRanks:
         return self.group.run(guarded, validate)
 
 
-def share_state(
-    ranks: SavingRanks, state: State, metadata: Mapping[str, str], compared: Mapping[str, object]
-) -> SharedState:
+def share_state(ranks: SavingRanks, state: State, compared: Mapping[str, object]) -> SharedState:
     """Tell the other ranks what this rank saves. Ranks may have keys of their own.
 
     Of plain data the first rank that has the key counts, of metadata the first rank.
@@ -218,80 +181,79 @@ def share_state(
     Args:
         ranks: those that save.
         state: of this rank.
-        metadata: text for the headers of safetensors.
         compared: arguments that must be equal on all ranks.
 
     Raises:
         PlacementError: If two ranks hold different things under one key, or their arguments differ.
     """
     local = state.tensors
-    kind = "torch-zip" if state.plain else "safetensors"
 
-    def describe() -> StepResult[_Own, tuple[Mapping[str, object], bytes]]:
-        tensors = {
-            key: Described(stored_as(key, tensor, kind), first_rank(tensor))
-            for key, tensor in local.items()
-        }
-        own = _Own(replace(state, tensors=tensors, values=()), dict(metadata))
+    def describe() -> StepResult[State, _Summary]:
+        tensors = {key: _describe(key, tensor) for key, tensor in local.items()}
+        own = replace(state, tensors=tensors, metadata=dict(state.metadata))
         digest = hashlib.sha256(pickle.dumps(own)).digest()
-        return StepResult(own, (compared, digest))
+        # Statistics that each rank has of its own data: the first rank's count, as in torch.
+        plain = {key: tensor for key, tensor in local.items() if not is_dtensor(tensor)}
+        return StepResult(own, _Summary(compared, digest, _find_same(local), find_buffers(plain)))
 
     own, by_rank = ranks.group.run(describe)
     # All ranks know the same, so all of them raise.
-    require_alike({who: arguments for who, (arguments, _) in by_rank.items()})
-    holders: dict[str, list[int]] = {}
-    if len({digest for _, digest in by_rank.values()}) > 1:
-        each_own = ranks.group.run(lambda: StepResult(None, own)).by_rank
-        states = {who: each.state for who, each in each_own.items()}
-        holders = _find_holders(states)
-        own = _Own(_merge_states([*states.values()]), each_own[ranks.leader].metadata)
-
-    def find_ties() -> StepResult[dict[str, str], _OwnTies]:
-        values = [Value.of_tensor(key, local_tensor(tensor), kind) for key, tensor in local.items()]
-        plain = {key: tensor for key, tensor in local.items() if not is_dtensor(tensor)}
-        ties = _OwnTies(_find_same(own.state, local), find_buffers(plain))
-        return StepResult(explain_untied(find_untied_keys(values, None)), ties)
-
-    lost, ties = ranks.group.run(find_ties)
-    tied = _find_ties(own.state, [each.same for each in ties.values()])
-    # Statistics that each rank has of its own data: the first rank's count, as in torch.
-    buffers = set[str]().union(*(each.buffers for each in ties.values()))
-    return SharedState(own.state, own.metadata, tied, buffers, holders, lost)
+    require_alike({who: each.arguments for who, each in by_rank.items()})
+    holders, several = dict[str, list[int]](), set[str]()
+    if len({each.digest for each in by_rank.values()}) > 1:
+        states = ranks.group.run(lambda: StepResult(None, own)).by_rank
+        holders, own = _find_holders(states), _merge_states([*states.values()])
+        for key, who in holders.items():
+            if len({states[each].tensors[key].first for each in who}) > 1:
+                several.add(key)
+    tied = _find_ties(own, {who: each.same for who, each in by_rank.items()}, holders)
+    buffers = set[str]().union(*(each.buffers for each in by_rank.values()))
+    values = [Value.of_tensor(key, local_tensor(tensor)) for key, tensor in local.items()]
+    lost = explain_untied(find_untied_keys(values, None))
+    return SharedState(own, tied, buffers, holders, several, lost)
 
 
-def find_own_parts(
+def _describe(key: str, tensor: torch.Tensor) -> Described:
+    """Describe a tensor for other ranks.
+
+    Raises:
+        PlacementError: If it is not stored as a dense tensor.
+    """
+    stored, kind = stored_as(key, tensor), "a plain tensor"
+    if is_dtensor(tensor):
+        kind = f"a DTensor, {list(tensor.placements)} over {tensor.device_mesh.size()} ranks"
+    kind += f", {stored.dtype} {list(stored.shape)}"
+    return Described(stored, first_rank(tensor), kind)
+
+
+def find_own_boxes(
     ranks: SavingRanks,
     shared: SharedState,
     local: Mapping[str, torch.Tensor],
     *,
     compare: bool,
-    skip_tied: bool,
-) -> OwnParts:
-    """Return what this rank writes, and what it compares with others.
+    skipped: Container[str],
+) -> Iterator[Box]:
+    """Yield what this rank writes.
 
     Args:
         ranks: those that save.
         shared: what all ranks save.
         local: the tensors of this rank.
         compare: whether values that several ranks hold must be equal; else the first rank's count.
-        skip_tied: whether keys of one tensor are written once.
+        skipped: keys that no rank writes.
 
     Raises:
         PlacementError: If a tensor holds partial sums.
     """
-    kind = "torch-zip" if shared.state.plain else "safetensors"
-    found = OwnParts([], {})
     for turn, (key, described) in enumerate(shared.state.tensors.items()):
-        if key not in local or (skip_tied and key in shared.tied):
+        if key not in local or key in skipped:
             continue
         tensor, part, number, copies = local[key], 0, 0, 1
         if not is_dtensor(tensor):
             holders = shared.holders.get(key, ranks.ranks)
-            spans, number, copies = (
-                everything(tensor.shape),
-                holders.index(ranks.rank),
-                len(holders),
-            )
+            spans, number = everything(tensor.shape), holders.index(ranks.rank)
+            copies = len(holders)
         else:
             mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
             if coordinate is None or described.first != first_rank(tensor):
@@ -303,94 +265,110 @@ def find_own_parts(
                     copies *= mesh.size(axis)
                 else:
                     part = part * mesh.size(axis) + coordinate[axis]
-        values, is_compared = local_tensor(tensor).detach(), compare and key not in shared.buffers
-        if is_compared and copies > 1:
-            found.replicas[HeldPart(key, spans if is_dtensor(tensor) else None)] = values
         # In turn: else the first rank would write all replicas.
-        if number != (turn % copies if is_compared else 0):
+        if number != (turn % copies if compare and key not in shared.buffers else 0):
             continue
+        values = local_tensor(tensor).detach()
         if not described.stored.nbytes and part == 0:  # one box says that there are no values
             none = torch.empty(described.stored.shape, dtype=values.dtype, device="cpu")
-            found.boxes.append(Box((0,) * none.dim(), Value.of_tensor(key, none, kind)))
+            yield Box((0,) * none.dim(), Value.of_tensor(key, none))
         ends = [[*accumulate((b - a for a, b in dim), initial=0)] for dim in spans]
         for box in product(*map(enumerate, spans)):
             local_box = (slice(e[n], e[n + 1]) for e, (n, _) in zip(ends, box, strict=True))
             inside = values[tuple(local_box)]
             if inside.numel():
                 start = tuple(first for _, (first, _) in box)
-                found.boxes.append(Box(start, Value.of_tensor(key, inside, kind)))
-    return found
+                yield Box(start, Value.of_tensor(key, inside))
 
 
-# ---- a folder of DCP
+def sum_up_shared(
+    ranks: SavingRanks, shared: SharedState, local: Mapping[str, torch.Tensor]
+) -> dict[HeldPart, Checksum]:
+    """Return the checksums of values that several ranks hold and that must be equal."""
+    own = {
+        key: tensor
+        for key, tensor in local.items()
+        if key not in shared.buffers
+        and key not in shared.tied
+        and len(shared.holders.get(key, ranks.ranks)) > 1
+    }
+    return checksums_of(own, shared.several)
 
 
-class Written(NamedTuple):
-    """The result of a save on all ranks.
-
-    Attributes:
-        output: the files.
-        files: their paths.
-    """
-
-    output: Output
-    files: list[str]
+# ---- the files of all ranks
 
 
 class _LaidOut(NamedTuple):
-    """The files of one rank, as all ranks know them.
+    """The file of one rank, as all ranks know it.
 
     Attributes:
-        sizes: name of each file -> its bytes.
-        items: of the files.
+        name: of the file.
+        nbytes: of the file.
+        items: of the file.
     """
 
-    sizes: dict[str, int]
+    name: str
+    nbytes: int
     items: list[Item]
 
 
-def write_folder(
+@dataclass(frozen=True, slots=True)
+class RankFiles:
+    """The files of all ranks before they are written.
+
+    Attributes:
+        own: name -> sections, of the file of this rank.
+        sizes: name of each file of all ranks -> its bytes.
+        items: of the files of all ranks.
+    """
+
+    own: Mapping[str, Sequence[Section]]
+    sizes: Mapping[str, int]
+    items: Sequence[Item]
+
+
+def lay_out_files(
     ranks: SavingRanks,
     shared: SharedState,
-    own: OwnParts,
+    local: Mapping[str, torch.Tensor],
     target: Target,
+    *,
     checksum: bool,
-    advance: Advance,
-) -> Written:
-    """Write a DCP folder, in which each rank has its own files.
+    compare: bool,
+) -> RankFiles:
+    """Lay out the files of all ranks. Plain data is in a DCP folder only.
 
     Args:
         ranks: those that save.
         shared: what all ranks save.
-        own: what this rank writes.
-        target: the folder.
+        local: the tensors of this rank.
+        target: the DCP folder, or the file that the first rank makes of these files.
         checksum: whether to record checksums.
-        advance: called with a number of bytes as this rank reads them.
+        compare: whether values that several ranks hold must be equal; else the first rank's count.
 
     Raises:
-        CheckpointError: If a rank fails or dies. The old checkpoint is unchanged, unless the
-            message says that the new one is in place.
+        PlacementError: If no rank writes some values, or a tensor holds partial sums.
+        CheckpointError: If the folder contains another checkpoint.
     """
+    is_folder = target.format == "dcp"
+    skipped = {} if is_folder else shared.tied  # of one tensor in a file the first key is written
 
-    def lay_out() -> StepResult[OwnFiles, _LaidOut]:
-        target.require_free_folder()
-        made = OwnFiles(ranks.number, target.limit)
-        for box in own.boxes:
-            made.add_box(box, checksum)
-        if ranks.leads:
+    def lay_out() -> StepResult[OwnFile, _LaidOut]:
+        if is_folder:
+            target.require_free_place(target.head)
+        made = OwnFile(ranks.number)
+        for box in find_own_boxes(ranks, shared, local, compare=compare, skipped=skipped):
+            made.add_box(box, checksum and is_folder)
+        if ranks.leads and is_folder:
             add_objects(made, shared.state)
-        sizes = {name: end_of(sections) for name, sections in made.files.items()}
         deliver_interrupt()  # here, where the other ranks learn of it
-        return StepResult(made, _LaidOut(sizes, made.items))
+        return StepResult(made, _LaidOut(made.name, made.nbytes, made.items))
 
-    head = target.folder_output(shared.state)
-    files, by_rank = ranks.run(target.head, lay_out)
+    file, by_rank = ranks.run(target.head, lay_out)
     items = [item for each in by_rank.values() for item in each.items]
-    require_complete(shared.stored, items)
-    sizes = {name: size for each in by_rank.values() for name, size in each.sizes.items()}
-    content = partial(dcp_content, target.path, shared.state, shared.stored, [*sizes], items)
-    output = replace(head, files=files.files, content=content, untied=shared.tied)
-    return Written(output, write_together(ranks, output, sizes, advance, own.checksums))
+    require_complete({k: s for k, s in shared.stored.items() if k not in skipped}, items)
+    sizes = {each.name: each.nbytes for each in by_rank.values()}
+    return RankFiles({file.name: file.sections}, sizes, items)
 
 
 def write_together(
@@ -398,32 +376,38 @@ def write_together(
     output: Output,
     sizes: Mapping[str, int],
     advance: Advance,
+    finish: Callable[[Files | Objects], T],
     add_up: Callable[[], dict[HeldPart, Checksum]] = dict,
-    check: Callable[[], None] = lambda: None,
-) -> list[str]:
-    """Write the files of this rank, and make the files of all ranks appear. Return their paths.
+) -> T:
+    """Write the files of this rank. When all ranks have done so, the first one finishes.
 
     Args:
         ranks: those that save.
         output: what this rank writes.
         sizes: name of each file of all ranks -> its bytes.
         advance: called with a number of bytes as this rank reads them.
+        finish: called on the first rank with the files of all ranks. Those that it does not commit
+            are removed.
         add_up: returns the checksums of what other ranks hold, too.
-        check: called before the checkpoint appears. It raises if the checkpoint must not.
+
+    Returns:
+        The result of `finish` on the first rank.
 
     Raises:
-        CheckpointError: See `write_folder`.
+        CheckpointError: If a rank fails or dies. The old checkpoint is unchanged, unless the
+            message says that the new one is in place.
     """
     head, kind, running = output.head, output.kind, Running(sys._getframe(1))
-    created: CreatedFiles | None = None
+    created: Mapping[str, str] | None = None
     with ExitStack() as stack:
 
-        def create() -> StepResult[Files | Objects | None, CreatedFiles | None]:
+        def create() -> StepResult[Files | Objects | None, Mapping[str, str] | None]:
             if not ranks.leads:
                 return StepResult(None, None)
-            made = new_files(head, [*sizes], kind, output.replaces, running)
+            made = new_files(head, [*sizes], kind, running)
             stack.callback(made.close)
-            return StepResult(made, made.create())
+            made.create()
+            return StepResult(made, made.temporary)
 
         def write() -> StepResult[None, dict[HeldPart, Checksum]]:
             assert created is not None
@@ -431,23 +415,26 @@ def write_together(
             write_own_files(head, kind, created, output.files, advance, objects)
             return StepResult(None, add_up())
 
-        def commit() -> StepResult[None, list[str]]:
-            check()
-            if files is None:
-                return StepResult(None, [])
-            files.complete([*sizes.values()])
-            content = None if output.content is None else output.content(files.names)
-            return StepResult(None, files.commit(content))
+        def end() -> StepResult[None, T | None]:
+            return StepResult(None, None if files is None else finish(files))
 
         try:
             files, by_rank = ranks.run(head, create)
             created = by_rank[ranks.leader]
             ranks.run(head, write, partial(require_equal, path=head))
-            return ranks.run(head, commit).by_rank[ranks.leader]
+            result = ranks.run(head, end).by_rank[ranks.leader]
         except BaseException:
             if created is not None:  # the first rank may be the one that died
-                remove_files(head, created.temporary.values(), kind)
+                remove_files(head, created.values(), kind)
             raise
+    assert result is not None
+    return result
+
+
+def commit(output: Output, sizes: Mapping[str, int], files: Files | Objects) -> list[str]:
+    """Make the files of all ranks appear. Return their paths."""
+    content = None if output.content is None else output.content(files.names)
+    return files.commit([*sizes.values()], content)
 
 
 def require_equal(by_rank: Mapping[int, Mapping[HeldPart, Checksum]], path: str) -> None:
@@ -464,151 +451,30 @@ def require_equal(by_rank: Mapping[int, Mapping[HeldPart, Checksum]], path: str)
 # ---- one file, or shards, which the first rank makes of the files of all ranks
 
 
-class _PartFile(NamedTuple):
-    """The temporary file of one rank.
-
-    Attributes:
-        place: path of the file that is saved, links followed.
-        name: of the temporary file, in the same folder.
-    """
-
-    place: str
-    name: str
-
-
-class _PartWritten(NamedTuple):
-    """The content of the temporary file of a rank.
-
-    Attributes:
-        nbytes: of the file.
-        items: of the file.
-        checksums: of what other ranks hold, too.
-    """
-
-    nbytes: int
-    items: list[Item]
-    checksums: dict[HeldPart, Checksum]
-
-
-def write_in_parts(
-    ranks: SavingRanks,
-    shared: SharedState,
-    own: OwnParts,
-    head: str,
-    advance: Advance,
-    make: Callable[[State], T],
-) -> T:
-    """Let each rank write its parts to a temporary file. The first rank makes one file of them.
+def read_parts(
+    shared: SharedState, files: RankFiles, path: str, temporary: Mapping[str, str]
+) -> MappedViews:
+    """Return the tensors that are in the temporary files of all ranks.
 
     Args:
-        ranks: those that save.
         shared: what all ranks save.
-        own: what this rank writes.
-        head: path of the file to make, next to which the temporary files are.
-        advance: called with a number of bytes as this rank reads them.
-        make: called on the first rank with the state, whose values are in the temporary files.
-
-    Returns:
-        The result of `make` on the first rank.
+        files: the temporary files as they were laid out.
+        path: of the file that is saved.
+        temporary: name of each file as it was laid out -> its name.
 
     Raises:
-        CheckpointError: See `write_folder`.
+        PlacementError: If a file is not complete on this machine.
     """
-    if is_url(head) and len(ranks.ranks) > 1:
-        raise PlacementError(
-            "several ranks cannot write into one object of a store",
-            file=head,
-            expected="a DCP folder, to which each rank writes objects of its own",
-            found=f"{len(ranks.ranks)} ranks",
-            hint='Pass format="dcp"; torchlift.convert makes one file of that.',
-        )
-    running, folder, made = Running(sys._getframe()), os.path.dirname(head), list[str]()
-    with ExitStack() as stack:
-        if ranks.leads:
-            stack.callback(remove_empty, made)
-
-        def make_folder() -> StepResult[None, None]:
-            if ranks.leads:
-                make_folders(folder, made)
-            return StepResult(None, None)
-
-        def create_part() -> StepResult[AtomicFile, _PartFile]:
-            # A locked temporary file: if this rank dies, the next save removes it.
-            file = AtomicFile(head, running=running)
-            stack.callback(file.close)
-            name = os.path.basename(file.temporary)
-            return StepResult(file, _PartFile(os.path.realpath(head), name))
-
-        def write_part() -> StepResult[None, _PartWritten]:
-            place = os.path.realpath(head)
-            # A relative path can mean another folder on another rank or machine.
-            for who, each in parts.items() if ranks.leads else ():
-                exists = os.path.exists(os.path.join(os.path.dirname(place), each.name))
-                require_same_place(place, each.place, exists, ranks.leader, who)
-            # Without checksums: the first rank computes those of the file that it makes.
-            files = OwnFiles(ranks.number)
-            for box in own.boxes:
-                files.add_box(box, checksum=False)
-            ((_, sections),) = files.files.items()
-
-            def advance_or_stop(nbytes: int) -> None:
-                # Ctrl-C in a long write: this rank raises, and the exchange tells the others.
-                deliver_interrupt()
-                advance(nbytes)
-
-            write_file(part.temporary, sections, advance_or_stop)
-            deliver_interrupt()
-            written = _PartWritten(end_of(sections), files.items, own.checksums())
-            return StepResult(None, written)
-
-        def validate(by_rank: Mapping[int, _PartWritten]) -> None:
-            require_equal({who: each.checksums for who, each in by_rank.items()}, head)
-            require_complete(
-                {k: s for k, s in shared.stored.items() if k not in shared.tied},
-                [item for each in by_rank.values() for item in each.items],
-            )
-
-        def make_file() -> StepResult[None, T | None]:
-            if not ranks.leads:
-                return StepResult(None, None)
-            where = os.path.dirname(part.temporary)
-            # A network file system can show a file before all of its bytes.
-            require_sizes(where, {parts[who].name: each.nbytes for who, each in written.items()})
-            paths = {who: os.path.join(where, each.name) for who, each in parts.items()}
-            items = [(paths[who], item) for who, each in written.items() for item in each.items]
-            views = _view_parts(shared, head, [*paths.values()], items)
-            with views.files:
-                return StepResult(None, make(_state_of(shared, views)))
-
-        try:
-            ranks.run(head, make_folder)
-            part, parts = ranks.run(head, create_part)
-            written = ranks.run(head, write_part, validate).by_rank
-            result = ranks.run(head, make_file).by_rank[ranks.leader]
-        except BaseException:
-            with suppress(OSError):  # a rank that died cannot remove its files
-                remove_debris(os.path.realpath(head))
-            raise
-        assert result is not None
-        return result
-
-
-def _view_parts(
-    shared: SharedState, path: str, files: Sequence[str], items: Sequence[tuple[str, Item]]
-) -> MappedViews:
-    """Return the tensors that are in the temporary files of ranks.
-
-    Args:
-        shared: what all ranks save.
-        path: of the file that is saved.
-        files: the temporary files.
-        items: with the path of the file that each is in.
-    """
+    folder = os.path.dirname(os.path.realpath(path))
+    # A network file system can show a file before all of its bytes.
+    require_sizes(folder, {temporary[name]: size for name, size in files.sizes.items()})
+    paths = {name: os.path.join(folder, each) for name, each in temporary.items()}
     chunks: dict[str, list[Chunk]] = {key: [] for key in shared.stored}
-    for file, item in items:
+    for item in files.items:
         nbytes = Stored("", shared.stored[item.key].dtype, item.shape).nbytes
         if item.start is not None and nbytes:
-            chunks[item.key].append(Chunk(file, item.payload, nbytes, item.start, item.shape))
+            place = item.payload, nbytes, item.start, item.shape
+            chunks[item.key].append(Chunk(paths[item.file], *place))
     entries = {}
     for key, stored in shared.stored.items():
         kept = shared.tied.get(key, key)
@@ -616,11 +482,11 @@ def _view_parts(
             key, stored.dtype, stored.shape, row_major(stored.shape), stored.nbytes, "cpu", kept,
             tuple(chunks[kept]),
         )  # fmt: skip
-    stamps = {file: FileStamp.of(file) for file in files}
+    stamps = {file: FileStamp.of(file) for file in paths.values()}
     return MappedViews(Index(path, "dcp", entries, dict[str, Storage](), stamps))
 
 
-def _state_of(shared: SharedState, views: MappedViews) -> State:
+def state_of(shared: SharedState, views: MappedViews) -> State:
     """Return a state whose values are in files."""
     becomes = partial(dtype_of, path=views.index.path)
     entries = views.index.entries
@@ -658,9 +524,8 @@ def _find_holders(by_rank: Mapping[int, State]) -> dict[str, list[int]]:
     kinds: dict[str, tuple[int, str]] = {}
     for who, each in by_rank.items():
         found = dict.fromkeys(each.objects, "plain data")
-        for key, (stored, first) in each.tensors.items():
-            kind = "a plain tensor" if first is None else "a DTensor"
-            found[key] = f"{kind}, {stored.dtype} {list(stored.shape)}"
+        for key, described in each.tensors.items():
+            found[key] = described.kind
             holders.setdefault(key, []).append(who)
         for key, kind in found.items():
             if len(each.paths[key]) > 1:
@@ -677,38 +542,42 @@ def _find_holders(by_rank: Mapping[int, State]) -> dict[str, list[int]]:
     return holders
 
 
-def _find_same(state: State, local: Mapping[str, torch.Tensor]) -> array[int]:
-    """Return for each tensor the number of an earlier one that is the same here, or its own.
-
-    It is -1 if this rank holds no values of the tensor.
-    """
-    first: dict[object, int] = {}
-    found = array("i")
-    for number, key in enumerate(state.tensors):
-        tensor = local.get(key)
-        values = None if tensor is None else local_tensor(tensor)
-        if tensor is None or values is None or not values.numel():
-            found.append(-1)
+def _find_same(local: Mapping[str, torch.Tensor]) -> dict[str, str | None]:
+    """Return key -> an earlier key of the same tensor here; None if this rank holds no values."""
+    first: dict[object, str] = {}
+    found: dict[str, str | None] = {}
+    for key, tensor in local.items():
+        values = local_tensor(tensor)
+        if not values.numel():
+            found[key] = None
             continue
         # A conjugate or negative view has the memory of its base, and other values.
         facts = (values.dtype, values.is_conj(), values.is_neg(), values.shape, values.stride())
         memory = (values.device, values.data_ptr(), *facts, tensor.shape, spread_of(tensor))
-        found.append(first.setdefault(memory, number))
+        if first.setdefault(memory, key) != key:
+            found[key] = first[memory]
     return found
 
 
-def _find_ties(state: State, by_rank: Sequence[array[int]]) -> dict[str, str]:
+def _find_ties(
+    state: State,
+    by_rank: Mapping[int, Mapping[str, str | None]],
+    holders: Mapping[str, Sequence[int]],
+) -> dict[str, str]:
     """Return key -> the first key that is the same tensor on every rank that holds some of it.
 
     A rank sees by their memory that two keys are one tensor, but only if it holds values. All
     ranks draw the same conclusion from what all of them see.
     """
-    first: dict[tuple[int, ...], str] = {}
-    same = {}
-    for key, *seen in zip(state.tensors, *by_rank, strict=True):
-        if max(seen) >= 0 and first.setdefault(tuple(seen), key) != key:
-            same[key] = first[tuple(seen)]
-    return same
+    first: dict[tuple[str | None, ...], str] = {}
+    tied = {}
+    for key in state.tensors:
+        own = holders.get(key, by_rank)
+        seen = tuple(same.get(key, key if who in own else None) for who, same in by_rank.items())
+        has_values = any(each is not None for each in seen)
+        if has_values and first.setdefault(seen, key) != key:
+            tied[key] = first[seen]
+    return tied
 
 
 def _merge_states(states: Sequence[State]) -> State:
@@ -719,14 +588,14 @@ def _merge_states(states: Sequence[State]) -> State:
     """
     tensors: dict[str, Described] = {}
     template = _merge_templates([each.template for each in states], "")
-    made = State(states[0].plain, template, tensors)
+    made = State(states[0].plain, template, tensors, metadata=states[0].metadata)
     for each in states:
-        for key, (stored, first) in each.tensors.items():
-            _, known = tensors.get(key, (stored, first))
-            lowest = first if known is None or first is None else min(known, first)
-            tensors[key] = Described(stored, lowest)
+        for key, described in each.tensors.items():
+            known = tensors.setdefault(key, described)
+            if known.first is not None and described.first is not None:
+                tensors[key] = min(known, described, key=attrgetter("first"))
         # In the order of the ranks, and with the value of the first.
-        for name in ("objects", "paths", "containers", "lost", "made_of_others", "parts"):
+        for name in _BY_KEY:
             known_items = getattr(made, name)
             setattr(made, name, {**known_items, **getattr(each, name), **known_items})
     return made

@@ -20,10 +20,10 @@ from torchlift.errors import FormatError, PlacementError
 from torchlift.formats.boxes import row_major
 from torchlift.formats.flattening import flatten
 from torchlift.formats.index import Leaf, lacking
-from torchlift.formats.layout import Layout, Stored, is_unicode
+from torchlift.formats.layout import Layout, Stored
 from torchlift.formats.torch_pickle import STORAGE_DTYPES, TorchWorld, read_torch_pickle
 from torchlift.formats.torch_zip import archive_layout, pickle_in
-from torchlift.formats.unpickle import MAX_INT, Budget, check_key
+from torchlift.formats.unpickle import Budget
 
 #: Dtypes whose storages have a class of their own.
 _TYPED = frozenset(getattr(torch, name) for name in STORAGE_DTYPES.values())
@@ -239,7 +239,6 @@ _LEAVES = (
 _CONTAINERS = (list, tuple, dict, OrderedDict, Counter, set, torch.Size)
 #: The hint for an array.
 AS_TENSOR = "torch.from_numpy makes a tensor of an array of numbers, which can be saved."
-_MAX_BITS = 8 * (MAX_INT - 1)
 MAX_DEPTH = 90  # torchlift reads 100 levels, some of which a state dict and templates need
 
 
@@ -258,10 +257,6 @@ def require_plain(key: str, value: object) -> None:
 
     def check(item: Any, depth: int) -> None:
         item = _number(item)
-        if isinstance(item, str) and not is_unicode(item):
-            refuse("text", "a lone surrogate, which UTF-8 cannot write")
-        if isinstance(item, int) and item.bit_length() >= _MAX_BITS:
-            refuse(f"integers of less than {_MAX_BITS} bits", f"{item.bit_length()} bits")
         if type(item) in _LEAVES or (id(item), depth) in seen:
             return
         if type(item) not in _CONTAINERS:
@@ -273,11 +268,6 @@ def require_plain(key: str, value: object) -> None:
         seen.add((id(item), depth))
         for part in [*item, *item.values()] if isinstance(item, dict) else item:
             check(part, depth + 1)
-        for name in item if isinstance(item, dict) else ():
-            try:
-                check_key(name)
-            except FormatError as error:
-                refuse("short keys of dictionaries", error.reason)
 
     check(value, 0)
 

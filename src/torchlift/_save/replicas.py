@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Hashable, Mapping
+from collections.abc import Container, Hashable, Mapping
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -61,10 +61,16 @@ class Difference(NamedTuple):
     other: int
 
 
-def checksums_of(tensors: Mapping[str, torch.Tensor]) -> dict[HeldPart, Checksum]:
+def checksums_of(
+    tensors: Mapping[str, torch.Tensor], several: Container[str] = ()
+) -> dict[HeldPart, Checksum]:
     """Return the checksums of tensors that other ranks may hold, too, without an exchange.
 
     Tensors on meta, DTensors of partial sums and DTensors without replicas are left out.
+
+    Args:
+        tensors: of this rank.
+        several: keys of DTensors that other meshes hold, too.
     """
     work, found = Workspace(), dict[HeldPart, Checksum]()
     for key, tensor in tensors.items():
@@ -72,7 +78,7 @@ def checksums_of(tensors: Mapping[str, torch.Tensor]) -> dict[HeldPart, Checksum
             continue
         spans = None
         if is_dtensor(tensor):
-            is_repeated = any(each.is_replicate() for each in tensor.placements)
+            is_repeated = key in several or any(each.is_replicate() for each in tensor.placements)
             if not is_repeated or any(each.is_partial() for each in tensor.placements):
                 continue
             spans = spans_of(tensor, key)
@@ -92,7 +98,7 @@ def _crc(tensor: torch.Tensor, work: Workspace, crc: int) -> int:
         return crc
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return crc  # a mesh saves no such tensor
-    for _, data in tensor_blocks(tensor, tensor.dtype, work):
+    for data in tensor_blocks(tensor, tensor.dtype, work):
         crc = zlib.crc32(data, crc)
     return crc
 

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from tempfile import TemporaryDirectory
@@ -21,14 +21,16 @@ from torchlift._model.dtensor import is_dtensor, local_tensor
 from torchlift._model.names import is_flattened
 from torchlift._model.ranks import StepResult, tensors_of
 from torchlift._model.state import call_state_dict, versioned
-from torchlift._save.files import write_errors
-from torchlift._save.layouts import Output, end_of
+from torchlift._save.files import Files, Objects, write_errors
+from torchlift._save.layouts import Output, dcp_content, end_of
 from torchlift._save.mesh import (
     SavingRanks,
-    find_own_parts,
+    commit,
+    lay_out_files,
+    read_parts,
     share_state,
-    write_folder,
-    write_in_parts,
+    state_of,
+    sum_up_shared,
     write_together,
 )
 from torchlift._save.target import Target
@@ -42,7 +44,7 @@ from torchlift._save.values import (
     find_untied_keys,
     take_apart,
 )
-from torchlift._store.places import inside, parent
+from torchlift._store.places import inside, is_url, name_of, parent
 from torchlift._system.interrupts import uninterrupted
 from torchlift._system.memory import collection_paused
 from torchlift._system.text import (
@@ -62,8 +64,7 @@ from torchlift.errors import (
     explain_calls,
     wrong_call,
 )
-from torchlift.formats.flattening import Containers, flatten_state
-from torchlift.formats.index import OF_RANKS, Leaf, TensorEntry
+from torchlift.formats.index import OF_RANKS, TensorEntry
 from torchlift.formats.layout import SETS
 from torchlift.formats.source import errors_name
 
@@ -128,7 +129,6 @@ class SaveOptions:
     """How a state is written.
 
     Attributes:
-        metadata: text for the headers of safetensors.
         checksum: whether to record checksums.
         progress: whether to show a bar of bytes on stderr.
         lost: key -> what is already known not to be kept.
@@ -136,7 +136,6 @@ class SaveOptions:
         dry_run: whether to report only.
     """
 
-    metadata: Mapping[str, str] = field(default_factory=dict)
     checksum: bool = True
     progress: bool = False
     lost: Mapping[str, str] = field(default_factory=dict)
@@ -177,7 +176,7 @@ def save(
             plain data. An object with a ``state_dict`` method is replaced by its state dict.
         path: A file, a folder, a URL, or a binary file object. Missing folders are created.
         format: ``"torch-zip"``, ``"safetensors"``, ``"sharded"`` or ``"dcp"``. Default: by suffix.
-        max_shard_size: Maximum shard size in bytes, or text such as ``"5GB"``.
+        max_shard_size: Maximum size of a safetensors shard in bytes, or text such as ``"5GB"``.
         checksum: Record a CRC-32 of every tensor. `torchlift.verify` compares them.
         progress: Show a bar of bytes on stderr.
         metadata: Text for the header of safetensors. On a mesh, the text of the first rank counts.
@@ -226,56 +225,35 @@ def save(
             state = take_apart_files(obj, target)
         else:
             state = take_apart(obj, plain=not target.only_tensors)
-        target.require_storable(state, texts)
+        target.require_storable(state, metadata)
+        state.metadata = metadata or {}
         return target, state
 
     given: Any = path
-    texts: Mapping[str, str] = metadata if metadata is not None else {}
     started = time.perf_counter()
     with ExitStack() as stack:
-        prepared = _Attempt(prepare)
-        # An object may hold DTensors that only its state_dict() returns.
-        tensors = _inside(obj) if prepared.result is None else prepared.result[1].tensors.values()
-        is_alone = process_group is None and not any(map(is_dtensor, tensors))
+        is_alone = process_group is None and not any(map(is_dtensor, _inside(obj)))
         if not is_alone:
             # Ctrl-C arrives where the ranks exchange messages. Else the others would wait.
             stack.enter_context(uninterrupted())
         ranks = SavingRanks(process_group, alone=is_alone)
-        target, state = ranks.group.run(lambda: StepResult(prepared.get(), None)).value
-        options = SaveOptions(texts, checksum, progress)
+        target, state = ranks.group.run(lambda: StepResult(prepare(), None)).value
+        if is_alone and any(map(is_dtensor, state.tensors.values())):
+            # An object may hold DTensors that only its state_dict() returns.
+            is_alone, ranks = False, SavingRanks()
+            stack.enter_context(uninterrupted())
+        options = SaveOptions(checksum, progress)
         if is_alone:
             if isinstance(obj, Checkpoint):
                 options = replace(options, check=partial(require_unchanged, obj))
             else:
                 with collection_paused():
-                    state.values = [target.value_of(*each) for each in state.tensors.items()]
+                    state.values = [Value.of_tensor(*each) for each in state.tensors.items()]
             report = write_state(target, state, options)
         else:
             stack.enter_context(errors_name(target.path))
             report = _save_together(ranks, target, state, options, replicated)
     return replace(report, seconds=time.perf_counter() - started)
-
-
-class _Attempt:
-    """A call whose error is raised later, where other ranks learn of it.
-
-    Attributes:
-        result: of the call; None if it raised.
-    """
-
-    def __init__(self, call: Callable[[], tuple[Target, State]]) -> None:
-        self.result, self._error = None, None
-        try:
-            self.result = call()
-        except BaseException as error:
-            self._error = error
-
-    def get(self) -> tuple[Target, State]:
-        """Return the result, or raise the error."""
-        if self._error is not None:
-            raise self._error
-        assert self.result is not None
-        return self.result
 
 
 def write_state(target: Target, state: State, options: SaveOptions) -> SaveReport:
@@ -287,8 +265,8 @@ def write_state(target: Target, state: State, options: SaveOptions) -> SaveRepor
     """
     started = time.perf_counter()
     with write_errors(target.head), collection_paused():
-        target.require_free_folder()
-        output = target.lay_out(state, options.metadata, options.checksum)
+        output = target.lay_out(state, options.checksum)
+        target.require_free_place(output.head)
     folder = parent(output.head)
     files = [inside(folder, name) for name in output.files]
     files += [output.head] if output.content is not None else []
@@ -297,7 +275,12 @@ def write_state(target: Target, state: State, options: SaveOptions) -> SaveRepor
         ranks = SavingRanks(alone=True)
         # Ctrl-C arrives between two blocks, never where files are created or removed.
         with uninterrupted(), progress_bar(options.progress, output.nbytes, "save") as advance:
-            files = write_together(ranks, output, sizes, advance, check=options.check)
+
+            def appear(made: Files | Objects) -> list[str]:
+                options.check()
+                return commit(output, sizes, made)
+
+            files = write_together(ranks, output, sizes, advance, appear)
     report = _report(target, state, output, files, options.lost)
     return replace(report, written=output.nbytes, seconds=time.perf_counter() - started)
 
@@ -313,32 +296,46 @@ def _save_together(
     """
     compared = {
         "format": target.format, "max_shard_size": target.limit, "checksum": options.checksum,
-        "replicated": replicated,
+        "replicated": replicated, "name": name_of(target.head),
     }  # fmt: skip
-    shared = share_state(ranks, state, options.metadata, compared)
-    is_folder = target.format == "dcp"
-
-    def find_parts() -> Any:
-        return StepResult(
-            find_own_parts(
-                ranks, shared, state.tensors, compare=replicated == "equal", skip_tied=not is_folder
-            ),
-            None,
+    shared = share_state(ranks, state, compared)
+    is_folder, compare = target.format == "dcp", replicated == "equal"
+    add_up = partial(sum_up_shared, ranks, shared, state.tensors) if compare else dict
+    head = target.head
+    if not is_folder and is_url(head):
+        raise PlacementError(
+            "several ranks cannot write into one object of a store",
+            file=head,
+            expected="a DCP folder, to which each rank writes objects of its own",
+            found=f"{len(ranks.ranks)} ranks",
+            hint='Pass format="dcp"; torchlift.convert makes one file of that.',
         )
+    files = lay_out_files(
+        ranks, shared, state.tensors, target, checksum=options.checksum, compare=compare
+    )
+    output = Output(head, files.own)
+    if is_folder:
+        output = target.folder_output(shared.state)
+        stored = shared.stored, [*files.sizes], files.items
+        content = partial(dcp_content, target.path, shared.state, *stored)
+        output = replace(output, files=files.own, content=content, untied=shared.tied)
 
-    own = ranks.group.run(find_parts).value
-    bar = progress_bar(options.progress and ranks.leads, own.nbytes, "save")
+    def make_file(parts: Files | Objects) -> SaveReport:
+        views = read_parts(shared, files, head, parts.temporary)
+        with views.files:
+            made = state_of(shared, views)
+            return write_state(target, made, replace(options, progress=False))
+
+    def appear(made: Files | Objects) -> SaveReport:
+        paths = commit(output, files.sizes, made)
+        nbytes = sum(stored.nbytes for stored in shared.stored.values())
+        return replace(_report(target, shared.state, output, paths, {}), nbytes=nbytes)
+
+    bar = progress_bar(options.progress and ranks.leads, output.nbytes, "save")
     with bar as advance:
-        if is_folder:
-            written = write_folder(ranks, shared, own, target, options.checksum, advance)
-            report = _report(target, shared.state, written.output, written.files, {})
-            nbytes = sum(stored.nbytes for stored in shared.stored.values())
-            report = replace(report, nbytes=nbytes)
-        else:
-            options = replace(options, metadata=shared.metadata, progress=False)
-            make = partial(write_state, target, options=options)
-            report = write_in_parts(ranks, shared, own, target.head, advance, make)
-    return replace(report, lost={**shared.lost, **report.lost}, written=own.nbytes)
+        finish = appear if is_folder else make_file
+        report = write_together(ranks, output, files.sizes, advance, finish, add_up)
+    return replace(report, lost={**shared.lost, **report.lost}, written=output.nbytes)
 
 
 def _report(
@@ -389,7 +386,7 @@ def _save_to_file(
     max_shard_size: int | str | None,
     **options: Any,
 ) -> SaveReport:
-    """Save to a file object. If that fails, restore its content where the object can seek.
+    """Save to a temporary file, and copy its bytes to a file object.
 
     Args:
         file: the file object.
@@ -408,56 +405,28 @@ def _save_to_file(
         raise ValueError("a file object is one file: save shards and DCP to a path")
     name = getattr(file, "name", None)
     shown = name if isinstance(name, str) and name else f"a {type(file).__name__}"
-    try:
-        file.write(b"")
-    except TypeError as error:
-        what = "a file that is open for text cannot be saved to: open it with mode 'wb'"
-        raise TypeError(what) from error
-    except Exception as error:
-        raise _not_written(shown, error) from error
     with TemporaryDirectory() as folder:
-        whole = os.path.join(folder, "saved")
-        report = save(obj, whole, format=format or "torch-zip", **options)
-        start, end = _extent(file)
+        path = os.path.join(folder, "saved")
+        report = save(obj, path, format=format or "torch-zip", **options)
         try:
-            with open(whole, "rb") as source:
-                if start is not None:
-                    file.seek(start)
+            with open(path, "rb") as source:
                 while data := source.read(_BLOCK):
                     left = memoryview(data)
                     while left:  # a raw file may write a part of it
                         left = left[file.write(left) or len(left) :]
-                if hasattr(file, "flush"):
-                    file.flush()
-        except BaseException as error:
-            if start is not None:
-                with suppress(Exception):  # it cannot be written
-                    file.truncate(end)
-                with suppress(Exception):
-                    file.seek(start)
-            if isinstance(error, Exception):
-                raise _not_written(shown, error) from error
-            raise
+            if hasattr(file, "flush"):
+                file.flush()
+        except TypeError as error:
+            what = "a file that is open for text cannot be saved to: open it with mode 'wb'"
+            raise TypeError(what) from error
+        except Exception as error:  # a file object may raise any class
+            raise CheckpointError(
+                "the file object cannot be written, and may contain a part of the checkpoint",
+                file=shown,
+                found=f"{type(error).__name__}: {error}".partition("\n")[0],
+                hint="Open it for writing, with room for the file.",
+            ) from error
     return replace(report, path=shown, files=(shown,))
-
-
-def _extent(file: Any) -> tuple[int | None, int | None]:
-    """Return the position and the end of a file object; None if it cannot seek back, as in gzip."""
-    with suppress(Exception):  # each class that compresses raises another error
-        start = file.tell()
-        file.seek(0, os.SEEK_END)
-        return start, file.tell()
-    return None, None
-
-
-def _not_written(file: str, error: Exception) -> CheckpointError:
-    """Return our error for an error of a file object, which may raise any class."""
-    return CheckpointError(
-        "the file object cannot be written",
-        file=file,
-        found=f"{type(error).__name__}: {error}".partition("\n")[0],
-        hint="Open it for writing, with room for the file.",
-    )
 
 
 def _inside(obj: object) -> Iterator[object]:
@@ -526,7 +495,7 @@ def require_savable(obj: object, path: str) -> Output:
     """
     target, state = _take_apart_savable(obj, path)
     with errors_name(target.path):
-        return target.lay_out(state, {}, False)
+        return target.lay_out(state, False)
 
 
 def savable_names(obj: object, path: str) -> object:
@@ -545,7 +514,7 @@ def _take_apart_savable(obj: object, path: str) -> tuple[Target, State]:
     target = Target.of(path, "torch-zip", None)
     state = take_apart(obj)
     tensors = {key: local_tensor(tensor) for key, tensor in state.tensors.items()}
-    state.values = [target.value_of(key, tensor) for key, tensor in tensors.items()]
+    state.values = [Value.of_tensor(key, tensor) for key, tensor in tensors.items()]
     return target, state
 
 
@@ -615,7 +584,7 @@ def take_apart_files(
             values.append(Value.of_entry(key, source, views, rule))
             continue
         seen = entry._replace(dtype=str(source.dtype).removeprefix("torch."))
-        values.append(replace(target.value_of(key, source), dtype=rule(seen)))
+        values.append(replace(Value.of_tensor(key, source), dtype=rule(seen)))
     state.values = values
     return state
 
@@ -629,24 +598,12 @@ def _dtype_of_part(
 
 def _versions_in(state: State) -> dict[str, str]:
     """Return, under one key, the modules that would treat values without a version as old."""
-    if not _is_noted(state.template):
-        return {}
-    noted = flatten_state(state.template, Containers((Leaf,))).versions
-    versions = {path: number for path, own in noted.items() if (number := own.get("version"))}
     # Version 2 of BatchNorm says that this tensor exists, as its key does.
     needed = [
         f"{path or 'the whole'} has {version}"
-        for path, version in versions.items()
+        for path, version in state.versions.items()
         if version != 1
         and (version != 2 or f"{path}.num_batches_tracked".removeprefix(".") not in state.tensors)
     ]
     what = f"versions of modules, by which they know older values: {clipped_list(needed)}"
     return {"(versions)": what} if needed else {}
-
-
-def _is_noted(template: Any) -> bool:
-    """Return whether a container in a template has metadata of modules."""
-    if type(template) is Leaf or not isinstance(template, (dict, list, tuple)):
-        return False
-    inside = template.values() if isinstance(template, dict) else template
-    return hasattr(template, "_metadata") or any(map(_is_noted, inside))

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from torchlift._save.files import write_errors
 from torchlift._save.layouts import (
@@ -19,8 +17,17 @@ from torchlift._save.layouts import (
     torch_output,
 )
 from torchlift._save.pickling import AS_TENSOR
-from torchlift._save.values import State, Value
-from torchlift._store.places import inside, is_folder, is_url, name_of, names_in, parent, place_of
+from torchlift._save.values import State, kind_error
+from torchlift._store.places import (
+    exists,
+    inside,
+    is_folder,
+    is_url,
+    name_of,
+    names_in,
+    parent,
+    place_of,
+)
 from torchlift._store.uploads import require_writable
 from torchlift._system.text import parse_size
 from torchlift.errors import CheckpointError, NotFound, PlacementError
@@ -66,12 +73,10 @@ class Target:
             require_writable(given)
         found = format_for(given, format, (*FORMATS, *SETS))
         limit = None if size is None else parse_size(size)
-        if limit is not None and (found == "torch-zip" or limit < 1):
-            raise ValueError(
-                f"max_shard_size={size!r}: a torch file is one file; save as safetensors or as DCP"
-                if found == "torch-zip"
-                else f"max_shard_size={size!r}: expected a size such as '5GB'"
-            )
+        if limit is not None and found in ("torch-zip", "dcp"):
+            raise ValueError(f"max_shard_size={size!r}: only safetensors have shards")
+        if limit is not None and limit < 1:
+            raise ValueError(f"max_shard_size={size!r}: expected a size such as '5GB'")
         with write_errors(given):  # there may be no current folder
             given = place_of(given)
         if found == "safetensors" and _is_folder(given):
@@ -88,7 +93,7 @@ class Target:
 
     @property
     def heads(self) -> list[str]:
-        """Return the paths of all heads that this target may write or replace."""
+        """Return the paths that readers take for the same checkpoint. One of them is written."""
         if self.format == "safetensors":
             return [self.path, _with_suffix(self.path)]
         if self.format == "sharded" and self.path.endswith(".safetensors" + INDEX_SUFFIX):
@@ -97,19 +102,23 @@ class Target:
             return [self.path, inside(parent(self.path), one)]
         return [self.head]
 
-    def require_free_folder(self) -> None:
-        """Refuse a folder with a checkpoint of another format, which readers would load instead.
+    def require_free_place(self, head: str) -> None:
+        """Refuse a place with a checkpoint of another format, which readers would load instead.
+
+        Args:
+            head: path of the only file, or of the file that lists the others.
 
         Raises:
             CheckpointError: If there is one.
         """
-        folder, name = parent(self.head), name_of(self.head)
-        if not (self.format in SETS or name == _IN_FOLDER) or not _is_folder(folder):
-            return
-        names = names_in(folder)
-        other = metadata_files(names)
-        if self.format == "dcp":
-            other = [name for name in names if is_index(name) or name == _IN_FOLDER]
+        folder, name = parent(head), name_of(head)
+        other = [name_of(each) for each in self.heads if each != head and exists(each)]
+        if (self.format in SETS or name == _IN_FOLDER) and _is_folder(folder):
+            names = names_in(folder)
+            if self.format == "dcp":
+                other += [name for name in names if is_index(name) or name == _IN_FOLDER]
+            else:
+                other += metadata_files(names)
         if other:
             raise CheckpointError(
                 "the folder contains a checkpoint of another format, which readers may load",
@@ -130,7 +139,7 @@ class Target:
             TypeError: If the metadata is not a mapping.
             ValueError: If there is metadata, and the format is not safetensors.
         """
-        if not isinstance(metadata, Mapping):
+        if metadata is not None and not isinstance(metadata, Mapping):
             raise TypeError(f"metadata: expected a mapping, found a {type(metadata).__name__}")
         if metadata and not self.only_tensors:
             raise ValueError(
@@ -148,10 +157,6 @@ class Target:
                 f"{AS_TENSOR}",
             )
 
-    def value_of(self, key: str, tensor: torch.Tensor) -> Value:
-        """Return the value of a tensor in memory."""
-        return Value.of_tensor(key, tensor, "safetensors" if self.only_tensors else "torch-zip")
-
     def folder_output(self, state: State) -> Output:
         """Return a DCP folder without files.
 
@@ -159,32 +164,23 @@ class Target:
             PlacementError: If the format does not store a tensor.
         """
         for key, kind in state.made_of_others.items():
-            raise PlacementError(
-                "cannot be stored in a DCP folder",
-                entry=key,
-                expected="a dense tensor with values",
-                found=kind.name,
-                hint="Save as a torch file, which keeps it"
-                f"{kind.dense and f', or save {kind.dense}'}.",
-            )
+            raise kind_error(key, kind)
         return Output(self.head, {}, kind=DCP_FILES)
 
-    def lay_out(self, state: State, metadata: Mapping[str, str], checksum: bool) -> Output:
+    def lay_out(self, state: State, checksum: bool) -> Output:
         """Lay out the files of a state that one process writes.
 
         Raises:
             PlacementError: If the format does not store a key or a value.
         """
-        made = self._lay_out(state, metadata, checksum)
-        return replace(made, replaces=[head for head in self.heads if head != made.head])
-
-    def _lay_out(self, state: State, metadata: Mapping[str, str], checksum: bool) -> Output:
-        values, limit = state.values, self.limit
+        values, metadata, limit = state.values, state.metadata, self.limit
         if self.format == "torch-zip":
             return torch_output(self.path, state, checksum)
         if self.format == "dcp":
             self.folder_output(state)
-            return dcp_output(self.path, state, limit, checksum)
+            return dcp_output(self.path, state, checksum)
+        # They stand in front of the values, and a store gets all bytes in order.
+        checksum = checksum and not is_url(self.path)
         if self.format == "sharded":
             return sharded_output(self.path, values, limit or _SHARD, metadata, checksum)
         one = safetensors_output(self.path, values, metadata, checksum)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from torchlift._checkpoint.checkpoint import FEW, MappedViews, dtype_of
+from torchlift._checkpoint.checkpoint import MappedViews, dtype_of
 from torchlift._checkpoint.kinds import TensorCall, call_of
 from torchlift._model.dtensor import is_dtensor, local_tensor, reshard
 from torchlift._model.handlers import has_memory
@@ -21,14 +21,8 @@ from torchlift._model.names import Names
 from torchlift._model.slots import ModuleTree
 from torchlift._model.state import read_model
 from torchlift._model.torch_private import REBUILD_SPARSE, key_of
-from torchlift._save.blocks import (
-    Workspace,
-    entry_blocks,
-    few_bytes,
-    tensor_blocks,
-)
+from torchlift._save.blocks import Block, Workspace, entry_blocks, tensor_blocks
 from torchlift._save.pickling import MAX_DEPTH, Rebuilt, Shared, is_array, require_plain
-from torchlift._store.places import is_url
 from torchlift._system.text import clipped_list, printable
 from torchlift.errors import Argument, Hint, PlacementError
 from torchlift.formats.flattening import (
@@ -39,7 +33,7 @@ from torchlift.formats.flattening import (
     key_text,
     name_text,
 )
-from torchlift.formats.index import ITEMSIZE, Chunk, Index, Leaf, TensorEntry, is_row_major
+from torchlift.formats.index import ITEMSIZE, Chunk, Leaf, TensorEntry, is_row_major
 from torchlift.formats.layout import Stored, is_unicode
 from torchlift.formats.torch_zip import repeats_too_often
 
@@ -51,7 +45,6 @@ TEXT_KEYS = "names that are not text become text"
 LIST = "a list, whose positions become names"
 TUPLE = "a tuple, which becomes a list"
 _PAIR = (dict, OrderedDict, Counter)
-_SMALL = 2 << 20  # bytes: smaller tensors of a URL are read together with their neighbours
 
 
 @cache
@@ -73,7 +66,6 @@ class Value:
         first: its first element in that memory.
         plain: whether its elements are those of the memory, in any order.
         views: the file that it is in, or None.
-        crc32: the checksum that its file records of exactly the bytes that are saved, or None.
         stored: its place in a file of its own.
         numel: its number of elements.
     """
@@ -87,7 +79,6 @@ class Value:
     first: int
     plain: bool
     views: MappedViews | None = None
-    crc32: int | None = None
     stored: Stored = field(init=False)
     numel: int = field(init=False)
 
@@ -96,13 +87,13 @@ class Value:
         self.numel = math.prod(self.shape)
 
     @classmethod
-    def of_tensor(cls, key: str, tensor: torch.Tensor, kind: str) -> Value:
+    def of_tensor(cls, key: str, tensor: torch.Tensor) -> Value:
         """Return the value of a tensor.
 
         Raises:
-            PlacementError: If files of this kind do not store it.
+            PlacementError: If it is not stored as a dense tensor.
         """
-        shape = stored_as(key, tensor, kind).shape
+        shape = stored_as(key, tensor).shape
         tensor = tensor.detach()
         flags = tensor.is_conj(), tensor.is_neg()
         found: Hashable = object()
@@ -121,7 +112,7 @@ class Value:
         """
         index = views.index
         if entry.kind is not None:
-            raise _kind_error(entry, index.path)
+            raise kind_error(key, _kind_of(entry), index.path)
         dtype_of(entry, index.path)
         found: Hashable = object()
         first, plain = 0, False
@@ -134,10 +125,7 @@ class Value:
             if plain:
                 found = entry.storage, entry.dtype, entry.encoding
         dtype = becomes(entry)
-        return cls(
-            key, entry, dtype, entry.shape, entry.stride, found, first, plain, views,
-            _crc_in_file(entry, dtype, index),
-        )  # fmt: skip
+        return cls(key, entry, dtype, entry.shape, entry.stride, found, first, plain, views)
 
     @property
     def storage(self) -> Hashable:
@@ -170,7 +158,6 @@ class Value:
         """Return a range of its memory as a flat tensor."""
         numel = stop - start
         source: torch.Tensor | TensorEntry
-        crc32 = None
         if isinstance(self.source, torch.Tensor):
             source = self.source.as_strided((numel,), (1,), start)
         else:
@@ -181,13 +168,23 @@ class Value:
             source = self.source._replace(
                 shape=(numel,), stride=(1,), nbytes=nbytes, chunks=(chunk,)
             )
-            crc32 = _crc_in_file(source, self.dtype, self.views.index)
-        return replace(self, source=source, shape=(numel,), stride=(1,), first=start, crc32=crc32)
+        return replace(self, source=source, shape=(numel,), stride=(1,), first=start)
 
-    def blocks(self, work: Workspace) -> Iterator[memoryview]:
+    @property
+    def crc32(self) -> int | None:
+        """Return the checksum that its file has of exactly the bytes that are saved, or None."""
+        if isinstance(self.source, torch.Tensor) or self.views is None or self.source.encoding:
+            return None
+        entry, storage = self.source, self.views.index.storage_of(self.source)
+        if storage is None or len(entry.chunks) != 1 or self.is_cast or not entry.is_contiguous:
+            return None
+        is_all = (entry.chunks[0].offset, entry.nbytes) == (storage.offset, storage.nbytes)
+        return storage.crc32 if is_all else None
+
+    def blocks(self, work: Workspace) -> Iterator[Block]:
         """Yield its bytes as they are saved, in row-major order, in blocks."""
         if isinstance(self.source, torch.Tensor):
-            return (data for _, data in tensor_blocks(self.source, self.dtype, work))
+            return tensor_blocks(self.source, self.dtype, work)
         assert self.views is not None
         return entry_blocks(self.source, self.dtype, work, self.views)
 
@@ -195,40 +192,6 @@ class Value:
     def is_dense(self) -> bool:
         """Return whether its elements lie in row-major order without gaps."""
         return is_row_major(self.shape, self.stride)
-
-    @property
-    def is_few_of_url(self) -> bool:
-        """Return whether it is a small tensor of a URL, where each read is a request."""
-        entry = self.source
-        if isinstance(entry, torch.Tensor) or not entry.chunks:
-            return False
-        return max(entry.nbytes, self.stored.nbytes) <= _SMALL and is_url(entry.chunks[0].file)
-
-    def few(self) -> bytes | bytearray | None:
-        """Return the bytes of a small tensor as they are saved; None for a large one.
-
-        To save 5,000 tensors of 1 KB takes 0.15 s, and 0.20 s in blocks.
-        """
-        if self.stored.nbytes > FEW:
-            return None
-        if isinstance(self.source, torch.Tensor):
-            return few_bytes(self.source, self.dtype)
-        assert self.views is not None
-        data = self.views.few(self.source)
-        if not data or not self.is_cast:
-            return data
-        stored = dtype_of(self.source, self.views.index.path)
-        return few_bytes(torch.frombuffer(data, dtype=stored), self.dtype)
-
-
-def _crc_in_file(entry: TensorEntry, dtype: torch.dtype, index: Index) -> int | None:
-    """Return the checksum that a file records of an entry, if its bytes are saved unchanged."""
-    storage = index.storage_of(entry)
-    if storage is None or len(entry.chunks) != 1 or not entry.is_contiguous:
-        return None
-    is_all = (entry.chunks[0].offset, entry.nbytes) == (storage.offset, storage.nbytes)
-    same = _name(dtype) == entry.dtype and not entry.encoding
-    return storage.crc32 if is_all and same else None
 
 
 class Part(NamedTuple):
@@ -257,6 +220,8 @@ class State:
         lost: key -> what no file keeps of it.
         made_of_others: key of a tensor that torch makes of those inside of it -> its kind.
         parts: key of a tensor inside of another tensor -> its role there.
+        versions: path of a module -> the version that its state dict has.
+        metadata: text for the headers of safetensors.
         values: of the tensors, in the order of the keys.
     """
 
@@ -269,6 +234,8 @@ class State:
     lost: dict[str, str] = field(default_factory=dict)
     made_of_others: dict[str, TensorKind] = field(default_factory=dict)
     parts: dict[str, Part] = field(default_factory=dict)
+    versions: dict[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
     values: Sequence[Value] = ()
 
     def name_of(self, key: str) -> str:
@@ -315,9 +282,9 @@ class _Walk:
         self.state = State(plain)
         self._lists, self._replaced = lists, replaced
         self._rule = Containers((torch.Tensor, TensorEntry))
-        # By identity, each with its object: while the object lives, no other one has its identity.
-        self._states: dict[int, tuple[object, Any]] = {}  # object -> what is saved of it
-        self._classes: dict[int, tuple[object, str]] = {}  # container -> what no file keeps of it
+        # Object -> what is saved of it. By identity, with the object: while it lives, no other one
+        # has its identity.
+        self._states: dict[int, tuple[object, Any]] = {}
 
     def run(self, saved: object) -> State:
         self.state.template = self._flatten(self._resolve(saved, "", 0), "", ())
@@ -332,8 +299,6 @@ class _Walk:
         if path and _is_bare(value):  # most are
             return self._record(value, key, path, state.tensors)
         notes = getattr(value, "_metadata", None)
-        if id(value) in self._classes:
-            state.lost[key or "(all)"] = self._classes[id(value)][1]
         items = self._rule.items(value)
         if isinstance(value, dict) and (items is not None or not path):
             if any(type(name) is not str for name in value):
@@ -345,6 +310,9 @@ class _Walk:
             if notes is not None:
                 require_plain(_join(key, "_metadata", path), notes)
                 made._metadata = notes
+                for name, own in items_of(notes):
+                    if isinstance(own, Mapping) and (version := own.get("version")):
+                        state.versions[f"{key}.{name}".strip(".")] = version
             return made
         if items is not None and type(value) in (list, tuple):
             state.containers[key] = TUPLE if type(value) is tuple else LIST
@@ -418,8 +386,7 @@ class _Walk:
     def _resolve(self, value: Any, key: str, depth: int) -> Any:
         """Return containers in which every object is replaced by its state.
 
-        The ``state_dict`` of an object is called once, wherever the object occurs. A container
-        without such objects is returned as it is.
+        The ``state_dict`` of an object is called once, wherever the object occurs.
         """
         _check_depth(depth, key)
         if isinstance(value, (torch.Tensor, TensorEntry, str, bool, int, float, type(None))):
@@ -429,25 +396,19 @@ class _Walk:
         given, value = value, _state_of(value)
         if is_array(value):
             return self._to_list(value, key) if self._lists else value
-        found = value
-        if _is_kind(value):
-            found = (dict if isinstance(value, Mapping) else tuple)(value)
-        if type(found) in (*_PAIR, list, tuple):
-            old = list(items_of(found))
-            new = [
-                i if _is_bare(i) else self._resolve(i, _join(key, name_text(n), depth), depth + 1)
-                for n, i in old
-            ]
-            if any(made is not item for made, (_, item) in zip(new, old, strict=True)):
-                notes = getattr(found, "_metadata", None)
-                is_dict = isinstance(found, dict)
-                found = type(found)(dict(zip(found, new, strict=True)) if is_dict else new)
-                if notes is not None:
-                    found._metadata = notes
-        if _is_kind(value):
+        found, is_dict, is_kind = value, isinstance(value, Mapping), _is_kind(value)
+        if is_kind or type(value) in (*_PAIR, list, tuple):
+            items = {
+                name: self._resolve(item, _join(key, name_text(name), depth), depth + 1)
+                for name, item in items_of(value)
+            }
+            kind: Any = type(value) if not is_kind else dict if is_dict else tuple
+            found = kind(items if is_dict else items.values())
+            if hasattr(value, "_metadata") and not is_kind:
+                found._metadata = value._metadata
+        if is_kind:
             what = f"a {type(value).__name__}, which becomes a {type(found).__name__}"
             self.state.lost[key or "(all)"] = what
-            self._classes[id(found)] = found, what
         self._states[id(given)] = given, found
         return found
 
@@ -457,8 +418,6 @@ class _Walk:
         form = f"{array.dtype} {list(array.shape)}"
         what = f"a numpy array of {form}, which becomes a {type(found).__name__}"
         self.state.lost[key or "(all)"] = what
-        if array.ndim:  # a number may be the same object elsewhere
-            self._classes[id(found)] = found, what
         self._states[id(array)] = array, found
         return found
 
@@ -525,7 +484,7 @@ def _text(name: object) -> str:
 def ties_of(values: Iterable[Value]) -> dict[str, str]:
     """Return key -> the first key of the same tensor."""
     first: dict[Hashable, str] = {}
-    found = {v.key: first.setdefault(v.place, v.key) for v in _find_sharing(values)}
+    found = {value.key: first.setdefault(value.place, value.key) for value in values}
     return {key: kept for key, kept in found.items() if key != kept}
 
 
@@ -607,13 +566,6 @@ def _group_overlapping(values: Iterable[Value], *, alike: bool = True) -> list[l
     return sorted(found, key=lambda group: min(order[value.key] for value in group))
 
 
-def _find_sharing(values: Iterable[Value]) -> list[Value]:
-    """Return the values that share a storage with another value."""
-    values = list(values)
-    counts = Counter([value.storage for value in values])
-    return [value for value in values if counts[value.storage] > 1]
-
-
 def find_untied_keys(
     values: Iterable[Value], shared: Mapping[str, Shared] | None
 ) -> dict[str, str]:
@@ -629,7 +581,7 @@ def find_untied_keys(
 
     return {
         value.key: overlapping[0].key
-        for overlapping in _group_overlapping(_find_sharing(values), alike=False)
+        for overlapping in _group_overlapping(values, alike=False)
         for value in overlapping
         if place(value) != place(overlapping[0])
     }
@@ -662,14 +614,17 @@ class TensorKind(NamedTuple):
     Attributes:
         name: for messages.
         dense: the call that makes a dense tensor of it; empty if torch has none.
+        is_kept: whether a torch file keeps it.
     """
 
     name: str
     dense: str = ""
+    is_kept: bool = False
 
 
 def _kind_of(value: torch.Tensor | TensorEntry) -> TensorKind:
     """Return the kind of a tensor. Strided numbers have the name of their class."""
+    is_kept = call_of(value) is not None
     if isinstance(value, TensorEntry):
         kind, name = str(value.kind), value.dtype
         is_quantised, is_sparse = kind.startswith("per "), "sparse" in kind
@@ -679,33 +634,43 @@ def _kind_of(value: torch.Tensor | TensorEntry) -> TensorKind:
         if value.is_nested:
             return TensorKind(f"a nested tensor of {name}")
         if not is_quantised and not is_sparse:
-            return TensorKind(type(value).__name__)
+            return TensorKind(type(value).__name__, is_kept=is_kept)
     if is_quantised:
-        return TensorKind(f"a quantised tensor of {name}", "tensor.dequantize()")
-    return TensorKind(f"a {kind} tensor of {name}", "tensor.to_dense()" if is_sparse else "")
+        return TensorKind(f"a quantised tensor of {name}", "tensor.dequantize()", is_kept)
+    dense = "tensor.to_dense()" if is_sparse else ""
+    return TensorKind(f"a {kind} tensor of {name}", dense, is_kept)
 
 
-def _kind_error(entry: TensorEntry, path: str) -> PlacementError:
-    """Return the error for a tensor of a file that the new file does not store."""
-    found, dense = _kind_of(entry)
-    keeps = "" if call_of(entry) is None else "A torch file keeps it. "
-    other = f" or pass transform= to torchlift.convert, and return {dense} for it" if dense else ""
-    leave = Argument("exclude", f"[{entry.key!r}]", (entry.key,))
+def kind_error(key: str, kind: TensorKind, path: str | None = None) -> PlacementError:
+    """Return the error for a tensor that the new file does not store.
+
+    Args:
+        key: of the tensor.
+        kind: of the tensor.
+        path: of the file that it is in; None: it is in memory.
+    """
+    ways = ["save as a torch file, which keeps it"] if kind.is_kept else []
+    ways += [f"save {kind.dense}"] if kind.dense else []
+    hint = Hint(", or ".join(ways).capitalize(), "." if ways else "")
+    if path is not None:
+        leave = Argument("exclude", f"[{key!r}]", (key,))
+        made = f", or return {kind.dense} from transform=." if kind.dense else "."
+        hint = Hint(hint, " Leave it out with ", leave, made)
     return PlacementError(
-        "cannot be stored in the new file",
+        "cannot be stored in a file of this format",
         file=path,
-        entry=entry.key,
+        entry=key,
         expected="a dense tensor with values",
-        found=found,
-        hint=Hint(f"{keeps}Leave it out with ", leave, f",{other}." if other else "."),
+        found=kind.name,
+        hint=hint,
     )
 
 
-def stored_as(key: str, value: object, format: str) -> Stored:
-    """Describe a tensor as a file stores it. Refuse a tensor without values.
+def stored_as(key: str, value: object) -> Stored:
+    """Describe a dense tensor as a file stores it. Refuse a tensor without values.
 
     Raises:
-        PlacementError: If files of this format do not store it.
+        PlacementError: If it is not a dense tensor with values.
     """
     found, hint = type(value).__name__, None
     if isinstance(value, torch.Tensor) and is_lazy(value):
@@ -715,20 +680,16 @@ def stored_as(key: str, value: object, format: str) -> Stored:
         # A wrapper has no memory of its own: its bytes would be read from nowhere.
         if has_memory(local_tensor(value)) and not value.is_meta and name in ITEMSIZE:
             return Stored(key, name, tuple(value.shape))
-        found, dense = _kind_of(value)
+        kind = _kind_of(value)
+        if kind.dense or kind.is_kept:
+            raise kind_error(key, kind)
+        found = kind.name
         if value.is_nested:
-            made = "nested_tensor(rows, layout=torch.jagged)"
-            made = made if value.layout is torch.jagged else "as_nested_tensor(rows)"
-            hint = f"Save rows = [*tensor.unbind()]; torch.nested.{made} makes it again."
-        elif dense:
-            keeps = call_of(value) is not None
-            hint = f"Save as a torch file, which keeps it, or save {dense}."
-            hint = hint if keeps else f"Save {dense}."
+            hint = "Save its rows, [*tensor.unbind()]. torch.nested.as_nested_tensor joins them."
         else:
             found += f", {name}, {value.layout}, on {value.device}"
-    what = "cannot be stored in a safetensors file"
     raise PlacementError(
-        what if format == "safetensors" else "torchlift cannot save this tensor",
+        "cannot be stored in a file of this format",
         entry=key,
         expected="a dense tensor with values",
         found=found,

@@ -20,9 +20,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from fcntl import LOCK_EX, LOCK_NB, LOCK_UN, flock
 from functools import partial
-from hashlib import sha256
 from threading import Thread, get_ident
-from time import localtime, monotonic, sleep, strftime, time
+from time import monotonic, sleep
 from typing import NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 from zlib import crc32
@@ -33,7 +32,6 @@ from torchlift.errors import CheckpointError
 
 _MARK = ".torchlift-"  # so that unfinished downloads of other programs are never removed
 _LONGEST = 200  # bytes of NAME in the name of a temporary file. A file name has at most 255.
-_CLIPPED = 180  # bytes that are kept of a longer NAME, before a hash
 #: Bytes in one write. For larger writes the kernel makes larger pages in its cache, and the host of
 #: a virtual machine has to find them. 2 GiB with fsync took 1.5 s in 128 KiB, and 6.3 s in 16 MiB.
 _BLOCK = 128 << 10
@@ -82,7 +80,7 @@ class LockedFile:
                 self.descriptor = os.open(path, flags, mode)
 
     def lock(self, path: str, running: Running | None = None) -> None:
-        """Wait for the lock. Ctrl-C ends the wait. After ten seconds a warning names the holder.
+        """Wait for the lock. Ctrl-C ends the wait. After ten seconds a warning says so.
 
         Args:
             path: The path of the file.
@@ -106,7 +104,12 @@ class LockedFile:
                     )
             if not has_warned and monotonic() - start >= _PATIENCE:
                 has_warned = True
-                warnings.warn(_describe_wait(path, self.descriptor, start), RuntimeWarning, 2)
+                warnings.warn(
+                    f"{path}: this save waits for another one, which has locked the folder. "
+                    "Wait until that save has finished, or end it. Ctrl-C ends this save.",
+                    RuntimeWarning,
+                    2,
+                )
             sleep(_POLL)
 
     def try_lock(self) -> bool:
@@ -175,29 +178,6 @@ def _release_abandoned() -> list[LockedFile]:
         if is_abandoned and _locked_files.pop(id(file), None) is not None:
             LockedFile.close(file)
     return [file for file in files if file.descriptor >= 0]
-
-
-def _describe_wait(path: str, descriptor: int, start: float) -> str:
-    """Return the warning of a writer that waits, with the holder of the lock.
-
-    Args:
-        path: The path of the file or folder.
-        descriptor: Its descriptor.
-        start: When the wait started, on the monotonic clock.
-    """
-    found = os.fstat(descriptor)
-    place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
-    holder = "not known, and may run on another machine"
-    # Linux: "1: FLOCK  ADVISORY  WRITE 4711 08:01:1835012 0 EOF". It lists this machine only.
-    with suppress(OSError), open("/proc/locks", encoding="ascii") as lines:
-        for words in map(str.split, lines):
-            if words[1] == "FLOCK" and words[5] == place and int(words[4]) > 0:
-                holder = f"process {words[4]} on {os.uname().nodename}"
-    since = strftime("%H:%M:%S", localtime(time() - monotonic() + start))
-    return (
-        f"{path}: this save has waited for a lock since {since}. The holder is {holder}. "
-        "Wait until it has finished, or end it. Ctrl-C ends this save."
-    )
 
 
 class AtomicFile(LockedFile):
@@ -309,7 +289,6 @@ class AtomicSet:
         head: str,
         names: Sequence[str],
         kind: SetKind,
-        replaces: Sequence[str] = (),
         running: Running | None = None,
     ) -> None:
         """Choose the names, and remove files that killed writers of the same head left.
@@ -318,7 +297,6 @@ class AtomicSet:
             head: The absolute path of the head.
             names: The names for the files. All get other names if one of them or the head exists.
             kind: How to recognise the files.
-            replaces: Paths of files to remove on commit.
             running: The call that closes the set before it ends, or None.
 
         Raises:
@@ -326,8 +304,8 @@ class AtomicSet:
         """
         # If the head is a link, its readers look for the other files next to the link.
         self._folder, self._kind = os.path.realpath(os.path.dirname(head)), kind
-        self._replaces, self._running = replaces, running
-        self._head = self._path(os.path.basename(head))
+        self._running = running
+        self._head = self.path_of(os.path.basename(head))
         self._is_committed = self._is_clean = False
         self._journals = self._head + ".files"
         _mode_of(self._head)
@@ -338,7 +316,7 @@ class AtomicSet:
         in_use = self._recover()
         self.names = list(names)
         # A program that has read the old head must not find new values under its names.
-        exists = any(name in in_use or is_there(self._path(name)) for name in names)
+        exists = any(name in in_use or is_there(self.path_of(name)) for name in names)
         if exists or is_there(self._head):
             token = secrets.token_hex(4)
             self.names = [with_token(name, token) for name in names]
@@ -349,14 +327,6 @@ class AtomicSet:
         except BaseException:
             self._journal.close()
             raise
-
-    def file(self, number: int) -> AtomicFile:
-        """Create one of the files. The caller writes and commits it.
-
-        Raises:
-            OSError: If the file cannot be created.
-        """
-        return AtomicFile(self._path(self.names[number]), running=self._running)
 
     def commit(self, content: bytes) -> None:
         """Replace the head, so that all files appear. Then remove the files of the old head.
@@ -382,20 +352,7 @@ class AtomicSet:
         finally:
             self._is_committed = head.is_in_place
             if self._is_committed:  # before that, the old files are the checkpoint
-                self._remove_old(filter(os.path.isfile, self._replaces))
-
-    def remove(self) -> None:
-        """Remove the head, then the files that it listed.
-
-        Raises:
-            NotRemoved: If a file could not be removed.
-        """
-        self._lock_folder(self._remove_head)
-
-    def _remove_head(self) -> None:
-        self._note(self._list_files(self._head) or ())
-        self._is_committed = True
-        self._remove_old([self._head])
+                self._remove_old()
 
     def close(self) -> None:
         """Remove the files that the head does not list. May be called twice.
@@ -412,23 +369,24 @@ class AtomicSet:
 
     def _remove_new(self) -> None:
         if not self._is_committed:
-            self._is_clean = self._remove_unlisted(self._known) or self._remove(self.names)
+            if not self._remove_unlisted(self._known):
+                self._remove(self.names)
+            self._is_clean = True
 
-    def _remove_old(self, heads: Iterable[str]) -> None:
-        """Remove older heads, and the files that no head lists any more.
+    def _remove_old(self) -> None:
+        """Remove the files that no head lists any more.
 
         Raises:
             NotRemoved: If a file could not be removed.
         """
         try:
-            for path in heads:
-                os.unlink(path)
             self._remove_unlisted(self._known)
             self._is_clean = True
         except OSError as error:
             raise NotRemoved(*error.args) from error
 
-    def _path(self, name: str) -> str:
+    def path_of(self, name: str) -> str:
+        """Return the path of a file of the folder."""
         return os.path.join(self._folder, name)
 
     def _list_files(self, head: str) -> set[str] | None:
@@ -450,7 +408,7 @@ class AtomicSet:
         """Return the names that all heads of the folder list, or None if one cannot be read."""
         needed: set[str] = set()
         others = filter(self._kind.is_head, os.listdir(self._folder))
-        for head in {self._head, *map(self._path, others)}:
+        for head in {self._head, *map(self.path_of, others)}:
             found = self._list_files(head)
             if found is None:
                 return None
@@ -458,20 +416,17 @@ class AtomicSet:
         return needed
 
     def _remove_unlisted(self, names: Iterable[str]) -> bool:
-        """Remove files that no head of the folder lists. Return whether all are gone."""
+        """Remove files that no head of the folder lists. Return False if a head is unreadable."""
         needed = self._list_needed()
-        if needed is None:  # an unreadable head may list any of them
-            return False
-        return self._remove(name for name in names if name not in needed)
+        if needed is not None:  # an unreadable head may list any of them
+            self._remove(name for name in names if name not in needed)
+        return needed is not None
 
-    def _remove(self, names: Iterable[str]) -> bool:
-        """Remove files. Return False if a writer still has one of them locked."""
-        locked: list[str] = []
+    def _remove(self, names: Iterable[str]) -> None:
         for name in filter(re.compile(self._kind.ours).fullmatch, names):
-            remove_debris(self._path(name), live=locked.append)
+            remove_debris(self.path_of(name))
             with suppress(FileNotFoundError):  # a journal lists files before they are created
-                os.unlink(self._path(name))
-        return not locked
+                os.unlink(self.path_of(name))
 
     def _recover(self) -> set[str]:
         """Remove files of killed writers. Return the names that live writers will use."""
@@ -575,7 +530,7 @@ def make_durable(folder: str) -> None:
         os.fsync(file.descriptor)
 
 
-def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
+def write_at(descriptor: int, data: bytes | bytearray | memoryview, offset: int) -> None:
     """Write all of the data at an offset.
 
     Raises:
@@ -590,7 +545,7 @@ def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
 
 
 #: Writes bytes at an offset of a file.
-Put = Callable[[bytes | memoryview, int], object]
+Put = Callable[[bytes | bytearray | memoryview, int], object]
 
 
 class Runs:
@@ -633,17 +588,20 @@ class Runs:
             data, self._data = b"".join(self._data), []
             self._put(data, self._start)
 
-    def write(self, start: int, run: memoryview, crc: int | None) -> int:
+    def write(self, start: int, run: memoryview | bytes | bytearray, crc: int | None) -> int:
         """Write a run, and return the CRC-32 of a payload with this run at its end.
 
         Args:
             start: The offset of the run in the file.
-            run: The bytes. They must not change during the call.
+            run: The bytes. They must not change during the call. A small run is copied.
             crc: The CRC-32 of the payload before the run. None if it is not needed: then 0 returns.
 
         Raises:
             OSError: If the run cannot be written.
         """
+        if len(run) <= _BLOCK // 2:
+            self.add(start, bytes(run))
+            return 0 if crc is None else crc32(run, crc)
         if self._descriptor < 0:
             self.flush()  # `put` needs the bytes in order
         sums: list[int] = []
@@ -696,6 +654,5 @@ def _prefix(path: str) -> str:
     folder, name = os.path.split(path)
     encoded = os.fsencode(name)
     if len(encoded) > _LONGEST:
-        # The hash tells long names apart that start alike, such as a file and its journal.
-        name = f"{encoded[:_CLIPPED].decode(errors='ignore')}-{sha256(encoded).hexdigest()[:8]}"
+        name = encoded[:_LONGEST].decode(errors="ignore")
     return os.path.join(folder, f".{name}{_MARK}")

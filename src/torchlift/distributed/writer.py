@@ -25,14 +25,13 @@ from torchlift._model.ranks import portable, raise_first, rank
 from torchlift._model.torch_private import dcp_item
 from torchlift._save.blocks import Workspace
 from torchlift._save.files import (
-    CreatedFiles,
     Files,
     Objects,
     new_files,
     write_errors,
     write_own_files,
 )
-from torchlift._save.layouts import DCP_FILES, Box, Item, OwnFiles, end_of
+from torchlift._save.layouts import DCP_FILES, Box, Item, OwnFile
 from torchlift._save.mesh import require_alike
 from torchlift._save.replicas import (
     TAKE_FIRST,
@@ -57,13 +56,13 @@ class _Assignment(NamedTuple):
 
     Attributes:
         number: of that rank among those that save.
-        created: the files of all ranks.
+        temporary: name of each file of all ranks -> its name until it appears.
         arguments: rank -> the arguments that must be equal on all ranks.
         shared: tensors, or parts of them, that several ranks hold.
     """
 
     number: int
-    created: CreatedFiles
+    temporary: Mapping[str, str]
     arguments: Mapping[int, Mapping[str, object]]
     shared: frozenset[MetadataIndex]
 
@@ -200,7 +199,7 @@ class CheckpointWriter(StorageWriter):
         self._close()
         try:
             with uninterrupted(), write_errors(self._target.head):
-                self._target.require_free_folder()
+                self._target.require_free_place(self._target.head)
                 return self._assign(plans)
         except BaseException:
             self._close()  # torch does not call the writer again
@@ -212,13 +211,14 @@ class CheckpointWriter(StorageWriter):
         shared = _find_shared([plan.storage_data or {} for plan in plans], head)
         if self.replicated == "rank0":
             plans, shared = _leave_to_first(plans, shared), {}
-        names = [name for number in range(len(plans)) for name in OwnFiles(number).files]
+        names = [OwnFile(number).name for number in range(len(plans))]
         self._files = files = new_files(head, names, DCP_FILES)
         # A save that the death of another rank ends does not call the writer again.
         self._close_files = weakref.finalize(self, files.close)
-        created, arguments = files.create(), {rank(): self._arguments}
+        files.create()
+        made, arguments = files.temporary, {rank(): self._arguments}
         return [
-            replace(plan, storage_data=_Assignment(number, created, arguments, frozenset(shared)))
+            replace(plan, storage_data=_Assignment(number, made, arguments, frozenset(shared)))
             for number, plan in enumerate(plans)
         ]
 
@@ -252,17 +252,17 @@ class CheckpointWriter(StorageWriter):
         work = Workspace()
         shared = self._values_of(assigned.shared, planner)
         checksums = {index: checksum_of(tensor, work) for index, tensor in shared.items()}
-        own = OwnFiles(assigned.number)
+        own = OwnFile(assigned.number)
         for item in plan:
             key, data = item.index.fqn, planner.resolve_data(item)
             if isinstance(data, torch.Tensor):
-                own.add_box(Box((), Value.of_tensor(key, data, "torch-zip")), self.checksum)
+                own.add_box(Box((), Value.of_tensor(key, data)), self.checksum)
             else:
                 own.add_value(key, _bytes_layout(data.getvalue()))
-        write_own_files(self._target.head, DCP_FILES, assigned.created, own.files, lambda _: None)
+        files = {own.name: own.sections}
+        write_own_files(self._target.head, DCP_FILES, assigned.temporary, files, lambda _: None)
         items = dict(zip([item.index for item in plan], own.items, strict=True))
-        ((_, sections),) = own.files.items()
-        return _Written(end_of(sections), items, checksums)
+        return _Written(own.nbytes, items, checksums)
 
     def _values_of(
         self, indexes: Container[MetadataIndex], planner: SavePlanner
@@ -304,7 +304,6 @@ class CheckpointWriter(StorageWriter):
                 {each.rank: each.error for each in reports if isinstance(each, _Failed)}, None
             )
             self._require_equal(reports)
-            files.complete([each.nbytes for each in reports])
             metadata.storage_data = {
                 index: dcp_item(name, item.first, item.length)
                 for name, each in zip(files.names, reports, strict=True)
@@ -312,7 +311,7 @@ class CheckpointWriter(StorageWriter):
             }
             metadata.storage_meta, metadata.version = self.storage_meta(), _VERSION
             with uninterrupted():
-                files.commit(pickle.dumps(metadata))
+                files.commit([each.nbytes for each in reports], pickle.dumps(metadata))
                 self._close()
 
     @classmethod

@@ -62,14 +62,12 @@ class Layout:
         frame: CRC-32s in the order of the payloads -> (offset, bytes) of everything but weights.
             Other bytes of the file stay zero. It yields the bytes before a payload before it takes
             the payload's sum, so that one pass can write the file.
-        sums_first: Whether the format stores all sums before all payloads, so that it cannot.
     """
 
     nbytes: int
     payloads: tuple[Payload, ...]
     checked: bool
     frame: Callable[[Iterable[int]], Iterator[tuple[int, bytes]]]
-    sums_first: bool = False
 
 
 def format_for(path: str, given: str | None, known: Sequence[str] = FORMATS) -> str:

@@ -373,7 +373,7 @@ def safetensors_layout(
             yield 0, head
 
     payloads = tuple(Payload(tensor, length + start) for tensor, start in places)
-    return Layout(length + at, payloads, checked, frame, sums_first=checked)
+    return Layout(length + at, payloads, checked, frame)
 
 
 def _noted(head: bytes, old: str, new: str) -> bytes:
