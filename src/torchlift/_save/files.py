@@ -23,6 +23,7 @@ from torchlift._transfer.write import (
     Runs,
     SetKind,
     make_durable,
+    remove_debris,
     with_token,
 )
 from torchlift.errors import Argument, CheckpointError, Hint, IntegrityError, PlacementError
@@ -212,9 +213,13 @@ def remove_files(head: str, names: Iterable[str], kind: SetKind | None) -> None:
     """Remove what is left of a failed save, as far as that is possible."""
     with uninterrupted():
         if not is_url(head):
+            place = place_of_head(head, kind)
             for name in names:
                 with suppress(OSError):
-                    os.unlink(os.path.join(os.path.dirname(place_of_head(head, kind)), name))
+                    os.unlink(os.path.join(os.path.dirname(place), name))
+            if kind is None:  # the first rank may have died while it made one file of those
+                with suppress(OSError):
+                    remove_debris(place)
         elif kind is not None:
             with suppress(CheckpointError):
                 _remove_unnamed(parent(head), names, kind)
