@@ -53,7 +53,7 @@ _SHARES = "shares bytes with another key of the file, which the model does not t
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What one tensor of the model is to become, whatever other tensors need.
+    """The goal for one tensor of the model, before other tensors count.
 
     Attributes:
         device, dtype: The device and the dtype of the tensor after the load.
@@ -67,8 +67,8 @@ class Target:
         stride: Strides of the tensor in elements, if they differ from those of the source.
         kind: All that the decision depends on, or None. See `_kind_of`.
         spans: The slice of the candidate that this rank takes. None: all of it.
-        candidates: Candidates in place of those of the pair, or None. A sharded tensor has this
-            rank's slice of each.
+        candidates: They replace the candidates of the pair, unless None. A sharded tensor has
+            this rank's slice of each.
     """
 
     device: torch.device
@@ -95,7 +95,7 @@ class Step:
         key: The name in the model under which the source has the values.
         candidate: The values: of a sharded tensor, this rank's slice of an entry.
         alternatives: Candidates under the other names of a tie. Their values must be equal.
-        target: What the tensor is to become.
+        target: The goal for the tensor.
         mode: How the tensor is placed.
         source: The source of its bytes.
         route: How the values get into memory. See `Route`.
@@ -277,7 +277,7 @@ def _kind_of(pair: Pair, options: rules.Options) -> object | None:
 
 
 def _target(pair: Pair, kind: object | None, options: rules.Options, path: str) -> Target | None:
-    """Decide what a tensor is to become. None: it is left for a later load.
+    """Decide the goal for a tensor. None: it is left for a later load.
 
     Args:
         pair: The tensor, and what the source has for it.
@@ -356,7 +356,7 @@ def _decide(
 
     Args:
         pair: The tensor, and what the source has for it.
-        target: What the tensor is to become.
+        target: The goal for the tensor.
         path: The path of the source.
         blocker: Why the tensor cannot be swapped, or None.
         is_shared: Whether a tensor that is mapped, too, has bytes of this one.

@@ -309,7 +309,7 @@ def _finish(job: Job, stage: torch.Tensor | None, transfer: _Transfer) -> None:
 
 
 def _fetch(job: Job, stage: torch.Tensor | None, transfer: _Transfer) -> None:
-    """Read a job into the stage, or into its destinations if there is no stage.
+    """Read a job into the stage, or into its destinations if the stage is None.
 
     Values for a device stay in the stage. Readers cast values that stay on the host.
     """
