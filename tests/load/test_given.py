@@ -108,8 +108,8 @@ def test_a_value_in_memory_that_cannot_be_copied_changes_nothing(odd):
 
 
 def test_a_model_and_a_checkpoint_that_trade_places_are_told():
-    """The commonest slip gets its own sentence."""
-    with pytest.raises(TypeError, match="the model comes first"):
+    """The commonest slip is an error that says the order."""
+    with pytest.raises(TypeError, match="expected a module first, then a checkpoint, not dict"):
         torchlift.load({}, build())  # type: ignore[arg-type]
 
 
@@ -185,8 +185,7 @@ def test_a_dtype_may_be_a_name(dtype, expected):
     model = torchlift.skeleton(Model)
     torchlift.load(model, Model().double().state_dict(), dtype=lambda entry: dtype)
     assert model.body.weight.dtype == expected
-    message = """expected a name such as "bfloat16", or "model". Did you mean 'bfloat16'"""
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match='expected a name such as "bfloat16", or "model"'):
         torchlift.load(model, {}, dtype="bf16")
 
 
@@ -303,7 +302,7 @@ def test_what_is_no_tensor_is_named_once(tmp_path, door, strict):
 @pytest.mark.parametrize("wrong", [nn.Linear, torch.optim.SGD([torch.ones(1)]), None])
 def test_what_is_no_module_is_told(wrong):
     """A class, an optimizer, nothing."""
-    with pytest.raises(TypeError, match="expected a module to load into"):
+    with pytest.raises(TypeError, match="expected a module first, then a checkpoint"):
         torchlift.load(wrong, {})
 
 

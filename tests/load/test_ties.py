@@ -131,7 +131,7 @@ def test_a_tied_weight_trains_once_per_step(live: bool, tmp_path: Path) -> None:
 
 @every_way
 @pytest.mark.parametrize("live", [False, True], ids=["skeleton", "live"])
-def test_names_of_a_tie_with_different_values_are_an_error_that_shows_both(
+def test_names_of_a_tie_with_different_values_are_an_error_that_names_both(
     live: bool, mode: Any, source: Any, tmp_path: Path
 ) -> None:
     """Neither value is chosen silently, and the model has not changed."""
@@ -144,8 +144,7 @@ def test_names_of_a_tie_with_different_values_are_an_error_that_shows_both(
         torchlift.load(model, path, mode=mode, source=source)
     text = str(caught.value)
     assert "'embed.weight': the model ties two keys that have different values" in text
-    assert "the values of 'head.weight': float32 [5, 4] [2.5, 2.5, 2.5, ...]" in text
-    assert "found float32 [5, 4] [1.5, 1.5, 1.5, ...]" in text
+    assert "expected the values of 'head.weight'" in text
     assert "rename=" in text
     if before is None:
         assert model.embed.weight.is_meta

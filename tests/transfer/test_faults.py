@@ -132,8 +132,8 @@ def test_an_intact_file_passes_verify(model, path):
 def test_a_disk_error_on_any_piece_changes_nothing(model, path, monkeypatch, nth, options):
     """Everything is read before anything is placed."""
     before = state_of(model)
-    monkeypatch.setattr(transfer, "BLOCK", 1024)
-    monkeypatch.setattr(transfer, "_WHOLE", 1)
+    monkeypatch.setattr(transfer, "_STAGED", 1024)
+    monkeypatch.setattr(transfer, "_DIRECT", 1024)
     monkeypatch.setattr(os, "preadv", failing(OSError(errno.EIO, "Input/output error"), nth))
     with pytest.raises(IntegrityError, match=r"reading failed \(Input/output error\)"):
         torchlift.load(model, path, source="read", **options)

@@ -12,11 +12,12 @@ from fake_device import FakeDevice, OnDevice, Pinned
 
 import torchlift
 from torchlift._load import fetch
+from torchlift._sources import tensors
 from torchlift._store.files import FileStamp
 from torchlift._transfer import pinned, reading
 from torchlift._transfer.direct import DEPTH, STAGE
 from torchlift._transfer.files import Files
-from torchlift._transfer.reading import Request, read
+from torchlift._transfer.reading import Held, Request, read
 from torchlift.errors import IntegrityError
 
 _STAGE = 64 << 10
@@ -40,7 +41,7 @@ def made(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> list[torch.Tens
         return found[-1]
 
     monkeypatch.setattr(reading, "allocate_pinned", take)
-    monkeypatch.setattr(reading, "STAGE", _STAGE)
+    monkeypatch.setattr(reading, "_STAGED", _STAGE)
     monkeypatch.setattr(pinned, "stream_of", lambda _: device)
     return found
 
@@ -106,7 +107,7 @@ def test_memory_that_cannot_be_pinned_is_plain_memory(tmp_path, device, monkeypa
     if torch.accelerator.is_available():
         pytest.skip("this machine pins memory")
     assert not pinned.allocate_pinned(100).is_pinned()
-    monkeypatch.setattr(reading, "STAGE", _STAGE)
+    monkeypatch.setattr(reading, "_STAGED", _STAGE)
     monkeypatch.setattr(pinned, "stream_of", lambda _: device)
     files, values = numbers_in(tmp_path / "f", 4 * _STAGE)
     target = torch.empty(len(values))
@@ -161,3 +162,26 @@ def test_a_device_that_runs_out_is_one_error_that_changes_nothing(tmp_path, monk
     assert caught.value.found == "out of memory. Tried to allocate"
     assert "remap.fit" in str(caught.value)
     assert model.weight.is_meta
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_in_memory_arrive_through_the_same_stages(device, made, dtype) -> None:
+    """As a mapped file does, of which a live model gets the values."""
+    values = torch.randn(30 * _STAGE // 4 + 7)
+    target = torch.empty(len(values), dtype=dtype)
+    wanted = Request(Held(values), 0, values.nbytes, OnDevice(target, device), torch.float32)
+    assert read([wanted], Files({})) == values.nbytes
+    assert torch.equal(target, values.to(dtype))
+    assert len(made) == pinned.COUNT
+
+
+def test_torch_copies_what_no_thread_can_be_started_for(monkeypatch) -> None:
+    """A live model must not stay half loaded."""
+
+    def fail(*_: object, **__: object) -> int:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(tensors, "read", fail)
+    values, target = torch.randn(3, 4), torch.zeros(3, 4)
+    tensors.send([tensors.Part(values, target)])
+    assert torch.equal(target, values)

@@ -21,7 +21,7 @@ from torchlift._model.dtensor import (
 )
 from torchlift._model.handlers import apply, clone_of, handles, is_plain, is_wrapper, oddity
 from torchlift._model.slots import Group, is_lazy
-from torchlift._plan.decide import Making, Step, is_dense
+from torchlift._plan.decide import Making, Step
 from torchlift._plan.planner import LoadPlan
 from torchlift._plan.rules import Advance, Transform
 from torchlift._skeleton.construction import make, strided
@@ -33,11 +33,12 @@ from torchlift._sources.tensors import (
     SourceTensor,
     Values,
     copy_values,
+    is_dense,
     is_in_place,
 )
 from torchlift._system.memory import trim
 from torchlift._transfer.pages import allocate
-from torchlift._transfer.reading import BUDGET, Request, read, requests_for
+from torchlift._transfer.reading import BUDGET
 from torchlift.errors import MismatchError, PlacementError, note
 from torchlift.formats.index import TensorEntry
 
@@ -81,7 +82,7 @@ def fetch_all(
         PlacementError: If a value cannot be cast or placed, or a device runs out of memory.
         IntegrityError: If a file changed or could not be read.
     """
-    steps, path = plan._work.steps, origin.path
+    steps, path = plan._steps, origin.path
     with ordinary_tensors(), _explain_full_device(path):
         others = [step for step in steps if not step.plain]
         for step in others:
@@ -90,14 +91,14 @@ def fetch_all(
                 _check_cast(step, step.candidate.dtype, path)
         plain = [(step, step.candidate.tensor()) for step in steps if step.plain]
         found: list[Prepared] = []
-        ready = [step for step in others if not step.raw]
+        ready = [step for step in others if not step.target.raw]
         values = _by_route(ready, origin, advance)
         for step, value in zip(ready, values, strict=True):
             if isinstance(value, torch.Tensor):
                 value = _wrap_like_target(step, _restride(step, _drop_old_dim(step, value)))
             _check_class(step, value, path)
             found.append((step, value))
-        rest = [step for step in others if step.raw]
+        rest = [step for step in others if step.target.raw]
         for batch in _split_into_batches(rest):
             # Popped one by one, so that an untransformed tensor is freed as soon as it is used.
             raw = _by_route(batch, origin, lambda _: None)
@@ -107,7 +108,7 @@ def fetch_all(
                 found.append(_make_value(step, transform, tensor, path))
                 advance(step.span if step.owned else 0)
             trim()  # memory that a transform or a handler freed
-        return Fetched(plain, found, _make(plan._work.makings))
+        return Fetched(plain, found, _make(plan._makings))
 
 
 @contextmanager
@@ -140,69 +141,50 @@ def _make(makings: Sequence[Making]) -> list[tuple[Group, torch.Tensor]]:
 def _by_route(steps: Sequence[Step], origin: Origin, advance: Advance) -> list[Values]:
     """Return the tensors of the steps. Those that are read or copied are so all together."""
     tensors: list[Values] = []
-    requests: list[Request] = []
-    copies: list[Copy] = []
+    reads, copies = list[Copy](), list[Copy]()
     for step in steps:
         one = step.candidate
         if step.route == "view":
             tensors.append(one.values())
-        elif not isinstance(one, FileTensor):
-            device, dtype = step.fetched_as
-            value = one.value if isinstance(one, MemoryTensor) and step.spans is None else None
+        elif isinstance(one, FileTensor):
+            reads.append(Copy(one, _new(step, one.entry), everything(one.shape)))
+            tensors.append(reads[-1].target)
+        else:
+            value = one.value if isinstance(one, MemoryTensor) and not step.target.spans else None
             if value is not None and (is_wrapper(value) or oddity(value)):
+                device, dtype = step.fetched_as
                 tensors.append(_to(clone_of(value, device), device, dtype))
             else:
                 copies.append(_copy(step))
                 tensors.append(copies[-1].target)
-        elif step.route == "read":
-            tensors.append(_read(step, one, requests))
-            continue
-        elif step.route == "fill":
-            tensors.append(one.views.fill(_new(step, one.entry).view(one.shape), one.entry))
-        else:
-            view = one.tensor()
-            flat, dense = _new(step, one.entry), is_dense(one.entry)
-            new = flat.as_strided(view.shape, view.stride()) if dense else flat.view_as(view)
-            tensors.append(new.copy_(view))
-        advance(step.span if step.route != "view" else 0)
-    if requests and origin.views is not None:
-        read(requests, origin.views.files, advance=advance)
-    if copies:
-        copy_values(copies)
+            advance(step.span)
+    copy_values(reads, advance)
+    copy_values(copies)
     return tensors
 
 
 def _new(step: Step, entry: TensorEntry) -> torch.Tensor:
-    """Return new memory for the elements of an entry."""
+    """Return new memory for a tensor of a file. A dense one keeps its strides."""
     device, dtype = step.fetched_as
-    return allocate(entry.numel, dtype, device)
-
-
-def _read(step: Step, one: FileTensor, requests: list[Request]) -> torch.Tensor:
-    """Return a new tensor, and add the requests that will fill it."""
-    entry, flat = one.entry, _new(step, one.entry)
-    if entry.needs_assembly:
-        requests += requests_for(entry, flat.view(entry.shape), one.dtype)
-        return flat.view(entry.shape)
-    (chunk,) = entry.chunks
-    requests.append(Request(chunk.file, chunk.offset, chunk.nbytes, flat, one.dtype))
-    # The entry is dense, so its strides fit into the same number of elements.
-    return flat.as_strided(entry.shape, entry.stride)
+    flat = allocate(entry.numel, dtype, device)
+    if is_dense(entry):  # the same number of elements
+        return flat.as_strided(entry.shape, entry.stride)
+    return flat.view(entry.shape)
 
 
 def _copy(step: Step) -> Copy:
     """Return a copy of a value in memory, or of this rank's slice of it, into new memory."""
     one, (device, dtype) = step.candidate, step.fetched_as
-    if step.spans is None and isinstance(one, MemoryTensor):  # its strides are kept
+    if step.target.spans is None and isinstance(one, MemoryTensor):  # its strides are kept
         made = torch.empty_like(one.value, dtype=dtype, device=device, requires_grad=False)
         return Copy(one.value, made, everything(one.shape))
-    spans = everything(one.shape) if step.spans is None else step.spans
+    spans = everything(one.shape) if step.target.spans is None else step.target.spans
     return Copy(one.values(), torch.empty(local_shape(spans), dtype=dtype, device=device), spans)
 
 
 def _restride(step: Step, tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor with the strides of the step."""
-    return tensor if step.stride is None else strided(tensor, step.stride)
+    return tensor if step.target.stride is None else strided(tensor, step.target.stride)
 
 
 def _wrap_like_target(step: Step, tensor: torch.Tensor) -> torch.Tensor:
@@ -227,7 +209,7 @@ def _split_into_batches(steps: Sequence[Step]) -> Iterator[list[Step]]:
 def _make_value(step: Step, transform: Transform | None, raw: torch.Tensor, path: str) -> Prepared:
     """Apply the transform, and the handler of the class, to one tensor."""
     like = step.group.tensor
-    if is_dtensor(like) and not step.handled:
+    if is_dtensor(like) and not step.target.handled:
         # The transform gets a DTensor, so its result is the same on any mesh. Only the local
         # tensor was read.
         assert transform is not None
@@ -236,25 +218,34 @@ def _make_value(step: Step, transform: Transform | None, raw: torch.Tensor, path
         return step, _wrap_like_target(step, _cast(step, local, path))
     made = raw if transform is None else _transform_step(step, transform, raw, path)
     registered = handles(type(like), type(made))
-    if step.handled or registered:
-        step, made = _apply_handler(step, made, path)
+    if step.target.handled or registered:
+        made = _convert(step, made, path)
         if not is_plain(made):
-            return step, made if made.device == step.device else made.to(step.device)
+            return step, made if made.device == step.target.device else made.to(step.target.device)
     made = _restride(step, _cast(step, made, path))
     if step.in_place or not registered:  # a caller's handler may return a plain tensor
         _check_class(step, made, path)
     return step, made
 
 
-def _apply_handler(step: Step, source: torch.Tensor, path: str) -> tuple[Step, torch.Tensor]:
-    """Return what the handler, or the class itself, makes of a value.
+def _convert(step: Step, value: torch.Tensor, path: str) -> torch.Tensor:
+    """Return what the handler of a class, or the class itself, makes of a value.
 
     Raises:
-        PlacementError: If the result cannot be placed.
+        PlacementError: If the class does not take the value, or the result cannot be placed.
     """
-    destination = step.group.tensor
-    made = _convert_by_class(step, source, path)
-    if step.in_place and not is_plain(made) and not step.handled:
+    like = step.group.tensor
+    try:
+        made = apply(like, value, assign=step.mode == "assign" or like.is_meta)
+    except PlacementError as error:
+        raise PlacementError(error.reason, file=path, entry=step.key) from error
+    except Exception as error:
+        if handles(type(like), type(value)):
+            raise
+        raise _not_taken_error(step, value, path, error) from error
+    if is_plain(made):
+        return made
+    if step.in_place and not step.target.handled:
         raise PlacementError(
             "transform returned a tensor of another class for a live one, which keeps its own",
             file=path,
@@ -263,35 +254,18 @@ def _apply_handler(step: Step, source: torch.Tensor, path: str) -> tuple[Step, t
             found=type(made).__name__,
             hint='Load with mode="swap" or "assign", or into a model on meta.',
         )
-    expected, found = _slots(destination), _slots(made)
-    if step.mode == "swap" and not is_plain(made) and found != expected:
+    expected, found = _slots(like), _slots(made)
+    if step.mode == "swap" and found != expected:
         raise PlacementError(
             "a handler returned a class with other slots than the model's tensor has, so the two "
             "cannot be exchanged",
             file=path,
             entry=step.key,
-            expected=f"{type(destination).__name__} with slots {expected}",
+            expected=f"{type(like).__name__} with slots {expected}",
             found=f"{type(made).__name__} with slots {found}",
             hint='Load with mode="assign".',
         )
-    return step, made
-
-
-def _convert_by_class(step: Step, value: torch.Tensor, path: str) -> torch.Tensor:
-    """Call the handler of a class, or the class itself, on a value for a tensor of the model.
-
-    Raises:
-        PlacementError: If the class does not take the value.
-    """
-    like = step.group.tensor
-    try:
-        return apply(like, value, assign=step.mode == "assign" or like.is_meta)
-    except PlacementError as error:
-        raise PlacementError(error.reason, file=path, entry=step.key) from error
-    except Exception as error:
-        if handles(type(like), type(value)):
-            raise
-        raise _not_taken_error(step, value, path, error) from error
+    return made
 
 
 def _check_class(step: Step, value: Values, path: str) -> None:
@@ -318,7 +292,7 @@ def _check_class(step: Step, value: Values, path: str) -> None:
                 f"converted: transform=..., or swap.module_load({kind}, handler).",
             )
         return
-    spans = everything(live.shape) if step.spans is None else step.spans
+    spans = everything(live.shape) if step.target.spans is None else step.target.spans
     if not isinstance(value, torch.Tensor):
         spans = everything(live.shape)
         value = torch.ones(live.shape if is_wrapper(live) else (), dtype=value.dtype)
@@ -352,9 +326,9 @@ def _cast(step: Step, made: torch.Tensor, path: str) -> torch.Tensor:
     if step.in_place:
         _check_cast(step, made.dtype, path)
         return made.detach()
-    floating = made.is_floating_point() and step.dtype.is_floating_point
-    dtype = step.dtype if step.dtype_is_fixed and floating else made.dtype
-    return _to(made.detach(), step.device, dtype)
+    floating = made.is_floating_point() and step.target.dtype.is_floating_point
+    dtype = step.target.dtype if step.target.dtype_is_fixed and floating else made.dtype
+    return _to(made.detach(), step.target.device, dtype)
 
 
 def _to(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
@@ -417,16 +391,16 @@ def _drop_old_dim(step: Step, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check_cast(step: Step, dtype: torch.dtype, path: str) -> None:
-    if dtype.is_complex and not step.dtype.is_complex:
+    if dtype.is_complex and not step.target.dtype.is_complex:
         reason = "complex values cannot become real without losing their imaginary part"
         hint = "Pass transform= to say what to keep, such as tensor.real or tensor.abs()."
-    elif dtype != step.dtype and not _can_cast(dtype, step.dtype):
+    elif dtype != step.target.dtype and not _can_cast(dtype, step.target.dtype):
         reason = "torch cannot cast between these dtypes"
         hint = 'Load without dtype=, and with mode="assign" if the model is live.'
     else:
         return
     raise PlacementError(
-        reason, file=path, entry=step.key, expected=step.dtype, found=dtype, hint=hint
+        reason, file=path, entry=step.key, expected=step.target.dtype, found=dtype, hint=hint
     )
 
 
@@ -449,8 +423,7 @@ def _check_ties(step: Step, origin: Origin) -> None:
                 "the model ties two keys that have different values in the checkpoint",
                 file=origin.path,
                 entry=step.candidate.key,
-                expected=f"the values of {other.key!r}: {_summarise_values(other)}",
-                found=_summarise_values(step.candidate),
+                expected=f"the values of {other.key!r}",
                 hint="Pass rename= to drop the one that is wrong, or untie the model.",
             )
 
@@ -475,10 +448,3 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     # flatten() keeps the stride of a single element, which a view as bytes may refuse.
     dense = tensor.resolve_conj().resolve_neg().contiguous()
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
-
-
-def _summarise_values(one: SourceTensor) -> str:
-    tensor = one.tensor()
-    first = ", ".join(f"{value:.4g}" for value in tensor.flatten()[:3].tolist())
-    dtype = str(one.dtype).removeprefix("torch.")
-    return f"{dtype} {list(tensor.shape)} [{first}, ...]"

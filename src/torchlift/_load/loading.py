@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -25,7 +25,7 @@ from torchlift._model.ranks import Agree, RankGroup, has_group
 from torchlift._model.slots import ModuleTree, is_lazy, read_tree
 from torchlift._model.stand_ins import Untouched
 from torchlift._plan.names import Match
-from torchlift._plan.planner import LoadPlan, check_names, check_order, decide, match_names
+from torchlift._plan.planner import LoadPlan, check_names, decide, match_names, require_model
 from torchlift._plan.report import LoadReport
 from torchlift._plan.rules import (
     Advance,
@@ -136,44 +136,23 @@ def load(
     start = time.perf_counter()
     options = Options(
         rename, device, dtype, strict, allow_missing, allow_unexpected, ignore_mismatched, mode,
-        source, include, exclude, transform, root, allow_classes, storage_options,
+        source, include, exclude, transform, root, allow_classes, storage_options, True,
+        verify, check, progress, collective, process_group,
     )  # fmt: skip
-    request = _Request(verify, check, progress, collective, process_group)
-    check_order(model, ckpt)
+    require_model(model, "load")
     # Without a transform, which is code of the caller, a load makes no cyclic garbage.
     with collection_paused() if transform is None else nullcontext():
-        report = _load(model, ckpt, options, request)
+        report = _load(model, ckpt, options)
     return replace(report, seconds=time.perf_counter() - start)
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """The arguments of `load` that a plan does not have. See there.
-
-    Raises:
-        ValueError: If `check` is unknown.
-    """
-
-    verify: bool
-    check: str | None
-    progress: bool
-    collective: bool | None
-    process_group: torch.distributed.ProcessGroup | None
-
-    def __post_init__(self) -> None:
-        if self.check not in (None, "finite"):
-            raise ValueError(f'check={self.check!r}: expected "finite" or None')
-
-
-def _load(
-    model: nn.Module, ckpt: Given | Sequence[Given], options: Options, request: _Request
-) -> LoadReport:
+def _load(model: nn.Module, ckpt: Given | Sequence[Given], options: Options) -> LoadReport:
     """Match names, decide, fetch, agree, place, report. No record but the report is kept."""
     tree = read_tree(model)
     ranks = RankGroup.of_model(
         [group.tensor for group in tree.groups],
-        collective=request.collective,
-        process_group=request.process_group,
+        collective=options.collective,
+        process_group=options.process_group,
     )
     with (
         ranks.together() as agree,
@@ -185,14 +164,14 @@ def _load(
             # First, so that no code of the model or the caller sees damaged values. All ranks that
             # load together take part, because one of them may have passed verify=True.
             unchecked = 0
-            if request.verify or ranks.groups:
-                unchecked = require_intact(source.checkpoints if request.verify else (), ranks)
+            if options.verify or ranks.groups:
+                unchecked = require_intact(source.checkpoints if options.verify else (), ranks)
         matched = match_names(tree, source, options, commit)
         plan = decide(matched, tree, source, options)
-        with progress_bar(request.progress, plan.bytes_to_read, "load") as advance:
+        with progress_bar(options.progress, plan.bytes_to_read, "load") as advance:
             with Interruptible():
                 values = fetch_all(plan, source, options.transform, advance)
-                if request.check is not None:
+                if options.check is not None:
                     require_finite(values, source.path)
             check = partial(check_names, path=source.path, options=options)
             turn = Turn(tree, commit, agree, deliver, check, advance)
@@ -249,7 +228,7 @@ def place(plan: LoadPlan, values: Fetched, turn: Turn) -> Placed:
     Raises:
         MismatchError: If a post-hook of the model reports keys, or excuses too few.
     """
-    matched, commit, tree = plan._work.match, turn.commit, turn.tree
+    matched, commit, tree = plan._match, turn.commit, turn.tree
     # The model's own code may still raise on one rank of many: the ranks agree after each part.
     later = matched.hooked or turn.again
     # A Ctrl-C after the ranks agree would stop this rank alone.
@@ -257,9 +236,9 @@ def place(plan: LoadPlan, values: Fetched, turn: Turn) -> Placed:
     again = turn.agree(later or bool(matched.extra))
     commit.when_undone(lambda: refresh_shards(tree.modules))
     if matched.extra or matched.hooked:
-        work = plan._work
-        placed = [step.group for step in work.steps] + [item.group for item in work.makings]
-        commit.keep_live(tree, {id(group.tensor) for group in placed})
+        placed = {id(step.group.tensor) for step in plan._steps}
+        placed |= {id(item.group.tensor) for item in plan._makings}
+        commit.keep_live(tree, placed)
     in_place = put_new(values, commit)
     if matched.extra:
         in_place = _set_extra_states(matched, in_place, turn)
@@ -296,7 +275,7 @@ def _set_extra_states(matched: Match, in_place: list[Prepared], turn: Turn) -> l
 
 def _run_post_hooks(plan: LoadPlan, turn: Turn) -> tuple[list[str], list[str]]:
     """Run the post-hooks of the model. Return the missing and the unexpected names after them."""
-    matched = plan._work.match
+    matched = plan._match
     lists = [list(plan.missing_keys), list(plan.unexpected_keys)]
     if matched.naming is not None:  # hooks see the names of the wrapped model
         lists = [list(map(matched.naming.key, names)) for names in lists]
@@ -336,7 +315,7 @@ def copy_in_place(
         local = local_tensor(step.group.tensor)
         if backup or not is_plain(local):
             commit.keep_values(step.group.tensor, step.key)
-        spans = everything(local.shape) if step.spans is None else step.spans
+        spans = everything(local.shape) if step.target.spans is None else step.target.spans
         copies.append(Copy(value, local, spans))
     copies = copy_overlapping_sources(copies)
     copy_values([copy for copy in copies if not is_plain(copy.target)])
@@ -361,7 +340,7 @@ def _check_hooked_names(
             missing_keys=lacking,
             unexpected_keys=extra,
         )
-    matched = plan._work.match
+    matched = plan._match
     missing = [name for name in missing if name not in matched.mismatched]
     check(replace(matched, open=False, missing=missing, unexpected=unexpected))
 
@@ -391,7 +370,7 @@ def _warn_of_missing(
     if (naming := wrapped_names(tree)) is not None:
         parameters = set(map(naming.canonical, parameters))
     # The caller left these out on purpose. But a replayed parameter has new values.
-    left_out = plan._work.match.left_out.difference(plan.replayed)
+    left_out = plan._match.left_out.difference(plan.replayed)
     by_name = allowed(missing, options.allow_missing)
     excused = {*plan.mismatched, *plan.deferred, *by_name, *left_out}
     lacking = [name for name in missing if name in parameters and name not in excused]

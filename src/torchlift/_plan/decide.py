@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from operator import attrgetter
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -39,7 +38,6 @@ from torchlift._sources.tensors import (
 )
 from torchlift._store.url import Url
 from torchlift._transfer.files import is_network
-from torchlift._transfer.reading import is_readable
 from torchlift.errors import PlacementError
 from torchlift.formats.boxes import row_major
 from torchlift.formats.index import ITEMSIZE, TensorEntry
@@ -53,7 +51,41 @@ _RELEASE = (
 _SHARES = "shares bytes with another key of the file, which the model does not tie"
 
 
-# Neither frozen nor changed once it is made: 90,000 frozen records of these fields take 0.3 s more.
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The goal for one tensor of the model, before other tensors count.
+
+    Attributes:
+        device, dtype: The device and the dtype of the tensor after the load.
+        dtype_is_fixed: Whether a transform cannot change the dtype: it was passed, or is that of
+            a live tensor.
+        mode: How the tensor is placed if nothing blocks it.
+        source: The allowed source of its bytes.
+        handled: Whether the class of the model's tensor converts the values.
+        raw: Whether the values are fetched without a cast, for a class or a transform.
+        changes: Whether its values differ in memory from those in the file.
+        stride: Strides of the tensor in elements, if they differ from those of the source.
+        kind: All that the decision depends on, or None. See `_kind_of`.
+        spans: The slice of the candidate that this rank takes. None: all of it.
+        candidates: They replace the candidates of the pair, unless None. A sharded tensor has
+            this rank's slice of each.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    dtype_is_fixed: bool
+    mode: Mode
+    source: rules.AnySource
+    handled: bool
+    raw: bool
+    changes: bool
+    stride: tuple[int, ...] | None
+    kind: object | None
+    spans: Spans | None
+    candidates: list[SourceTensor] | None
+
+
+# Neither frozen nor changed once it is made: 90,000 frozen records take 0.3 s more.
 @dataclass(slots=True, eq=False)
 class Step:
     """One tensor of the model and the values that it gets.
@@ -62,18 +94,12 @@ class Step:
         group: The tensor.
         key: The name in the model under which the source has the values.
         candidate: The values: of a sharded tensor, this rank's slice of an entry.
-        spans: The slice of the candidate that this rank takes. None: all of it.
         alternatives: Candidates under the other names of a tie. Their values must be equal.
+        target: The goal for the tensor.
         mode: How the tensor is placed.
         source: The source of its bytes.
         route: How the values get into memory. See `Route`.
-        device, dtype: The device and the dtype of the tensor after the load.
-        dtype_is_fixed: Whether a transform cannot change the dtype: it was passed, or is that of
-            a live tensor.
-        handled: Whether the class of the model's tensor converts the values.
-        raw: Whether the values are fetched without a cast, for a class or a transform.
         note: Why the tensor is loaded in another way than the caller wants.
-        stride: Strides of the tensor in elements, if they differ from those of the source.
         plain: Whether a dense tensor of a file becomes, without a copy, a plain tensor on meta.
             Such a step needs no further check.
     """
@@ -81,19 +107,13 @@ class Step:
     group: Group
     key: str
     candidate: SourceTensor
-    spans: Spans | None
     alternatives: tuple[SourceTensor, ...]
+    target: Target
     mode: Mode
     source: Source
     route: Route
-    device: torch.device
-    dtype: torch.dtype
-    dtype_is_fixed: bool
-    handled: bool = False
-    raw: bool = False
-    note: str | None = None
-    stride: tuple[int, ...] | None = None
-    plain: bool = False
+    note: str | None
+    plain: bool
 
     @property
     def entry(self) -> TensorEntry | None:
@@ -103,7 +123,7 @@ class Step:
     @property
     def owned(self) -> bool:
         """Whether the step fills new memory."""
-        return self.handled or self.route != "view"
+        return self.target.handled or self.route != "view"
 
     @property
     def span(self) -> int:
@@ -123,14 +143,14 @@ class Step:
     @property
     def memory(self) -> torch.device:
         """Where new memory is allocated. Values for a copy in place wait on the host."""
-        return torch.device("cpu") if self.in_place else self.device
+        return torch.device("cpu") if self.in_place else self.target.device
 
     @property
     def fetched_as(self) -> tuple[torch.device, torch.dtype]:
         """The device and the dtype with which its values are fetched."""
-        if self.raw:
+        if self.target.raw:
             return torch.device("cpu"), self.candidate.dtype
-        return self.memory, self.dtype
+        return self.memory, self.target.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,32 +173,36 @@ def decide_steps(matched: Match, path: str, options: rules.Options) -> list[Step
     Raises:
         PlacementError: If a tensor cannot go where the caller wants it, or not in the given mode.
     """
-    pairs, aims = list[Pair](), list[_Aim]()
-    known: dict[object, _Aim] = {}
+    pairs, targets = list[Pair](), list[Target]()
+    known: dict[object, Target] = {}
     for pair in matched.pairs:
         kind = _kind_of(pair, options)
-        aim = known.get(kind) or _aim(pair, kind, options, path)
-        if aim is not None:
-            pairs.append(
-                pair if aim.candidates is None else pair._replace(candidates=aim.candidates)
-            )
-            aims.append(aim)
+        target = known.get(kind) or _target(pair, kind, options, path)
+        if target is not None:
+            slices = target.candidates
+            pairs.append(pair if slices is None else pair._replace(candidates=slices))
+            targets.append(target)
             if kind is not None:
-                known[kind] = aim
+                known[kind] = target
     # Both look at all tensors together, so they come before the first decision.
-    blockers = _find_blockers(pairs, aims, options.mode)
-    sharing = _find_sharing(pairs, aims)
+    blockers = _find_blockers(pairs, targets, options.mode)
+    sharing = _find_sharing(pairs, targets)
     steps: list[Step] = []
-    alike: dict[object, tuple[Any, ...]] = {}
-    for number, (pair, aim) in enumerate(zip(pairs, aims, strict=True)):
+    alike: dict[object, Step] = {}
+    for number, (pair, target) in enumerate(zip(pairs, targets, strict=True)):
         blocker = blockers.get(pair.group.fqn) if blockers else None
-        is_alike = aim.kind is not None and blocker is None and number not in sharing
-        if is_alike and aim.kind in alike:
-            steps.append(Step(pair.group, pair.key, pair.candidates[0], None, (), *alike[aim.kind]))
-            continue
-        steps.append(_decide(pair, aim, path, blocker, is_shared=number in sharing))
-        if is_alike:
-            alike[aim.kind] = _DECIDED(steps[-1])
+        is_alike = target.kind is not None and blocker is None and number not in sharing
+        like = alike.get(target.kind) if is_alike else None
+        if like is not None:
+            step = Step(
+                pair.group, pair.key, pair.candidates[0], (),
+                target, like.mode, like.source, like.route, like.note, like.plain,
+            )  # fmt: skip
+        else:
+            step = _decide(pair, target, path, blocker, is_shared=number in sharing)
+            if is_alike:
+                alike[target.kind] = step
+        steps.append(step)
     return steps
 
 
@@ -202,20 +226,17 @@ def decide_makings(
         PlacementError: If a tensor is on meta and no skeleton recorded how it is made.
     """
     asked = [
-        (
-            group,
-            rules.apply_device_rule(options.device, rules.entry_like(group.fqn, group), group)[0],
-        )
+        (group, rules.apply_device_rule(options.device, rules.entry_like(group.fqn, group), group))
         for group in groups
         if not is_lazy(group.tensor)  # they stay as they are
     ]
     asked = [(group, device) for group, device in asked if not rules.is_deferred(device)]
     constructions_of(group for group, _ in asked if group.tensor.is_meta)
     around = {
-        step.dtype
+        step.target.dtype
         for step in steps
         if step.group.tensor.is_meta and isinstance(step.group.tensor, nn.Parameter)
-        if step.dtype.is_floating_point
+        if step.target.dtype.is_floating_point
     }
     for group, where in asked:
         tensor, seen = group.tensor, rules.entry_like(group.fqn, group)
@@ -231,10 +252,6 @@ def decide_makings(
             dtype = rules.target_dtype(options.dtype, seen, tensor, like)
         if (device, dtype) != (tensor.device, tensor.dtype):
             yield Making(group, device, dtype)
-
-
-#: The fields of a step that are equal for all pairs of one kind.
-_DECIDED = attrgetter(*[each.name for each in fields(Step)][5:])
 
 
 def _kind_of(pair: Pair, options: rules.Options) -> object | None:
@@ -259,39 +276,8 @@ def _kind_of(pair: Pair, options: rules.Options) -> object | None:
     return changed_on_meta(pair.group), *kinds, aligned, chunks[0].file
 
 
-@dataclass(frozen=True, slots=True)
-class _Aim:
-    """The aim for one tensor of the model, if nothing is in the way.
-
-    Attributes:
-        device, dtype, dtype_is_fixed, handled, raw, stride: As in `Step`.
-        mode: How it is to be placed.
-        source: The allowed source of its bytes.
-        changes: Whether its values differ in memory from those in the file.
-        note: As in `Step`.
-        kind: All that the decision depends on, or None. See `_kind_of`.
-        spans: As in `Step`.
-        candidates: Candidates in place of those of the pair, or None. A sharded tensor has this
-            rank's slice of each.
-    """
-
-    device: torch.device
-    dtype: torch.dtype
-    dtype_is_fixed: bool
-    mode: Mode
-    source: rules.AnySource
-    handled: bool
-    raw: bool
-    changes: bool
-    stride: tuple[int, ...] | None
-    note: str | None
-    kind: object | None
-    spans: Spans | None
-    candidates: list[SourceTensor] | None
-
-
-def _aim(pair: Pair, kind: object | None, options: rules.Options, path: str) -> _Aim | None:
-    """Decide the aim for a tensor. None: it is left for a later load.
+def _target(pair: Pair, kind: object | None, options: rules.Options, path: str) -> Target | None:
+    """Decide the goal for a tensor. None: it is left for a later load.
 
     Args:
         pair: The tensor, and what the source has for it.
@@ -308,7 +294,7 @@ def _aim(pair: Pair, kind: object | None, options: rules.Options, path: str) -> 
         seen = rules.entry_like(key, Group(like, group.slots))
     if seen.key != key:
         seen = seen._replace(key=key)
-    asked, note = rules.apply_device_rule(options.device, seen, group)
+    asked = rules.apply_device_rule(options.device, seen, group)
     if asked is not None and rules.is_deferred(asked):
         return None
     if isinstance(one, MemoryTensor) and options.transform is None:
@@ -340,7 +326,7 @@ def _aim(pair: Pair, kind: object | None, options: rules.Options, path: str) -> 
     entry = one.entry
     assembled = entry is not None and entry.needs_assembly and entry.kind is None
     changes = device.type != "cpu" or dtype != file_dtype or spans is not None
-    return _Aim(
+    return Target(
         device=device,
         dtype=dtype,
         dtype_is_fixed=options.dtype is not None or is_cast or not tensor.is_meta,
@@ -350,7 +336,6 @@ def _aim(pair: Pair, kind: object | None, options: rules.Options, path: str) -> 
         raw=handled or options.transform is not None,
         changes=changes or stride is not None or assembled,
         stride=stride,
-        note=note,
         kind=kind,
         spans=spans,
         candidates=candidates if kind is None else None,
@@ -364,65 +349,65 @@ def _without_kind(one: SourceTensor) -> SourceTensor:
     return MemoryTensor(one.key, one.tensor(), one.keys, one.entry)
 
 
-def _decide(pair: Pair, aim: _Aim, path: str, blocker: Blocker | None, *, is_shared: bool) -> Step:
+def _decide(
+    pair: Pair, target: Target, path: str, blocker: Blocker | None, *, is_shared: bool
+) -> Step:
     """Decide mode, source and route of one tensor.
 
     Args:
         pair: The tensor, and what the source has for it.
-        aim: The aim for the tensor.
+        target: The goal for the tensor.
         path: The path of the source.
         blocker: Why the tensor cannot be swapped, or None.
         is_shared: Whether a tensor that is mapped, too, has bytes of this one.
     """
     group, key, candidates = pair
     one, tensor = candidates[0], group.tensor
-    mode, notes = _mode_without(blocker, group, aim)
+    mode, notes = _mode_without(blocker, group, target)
     in_place = mode == "copy" and not is_blank(tensor)
-    entry, note = one.entry, aim.note
+    entry, note = one.entry, None
     source: Source = "memory"
-    # A tensor of the caller is never placed: training the model would write to it. A tensor that
-    # the model's own code has seen may be placed if it is the file's map, which is private.
-    is_placed = False
-    if isinstance(one, MemoryTensor) and one.is_new and aim.spans is None:
-        is_placed = (one.value.device, one.dtype) == (aim.device, aim.dtype)
-    owned = aim.raw or not (in_place or is_placed)
-    if entry is not None:
-        of_file = isinstance(one, FileTensor)
-        filled = aim.changes and not in_place and not aim.handled
-        kept = not in_place and owns_all(aim.source, live=not tensor.is_meta)
-        source, why = _source_of(
-            entry, path, aim.source, anew=filled or kept, copied=in_place or aim.changes
-        )
-        note = why or note
-        if aim.raw:  # it is converted, so nobody else sees it
-            owned = (
-                (source == "read" or entry.needs_assembly) if of_file else (aim.spans is not None)
-            )
+    is_new = not in_place and (target.changes or mode == "copy")
+    if entry is None:
+        # A tensor of the caller is never placed: training the model would write to it. A tensor
+        # that the model's own code has seen may be placed if it is the file's map: it is private.
+        is_placed = False
+        if isinstance(one, MemoryTensor) and one.is_new and target.spans is None:
+            is_placed = (one.value.device, one.dtype) == (target.device, target.dtype)
+        owned = target.raw or not (in_place or is_placed)
+    else:
+        filled = target.changes and not in_place and not target.handled
+        kept = not in_place and owns_all(target.source, live=not tensor.is_meta)
+        copied = in_place or target.changes
+        source, note = _source_of(entry, path, target.source, anew=filled or kept, copied=copied)
+        if not isinstance(one, FileTensor):
+            is_kept = is_new or (source == "read" and not in_place)
+            owned = target.spans is not None if target.raw else is_kept
         else:
-            owned = not in_place and (aim.changes or mode == "copy" or source == "read")
-            owned = owned or (of_file and source == "read")
-    route = _route(one, source, owned=owned)
-    if is_shared and route == "view" and (aim.raw or not in_place):
+            # A raw value is converted, so nobody else sees it. It may be a view of the map. A view
+            # has one chunk: several chunks are joined in new memory.
+            is_apart = entry.needs_assembly and (
+                target.raw or len(entry.chunks) > 1 or not _is_aligned(entry)
+            )
+            owned = source == "read" or is_apart or (is_new and not target.raw)
+    if is_shared and not owned and (target.raw or not in_place):
         # Over the same memory, two parameters would train each other.
-        source, note = "read", _SHARES
-        route = _route(one, source, owned=True)
+        source, note, owned = "read", _SHARES, True
+    route: Route = "view"
+    if owned:
+        route = "read" if isinstance(one, FileTensor) else "compute"
+        source = "read" if route == "read" else source
     return Step(
         group=group,
         key=key,
         candidate=one,
-        spans=aim.spans,
         alternatives=tuple(candidates[1:]),
+        target=target,
         mode=mode,
         source=source,
         route=route,
-        device=aim.device,
-        dtype=aim.dtype,
-        dtype_is_fixed=aim.dtype_is_fixed,
-        handled=aim.handled,
-        raw=aim.raw,
         note="; ".join(filter(None, [note, *notes])) or None,
-        stride=aim.stride,
-        plain=aim.kind is not None and route == "view" and not (aim.stride or aim.raw),
+        plain=target.kind is not None and route == "view" and not (target.stride or target.raw),
     )
 
 
@@ -459,26 +444,6 @@ def _source_of(
     if not copied and repeats(entry.shape, entry.stride):
         return "read", "its layout in the file cannot be mapped, so it is read"
     return "mmap", None
-
-
-def _route(one: SourceTensor, source: Source, *, owned: bool) -> Route:
-    """Return how the values get into memory.
-
-    Args:
-        one: The values.
-        source: The source of their bytes.
-        owned: Whether they need new memory.
-    """
-    if not isinstance(one, FileTensor):
-        return "compute" if owned else "view"
-    entry, assembled = one.entry, one.entry.needs_assembly
-    # A view of the map has one chunk. Several chunks are joined in new memory.
-    if not owned and not (assembled and (len(entry.chunks) > 1 or not _is_aligned(entry))):
-        return "view"
-    readable = is_readable(entry) if assembled else is_dense(entry)
-    if source == "read" and entry.chunks and readable:
-        return "read"
-    return "fill" if assembled else "copy"
 
 
 def _shard(group: Group, candidates: list[SourceTensor]) -> tuple[list[SourceTensor], Spans | None]:
@@ -572,13 +537,6 @@ def _mode(
     return "swap"  # unless something blocks it: see `_mode_without`
 
 
-def is_dense(entry: TensorEntry) -> bool:
-    """Return whether an entry is one run of the file, without gaps and repetitions."""
-    if not entry.chunks or entry.needs_assembly:
-        return not entry.chunks
-    return entry.chunks[0].nbytes == entry.nbytes and not repeats(entry.shape, entry.stride)
-
-
 def _is_aligned(entry: TensorEntry) -> bool:
     return all(chunk.offset % entry.itemsize == 0 for chunk in entry.chunks)
 
@@ -586,31 +544,31 @@ def _is_aligned(entry: TensorEntry) -> bool:
 # ---- decisions that depend on other tensors: shared bytes, and what blocks a swap
 
 
-def _find_sharing(pairs: Sequence[Pair], aims: Sequence[_Aim]) -> set[int]:
+def _find_sharing(pairs: Sequence[Pair], targets: Sequence[Target]) -> set[int]:
     """Return the places of pairs that need memory of their own, because their bytes overlap.
 
     The first of several tensors over the same bytes may stay mapped. A class or a transform may
     write to the tensor that it gets, so such a tensor shares memory with none before or after it.
     """
     runs: list[tuple[str, int, int, int]] = []
-    for number, (pair, aim) in enumerate(zip(pairs, aims, strict=True)):
-        in_place = aim.mode == "copy" and not is_blank(pair.group.tensor)
+    for number, (pair, target) in enumerate(zip(pairs, targets, strict=True)):
+        in_place = target.mode == "copy" and not is_blank(pair.group.tensor)
         entry = pair.candidates[0].entry
-        if entry is not None and entry.chunks and (aim.raw or not (aim.changes or in_place)):
+        if entry is not None and entry.chunks and (target.raw or not (target.changes or in_place)):
             chunk = entry.chunks[0]
             runs.append((chunk.file, chunk.offset, number, chunk.nbytes))
     found: set[int] = set()
     file, end, last = "", 0, 0
     for name, start, number, nbytes in sorted(runs):
         if name == file and start < end:
-            found |= {number, last} if aims[last].raw else {number}
+            found |= {number, last} if targets[last].raw else {number}
         if name != file or start + nbytes > end:
             file, end, last = name, start + nbytes, number
     return found
 
 
 def _find_blockers(
-    pairs: Iterable[Pair], aims: Iterable[_Aim], asked: rules.AnyMode
+    pairs: Iterable[Pair], targets: Iterable[Target], asked: rules.AnyMode
 ) -> dict[str, Blocker]:
     """Return name -> why its tensor, which is to be swapped, cannot be.
 
@@ -620,8 +578,8 @@ def _find_blockers(
     # Nothing can block a plain tensor on meta that nobody else holds.
     groups = [
         pair.group
-        for pair, aim in zip(pairs, aims, strict=True)
-        if aim.mode == "swap" and (aim.kind is None or has_holders(pair.group.tensor))
+        for pair, target in zip(pairs, targets, strict=True)
+        if target.mode == "swap" and (target.kind is None or has_holders(pair.group.tensor))
     ]
     found = blocked_by(groups) if groups else []
     if found and asked == "swap":
@@ -636,21 +594,21 @@ class _Placing(NamedTuple):
     notes: Sequence[str] = ()
 
 
-def _mode_without(blocker: Blocker | None, group: Group, aim: _Aim) -> _Placing:
+def _mode_without(blocker: Blocker | None, group: Group, target: Target) -> _Placing:
     """Return how a tensor is placed. A tensor that cannot be swapped gets another mode.
 
     Raises:
         PlacementError: If no mode keeps what holds the tensor.
     """
-    tensor, mode = group.tensor, aim.mode
+    tensor, mode = group.tensor, target.mode
     if mode != "swap" or is_lazy(tensor) or (tensor.is_meta and blocker is None):
         return _Placing(mode)
     notes = list[str]()
-    stays = (aim.device, aim.dtype) == (tensor.device, tensor.dtype)
+    stays = (target.device, target.dtype) == (tensor.device, tensor.dtype)
     if blocker is not None:
-        if tensor.is_meta or (aim.handled and not stays):
+        if tensor.is_meta or (target.handled and not stays):
             mode, what = "assign", "assigned, not swapped"
-        elif aim.handled or stays:
+        elif target.handled or stays:
             mode, what = "copy", "copied in place, not swapped"
         elif Hold.REDUCER in blocker.kinds:
             raise PlacementError(
@@ -658,7 +616,7 @@ def _mode_without(blocker: Blocker | None, group: Group, aim: _Aim) -> _Placing:
                 "would no longer see its gradient",
                 entry=group.fqn,
                 expected=f"{tensor.dtype} on {tensor.device}",
-                found=f"{aim.dtype} on {aim.device}",
+                found=f"{target.dtype} on {target.device}",
                 hint="Load before you wrap the module, or keep its dtype and device.",
             )
         else:
@@ -667,9 +625,9 @@ def _mode_without(blocker: Blocker | None, group: Group, aim: _Aim) -> _Placing:
         lost = mode == "swap" and blocker.kinds & {Hold.VIEW, Hold.MEMORY}
         tail = "; what shares its memory keeps the old values" if lost else ""
         notes.append(f"{what}: {blocker.reason}{holders}{tail}")
-    if mode == "swap" and not aim.handled and not stays and not tensor.is_meta:
+    if mode == "swap" and not target.handled and not stays and not tensor.is_meta:
         grad = tensor.grad if tensor.is_leaf else None
-        if grad is not None and (grad.dtype, grad.device) != (aim.dtype, aim.device):
+        if grad is not None and (grad.dtype, grad.device) != (target.dtype, target.device):
             name = str(grad.dtype).removeprefix("torch.")
             notes.append(f"its .grad is dropped: it is {name} on {grad.device}")
     return _Placing(mode, notes)

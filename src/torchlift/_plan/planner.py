@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,7 +52,7 @@ from torchlift._plan.rules import (
     check_rule,
     rename_keys,
 )
-from torchlift._plan.suggest import Shapes, empty_hint, is_empty, suggest_rename
+from torchlift._plan.suggest import empty_hint, suggest_rename
 from torchlift._sources.opening import Given, Origin, open_source, state_hint
 from torchlift._sources.tensors import FileTensor, MemoryTensor, SourceTensor
 from torchlift._store.url import Url
@@ -89,26 +89,6 @@ _OTHER_SIZES = (
 CheckNames = Callable[[Match, str, Options], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """All that a load is to do.
-
-    Attributes:
-        steps: The tensors that the source has.
-        makings: The tensors that the source does not have and that are made or moved.
-        match: The names, and what the model's own loading code does after its tensors.
-    """
-
-    steps: tuple[Step, ...] = ()
-    makings: tuple[Making, ...] = ()
-    match: Match = field(default_factory=Match)
-
-    @property
-    def replayed(self) -> list[Group]:
-        """The tensors that are made by replaying their construction."""
-        return [item.group for item in self.makings if item.group.tensor.is_meta]
-
-
 @dataclass(frozen=True, repr=False)
 class LoadPlan(LoadReport):
     """The plan of a load. `plan` returns it.
@@ -123,7 +103,11 @@ class LoadPlan(LoadReport):
     peak_bytes: int = 0
     bytes_to_read: int = 0
     free_bytes: int | None = None
-    _work: Work = field(default_factory=Work, repr=False)
+    #: The tensors that the source has, and those that are made or moved without it.
+    _steps: Sequence[Step] = ()
+    _makings: Sequence[Making] = ()
+    #: The names, and what the model's own loading code does after its tensors.
+    _match: Match = field(default_factory=Match)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the lists of names and the costs, as ``torchlift plan --json`` prints them."""
@@ -135,10 +119,6 @@ class LoadPlan(LoadReport):
         if self.requests:
             costs["requests"] = self.requests
         return {**super().to_dict(), **costs}
-
-    def _answer(self) -> LoadPlan:
-        """Return the plan without its steps, which would keep the model and the files alive."""
-        return replace(self, _work=Work())
 
     def _summary(self) -> tuple[str, Facts]:
         peak = human(self.peak_bytes)
@@ -221,43 +201,31 @@ def plan(
         rename, device, dtype, strict, allow_missing, allow_unexpected, ignore_mismatched, mode,
         source, include, exclude, transform, root, allow_classes, storage_options, present,
     )  # fmt: skip
-    made = plan_only(model, ckpt, options)
-    return replace(made._answer(), free_bytes=free_memory())
-
-
-def plan_only(model: nn.Module, ckpt: Given | Sequence[Given], options: Options) -> LoadPlan:
-    """Plan a load, with its steps. The model does not change."""
-    check_order(model, ckpt, "plan")
+    require_model(model, "plan")
     with (
-        open_source(ckpt, options.root, options.allow_classes, options.storage_options) as source,
+        open_source(ckpt, root, allow_classes, storage_options) as opened,
         uninterrupted(),
         Commit() as commit,
     ):
         try:
-            return make_plan(read_tree(model), source, options, commit)
+            made = make_plan(read_tree(model), opened, options, commit)
         finally:
             commit.undo()
+    # Without its steps, which would keep the model and the files alive.
+    return replace(made, _steps=(), _makings=(), _match=Match(), free_bytes=free_memory())
 
 
-def check_order(model: object, ckpt: object, function: str = "load") -> None:
-    """Refuse arguments that are swapped, and a model that is not a module.
-
-    Args:
-        model: The first argument.
-        ckpt: The second argument.
-        function: The name of the function that was called.
+def require_model(model: object, function: str) -> None:
+    """Refuse a model that is not a module, as if the arguments are swapped.
 
     Raises:
-        TypeError: If `model` is not a module.
+        TypeError: If it is not a module.
     """
-    if isinstance(model, nn.Module):
-        return
-    if isinstance(ckpt, nn.Module):
-        raise wrong_call(function, "the model comes first, then the checkpoint")
-    if isinstance(model, type):
-        make = f"torchlift.skeleton({model.__name__}, ...)"
-        raise wrong_call(function, f"expected a module to load into, not a class: call {make}")
-    raise wrong_call(function, f"expected a module to load into, not a {type(model).__name__}")
+    if not isinstance(model, nn.Module):
+        found = type(model).__name__
+        if isinstance(model, type):
+            found = f"a class: call torchlift.skeleton({model.__name__}, ...)"
+        raise wrong_call(function, f"expected a module first, then a checkpoint, not {found}")
 
 
 def make_plan(
@@ -325,7 +293,7 @@ def decide(matched: Match, tree: ModuleTree, source: Origin, options: Options) -
                 "torchlift.skeleton, and call torchlift.materialize(model) before you load."
             )
         raise
-    work = Work(tuple(steps), makings, matched)
+    replayed = [item.group for item in makings if item.group.tensor.is_meta]
     moved = [step for step in steps if not step.plain]
     kept = {
         matched.canonical(name): _describe_kept(matched.canonical(name), one, source)
@@ -334,7 +302,7 @@ def decide(matched: Match, tree: ModuleTree, source: Origin, options: Options) -
     extra = sum(item.nbytes for item in kept.values())
     if options.transform is not None:
         extra += _count_transformed_bytes(steps)
-    left = _left_on_meta(tree.groups, work)
+    left = _left_on_meta(tree.groups, matched, [*steps, *makings])
     return LoadPlan(
         path=source.path,
         loaded={**_describe_steps(steps, matched, source), **kept},
@@ -344,13 +312,15 @@ def decide(matched: Match, tree: ModuleTree, source: Origin, options: Options) -
         mismatched=matched.mismatched,
         hint=matched.hint,
         tied=tuple(tuple(map(matched.canonical, g.names)) for g in tree.groups if len(g.slots) > 1),
-        replayed=[matched.canonical(name) for group in work.replayed for name in group.names],
+        replayed=[matched.canonical(name) for group in replayed for name in group.names],
         renamed=matched.renamed,
         deferred=[matched.canonical(name) for group in left for name in group.names],
-        peak_bytes=_peak(work, moved, source) + extra,
+        peak_bytes=_peak(matched, moved, makings, source) + extra,
         bytes_to_read=sum(step.span for step in moved if step.owned or step.in_place),
         requests=source.requests + _count_requests(steps),
-        _work=work,
+        _steps=steps,
+        _makings=makings,
+        _match=matched,
     )
 
 
@@ -533,15 +503,14 @@ def _describe_steps(steps: Iterable[Step], matched: Match, source: Origin) -> di
     loaded: dict[str, KeyReport] = {}
     canonical = matched.canonical
     for step in steps:
-        one = step.candidate
-        seen = (
-            one.entry if isinstance(one, FileTensor) else one
-        )  # an entry has the name of its dtype
-        route: Route = "compute" if step.handled and step.route == "view" else step.route
-        becomes, stored = (str(t).removeprefix("torch.") for t in (step.dtype, seen.dtype))
+        one, target = step.candidate, step.target
+        # An entry has the name of its dtype.
+        seen = one.entry if isinstance(one, FileTensor) else one
+        route: Route = "compute" if target.handled and step.route == "view" else step.route
+        becomes, stored = (str(t).removeprefix("torch.") for t in (target.dtype, seen.dtype))
         report = KeyReport(
             canonical(step.key), one.key, _path_of(one, source), seen.nbytes, step.mode,
-            step.source, route, str(step.device), becomes, None if stored == becomes else stored,
+            step.source, route, str(target.device), becomes, None if stored == becomes else stored,
             step.note, one.keys or (one.key,), bool(one.keys),
         )  # fmt: skip
         for slot in step.group.slots:
@@ -549,12 +518,13 @@ def _describe_steps(steps: Iterable[Step], matched: Match, source: Origin) -> di
     return loaded
 
 
-def _left_on_meta(groups: Iterable[Group], work: Work) -> list[Group]:
+def _left_on_meta(
+    groups: Iterable[Group], matched: Match, decided: Iterable[Step | Making]
+) -> list[Group]:
     """Return the tensors that are left for a later load."""
-    done = {id(step.group.tensor) for step in work.steps}
-    done |= {id(item.group.tensor) for item in work.makings}
+    done = {id(item.group.tensor) for item in decided}
     left = [g for g in groups if id(g.tensor) not in done and not is_lazy(g.tensor)]
-    paired = {id(pair.group.tensor) for pair in work.match.pairs} if left else set()
+    paired = {id(pair.group.tensor) for pair in matched.pairs} if left else set()
     # A live tensor with a value in the source is left, too, if the device rule returns "meta".
     return [group for group in left if group.tensor.is_meta or id(group.tensor) in paired]
 
@@ -591,27 +561,28 @@ def _run_hooks(
     return found, outcome
 
 
-def _peak(work: Work, steps: Sequence[Step], origin: Origin) -> int:
-    """Estimate the anonymous memory, in bytes, that the work takes at its peak.
+def _peak(matched: Match, steps: Sequence[Step], makings: Iterable[Making], origin: Origin) -> int:
+    """Estimate the anonymous memory, in bytes, that a load takes at its peak.
 
     Args:
-        work: The work.
+        matched: The names.
         steps: The steps that are not only mapped.
+        makings: The tensors that the source does not have.
         origin: The source of the values.
     """
     staged = sum(
         step.span
         for step in steps
         if step.route == "read"
-        and (step.memory.type != "cpu" or step.candidate.dtype != step.dtype)
+        and (step.memory.type != "cpu" or step.candidate.dtype != step.target.dtype)
     )
     made = sum(
         item.group.tensor.numel() * item.dtype.itemsize
-        for item in work.makings
+        for item in makings
         if item.device.type == "cpu"
     )
     # A backup exists while a hook may still raise, or a subclass may fail to copy.
-    backed_up = work.match.hooked or bool(work.match.extra)
+    backed_up = matched.hooked or bool(matched.extra)
     kept = sum(
         content_bytes(local_tensor(step.group.tensor))
         for step in steps
@@ -645,7 +616,7 @@ def _count_transformed_bytes(steps: Sequence[Step]) -> int:
     total = sum(step.candidate.nbytes for step in steps)
     stay = [step for step in steps if step.memory.type == "cpu" and _count_new_bytes(step) == 0]
     return min(total, max(most, BUDGET // 4)) + sum(
-        step.group.tensor.numel() * step.dtype.itemsize
+        step.group.tensor.numel() * step.target.dtype.itemsize
         for step in stay
         if not is_lazy(step.group.tensor)
     )
@@ -668,13 +639,13 @@ def _count_new_bytes(step: Step) -> int:
     """Return the anonymous memory, in bytes, that the new tensor of a step takes on the host."""
     if step.memory.type != "cpu" or not step.owned:
         return 0
-    if step.handled:
+    if step.target.handled:
         return content_bytes(step.group.tensor)
     entry = step.candidate.entry
     if entry is not None and entry.kind is not None:
         return entry.nbytes
-    shape = step.candidate.shape if step.spans is None else local_shape(step.spans)
-    return math.prod(shape) * step.dtype.itemsize
+    shape = step.candidate.shape if step.target.spans is None else local_shape(step.target.spans)
+    return math.prod(shape) * step.target.dtype.itemsize
 
 
 def _blocked_error(origin: Origin, keys: Sequence[str], found: Hint | None) -> CheckpointError:
@@ -712,10 +683,8 @@ def _hint(
     values = {key: named.values[key] for key, name in named.objects.items() if name in names}
     if hint := state_hint(values):
         return hint
-    library = None if options.rename is not None else _library_hint(model, unexpected)
-    if library is not None and library.is_sure:
-        return library.hint
-    return suggest_rename(missing, unexpected, options.root) or (library and library.hint)
+    suggested = suggest_rename(missing, unexpected, options.root)
+    return suggested if options.rename else _library_hint(model, unexpected, suggested)
 
 
 def check_names(matched: Match, path: str, options: Options) -> None:
@@ -736,87 +705,57 @@ def check_names(matched: Match, path: str, options: Options) -> None:
     odd = [name for name in missing if name in there]
     if not (wrong or nothing or odd or (options.strict and (missing or unexpected))):
         return
-    if odd:
-        missing = [name for name in missing if name not in there]
-        unexpected = [name for name in unexpected if name not in odd]
-    unfit = _Unfit(odd, missing, unexpected, left_out if nothing else [], wrong)
-    hint = empty_hint(unfit.shapes) or matched.hint
+    shapes = {key: (item.expected, item.found) for key, item in wrong.items()}
+    names = {
+        "not a tensor in the checkpoint": odd,
+        "missing": [name for name in missing if name not in there],
+        "left out": left_out if nothing and not missing else [],
+        "unexpected": [name for name in unexpected if name not in odd],
+    }
+    misnamed = len(left_out) + min(len(names["missing"]), len(names["unexpected"]))
+    hint = empty_hint(shapes) or matched.hint
     differing = sum(item.note is None for item in wrong.values())
-    misnamed = len(left_out) + min(len(missing), len(unexpected))
     if hint is None and differing > 3 * matched.fits + misnamed:
         # To skip nearly all shapes would leave the model as it was made.
         hint = _OTHER_SIZES
+    lists = [
+        f"{title} ({len(some)}): {clipped_list(some)}" for title, some in names.items() if some
+    ]
+    if wrong:
+        lists.append(f"mismatched ({len(wrong)}): {clipped_list(map(str, wrong.values()), '; ')}")
     fits = "nothing in the checkpoint fits" if nothing else "the checkpoint does not fit"
     raise MismatchError(
         f"{fits} the model",
         file=path,
-        hint=hint or unfit.ways_out(skips=bool(wrong) and not options.ignore_mismatched),
-        lists=unfit.lists(),
+        hint=hint or _way_out(names, skips=bool(wrong) and not options.ignore_mismatched),
+        lists=lists,
         missing_keys=matched.missing,
         unexpected_keys=matched.unexpected,
-        mismatched=unfit.shapes,
+        mismatched=shapes,
     )
 
 
-class _Unfit(NamedTuple):
-    """All that an error about names lists.
-
-    Attributes:
-        odd: Names of the model for which the checkpoint has a value that is not a tensor.
-        missing, unexpected: Names of one side alone.
-        left_out: Names of the model whose keys the caller left out.
-        wrong: Name -> the shapes that differ.
-    """
-
-    odd: list[str]
-    missing: list[str]
-    unexpected: list[str]
-    left_out: list[str]
-    wrong: Mapping[str, Mismatch]
-
-    @property
-    def shapes(self) -> dict[str, Shapes]:
-        """Name -> its two shapes."""
-        return {key: (item.expected, item.found) for key, item in self.wrong.items()}
-
-    def lists(self) -> list[str]:
-        """Return a line for each kind of name, with how many there are."""
-        empty, other = list[str](), list[str]()
-        for item in self.wrong.values():
-            (empty if is_empty(item.expected, item.found) else other).append(str(item))
-        titles = {
-            "not a tensor in the checkpoint": clipped_list(self.odd),
-            "missing": clipped_list(self.missing),
-            "left out": clipped_list(self.left_out) if not (self.missing or self.odd) else "",
-            "unexpected": clipped_list(self.unexpected),
-            "without values": clipped_list(empty, "; "),
-            "mismatched": clipped_list(other, "; "),
-        }
-        counts = map(len, (self.odd, self.missing, self.left_out, self.unexpected, empty, other))
-        each = zip(titles.items(), counts, strict=True)
-        return [f"{title} ({count}): {text}" for (title, text), count in each if text]
-
-    def ways_out(self, *, skips: bool) -> Hint | None:
-        """Return the arguments with which the load succeeds, with those for shapes if `skips`."""
-        ways = list[str | Argument]()
-        if self.odd:
-            ways.append("tensors under these names (torch.from_numpy converts an array)")
-        if self.missing and self.unexpected:
-            # Less would be loaded than anybody means: the names have to be brought together first.
-            ways = [Hint(Argument("rename"), " with the rule that brings the names together")]
-        elif self.missing:
-            ways.append(Argument("allow_missing", "[...] with the names that may be"))
-        elif self.unexpected:
-            ways.append(Argument("allow_unexpected", "[...] with the names that may be"))
-        if self.left_out and not (self.missing or self.odd):
-            ways.append(Argument("include", "[...] with keys that the model has"))
-        if skips:
-            ways.append(
-                Hint(Argument("ignore_mismatched", "True"), " to skip what has another shape")
-            )
-        if not ways:
-            return None
-        return Hint("Pass ", ways[0], *(f for way in ways[1:] for f in (" and ", way)), ".")
+def _way_out(names: Mapping[str, list[str]], *, skips: bool) -> Hint | None:
+    """Return the arguments with which the load succeeds, with one for shapes if `skips`."""
+    may_be = "[...] with the names that may be"
+    ways: dict[str, str | Argument] = {
+        "not a tensor in the checkpoint": (
+            "tensors under these names (torch.from_numpy converts an array)"
+        ),
+        "missing": Argument("allow_missing", may_be),
+        "left out": Argument("include", "[...] with keys that the model has"),
+        "unexpected": Argument("allow_unexpected", may_be),
+    }
+    found = [way for title, way in ways.items() if names[title]]
+    if names["missing"] and names["unexpected"]:
+        # Less would be loaded than anybody means: the names have to be brought together first.
+        found = [Hint(Argument("rename"), " with the rule that brings the names together")]
+    if skips:
+        skip = Argument("ignore_mismatched", "True")
+        found.append(Hint(skip, " to skip what has another shape"))
+    if not found:
+        return None
+    return Hint("Pass ", found[0], *(f for way in found[1:] for f in (" and ", way)), ".")
 
 
 def _find_disallowed(matched: Match, options: Options) -> tuple[list[str], list[str]]:
@@ -901,31 +840,21 @@ def _fits(tensor: torch.Tensor, shape: tuple[int, ...]) -> bool:
     return tuple(tensor.shape) == shape or (tensor.dim() == 0 and shape == (1,))
 
 
-class _LibraryHint(NamedTuple):
-    """The rename that knows the files of a model's library.
+def _library_hint(
+    model: nn.Module, unexpected: Sequence[str], suggested: Hint | None
+) -> Hint | None:
+    """Return the rename that knows the files of a model's library, or the suggested rename.
 
-    Attributes:
-        hint: The text.
-        is_sure: Whether the names show that no simple prefix is the reason.
+    A simple prefix may be the reason for names that transformers would convert, but not for others.
     """
-
-    hint: Hint
-    is_sure: bool
-
-
-def _library_hint(model: nn.Module, unexpected: Sequence[str]) -> _LibraryHint | None:
-    """Return the rename that knows the files of a model's library, or None."""
     bases = {(base.__module__, base.__name__) for base in type(model).__mro__}
     if ("peft.peft_model", "PeftModel") in bases:
         rename = Argument("rename", "torchlift.integrations.peft.peft_names(model)")
-        return _LibraryHint(
-            Hint("PEFT renames the modules that it adapts: pass ", rename, "."), True
-        )
+        return Hint("PEFT renames the modules that it adapts: pass ", rename, ".")
     if ("transformers.modeling_utils", "PreTrainedModel") not in bases:
-        return None
+        return suggested
     if "token_embd.weight" in unexpected:
         rename = Argument("rename", 'remap.from_to("gguf->transformers", model)')
-        return _LibraryHint(Hint("The names are those of a GGUF file: pass ", rename, "."), True)
+        return Hint("The names are those of a GGUF file: pass ", rename, ".")
     rename = Argument("rename", "remap.transformers(model)")
-    text = "transformers converts its files while it loads: pass "
-    return _LibraryHint(Hint(text, rename, "."), False)
+    return suggested or Hint("transformers converts its files while it loads: pass ", rename, ".")

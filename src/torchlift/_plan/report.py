@@ -12,9 +12,9 @@ from torchlift._system.text import Facts, Summary, clipped_list, count_of, human
 Mode = Literal["assign", "copy", "swap"]
 Source = Literal["mmap", "read", "memory"]
 #: How values get into memory. view: they stay in the file's map, or in a tensor of the caller.
-#: read: by parallel reads into new memory. copy: from the map into new memory. fill: chunk by chunk
-#: from the map. compute: from tensors in memory, or by the class of the model's tensor.
-Route = Literal["view", "read", "copy", "fill", "compute"]
+#: read: by parallel reads into new memory. compute: from tensors in memory, or by the class of the
+#: model's tensor.
+Route = Literal["view", "read", "compute"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +27,9 @@ class KeyReport:
         path: The checkpoint that it comes from.
         nbytes: Bytes of the tensor in the checkpoint.
         mode: ``"assign"``, ``"copy"`` or ``"swap"``.
-        source: ``"mmap"``: mapped, or copied out of the map. ``"read"``: read into memory that the
-            process owns. ``"memory"``: in memory before the load.
-        route: ``"view"``, ``"read"``, ``"copy"``, ``"fill"`` or ``"compute"``: how the values get
-            into memory.
+        source: ``"mmap"``: mapped. ``"read"``: read into memory that the process owns.
+            ``"memory"``: in memory before the load.
+        route: ``"view"``, ``"read"`` or ``"compute"``: how the values get into memory.
         device: Its device after the load.
         dtype: Its dtype after the load.
         cast_from: Its dtype in the checkpoint if that differs, else None.

@@ -30,18 +30,13 @@ Transform = Callable[[str, torch.Tensor], torch.Tensor]
 Advance = Callable[[int], object]
 #: The dtype that keeps the dtype of the model, also on meta.
 MODEL = "model"
-#: Name in other programs -> name in torch.
-_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 AnyMode = Literal["auto", "assign", "copy", "swap"]
 AnySource = Literal["auto", "mmap", "read"]
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The arguments that `plan` and `load` share. See there.
-
-    Attributes:
-        present: Whether the devices must exist here.
+    """The arguments of `plan` and `load`. See there.
 
     Raises:
         TypeError, ValueError: If an argument has another type or value.
@@ -63,17 +58,22 @@ class Options:
     allow_classes: Allow = ()
     storage_options: Mapping[str, Any] | None = None
     present: bool = True
+    verify: bool = False
+    check: Literal["finite"] | None = None
+    progress: bool = False
+    collective: bool | None = None
+    process_group: torch.distributed.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
         for name, kind in (("mode", AnyMode), ("source", AnySource)):
             value, allowed = getattr(self, name), get_args(kind)
             if value not in allowed:
                 raise ValueError(f"{name}={value!r}: expected one of {', '.join(allowed)}")
+        if self.check not in (None, "finite"):
+            raise ValueError(f'check={self.check!r}: expected "finite" or None')
         dtype: object = self.dtype
         if isinstance(dtype, str) and dtype != MODEL and dtype_named(dtype) is None:
-            raise ValueError(
-                f'dtype={dtype!r}: expected a name such as "bfloat16", or "model"{full_name(dtype)}'
-            )
+            raise ValueError(f'dtype={dtype!r}: expected a name such as "bfloat16", or "model"')
         is_rule = callable(dtype) and not isinstance(
             dtype, type
         )  # the class float is callable, too
@@ -81,19 +81,10 @@ class Options:
             raise TypeError(
                 f"dtype={dtype!r}: expected a torch.dtype, its name, a callable or None"
             )
-        for name in ("strict", "ignore_mismatched"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name}={getattr(self, name)!r}: expected True or False")
         for name in ("allow_missing", "allow_unexpected", "include", "exclude"):
             patterns: object = getattr(self, name)
             if isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns):  # type: ignore[attr-defined]
                 raise TypeError(f"{name}={patterns!r}: expected patterns such as ['head.*']")
-        rename: object = self.rename
-        if not (rename is None or callable(rename) or isinstance(rename, Mapping)):
-            raise TypeError(f"rename={rename!r}: expected a callable, a dict of names or None")
-        transform: object = self.transform
-        if not (transform is None or callable(transform)):
-            raise TypeError(f"transform={transform!r}: expected a callable or None")
 
 
 def target_dtype(
@@ -127,11 +118,8 @@ def target_dtype(
         return tensor.dtype
     made = dtype_named(asked) if isinstance(asked, str) else asked
     if not isinstance(made, torch.dtype) or not made.is_floating_point:
-        raise PlacementError(
-            "dtype= must give a floating-point dtype",
-            entry=entry.key,
-            found=f"{asked!r}{full_name(asked)}",
-        )
+        what = "dtype= must give a floating-point dtype"
+        raise PlacementError(what, entry=entry.key, found=repr(asked))
     return made
 
 
@@ -147,30 +135,17 @@ def dtype_named(name: str) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else None
 
 
-def full_name(short: object) -> str:
-    """Return a question with torch's name for the short name of a dtype, or an empty string.
-
-    Example:
-        >>> full_name("bf16"), full_name("float7")
-        (". Did you mean 'bfloat16'?", '')
-    """
-    return f". Did you mean {_SHORT[short]!r}?" if short in _SHORT else ""
-
-
 def apply_device_rule(
     rule: DeviceRule, seen: TensorEntry, group: Group
-) -> tuple[torch.device | str | int | None, str | None]:
-    """Return the answer of a device rule, and a note if it differs between tied names."""
+) -> torch.device | str | int | None:
+    """Return the first answer of a device rule for the names of a tensor."""
     if not callable(rule):
-        return rule, None
-    if len(group.slots) == 1:
-        return rule(seen), None
-    names = dict.fromkeys([seen.key, *group.names])
-    answers = {name: rule(seen._replace(key=name)) for name in names}
-    given = [(name, answer) for name, answer in answers.items() if answer is not None]
-    first = given[0][1] if given else None
-    other = [f"{name!r} to {answer}" for name, answer in given if str(answer) != str(first)]
-    return first, f"tied: the rule sends {', '.join(other)}" if other else None
+        return rule
+    for name in dict.fromkeys([seen.key, *group.names]):
+        answer = rule(seen._replace(key=name))
+        if answer is not None:
+            return answer
+    return None
 
 
 def is_deferred(asked: object) -> bool:
@@ -203,23 +178,20 @@ def check_on_disk(
     """
     blank = torch.empty(0, dtype=group.tensor.dtype, device="meta")
     dtype = target_dtype(options.dtype, seen, blank, file_dtype, is_cast=is_cast)
-    is_deflated = "deflated" in seen.encoding
-    reason = hint = None
-    if dtype != file_dtype:
-        reason, hint = " and be cast", "convert the file to that dtype first"
-    elif is_deflated or len(seen.chunks) > 1 or any(chunk.stride for chunk in seen.chunks):
-        reason = f", where it is {'deflated' if is_deflated else 'in several places'}"
-        hint = "convert the file first"
-    elif options.mode == "copy":
-        reason, hint = " and be copied", "pass another mode="
-    if reason:
-        raise PlacementError(
-            f"cannot stay on disk{reason}",
-            entry=group.fqn,
-            expected=f"{file_dtype}, as in the file" if dtype != file_dtype else None,
-            found=str(dtype) if dtype != file_dtype else None,
-            hint=f"Pass another device for it, or {hint}.",
-        )
+    is_split = len(seen.chunks) > 1 or any(chunk.stride for chunk in seen.chunks)
+    reasons = {
+        f" and be cast to {dtype}": dtype != file_dtype,
+        ", where it is deflated": "deflated" in seen.encoding,
+        ", where it is in several places": is_split,
+        " and be copied": options.mode == "copy",
+    }
+    for reason, is_given in reasons.items():
+        if is_given:
+            raise PlacementError(
+                f"cannot stay on disk{reason}",
+                entry=group.fqn,
+                hint="Pass another device for it or another mode=, or convert the file first.",
+            )
 
 
 def check_rule(rule: object, names: Collection[str], *, present: bool) -> None:

@@ -22,7 +22,7 @@ from torchlift._sources.tensors import (
     MemoryTensor,
     SourceTensor,
     describe,
-    select_chunks,
+    resolve,
 )
 from torchlift._store.url import Url
 from torchlift._system.containers import leaves
@@ -37,7 +37,7 @@ from torchlift.formats.flattening import (
     name_text,
     no_container,
 )
-from torchlift.formats.index import UNRESOLVED, Index, left_out, of_model
+from torchlift.formats.index import Index, left_out, of_model
 from torchlift.formats.ranks import refuse_bare_slice
 from torchlift.formats.sharded import put_together
 from torchlift.formats.source import errors_name
@@ -342,17 +342,8 @@ class Origin:
 
     def resolve(self, wanted: Mapping[str, Spans | None]) -> None:
         """Find where the values of these keys are, of each tensor or of a slice."""
-        if self.views is None or not self.is_away:
-            return
-        found = {key: self.candidates[key] for key in wanted if key in self.candidates}
-        todo = {
-            key: one
-            for key, one in found.items()
-            if isinstance(one, FileTensor) and UNRESOLVED in one.entry.encoding
-        }
-        some = [select_chunks(one.entry, wanted[key]) for key, one in todo.items()]
-        for one, entry in zip(todo.values(), self.views.resolved(some), strict=True):
-            one.entry = entry
+        if self.is_away:
+            resolve((self.candidates.get(key), spans) for key, spans in wanted.items())
 
     def receive(self, keys: Sequence[str]) -> None:
         """Fetch the tensors of these keys, for code that looks at values."""

@@ -7,8 +7,7 @@ fills memory with a slice of it. A tensor behind a URL is a tensor of a file.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple, Self
 
@@ -26,8 +25,9 @@ from torchlift._model.handlers import (
     oddity,
     slice_of,
 )
-from torchlift._transfer.pinned import Sender
-from torchlift._transfer.reading import Request, is_readable, read, requests_for
+from torchlift._transfer.files import Files
+from torchlift._transfer.pinned import is_worth_pinning
+from torchlift._transfer.reading import Held, Request, is_readable, read, requests_for
 from torchlift.formats.boxes import narrowed, row_major, steps_in_file
 from torchlift.formats.index import UNRESOLVED, Chunk, TensorEntry
 
@@ -250,7 +250,7 @@ class Copy(NamedTuple):
     """A copy from a complete tensor into a local tensor.
 
     Attributes:
-        source: The complete tensor, or its description if rank 0 sends it.
+        source: The complete tensor.
         target: A plain tensor in this process. It keeps its dtype.
         spans: The slice of the complete tensor that `target` is.
     """
@@ -265,36 +265,80 @@ def whole_copy(source: Values, target: torch.Tensor) -> Copy:
     return Copy(source, target, everything(target.shape))
 
 
-def copy_values(copies: Sequence[Copy]) -> None:
+def copy_values(copies: Sequence[Copy], advance: Callable[[int], object] | None = None) -> None:
     """Fill every target. Each rank reads its own slices only.
+
+    Args:
+        copies: The copies. The place of a tensor of a file must be known. See `resolve`.
+        advance: Called with a number of bytes of files as they arrive.
 
     Raises:
         IntegrityError: If a file changed or could not be read. Its targets then contain undefined
             values, so they must be memory that nobody uses yet.
     """
-    # Reads stage their bytes themselves, so they do not need the sender's buffers and threads.
-    sent = [c for c in copies if c.target.is_cuda and not isinstance(c.source, FileTensor)]
-    targets = [item.target for item in sent]
-    cast = (item.target for item in sent if item.source.dtype != item.target.dtype)
     reads: dict[MappedViews, list[Request]] = {}
-    entries = _resolve(copies)
-    with torch.no_grad(), Sender(targets, cast) if targets else nullcontext() as sender:
+    sent: list[Part] = []
+
+    def put(part: torch.Tensor, target: torch.Tensor) -> None:
+        if target.is_cuda and is_worth_pinning(part, target):
+            sent.append(Part(part, target))
+        else:
+            target.copy_(part)
+
+    with torch.no_grad():
         for item in copies:
             source = item.source
             if isinstance(source, FileTensor):
-                if id(item) in entries:
-                    source = replace(source, entry=entries[id(item)])
-                reads.setdefault(source.views, []).extend(_reads(source, item.target, item.spans))
+                reads.setdefault(source.views, []).extend(_reads(item, source, advance))
                 continue
             whole = tuple((0, size) for size in source.shape)
             slices = source.slices if isinstance(source, JoinedTensor) else [(source, whole)]
             for values, block in slices:
-                place(values, block, item, sender)
+                place(values, block, item, put)
         for views, requests in reads.items():
-            read(requests, views.files)
+            read(requests, views.files, advance=advance)
+        if sent:
+            send(sent)
 
 
-def select_chunks(entry: TensorEntry, spans: Spans | None) -> TensorEntry:
+class Part(NamedTuple):
+    """Values in host memory, and the memory of a device that receives them."""
+
+    values: torch.Tensor
+    target: torch.Tensor
+
+
+def send(parts: Sequence[Part]) -> None:
+    """Copy large tensors to devices through pinned memory."""
+    try:
+        read(
+            [
+                Request(Held(values), 0, values.nbytes, target.detach().view(-1), values.dtype)
+                for values, target in parts
+            ],
+            Files({}),
+        )
+    except RuntimeError:  # not enough memory or threads: the model must not stay half loaded
+        for values, target in parts:
+            target.copy_(values)
+
+
+def resolve(wanted: Iterable[tuple[object, Spans | None]]) -> None:
+    """Find where the values of tensors of a file are, of each complete tensor or of a slice.
+
+    Each tensor then has the entry of these places. They take a request each behind a URL.
+    """
+    todo: dict[MappedViews, list[tuple[FileTensor, TensorEntry]]] = {}
+    for one, spans in wanted:
+        if isinstance(one, FileTensor) and UNRESOLVED in one.entry.encoding:
+            todo.setdefault(one.views, []).append((one, _select_chunks(one.entry, spans)))
+    for views, pairs in todo.items():
+        entries = views.resolved(entry for _, entry in pairs)
+        for (one, _), entry in zip(pairs, entries, strict=True):
+            one.entry = entry
+
+
+def _select_chunks(entry: TensorEntry, spans: Spans | None) -> TensorEntry:
     """Return an entry with the chunks that contain a part of a slice."""
     if spans is None or len(spans) != len(entry.shape):
         return entry
@@ -310,35 +354,47 @@ def select_chunks(entry: TensorEntry, spans: Spans | None) -> TensorEntry:
     return entry._replace(chunks=tuple(chunks)) if len(chunks) > 1 else entry
 
 
-def _resolve(copies: Sequence[Copy]) -> dict[int, TensorEntry]:
-    """Return identity of a copy -> its entry, for entries that take requests to find."""
-    todo: dict[MappedViews, list[tuple[Copy, TensorEntry]]] = {}
-    for item in copies:
-        if isinstance(source := item.source, FileTensor) and UNRESOLVED in source.entry.encoding:
-            some = select_chunks(source.entry, item.spans)
-            todo.setdefault(source.views, []).append((item, some))
-    return {
-        id(item): entry
-        for views, pairs in todo.items()
-        for (item, _), entry in zip(pairs, views.resolved(e for _, e in pairs), strict=True)
-    }
+def is_dense(entry: TensorEntry) -> bool:
+    """Return whether an entry is one run of the file, without gaps and repetitions."""
+    if not entry.chunks or entry.needs_assembly:
+        return not entry.chunks
+    return entry.chunks[0].nbytes == entry.nbytes and not repeats(entry.shape, entry.stride)
 
 
-def _reads(source: FileTensor, target: torch.Tensor, spans: Spans) -> Iterator[Request]:
+def _reads(
+    item: Copy, source: FileTensor, advance: Callable[[int], object] | None
+) -> Iterator[Request]:
     """Yield the reads that fill a target. If it cannot be read into, copy from the map."""
-    entry = narrowed(source.entry, spans)
-    apart = target.is_contiguous() or not repeats(target.shape, target.stride())
-    if apart and is_readable(entry, target.stride()):
+    entry, target = source.entry, item.target
+    if target.shape != entry.shape:
+        entry = narrowed(entry, item.spans)
+    stride = target.stride()
+    if is_dense(entry) and stride == entry.stride:  # as nearly all tensors
+        flat = target.as_strided((entry.numel,), (1,))
+        for chunk in entry.chunks:
+            yield Request(chunk.file, chunk.offset, chunk.nbytes, flat, source.dtype)
+        return
+    is_apart = target.is_contiguous() or not repeats(target.shape, stride)
+    if is_apart and is_readable(entry, stride):
         yield from requests_for(entry, target, source.dtype)
-    else:
-        source.views.fill(target, entry)
+        return
+    source.views.fill(target, entry)
+    if advance is not None:
+        advance(entry.nbytes)
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    target.copy_(source)
 
 
 def place(
-    values: torch.Tensor, block: Sequence[Span], item: Copy, sender: Sender | None = None
+    values: torch.Tensor,
+    block: Sequence[Span],
+    item: Copy,
+    copy: Callable[[torch.Tensor, torch.Tensor], None] = _copy,
 ) -> None:
     """Copy the common part of `values`, which is a block of the complete tensor, and the target."""
-    target, copy = item.target, _copy if sender is None else sender.copy
+    target = item.target
     # A scalar may be saved with shape [1]. A slice of a subclass is not always a view.
     if target.dim() != values.dim() or (
         target.shape == values.shape and item.spans == tuple((span,) for span in block)
@@ -351,10 +407,6 @@ def place(
     for into, out_of in overlaps(item.spans, block):
         part = slice_of(values, out_of)
         copy(part, target if target.shape == part.shape else target[into])
-
-
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    target.copy_(source)
 
 
 def copy_overlapping_sources(copies: Iterable[Copy]) -> list[Copy]:

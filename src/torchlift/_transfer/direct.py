@@ -18,10 +18,8 @@ import ctypes
 import errno
 import mmap
 import os
-import sys
-import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Literal, Self
 
 import torch
@@ -37,10 +35,9 @@ DEPTH = 12
 STAGE = 4 << 20
 MOST = STAGE - 2 * mmap.PAGESIZE
 _SWITCH = "TORCHLIFT_DIRECT_IO"
-_CACHESTAT = 451  # the system call has this number on every architecture
 _PROBES = 8  # bytes of a range that are tested for being in the page cache
 _SMALL = 4 << 20  # smaller reads of a file, in bytes, gain nothing from O_DIRECT
-_SYSCALL, _MADVISE = c_function("syscall"), c_function("madvise")
+_MADVISE = c_function("madvise")
 _POPULATE_READ = 22  # MADV_POPULATE_READ (Linux 5.14), which Python does not name
 
 
@@ -51,18 +48,18 @@ class OpenFile:
         file: The absolute path.
         descriptor: The descriptor of the file. The caller closes it.
         nbytes: How many bytes of the file will be read.
-        own: The stages of the threads.
+
+    Attributes:
+        is_far: Whether the file is on a network file system.
     """
 
-    def __init__(self, file: str, descriptor: int, nbytes: int, own: OwnStage) -> None:
-        self.descriptor, self.own = descriptor, own
+    def __init__(self, file: str, descriptor: int, nbytes: int) -> None:
+        self.descriptor = descriptor
         self._choice = _read_switch() if nbytes >= _SMALL else "never"
-        self._is_shared = self._choice == "auto" and _is_shared(descriptor, nbytes)
-        self._passing: list[tuple[int, int]] = []
         self._direct: int | None = None
-        self._is_far = is_network(file)
-        if self._choice == "never" or self._is_shared or self._is_far:
-            self._direct = -1
+        self.is_far = is_network(file)
+        if self.is_far or (self._choice == "auto" and _is_shared(descriptor, nbytes)):
+            self._choice = "never"
 
     def is_cold(self, offset: int, nbytes: int) -> bool:
         """Return whether to read a range past the page cache."""
@@ -89,7 +86,7 @@ class OpenFile:
             None if the range has to be read instead: on a network file system, before Linux 5.14,
             on another system, or if a page cannot be populated. The read then raises the error.
         """
-        if self._is_far:
+        if self.is_far:
             return None
         lead = offset % mmap.ALLOCATIONGRANULARITY
         try:
@@ -110,8 +107,8 @@ class OpenFile:
         failed = _MADVISE(start, ctypes.c_size_t(lead + nbytes), _POPULATE_READ)
         return found if failed == 0 else None
 
-    def read_direct(self, offset: int, nbytes: int) -> int | None:
-        """Read a range into this thread's stage.
+    def read_direct(self, stage: torch.Tensor, offset: int, nbytes: int) -> int | None:
+        """Read a range into a stage.
 
         Returns:
             The offset in the stage, or None if the range has to be read through the page cache. The
@@ -123,7 +120,7 @@ class OpenFile:
         lead = offset % mmap.PAGESIZE
         start, stop = offset - lead, offset + nbytes
         stop += -stop % mmap.PAGESIZE
-        room, done = buffer(self.own.memory.data_ptr(), stop - start), 0
+        room, done = buffer(stage.data_ptr(), stop - start), 0
         while done < lead + nbytes:
             # A read that is not a multiple of a page is the end of the file.
             if self._direct is None or self._direct < 0 or done % mmap.PAGESIZE:
@@ -139,41 +136,30 @@ class OpenFile:
             done += got
         return lead
 
-    def forget(self, offset: int, nbytes: int) -> None:
-        """Drop a range from the page cache when the context ends."""
-        if self._choice == "auto" and not self._is_shared:
-            self._passing.append((offset, offset + nbytes))
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        start = end = 0
-        for first, last in (*sorted(self._passing), (sys.maxsize, 0)):
-            # Neighbours in one call: the kernel drops a large page only if it is all inside.
-            if first - end > mmap.PAGESIZE:
-                if end > start:
-                    os.posix_fadvise(self.descriptor, start, end - start, os.POSIX_FADV_DONTNEED)
-                start = first
-            end = max(end, last)
         if self._direct is not None and self._direct >= 0:
             os.close(self._direct)
 
 
-class OwnStage:
-    """One stage for each thread, in huge pages if the machine has them."""
+@contextmanager
+def borrowed(free: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield a stage of `STAGE` bytes, in huge pages if the machine has them, and put it back.
 
-    def __init__(self) -> None:
-        self._own = threading.local()
-
-    @property
-    def memory(self) -> torch.Tensor:
-        """Return the calling thread's stage of `STAGE` bytes. It is allocated on first use."""
-        if not hasattr(self._own, "memory"):
-            self._own.memory = allocate(STAGE, torch.uint8, torch.device("cpu"))
-            HugePages().back(self._own.memory.data_ptr(), STAGE)
-        found: torch.Tensor = self._own.memory
-        return found
+    Args:
+        free: The stages that no thread uses. A new one is allocated if there are none.
+    """
+    try:
+        stage = free.pop()
+    except IndexError:
+        stage = allocate(STAGE, torch.uint8, torch.device("cpu"))
+        HugePages().back(stage.data_ptr(), STAGE)
+    try:
+        yield stage
+    finally:
+        free.append(stage)
 
 
 def buffer(address: int, nbytes: int) -> memoryview:
@@ -204,7 +190,7 @@ def _open_direct(descriptor: int) -> int:
 
 
 def _is_cached(descriptor: int, offset: int, nbytes: int) -> bool:
-    """Return whether the page cache has most of a range.
+    """Return whether the page cache has most of a range, or whether nobody knows.
 
     Reads that must not wait (RWF_NOWAIT) test some bytes. cachestat(2) of Linux 6.5 does not see
     files below an overlay. mincore(2) reports all pages of a file that this process cannot write.
@@ -219,10 +205,6 @@ def _is_cached(descriptor: int, offset: int, nbytes: int) -> bool:
                     hits += os.preadv(descriptor, [byte], place, os.RWF_NOWAIT)
         finally:
             os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_NORMAL)
-        return 2 * hits >= _PROBES
     except (AttributeError, OSError):  # another system, or NFS, which does not support RWF_NOWAIT
-        if sys.platform != "linux":
-            return True
-        span, found = (ctypes.c_uint64 * 2)(offset, nbytes), (ctypes.c_uint64 * 5)()
-        failed = _SYSCALL(ctypes.c_long(_CACHESTAT), descriptor, span, found, 0)
-        return failed != 0 or 2 * int(found[0]) * mmap.PAGESIZE >= nbytes
+        return True
+    return 2 * hits >= _PROBES

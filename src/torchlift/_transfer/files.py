@@ -21,8 +21,9 @@ import torch
 
 from torchlift._store.files import Opened
 from torchlift._store.places import Stamp
-from torchlift.errors import CheckpointError, FormatError, IntegrityError
+from torchlift.errors import CheckpointError, IntegrityError
 from torchlift.formats.index import Record
+from torchlift.formats.source import errors_name
 from torchlift.formats.zip_archive import inflated
 
 # On these file systems each page fault of a map is a round trip: 30 to 50 times slower than a read
@@ -62,7 +63,7 @@ class Files:
         self.stamps = stamps
         self._opened: dict[str, Opened] = {}
         self._maps: dict[str, mmap.mmap] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self.ahead: dict[Place, torch.Tensor] = {}
         # Else a checkpoint that is never closed would leak its descriptors.
         weakref.finalize(self, _close_all, self._opened)
@@ -80,7 +81,9 @@ class Files:
             IntegrityError: If the file is missing or changed.
         """
         with self._lock:
-            return self._check_descriptor(file)
+            descriptor = self.open(file).descriptor
+            self.stamps[file].check(file, descriptor)
+            return descriptor
 
     def open(self, file: str) -> Opened:
         """Open a file or URL. Each read of a URL checks that the object has not changed.
@@ -89,7 +92,12 @@ class Files:
             IntegrityError: If the file is missing or changed.
         """
         with self._lock:
-            return self._open(file)
+            found, stamp = self._opened.get(file), self.stamps[file]
+            if found is None:
+                hint = "Keep the files of a checkpoint in place until it is loaded."
+                with _translate_errors("cannot be opened any more", file, stamp, hint):
+                    found = self._opened[file] = stamp.open(file)
+            return found
 
     def map(
         self, file: str, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8
@@ -132,24 +140,16 @@ class Files:
         """Return the decompressed bytes of a record.
 
         Raises:
-            IntegrityError: If the file changed or is damaged.
+            FormatError: If the record is damaged.
+            IntegrityError: If the file changed.
         """
         stamp, at, content = self.stamps[file], 0, bytearray(record.size)
-        try:
-            with _translate_errors("cannot be read", file, stamp):
-                # Each step of a URL is one request.
-                for block in inflated(self.open(file).read, record, _STEP):
-                    content[at : at + len(block)] = block
-                    at += len(block)
-        except FormatError as error:
-            raise IntegrityError(
-                error.reason,
-                file=stamp.shown or file,
-                entry=record.name,
-                expected=error.expected,
-                found=error.found,
-                hint=error.hint,
-            ) from error
+        name = stamp.shown or file
+        with _translate_errors("cannot be read", file, stamp), errors_name(name, record.name):
+            # Each step of a URL is one request.
+            for block in inflated(self.open(file).read, record, _STEP):
+                content[at : at + len(block)] = block
+                at += len(block)
         return content
 
     def close(self) -> None:
@@ -159,22 +159,9 @@ class Files:
             self._maps.clear()
             self.ahead.clear()
 
-    def _open(self, file: str) -> Opened:
-        found, stamp = self._opened.get(file), self.stamps[file]
-        if found is None:
-            hint = "Keep the files of a checkpoint in place until it is loaded."
-            with _translate_errors("cannot be opened any more", file, stamp, hint):
-                found = self._opened[file] = stamp.open(file)
-        return found
-
-    def _check_descriptor(self, file: str) -> int:
-        descriptor = self._open(file).descriptor
-        self.stamps[file].check(file, descriptor)
-        return descriptor
-
     def _map(self, file: str) -> mmap.mmap:
         was_open = file in self._opened
-        descriptor, stamp = self._check_descriptor(file), self.stamps[file]
+        descriptor, stamp = self.descriptor(file), self.stamps[file]
         hint = 'Load with source="read", which needs no map.'
         with _translate_errors("cannot be mapped", file, stamp, hint):
             # Without MAP_NORESERVE the kernel refuses a private writable map larger than RAM and
@@ -222,25 +209,14 @@ def is_network(path: str | os.PathLike[str]) -> bool:
         >>> is_network(tempfile.gettempdir())
         False
     """
-    kind = file_system(path)
-    return kind in _NETWORK.split() or kind == "fuse" or kind.startswith("fuse.")
-
-
-def file_system(path: str | os.PathLike[str]) -> str:
-    """Return the type of a path's file system, or an empty string if it cannot be found."""
     try:
         device = os.stat(path).st_dev
-        return _list_types().get((os.major(device), os.minor(device)), "")
+        with open(_MOUNTS, encoding="utf-8", errors="replace") as lines:
+            mounts = lines.read()
     except OSError:
-        return ""
-
-
-def _list_types() -> dict[tuple[int, int], str]:
+        return False
     # "36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root rw": the number of fields before
     # " - " varies, so that the type is found from the separator.
-    try:
-        with open(_MOUNTS, encoding="utf-8", errors="replace") as lines:
-            found = re.findall(r"(?m)^\S+ \S+ (\d+):(\d+) .*? - (\S+)", lines.read())
-    except OSError:
-        return {}
-    return {(int(major), int(minor)): kind for major, minor, kind in found}
+    kinds = dict(re.findall(r"(?m)^\S+ \S+ (\d+:\d+) .*? - (\S+)", mounts))
+    kind = kinds.get(f"{os.major(device)}:{os.minor(device)}", "")
+    return kind in _NETWORK.split() or kind == "fuse" or kind.startswith("fuse.")

@@ -15,13 +15,9 @@ the pieces pinned already, took 0.223, 0.196 and 0.178 s.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import threading
 from collections import deque
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
 
 import torch
 
@@ -89,103 +85,15 @@ def stream_of(device: torch.device) -> torch.Stream:
     return torch.accelerator.current_stream(device)
 
 
-class _Copy(NamedTuple):
-    """A copy that is not sent yet."""
-
-    values: torch.Tensor
-    target: torch.Tensor
-    #: The stage that will hold the values. None copies `values` directly.
-    stage: Future[torch.Tensor] | None = None
-
-
-class Sender:
-    """Copies tensors over others. Large tensors go to CUDA devices through pinned memory.
-
-    All copies are complete when the context ends, in the order of the calls. Memory and threads are
-    allocated in the constructor, before anything is written. If that fails, torch copies.
-
-    Args:
-        targets: The tensors that will be overwritten.
-        cast: The targets whose new values have another dtype.
-    """
-
-    def __init__(self, targets: Iterable[torch.Tensor], cast: Iterable[torch.Tensor] = ()) -> None:
-        nbytes = sum(target.nbytes for target in targets if _is_large(target))
-        devices = {target.device for target in cast if _is_large(target)}
-        self._pool: ThreadPoolExecutor | None = None
-        self._waiting: deque[_Copy] = deque()
-        if not nbytes:
-            return
-        ready = threading.Barrier(THREADS)
-        pool = ThreadPoolExecutor(THREADS, "torchlift-copy")
-        try:
-            count = min(COUNT, -(-nbytes // STAGE))
-            self._stages = Stages([allocate_pinned(STAGE) for _ in range(count)])
-            # The device casts each piece. torch would cast complete tensors on the host.
-            self._landings = {
-                device: torch.empty(STAGE, dtype=torch.uint8, device=device) for device in devices
-            }
-            for _ in range(THREADS):
-                pool.submit(ready.wait)
-            self._pool = pool
-        except RuntimeError:  # not enough memory or threads
-            ready.abort()
-            pool.shutdown()
-
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy a tensor over another of the same shape, now or before the context ends."""
-        if self._pool is None or not self._is_worth_it(source, target):
-            if self._waiting and target.is_cuda:  # keep the order: the targets may overlap
-                self._waiting.append(_Copy(source, target))
-            else:
-                target.copy_(source)
-            return
-        flat = source.detach().view(-1), target.detach().view(-1)
-        count = STAGE // max(source.itemsize, target.itemsize)
-        for values, into in zip(*(torch.split(each, count) for each in flat), strict=True):
-            while (stage := self._stages.take(wait=not self._waiting)) is None:
-                self._send()
-            staged = stage[: values.nbytes].view(values.dtype)
-            self._waiting.append(_Copy(staged, into, self._pool.submit(_fill, stage, values)))
-
-    def _is_worth_it(self, source: torch.Tensor, target: torch.Tensor) -> bool:
-        if not (_is_large(target) and _is_plain(source) and source.is_cpu) or source.is_pinned():
-            return False
-        # A float outside of an integer's range is cast differently on a device and on the host.
-        floats = source.is_floating_point() and target.is_floating_point()
-        return source.dtype == target.dtype or (floats and target.device in self._landings)
-
-    def flush(self) -> None:
-        """Queue all copies on the devices' streams."""
-        while self._waiting:
-            self._send()
-
-    def _send(self) -> None:
-        values, target, future = self._waiting.popleft()
-        # On this thread, so that the copy is in order on the caller's stream.
-        if future is None:
-            target.copy_(values)
-            return
-        stage = future.result()
-        if values.dtype != target.dtype:
-            landing = self._landings[target.device][: values.nbytes].view(values.dtype)
-            values = landing.copy_(values, non_blocking=True)
-        target.copy_(values, non_blocking=True)
-        self._stages.put_back(stage, [target.device])
-
-    def __enter__(self) -> Sender:
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if self._pool is not None:
-            with self._pool:
-                if error is None:
-                    self.flush()
-            self._stages.wait()
-
-
-def _is_large(target: torch.Tensor) -> bool:
-    return target.is_cuda and _is_plain(target) and target.nbytes >= _LARGE
+def is_worth_pinning(source: torch.Tensor, target: torch.Tensor) -> bool:
+    """Return whether a copy to a CUDA device is faster through pinned memory."""
+    if not (_is_plain(target) and target.nbytes >= _LARGE):
+        return False
+    if not (source.is_cpu and _is_plain(source)) or source.is_pinned():
+        return False
+    # A float outside of an integer's range is cast differently on a device and on the host.
+    floats = source.is_floating_point() and target.is_floating_point()
+    return source.dtype == target.dtype or floats
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -197,8 +105,3 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and tensor.is_contiguous()
         and not (tensor.is_conj() or tensor.is_neg())
     )
-
-
-def _fill(stage: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    ctypes.memmove(stage.data_ptr(), source.data_ptr(), source.nbytes)
-    return stage

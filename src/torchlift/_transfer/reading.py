@@ -24,10 +24,10 @@ import ctypes
 import math
 import os
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import NamedTuple
@@ -37,7 +37,7 @@ import torch
 from torchlift._store.files import Opened
 from torchlift._store.places import in_parallel
 from torchlift._store.url import Store, Url
-from torchlift._transfer.direct import DEPTH, MOST, OpenFile, OwnStage, buffer
+from torchlift._transfer.direct import DEPTH, MOST, OpenFile, borrowed, buffer
 from torchlift._transfer.files import Files, Place
 from torchlift._transfer.pages import HUGE_PAGE, HugePages, allocate
 from torchlift._transfer.pinned import COUNT, STAGE, THREADS, Stages, allocate_pinned
@@ -47,19 +47,18 @@ from torchlift.formats.index import TensorEntry
 
 #: Bytes of anonymous memory that a transfer may use in addition to the destinations.
 BUDGET = 64 << 20
-#: Bytes of one staged read, or of one read of several small tensors. Larger reads gain nothing from
-#: a warm cache, and smaller reads cost more system calls.
-BLOCK = 8 << 20
-# A large tensor is read in this many blocks at once: new memory costs the same for any size.
-_WHOLE = 4
-_COLD = 16 << 20  # at most this many bytes from a disk at once, so that all threads end together
-_STAGES = 4  # stages of BLOCK bytes. They use half of the budget, and the other half is a reserve.
+#: Bytes of one read of values that are cast or moved. Larger reads gain nothing from a warm cache.
+_STAGED = MOST
+#: Bytes of one read straight into the destinations, at most, so that all threads end together. It
+#: is a multiple of a huge page, because a page that two reads share does not become a huge one.
+_DIRECT = 16 << 20
+_STAGES = 4  # stages for casts of local files. Threads that read past the page cache need the rest.
 # Torch splits a copy of more than 32,768 elements over threads of its own. Each reader would start
 # a team of them, which wait for each other on a busy machine. 2.1 GB cast to bfloat16, alternated
 # with other work, took 1.8 s (median) in copies of this size, and 4.3 s in larger copies.
 _SERIAL = 32_704
-#: Bytes of anonymous memory that `read` uses at most to stage values that are cast or moved.
-STAGING = min(_STAGES, THREADS) * BLOCK
+#: Bytes of anonymous memory that `read` uses at most to stage values that are cast.
+STAGING = min(_STAGES, THREADS) * STAGE
 #: Bytes in one range of a URL. 2.1 GB by HTTP over the loopback took 1.3 s with 4, 8 and 32 ranges
 #: in parallel. A server that is far away answers late, and needs more of them.
 _RANGE = 8 << 20
@@ -68,8 +67,51 @@ RING = COUNT * STAGE
 #: The process in which torch's pool of threads is ready.
 _process = os.getpid()
 _SOON = 0.02  # seconds until running reads are cancelled again
-#: Bytes between two ranges of a URL that arrive sooner than the answer to another request.
+#: Bytes between two ranges of one job. In a URL they arrive sooner than the answer to another
+#: request. In a file, the bytes between two runs of slices are skipped. See `_is_far`.
 _NEAR = 1 << 20
+
+
+class Held(str):
+    """A tensor in host memory in place of a file, so that devices get it through the same stages.
+
+    As text it is an address. It is open, as a file is.
+    """
+
+    values: torch.Tensor
+
+    def __new__(cls, values: torch.Tensor) -> Held:
+        """Make the text from the tensor, which has to be contiguous."""
+        made = super().__new__(cls, f"memory at {values.data_ptr():#x}")
+        made.values = values
+        return made
+
+    def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
+        """Fill the buffers in order with the bytes that start at an offset."""
+        done = 0
+        for each in buffers:
+            into = (ctypes.c_char * len(each)).from_buffer(each)
+            ctypes.memmove(into, self.values.data_ptr() + offset + done, len(each))
+            done += len(each)
+        return done
+
+
+class _Transfer(NamedTuple):
+    """The tools of all jobs of one `read`.
+
+    Attributes:
+        opened: File -> the open file, URL or memory.
+        ring: Stages for values that are cast or moved.
+        own: Free stages of threads that read past the page cache.
+        pages: Backs the destinations with huge pages.
+        report: Called with the number of bytes of each job that is done.
+    """
+
+    opened: Mapping[str, OpenFile | Opened | Held]
+    ring: Stages
+    own: list[torch.Tensor]
+    pages: HugePages
+    report: Callable[[int], object]
 
 
 def read(
@@ -94,26 +136,19 @@ def read(
         IntegrityError: If a read failed or was too short, or if the file changed. The destinations
             then hold undefined bytes.
     """
-    local = sorted(requests, key=lambda request: (request.file, request.offset))
-    kinds = {request.destination.device.type for request in local}
-    total = sum(request.nbytes for request in local)
-    away = list[Job]()
-    if remote := [request for request in local if isinstance(request.file, Url)]:
-        local = [request for request in local if not isinstance(request.file, Url)]
-        for direct in True, False:
-            away += _make_url_jobs([each for each in remote if each.direct is direct], direct)
-    block, most = BLOCK, min(_STAGES, THREADS)
-    if away or kinds - {"cpu"}:
-        block, most = STAGE, COUNT
+    wanted = list(requests)
     jobs = [
         job
         for direct in (True, False)
-        for job in _make_jobs([request for request in local if request.direct is direct], block)
+        for job in _make_jobs([each for each in wanted if each.direct is direct], direct)
     ]
+    here = [job for job in jobs if not isinstance(job.file, (Held, Url))]
+    away = [job for job in jobs if isinstance(job.file, Url)]
+    held = {job.file: job.file for job in jobs if isinstance(job.file, Held)}
     requested: Counter[str] = Counter()
-    for request in local:
-        requested[request.file] += request.nbytes
-    own, left = OwnStage(), total
+    for job in here:
+        requested[job.file] += job.nbytes
+    left = total = sum(request.nbytes for request in wanted)
 
     def report(nbytes: int) -> None:
         """Report bytes that were requested, but not those that were read between them."""
@@ -123,37 +158,44 @@ def read(
         if advance is not None:
             advance(nbytes)
 
-    free = [] if stages is None else stages
     with ExitStack() as stack:
-        here = {
-            file: stack.enter_context(OpenFile(file, files.descriptor(file), nbytes, own))
+        local = {
+            file: stack.enter_context(OpenFile(file, files.descriptor(file), nbytes))
             for file, nbytes in requested.items()
         }
-        warm, cold = _split_by_cache(jobs, here)
-        opened: dict[str, OpenFile | Opened] = {**here}
-        opened |= {file: files.open(file) for file in {job.file for job in away}}
-        depth = DEPTH
-        if cold and kinds - {"cpu"}:
-            # Each thread that reads past the page cache has one more stage. Stay in the budget.
-            depth, most = DEPTH // 2, min(most, BUDGET // STAGE - DEPTH // 2)
+        for job in here:
+            # A direct read of rows would read all bytes between them too, perhaps on each rank.
+            job.is_cold = job.slices[0].request.rows == 1 and local[job.file].is_cold(
+                job.offset, job.end - job.offset
+            )
+        cold = [job for job in here if job.is_cold]
+        staged = [job for job in jobs if job.needs_stage]
+        is_sent = any(not job.on_host for job in staged)
+        most = COUNT if away or is_sent else min(_STAGES, THREADS)
+        # Each thread that reads past the page cache has one more stage. Stay in the budget.
+        depth = DEPTH // 2 if cold and is_sent else DEPTH
+        most = min(len(staged), most, BUDGET // STAGE - depth if cold else most)
+        free = [] if stages is None else stages
         # Pinned memory takes long to set up: it does not pay for a single read.
-        is_pinned = len(warm) + len(cold) + len(away) > 1 and "cuda" in kinds
-        while len(free) < min(sum(job.staged for job in (*warm, *cold, *away)), most):
+        is_pinned = len(jobs) > 1 and any(job.cuda_devices for job in staged)
+        while len(free) < most:
             # Not by malloc, which can keep freed memory.
             host = torch.device("cpu")
-            free.append(allocate_pinned(block) if is_pinned else allocate(block, torch.uint8, host))
-        pages = HugePages()
+            free.append(allocate_pinned(STAGE) if is_pinned else allocate(STAGE, torch.uint8, host))
+        ring = Stages(free)
+        stack.callback(ring.wait)  # the caller frees memory that devices still read or write
+        opened: dict[str, OpenFile | Opened | Held] = {**local}
+        opened |= {file: file for file in held}
+        opened |= {job.file: files.open(job.file) for job in away}
+        transfer = _Transfer(opened, ring, [], HugePages(), report)
         stores = [job.file.store for job in away if isinstance(job.file, Url)]
         far = min((store.transport.at_once for store in stores), default=1)
-        for some, threads in (cold, depth), (warm, THREADS), (away, far):
-            if len(some) == 1:  # on this thread, because a thread takes longer than a small read
-                (job,) = some
-                stage = free[0] if job.staged else None
-                _fetch(job, opened[job.file], stage, pages)
-                _deliver(job, stage, pages)
-                report(job.nbytes)
-            elif some:
-                _read_parallel(some, opened, pages, report, Stages(free), threads)
+        _run_all(cold, depth, transfer)
+        # Threads that wait for a network are more than the cores.
+        warm = DEPTH if any(file.is_far for file in local.values()) else THREADS
+        _run_all([job for job in here if not job.is_cold], warm, transfer)
+        _run_all(away, far, transfer)
+        _run_all([job for job in jobs if job.file in held], THREADS, transfer)
     if urls := sorted({job.file for job in away}):
         in_parallel(urls[0], lambda file: files.open(file).check(), urls)
     return total
@@ -186,30 +228,17 @@ def _read_places(files: Files, places: Iterable[Place]) -> dict[Place, torch.Ten
     return into
 
 
-def _split_by_cache(
-    jobs: Iterable[Job], opened: Mapping[str, OpenFile]
-) -> tuple[list[Job], list[Job]]:
-    """Return the jobs in the page cache, and the jobs to read past it."""
-    warm: list[Job] = []
-    cold: list[Job] = []
-    for job in jobs:
-        # A direct read of rows would read all bytes between them too, perhaps on each rank.
-        has_gaps = job.slices[0].request.rows > 1
-        is_cold = not has_gaps and opened[job.file].is_cold(job.offset, job.end - job.offset)
-        (cold if is_cold else warm).append(job)
-    share = sum(job.nbytes for job in cold) // DEPTH // MOST * MOST
-    most = min(max(share, MOST), _COLD)
-    return warm, [part for job in cold for part in _split_cold(job, most)]
+def _run_all(jobs: Sequence[Job], threads: int, transfer: _Transfer) -> None:
+    if len(jobs) == 1:  # on this thread, because a thread takes longer than a small read
+        (job,) = jobs
+        stage = transfer.ring.take(wait=True) if job.needs_stage else None
+        _fetch(job, stage, transfer)
+        _finish(job, stage, transfer)
+    elif jobs:
+        _run_parallel(jobs, threads, transfer)
 
 
-def _read_parallel(
-    jobs: Sequence[Job],
-    opened: Mapping[str, OpenFile | Opened],
-    pages: HugePages,
-    report: Callable[[int], object],
-    stages: Stages,
-    threads: int,
-) -> None:
+def _run_parallel(jobs: Sequence[Job], threads: int, transfer: _Transfer) -> None:
     global _process
     if os.getpid() != _process:
         # In a forked child, the first copies on several threads renew torch's pool of threads at
@@ -217,38 +246,27 @@ def _read_parallel(
         torch.set_num_threads(torch.get_num_threads())
         _process = os.getpid()
     running: dict[Future[None], tuple[Job, torch.Tensor | None]] = {}
-    tracker = _Tracker()
-    waiting = iter(jobs)
-    following: Job | None = next(waiting, None)
+    tracker, waiting = _Tracker(), deque(jobs)
     with ThreadPoolExecutor(min(threads, len(jobs)), "torchlift-read") as pool:
         try:
-            while following is not None or running:
-                # Readers cast values that stay on the host. This thread sends to devices, so that
-                # the caller's stream is used.
-                while following is not None and len(running) < 4 * threads:
-                    job = following
-                    stage = stages.take(wait=not running) if job.staged else None
-                    if job.staged and stage is None:
-                        break
-                    file = opened[job.file]
-                    future = pool.submit(_run_job, job, file, stage, pages, tracker)
-                    running[future] = (job, stage)
-                    following = next(waiting, None)
+            while waiting or running:
+                while waiting and len(running) < 4 * threads:
+                    stage = None
+                    if waiting[0].needs_stage:
+                        stage = transfer.ring.take(wait=not running)
+                        if stage is None:
+                            break
+                    job = waiting.popleft()
+                    running[pool.submit(tracker.run, job, stage, transfer)] = (job, stage)
                 done, _ = wait(running, return_when=FIRST_COMPLETED)
                 for future in done:
                     job, stage = running.pop(future)
                     future.result()
-                    if stage is not None:
-                        if not job.on_host:
-                            _deliver(job, stage, pages)
-                        stages.put_back(stage, job.cuda_devices)
-                    report(job.nbytes)
-            stages.wait()
+                    _finish(job, stage, transfer)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             tracker.stop({job.file.store for job in jobs if isinstance(job.file, Url)})
             pool.shutdown(wait=True)
-            stages.wait()  # the caller frees memory that devices still read or write
             raise
 
 
@@ -271,63 +289,60 @@ class _Tracker:
                 store.cancel()
             time.sleep(_SOON)
 
-    @contextmanager
-    def track(self, job: Job) -> Iterator[bool]:
-        """Track a job while it runs. Yield False if it should not run any more."""
+    def run(self, job: Job, stage: torch.Tensor | None, transfer: _Transfer) -> None:
+        """Run one job on a reader thread, unless the jobs are stopped."""
         self._jobs.add(id(job))
         try:
-            yield not self._is_stopped
+            if not self._is_stopped:
+                _fetch(job, stage, transfer)
         finally:
             self._jobs.discard(id(job))
 
 
-def _run_job(
-    job: Job,
-    file: OpenFile | Opened,
-    stage: torch.Tensor | None,
-    pages: HugePages,
-    tracker: _Tracker,
-) -> None:
-    """Run one job on a reader thread."""
-    with tracker.track(job) as is_needed:
-        if is_needed:
-            _fetch(job, file, stage, pages)
-            if job.on_host:
-                _deliver(job, stage, pages)
+def _finish(job: Job, stage: torch.Tensor | None, transfer: _Transfer) -> None:
+    """Send the values of a job to devices, on the calling thread, so that its stream is used."""
+    if stage is not None:
+        if not job.on_host:
+            _deliver(job, job.slices, stage, job.offset, transfer.pages)
+        transfer.ring.put_back(stage, job.cuda_devices)
+    transfer.report(job.nbytes)
 
 
-def _fetch(job: Job, file: OpenFile | Opened, stage: torch.Tensor | None, pages: HugePages) -> None:
-    """Read a job's bytes into the stage, or into the destinations if there is no stage."""
-    if isinstance(file, OpenFile) and job.cold:
-        _fetch_cold(job, file, stage, pages)
+def _fetch(job: Job, stage: torch.Tensor | None, transfer: _Transfer) -> None:
+    """Read a job into the stage, or into its destinations if the stage is None.
+
+    Values for a device stay in the stage. Readers cast values that stay on the host.
+    """
+    file, pages = transfer.opened[job.file], transfer.pages
+    if stage is None:
+        for part in job.slices:
+            into = part.request.destination
+            if part.request.direct and part.nbytes >= HUGE_PAGE and into.is_contiguous():
+                pages.back(into.data_ptr() + part.start - part.request.offset, part.nbytes)
+    if job.is_cold and isinstance(file, OpenFile):
+        _fetch_cold(job, file, stage, transfer)
         return
     if isinstance(file, OpenFile) and job.slices[0].request.rows > 1:
-        _fetch_rows(job, file, stage, pages)
+        _fetch_rows(job, file, stage)
+    else:
+        for run in _split_at_gaps(job):
+            start, stop = run[0].start, run[-1].end
+            if stage is None:
+                buffers = _destinations(run)
+            else:
+                buffers = [buffer(stage.data_ptr() + start - job.offset, stop - start)]
+            _read_run(job, file, buffers, start, stop)
+    if stage is not None and job.on_host:
+        _deliver(job, job.slices, stage, job.offset, pages)
+
+
+def _split_at_gaps(job: Job) -> Iterator[list[Slice]]:
+    """Split a job into runs of slices, between which to skip the gap is faster than to read it."""
+    if isinstance(job.file, Url):  # to skip a gap would take another request
+        yield job.slices
         return
-    # To skip a gap in a URL would take another request.
-    for run in _split_at_gaps(job.slices) if isinstance(file, OpenFile) else [job.slices]:
-        start = at = run[0].start
-        stop = run[-1].end if isinstance(file, OpenFile) else job.end
-        if stage is not None:
-            into = buffer(stage.data_ptr() + start - job.offset, stop - start)
-            _read_run(job, file, [into], start, stop)
-            continue
-        buffers: list[memoryview] = []
-        for first, end, request in run:
-            if first > at:
-                buffers.append(_NOWHERE[: first - at])
-            address, nbytes = request.destination.data_ptr() + first - request.offset, end - first
-            if nbytes >= HUGE_PAGE:
-                pages.back(address, nbytes)
-            buffers.append(buffer(address, nbytes))
-            at = end
-        _read_run(job, file, buffers, start, stop)
-
-
-def _split_at_gaps(slices: Iterable[Slice]) -> Iterator[list[Slice]]:
-    """Split slices into runs, between which skipping the gap is faster than reading it."""
     run: list[Slice] = []
-    for part in slices:
+    for part in job.slices:
         if run and _is_far(part.start - run[-1].end, part.end - part.start):
             yield run
             run = []
@@ -335,71 +350,67 @@ def _split_at_gaps(slices: Iterable[Slice]) -> Iterator[list[Slice]]:
     yield run
 
 
-def _fetch_cold(job: Job, file: OpenFile, stage: torch.Tensor | None, pages: HugePages) -> None:
-    """Read a job past the page cache into this thread's stage, and copy it from there."""
-    if len(job.slices) == 1 and job.slices[0].request.direct:
-        ((start, end, request),) = job.slices
+def _destinations(run: Sequence[Slice]) -> list[memoryview]:
+    """Return the memory that receives a run, with a place for the bytes between its slices."""
+    buffers, at = list[memoryview](), run[0].start
+    for start, end, request in run:
+        if start > at:
+            buffers.append(_NOWHERE[: start - at])
         address = request.destination.data_ptr() + start - request.offset
-        pages.back(address, end - start)
-        for first in range(start, end, MOST):
-            values = _read_cold(job, file, first, min(first + MOST, end))
-            ctypes.memmove(address + first - start, values.data_ptr(), values.nbytes)
-        return
-    values = _read_cold(job, file, job.offset, job.end)
-    if stage is None:
-        _deliver(job, values, pages)
-    else:
-        ctypes.memmove(stage.data_ptr(), values.data_ptr(), values.nbytes)
+        buffers.append(buffer(address, end - start))
+        at = end
+    return buffers
 
 
-def _read_cold(job: Job, file: OpenFile, start: int, end: int) -> torch.Tensor:
-    """Read a range into this thread's stage, and return that part of the stage."""
+def _fetch_cold(job: Job, file: OpenFile, stage: torch.Tensor | None, transfer: _Transfer) -> None:
+    """Read a job past the page cache into a stage of this thread, and copy it from there."""
+    with borrowed(transfer.own) as own:
+        for run in _split_at_gaps(job):
+            for start in range(run[0].start, run[-1].end, MOST):
+                end = min(start + MOST, run[-1].end)
+                values = _read_cold(job, file, own, start, end)
+                if stage is None:
+                    _deliver(job, run, values, start, transfer.pages)
+                else:
+                    address = stage.data_ptr() + start - job.offset
+                    ctypes.memmove(address, values.data_ptr(), values.nbytes)
+
+
+def _read_cold(job: Job, file: OpenFile, own: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    """Read a range into a stage, and return that part of the stage."""
     nbytes = end - start
     try:
-        lead = file.read_direct(start, nbytes)
+        lead = file.read_direct(own, start, nbytes)
     except OSError as error:
         raise _read_error(job, f"reading failed ({error.strerror})") from error
     if lead is None:
         lead = 0
-        _read_run(job, file, [buffer(file.own.memory.data_ptr(), nbytes)], start, end)
-        file.forget(start, nbytes)
-    return file.own.memory[lead : lead + nbytes]
+        _read_run(job, file, [buffer(own.data_ptr(), nbytes)], start, end)
+    return own[lead : lead + nbytes]
 
 
-def _fetch_rows(job: Job, file: OpenFile, stage: torch.Tensor | None, pages: HugePages) -> None:
+def _fetch_rows(job: Job, file: OpenFile, stage: torch.Tensor | None) -> None:
     """Read the rows of a job's only request, without the bytes between them.
 
     Rows in a stage follow each other. A system call for each short row takes longer than its bytes,
-    so short rows are copied out of a map. If they cannot be mapped, as on a network file system,
-    they are read together with the bytes between them. Long rows are read one by one.
+    so short rows are copied out of a map. Long rows are read one by one, and so are short rows that
+    cannot be mapped, as on a network file system.
     """
     request = job.slices[0].request
-    count, row, target = request.rows, request.row, request.destination
-    apart = row
+    count, row, target, apart = request.rows, request.row, request.destination, request.row
     if stage is not None:
         target = stage
     elif target.dim() > 1:
         apart = target.stride(0) * target.itemsize
-    if stage is None and apart == row:
-        pages.back(target.data_ptr(), target.nbytes)
     span = file.map(job.offset, job.end - job.offset) if request.is_mappable else None
-    together = count if span is not None else 1
-    if span is None and request.is_mappable and request.step - row <= _MAX_THROUGH:
-        together = MOST // request.step
-    for first in range(0, count, together):
-        some = min(together, count - first)
-        start, address = request.offset + first * request.step, target.data_ptr() + first * apart
-        area = buffer(address, (some - 1) * apart + row)
-        if together == 1:
-            _read_run(job, file, [area], start, start + row)
-            continue
-        values = span
-        if values is None:
-            values = file.own.memory[: (some - 1) * request.step + row]
-            into = [buffer(values.data_ptr(), values.nbytes)]
-            _read_run(job, file, into, start, start + values.nbytes)
-        received = torch.frombuffer(area, dtype=torch.uint8).as_strided((some, row), (apart, 1))
-        _copy_bytes(values.as_strided((some, row), (request.step, 1)), received)
+    if span is not None:
+        area = buffer(target.data_ptr(), (count - 1) * apart + row)
+        received = torch.frombuffer(area, dtype=torch.uint8).as_strided((count, row), (apart, 1))
+        _copy_bytes(span.as_strided((count, row), (request.step, 1)), received)
+        return
+    for number in range(count):
+        start = request.offset + number * request.step
+        _read_run(job, file, [buffer(target.data_ptr() + number * apart, row)], start, start + row)
 
 
 def _copy_bytes(source: torch.Tensor, target: torch.Tensor) -> None:
@@ -414,7 +425,7 @@ def _copy_bytes(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def _read_run(
-    job: Job, file: OpenFile | Opened, buffers: list[memoryview], start: int, end: int
+    job: Job, file: OpenFile | Opened | Held, buffers: list[memoryview], start: int, end: int
 ) -> None:
     """Read one contiguous range into the buffers."""
     while start < end:
@@ -435,25 +446,35 @@ def _read_run(
             buffers[0] = buffers[0][got:]
 
 
-def _deliver(job: Job, stage: torch.Tensor | None, pages: HugePages) -> None:
-    """Cast and copy the values of a stage to their destinations."""
-    if stage is None:
-        return
-    for start, end, request in job.slices:
+def _deliver(
+    job: Job, slices: Iterable[Slice], values: torch.Tensor, at: int, pages: HugePages
+) -> None:
+    """Copy and cast bytes of a file to the destinations of slices.
+
+    Args:
+        job: The job.
+        slices: The slices.
+        values: The bytes. They may be a part of the slices.
+        at: The offset of these bytes in the file.
+        pages: Backs the destinations with huge pages.
+    """
+    for start, end, request in slices:
         target, step = request.destination, request.row
         if request.rows > 1:
             if isinstance(job.file, Url):
                 step = request.step  # the stage also has the bytes between the rows
-            source = stage.as_strided((request.rows, request.row), (step, 1))
+            source = values.as_strided((request.rows, request.row), (step, 1))
             target = target.view(request.rows, -1) if target.dim() == 1 else target
         else:
-            source = stage[start - job.offset : end - job.offset]
-            first = (start - request.offset) // request.dtype.itemsize
-            target = target[0] if target.dim() > 1 else target  # a matrix of one row
-            target = target[first:][: source.nbytes // request.dtype.itemsize]
+            first = max(start, at)
+            source = values[first - at : max(min(end - at, len(values)), first - at)]
             if request.direct:
-                ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+                address = target.data_ptr() + first - request.offset
+                ctypes.memmove(address, source.data_ptr(), source.nbytes)
                 continue
+            target = target[0] if target.dim() > 1 else target  # a matrix of one row
+            target = target[(first - request.offset) // request.dtype.itemsize :]
+            target = target[: source.nbytes // request.dtype.itemsize]
         if source.storage_offset() % request.dtype.itemsize:
             source = source.clone()  # a view as another dtype needs an aligned offset
         source = source.view(request.dtype)
@@ -493,16 +514,6 @@ def _copy_on_host(source: torch.Tensor, target: torch.Tensor) -> None:
             ctypes.memmove(into.data_ptr(), cast.data_ptr(), cast.nbytes)
 
 
-def _read_error(job: Job, reason: str, found: str | None = None) -> IntegrityError:
-    return IntegrityError(
-        reason,
-        file=job.file,
-        expected=f"bytes {job.offset} to {job.end}",
-        found=found,
-        hint="Check the disk and that nobody writes to the file, then load again.",
-    )
-
-
 #: Receives the bytes between two ranges. Several threads write here at once.
 _NOWHERE = memoryview(bytearray(_NEAR))
 _MAX_BUFFERS = 512  # a gap needs a buffer too, and the kernel accepts 1024 in one preadv
@@ -517,7 +528,6 @@ _MAX_GAP = 4096  # bytes between two small tensors that are faster to read than 
 #: time (medians of nine), and 220 to 237 ms with a call for each row.
 _SHORT, _CLOSE = 8 << 10, 64 << 10
 _MAPPED = 32 << 20  # bytes of one map, with the bytes between the rows
-_MAX_THROUGH = 12 << 10  # bytes between rows that are faster to read than one more system call
 _MAX_WASTE = 0.01  # the largest share of gaps in what is read, once it is more than a header
 
 
@@ -526,7 +536,7 @@ class Request:
     """A byte range of a file, or several rows of equal length, and the tensor that receives them.
 
     Attributes:
-        file: The absolute path or the URL.
+        file: The absolute path, the URL, or memory.
         offset: The first byte in the file.
         nbytes: Bytes to read, of all rows together. A row is a multiple of `dtype`'s item size.
         destination: A one-dimensional contiguous tensor of ``nbytes / itemsize`` elements on any
@@ -566,37 +576,48 @@ class Request:
 
 
 class Slice(NamedTuple):
-    """The part of a request that a job reads."""
+    """The part of a request that a job reads. The end includes the bytes between rows."""
 
     start: int  # offset in the file
-    end: int  # offset in the file, as if the rows of the request had no gaps
+    end: int  # offset in the file
     request: Request
+
+    @property
+    def nbytes(self) -> int:
+        """Return the number of requested bytes, without those between rows."""
+        return self.request.nbytes if self.request.rows > 1 else self.end - self.start
 
 
 @dataclass(slots=True)
 class Job:
-    """One contiguous range of a file that one thread reads.
+    """One range of a file that one thread reads.
 
     Attributes:
         file: The path or URL.
         offset: The first byte.
-        staged: Whether the bytes go to a stage before their destinations.
         end: The offset after the last byte.
-        slices: The parts of requests that the job reads.
-        cold: Whether to read past the page cache.
+        slices: The parts of requests that the job reads. All are direct, or none is.
+        is_cold: Whether to read past the page cache.
     """
 
     file: str
     offset: int
-    staged: bool
     end: int
     slices: list[Slice] = field(default_factory=list)
-    cold: bool = False
+    is_cold: bool = False
 
     @property
     def nbytes(self) -> int:
         """Return the number of requested bytes, without gaps."""
-        return sum(end - start for start, end, _ in self.slices)
+        return sum(part.nbytes for part in self.slices)
+
+    @property
+    def needs_stage(self) -> bool:
+        """Return whether the bytes go to a stage of the ring before their destinations."""
+        request = self.slices[0].request
+        if request.rows > 1 and isinstance(self.file, Url):
+            return True  # the rows arrive together with the bytes between them
+        return not (request.direct or (self.is_cold and self.on_host))
 
     @property
     def cuda_devices(self) -> set[torch.device]:
@@ -610,31 +631,77 @@ class Job:
         return all(each.request.destination.device.type == "cpu" for each in self.slices)
 
 
-def _make_jobs(requests: Iterable[Request], block: int) -> Iterator[Job]:
-    """Split and join requests to jobs, in file order. All requests are direct, or none is."""
+def _make_jobs(requests: Collection[Request], direct: bool) -> Iterator[Job]:
+    """Split and join requests to jobs, in file order. A job of a URL is one range of it.
+
+    Args:
+        requests: The requests.
+        direct: Whether they are read into their destinations.
+    """
+    share = sum(request.nbytes for request in requests) // DEPTH // HUGE_PAGE * HUGE_PAGE
+    share = min(max(share, 2 * HUGE_PAGE), _DIRECT)
     job: Job | None = None
-    for request in requests:
-        if not request.nbytes:
-            continue
-        stop = request.offset + request.nbytes
-        if job is not None and (request.rows > 1 or not _joins(job, request, block)):
-            yield job
-            job = None
-        if request.rows > 1:
-            yield from _make_row_jobs(request, block)
-        elif job is None and request.nbytes > block:
-            step = _WHOLE * block if request.direct else block
-            for start in range(request.offset, stop, step):
-                end = min(start + step, stop)
-                part = Slice(start, end, request)
-                yield Job(request.file, start, not request.direct, end, [part])
-        else:
-            if job is None:
-                job = Job(request.file, request.offset, not request.direct, request.offset)
-            job.slices.append(Slice(request.offset, stop, request))
-            job.end = stop
+    for whole in sorted(requests, key=attrgetter("file", "offset")):
+        is_url = isinstance(whole.file, Url)
+        most = (_RANGE if direct else STAGE) if is_url else (share if direct else _STAGED)
+        for request in _split_rows(whole, most):
+            # A large tensor starts a job, because its memory starts at a huge page.
+            is_alone = request.rows > 1 or (request.nbytes >= most and not is_url)
+            if job is not None and is_alone:
+                yield job
+                job = None
+            if request.rows > 1:
+                part = Slice(request.offset, request.end, request)
+                yield Job(request.file, request.offset, request.end, [part])
+                continue
+            start, stop = request.offset, request.end
+            while start < stop:
+                end = start
+                if job is not None and _is_near(job, request.file, start):
+                    end = min(stop, job.offset + most)
+                    end -= (end - request.offset) % request.dtype.itemsize
+                if job is None or end <= start:
+                    if job is not None:
+                        yield job
+                    job, end = Job(request.file, start, start), min(stop, start + most)
+                job.slices.append(Slice(start, end, request))
+                job.end = start = end
     if job is not None:
         yield job
+
+
+def _is_near(job: Job, file: str, start: int) -> bool:
+    """Return whether a range that starts here may be read together with a job."""
+    gap = start - job.end
+    return job.file == file and 0 <= gap <= _NEAR and len(job.slices) < _MAX_BUFFERS
+
+
+def _split_rows(request: Request, most: int) -> Iterator[Request]:
+    """Split a request into requests of at most `most` bytes, but of at least one row.
+
+    The bytes between the rows count if they are read or mapped, too.
+    """
+    count, row, size = request.rows, request.row, request.dtype.itemsize
+    if count == 1:
+        if request.nbytes:
+            yield request
+        return
+    together = most // row
+    if isinstance(request.file, Url):
+        is_near = request.step - row <= _NEAR
+        together = 1 + (_STAGED - row) // max(1, request.step) if is_near else 1
+    elif request.is_mappable:
+        together = min(together, _MAPPED // request.step)
+    together = max(1, together)
+    for first in range(0, count, together):
+        some = min(together, count - first)
+        target = request.destination
+        if target.dim() > 1:
+            target = target[first : first + some] if some > 1 else target[first]
+        else:
+            target = target[first * row // size :][: some * row // size]
+        start = request.offset + first * request.step
+        yield replace(request, offset=start, nbytes=some * row, destination=target, rows=some)
 
 
 def count_ranges(wanted: Iterable[tuple[TensorEntry, bool]]) -> int:
@@ -653,109 +720,23 @@ def count_ranges(wanted: Iterable[tuple[TensorEntry, bool]]) -> int:
             places = ((each.file, each.offset, each.nbytes) for each in entry.chunks)
             nowhere = torch.empty(0, dtype=torch.uint8, device="meta")
             requests[True] += [Request(*place, nowhere, torch.uint8) for place in places]
-    return sum(1 for direct, some in requests.items() for _ in _make_url_jobs(some, direct))
-
-
-def _make_url_jobs(requests: Iterable[Request], direct: bool) -> Iterator[Job]:
-    """Split and join requests to jobs, each of which is one range of a URL."""
-    job: Job | None = None
-    most = _RANGE if direct else STAGE
-    in_order = sorted(requests, key=attrgetter("file", "offset"))
-    for request in (part for each in in_order for part in _split_url_rows(each)):
-        if request.rows > 1:
-            part = Slice(request.offset, request.offset + request.nbytes, request)
-            yield Job(request.file, request.offset, True, request.end, [part])
-            continue
-        start, stop = request.offset, request.end
-        while start < stop:
-            end = start
-            if job is not None and job.file == request.file and 0 <= start - job.end <= _NEAR:
-                end = min(stop, job.offset + most)
-                end -= (end - request.offset) % request.dtype.itemsize
-            if job is None or end <= start or len(job.slices) == _MAX_BUFFERS:
-                if job is not None:
-                    yield job
-                job, end = Job(request.file, start, not direct, start), min(stop, start + most)
-            job.slices.append(Slice(start, end, request))
-            job.end = start = end
-    if job is not None:
-        yield job
-
-
-def _split_url_rows(request: Request) -> Iterator[Request]:
-    """Split a request so that a stage holds the rows of each part and the bytes between them."""
-    row = request.row
-    if request.rows == 1:
-        yield request
-    elif row + request.step > STAGE or request.step - row > _NEAR:
-        yield from _split_rows(request, 1)
-    else:
-        yield from _split_rows(request, 1 + (STAGE - row) // request.step)
-
-
-def _make_row_jobs(request: Request, block: int) -> Iterator[Job]:
-    """Make jobs of several rows each, or of parts of a long row."""
-    together = block // request.row
-    if request.is_mappable:
-        together = min(together, _MAPPED // request.step)
-    for some in _split_rows(request, max(1, together)):
-        if some.rows == 1:
-            yield from _make_jobs([some], block)
-        else:
-            part = Slice(some.offset, some.offset + some.nbytes, some)
-            yield Job(request.file, some.offset, not request.direct, some.end, [part])
-
-
-def _split_rows(request: Request, together: int) -> Iterator[Request]:
-    """Split a request into requests of at most `together` rows."""
-    row, size = request.row, request.dtype.itemsize
-    for first in range(0, request.rows, together):
-        count = min(together, request.rows - first)
-        start, nbytes = request.offset + first * request.step, count * row
-        target = request.destination
-        if target.dim() > 1:
-            target = target[first : first + count] if count > 1 else target[first]
-        else:
-            target = target[first * row // size :][: nbytes // size]
-        yield replace(request, offset=start, nbytes=nbytes, destination=target, rows=count)
-
-
-def _split_cold(job: Job, most: int) -> Iterator[Job]:
-    """Split a job that reads past the page cache, so that a thread's stage holds each part.
-
-    A part with one direct slice may have `most` bytes: the thread reads it in several steps.
-    """
-    one: Job | None = None
-    if len(job.slices) > 1 or job.staged:
-        most = MOST
-    for first, stop, request in job.slices:
-        for start in range(first, stop, most):
-            end = min(start + most, stop)
-            if one is None or end - one.offset > most or _is_far(start - one.end, end - start):
-                if one is not None:
-                    yield one
-                one = Job(job.file, start, not job.on_host, end, cold=True)
-            one.slices.append(Slice(start, end, request))
-            one.end = end
-    if one is not None:
-        yield one
-
-
-def _joins(job: Job, request: Request, block: int) -> bool:
-    return (
-        request.file == job.file
-        and request.offset >= job.end
-        and request.offset + request.nbytes - job.offset <= block
-        and len(job.slices) < _MAX_BUFFERS
-        # A staged slice is viewed as its dtype, which needs an aligned place in the stage.
-        and (request.direct or (request.offset - job.offset) % request.dtype.itemsize == 0)
-    )
+    return sum(1 for direct, some in requests.items() for _ in _make_jobs(some, direct))
 
 
 def _is_far(gap: int, nbytes: int) -> bool:
     """Return whether to skip the bytes before a range of `nbytes` instead of reading them."""
     # In a shard of an inner dimension the gaps are as long as the rows: do not read all of them.
     return gap > min(_MAX_GAP, 256 + nbytes * _MAX_WASTE)
+
+
+def _read_error(job: Job, reason: str, found: str | None = None) -> IntegrityError:
+    return IntegrityError(
+        reason,
+        file=job.file,
+        expected=f"bytes {job.offset} to {job.end}",
+        found=found,
+        hint="Check the disk and that nobody writes to the file, then load again.",
+    )
 
 
 #: Shorter runs of bytes are copied as numbers by torch, in any order.

@@ -24,7 +24,7 @@ from torchlift._checkpoint.checkpoint import Checkpoint, MappedViews, dtype_of
 from torchlift._checkpoint.checkpoint import open as open_checkpoint
 from torchlift._model.dtensor import Spans
 from torchlift._model.ranks import portable, world_of
-from torchlift._sources.tensors import Copy, FileTensor, copy_values
+from torchlift._sources.tensors import Copy, FileTensor, copy_values, resolve
 from torchlift._store.places import is_url
 from torchlift.errors import CheckpointError, PlacementError
 from torchlift.formats.index import TensorEntry
@@ -157,7 +157,9 @@ class CheckpointReader(StorageReader):
                 source = FileTensor(key, self._ckpt.entries[key], views)
                 target = planner.resolve_tensor(item).detach()
                 targets.append((item, Copy(source, target, _spans_of(item))))
-            copy_values([copy for _, copy in targets])
+            copies = [copy for _, copy in targets]
+            resolve((copy.source, copy.spans) for copy in copies)
+            copy_values(copies)
         finally:
             views.close()
         for item, copy in targets:

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from torchlift._model.devices import DEVICE_TAG, DISK, Device, checked_device, usable_device
-from torchlift._plan.rules import check_rule, dtype_named, full_name, is_deferred
+from torchlift._plan.rules import check_rule, dtype_named, is_deferred
 from torchlift.errors import PlacementError, did_you_mean
 from torchlift.formats.index import TensorEntry
 from torchlift.remap.names import compile_pattern
@@ -245,11 +245,4 @@ def _check_value(value: Any, entry: str) -> Any:
     """Return the value as a dtype, or as a device that some machine can have."""
     if isinstance(value, str):
         value = dtype_named(value) or value
-    if isinstance(value, str) and full_name(value):
-        raise PlacementError(
-            "the value in the map is not a dtype",
-            entry=entry,
-            found=repr(value),
-            hint=full_name(value).removeprefix(". "),
-        )
     return value if isinstance(value, torch.dtype) else checked_device(value, entry)
