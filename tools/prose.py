@@ -33,8 +33,8 @@ CEILINGS = {
     "CHANGELOG.md": 0,
     "docs": 0,
     "recipes": 12,
-    "docstrings of src": 153,
-    "messages of src": 18,
+    "docstrings of src": 138,
+    "messages of src": 16,
 }
 #: Directives of reStructuredText whose content is not prose.
 CODE = (
