@@ -358,7 +358,9 @@ def is_dense(entry: TensorEntry) -> bool:
     """Return whether an entry is one run of the file, without gaps and repetitions."""
     if not entry.chunks or entry.needs_assembly:
         return not entry.chunks
-    return entry.chunks[0].nbytes == entry.nbytes and not repeats(entry.shape, entry.stride)
+    if entry.chunks[0].nbytes != entry.nbytes:
+        return False
+    return entry.is_contiguous or not repeats(entry.shape, entry.stride)
 
 
 def _reads(
