@@ -233,10 +233,10 @@ def test_a_damaged_checkpoint_is_not_resumed(tmp_path: Path) -> None:
         file.write(b"\xff\xff")
     before = run["model"][0].weight.clone()
     again = run_of()
-    with pytest.raises(IntegrityError, match=r"damaged.*another of the steps \[1, 2\]"):
+    with pytest.raises(IntegrityError, match=r"damaged.*another of the steps \[1\]"):
         keeper.resume(again)
     os.truncate(tmp_path / "step-000000002.pt", 1000)
-    with pytest.raises(FormatError, match=r"another of the steps \[1, 2\]"):
+    with pytest.raises(FormatError, match=r"another of the steps \[1\]"):
         keeper.resume(again)
     assert torch.equal(again["model"][0].weight, before)
     assert keeper.resume(again, step=1) == 1

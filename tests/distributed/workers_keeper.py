@@ -518,7 +518,7 @@ def each_rank_verifies_its_part() -> None:
         dist.barrier()
         with torch.no_grad():
             other[3].weight.zero_()
-        with pytest.raises(IntegrityError, match=r"damaged.*another of the steps \[1, 2\]"):
+        with pytest.raises(IntegrityError, match=r"damaged.*another of the steps \[1\]"):
             keeper.resume(model=other)
         assert not other[3].weight.any()
         assert keeper.resume(model=other, verify=rank > 0, step=1) == 1

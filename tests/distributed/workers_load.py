@@ -368,7 +368,7 @@ def reads_its_shards_and_no_more() -> None:
     for wrap in (lambda model: fully_shard(model), split_columns):
         for source in ("read", "mmap"):
             model = wrap(torchlift.skeleton(Big))
-            with CommDebugMode() as comm, read_bytes() as asked, measure.memory() as use:
+            with CommDebugMode() as comm, measure.memory() as use, read_bytes() as asked:
                 report = torchlift.load(model, path, source=source, collective=False)
             shards = sum(local_of(p).nbytes for p in model.parameters())
             assert comm.get_total_counts() == 0, comm.get_comm_counts()

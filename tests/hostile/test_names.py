@@ -295,14 +295,14 @@ def _many(tmp_path: Path) -> Path:
 
 
 def test_a_mistyped_key_compares_few_names(tmp_path: Path, compared: list[str]) -> None:
-    """Fifty of twenty thousand, and the right one is among them; get compares none."""
+    """Two hundred of twenty thousand, and the right one is among them; get compares none."""
     with torchlift.open(_many(tmp_path)) as ckpt:
         for typo in ("model.layers.1234.experts.5.wieght", "layers.1234.experts.5.weight",
                      "model.layer.1234.experts.5.weight"):  # fmt: skip
             compared.clear()
             with pytest.raises(KeyError, match=re.escape("model.layers.1234.experts.5.weight")):
                 ckpt[typo]
-            assert 0 < len(compared) <= 50
+            assert 0 < len(compared) <= 200
         compared.clear()
         assert ckpt.get("model.layers.1234.experts.5.wieght") is None
         assert ckpt.get("nothing", 5) == 5

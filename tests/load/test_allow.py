@@ -192,7 +192,7 @@ def test_tensors_of_allowed_classes_are_listed_where_the_file_has_them(
     with torchlift.open(given, allow_classes=[Int8]) as ckpt:
         assert list(ckpt) == list(ckpt.entries) == list(ckpt.state_dict()) == keys
         table = str(ckpt).partition("\nkey ")[2]
-        assert re.findall(r"(?m)^ *([a-z]) ", table) == [*before, "a", "b", "c", "d", "e"]
+        assert re.findall(r"(?m)^ *([a-z.]+) ", table)[1:] == keys
         assert list(ckpt.tree()) == ([*before, "a", "b", "c"] if kind != "shards" else keys)
         assert list(ckpt.tree("c")) == ["d", "e"]
     if kind != "file object":

@@ -858,19 +858,6 @@ def test_arguments_of_the_wrong_kind_are_type_errors(tmp_path, options, message)
             function(Two(), saved(randomised(Two()), tmp_path), **options)
 
 
-def test_arrays_in_a_state_dict_are_named_beside_modules_with_loading_code_of_their_own():
-    """BatchNorm has such; the way out is the same as for a linear layer."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    arrays = {key: value.numpy() for key, value in model.state_dict().items()}
-    with pytest.raises(
-        MismatchError, match=r"Pass tensors under these names \(torch\.from_numpy"
-    ) as e:
-        torchlift.load(model, arrays)
-    assert "not a tensor in the checkpoint (7)" in str(e.value)
-    assert "loading code" not in str(e.value)
-    assert "left out" not in str(e.value)
-
-
 def test_packed_four_bit_floats_are_loaded_but_never_cast(tmp_path):
     """torch cannot cast them; that is known before anything is written."""
     packed = torch.arange(4, dtype=torch.uint8)

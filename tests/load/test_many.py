@@ -88,7 +88,7 @@ def test_a_tensor_that_is_loaded_takes_a_sixth_of_the_calls_that_a_decision_on_i
         ckpt, model = torchlift.open(saved(count, tmp_path)), Many(count)
         return lambda: torchlift.load(model, ckpt)
 
-    assert price(run)["python"] < 28
+    assert price(run)["python"] <= 28
 
 
 def test_a_module_more_takes_few_calls_beside_those_of_its_tensors(tmp_path: Path) -> None:

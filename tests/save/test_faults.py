@@ -183,10 +183,10 @@ def test_an_exception_while_values_are_read_leaves_what_was_there(
     torchlift.save(state_of(1), path, **options)
     before = contents(path.parent)
     for error in (OSError(5, "Input/output error"), MemoryError()):
-        with monkeypatch.context() as patch:
+        with monkeypatch.context() as patch, torchlift.open(source) as ckpt:
             patch.setattr(os, "preadv", failing(error, nth=3))
             with pytest.raises((IntegrityError, MemoryError)):
-                torchlift.convert(source, path, overwrite=True, **options)
+                torchlift.convert(ckpt, path, overwrite=True, **options)
         assert contents(path.parent) == before
     with torchlift.open(source) as ckpt:
         os.utime(source, (1, 1))

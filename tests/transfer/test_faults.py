@@ -134,9 +134,10 @@ def test_a_disk_error_on_any_piece_changes_nothing(model, path, monkeypatch, nth
     before = state_of(model)
     monkeypatch.setattr(transfer, "_STAGED", 1024)
     monkeypatch.setattr(transfer, "_DIRECT", 1024)
+    ckpt = torchlift.open(path)
     monkeypatch.setattr(os, "preadv", failing(OSError(errno.EIO, "Input/output error"), nth))
     with pytest.raises(IntegrityError, match=r"reading failed \(Input/output error\)"):
-        torchlift.load(model, path, source="read", **options)
+        torchlift.load(model, ckpt, source="read", **options)
     assert state_of(model) == before
     assert not readers()
 

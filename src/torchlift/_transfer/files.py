@@ -21,9 +21,8 @@ import torch
 
 from torchlift._store.files import Opened
 from torchlift._store.places import Stamp
-from torchlift.errors import CheckpointError, IntegrityError
+from torchlift.errors import CheckpointError, FormatError, IntegrityError
 from torchlift.formats.index import Record
-from torchlift.formats.source import errors_name
 from torchlift.formats.zip_archive import inflated
 
 # On these file systems each page fault of a map is a round trip: 30 to 50 times slower than a read
@@ -140,16 +139,24 @@ class Files:
         """Return the decompressed bytes of a record.
 
         Raises:
-            FormatError: If the record is damaged.
-            IntegrityError: If the file changed.
+            IntegrityError: If the record is damaged, or the file changed.
         """
         stamp, at, content = self.stamps[file], 0, bytearray(record.size)
-        name = stamp.shown or file
-        with _translate_errors("cannot be read", file, stamp), errors_name(name, record.name):
-            # Each step of a URL is one request.
-            for block in inflated(self.open(file).read, record, _STEP):
-                content[at : at + len(block)] = block
-                at += len(block)
+        try:
+            with _translate_errors("cannot be read", file, stamp):
+                # Each step of a URL is one request.
+                for block in inflated(self.open(file).read, record, _STEP):
+                    content[at : at + len(block)] = block
+                    at += len(block)
+        except FormatError as error:
+            raise IntegrityError(
+                error.reason,
+                file=stamp.shown or file,
+                entry=record.name,
+                expected=error.expected,
+                found=error.found,
+                hint=error.hint,
+            ) from error
         return content
 
     def close(self) -> None:

@@ -626,7 +626,8 @@ class Keeper:
                 ).value
                 require_intact([ckpt] if verify else [], self._ranks)
             except (FormatError, IntegrityError) as error:
-                if len(steps := self.steps()) > 1:
+                others = [one for one in self._folder.kept() if name_of(one.path) != name]
+                if steps := [one.step for one in others]:
                     error.hint = (
                         f"The file is damaged. Pass step= for another of the steps {steps}."
                     )

@@ -99,6 +99,7 @@ from torchlift.errors import (
     FormatError,
     Hint,
     explain_calls,
+    wrong_call,
 )
 from torchlift.formats.detect import optimizer_in
 from torchlift.formats.index import TensorEntry
@@ -426,6 +427,11 @@ def load_optimizer(
         >>> load_optimizer(model, optimizer, path, root="optimizer").missing_keys
         []
     """
+    given: tuple[object, object] = model, optimizer
+    is_swapped = isinstance(given[1], (nn.Module, Mapping, str, os.PathLike))
+    if is_swapped or not isinstance(given[0], nn.Module):
+        found = ", ".join(type(each).__name__ for each in given)
+        raise wrong_call("load_optimizer", f"expected a module and its optimizer, found {found}")
     # Raises if a pattern is a text and not a list, as `load` does.
     Options(include=include, exclude=exclude, allow_missing=allow_missing, strict=strict)
     options = StateDictOptions(strict=strict, full_state_dict=True)

@@ -573,6 +573,8 @@ def no_container(
         file=path,
         entry=root,
         found="at the top: " + (clipped_list(tops) or "nothing"),
-        hint=(None if is_value else did_you_mean(root, tops))
-        or Hint("Pass one of these as ", this, ", or leave root out."),
+        hint=Hint("Leave ", this, " out.")
+        if is_value
+        else did_you_mean(root, tops)
+        or Hint("Pass one of these as ", this, ", or leave ", this, " out."),
     )

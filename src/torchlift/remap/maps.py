@@ -245,4 +245,14 @@ def _check_value(value: Any, entry: str) -> Any:
     """Return the value as a dtype, or as a device that some machine can have."""
     if isinstance(value, str):
         value = dtype_named(value) or value
-    return value if isinstance(value, torch.dtype) else checked_device(value, entry)
+    if isinstance(value, torch.dtype):
+        return value
+    try:
+        return checked_device(value, entry)
+    except PlacementError as error:
+        raise PlacementError(
+            "the value for it is not a device, nor a dtype",
+            entry=entry,
+            expected="a device such as 'cuda:1', or a dtype such as 'bfloat16'",
+            found=repr(value),
+        ) from error
