@@ -222,10 +222,26 @@ def test_a_null_character_in_a_path_is_a_format_error():
 # ---- what people's machines leave
 
 
-def test_notes_of_macos_are_no_checkpoints(tmp_path: Path) -> None:
-    """Next to the file that they are about."""
+def test_notes_of_macos_and_second_downloads_are_no_checkpoints(tmp_path: Path) -> None:
+    """Beside the file itself; without it, a second download is the file."""
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
-    (tmp_path / "._model.safetensors").write_bytes(b"\0\5\x16\7" + bytes(40))
+    copies = (
+        "(1)",
+        " (12)",
+        " copy",
+        " copy 2",
+        " - Copy",
+        " - Copy (2)",
+        " (copy)",
+        " (3rd copy)",
+    )
+    for name in ("._model.safetensors", *(f"model{each}.safetensors" for each in copies)):
+        (tmp_path / name).write_bytes(b"\0\5\x16\7" + bytes(40))
+    assert [*torchlift.open(tmp_path)] == ["w"]
+    (tmp_path / "model.safetensors").rename(tmp_path / "model (1).safetensors")
+    for name in os.listdir(tmp_path):
+        if name != "model (1).safetensors":
+            (tmp_path / name).unlink()
     assert [*torchlift.open(tmp_path)] == ["w"]
 
 
@@ -320,6 +336,8 @@ def test_the_file_of_a_save_that_raised_is_named(tmp_path: Path) -> None:
         (b"tjgg\3\0\0\0", "a ggml file from before GGUF"),
         (b"lmgg\0\x7d\0\0", "a ggml file from before GGUF"),
         (b"\x1c\0\0\0ET12\0\0", "an ExecuTorch program"),
+        (b"\x20\0\0\0TFL3\0\0", "a TensorFlow Lite model"),
+        (b"ptrt\0\0\0\0", "an engine of TensorRT"),
         (b"\x81\xa1w\xc7\x11\x01\x93\x91\x01\xa7float32\xc4\4", "a msgpack file"),
         (b"\xde\0\2\xa6params", "a msgpack file"),
     ],

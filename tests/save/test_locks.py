@@ -1,4 +1,4 @@
-"""A save that waits warns, ends with Ctrl-C, and never waits for this process itself."""
+"""A save that waits says for whom, ends with Ctrl-C, and never waits for this process itself."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ def told(tell: Callable[[str], object]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("save", SAVES)
-def test_a_save_that_waits_for_another_process_warns(
+def test_a_save_that_waits_for_another_process_names_it(
     save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once, with the folder; it ends when that process unlocks."""
+    """Once: folder, time, process and host; it ends when that process unlocks."""
     monkeypatch.setattr(write, "_PATIENCE", 0.05)
     folder = tmp_path / "run"
     save(1, folder)
@@ -99,7 +99,8 @@ def test_a_save_that_waits_for_another_process_warns(
         with told(tell):
             save(2, folder)
     (message,) = seen
-    assert message.startswith(f"{folder}: this save waits for another one")
+    for word in (f"{folder}:", "since ", f"process {holder.pid} on {os.uname().nodename}"):
+        assert word in message
     assert number_of(folder) == 2
     assert not parts(folder)
 

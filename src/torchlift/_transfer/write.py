@@ -21,7 +21,7 @@ from contextlib import suppress
 from fcntl import LOCK_EX, LOCK_NB, LOCK_UN, flock
 from functools import partial
 from threading import Thread, get_ident
-from time import monotonic, sleep
+from time import localtime, monotonic, sleep, strftime, time
 from typing import NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 from zlib import crc32
@@ -80,7 +80,7 @@ class LockedFile:
                 self.descriptor = os.open(path, flags, mode)
 
     def lock(self, path: str, running: Running | None = None) -> None:
-        """Wait for the lock. Ctrl-C ends the wait. After ten seconds a warning says so.
+        """Wait for the lock. Ctrl-C ends the wait. After ten seconds a warning names the holder.
 
         Args:
             path: The path of the file.
@@ -104,12 +104,7 @@ class LockedFile:
                     )
             if not has_warned and monotonic() - start >= _PATIENCE:
                 has_warned = True
-                warnings.warn(
-                    f"{path}: this save waits for another one, which has locked the folder. "
-                    "Wait until that save has finished, or end it. Ctrl-C ends this save.",
-                    RuntimeWarning,
-                    2,
-                )
+                warnings.warn(_describe_wait(path, self.descriptor, start), RuntimeWarning, 2)
             sleep(_POLL)
 
     def try_lock(self) -> bool:
@@ -178,6 +173,29 @@ def _release_abandoned() -> list[LockedFile]:
         if is_abandoned and _locked_files.pop(id(file), None) is not None:
             LockedFile.close(file)
     return [file for file in files if file.descriptor >= 0]
+
+
+def _describe_wait(path: str, descriptor: int, start: float) -> str:
+    """Return the warning of a writer that waits, with the holder of the lock.
+
+    Args:
+        path: The path of the file or folder.
+        descriptor: Its descriptor.
+        start: When the wait started, on the monotonic clock.
+    """
+    found = os.fstat(descriptor)
+    place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    holder = "not known, and may run on another machine"
+    # Linux: "1: FLOCK  ADVISORY  WRITE 4711 08:01:1835012 0 EOF". It lists this machine only.
+    with suppress(OSError), open("/proc/locks", encoding="ascii") as lines:
+        for words in map(str.split, lines):
+            if words[1] == "FLOCK" and words[5] == place and int(words[4]) > 0:
+                holder = f"process {words[4]} on {os.uname().nodename}"
+    since = strftime("%H:%M:%S", localtime(time() - monotonic() + start))
+    return (
+        f"{path}: this save has waited for a lock since {since}. The holder is {holder}. "
+        "Wait until it has finished, or end it. Ctrl-C ends this save."
+    )
 
 
 class AtomicFile(LockedFile):

@@ -78,6 +78,9 @@ _FOREIGN: tuple[tuple[bytes, str, str], ...] = (
      "Convert it to GGUF with the llama.cpp of its time, or fetch the model as GGUF."),
     (rb".{4}ET1\d", "an ExecuTorch program (.pte)",
      "Its weights are compiled into it: save the state dict of the model it was made from."),
+    (rb".{4}TFL3", "a TensorFlow Lite model", "Read it with tf.lite.Interpreter."),
+    (rb"ptrt|ftrt", "an engine of TensorRT",
+     "Its weights are compiled into it: use the model that it was made from."),
     (rb"\x08[\x03-\x1f](?:\x12(?:\0|[\x01-\x7f][ -~])|[\x1a\x22\x28\x32\x3a\x42])", "an ONNX model",
      "Read it with onnx: its numpy_helper gives each initializer as an array."),
     (rb"\x80[\2-\5]", "a pickle that torch.save did not write",
@@ -405,15 +408,27 @@ def _reader_of(path: str, names: list[str]) -> Callable[[], Index] | None:
     return partial(_read_some, path, ggufs) if ggufs else None
 
 
+#: What macOS puts before the name of its notes about a file. What browsers and desktops put into
+#: the name of a second copy, before its suffixes.
+_LEFTOVER = re.compile(
+    r"^\._|(?: ?\(\d+\)| copy(?: \d+)?| - Copy(?: \(\d+\))?| \((?:\w+ )?copy\))(?=\.)"
+)
+
+
 def _checkpoint_names(names: Iterable[str]) -> list[str]:
-    """Return names in order, without macOS's notes (``._x``) about files that are there.
+    """Return names in order, without notes of macOS and second copies of a file that is there.
 
     Example:
-        >>> _checkpoint_names(["x.pt", "._x.pt", "._y.pt"])
-        ['._y.pt', 'x.pt']
+        >>> _checkpoint_names(["x.pt", "._x.pt", "x (1).pt", "x copy.pt", "y (2).pt"])
+        ['x.pt', 'y (2).pt']
     """
     there = {*names}
-    return sorted(name for name in there if not (name[:2] == "._" and name[2:] in there))
+
+    def is_kept(name: str) -> bool:
+        original = _LEFTOVER.sub("", name)
+        return original == name or original not in there
+
+    return sorted(filter(is_kept, there))
 
 
 def _several(what: str, names: list[str], path: str) -> FormatError:
