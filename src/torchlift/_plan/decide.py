@@ -396,7 +396,6 @@ def _decide(
     route: Route = "view"
     if owned:
         route = "read" if isinstance(one, FileTensor) else "compute"
-        source = "read" if route == "read" else source
     return Step(
         group=group,
         key=key,

@@ -556,7 +556,7 @@ def _numbers(head: Index, dtype: str, chunk: Chunk) -> _Numbers:
         raise FormatError(
             "an item does not store its numbers as they are",
             expected=f"{entry.nbytes} bytes for {dtype} {list(shape)}",
-            found=", ".join(entry.encoding) or entry.type_name,
+            found=f"{sum(run.nbytes for run in entry.chunks)} bytes, as {entry.type_name}",
         )
     (run,) = entry.chunks
     stride = None if entry.is_contiguous else entry.stride

@@ -316,7 +316,7 @@ def _batches(known: Sequence[Checksum], size: int) -> Iterator[list[int]]:
     for number, each in enumerate(known):
         batch.append(number)
         room -= max(each.place.nbytes, 1)
-        if room <= 0:
+        if room <= 0 or each.kind == "file":
             yield batch
             batch, room = [], size
     if batch:
