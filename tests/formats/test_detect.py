@@ -50,13 +50,13 @@ def test_formats_load_without_torch(tmp_path):
         (bytes(1000), "zeros only"),
         (b"hello world\n" * 50, "a text file.*found hello world"),
         (b"<!DOCTYPE html><html>", "web page.*login or error page"),
-        (b'{"architectures": []}', "not an index.*'architectures'.*Pass the path of the weights"),
-        (b'{"epoch": 3}', "the JSON file is not an index.*found {'epoch': 3}"),
+        (b'{"architectures": []}', "the configuration of a model.*Pass the path of the weights"),
+        (b'{"epoch": 3}', "the JSON file is not an index.*found the names epoch"),
         (
             b'{"error":"Invalid username or password.\\u001b[2J"}',
-            r"not an index.*found {'error': 'Invalid username or password\.\\x1b",
+            r"an error page in JSON.*found error: Invalid username or password\.\\x1b.*a token",
         ),
-        (b'{"message":"Not Found","status":"404"}', "not an index.*'message': 'Not"),
+        (b'{"message":"Not Found","status":"404"}', "an error page in JSON.*found message: Not"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n", "git lfs pull"),
         (b"\x89HDF\r\n\x1a\n" + bytes(64), "HDF5.*h5py"),
         (gzip.compress(b"x", mtime=0), "gzip.* archive.*Decompress"),
@@ -64,6 +64,7 @@ def test_formats_load_without_torch(tmp_path):
         (b"\x28\xb5\x2f\xfd" + bytes(9), "zstd archive.*Decompress"),
         (b"\x08\x08\x12\x07pytorch\x1a\x032.1:\x90", "an ONNX model.*numpy_helper"),
         (b"\x08\x0e:H\n\x0e\n\x01x\n\x01w", "an ONNX model"),
+        (b"\x08\x01\x12\xf0\x8d\x02\n\x8f", "a TensorFlow SavedModel.*tf.train.load_checkpoint"),
         (
             b"\x80\x04\x95\x99\0\0\0\0\0\0\0\x8c\x0bsklearn.svm\x94\x8c\x03SVC\x94\x93\x94)\x81",
             r"a pickle that torch.save did not write.*found sklearn\.svm\.SVC",
@@ -108,6 +109,8 @@ def test_a_tar_archive_says_what_it_is(tmp_path):
 @pytest.mark.parametrize(
     ("record", "match"),
     [
+        ("model.weights.h5", "a Keras model.*h5py"),
+        ("x/saved_model.pb", "a TensorFlow SavedModel"),
         ("weights/model.safetensors", "an archive with a checkpoint in it; .*Unpack it first"),
         ("notes.txt", "torch.save did not write this zip archive"),
     ],
@@ -119,6 +122,21 @@ def test_a_zip_archive_says_what_it_is(tmp_path, record, match):
         archive.writestr("config.json", "{}")
         archive.writestr(record, "x")
     refused(path, match)
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("saved_model.pb", "a TensorFlow SavedModel"),
+        ("variables.data-00000-of-00001", "a TensorFlow checkpoint"),
+        ("_CHECKPOINT_METADATA", "a checkpoint of orbax"),
+    ],
+)
+def test_a_directory_of_another_program_says_what_it_is(tmp_path, name, match):
+    """The names of its files tell."""
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(FormatError, match=match):
+        read_index(tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -293,9 +311,19 @@ def test_a_torch_file_that_was_unpacked_is_named_and_its_way_back_works(
         ),
         ("ggml-model.bin", b"tjgg" + bytes(99), "ggml"),
         ("adapter.bin", b"algg" + bytes(99), "ggml"),
-        ("model.pt", bytes(4) + b"ET12" + bytes(99), "ExecuTorch"),
+        ("model.pte", bytes(4) + b"ET12" + bytes(99), "ExecuTorch"),
         ("model.ckpt", b"<html>Sign in</html>", "web page"),
+        ("model.7z", b"7z\xbc\xaf\x27\x1c" + bytes(99), "7z or rar"),
+        ("model.tflite", bytes(4) + b"TFL3" + bytes(99), "TensorFlow Lite"),
+        ("model.plan", b"ftrt" + bytes(99), "TensorRT"),
+        ("model.h5", b"\x89HDF\r\n\x1a\n" + bytes(99), "HDF5"),
         ("model.pth", b"", "empty file"),
+        (
+            "flax_model.msgpack",
+            b"\x81\xa1w\xc7\x11\x01\x93\x91\x01\xa7float32\xc4\4" + bytes(4),
+            "msgpack",
+        ),
+        ("params.msgpack", b"\xde\0\2\xa6params" + bytes(40), "msgpack"),
     ],
 )
 def test_a_file_of_another_program_is_named_in_its_folder_as_by_its_path(
@@ -338,8 +366,6 @@ def test_the_file_of_a_save_that_raised_is_named(tmp_path: Path) -> None:
         (b"\x1c\0\0\0ET12\0\0", "an ExecuTorch program"),
         (b"\x20\0\0\0TFL3\0\0", "a TensorFlow Lite model"),
         (b"ptrt\0\0\0\0", "an engine of TensorRT"),
-        (b"\x81\xa1w\xc7\x11\x01\x93\x91\x01\xa7float32\xc4\4", "a msgpack file"),
-        (b"\xde\0\2\xa6params", "a msgpack file"),
     ],
 )
 def test_what_is_no_checkpoint_is_named_for_what_it_is(

@@ -57,6 +57,7 @@ class Request(NamedTuple):
         path: The ``sys.path`` of the child.
         folder: The working directory of the child.
         cores: The cores that a forked child may use, which may be fewer than the zygote's.
+        limits: Names of resource limits -> soft and hard limit.
     """
 
     target: str
@@ -65,6 +66,7 @@ class Request(NamedTuple):
     path: list[str]
     folder: str
     cores: set[int]
+    limits: dict[str, tuple[int, int]]
 
 
 class Child:
@@ -119,10 +121,15 @@ def start(
     has_cores = hasattr(os, "sched_getaffinity")
     cores = os.sched_getaffinity(0) if has_cores else set()
     path = [*map(str, sys.path)]  # some notebooks put a Path there
-    request = Request(target, arguments, variables, path, os.getcwd(), cores)
+    request = Request(target, arguments, variables, path, os.getcwd(), cores, {})
     zygote = _find_zygote() if fork else None
     if zygote is None:
         return _NewInterpreter(request, stdout, stderr)
+    import resource
+
+    names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
+    limits = {name: resource.getrlimit(getattr(resource, name)) for name in names}
+    request = request._replace(limits=limits)
     return _Forked(zygote, request, stdout, stderr)
 
 
@@ -434,6 +441,8 @@ def _preload() -> None:
 
 def _be_child(descriptors: list[int]) -> NoReturn:
     """Be the process that was requested, after the fork."""
+    import resource
+
     import torch
 
     *standard, file = descriptors
@@ -444,6 +453,9 @@ def _be_child(descriptors: list[int]) -> NoReturn:
         opened.seek(0)
         request: Request = pickle.load(opened)
     os.sched_setaffinity(0, request.cores)
+    for name, limit in request.limits.items():
+        with suppress(ValueError):  # the zygote started with a lower hard limit
+            resource.setrlimit(getattr(resource, name), limit)
     os.environ.clear()
     os.environ.update(request.environment)
     tempfile.tempdir = None

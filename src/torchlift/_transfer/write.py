@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from fcntl import LOCK_EX, LOCK_NB, LOCK_UN, flock
 from functools import partial
+from hashlib import sha256
 from threading import Thread, get_ident
 from time import localtime, monotonic, sleep, strftime, time
 from typing import NamedTuple, TypeVar
@@ -32,6 +33,7 @@ from torchlift.errors import CheckpointError
 
 _MARK = ".torchlift-"  # so that unfinished downloads of other programs are never removed
 _LONGEST = 200  # bytes of NAME in the name of a temporary file. A file name has at most 255.
+_CLIPPED = 180  # bytes that are kept of a longer NAME, before a hash
 #: Bytes in one write. For larger writes the kernel makes larger pages in its cache, and the host of
 #: a virtual machine has to find them. 2 GiB with fsync took 1.5 s in 128 KiB, and 6.3 s in 16 MiB.
 _BLOCK = 128 << 10
@@ -672,5 +674,6 @@ def _prefix(path: str) -> str:
     folder, name = os.path.split(path)
     encoded = os.fsencode(name)
     if len(encoded) > _LONGEST:
-        name = encoded[:_LONGEST].decode(errors="ignore")
+        # The hash tells long names apart that start alike, such as a file and its journal.
+        name = f"{encoded[:_CLIPPED].decode(errors='ignore')}-{sha256(encoded).hexdigest()[:8]}"
     return os.path.join(folder, f".{name}{_MARK}")

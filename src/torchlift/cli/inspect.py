@@ -38,6 +38,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--sort", choices=list(SORTS), default="file", help="default: file")
     parser.add_argument(
+        "--depth",
+        type=_count,
+        metavar="N",
+        help="show one line for each module N levels deep, with the size of its tensors",
+    )
+    parser.add_argument(
         "--tensors",
         action="store_true",
         help="show each tensor in its own line, instead of one line for tensors of alike layers",
@@ -82,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         extra = ((*_STATS, "values"), cells) if args.stats else ((), {})
         print(to_text(index, rows=rows, each=True, extra=extra))
     else:
-        print(to_text(index, rows=rows))
+        print(to_text(index, rows=rows, depth=args.depth))
     if args.filter and not (index.entries or index.objects or index.blocked_keys):
         patterns = " or ".join(map(repr, args.filter))
         _note(

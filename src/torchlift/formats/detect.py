@@ -18,6 +18,7 @@ from typing import Any
 
 from torchlift._store.places import (
     exists,
+    head_of,
     inside,
     is_folder,
     is_url,
@@ -63,6 +64,7 @@ HEAD = 512
 _EXPECTED = (
     "a file of torch (TorchScript and pt2, too), safetensors, GGUF or numpy, or an *.index.json"
 )
+_TENSORFLOW = "Read it with tf.train.load_checkpoint, and save its arrays with numpy.savez."
 #: (pattern of the first bytes, name of the format, hint). The first match counts.
 _FOREIGN: tuple[tuple[bytes, str, str], ...] = (
     (rb"version https://git-lfs\.github\.com/spec/",
@@ -81,6 +83,7 @@ _FOREIGN: tuple[tuple[bytes, str, str], ...] = (
     (rb".{4}TFL3", "a TensorFlow Lite model", "Read it with tf.lite.Interpreter."),
     (rb"ptrt|ftrt", "an engine of TensorRT",
      "Its weights are compiled into it: use the model that it was made from."),
+    (rb"\x08\x01\x12", "a TensorFlow SavedModel", _TENSORFLOW),
     (rb"\x08[\x03-\x1f](?:\x12(?:\0|[\x01-\x7f][ -~])|[\x1a\x22\x28\x32\x3a\x42])", "an ONNX model",
      "Read it with onnx: its numpy_helper gives each initializer as an array."),
     (rb"\x80[\2-\5]", "a pickle that torch.save did not write",
@@ -91,8 +94,14 @@ _FOREIGN: tuple[tuple[bytes, str, str], ...] = (
      "a msgpack file, such as flax writes",
      "Load it with flax.serialization.msgpack_restore, and save its arrays with safetensors.flax."),
 )  # fmt: skip
-#: The same with the name of a record of a zip archive.
+#: The same with the name of a record of a zip archive, or of a file in a directory.
 _FOREIGN_NAMES: tuple[tuple[str, str, str], ...] = (
+    (r"model\.weights\.h5", "a Keras model (.keras)",
+     "Read it with keras, or take model.weights.h5 out of it and read that with h5py."),
+    (r"(?:.*/)?saved_model\.pb", "a TensorFlow SavedModel", _TENSORFLOW),
+    (r".*\.data-\d{5}-of-\d{5}", "a TensorFlow checkpoint", _TENSORFLOW),
+    (r"_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt", "a checkpoint of orbax (jax)",
+     "Read it with orbax, and save its arrays with numpy.savez or safetensors."),
     (r"(?:.*/)?\.data/extern_modules", "a package of torch.package",
      "Load it with torch.package.PackageImporter, and save its tensors with torchlift.save."),
     (r"(?:.*/)?[^/]+\.(?:safetensors|gguf|pth?|bin|ckpt|msgpack)",
@@ -251,9 +260,7 @@ def _read_archive(source: Source) -> Index:
         return read_torch_zip(source, records=records)
     if first.endswith(".npy"):
         return read_npz(source, records)
-    for pattern, what, hint in _FOREIGN_NAMES:
-        if found := next((name for name in records if re.fullmatch(pattern, name)), None):
-            raise FormatError(f"this is {what}", expected=_EXPECTED, found=found, hint=hint)
+    _refuse_foreign(records, _FOREIGN_NAMES)
     names = {name.rpartition("/")[2].lower() for name in records}
     if "serialization_id" in names and "data.pkl" not in names:
         raise FormatError(
@@ -261,6 +268,13 @@ def _read_archive(source: Source) -> Index:
             hint="Save again. The error names the object that torch.save cannot write.",
         )
     return read_torch_zip(source, records=records)  # raises the error that names what is missing
+
+
+def _refuse_foreign(names: Iterable[str], known: Iterable[tuple[str, str, str]]) -> None:
+    """Refuse an archive or a directory of another program that has one of these names."""
+    for pattern, what, hint in known:
+        if found := next((name for name in names if re.fullmatch(pattern, name, re.DOTALL)), None):
+            raise FormatError(f"this is {what}", expected=_EXPECTED, found=found, hint=hint)
 
 
 def _is_zip(head: bytes) -> bool:
@@ -351,6 +365,10 @@ def _read_directory(path: str) -> Index:
             hint="The save or the copy was interrupted. Save or fetch it again.",
         )
     variants = {name: variant for name in names if (variant := _variant(name))}
+    # A pipeline of diffusers: its components are different models, so none of them is meant.
+    if "model_index.json" in names and (components := _components(path, names)):
+        what = "the directory holds several components with a checkpoint each"
+        raise _several(what, components, path)
     # Files without a variant first: a half-precision variant must not replace the model.
     if read := _reader_of(path, [name for name in names if name not in variants]):
         return read()
@@ -370,6 +388,9 @@ def _read_directory(path: str) -> Index:
                 expected="the file itself",
                 hint=f"Run this in the parent folder: zip -0 -r -D model.pt {top}",
             )
+    _refuse_foreign(names, _FOREIGN_NAMES[:-1])
+    if len(files := [each for name in names if _is_file(each := inside(path, name))]) == 1:
+        _read_file(files[0], Budget())  # raises the error that names the format
     raise FormatError(
         "the directory does not contain a checkpoint" if names else "the directory is empty",
         expected="an *.index.json, safetensors or torch files",
@@ -403,7 +424,7 @@ def _reader_of(path: str, names: list[str]) -> Callable[[], Index] | None:
         return partial(_read_shards, path, sharded)
     if slices := bare_slices(names):
         return partial(refuse_slices, slices, path)
-    if files := [n for n in names if n.endswith(_PICKLED) and _is_file(inside(path, n))]:
+    if files := [n for n in names if n.endswith(_PICKLED) and _starts_as_torch(inside(path, n))]:
         return partial(_read_some, path, files)
     return partial(_read_some, path, ggufs) if ggufs else None
 
@@ -429,6 +450,12 @@ def _checkpoint_names(names: Iterable[str]) -> list[str]:
         return original == name or original not in there
 
     return sorted(filter(is_kept, there))
+
+
+def _starts_as_torch(path: str) -> bool:
+    """Return whether a file is one of torch: a tokenizer may end in ``.bin``, too."""
+    head = head_of(path, HEAD) if _is_file(path) else b""
+    return _is_zip(head) or is_legacy(head) or is_tar(head)
 
 
 def _several(what: str, names: list[str], path: str) -> FormatError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -41,6 +42,10 @@ DTYPES: dict[str, str] = {
     "F8_E5M2FNUZ": "float8_e5m2fnuz", "F4": "float4_e2m1fn_x2",
 }  # fmt: skip
 
+#: Types of less than a byte -> name in torch, or the name that it would have; bits of an element.
+_PACKED = {
+    "F4": ("float4_e2m1fn", 4), "F6_E2M3": ("float6_e2m3fn", 6), "F6_E3M2": ("float6_e3m2fn", 6),
+}  # fmt: skip
 #: Two elements of F4 in the file are one of this dtype in torch.
 _PAIR = "float4_e2m1fn_x2"
 
@@ -217,16 +222,14 @@ def _rows(header: dict[str, Any]) -> dict[str, _Row]:
             )
         code, shape, offsets = value
         dtype = DTYPES.get(code) if type(code) is str else None
-        if dtype is None:
-            found = short_repr(code)
-            raise FormatError("torchlift does not know this dtype", entry=key, found=found)
-        if dtype == _PAIR:
-            shape = _pairs(shape, key)
-        nbytes = ITEMSIZE[dtype] if len(shape) <= 64 else 0
-        for extent in shape if nbytes else ():
-            nbytes *= extent if type(extent) is int and extent > 0 else 0
-        if not nbytes:  # an empty tensor, or an invalid shape
-            dense_shape(shape, key, "shape")
+        if dtype is None or dtype == _PAIR:
+            _, nbytes, dtype, shape = _packed(code, shape, key)
+        else:
+            nbytes = ITEMSIZE[dtype] if len(shape) <= 64 else 0
+            for extent in shape if nbytes else ():
+                nbytes *= extent if type(extent) is int and extent > 0 else 0
+            if not nbytes:  # an empty tensor, or an invalid shape
+                dense_shape(shape, key, "shape")
         begin, end = offsets if type(offsets) is list and len(offsets) == 2 else (None, None)
         if type(begin) is not int or type(end) is not int or begin < 0:
             whole_numbers(offsets, key, "data_offsets")
@@ -247,17 +250,27 @@ def _rows(header: dict[str, Any]) -> dict[str, _Row]:
     return {key: rows[key] for _, _, key in sorted((*row[:2], key) for key, row in rows.items())}
 
 
-def _pairs(shape: list[Any], key: str) -> list[Any]:
-    """Return the shape in pairs of elements, which torch stores in one byte."""
-    sizes = dense_shape(shape, key, "shape")
-    if not sizes or sizes[-1] % 2:
+def _packed(code: object, shape: object, key: str) -> _Row:
+    """Return the row, without its first byte, of a tensor with elements of less than a byte.
+
+    Raises:
+        FormatError: If the type is unknown, or the elements do not fill their last byte.
+    """
+    if type(code) is not str or code not in _PACKED:
+        found = short_repr(code)
+        raise FormatError("torchlift does not know this dtype", entry=key, found=found)
+    (dtype, bits), sizes = _PACKED[code], dense_shape(shape, key, "shape")
+    nbytes, rest = divmod(math.prod(sizes) * bits, 8)
+    if rest:
         raise FormatError(
-            "torch stores elements of 4 bits in pairs",
+            "the elements of a tensor do not fill its last byte",
             entry=key,
-            expected="an even number of elements in the last dimension",
-            found=f"shape {shape}",
+            expected=f"a multiple of {8 // math.gcd(8, bits)} elements of {code}",
+            found=f"shape {list(sizes)}",
         )
-    return [*sizes[:-1], sizes[-1] // 2]
+    if code == "F4" and sizes[-1] % 2 == 0:
+        return _Row(0, nbytes, _PAIR, (*sizes[:-1], sizes[-1] // 2))
+    return _Row(0, nbytes, dtype, sizes)
 
 
 def _check_cover(rows: dict[str, _Row], size: int) -> None:

@@ -36,6 +36,9 @@ SORTS: dict[str, Callable[[TensorEntry], Any]] = {
         for at, part in enumerate(re.split(r"([0-9]+)", entry.key))
     ],
     "size": lambda entry: -_size(entry),
+    "dtype": lambda entry: entry.type_name,
+    "shape": lambda entry: entry.shape,
+    "location": lambda entry: entry.location,
 }
 
 #: Further columns of a table of tensors, and key -> the tensor's cells in them.
@@ -49,7 +52,12 @@ def sorted_by(index: Index, order: str) -> Index:
 
 
 def to_text(
-    index: Index, *, rows: int | None = None, each: bool = False, extra: Extra = ((), {})
+    index: Index,
+    *,
+    rows: int | None = None,
+    each: bool = False,
+    depth: int | None = None,
+    extra: Extra = ((), {}),
 ) -> str:
     """Return a summary for a terminal: facts, and lines of tensors.
 
@@ -60,6 +68,8 @@ def to_text(
         index: The index.
         rows: Most lines of tensors, and most items of each list. None: as many as fit a screen.
         each: Whether each tensor has its own line. `rows` is unlimited then, by default.
+        depth: The number of components of a name. Tensors that start with the same ones share a
+            line, with their number and size.
         extra: Further columns, if each tensor has its own line.
 
     Returns:
@@ -73,7 +83,7 @@ def to_text(
         ]
         left = len(cells.entries) - len(table)
     else:
-        lines = cells.lines()
+        lines = cells.lines() if depth is None else cells.modules(depth)
         table = lines[: _LINES if rows is None else rows]
         left = len(lines) - len(table)
     facts = _facts(cells, _ITEMS if rows is None else rows)
@@ -204,6 +214,18 @@ class _Cells:
             alike = (name, entry.type_name, entry.shape, entry.location, entry.key in self.ties)
             groups.setdefault(alike, []).append(entry)
         return [self.line(_common_name(group), group) for group in groups.values()]
+
+    def modules(self, depth: int) -> list[tuple[str, ...]]:
+        """Return a line for each group of tensors with the same first components of their names."""
+        groups: dict[str, list[TensorEntry]] = {}
+        for entry in self.entries:
+            groups.setdefault(".".join(entry.key.split(".", depth)[:depth]), []).append(entry)
+        lines = []
+        for name, group in groups.items():
+            key, _, size, *others = self.line(name, group)
+            facts = others if len(group) == 1 else [""] * len(others)
+            lines.append((key, f"{len(group):,}", size, *facts))
+        return lines
 
     def line(self, name: str, group: Sequence[TensorEntry]) -> tuple[str, ...]:
         """Return the cells of tensors of one dtype, shape and location."""

@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 import re
 import struct
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torchlift._system.text import clipped_list
 from torchlift.errors import FormatError
 from torchlift.formats.index import ITEMSIZE, QUANTIZED, SLICE, SUBCLASS, Array
 from torchlift.formats.unpickle import (
@@ -64,6 +66,9 @@ _RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 _OF_DTENSORS = re.compile(
     r"torch\.distributed\.(?:_?tensor(?:\.\w+)*|device_mesh|_mesh_layout)\.(\w+)", re.ASCII
 )
+
+#: Names that mean something in every OrderedDict.
+_OF_DICTS = frozenset(dir(OrderedDict))
 
 #: Most levels of containers in the state of a subclass.
 _MAX_INSIDE = 50
@@ -353,6 +358,9 @@ class TorchWorld:
         if isinstance(target, OrderedRecord):
             if not isinstance(state, dict):
                 raise FormatError("the state of an OrderedDict is not a dict")
+            if hidden := state.keys() & _OF_DICTS:  # calls such as keys() would reach these
+                what = "the state of an OrderedDict replaces its methods"
+                raise FormatError(what, found=clipped_list(sorted(hidden)))
             target.metadata = state.get("_metadata", target.metadata)
         elif isinstance(target, Blocked):
             if _OF_DTENSORS.fullmatch(target.name):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -168,7 +168,18 @@ def look_up(records: dict[str, Record], name: str) -> Record | None:
         FormatError: If its name differs in case: torch would read it, and others would not.
     """
     record = records.get(name)
-    if record is None and name.lower() in map(str.lower, records):
+    if record is None:
+        require_spelling(records, name)
+    return record
+
+
+def require_spelling(records: Collection[str], name: str) -> None:
+    """Refuse an archive in which only the case of letters differs from a name.
+
+    Raises:
+        FormatError: If there is such a record: torch would read it, and others would not.
+    """
+    if name.lower() in map(str.lower, records):
         raise FormatError(
             "the name of a record differs in case from what torch writes",
             entry=name,
@@ -176,7 +187,6 @@ def look_up(records: dict[str, Record], name: str) -> Record | None:
             found=next(other for other in records if other.lower() == name.lower()),
             hint="torch would read it, and other programs would not. Write the file again.",
         )
-    return record
 
 
 def read_notes(source: Source, records: dict[str, Record], top: str) -> dict[str, str]:
@@ -305,6 +315,7 @@ class Resolver:
         """Return the storage of a tensor. It must have exactly the declared size."""
         storage = self._known.get(self._folder + ref.key)
         if storage is None:
+            require_spelling(self._known, self._folder + ref.key)
             expected = f"storage {self._prefix}{ref.key}"
             raise FormatError("the storage of a tensor is missing", entry=key, expected=expected)
         nbytes = ref.numel * STORED_SIZE[ref.dtype]

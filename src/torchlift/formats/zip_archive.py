@@ -31,6 +31,8 @@ END = struct.Struct("<4sHHHHIIH")
 LOCATOR64 = struct.Struct("<4sIQI")
 END64 = struct.Struct("<4sQHHIIQQQQ")
 FULL32, FULL16 = 0xFFFFFFFF, 0xFFFF
+#: The flag of a descriptor after the payload.
+_DESCRIBED = 0x8
 #: The attribute of a folder. torch leaves the memory of such a record unset, and reads that.
 _FOLDER = 0x10
 #: torch aligns payloads to this many bytes, or to the second number if a program requests it.
@@ -77,14 +79,20 @@ def read_directory(source: Source) -> dict[str, Record]:
         source.expect([(place.start - _LAST, place.start + place.nbytes)])
     directory = source.read(place.start, place.nbytes)
     # A directory may list them in another order than that of their bytes.
-    listed = sorted(_listed(directory, place.records), key=attrgetter("offset"))
+    described: set[str] = set()
+    records_of = _listed(directory, place.records, described)
+    listed = sorted(records_of, key=attrgetter("offset"))
     if listed and listed[0].offset:
         what, hint = "there are bytes before the first record", "Remove these bytes."
         raise FormatError(what, entry=listed[0].name, hint=hint)
     stops = [*(each.offset for each in listed[1:]), place.start]
     starts: list[int | None] = [None] * len(listed)
     if source.is_remote:
-        starts = [_foreseen(each, stop) for each, stop in zip(listed, stops, strict=False)]
+        # Only a descriptor after a payload shows where it ends. torch writes one, zip does not.
+        starts = [
+            _foreseen(each, stop) if each.name in described else None
+            for each, stop in zip(listed, stops, strict=False)
+        ]
         unsure = [each for each, start in zip(listed, starts, strict=True) if start is None]
         sizes = [LOCAL.size + len(each.name.encode()) + _LONG for each in unsure]
         source.expect((e.offset, e.offset + n) for e, n in zip(unsure, sizes, strict=True))
@@ -319,8 +327,14 @@ def _find_directory(source: Source) -> _Directory:
     return _Directory(count, start, nbytes)
 
 
-def _listed(directory: bytes, count: int) -> Iterator[Record]:
-    """Split the directory. The offset of a record is that of its local header."""
+def _listed(directory: bytes, count: int, described: set[str]) -> Iterator[Record]:
+    """Split the directory. The offset of a record is that of its local header.
+
+    Args:
+        directory: The bytes of the directory.
+        count: The number of its records.
+        described: Gets the names of the records with a descriptor after their payload.
+    """
     at, stop = 0, len(directory)
     directory += bytes(CENTRAL.size)  # room for a last record that ends early: see the check below
     for number in range(count):
@@ -346,6 +360,8 @@ def _listed(directory: bytes, count: int) -> Iterator[Record]:
         if FULL32 in (packed, size, header):
             numbers = (size, packed, header)
             size, packed, header = _widened(numbers, directory[extra : extra + n_extra], name)
+        if flags & _DESCRIBED:
+            described.add(name)
         record = Record(name, header, packed, size, crc, method)
         _check_method(record)
         yield record

@@ -36,8 +36,8 @@ class Renaming:
             ValueError: If the rename contains a `strip` or `rules`.
         """
         raise ValueError(
-            f"{self!r} cannot be reversed: only merge and split can. Write the inverse as "
-            "remap.rules([...])"
+            f"{self!r} cannot be reversed: only merge and split can. Write the inverse with "
+            "these, or as remap.rules([...])"
         )
 
 
