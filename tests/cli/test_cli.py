@@ -126,7 +126,7 @@ def test_inspect_chooses_sorts_and_descends(tmp_path) -> None:
     done = torchlift("inspect", path, "--root", "n", "--json")
     assert (done.returncode, done.stderr) == (1, f"torchlift: {path}: 'n': the checkpoint does not "
             "contain this container; found at the top: head, m. Pass one of these as --root, or "
-            "leave root out.\n")  # fmt: skip
+            "leave --root out.\n")  # fmt: skip
     found = json.loads(done.stdout)["error"]
     assert (found["type"], found["entry"], found["file"]) == ("FormatError", "n", str(path))
     found = json.loads(torchlift("inspect", path, "--filter", "m.2*", "--json").stdout)
@@ -523,7 +523,7 @@ def test_bash_completes_commands_options_and_values() -> None:
     for words, expected in [
         (["torchlift", "ins"], ["inspect"]),
         (["torchlift", "inspect", "--st"], ["--stats"]),
-        (["torchlift", "inspect", "--sort", "s"], ["size"]),
+        (["torchlift", "inspect", "--sort", "si"], ["size"]),
         (["torchlift", "completion", "f"], ["fish"]),
     ]:
         asked = f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _shtab_torchlift"

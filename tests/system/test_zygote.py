@@ -351,7 +351,7 @@ def test_numpy_is_not_needed() -> None:
         "descriptors = [os.open(os.devnull, os.O_RDWR) for _ in range(2)]\n"
         "file = tempfile.TemporaryFile()\n"
         "cores = os.sched_getaffinity(0)\n"
-        "here = dict(os.environ), sys.path, os.getcwd(), cores\n"
+        "here = dict(os.environ), sys.path, os.getcwd(), cores, {}\n"
         "pickle.dump(z.Request('builtins:abs', (-1,), *here), file); file.flush()\n"
         "z._be_child([*descriptors, file.fileno()])\n"
     )

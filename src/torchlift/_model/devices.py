@@ -18,6 +18,8 @@ Device = torch.device | str | int
 
 #: A device type and perhaps a number, or the tag that a backend writes into a file.
 DEVICE_TAG = re.compile(r"[A-Za-z_]\w*(?::\d+)?")
+#: Devices that torch can name only after their package was imported.
+_PLUGINS = "npu", "mlu", "musa", "gcu", "txda", "spyre"
 
 
 def usable_device(asked: object, entry: str, *, present: bool = True) -> torch.device:
@@ -40,7 +42,9 @@ def usable_device(asked: object, entry: str, *, present: bool = True) -> torch.d
         return torch.empty(0, device=device).device if present else device
     except (RuntimeError, TypeError, AssertionError, NotImplementedError, ImportError) as error:
         if not present and isinstance(asked, (str, int)):
-            return torch.device(spelled_device(checked_device(asked, entry)))
+            known = spelled_device(checked_device(asked, entry))
+            is_plugin = known.partition(":")[0] in _PLUGINS
+            return torch.device("privateuseone" if is_plugin else known)
         hint = 'Choose a device of this machine, such as device="cpu".'
         if isinstance(asked, Mapping):
             hint = "Wrap it: remap.by_key(...) for names, remap.by_location(...) for tags."
@@ -63,6 +67,8 @@ def checked_device(value: object, entry: str) -> Device:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     if isinstance(value, str):
+        if DEVICE_TAG.fullmatch(value) and value.partition(":")[0] in _PLUGINS:
+            return value
         with suppress(RuntimeError):
             torch.device("cpu" if value == DISK else value)
             return value

@@ -81,7 +81,9 @@ class ShownTensors:
         if known is not None and known.shown is not known.values:
             # `.data` and NumPy write to a copy without a trace.
             if not is_written and has_same_bytes(tensor, known.values):
-                return known.one
+                # Code may give one tensor two names: neither may get its memory.
+                one = known.one
+                return replace(one, is_new=False) if isinstance(one, MemoryTensor) else one
             is_written = True
         if is_written and is_dtensor(tensor) and like is not None and is_dtensor(like):
             # An operation may return a DTensor of another layout. torch copies from any layout.

@@ -81,6 +81,15 @@ class Options:
             raise TypeError(
                 f"dtype={dtype!r}: expected a torch.dtype, its name, a callable or None"
             )
+        for name in ("strict", "ignore_mismatched"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}={getattr(self, name)!r}: expected True or False")
+        rename: object = self.rename
+        if not (rename is None or callable(rename) or isinstance(rename, Mapping)):
+            raise TypeError(f"rename={rename!r}: expected a callable, a dict of names or None")
+        transform: object = self.transform
+        if not (transform is None or callable(transform)):
+            raise TypeError(f"transform={transform!r}: expected a callable or None")
         for name in ("allow_missing", "allow_unexpected", "include", "exclude"):
             patterns: object = getattr(self, name)
             if isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns):  # type: ignore[attr-defined]

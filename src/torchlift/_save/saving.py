@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from tempfile import TemporaryDirectory
@@ -405,28 +405,56 @@ def _save_to_file(
         raise ValueError("a file object is one file: save shards and DCP to a path")
     name = getattr(file, "name", None)
     shown = name if isinstance(name, str) and name else f"a {type(file).__name__}"
+    try:
+        file.write(b"")
+    except TypeError as error:
+        what = "a file that is open for text cannot be saved to: open it with mode 'wb'"
+        raise TypeError(what) from error
+    except Exception as error:
+        raise _not_written(shown, error) from error
     with TemporaryDirectory() as folder:
-        path = os.path.join(folder, "saved")
-        report = save(obj, path, format=format or "torch-zip", **options)
+        whole = os.path.join(folder, "saved")
+        report = save(obj, whole, format=format or "torch-zip", **options)
+        start, end = _extent(file)
         try:
-            with open(path, "rb") as source:
+            with open(whole, "rb") as source:
+                if start is not None:
+                    file.seek(start)
                 while data := source.read(_BLOCK):
                     left = memoryview(data)
                     while left:  # a raw file may write a part of it
                         left = left[file.write(left) or len(left) :]
-            if hasattr(file, "flush"):
-                file.flush()
-        except TypeError as error:
-            what = "a file that is open for text cannot be saved to: open it with mode 'wb'"
-            raise TypeError(what) from error
-        except Exception as error:  # a file object may raise any class
-            raise CheckpointError(
-                "the file object cannot be written, and may contain a part of the checkpoint",
-                file=shown,
-                found=f"{type(error).__name__}: {error}".partition("\n")[0],
-                hint="Open it for writing, with room for the file.",
-            ) from error
+                if hasattr(file, "flush"):
+                    file.flush()
+        except BaseException as error:
+            if start is not None:
+                with suppress(Exception):  # it cannot be written
+                    file.truncate(end)
+                with suppress(Exception):
+                    file.seek(start)
+            if isinstance(error, Exception):
+                raise _not_written(shown, error) from error
+            raise
     return replace(report, path=shown, files=(shown,))
+
+
+def _extent(file: Any) -> tuple[int | None, int | None]:
+    """Return the position and the end of a file object; None if it cannot seek back, as in gzip."""
+    with suppress(Exception):  # each class that compresses raises another error
+        start = file.tell()
+        file.seek(0, os.SEEK_END)
+        return start, file.tell()
+    return None, None
+
+
+def _not_written(file: str, error: Exception) -> CheckpointError:
+    """Return our error for an error of a file object, which may raise any class."""
+    return CheckpointError(
+        "the file object cannot be written",
+        file=file,
+        found=f"{type(error).__name__}: {error}".partition("\n")[0],
+        hint="Open it for writing, with room for the file.",
+    )
 
 
 def _inside(obj: object) -> Iterator[object]:

@@ -389,8 +389,9 @@ def _read_directory(path: str) -> Index:
                 hint=f"Run this in the parent folder: zip -0 -r -D model.pt {top}",
             )
     _refuse_foreign(names, _FOREIGN_NAMES[:-1])
-    if len(files := [each for name in names if _is_file(each := inside(path, name))]) == 1:
-        _read_file(files[0], Budget())  # raises the error that names the format
+    if found := [name for name in names if _may_be_weights(inside(path, name))]:
+        _read_file(locate(path, found[0]), Budget())  # raises the error that names the format
+        raise _several("the directory holds files with unexpected names", found, path)
     raise FormatError(
         "the directory does not contain a checkpoint" if names else "the directory is empty",
         expected="an *.index.json, safetensors or torch files",
@@ -450,6 +451,14 @@ def _checkpoint_names(names: Iterable[str]) -> list[str]:
         return original == name or original not in there
 
     return sorted(filter(is_kept, there))
+
+
+def _may_be_weights(path: str) -> bool:
+    """Return whether a file has a suffix of weights, or starts like a format that is known."""
+    if path.endswith(_PICKLED) or is_url(path):  # reading the head would be a request per file
+        return path.endswith(_PICKLED) and _is_file(path)
+    head = head_of(path, HEAD) if _is_file(path) else b""
+    return any(re.match(magic, head, re.DOTALL) for magic, *_ in _FOREIGN)
 
 
 def _starts_as_torch(path: str) -> bool:
