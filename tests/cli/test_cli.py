@@ -517,6 +517,16 @@ def test_root_on_what_only_unpickling_could_rebuild_says_so(tmp_path) -> None:
     assert "found 1 tensor in it" in done.stderr
 
 
+def test_inspect_sums_up_modules_to_a_depth(tmp_path: Path) -> None:
+    """A line for each module, with the number and the bytes of its tensors."""
+    path = tmp_path / "m.safetensors"
+    save_file({f"m.{n}.w": torch.ones(2, 3) for n in range(3)} | {"head": torch.ones(1)}, path)
+    lines = torchlift("inspect", path, "--depth", "1").stdout.rpartition("key")[2].split("\n")
+    assert [line.split() for line in lines[1:] if line] == [
+        ["head", "1", "4", "B", "float32", "1"], ["m", "3", "72", "B"],
+    ]  # fmt: skip
+
+
 def test_bash_completes_commands_options_and_values() -> None:
     """The script that is printed, run by bash."""
     script = torchlift("completion", "bash").stdout

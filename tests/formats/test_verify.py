@@ -221,15 +221,16 @@ def test_a_damaged_file_of_a_hub_cache_is_named_with_both_sums(tmp_path: Path, n
     assert f"{path}: expected {failure.right}, found " in str(report)
 
 
-def test_a_file_of_a_hub_cache_with_checksums_of_its_own_is_read_once(tmp_path: Path) -> None:
-    """The record of a torch file says which tensor is damaged."""
+def test_a_file_of_a_hub_cache_with_checksums_of_its_own_is_compared_too(tmp_path: Path) -> None:
+    """Another intact file in its place is found. A record says which tensor is damaged."""
     content = saved({"w": torch.ones(3), "v": torch.zeros(2)}, tmp_path).read_bytes()
     path = hub_cache(tmp_path, {"model.bin": content}) / "model.bin"
     report = torchlift.verify(path)
     assert (report.ok, report.unchecked) == (True, ())
-    assert str(path) not in report.records
     flip(path.resolve(), "w", 1)
-    assert [one.algorithm for one in torchlift.verify(path).failed] == ["crc32"]
+    assert [one.algorithm for one in torchlift.verify(path).failed] == ["crc32", "sha256"]
+    torch.save({"w": torch.zeros(3), "v": torch.zeros(2)}, path.resolve())
+    assert [one.algorithm for one in torchlift.verify(path).failed] == ["sha256"]
 
 
 def test_only_links_into_blobs_name_their_checksum(tmp_path: Path) -> None:

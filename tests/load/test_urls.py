@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import uuid
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -622,3 +623,20 @@ def test_urls_that_differ_in_what_is_not_shown_are_two_files(
     torchlift.convert(urls, tmp_path / "both.safetensors")
     for found in (model.state_dict(), torchlift.open(tmp_path / "both.safetensors")):
         assert [float(found[name][0]) for name in ("one", "two")] == [0.0, 1.0]
+
+
+def test_a_file_that_zip_has_packed_again_has_the_same_values_at_a_url(tmp_path: Path) -> None:
+    """Zip writes no descriptor after a payload, so neighbours do not show where it begins."""
+    state = {f"layers.{n}.w": torch.randn(3, n % 7 + 1) for n in range(300)}
+    path, again = tmp_path / "model.pt", tmp_path / "again.pt"
+    torch.save(state, path)
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(again, "w") as new:
+        for name in old.namelist():
+            info = zipfile.ZipInfo(name)
+            info.extra = b"UT" + (24).to_bytes(2, "little") + bytes(24)  # as Info-ZIP notes times
+            new.writestr(info, old.read(name))
+    url = f"memory://{uuid.uuid4().hex}/again.pt"
+    fsspec.filesystem("memory").pipe(url, again.read_bytes())
+    with torchlift.open(url) as ckpt:
+        found = ckpt.state_dict()
+    assert all(torch.equal(found[key], value) for key, value in state.items())

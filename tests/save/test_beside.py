@@ -196,6 +196,15 @@ def test_a_long_name_may_be_clipped_to_that_of_its_journal(tmp_path: Path) -> No
         assert len(os.listdir(tmp_path)) == 2
 
 
+@pytest.mark.parametrize("length", [150, 190, 218])
+def test_a_set_with_a_long_name_is_saved_twice(tmp_path: Path, length: int) -> None:
+    """The names of its head and of its journal are clipped, and must differ."""
+    path = tmp_path / ("y" * length + ".safetensors")
+    for state in (ONE, TWO):
+        torchlift.save(state, path, max_shard_size=500)
+        assert first(tmp_path) == state["a"][0]
+
+
 def test_names_of_shards_do_not_come_back(tmp_path: Path) -> None:
     """Who has read an index before two saves finds its shards gone, rather than other values."""
     seen: set[str] = set()

@@ -118,12 +118,20 @@ def require_intact(
 
 
 def _find_checksums(ckpt: Checkpoint, only: Collection[str] | None) -> list[Checksum]:
-    """Return the checksums of a checkpoint, or those of some storages and of other records."""
-    known = checksums(ckpt._index)
-    if only is None:
-        return known
-    names = {*only, *(ckpt._index.storages[name].file for name in only)}
-    return [each for each in known if each.kind == "record" or each.name in names]
+    """Return the checksums of all or some storages, and of other records.
+
+    A file is hashed for the hub only if one of the storages has no other checksum, because this
+    reads the file again.
+    """
+    known, storages = checksums(ckpt._index), ckpt._index.storages
+    names = {*(storages if only is None else only)}
+    own = {each.name for each in known if each.kind == "storage"}
+    bare = {storages[name].file for name in names - own}
+    return [
+        each
+        for each in known
+        if each.kind == "record" or each.name in (names if each.kind == "storage" else bare)
+    ]
 
 
 def _damage_error(ckpt: Checkpoint, report: VerifyReport) -> IntegrityError:

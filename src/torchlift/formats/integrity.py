@@ -204,7 +204,7 @@ def checksums(index: Index) -> list[Checksum]:
                     else:
                         records.append(Checksum("record", folder + name, place, record.crc32))
     every = [Checksum("storage", name, s, s.crc32 or 0) for name, s in storages.items()] + records
-    for path in dict.fromkeys(file for file, _, name in bare if name not in storages):
+    for path in index.files:  # another file in the cache may have right checksums of its own
         if (digest := _hub_checksum(path)) is not None:
             place = Storage(path, 0, index.files[path].size, "")
             every.append(Checksum("file", path, place, digest))
