@@ -120,8 +120,8 @@ def require_intact(
 def _find_checksums(ckpt: Checkpoint, only: Collection[str] | None) -> list[Checksum]:
     """Return the checksums of all or some storages, and of other records.
 
-    A file is hashed for the hub only if one of the storages has no other checksum, because this
-    reads the file again.
+    A file is hashed for the hub only if one of the storages lacks a checksum of its own. This reads
+    the file again.
     """
     known, storages = checksums(ckpt._index), ckpt._index.storages
     names = {*(storages if only is None else only)}

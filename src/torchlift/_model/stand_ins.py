@@ -241,8 +241,8 @@ def has_same_bytes(one: torch.Tensor, two: torch.Tensor) -> bool:
 def fingerprint(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return numbers that change with the bytes of a tensor's values.
 
-    Each four bytes are multiplied by a random number of their place in a row, and each row is
-    summed on the tensor's device, 2.5 GB/s on a core. A copy would take the model's memory again.
+    Each four bytes are multiplied by a random number of their place in a row. Each row is summed on
+    the tensor's device, 2.5 GB/s on a core. A copy would take the model's memory again.
 
     Example:
         >>> fingerprint(torch.tensor([1.0, 2.0])) == fingerprint(torch.tensor([2.0, 1.0]))

@@ -439,7 +439,7 @@ def _save_to_file(
 
 
 def _extent(file: Any) -> tuple[int | None, int | None]:
-    """Return the position and the end of a file object; None if it cannot seek back, as in gzip."""
+    """Return the position and the end of a file object. None if it cannot seek, as in gzip."""
     with suppress(Exception):  # each class that compresses raises another error
         start = file.tell()
         file.seek(0, os.SEEK_END)
