@@ -155,6 +155,21 @@ def test_a_keeper_that_only_looks_gives_way_to_another_one_of_its_process(tmp_pa
     assert os.listdir(tmp_path) == ["step-000000001.pt", "step-000000002.pt"]
 
 
+def test_a_keeper_that_only_looks_gives_way_by_a_link_to_its_folder(tmp_path: Path) -> None:
+    """Such as a link to the newest run; a keeper that saves does not give way."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "newest").symlink_to("run")
+    paths = [tmp_path / "run", tmp_path / "newest"]
+    for first, second in (paths, paths[::-1]):
+        looks = torchlift.Keeper(first)
+        with torchlift.Keeper(second) as keeper:
+            keeper.save(len(keeper.steps()) + 1, w=torch.ones(2))
+            with pytest.raises(CheckpointError, match=f"process {os.getpid()} on .* Close it"):
+                torchlift.Keeper(first)
+        looks.close()
+    assert sorted(os.listdir(paths[0])) == ["step-000000001.pt", "step-000000002.pt"]
+
+
 def test_a_lock_that_could_not_be_removed_keeps_nobody_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -494,6 +494,38 @@ def test_a_run_goes_on_with_equal_losses_on_any_number_of_ranks(
     assert found == [expected] * now
 
 
+def refusals_of_blanks(folder: str, blank: int) -> list[str]:
+    """Save states that have no values on one rank, and then one with values."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    device, found = "meta" if rank == blank else "cpu", []
+    model, inside = nn.Linear(2, 1), torch.ones(2, device=device)
+    model.register_buffer("table", torch.ones(2, device=device))
+    lazy = nn.LazyLinear(2) if rank == blank else nn.Linear(2, 2)
+    with torchlift.Keeper(folder) as keeper:
+        for name, value in {"model": model, "things": {"a": [inside]}, "lazy": lazy}.items():
+            with pytest.raises(PlacementError) as caught:
+                keeper.save(1, {name: value})
+            found.append(str(caught.value))
+        assert keeper.save(2, model=nn.Linear(2, 1))
+    return found
+
+
+@pytest.mark.distributed
+def test_a_tensor_without_values_is_refused_by_name_on_all_ranks(tmp_path: Path) -> None:
+    """torch's error for it does not say which one it is."""
+    alone = refusals_of_blanks(str(tmp_path / "alone"), 0)
+    by_rank = torchlift.distributed.on_ranks(2, refusals_of_blanks, str(tmp_path / "mesh"), 1)
+    assert by_rank[0] == by_rank[1]
+    for found, who in ((alone, ""), (by_rank[0], "on rank 1: ")):
+        for text, name in zip(found, ("model.table", "things.a.0", "lazy.weight"), strict=True):
+            assert text.startswith(f"'{name}': {who}cannot be stored"), text
+    assert {*map(str, tmp_path.glob("*/*"))} == {
+        str(tmp_path / "alone" / "step-000000002.pt"), str(tmp_path / "mesh" / "step-000000002"),
+    }  # fmt: skip
+
+
 def keep_own_codes(folder: str) -> None:
     """Save a parameter, and an optimizer's state, of which each rank has its own values."""
     import torch.distributed as dist

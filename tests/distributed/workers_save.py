@@ -546,6 +546,10 @@ def dcp_saves_through_the_writer() -> None:
     dist.barrier()
     assert contents(path) == before
     assert not list(SHARED.glob(".writer*"))
+    for name in ("refused.pt", "refused.safetensors", "refused.safetensors.index.json"):
+        with pytest.raises(CheckpointException, match=r"with torchlift\.convert\(folder, file\)"):
+            dcp.save(state_of(), storage_writer=CheckpointWriter(SHARED / name))
+        assert not os.path.lexists(SHARED / name)
     if rank == 0:
         torchlift.convert(path, SHARED / f"writer-{world}.pt")
         same(torch.load(SHARED / f"writer-{world}.pt", weights_only=True), expected, "converted")

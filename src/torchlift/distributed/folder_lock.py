@@ -25,7 +25,8 @@ class FolderLock:
     """Reserves a folder for one Keeper, until `release` or the end of this process."""
 
     def __init__(self, folder: str) -> None:
-        self._folder, self._path = folder, os.path.join(folder, NAME)
+        # By a link to the folder, a Keeper of this process would not give way.
+        self._folder, self._path = folder, os.path.join(os.path.realpath(folder), NAME)
         self._file, self.is_used = LockedFile(), False
         _locks.add(self)
 

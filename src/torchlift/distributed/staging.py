@@ -10,6 +10,7 @@ import torch
 
 from torchlift._model.dtensor import is_dtensor, local_tensor, wrap
 from torchlift._model.handlers import clone_of, has_memory, is_plain
+from torchlift._model.slots import is_blank
 from torchlift._system.containers import leaves
 
 
@@ -35,6 +36,8 @@ class Staging:
     def copy(self, models: Mapping[str, Any], others: Mapping[str, Any]) -> Copies:
         """Copy all states. Equal views of one memory, such as tied weights, share their copy.
 
+        Tensors without values stay as they are.
+
         Args:
             models: States of models and optimizers, which may contain DTensors.
             others: States of all other objects.
@@ -45,9 +48,12 @@ class Staging:
         every = leaves([models, others]).values()
         tensors = [leaf for leaf in every if isinstance(leaf, torch.Tensor)]
         for leaf in tensors:
+            if is_blank(leaf):
+                made[id(leaf)] = leaf  # for the check of a save: torch's error would not name it
+                continue
             local = local_tensor(leaf)
             is_odd = not (is_plain(local) and has_memory(local)) or local.is_quantized
-            if is_odd or local.is_meta or vars(local):
+            if is_odd or vars(local):
                 copied = clone_of(local, torch.device("cpu"))
                 rest = {key: value for key, value in vars(local).items() if key not in vars(copied)}
                 vars(copied).update(copy.deepcopy(rest))

@@ -46,7 +46,7 @@ from torchlift._save.values import Value
 from torchlift._store.places import place_of
 from torchlift._system.interrupts import uninterrupted
 from torchlift.errors import CheckpointError
-from torchlift.formats.layout import Layout
+from torchlift.formats.layout import FORMATS, SETS, Layout, format_for
 
 _VERSION = "1.0.0"  # of the files that DCP writes: it tells torch how keys were joined
 
@@ -163,13 +163,21 @@ class CheckpointWriter(StorageWriter):
         """Check the arguments.
 
         Raises:
-            ValueError: If there is no path.
+            ValueError: If there is no path, or it is the path of a file.
         """
         if not kwargs.get("use_collectives", True):
             raise ValueError("use_collectives=False: the ranks must know the files of each other")
         if self.path is None:
             raise ValueError("no path: pass one to CheckpointWriter, or as checkpoint_id=")
-        self._target = Target.of(self.path, "dcp", None, self._options)
+        try:
+            format_for(self.path, None, (*FORMATS, *SETS))
+        except ValueError:  # not the suffix of a file
+            self._target = Target.of(self.path, "dcp", None, self._options)
+        else:
+            raise ValueError(
+                f"{self.path}: a CheckpointWriter writes folders. Save to a folder, and let one "
+                "process make the file with torchlift.convert(folder, file)"
+            )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Note what this rank holds: DCP leaves what several ranks hold to one of them."""
