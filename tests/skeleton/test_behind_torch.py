@@ -160,6 +160,15 @@ def into_a_buffer_of_bytes(m: Any) -> None:
     m.register_buffer("twice", table * 2)
 
 
+def by_scratch_memory_that_ends_as_it_began(m: Any) -> None:
+    rows, scratch = zeros(m), torch.zeros(4)
+    array = scratch.numpy()
+    for number in range(3):
+        array[:] = number
+        rows[number].copy_(scratch)
+    array[:] = 0
+
+
 #: By torch, or into memory that a replay reads when all is written.
 WRITES = [
     by_dlpack, through_an_array_that_torch_views, into_an_array_of_the_constructors,
@@ -170,6 +179,7 @@ UNSEEN = [
     through_numpy, into_a_row_of_random_numbers, with_the_random_numbers_themselves,
     through_a_transposed_view, of_other_dtypes, of_a_copied_module, by_apply,
     by_apply_with_numbers_of_its_own, by_an_untyped_storage, by_a_typed_storage, by_an_address,
+    by_scratch_memory_that_ends_as_it_began,
 ]  # fmt: skip
 
 
@@ -309,7 +319,18 @@ def write_by_two_views(m: Any, copied: Callable[[Any], torch.Tensor]) -> None:
     m.register_buffer("table", copied(array))
 
 
+def fill_from_an_array_that_ends_as_it_began(m: Any, copied: Callable[[Any], torch.Tensor]) -> None:
+    array = np.zeros(4, np.float32)
+    m.w = nn.Parameter(torch.zeros(3, 4))
+    scratch = copied(array)
+    for number in range(3):
+        array[:] = number
+        m.w.data[number].copy_(scratch if copied is torch.from_numpy else copied(array))
+    array[:] = 0
+
+
 CHANGES = [
+    (fill_from_an_array_that_ends_as_it_began, "w"),
     (fill_from_one_array, "layers.0.weight"),
     (write_after_torch, "table"),
     (write_by_two_views, "end"),

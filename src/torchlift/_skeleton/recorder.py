@@ -417,6 +417,10 @@ class Recorder(TorchFunctionMode):
             memory.is_written |= key in writes
             if memory.checksum is None:  # of the first use, which a replay would have to find
                 memory.note()
+            elif memory.has_changed():  # an array that is used repeatedly may end as it began
+                self.recording.lost.add(key)
+        # Before the next write hides this one: a replay would give each call the last content.
+        self._check_memory(self._handed_out.keys() & reads.keys())
         self._show(writes)
 
     def _recorded(self, value: Any, given: list[Given], reads: dict[Key, None]) -> Any:
@@ -653,9 +657,14 @@ class Recorder(TorchFunctionMode):
             if item.key:
                 self._handed_out[item.key].stays |= stays
 
-    def _check_memory(self) -> None:
-        """Note memory that the constructor wrote to, and free memory that it has dropped."""
-        for key, memory in [*self._handed_out.items()]:
+    def _check_memory(self, keys: Iterable[Key] | None = None) -> None:
+        """Note memory that the constructor wrote to, and free memory that it has dropped.
+
+        Args:
+            keys: Storages that were handed out. Default: all.
+        """
+        for key in [*self._handed_out] if keys is None else keys:
+            memory = self._handed_out[key]
             if memory.has_changed():
                 self.recording.lost.add(key)
             if not memory.is_held():
