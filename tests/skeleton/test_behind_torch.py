@@ -79,6 +79,12 @@ def by_turns_with_torch(m: Any) -> None:
     m.total = float(array.sum())
 
 
+def before_torch(m: Any) -> None:
+    array = zeros(m).numpy()
+    array[:] = 2
+    m.w.data.mul_(3)
+
+
 def by_a_buffer(m: Any) -> None:
     memoryview(zeros(m).numpy())[1, 2] = 4.0
     torch.frombuffer(m.w.data.numpy(), dtype=torch.float32)[:2].fill_(3)
@@ -160,6 +166,15 @@ def into_a_buffer_of_bytes(m: Any) -> None:
     m.register_buffer("twice", table * 2)
 
 
+def by_scratch_memory_that_ends_as_it_began(m: Any) -> None:
+    rows, scratch = zeros(m), torch.zeros(4)
+    array = scratch.numpy()
+    for number in range(3):
+        array[:] = number
+        rows[number].copy_(scratch)
+    array[:] = 0
+
+
 #: By torch, or into memory that a replay reads when all is written.
 WRITES = [
     by_dlpack, through_an_array_that_torch_views, into_an_array_of_the_constructors,
@@ -170,6 +185,7 @@ UNSEEN = [
     through_numpy, into_a_row_of_random_numbers, with_the_random_numbers_themselves,
     through_a_transposed_view, of_other_dtypes, of_a_copied_module, by_apply,
     by_apply_with_numbers_of_its_own, by_an_untyped_storage, by_a_typed_storage, by_an_address,
+    by_scratch_memory_that_ends_as_it_began, by_turns_with_torch, before_torch,
 ]  # fmt: skip
 
 
@@ -309,7 +325,18 @@ def write_by_two_views(m: Any, copied: Callable[[Any], torch.Tensor]) -> None:
     m.register_buffer("table", copied(array))
 
 
+def fill_from_an_array_that_ends_as_it_began(m: Any, copied: Callable[[Any], torch.Tensor]) -> None:
+    array = np.zeros(4, np.float32)
+    m.w = nn.Parameter(torch.zeros(3, 4))
+    scratch = copied(array)
+    for number in range(3):
+        array[:] = number
+        m.w.data[number].copy_(scratch if copied is torch.from_numpy else copied(array))
+    array[:] = 0
+
+
 CHANGES = [
+    (fill_from_an_array_that_ends_as_it_began, "w"),
     (fill_from_one_array, "layers.0.weight"),
     (write_after_torch, "table"),
     (write_by_two_views, "end"),
@@ -358,9 +385,26 @@ def test_a_question_about_what_is_written_without_torch_is_an_error() -> None:
         through_numpy(m)
         m.total = float(m.w.sum())
 
-    for build in (ask, by_turns_with_torch, by_asarray, by_a_buffer, by_map):
-        with pytest.raises(PlacementError, match="memory of a tensor without torch"):
+    def ask_of_an_inner_one(m: Any) -> None:
+        m.inner = Made(through_numpy)
+        m.total = float(m.inner.w.sum())
+
+    def ask_of_one_that_no_module_has(m: Any) -> None:
+        m.w, scratch = nn.Parameter(torch.zeros(4)), torch.zeros(4)
+        scratch.numpy()[:] = 1
+        m.total = float(scratch.sum())
+
+    for build, name in (
+        (ask, "w"),
+        (ask_of_an_inner_one, "inner.w"),
+        (ask_of_one_that_no_module_has, "scratch"),
+        (by_asarray, "w"),
+        (by_a_buffer, "w"),
+        (by_map, "w"),
+    ):
+        with pytest.raises(PlacementError, match="memory of a tensor without torch") as caught:
             torchlift.skeleton(Made, build)
+        assert caught.value.entry == name
 
 
 def test_an_array_shows_what_torch_writes_later() -> None:

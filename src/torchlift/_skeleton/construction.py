@@ -48,7 +48,8 @@ def skeleton(factory: Callable[P, M], *args: P.args, **kwargs: P.kwargs) -> M:
     Raises:
         TypeError: If `factory` does not return a module.
         PlacementError: If the constructor quantises a tensor.
-        PlacementError: If the constructor reads a random number after it seeded torch.
+        PlacementError: If the constructor reads a random number after it seeded torch, or reads a
+            tensor after it wrote to the memory of that tensor without torch.
 
     Example:
         >>> import torch, torchlift
@@ -290,6 +291,6 @@ def constructions_of(groups: Iterable[Group]) -> list[Construction]:
             hint="Build the model with torchlift.skeleton(Model, ...) instead of on meta.",
         )
     for group, made in found:
-        if made is not None and made.recording.is_lost(made.ref.key):
+        if made is not None and made.recording.lost_behind(made.ref.key):
             raise lost_error(group.fqn)
     return [made for _, made in found if made is not None]

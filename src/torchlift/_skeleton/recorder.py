@@ -14,10 +14,11 @@ process, and plain construction on meta 1 ms.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from functools import partial
-from types import FunctionType
+from traceback import walk_stack
+from types import FrameType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from torchlift._model.handlers import has_memory
+from torchlift._model.slots import ModuleTree, is_lazy
 from torchlift._model.torch_private import (
     SET_GRAD_ENABLED,
     TRUNC_NORMAL,
@@ -417,6 +419,10 @@ class Recorder(TorchFunctionMode):
             memory.is_written |= key in writes
             if memory.checksum is None:  # of the first use, which a replay would have to find
                 memory.note()
+            elif memory.has_changed():  # an array that is used repeatedly may end as it began
+                self.recording.lost.add(key)
+        # Before the next write hides this one: a replay would give each call the last content.
+        self._check_memory(self._handed_out.keys() & reads.keys())
         self._show(writes)
 
     def _recorded(self, value: Any, given: list[Given], reads: dict[Key, None]) -> Any:
@@ -586,8 +592,9 @@ class Recorder(TorchFunctionMode):
     def _replayed(self, keys: Sequence[Key]) -> Run:
         """Return memory of storages with what construction, from where it began, has put there."""
         missing = [key for key in keys if key not in self._handed_out]
-        if any(map(self.recording.is_lost, missing)):
-            raise lost_error()
+        lost = set[Key]().union(*map(self.recording.lost_behind, missing))
+        if lost:
+            raise lost_error(self._name_of(lost))
         order = self.recording.calls_behind([(key, len(self.recording.calls)) for key in missing])
         state = torch.default_generator.get_state()
         run = Run(self.recording, torch.device("cpu"))
@@ -601,6 +608,28 @@ class Recorder(TorchFunctionMode):
             (key, self._handed_out[key].memory) for key in keys if key in self._handed_out
         )
         return run
+
+    def _name_of(self, keys: Set[Key]) -> str | None:
+        """Return the name that the constructor has for a tensor in one of these storages."""
+        frames: list[FrameType] = []
+        for frame, _ in walk_stack(sys._getframe(1)):
+            if frame.f_locals.get("recorder") is self:
+                break  # the caller's modules are none of the constructor's
+            frames.insert(0, frame)  # the outermost module knows the longest name
+        named = [(word, value) for frame in frames for word, value in frame.f_locals.items()]
+        for _, value in named:
+            # Before a module's own __init__ has run, it has nothing to look through.
+            if isinstance(value, nn.Module) and "_modules" in vars(value):
+                for group in ModuleTree(value).groups:
+                    if self._is_in(group.tensor, keys):
+                        return group.fqn
+        return next((word for word, value in named if self._is_in(value, keys)), None)
+
+    def _is_in(self, value: object, keys: Set[Key]) -> bool:
+        if not isinstance(value, torch.Tensor) or is_lazy(value):  # which has no storage to ask for
+            return False
+        ref = self.ref(value)
+        return ref is not None and ref.key in keys
 
     def _redrawn(self, order: list[int], kept: set[Key]) -> Run:
         """Run calls with the random numbers that construction would draw for them.
@@ -653,9 +682,14 @@ class Recorder(TorchFunctionMode):
             if item.key:
                 self._handed_out[item.key].stays |= stays
 
-    def _check_memory(self) -> None:
-        """Note memory that the constructor wrote to, and free memory that it has dropped."""
-        for key, memory in [*self._handed_out.items()]:
+    def _check_memory(self, keys: Iterable[Key] | None = None) -> None:
+        """Note memory that the constructor wrote to, and free memory that it has dropped.
+
+        Args:
+            keys: Storages that were handed out. Default: all.
+        """
+        for key in [*self._handed_out] if keys is None else keys:
+            memory = self._handed_out[key]
             if memory.has_changed():
                 self.recording.lost.add(key)
             if not memory.is_held():
@@ -666,7 +700,8 @@ class Recorder(TorchFunctionMode):
         for key in self._handed_out.keys() & keys:
             self._check_memory()
             memory = self._handed_out.pop(key, None)
-            if memory is not None:
+            # What is lost cannot be shown, and is an error only where somebody needs the value.
+            if memory is not None and not self.recording.lost_behind(key):
                 with self._numbers_kept():
                     memory.memory.copy_(self._replayed([key]).memory[key])
                 memory.note()

@@ -125,12 +125,12 @@ class Recording:
                     todo += [(other, at) for other in (*call.reads, *call.writes)]
         return sorted(needed)
 
-    def is_lost(self, key: Key) -> bool:
-        """Return whether the content of a storage, or of one that it is made of, is not known."""
+    def lost_behind(self, key: Key) -> set[Key]:
+        """Return the storages with unknown values among a storage and those that it is made of."""
         if not self.lost:
-            return False
+            return set()
         behind = self.calls_behind([(key, len(self.calls))])
-        return bool(self.lost & {key, *(read for at in behind for read in self.calls[at].reads)})
+        return self.lost & {key, *(read for at in behind for read in self.calls[at].reads)}
 
     def new_source(self) -> Key:
         """Add a storage that stands for a source of random numbers: each draw writes it."""
