@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from itertools import product
@@ -164,6 +165,39 @@ def test_an_override_upgrades_an_old_file(
     assert model[0].seen == 1
     assert set(report.loaded) == {"0.weight", "0.offset"}
     assert report.unexpected_keys == []
+
+
+def test_each_of_many_overrides_sees_its_own_names_in_the_order_of_the_file(tmp_path: Path) -> None:
+    """Names that begin alike are another module's, and more modules cost no more for each."""
+    seen: dict[str, list[str]] = {}
+
+    class Seeing(nn.Linear):
+        def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+            seen[prefix] = list(state_dict)
+            super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def count_calls(number: int) -> int:
+        model = nn.ModuleList([Seeing(1, 1) for _ in range(number)])
+        path = write(model.state_dict(), tmp_path)
+        calls = 0
+
+        def count(frame: object, event: str, argument: object) -> None:
+            nonlocal calls
+            calls += event == "c_call"
+
+        before = sys.getprofile()
+        sys.setprofile(count)
+        try:
+            torchlift.load(model, path)
+        finally:
+            sys.setprofile(before)
+        return calls
+
+    count_calls(1)  # the first load imports modules
+    few, many = count_calls(150), count_calls(300)
+    assert seen["1."] == ["1.weight", "1.bias"]
+    assert seen["299."] == ["299.weight", "299.bias"]
+    assert many < 2.2 * few
 
 
 def test_an_override_reads_the_version_that_the_file_has(tmp_path: Path) -> None:

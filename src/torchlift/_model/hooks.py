@@ -11,6 +11,7 @@ another live tensor is refused. Hooks that look at the result run when there is 
 from __future__ import annotations
 
 import copy
+from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -187,6 +188,10 @@ class _Run:
         shared: Identities of modules with several names.
         stand_ins: Identity of a shared module -> its stand-ins.
         changes: Identity of a module -> changes of its stand-ins.
+        order: The names of `state`, sorted: a walk over all of them for each module would cost the
+            square of many modules.
+        tensors: The names of the source's tensors, sorted.
+        places: Name -> its place in the state dict. torch keeps that order.
     """
 
     def __init__(self, shown: Shown, untouched: Untouched, shared: Collection[int]) -> None:
@@ -198,11 +203,13 @@ class _Run:
         self.changes: dict[int, Iterable[Change]] = {}
         self.outcome = Outcome()
         self.state: dict[str, Any] = {**shown.values}
+        self.order, self.tensors = sorted(self.state), sorted(shown.tensors)
+        self.places = {name: at for at, name in enumerate([*shown.tensors, *self.state])}
         self.memories = set(map(memory_of, shown.tensors.values())) - {None}
 
     def visit(self, prefix: str, module: nn.Module) -> None:
         """Run one module's code on its part of the state dict."""
-        names, count = [name for name in self.state if name.startswith(prefix)], len(self.set)
+        names, count = self._under(prefix, self.order), len(self.set)
         local = _Watched((name, self.state[name]) for name in names)
         # torch cannot assign integers to a parameter that is trained. It copies them, cast.
         assign = not any(
@@ -226,7 +233,15 @@ class _Run:
         for name in names:  # the code has left something else of its part
             del self.state[name]
         # Names outside of the prefix are dropped: torch gives each child a filtered copy, too.
-        self.state |= {name: value for name, value in local.items() if name.startswith(prefix)}
+        kept = {name: value for name, value in local.items() if name.startswith(prefix)}
+        self.state |= kept
+        self.order[_range(prefix, self.order)] = sorted(kept)
+        for name in kept:
+            self.places.setdefault(name, len(self.places))
+
+    def _under(self, prefix: str, order: Sequence[str]) -> list[str]:
+        """Return the names that begin with a prefix, of sorted ones, as the state has them."""
+        return sorted(order[_range(prefix, order)], key=self.places.__getitem__)
 
     def _note_taken(
         self,
@@ -251,7 +266,7 @@ class _Run:
         # A slot that got a value of another name was renamed from an older file: none is kept.
         sets = sets and not any(name in self.outcome.tensors for name in slots.difference(names))
         extra, inside = f"{prefix}{_EXTRA}.", tuple(f"{name}." for name in used)
-        for name in self.shown.tensors:
+        for name in self._under(prefix, self.tensors):
             is_extra = f"{name}.".startswith(extra) and _takes_extra(type(module))
             is_own = sets and not name.startswith(children) and name not in slots
             if (is_extra or is_own) and f"{name}.".startswith(inside):
@@ -422,6 +437,14 @@ def identity_of(tensor: torch.Tensor) -> tuple[object, ...]:
     # A conjugate is the same numbers in the same place, shown otherwise.
     shown = tensor.is_conj(), tensor.is_neg()
     return (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), shown)
+
+
+def _range(prefix: str, order: Sequence[str]) -> slice:
+    """Return where the names are, among sorted ones, that begin with a prefix or are all."""
+    if not prefix:
+        return slice(0, len(order))
+    # It ends in a dot, and a slash is the character after that.
+    return slice(*(bisect_left(order, end) for end in (prefix, prefix[:-1] + "/")))
 
 
 def _can_train(value: object) -> bool:
