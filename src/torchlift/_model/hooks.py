@@ -117,7 +117,8 @@ def run_hooks(
             may end before the module.
 
     Raises:
-        PlacementError: If the code writes into a live tensor of another module.
+        PlacementError: If the code writes into a live tensor of another module, or asks for a
+            container.
     """
     commit.keep_attributes(tree.modules)
     commit.keep_flags(tree)
@@ -223,11 +224,24 @@ class _Run:
         if id(module) in self.shared:
             self.stand_ins[id(module)] = stand_ins
         stand_ins.put_on()
-        if _overrides_load(type(module)):
-            self._override(prefix, module, local, metadata, stand_ins)
-        else:
-            self._pre_hooks(prefix, module, local, metadata)
-            self.changes[id(module)] = stand_ins.take_off().values()
+        try:
+            if _overrides_load(type(module)):
+                self._override(prefix, module, local, metadata, stand_ins)
+            else:
+                self._pre_hooks(prefix, module, local, metadata)
+                self.changes[id(module)] = stand_ins.take_off().values()
+        except KeyError as error:  # which alone would not say why the file seems to lack the name
+            asked = str(error.args[0]) if error.args else ""
+            if not any(name.startswith(f"{asked}.") for name in names):
+                raise
+            raise PlacementError(
+                "the loading code of its module asks for a container, and those of a file are "
+                "taken apart",
+                file=self.shown.path,
+                entry=asked,
+                hint="Build the model without torchlift.skeleton, and load it with torch: "
+                "model.load_state_dict(torch.load(path)).",
+            ) from error
         self.untouched.add((prefix + name, tensor) for name, tensor in own_tensors(module))
         self._note_taken(prefix, module, names, local.used, sets=len(self.set) > count)
         for name in names:  # the code has left something else of its part
