@@ -454,7 +454,7 @@ def identity_of(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _range(prefix: str, order: Sequence[str]) -> slice:
-    """Return where the names are, among sorted ones, that begin with a prefix or are all."""
+    """Return which of these sorted names begin with a prefix."""
     if not prefix:
         return slice(0, len(order))
     # It ends in a dot, and a slash is the character after that.
