@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from itertools import product
@@ -164,6 +165,96 @@ def test_an_override_upgrades_an_old_file(
     assert model[0].seen == 1
     assert set(report.loaded) == {"0.weight", "0.offset"}
     assert report.unexpected_keys == []
+
+
+class Configured(nn.Linear):
+    """Keeps a dict of tensors and plain values in its state dict."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.cfg: Any = {"scale": torch.ones(2), "sizes": [1, 2], "name": "one"}
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "cfg"] = self.cfg
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        self.cfg = state_dict.pop(prefix + "cfg")
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class Popping(nn.Linear):
+    """Takes such a dict in a pre-hook."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_load_state_dict_pre_hook(self.take)
+
+    def take(self, module: nn.Module, state_dict: Any, prefix: str, *rest: Any) -> None:
+        self.cfg = state_dict.pop(prefix + "cfg")
+
+
+@live_or_not
+@pytest.mark.parametrize("kind", [Configured, Popping])
+@pytest.mark.parametrize("prefix", ["", "0."], ids=["root", "nested"])
+def test_code_that_asks_for_a_container_is_an_error_with_a_way_out(
+    kind: Any, prefix: str, live: bool, tmp_path: Path
+) -> None:
+    """A file's containers are taken apart: the error names file and entry, and torch loads it."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(kind()) if prefix else kind()
+
+    wanted: Any = nn.Sequential(Configured()) if prefix else Configured()
+    path = write(wanted.state_dict(), tmp_path)
+    model = target(build, live)
+    before = {name: tensor.clone() for name, tensor in all_tensors(model).items()}
+    with pytest.raises(torchlift.PlacementError, match="asks for a container") as caught:
+        torchlift.load(model, path)
+    assert (caught.value.file, caught.value.entry) == (str(path), prefix + "cfg")
+    assert "model.load_state_dict(torch.load(path))" in str(caught.value)
+    if live:
+        assert all(torch.equal(before[name], one) for name, one in all_tensors(model).items())
+    (plain := build()).load_state_dict(torch.load(path))
+    (inner,) = [module for module in plain.modules() if isinstance(module, kind)]
+    assert inner.cfg["name"] == "one"
+    assert all(torch.equal(one, all_tensors(wanted)[n]) for n, one in all_tensors(plain).items())
+    torch.save({prefix + "weight": torch.ones(2, 2)}, path)
+    with pytest.raises(KeyError, match=f"^'{prefix}cfg'$"):  # a file that has no such values
+        torchlift.load(target(build, live), path)
+
+
+def test_each_of_many_overrides_sees_its_own_names_in_the_order_of_the_file(tmp_path: Path) -> None:
+    """Names that begin alike are another module's, and more modules cost no more for each."""
+    seen: dict[str, list[str]] = {}
+
+    class Seeing(nn.Linear):
+        def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+            seen[prefix] = list(state_dict)
+            super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def count_calls(number: int) -> int:
+        model = nn.ModuleList([Seeing(1, 1) for _ in range(number)])
+        path = write(model.state_dict(), tmp_path)
+        calls = 0
+
+        def count(frame: object, event: str, argument: object) -> None:
+            nonlocal calls
+            calls += event == "c_call"
+
+        before = sys.getprofile()
+        sys.setprofile(count)
+        try:
+            torchlift.load(model, path)
+        finally:
+            sys.setprofile(before)
+        return calls
+
+    count_calls(1)  # the first load imports modules
+    few, many = count_calls(150), count_calls(300)
+    assert seen["1."] == ["1.weight", "1.bias"]
+    assert seen["299."] == ["299.weight", "299.bias"]
+    assert many < 2.2 * few
 
 
 def test_an_override_reads_the_version_that_the_file_has(tmp_path: Path) -> None:

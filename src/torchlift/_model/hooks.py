@@ -11,6 +11,7 @@ another live tensor is refused. Hooks that look at the result run when there is 
 from __future__ import annotations
 
 import copy
+from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -116,7 +117,8 @@ def run_hooks(
             may end before the module.
 
     Raises:
-        PlacementError: If the code writes into a live tensor of another module.
+        PlacementError: If the code writes into a live tensor of another module, or asks for a
+            container.
     """
     commit.keep_attributes(tree.modules)
     commit.keep_flags(tree)
@@ -187,6 +189,10 @@ class _Run:
         shared: Identities of modules with several names.
         stand_ins: Identity of a shared module -> its stand-ins.
         changes: Identity of a module -> changes of its stand-ins.
+        order: The names of `state`, sorted: a walk over all of them for each module would cost the
+            square of many modules.
+        tensors: The names of the source's tensors, sorted.
+        places: Name -> its place in the state dict. torch keeps that order.
     """
 
     def __init__(self, shown: Shown, untouched: Untouched, shared: Collection[int]) -> None:
@@ -198,11 +204,13 @@ class _Run:
         self.changes: dict[int, Iterable[Change]] = {}
         self.outcome = Outcome()
         self.state: dict[str, Any] = {**shown.values}
+        self.order, self.tensors = sorted(self.state), sorted(shown.tensors)
+        self.places = {name: at for at, name in enumerate([*shown.tensors, *self.state])}
         self.memories = set(map(memory_of, shown.tensors.values())) - {None}
 
     def visit(self, prefix: str, module: nn.Module) -> None:
         """Run one module's code on its part of the state dict."""
-        names, count = [name for name in self.state if name.startswith(prefix)], len(self.set)
+        names, count = self._under(prefix, self.order), len(self.set)
         local = _Watched((name, self.state[name]) for name in names)
         # torch cannot assign integers to a parameter that is trained. It copies them, cast.
         assign = not any(
@@ -216,17 +224,38 @@ class _Run:
         if id(module) in self.shared:
             self.stand_ins[id(module)] = stand_ins
         stand_ins.put_on()
-        if _overrides_load(type(module)):
-            self._override(prefix, module, local, metadata, stand_ins)
-        else:
-            self._pre_hooks(prefix, module, local, metadata)
-            self.changes[id(module)] = stand_ins.take_off().values()
+        try:
+            if _overrides_load(type(module)):
+                self._override(prefix, module, local, metadata, stand_ins)
+            else:
+                self._pre_hooks(prefix, module, local, metadata)
+                self.changes[id(module)] = stand_ins.take_off().values()
+        except KeyError as error:  # which alone would not say why the file seems to lack the name
+            asked = str(error.args[0]) if error.args else ""
+            if not any(name.startswith(f"{asked}.") for name in names):
+                raise
+            raise PlacementError(
+                "the loading code of its module asks for a container, and those of a file are "
+                "taken apart",
+                file=self.shown.path,
+                entry=asked,
+                hint="Build the model without torchlift.skeleton, and load it with torch: "
+                "model.load_state_dict(torch.load(path)).",
+            ) from error
         self.untouched.add((prefix + name, tensor) for name, tensor in own_tensors(module))
         self._note_taken(prefix, module, names, local.used, sets=len(self.set) > count)
         for name in names:  # the code has left something else of its part
             del self.state[name]
         # Names outside of the prefix are dropped: torch gives each child a filtered copy, too.
-        self.state |= {name: value for name, value in local.items() if name.startswith(prefix)}
+        kept = {name: value for name, value in local.items() if name.startswith(prefix)}
+        self.state |= kept
+        self.order[_range(prefix, self.order)] = sorted(kept)
+        for name in kept:
+            self.places.setdefault(name, len(self.places))
+
+    def _under(self, prefix: str, order: Sequence[str]) -> list[str]:
+        """Return the names that begin with a prefix, of sorted ones, as the state has them."""
+        return sorted(order[_range(prefix, order)], key=self.places.__getitem__)
 
     def _note_taken(
         self,
@@ -251,7 +280,7 @@ class _Run:
         # A slot that got a value of another name was renamed from an older file: none is kept.
         sets = sets and not any(name in self.outcome.tensors for name in slots.difference(names))
         extra, inside = f"{prefix}{_EXTRA}.", tuple(f"{name}." for name in used)
-        for name in self.shown.tensors:
+        for name in self._under(prefix, self.tensors):
             is_extra = f"{name}.".startswith(extra) and _takes_extra(type(module))
             is_own = sets and not name.startswith(children) and name not in slots
             if (is_extra or is_own) and f"{name}.".startswith(inside):
@@ -422,6 +451,14 @@ def identity_of(tensor: torch.Tensor) -> tuple[object, ...]:
     # A conjugate is the same numbers in the same place, shown otherwise.
     shown = tensor.is_conj(), tensor.is_neg()
     return (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), shown)
+
+
+def _range(prefix: str, order: Sequence[str]) -> slice:
+    """Return which of these sorted names begin with a prefix."""
+    if not prefix:
+        return slice(0, len(order))
+    # It ends in a dot, and a slash is the character after that.
+    return slice(*(bisect_left(order, end) for end in (prefix, prefix[:-1] + "/")))
 
 
 def _can_train(value: object) -> bool:

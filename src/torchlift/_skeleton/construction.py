@@ -48,8 +48,8 @@ def skeleton(factory: Callable[P, M], *args: P.args, **kwargs: P.kwargs) -> M:
     Raises:
         TypeError: If `factory` does not return a module.
         PlacementError: If the constructor quantises a tensor.
-        PlacementError: If the constructor reads a random number after it seeded torch, or reads a
-            tensor after it wrote to the memory of that tensor without torch.
+        PlacementError: If the constructor reads a random number after it seeded torch.
+        PlacementError: If it reads a tensor after it wrote to that memory without torch.
 
     Example:
         >>> import torch, torchlift

@@ -23,6 +23,7 @@ class Outside:
         checksum: Checksum of the content that torch knows of. None if torch has not used it yet.
         stays: Whether the constructor may write there without holding it, by an address.
         is_written: Whether a recorded call wrote to the storage.
+        budget: Number of bytes that `has_changed_again` may still read.
     """
 
     memory: torch.UntypedStorage
@@ -30,6 +31,7 @@ class Outside:
     checksum: int | None = None
     stays: bool = False
     is_written: bool = False
+    budget: int = 1 << 30
 
     def contains(self, other: torch.UntypedStorage) -> bool:
         """Return whether all of another storage lies in this memory."""
@@ -60,6 +62,12 @@ class Outside:
             return False
         self.note()
         return self.checksum != known
+
+    def has_changed_again(self) -> bool:
+        """Return `has_changed`, as long as the budget lasts."""
+        # Without one, a file of 300 tensors in one array would be read 300 times.
+        self.budget -= self.memory.nbytes()
+        return self.budget >= 0 and self.has_changed()
 
     def is_held(self) -> bool:
         """Return whether somebody else can still write there."""

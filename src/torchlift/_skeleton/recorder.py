@@ -419,7 +419,7 @@ class Recorder(TorchFunctionMode):
             memory.is_written |= key in writes
             if memory.checksum is None:  # of the first use, which a replay would have to find
                 memory.note()
-            elif memory.has_changed():  # an array that is used repeatedly may end as it began
+            elif memory.has_changed_again():  # an array that is used repeatedly may end as it began
                 self.recording.lost.add(key)
         # Before the next write hides this one: a replay would give each call the last content.
         self._check_memory(self._handed_out.keys() & reads.keys())
