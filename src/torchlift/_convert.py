@@ -495,12 +495,15 @@ def _require_free(target: Target, overwrite: bool) -> None:
     """
     for path in () if overwrite else target.heads:
         if (exists if is_url(path) else os.path.lexists)(path):
-            hint = Hint(
-                "Name another path, or pass ", Argument("overwrite", "True"), " to replace it."
+            way_out = Argument("overwrite", "True")
+            raise CheckpointError(
+                "there is something of this name",
+                file=path,
+                hint=Hint("Name another path, or pass ", way_out, " to replace it.")
+                if path == target.heads[0]
+                # Shards next to one file, or the reverse: a save refuses to replace these.
+                else "Name a path in another folder, or remove it first.",
             )
-            if path != target.heads[0]:  # shards next to one file, or the reverse
-                hint = Hint("Name a path in another folder, or remove it first.")
-            raise CheckpointError("there is something of this name", file=path, hint=hint)
 
 
 def _rename_keys(index: Index, rename: Rename, dropped: set[str]) -> Index:

@@ -386,7 +386,7 @@ def _save_to_file(
     max_shard_size: int | str | None,
     **options: Any,
 ) -> SaveReport:
-    """Save to a temporary file, and copy its bytes to a file object.
+    """Save to a file object. If that fails, restore its content if the object can seek.
 
     Args:
         file: the file object.

@@ -121,16 +121,20 @@ def start(
     has_cores = hasattr(os, "sched_getaffinity")
     cores = os.sched_getaffinity(0) if has_cores else set()
     path = [*map(str, sys.path)]  # some notebooks put a Path there
-    request = Request(target, arguments, variables, path, os.getcwd(), cores, {})
     zygote = _find_zygote() if fork else None
+    limits = _read_limits() if zygote is not None else {}  # a new interpreter inherits them
+    request = Request(target, arguments, variables, path, os.getcwd(), cores, limits)
     if zygote is None:
         return _NewInterpreter(request, stdout, stderr)
+    return _Forked(zygote, request, stdout, stderr)
+
+
+def _read_limits() -> dict[str, tuple[int, int]]:
+    """Return the resource limits of this process by their names."""
     import resource
 
     names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
-    limits = {name: resource.getrlimit(getattr(resource, name)) for name in names}
-    request = request._replace(limits=limits)
-    return _Forked(zygote, request, stdout, stderr)
+    return {name: resource.getrlimit(getattr(resource, name)) for name in names}
 
 
 def packed(content: object, what: str, caller: str = "on_ranks") -> bytes:
