@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -86,19 +87,22 @@ def test_a_child_has_no_descriptor_but_the_three_that_it_was_given(tmp_path: Pat
     assert len(names) == 4, "and that of the listing"
 
 
-def test_a_child_has_the_cores_of_the_caller() -> None:
+def test_a_child_has_the_limits_and_the_cores_of_the_caller() -> None:
     """As they are now: a measurement may be of one core."""
-    cores = os.sched_getaffinity(0)
+    cores, limit = os.sched_getaffinity(0), resource.getrlimit(resource.RLIMIT_NOFILE)
 
-    def look() -> tuple[set[int], int]:
-        return os.sched_getaffinity(0), torch.get_num_threads()
+    def look() -> tuple[set[int], int, int]:
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return os.sched_getaffinity(0), files, torch.get_num_threads()
 
     in_child(os.getpid)
     try:
         os.sched_setaffinity(0, {min(cores)})
-        assert in_child(look).value == ({min(cores)}, 1)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (400, limit[1]))
+        assert in_child(look).value == ({min(cores)}, 400, 1)
     finally:
         os.sched_setaffinity(0, cores)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
 
 
 def test_a_path_among_the_folders_of_modules_does_no_harm(
