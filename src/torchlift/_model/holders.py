@@ -32,6 +32,7 @@ from torchlift._model.torch_private import (
     storage_uses,
     use_count,
 )
+from torchlift._system.memory import live_instances
 from torchlift.errors import PlacementError
 
 Key = TypeVar("Key", bound=Hashable)
@@ -254,7 +255,7 @@ def find_buffers(tensors: Mapping[Key, torch.Tensor]) -> set[Key]:
         >>> sorted(find_buffers(norm.state_dict()))
         ['num_batches_tracked', 'running_mean', 'running_var']
     """
-    modules = _instances(gc.get_objects(), nn.Module)
+    modules = live_instances(nn.Module)
     buffers = (b for module in modules for b in vars(module).get("_buffers", {}).values())
     found = {memory_of(buffer) for buffer in buffers if buffer is not None} - {None}
     return {key for key, tensor in tensors.items() if memory_of(tensor) in found}
@@ -266,10 +267,9 @@ def _search(suspects: Sequence[Holders], own: set[int]) -> None:
     A tensor in a dict that `torch.nn.Module.state_dict` made holds nothing back: the dict was taken
     to keep values. It is taken off the owners. Nor does a tensor of `own`, which are identities.
     """
-    everything = gc.get_objects()
-    tensors = [item for item in _instances(everything, torch.Tensor) if not is_wrapper(item)]
-    replicas = _instances(everything, DistributedDataParallel)
-    dicts = [item for item in _instances(everything, OrderedDict) if hasattr(item, "_metadata")]
+    tensors = [item for item in live_instances(torch.Tensor) if not is_wrapper(item)]
+    replicas = live_instances(DistributedDataParallel)
+    dicts = [item for item in live_instances(OrderedDict) if hasattr(item, "_metadata")]
     forgiven = {id(value) for state in dicts for value in state.values()}
     by_tensor = {id(item.group.tensor): item for item in suspects}
     by_memory: dict[int | None, list[Holders]] = {}
@@ -300,13 +300,6 @@ def _search(suspects: Sequence[Holders], own: set[int]) -> None:
         if item.weak > 0:
             item.kinds |= {Hold.WEAK_REFERENCE}
         item.kinds = item.kinds or frozenset({Hold.FOREIGN})
-
-
-def _instances(everything: list[Any], base: type) -> list[Any]:
-    """Select the instances of a class and of those that inherit from it."""
-    # By type(): isinstance() would run the __class__ property of somebody's proxy.
-    kinds = {kind for kind in set(map(type, everything)) if issubclass(kind, base)}
-    return [item for item in everything if type(item) in kinds]
 
 
 def _described(what: str, tensor: torch.Tensor) -> str:

@@ -173,7 +173,9 @@ class SavingRanks:
         return self.group.run(guarded, validate)
 
 
-def share_state(ranks: SavingRanks, state: State, compared: Mapping[str, object]) -> SharedState:
+def share_state(
+    ranks: SavingRanks, state: State, compared: Mapping[str, object], *, compare: bool
+) -> SharedState:
     """Tell the other ranks what this rank saves. Ranks may have keys of their own.
 
     Of plain data the first rank that has the key counts, of metadata the first rank.
@@ -182,6 +184,7 @@ def share_state(ranks: SavingRanks, state: State, compared: Mapping[str, object]
         ranks: those that save.
         state: of this rank.
         compared: arguments that must be equal on all ranks.
+        compare: whether values that several ranks hold must be equal, except for buffers.
 
     Raises:
         PlacementError: If two ranks hold different things under one key, or their arguments differ.
@@ -193,8 +196,9 @@ def share_state(ranks: SavingRanks, state: State, compared: Mapping[str, object]
         own = replace(state, tensors=tensors, metadata=dict(state.metadata))
         digest = hashlib.sha256(pickle.dumps(own)).digest()
         # Statistics that each rank has of its own data: the first rank's count, as in torch.
-        plain = {key: tensor for key, tensor in local.items() if not is_dtensor(tensor)}
-        return StepResult(own, _Summary(compared, digest, _find_same(local), find_buffers(plain)))
+        plain = {key: each for key, each in local.items() if compare and not is_dtensor(each)}
+        buffers = find_buffers(plain) if plain else set()
+        return StepResult(own, _Summary(compared, digest, _find_same(local), buffers))
 
     own, by_rank = ranks.group.run(describe)
     # All ranks know the same, so all of them raise.

@@ -298,8 +298,8 @@ def _save_together(
         "format": target.format, "max_shard_size": target.limit, "checksum": options.checksum,
         "replicated": replicated, "name": name_of(target.head),
     }  # fmt: skip
-    shared = share_state(ranks, state, compared)
     is_folder, compare = target.format == "dcp", replicated == "equal"
+    shared = share_state(ranks, state, compared, compare=compare)
     add_up = partial(sum_up_shared, ranks, shared, state.tensors) if compare else dict
     head = target.head
     if not is_folder and is_url(head):

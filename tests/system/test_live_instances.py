@@ -1,0 +1,61 @@
+"""The search for live objects beside threads that make new ones."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import nn
+
+from torchlift import swap
+from torchlift._system.memory import live_instances
+
+
+def _fill_tuples(ended: threading.Event, errors: list[SystemError]) -> None:
+    while not ended.is_set():
+        try:
+            tuple(sum(range(50)) for _ in range(200))
+        except SystemError as error:
+            errors.append(error)
+
+
+def test_other_threads_go_on_filling_their_tuples() -> None:
+    """CPython fills only a tuple that nobody else holds; a list of all objects would hold it."""
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(10)])
+    view = model[0].weight.view(-1)
+    ended, errors = threading.Event(), list[SystemError]()
+    threads = [threading.Thread(target=_fill_tuples, args=(ended, errors)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(60):
+            found = live_instances(nn.Module)
+            assert {id(module) for module in model.modules()} <= {id(each) for each in found}
+            assert [blocker.key for blocker in swap.preflight(model)] == ["0.weight"]
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+    assert not errors
+    assert view.shape == (4,)
+
+
+def test_each_object_is_found_once_and_not_kept() -> None:
+    class Kept(nn.Linear):
+        pass
+
+    kept = [Kept(1, 1) for _ in range(5)]
+    assert sorted(map(id, live_instances(Kept))) == sorted(map(id, kept))
+    del kept
+    assert live_instances(Kept) == []
+
+
+def test_a_class_of_a_proxy_is_not_called() -> None:
+    class Proxy:
+        @property
+        def __class__(self) -> type:  # type: ignore[override]
+            raise AssertionError("called")
+
+    proxy = Proxy()
+    assert all(type(each) is not Proxy for each in live_instances(torch.Tensor))
+    del proxy
