@@ -209,8 +209,8 @@ def loads_into_two_dimensions() -> None:
     loads("two_d")
 
 
-class Permuting(nn.Module):
-    """Its files have the rows of one weight in another order, and it sums up what was loaded."""
+class Doubling(nn.Module):
+    """Its files have halves of one weight, and it sums up what was loaded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,13 +218,13 @@ class Permuting(nn.Module):
         self.total = 0.0
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        turned = {**state_dict, "up.weight": state_dict["up.weight"].flip(0)}
-        found = super().load_state_dict(turned, *args, **kwargs)
+        doubled = {**state_dict, "up.weight": state_dict["up.weight"] * 2}
+        found = super().load_state_dict(doubled, *args, **kwargs)
         self.total = float(local_of(self.up.bias.detach()).sum())
         return found
 
 
-class Failing(Permuting):
+class Failing(Doubling):
     """Refuses on the last rank, once its values are in place."""
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -234,42 +234,42 @@ class Failing(Permuting):
         return found
 
 
-def flipped(kind: type[nn.Module]) -> tuple[Path, dict[str, torch.Tensor]]:
-    """A file, and what its model has."""
+def halved(kind: type[nn.Module]) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Return a file, and the values of its model."""
     expected = net(kind).state_dict()
     path = SHARED / f"{kind.__name__}-{dist.get_world_size()}.pt"
     if dist.get_rank() == 0:
-        torch.save({**expected, "up.weight": expected["up.weight"].flip(0)}, path)
+        torch.save({**expected, "up.weight": expected["up.weight"] / 2}, path)
     dist.barrier()
     return path, expected
 
 
 @check
 def a_class_s_own_load_state_dict_is_called_on_every_rank() -> None:
-    path, expected = flipped(Permuting)
+    path, expected = halved(Doubling)
     for wrap in ("fsdp", "tp"):
-        for start in (Permuting, lambda: torchlift.skeleton(Permuting)):
+        for start in (Doubling, lambda: torchlift.skeleton(Doubling)):
             model: Any = WRAPS[wrap](start())
             torchlift.load(model, path)
             require_equal(model, expected, (wrap, start))
             assert model.total == float(local_of(model.up.bias.detach()).sum())
     for broadcast in (False, True):
-        model = fsdp(Permuting())
+        model = fsdp(Doubling())
         state = torchlift.open(path).state_dict() if dist.get_rank() == 0 or not broadcast else {}
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
         set_model_state_dict(model, state, options=options)
         require_equal(model, expected, broadcast)
     # Of a state dict that is sharded, the method gets DTensors, as in torch.
-    state = fsdp(net(Permuting)).state_dict()
-    state["up.weight"] = state["up.weight"].flip(0)
-    model = fsdp(Permuting())
+    state = fsdp(net(Doubling)).state_dict()
+    state["up.weight"] = state["up.weight"] / 2
+    model = fsdp(Doubling())
     set_model_state_dict(model, state)
     require_equal(model, expected, "sharded")
 
 
 @check
 def a_class_s_own_load_state_dict_that_fails_on_one_rank_stops_all() -> None:
-    path, _ = flipped(Failing)
+    path, _ = halved(Failing)
     model = fsdp(Failing())
     before = {name: local_of(t).clone() for name, t in model.state_dict().items()}
     with pytest.raises((ValueError, CheckpointError), match="too old"):
