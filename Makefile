@@ -123,6 +123,7 @@ compat: $(WHEEL)  ## the unit tests on the oldest torch that pyproject.toml admi
 	build/compat/bin/python -m pip install --quiet "torch==$(OLDEST_TORCH)" "$$(ls build/wheel/*.whl)[test,recipes,gguf]"
 	$(SCRATCH) PATH="$(CURDIR)/build/compat/bin:$$PATH" \
 	  build/compat/bin/python -m pytest -q -n 2 --dist loadfile -m "$(FAST_LANE) and not real" -W ignore::DeprecationWarning \
+	  -W "ignore:Sparse invariant checks:UserWarning" \
 	  $(TOOLING:%=--ignore=tests/test_%.py) $(PYTEST_ARGS)
 
 doctest: $(WHEEL)  ## the examples in docstrings
