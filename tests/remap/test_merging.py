@@ -455,12 +455,12 @@ def test_a_missing_expert_is_named(path) -> None:
         (
             remap.merge("w{n}", "w", stack=0),
             {"w0": torch.ones(2, 3), "w1": torch.ones(2, 4)},
-            r"'w': these tensors cannot be merged: 'w0' has shape \[2, 3\] and 'w1' \[2, 4\]",
+            r"'w': these tensors cannot be merged: .*'w0': float32 \[2, 3\], 'w1': float32 \[2, 4\]",
         ),
         (
             remap.merge(["q", "k"], "w", cat=0),
             {"q": torch.ones(4, 3), "k": torch.ones(2, 3)},
-            r"'q', 'k' have 4, 2 in dimension 0.* Pass sizes=\(2, 1\)",
+            r"sizes in dimension 0 are \[4, 2\].* Pass sizes=\(4, 2\)",
         ),
         (
             remap.merge(["q", "k"], "w", cat=0),
@@ -470,17 +470,17 @@ def test_a_missing_expert_is_named(path) -> None:
         (
             remap.merge(["q", "k"], "w", cat=2),
             {"q": torch.ones(4, 3), "k": torch.ones(4, 3)},
-            r"'q' of shape \[4, 3\] has no dimension 2",
+            r"'w': these tensors cannot be merged: Dimension out of range .* but got 2",
         ),
         (
             remap.split("w", ["q", "k", "v"], chunk=0),
             {"w": torch.ones(8, 3)},
-            r"'w': this tensor cannot be split: dimension 0 of shape \[8, 3\] does not divide",
+            r"'w': this tensor cannot be split: dimension 0 does not divide .* found 'w': .*\[8, 3\]",
         ),
         (
             remap.split("w", ["q", "k"], unstack=0),
             {"w": torch.ones(3, 3)},
-            r"dimension 0 of shape \[3, 3\] must be 2, the number of names",
+            "dimension 0 must be 2, the number of names",
         ),
         (
             remap.split("w", ["q", "k"], chunk=0, sizes=(2, 1)),
