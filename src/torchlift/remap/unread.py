@@ -140,7 +140,9 @@ def _join(items: Sequence[Made], dim: int) -> Made:
 # ---- other functions: each gets the result on meta, and the arguments
 
 
-def _split(found: Sequence[torch.Tensor], tensor: Unread, _: object, dim: int = 0) -> list[Made]:
+def _split(
+    found: Sequence[torch.Tensor], tensor: Unread, sizes: object = None, dim: int = 0, **_: object
+) -> list[Made]:
     dim, edge, items = dim % tensor.dim(), 0, []
     for one in found:
         items.append(_take(tensor.made, dim, range(edge, edge + one.shape[dim])))
