@@ -288,7 +288,7 @@ class Own(ConversionOps):
 
 def swapped(rows: torch.Tensor) -> torch.Tensor:
     """The halves of a matrix's rows, exchanged; and its columns, in another order."""
-    rows = torch.cat(rows.chunk(2)[::-1])
+    rows = torch.cat(rows.chunk(chunks=2, dim=0)[::-1])
     return rows.view(len(rows), -1, 2).transpose(1, 2).reshape(rows.shape)
 
 

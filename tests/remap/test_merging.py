@@ -426,6 +426,37 @@ result = planned
         assert size * mib <= child.value <= (size + 64) * mib
 
 
+@pytest.mark.parametrize("dtype", ["float8_e8m0fnu", "float4_e2m1fn_x2", "uint16"])
+def test_every_dtype_is_rearranged(tmp_path, dtype) -> None:
+    """torch cannot concatenate all of them on meta."""
+    kind = getattr(torch, dtype)
+    state = {name: torch.arange(n, n + 16, dtype=torch.uint8).view(4, 4)
+             for n, name in enumerate("ab")}  # fmt: skip
+    expected = torch.stack([value.view(4, -1, kind.itemsize) for value in state.values()], 1)
+    torch.save({name: value.view(kind) for name, value in state.items()}, tmp_path / "model.pt")
+    rule = remap.merge(["a", "b"], "w", stack=0, transpose=(0, 1)) | remap.split(
+        "w", "w{n}", unstack=2
+    )
+    torchlift.convert(tmp_path / "model.pt", tmp_path / "made.pt", rename=rule)
+    with torchlift.open(tmp_path / "made.pt") as ckpt:
+        for n in range(4):
+            found = ckpt[f"w{n}"].contiguous().view(torch.uint8)
+            assert torch.equal(found.view(2, -1, kind.itemsize), expected[n])
+
+
+def test_a_merge_imports_no_decompositions_of_torch(tmp_path) -> None:
+    """torch.cat on meta imports sympy, which takes longer than the load."""
+    save_file({f"w{n}": torch.ones(4, 6) for n in range(2)}, tmp_path / "model.safetensors")
+    code = """
+rule = remap.merge("w{n}", "w", stack=0, transpose=(0, 1)) | remap.split("w", ["a", "b"], chunk=0)
+torchlift.convert(args[0], args[1], rename=rule)
+result = "sympy" in sys.modules
+"""
+    setup = "import sys, torch, torchlift; from torchlift import remap"
+    paths = [str(tmp_path / name) for name in ("model.safetensors", "made.safetensors")]
+    assert in_code(code, *paths, setup=setup, fork=False).value is False
+
+
 # ---- what does not fit
 
 
@@ -455,12 +486,12 @@ def test_a_missing_expert_is_named(path) -> None:
         (
             remap.merge("w{n}", "w", stack=0),
             {"w0": torch.ones(2, 3), "w1": torch.ones(2, 4)},
-            r"'w': these tensors cannot be merged: 'w0' has shape \[2, 3\] and 'w1' \[2, 4\]",
+            r"'w': these tensors cannot be merged: .*; found 'w0': float32 \[2, 3\], 'w1': .*4\]",
         ),
         (
             remap.merge(["q", "k"], "w", cat=0),
             {"q": torch.ones(4, 3), "k": torch.ones(2, 3)},
-            r"'q', 'k' have 4, 2 in dimension 0.* Pass sizes=\(2, 1\)",
+            r"sizes in dimension 0 are \[4, 2\].* Pass sizes=\(4, 2\)",
         ),
         (
             remap.merge(["q", "k"], "w", cat=0),
@@ -470,17 +501,17 @@ def test_a_missing_expert_is_named(path) -> None:
         (
             remap.merge(["q", "k"], "w", cat=2),
             {"q": torch.ones(4, 3), "k": torch.ones(4, 3)},
-            r"'q' of shape \[4, 3\] has no dimension 2",
+            r"'w': these tensors cannot be merged: Dimension out of range .* but got 2",
         ),
         (
             remap.split("w", ["q", "k", "v"], chunk=0),
             {"w": torch.ones(8, 3)},
-            r"'w': this tensor cannot be split: dimension 0 of shape \[8, 3\] does not divide",
+            r"'w': this tensor cannot be split: dimension 0 does not divide .* found .*\[8, 3\]",
         ),
         (
             remap.split("w", ["q", "k"], unstack=0),
             {"w": torch.ones(3, 3)},
-            r"dimension 0 of shape \[3, 3\] must be 2, the number of names",
+            "dimension 0 must be 2, the number of names",
         ),
         (
             remap.split("w", ["q", "k"], chunk=0, sizes=(2, 1)),

@@ -1,15 +1,14 @@
 """`transformers`: the conversion table of Hugging Face transformers as a rename.
 
-The table's rules and operations run unchanged, but on meta tensors that stand for entries. No bytes
-are read: a view stays a view, and a rank later reads only its shard. Mapped tensors would be
-copied. transformers applies the same table in
+The table's rules and operations run unchanged, but on tensors that have not been read. Mapped
+tensors would be copied. transformers applies the same table in
 ``transformers.core_model_loading.convert_and_load_state_dict_in_model``.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -17,22 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchlift._model.torch_private import without_subclasses
 from torchlift._plan.names import Made, Rewriting
 from torchlift.errors import CheckpointError, MismatchError, PlacementError
-from torchlift.remap.merging import (
-    MOST_NAMED,
-    Unfit,
-    add,
-    chunked,
-    concatenated,
-    missing_members,
-    reshaped,
-    stacked,
-    transposed,
-    unstacked,
-)
+from torchlift.remap.merging import MOST_NAMED, add, missing_members
 from torchlift.remap.names import Renaming
+from torchlift.remap.unread import Computed, Unfit, Unread
 
 #: Longer than the number of any list member. Python refuses to parse more than 4300 digits.
 _LONG = re.compile("[0-9]{10,}")
@@ -85,7 +73,7 @@ class _Table(Rewriting, Renaming):
                 add(made, name, items[key], path)
             elif key not in others:
                 converter = groups.setdefault(name, deepcopy(owner[pattern]))
-                converter.add_tensor(name, key, pattern, _Stand.of(items[key]))
+                converter.add_tensor(name, key, pattern, Unread.of(items[key]))
         for name, converter in groups.items():
             for target, tensor in self._convert(name, converter).items():
                 add(made, target, tensor, path)
@@ -137,7 +125,7 @@ class _Table(Rewriting, Renaming):
 
     def _convert(self, name: str, converter: Any) -> dict[str, Made]:
         """Convert the tensors that a converter has collected, and return name -> tensor."""
-        collected: dict[str, list[_Stand]] = dict(converter.collected_tensors)
+        collected: dict[str, list[Unread]] = dict(converter.collected_tensors)
         for stands in collected.values():
             _require_members(name, [stand.made.keys[0] for stand in stands])
         absent = [pattern for pattern in converter.source_patterns if pattern not in collected]
@@ -145,7 +133,7 @@ class _Table(Rewriting, Renaming):
             found = converter.convert(name, model=self, config=self.config)
         except CheckpointError:
             raise
-        except _Unknown as error:
+        except Computed as error:
             raise PlacementError(
                 f"transformers converts it with operations that compute new values ({error}). "
                 "torchlift only rearranges the values of a file",
@@ -177,73 +165,6 @@ def _require_members(name: str, keys: Sequence[str]) -> None:
             start, end = [found.span() for found in _NUMBER.finditer(keys[0])][at]
             missing = [keys[0][:start] + number + keys[0][end:] for number in lacking]
             raise missing_members(name, missing[:MOST_NAMED])
-
-
-# ---- stand-ins for tensors, for the operations of the table
-
-
-class _Unknown(Exception):
-    """A function of torch that computes values, which an index cannot express."""
-
-
-class _Stand(torch.Tensor):
-    """A meta tensor that stands for an entry. Operations on it rearrange the entry's boxes.
-
-    Attributes:
-        made: The entry, and the keys that its values come from.
-    """
-
-    made: Made
-
-    @classmethod
-    def of(cls, item: Made) -> _Stand:
-        """Make the stand-in for an entry."""
-        dtype = getattr(torch, item.entry.dtype, torch.uint8)
-        blank = torch.empty(item.entry.shape, dtype=dtype, device="meta")
-        stand = blank.as_subclass(cls)
-        stand.made = item
-        return stand
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        # Run it on meta first: torch checks the arguments and computes the shapes.
-        with without_subclasses():
-            found = func(*args, **(kwargs or {}))
-        made = found if isinstance(found, (tuple, list)) else [found]
-        if not any(isinstance(one, torch.Tensor) for one in made):
-            return found
-        follow = _FOLLOWED.get(getattr(func, "__name__", ""))
-        if follow is None:
-            raise _Unknown(getattr(func, "__name__", repr(func)))
-        items = follow(found, *args, **(kwargs or {}))
-        return cls.of(items) if isinstance(items, Made) else tuple(map(cls.of, items))
-
-
-def _slices(found: Sequence[torch.Tensor], tensor: _Stand, _: object, dim: int = 0) -> list[Made]:
-    return chunked(tensor.made, dim, [one.shape[dim] for one in found])
-
-
-def _shaped(found: torch.Tensor, tensor: _Stand, *_: object, **__: object) -> Made:
-    if found.dtype != tensor.dtype:
-        raise _Unknown("a view in another dtype")
-    return reshaped(tensor.made, tuple(found.shape))
-
-
-#: Function of torch -> the same for entries. It gets the result on meta and the arguments.
-_FOLLOWED: dict[str, Callable[..., Any]] = {
-    "cat": lambda _, tensors, dim=0: concatenated([one.made for one in tensors], dim),
-    "stack": lambda _, tensors, dim=0: stacked([one.made for one in tensors], dim),
-    "chunk": _slices,
-    "split": _slices,
-    "unbind": lambda _, tensor, dim=0: unstacked(tensor.made, dim),
-    "transpose": lambda _, tensor, dim0, dim1: transposed(tensor.made, (dim0, dim1)),
-    "contiguous": lambda _, tensor: tensor.made,
-    "reshape": _shaped,
-    "view": _shaped,
-    "squeeze": _shaped,
-}
 
 
 def transformers(model_or_config: Any) -> Renaming:

@@ -12,147 +12,27 @@ The conversions of transformers' table, as calls of these two:
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, islice, pairwise
+from itertools import islice
 from typing import NamedTuple
+
+import torch
 
 from torchlift._plan.names import Made, Rewriting
 from torchlift._plan.rules import same_name_error
 from torchlift._system.text import clipped_list
-from torchlift.errors import MismatchError, PlacementError
-from torchlift.formats.boxes import at_indices, joined, permuted, squeezed, unsqueezed
+from torchlift.errors import MismatchError
 from torchlift.remap.names import Renaming
+from torchlift.remap.unread import MISFITS, Unfit, Unread, made_of
 
 #: The fields of a pattern: ``*`` matches text, ``{...}`` matches a number.
 _FIELD = re.compile(r"(\*|\{\w*\})")
 #: The numbers of a list of modules. Others, such as 007, would not survive a round trip.
 _NUMBER = "(?P<number>0|[1-9][0-9]{0,8})"
 MOST_NAMED = 100  # missing members in an error
-
-
-# ---- operations on tensors that have not been read
-
-
-class Unfit(ValueError):
-    """An operation does not support these tensors."""
-
-
-def _require_plain(item: Made) -> Made:
-    """Return the tensor if it is a plain tensor of numbers.
-
-    Raises:
-        PlacementError: If it is sparse, quantised or a subclass.
-    """
-    if not item.entry.can_be_sliced:
-        raise PlacementError(
-            "only plain tensors can be merged or split",
-            entry=item.keys[0],
-            found=item.entry.type_name,
-            hint="Load it without this rule, or save it as a plain tensor.",
-        )
-    return item
-
-
-def _check_dim(item: Made, dim: int, more: int = 0) -> int:
-    size = len(item.entry.shape) + more
-    if not -size <= dim < size:
-        raise Unfit(f"{item.keys[0]!r} of shape {list(item.entry.shape)} has no dimension {dim}")
-    return dim % size
-
-
-def transposed(item: Made, dims: tuple[int, int]) -> Made:
-    """Exchange two dimensions, as `torch.transpose` does."""
-    one, two = (_check_dim(_require_plain(item), dim) for dim in dims)
-    order = list(range(len(item.entry.shape)))
-    order[one], order[two] = two, one
-    return item if one == two else Made(permuted(item.entry, order), item.keys)
-
-
-def concatenated(items: Sequence[Made], dim: int) -> Made:
-    """Concatenate tensors along a dimension, as `torch.cat` does."""
-    dim = _check_dim(items[0], dim)
-    _require_alike(items, dim)
-    if len(items) == 1:
-        return items[0]
-    keys = tuple(dict.fromkeys(key for item in items for key in item.keys))
-    return Made(joined([item.entry for item in items], dim), keys)
-
-
-def stacked(items: Sequence[Made], dim: int) -> Made:
-    """Stack tensors along a new dimension, as `torch.stack` does."""
-    _require_alike(items, None)
-    dim = _check_dim(items[0], dim, 1)
-    return concatenated([Made(unsqueezed(e, dim), keys) for e, keys in items], dim)
-
-
-def taken(item: Made, dim: int, indices: range) -> Made:
-    """Select indices of one dimension."""
-    return Made(at_indices(_require_plain(item).entry, _check_dim(item, dim), indices), item.keys)
-
-
-def chunked(item: Made, dim: int, sizes: Sequence[int]) -> list[Made]:
-    """Split a tensor into consecutive slices, as `torch.split` does."""
-    edges = accumulate(sizes, initial=0)
-    return [taken(item, dim, range(start, stop)) for start, stop in pairwise(edges)]
-
-
-def unstacked(item: Made, dim: int) -> list[Made]:
-    """Remove a dimension and return its slices, as `torch.unbind` does."""
-    at = _check_dim(_require_plain(item), dim)
-    slices = chunked(item, at, [1] * item.entry.shape[at])
-    return [Made(squeezed(entry, at), keys) for entry, keys in slices]
-
-
-def reshaped(item: Made, shape: Sequence[int]) -> Made:
-    """Change the shape of a tensor, as `torch.reshape` does."""
-    old, fewer = item.entry.shape, min(len(item.entry.shape), len(shape)) - 1
-    if fewer < 0 or 0 in old:
-        raise Unfit(f"{item.keys[0]!r} of shape {list(old)} cannot have shape {list(shape)}")
-    before = next((at for at in range(fewer) if old[at] != shape[at]), fewer)
-    fewer -= before
-    behind = next((at for at in range(fewer) if old[-1 - at] != shape[-1 - at]), fewer)
-    # Fold the dimensions that differ into one, from the last on. Then unfold it to the new shape.
-    for dim in range(len(old) - behind - 2, before - 1, -1):
-        item = concatenated(unstacked(item, dim), dim)
-    for dim in range(before, len(shape) - behind - 1):
-        size, rows = item.entry.shape[dim], shape[dim]
-        width = size // rows
-        if dim == 0 or rows < width:  # consecutive boxes of dimension 0 become one
-            ranges = [range(at, at + width) for at in range(0, size, width)]
-            item = stacked([taken(item, dim, row) for row in ranges], dim)
-        else:
-            item = stacked(
-                [taken(item, dim, range(at, size, width)) for at in range(width)], dim + 1
-            )
-    return item
-
-
-def _require_alike(items: Sequence[Made], dim: int | None) -> None:
-    """Refuse tensors that differ in more than their sizes in one dimension."""
-    first = _require_plain(items[0])
-    for item in items[1:]:
-        a, b = first.entry, _require_plain(item).entry
-        if a.dtype != b.dtype:
-            raise Unfit(
-                f"{first.keys[0]!r} is {a.dtype} and {item.keys[0]!r} is {b.dtype}. Convert them "
-                "to one dtype first, with torchlift.convert"
-            )
-        shapes = [[size for at, size in enumerate(e.shape) if at != dim] for e in (a, b)]
-        if len(a.shape) != len(b.shape) or shapes[0] != shapes[1]:
-            raise Unfit(
-                f"{first.keys[0]!r} has shape {list(a.shape)} and {item.keys[0]!r} {list(b.shape)}"
-            )
-    if len({frozenset(e.encoding) - {"deflated"} for e, _ in items if e.chunks}) > 1:
-        shown = clipped_list(
-            f"{keys[0]!r} ({', '.join(e.encoding) or 'plain'})" for e, keys in items
-        )
-        raise Unfit(
-            f"{shown} are stored differently. Rewrite the file first, with torchlift.convert"
-        )
 
 
 # ---- patterns
@@ -267,13 +147,14 @@ class _Division(Rewriting, Renaming):
         return self.members[0].numbers > 0
 
     def rewrite(self, items: Mapping[str, Made], path: str) -> dict[str, Made]:
-        return self._merged(items, path) if self.merges else self._divided(items, path)
+        """Return name -> tensor. See `Rewriting`."""
+        return self._merge(items, path) if self.merges else self._split(items, path)
 
     def _find_member(self, key: str) -> _Place | None:
         found = (pattern.find(key, index) for index, pattern in enumerate(self.members))
         return next((place for place in found if place is not None), None)
 
-    def _merged(self, items: Mapping[str, Made], path: str) -> dict[str, Made]:
+    def _merge(self, items: Mapping[str, Made], path: str) -> dict[str, Made]:
         places = {key: self._find_member(key) for key in items}
         groups: dict[tuple[str, ...], dict[_Place, Made]] = {}
         for key, place in places.items():
@@ -284,51 +165,52 @@ class _Division(Rewriting, Renaming):
             if place is None:
                 add(made, key, items[key], path)
             elif members := groups.pop(place.texts, None):
-                name = self.whole.name(place.texts)
-                add(made, name, self._joined(name, place.texts, members), path)
+                name, order = self.whole.name(place.texts), self._sort(place.texts, members)
+                try:
+                    whole = self._join([Unread.of(item) for item in order])
+                    add(made, name, made_of(whole), path)
+                except MISFITS as error:
+                    raise _misfit_error("merged", name, order, error) from None
         return made
 
-    def _joined(self, name: str, texts: tuple[str, ...], members: Mapping[_Place, Made]) -> Made:
+    def _sort(self, texts: tuple[str, ...], members: Mapping[_Place, Made]) -> list[Made]:
+        """Return the members by pattern, then by number."""
         count = 1 + max(place.number for place in members)
-        if len(members) < count * len(self.members):
-            lacking = (
-                pattern.name(texts, number)
-                for number in range(count)
-                for index, pattern in enumerate(self.members)
-                if _Place(texts, index, number) not in members
-            )
-            raise missing_members(name, list(islice(lacking, MOST_NAMED)))
-        try:
-            if self.transpose is not None:
-                members = {at: transposed(m, self.transpose) for at, m in members.items()}
-            lists = [
-                [members[_Place(texts, index, number)] for number in range(count)]
-                for index in range(len(self.members))
-            ]
-            if self.is_numbered and self.stack is not None:
-                lists = [[stacked(row, self.stack)] for row in lists]
-            together = [member for row in lists for member in row]
-            if self.cat is not None:
-                self._require_sizes(together, self.cat)
-                return concatenated(together, self.cat)
-            if self.stack is not None and not self.is_numbered:
-                return stacked(together, self.stack)
-            return together[0]
-        except Unfit as error:
-            raise MismatchError(f"these tensors cannot be merged: {error}", entry=name) from None
+        order = (
+            _Place(texts, index, number)
+            for index in range(len(self.members))
+            for number in range(count)
+        )
+        if len(members) == count * len(self.members):
+            return [members[place] for place in order]
+        lacking = (
+            self.members[place.pattern].name(texts, place.number)
+            for place in order
+            if place not in members
+        )
+        raise missing_members(self.whole.name(texts), list(islice(lacking, MOST_NAMED)))
 
-    def _require_sizes(self, members: Sequence[Made], cat: int) -> None:
-        _require_alike(members, _check_dim(members[0], cat))
-        sizes = [member.entry.shape[_check_dim(member, cat)] for member in members]
-        wanted = [1] * len(sizes) if self.sizes is None else list(self.sizes)
-        if _reduce(sizes) != _reduce(wanted):
-            raise Unfit(
-                f"{clipped_list([repr(member.keys[0]) for member in members])} have "
-                f"{', '.join(map(str, sizes[:5]))} in dimension {cat}. The rule expects the "
-                f"proportions {tuple(wanted[:5])}. Pass sizes={tuple(_reduce(sizes))}"
-            )
+    def _join(self, members: list[torch.Tensor]) -> torch.Tensor:
+        """Make the whole of all members, which are in order."""
+        if self.transpose is not None:
+            members = [member.transpose(*self.transpose) for member in members]
+        if self.stack is not None:
+            count = len(members) // len(self.members) if self.is_numbered else len(members)
+            starts = range(0, len(members), count)
+            members = [torch.stack(members[at : at + count], self.stack) for at in starts]
+        if self.cat is not None:
+            whole = torch.cat(members, self.cat)
+            sizes = [member.size(self.cat) for member in members]
+            shares = self.sizes or (1,) * len(sizes)
+            if [sizes[0] * share for share in shares] != [size * shares[0] for size in sizes]:
+                raise Unfit(
+                    f"their sizes in dimension {self.cat} are {sizes}. The rule expects the "
+                    f"proportions {shares}. Pass sizes={tuple(sizes)}"
+                )
+            members = [whole]
+        return members[0]
 
-    def _divided(self, items: Mapping[str, Made], path: str) -> dict[str, Made]:
+    def _split(self, items: Mapping[str, Made], path: str) -> dict[str, Made]:
         made: dict[str, Made] = {}
         for key, item in items.items():
             place = self.whole.find(key)
@@ -336,47 +218,40 @@ class _Division(Rewriting, Renaming):
                 add(made, key, item, path)
                 continue
             try:
-                lists = self._separate(item)
-            except Unfit as error:
-                raise MismatchError(f"this tensor cannot be split: {error}", entry=key) from None
+                lists = self._separate(Unread.of(item))
+            except MISFITS as error:
+                raise _misfit_error("split", key, [item], error) from None
             for pattern, members in zip(self.members, lists, strict=True):
                 for number, member in enumerate(members):
-                    if self.transpose is not None:
-                        member = transposed(member, self.transpose)
-                    add(made, pattern.name(place.texts, number), member, path)
+                    add(made, pattern.name(place.texts, number), made_of(member), path)
         return made
 
-    def _separate(self, item: Made) -> list[list[Made]]:
+    def _separate(self, whole: torch.Tensor) -> list[list[torch.Tensor]]:
         """Return the members of each pattern."""
-        count = len(self.members)
-        lists = [[item]]
+        parts, count = [whole], len(self.members)
         if self.cat is not None:
-            total = item.entry.shape[_check_dim(item, self.cat)]
-            shares = (1,) * count if self.sizes is None else self.sizes
-            if total % sum(shares):
-                what = f"{count} equal slices" if self.sizes is None else f"slices of {self.sizes}"
-                raise Unfit(
-                    f"dimension {self.cat} of shape {list(item.entry.shape)} does not divide into "
-                    f"{what}"
-                )
-            sizes = [total // sum(shares) * share for share in shares]
-            lists = [chunked(item, self.cat, sizes)]
+            shares = self.sizes or (1,) * count
+            unit, rest = divmod(whole.size(self.cat), sum(shares))
+            if rest:
+                raise Unfit(f"dimension {self.cat} does not divide into slices of {shares}")
+            parts = list(torch.split(whole, [unit * share for share in shares], self.cat))
         if self.stack is not None:
-            lists = [unstacked(member, self.stack) for row in lists for member in row]
-        if not self.is_numbered:
-            lists = [[member] for row in lists for member in row]
-        if len(lists) != count:
-            raise Unfit(
-                f"dimension {self.stack} of shape {list(item.entry.shape)} must be {count}, the "
-                "number of names"
-            )
-        return lists
+            parts = [member for part in parts for member in part.unbind(self.stack)]
+        if self.transpose is not None:
+            parts = [part.transpose(*self.transpose) for part in parts]
+        size, rest = divmod(len(parts), count)
+        if rest or not (self.is_numbered or size == 1):
+            raise Unfit(f"dimension {self.stack} must be {count}, the number of names")
+        return [parts[at * size : (at + 1) * size] for at in range(count)]
 
 
-def _reduce(sizes: Sequence[int]) -> list[int]:
-    """Reduce proportions to the smallest whole numbers."""
-    divisor = math.gcd(*sizes) or 1
-    return [size // divisor for size in sizes]
+def _misfit_error(what: str, name: str, items: Sequence[Made], error: Exception) -> MismatchError:
+    tensors = "this tensor" if len(items) == 1 else "these tensors"
+    return MismatchError(
+        f"{tensors} cannot be {what}: {error}",
+        entry=name,
+        found=clipped_list(f"{keys[0]!r}: {e.dtype} {list(e.shape)}" for e, keys in items),
+    )
 
 
 def add(made: dict[str, Made], name: str, item: Made, path: str) -> None:
