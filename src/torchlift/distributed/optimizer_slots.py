@@ -297,7 +297,6 @@ class OptimizerSlots:
                 return live
             # The live tensor is replaced: its class may not permit copies into slices.
             value, live = _sliced(owner.entry(path), value, like), None
-            like = value if is_dtensor(value) else None
         needed = tuple(value.shape), device, dtype, spread_of(like)
         if live is not None and _can_take(live) and _form(live) == needed:
             slot = live
@@ -340,25 +339,7 @@ class OptimizerSlots:
                 "rank's part of a sharded optimizer cannot be loaded.",
             )
         check_value(where, expected, value, self._options)
-        if not is_dtensor(value):
-            return expected
-        # State with another shape than its parameter may have any layout on the same mesh.
-        is_same = (
-            spread_of(value) == spread_of(expected)
-            if expected is not None
-            else is_dtensor(owner.param) and value.device_mesh == owner.param.device_mesh
-        )
-        if not is_same:
-            raise StateDictMismatch(
-                "the saved state has another layout than its parameter",
-                entry=where,
-                expected=layout_of(owner.param if expected is None else expected)
-                or "a plain tensor",
-                found=layout_of(value),
-                hint="Pass complete tensors and full_state_dict=True. Each rank copies its own "
-                "slices.",
-            )
-        return value
+        return expected
 
     def _recorded(self, owner: _Owner, path: Path) -> str | None:
         """Return the recorded layout of a state, if it was recorded."""
@@ -372,11 +353,19 @@ class OptimizerSlots:
             StateDictMismatch: If the layout is unknown.
         """
         param, is_alike = owner.param, value.shape == owner.param.shape
-        if is_dtensor(value) or not is_dtensor(param):
+        if not is_dtensor(param):
             return param if is_alike else owner.initial.get(path)
+        if is_alike and spread_of(value) == spread_of(param):
+            return param
         recorded = self._recorded(owner, path)
         if recorded is not None:
             return None if recorded == PLAIN else _blank(recorded, owner, value, path)
+        if is_dtensor(value):
+            expected = owner.initial.get(path)
+            if expected is None and (is_alike or value.device_mesh != param.device_mesh):
+                raise _unknown_layout(owner, value, path)
+            # State with another shape than its parameter may have any layout on its mesh.
+            return value if expected is None else expected
         # Several ranks wrote this tensor, so it was a DTensor.
         is_sharded = isinstance(value, FileTensor) and len(value.entry.chunks) > 1
         # SOAP and Shampoo keep a square matrix for each side of a weight. If the weight is square,
@@ -418,7 +407,7 @@ def _unknown_layout(owner: _Owner, value: Stored, path: Path) -> StateDictMismat
         "the layout of an optimizer state on the mesh is unknown",
         entry=owner.entry(path),
         expected="a layout in the checkpoint, or in the optimizer's own state",
-        found=f"a whole tensor of shape {list(value.shape)}",
+        found=f"shape {list(value.shape)}, {(is_dtensor(value) and layout_of(value)) or 'whole'}",
         hint="Take steps with the optimizer until it has this state, then load the model and the "
         "optimizer. The load uses the layout of the optimizer's own tensors and replaces their "
         "values.",

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from operator import or_
 from typing import Any, NamedTuple
@@ -744,50 +744,60 @@ def load_states(call: LoadCall, commit: Commit | None = None) -> LoadedKeys:
 
 @dataclass
 class _State:
-    """The state to load.
+    """The state to load. Rank 0 sends it with ``broadcast_from_rank0``.
 
     Attributes:
-        model: Canonical name -> value, or None if the model is not to be loaded.
-        optimizer: The optimizers' state, or None if they are not to be loaded.
-        versions: Module versions (``_metadata``) of the model's state dict.
-        tensors: With ``broadcast_from_rank0``, the tensors on rank 0, their descriptions elsewhere.
         kind: Device type of the model that has the state dict.
+        model: Canonical name -> value, or None if the model is not to be loaded.
+        versions: Module versions (``_metadata``) of the model's state dict.
+        optimizer: The optimizers' state, or None if they are not to be loaded.
     """
 
+    kind: str
     model: dict[str, Any] | None = None
-    optimizer: Saved | None = None
     versions: Any = None
-    tensors: list[torch.Tensor | Sent] = field(default_factory=list)
-    kind: str = "cpu"
+    optimizer: Saved | None = None
 
 
 @dataclass
 class _Job:
-    """The valid arguments of a load on this rank.
+    """A load on this rank, with valid arguments.
 
-    With ``broadcast_from_rank0``, the state and the slots have memory for what is in the inbox.
+    Attributes:
+        call: The arguments.
+        options: A valid copy of the options.
+        tree: The model.
+        names: The canonical names of the model and of the optimizers' parameters.
+        optimizers: The optimizers.
+        state: The values to load.
+        slots: The slots of the optimizers, if there is state for them.
     """
 
     call: LoadCall
-    names: Names
-    tree: ModuleTree
-    optimizers: tuple[torch.optim.Optimizer, ...]
     options: StateDictOptions
+    tree: ModuleTree
+    names: Names
+    optimizers: tuple[torch.optim.Optimizer, ...]
     state: _State
     slots: OptimizerSlots | None = None
-    inbox: Inbox | None = None
 
+    @property
+    def device(self) -> torch.device:
+        """The device of new tensors, with its number."""
+        kind = "cpu" if self.options.cpu_offload else self.state.kind
+        return torch.empty(0, device=kind).device
 
-class _Needs(NamedTuple):
-    """The needs of a rank that receives the state dict of rank 0.
+    def make_slots(self) -> None:
+        """Match the optimizers' state with the optimizers. Nothing changes."""
+        if self.state.optimizer is not None:
+            saved, chosen = self.state.optimizer, self.options
+            self.slots = OptimizerSlots(self.names, self.optimizers, saved, chosen, self.device)
 
-    Attributes:
-        names: A bit for each name of the model's state dict, in its order: whether it is needed.
-        values: Whether code of the model may look at values while the load is planned.
-    """
-
-    names: int
-    values: bool
+    def source(self, values: Mapping[str, Any], versions: Any = None) -> StateSource:
+        """Return values as the source of a load."""
+        chosen = self.options
+        is_new = chosen.broadcast_from_rank0
+        return StateSource(values, versions, whole=chosen.full_state_dict, is_new=is_new)
 
 
 def _load_together(call: LoadCall, commit: Commit | None) -> LoadedKeys:
@@ -827,10 +837,10 @@ def _prepare(call: LoadCall, tree: ModuleTree) -> _Job:
     optimizers = require_optimizers(call.optimizers, call.part)
     names = Names(tree, chosen.dsd_fqn_modifiers)
     name_by_place(names, optimizers)
-    job = _Job(call, names, tree, optimizers, chosen, _State(kind=_device_type(tree)))
+    state = _State(_device_type(tree))
+    job = _Job(call, chosen, tree, names, optimizers, state)
     if chosen.broadcast_from_rank0 and rank() != 0:
         return job
-    state = job.state
     model_state = call.model_dict(chosen.strict)
     if model_state is not None:
         state.model = by_name(model_state, names)
@@ -852,51 +862,50 @@ def _prepare_alike(call: LoadCall, tree: ModuleTree, group: RankGroup) -> _Job:
 
     def describe() -> StepResult[_Job, dict[str, str]]:
         job = _prepare(call, tree)
+        job.make_slots()
         loaded = {"model": job.state.model, "optimizers": job.state.optimizer}
         loading = [f"to load {name}" for name, state in loaded.items() if state is not None]
-        steps = {"call": loading, **steps_of(_other_layouts(job), tensors)}
-        return StepResult(job, digests(steps))
+        others = [_find_other_layouts(*each) for each in _find_targets(job)]
+        return StepResult(job, digests({"call": loading, **steps_of(others, tensors)}))
 
     job, by_rank = group.run(describe)
     require_same_steps(by_rank)
-    model = job.state.model or {}
     # This communicates. It is done now, while no module's own code can stop one of the ranks.
-    for name, value in _other_layouts(job).items() if call.collective is not False else ():
-        model[name] = relaid(value, job.names.tensors[name])
+    for values, targets in _find_targets(job) if call.collective is not False else ():
+        for name, value in _find_other_layouts(values, targets).items():
+            values[name] = relaid(value, targets[name])
     return job
 
 
-def _other_layouts(job: _Job) -> dict[str, Any]:
-    """Return the values for the model that have another layout on its mesh, by name."""
-    model = job.state.model or {}
+class _Targets(NamedTuple):
+    """Values by name, and the tensors that they are for."""
+
+    values: dict[str, Any]
+    tensors: Mapping[str, Any]
+
+
+def _find_targets(job: _Job) -> list[_Targets]:
+    found = [_Targets(job.state.model or {}, job.names.tensors)]
+    if job.slots is not None:
+        found.append(_Targets(job.slots.values, job.slots.module._buffers))
+    return found
+
+
+def _find_other_layouts(values: Mapping[str, Any], targets: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that have another layout than their target, on its mesh, by name."""
     return {
         name: value
-        for name, live in job.names.tensors.items()  # in the same order on every rank
-        if is_dtensor(live) and is_dtensor(value := model.get(name))
+        for name, live in targets.items()  # in the same order on every rank
+        if is_dtensor(live) and is_dtensor(value := values.get(name))
         if value.device_mesh == live.device_mesh and spread_of(value) != spread_of(live)
     }
-
-
-@dataclass(frozen=True)
-class _OptimizerPart:
-    """The plan of the optimizers' state.
-
-    Attributes:
-        slots: The slots that receive it.
-        source: The source of the values.
-        plan: How the slots are filled.
-    """
-
-    slots: OptimizerSlots
-    source: StateSource
-    plan: LoadPlan
 
 
 class _Plans(NamedTuple):
     """The plans of this rank, each None if that part is not to be loaded."""
 
     model: LoadPlan | None
-    optimizer: _OptimizerPart | None
+    optimizers: LoadPlan | None
 
 
 def _load(job: _Job, group: RankGroup, outer: Commit | None) -> LoadedKeys:
@@ -907,67 +916,60 @@ def _load(job: _Job, group: RankGroup, outer: Commit | None) -> LoadedKeys:
         group: The ranks that load together.
         outer: The caller's commit, which ends later.
     """
-    names, tree, state = job.names, job.tree, job.state
+    names, tree, state, slots = job.names, job.tree, job.state, job.slots
     # The commit is the inner one: an interrupt while it undoes changes would leave half of them.
     with uninterrupted() as deliver, Commit() if outer is None else nullcontext(outer) as commit:
-        rules, source = _engine_options(job), _source(job)
+        rules = _engine_options(job)
+        values = {names.key(name): value for name, value in (state.model or {}).items()}
+        source = job.source(values, state.versions)
+        moments = job.source(slots.values if slots else {})
 
         def plan_all() -> StepResult[_Plans, bool]:
-            plan, part = None, None
+            model = optimizers = None
             if state.model is not None:
-                plan = make_plan(tree, source, rules, commit, check=partial(_check, job))
-            if state.optimizer is not None:
-                part = _plan_optimizers(job, source, commit)
+                model = make_plan(tree, source, rules, commit, check=partial(_check, job))
+            if slots is not None:
+                buffers = ModuleTree(slots.module)
+                optimizers = make_plan(
+                    buffers, moments, slots.options, commit, check=require_matched
+                )
             # Whether an optimizer's own code may still end the load.
-            refuses = any(map(runs_own_code, job.optimizers if part else ()))
+            refuses = slots is not None and any(map(runs_own_code, job.optimizers))
             deliver()  # an interrupt here is reported to the other ranks
-            return StepResult(_Plans(plan, part), refuses)
+            return StepResult(_Plans(model, optimizers), refuses)
 
-        (plan, part), by_rank = group.run(plan_all)
-        if job.inbox is not None:
-            # An interrupt here would leave the other ranks waiting, so it comes later.
-            job.inbox.receive()
+        plans, by_rank = group.run(plan_all)
         missing, unexpected = list[str](), list[str]()
         # If something can fail after the first change, the ranks agree again, and keep old values.
         again = outer is not None or any(by_rank.values())
         with group.together() as agree:
             more = True
             with Interruptible():
-                fetched = fetch_all(plan, source, None, _ignore) if plan is not None else None
-                moments = fetch_all(part.plan, part.source, None, _ignore) if part else None
+                fetched, fetched_moments = (
+                    fetch_all(plan, origin, None, _ignore) if plan is not None else None
+                    for plan, origin in zip(plans, (source, moments), strict=True)
+                )
             steps: list[Prepared] = []
-            if part is not None and moments is not None:
-                steps = put_new(moments, commit)
+            if slots is not None and fetched_moments is not None:
+                steps = put_new(fetched_moments, commit)
                 # The commit undoes this if a rank fails. Values are copied in place later.
-                set_states(part.slots, commit, own_code=False)
-            if plan is not None and fetched is not None:
+                set_states(slots, commit, own_code=False)
+            if plans.model is not None and fetched is not None:
                 validate = partial(_check, job, path=source.path, options=rules)
                 turn = Turn(tree, commit, agree, deliver, validate, _ignore, again)
-                placed = place(plan, fetched, turn)
+                placed = place(plans.model, fetched, turn)
                 missing = [names.canonical(name) for name in placed.missing]
                 unexpected = [names.canonical(name) for name in placed.unexpected]
                 more = placed.asks_again
-            more = more and agree(again and part is not None)
-            if part is not None:
+            more = more and agree(again and slots is not None)
+            if slots is not None:
                 copy_in_place(steps, commit, backup=again, advance=_ignore)
-                set_states(part.slots, commit, own_code=True)
+                set_states(slots, commit, own_code=True)
                 if more:
                     agree(False)
             if outer is None:
                 commit.finish()
-    return LoadedKeys(missing, unexpected, part.slots.report if part is not None else None)
-
-
-def _plan_optimizers(job: _Job, source: StateSource, commit: Commit) -> _OptimizerPart:
-    assert job.state.optimizer is not None
-    slots = job.slots or _make_slots(job, job.state.optimizer)
-    values, buffers = source.beside(slots.values), ModuleTree(slots.module)
-    plan = make_plan(buffers, values, slots.options, commit, check=require_matched)
-    return _OptimizerPart(slots, values, plan)
-
-
-def _make_slots(job: _Job, saved: Saved) -> OptimizerSlots:
-    return OptimizerSlots(job.names, job.optimizers, saved, job.options, _device(job))
+    return LoadedKeys(missing, unexpected, slots.report if slots is not None else None)
 
 
 def _ignore(_: int) -> None:
@@ -977,22 +979,9 @@ def _ignore(_: int) -> None:
 # ---- the model
 
 
-def _source(job: _Job) -> StateSource:
-    """Return the state as the source of a load, by the keys of the wrapped model."""
-    state, options = job.state, job.options
-    values = {job.names.key(name): value for name, value in (state.model or {}).items()}
-    is_new = options.broadcast_from_rank0
-    return StateSource(values, state.versions, whole=options.full_state_dict, is_new=is_new)
-
-
-def _device(job: _Job) -> torch.device:
-    kind = "cpu" if job.options.cpu_offload else job.state.kind
-    return torch.empty(0, device=kind).device  # with the number of the device
-
-
 def _engine_options(job: _Job) -> Options:
     """Return the options of the load: live tensors stay on their devices."""
-    offload, where = job.options.cpu_offload, _device(job)
+    offload, where = job.options.cpu_offload, job.device
     device = {
         name: where
         for group in job.tree.groups
@@ -1048,11 +1037,12 @@ def _device_type(tree: ModuleTree) -> str:
     return "cpu"
 
 
-class _PackedJob(NamedTuple):
-    """The job of this rank, and on rank 0 the bytes of its state."""
+class _Packed(NamedTuple):
+    """The job of a rank. On rank 0, also its state as bytes, and the tensors that it sends."""
 
     job: _Job
-    packed: bytes | None
+    state: bytes | None = None
+    tensors: Sequence[torch.Tensor] = ()
 
 
 def _receive_job(call: LoadCall, tree: ModuleTree, group: RankGroup, all_broadcast: bool) -> _Job:
@@ -1062,7 +1052,7 @@ def _receive_job(call: LoadCall, tree: ModuleTree, group: RankGroup, all_broadca
         StateDictMismatch: If only some of the ranks broadcast.
     """
 
-    def pack() -> StepResult[_PackedJob, bool]:
+    def pack() -> StepResult[_Packed, bool]:
         job = _prepare(call, tree)  # first, because it validates the options
         if 0 not in ranks_of(call.process_group):
             raise ValueError("broadcast_from_rank0=True needs rank 0 in process_group=")
@@ -1071,29 +1061,25 @@ def _receive_job(call: LoadCall, tree: ModuleTree, group: RankGroup, all_broadca
                 "broadcast_from_rank0=True needs a process group",
                 hint="Call torch.distributed.init_process_group first, or leave the option out.",
             )
-        packed = _pack(job.state) if rank() == 0 else None
-        return StepResult(_PackedJob(job, packed), all_broadcast)
+        return StepResult(_pack(job) if rank() == 0 else _Packed(job), all_broadcast)
 
-    (job, packed), by_rank = group.run(pack)
+    (job, packed, tensors), by_rank = group.run(pack)
     if not all(by_rank.values()):
         raise StateDictMismatch("broadcast_from_rank0 must be the same on every rank")
     box = [packed]
     torch.distributed.broadcast_object_list(box, src=0, group=group.groups[0])
 
-    def make_room() -> StepResult[Inbox, _Needs]:
-        tensors = job.state.tensors
-        job.state = pickle.loads(box[0] or b"")  # this process may not know a class
-        inbox = Inbox(tensors or job.state.tensors, job.state.kind, call.process_group)
+    def make_room() -> StepResult[Inbox, int]:
+        job.state, sent = pickle.loads(box[0] or b"")  # this process may not know a class
+        inbox = Inbox(tensors or sent, job.state.kind, call.process_group)
         return StepResult(inbox, _make_room(job, inbox))
 
     # A rank without memory stops all ranks here.
-    inbox, needs = group.run(make_room)
-    job.inbox = inbox
-    if any(each.values for each in needs.values()):
-        with uninterrupted():
-            inbox.receive()
+    inbox, needed = group.run(make_room)
+    with uninterrupted():  # an interrupt would leave the other ranks waiting
+        inbox.receive()
     # The stages of a pipeline share one state dict. Names of other stages are not unexpected.
-    others = reduce(or_, (each.names for each in needs.values())) & ~needs[rank()].names
+    others = reduce(or_, needed.values()) & ~needed[rank()]
     model = job.state.model or {}
     for at, name in enumerate([*model]):
         if others >> at & 1:
@@ -1101,14 +1087,16 @@ def _receive_job(call: LoadCall, tree: ModuleTree, group: RankGroup, all_broadca
     return job
 
 
-def _make_room(job: _Job, inbox: Inbox) -> _Needs:
+def _make_room(job: _Job, inbox: Inbox) -> int:
     """Replace the descriptions of the tensors of rank 0 by memory for those that this rank needs.
 
     Code of the model may need names that the model lacks.
+
+    Returns:
+        A bit for each name of the model's state dict, in its order: whether it is needed.
     """
-    state, tree, default = job.state, job.tree, _device(job)
+    tree, default, model = job.tree, job.device, job.state.model or {}
     live = {slot.fqn: group.tensor for group in tree.groups for slot in group.slots}
-    model = state.model or {}
     keys = {name: job.names.key(name) for name in model}
     coded = (*hooked_modules(tree, keys.values()), *own_loaders(tree))
     prefixes = tuple(prefix for prefix, _ in coded)
@@ -1126,15 +1114,15 @@ def _make_room(job: _Job, inbox: Inbox) -> _Needs:
         elif like is not None and not like.is_meta:
             device = like.device
         model[name] = inbox.room_for(value, like, device)
-    if state.optimizer is not None:
-        job.slots = _make_slots(job, state.optimizer)
+    job.make_slots()
+    if job.slots is not None:
         job.slots.make_room(inbox)
-    return _Needs(needed, bool(coded))
+    return needed
 
 
-def _pack(state: _State) -> bytes:
-    """Return a state as it is sent, and keep its tensors in order in its attribute `tensors`."""
-    tensors: list[torch.Tensor | Sent] = []
+def _pack(job: _Job) -> _Packed:
+    """Return the state of a job as it is sent, with a description in place of each tensor."""
+    tensors: list[torch.Tensor] = []
     sent: dict[int, Sent] = {}
 
     def describe(tensor: torch.Tensor, name: str = "a tensor of the state dict") -> Sent:
@@ -1143,20 +1131,20 @@ def _pack(state: _State) -> bytes:
             tensors.append(sendable(tensor, name))
         return sent[id(tensor)]
 
-    model, optimizer = state.model, state.optimizer
+    model, optimizer = job.state.model, job.state.optimizer
     if model is not None:
         model = {
             name: describe(value, name) if isinstance(value, torch.Tensor) else value
             for name, value in model.items()
         }
     if optimizer is not None:
+        # Tensors of groups, such as a learning rate, are small and needed on every rank.
         rest = map_tensors({**vars(optimizer), "state": {}}, lambda tensor: tensor.detach().cpu())
         optimizer = Saved(**{**rest, "state": map_tensors(optimizer.state, describe)})
-    state.tensors = tensors
-    described = replace(state, model=model, optimizer=optimizer, tensors=list(sent.values()))
+    described = replace(job.state, model=model, optimizer=optimizer)
     # Packed here, and not by the broadcast: there an error would stop rank 0 alone.
     try:
-        return pickle.dumps(described)
+        return _Packed(job, pickle.dumps((described, list(sent.values()))), tensors)
     except Exception as error:
         raise StateDictMismatch(
             "an object in the state dict cannot be sent to other processes",
