@@ -12,7 +12,7 @@ import torch.distributed as dist
 from optimizer_kinds import whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import torchlift
 import torchlift.distributed as ours
@@ -34,9 +34,9 @@ class Whitening(torch.optim.Optimizer):
                 state, size = self.state[param], param.shape[-1]
                 if not state:
                     state["moment"] = torch.zeros_like(param)
-                    state["whiten"] = {"right": torch.eye(size)}
+                    state["whiten"] = [torch.eye(size)]
                 state["moment"] += param.grad
-                state["whiten"]["right"] += torch.arange(float(size * size)).view(size, size)
+                state["whiten"][0] += torch.arange(float(size * size)).view(size, size)
                 param.sub_(state["moment"], alpha=group["lr"])
 
 
@@ -71,7 +71,7 @@ def require_same(optimizer: Any, expected: Any) -> None:
     """Compare states tensor by tensor, with their layouts; of a DTensor the whole tensor."""
     states = zip(optimizer.state.values(), expected.state.values(), strict=True)
     for found, wanted in states:
-        right, other = found["whiten"]["right"], wanted["whiten"]["right"]
+        right, other = found["whiten"][0], wanted["whiten"][0]
         assert not isinstance(right, DTensor)
         assert torch.equal(right, other)
         moment, other = found["moment"], wanted["moment"]
@@ -84,7 +84,7 @@ def recorded_on_a_mesh(folder: str) -> None:
     for square_only in (True, False):
         source = stepped(True, square_only)
         nested = ours.get_optimizer_state_dict(*source)
-        assert nested["param_groups"][0]["state_layouts"] == ["whiten.right plain"]
+        assert nested["param_groups"][0]["state_layouts"] == ["whiten.0 plain"]
         options = ours.StateDictOptions(full_state_dict=True)
         gathered = ours.get_optimizer_state_dict(*source, options=options)
         flat = ours.get_optimizer_state_dict(
@@ -232,6 +232,47 @@ def of_another_shape(folder: str) -> None:
             for found, expected in states:
                 assert found["rows"].placements == (Shard(0),)
                 assert torch.equal(found["rows"].full_tensor(), expected["rows"].full_tensor())
+
+
+class Replicated(torch.optim.Optimizer):
+    """Keeps all of a square matrix on each rank, as a DTensor."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            values = torch.arange(float(param.numel())).view(param.shape)
+            self.state[param]["matrix"] = distribute_tensor(
+                values, param.device_mesh, [Replicate()]
+            )
+
+
+def replicated_beside_a_shard() -> None:
+    """Its record counts, and not the layout of its parameter. Without a record it is refused."""
+    model = Weights(True, square_only=True)
+    optimizer = Replicated(model.parameters())
+    optimizer.step()
+    saved = ours.get_optimizer_state_dict(model, optimizer)
+    assert saved["param_groups"][0]["state_layouts"] == ["matrix R"]
+    other = Replicated(model.parameters())
+    ours.set_optimizer_state_dict(model, other, saved)
+    matrix = other.state[model.square]["matrix"]
+    assert matrix.placements == (Replicate(),)
+    assert torch.equal(matrix.to_local(), torch.arange(16.0).view(4, 4))
+    del saved["param_groups"][0]["state_layouts"]
+    other = Replicated(model.parameters())
+    with pytest.raises(ours.StateDictMismatch, match="the layout of an optimizer state") as caught:
+        ours.set_optimizer_state_dict(model, other, saved)
+    assert "(R) on " in str(caught.value)
+    assert not other.state
+
+
+def test_a_replicated_matrix_is_not_sharded_as_its_parameter_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    on_ranks(2, replicated_beside_a_shard)
 
 
 def test_a_sharded_state_of_another_shape_never_becomes_plain(

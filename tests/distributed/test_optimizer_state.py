@@ -216,7 +216,7 @@ class Odd(torch.optim.Optimizer):
 def test_states_of_every_kind_travel() -> None:
     """Numbers, texts, None, nested dicts with integer keys, lists and tuples."""
     model = two_layers()
-    for options in (StateDictOptions(), StateDictOptions(full_state_dict=True), FLAT):
+    for options in (StateDictOptions(), StateDictOptions(full_state_dict=True)):
         optimizer, other = Odd(model.parameters()), Odd(model.parameters())
         assert ours.get_optimizer_state_dict(model, optimizer)["state"] == {}
         optimizer.step()
@@ -410,18 +410,33 @@ def test_a_parameter_may_be_listed_twice(make: Any, options: Any) -> None:
     assert equal(other.state_dict(), optimizer.state_dict())
 
 
-def test_integer_keys_in_a_flat_state_keep_their_type_for_a_new_optimizer() -> None:
-    """It has no state yet that could say so; a text of digits stays a text."""
+def test_a_state_that_a_flat_dict_cannot_name_is_refused() -> None:
+    """Nested dicts, keys that are not text, and state beside the parameters. So does torch."""
+    for key, value in (("blocks", {0: torch.ones(1)}), (0, torch.ones(1))):
+        model, optimizer = trained()
+        optimizer.state[model[0].weight][key] = value
+        with pytest.raises(ours.StateDictMismatch, match="does not have a flat form") as caught:
+            ours.get_optimizer_state_dict(model, optimizer, options=FLAT)
+        assert caught.value.entry == "state.0.weight"
+    model, optimizer = trained()
+    optimizer.state["seed"] = torch.tensor(3)  # type: ignore[index]
+    with pytest.raises(ours.StateDictMismatch, match="does not have a flat form"):
+        ours.get_optimizer_state_dict(model, optimizer, options=FLAT)
+    saved = {"state.seed": torch.tensor(3), "param_groups.0.weight.lr": 0.1}
+    with pytest.raises(ours.StateDictMismatch, match="not a key of an optimizer state dict"):
+        ours.set_optimizer_state_dict(model, optimizer, saved)
+
+
+def test_a_key_of_a_flat_state_may_contain_dots() -> None:
+    """The longest name of a parameter counts."""
     model = two_layers()
-    optimizer, new = Odd(model.parameters()), Odd(model.parameters())
-    optimizer.step()
-    for state in optimizer.state.values():
-        state["texts"] = {"0": torch.ones(1), "-3": 1, "007": 2, "a": {-3: torch.zeros(1)}}
+    optimizer, other = Odd(model.parameters()), Odd(model.parameters())
+    for each in optimizer.param_groups[0]["params"]:
+        optimizer.state[each]["row.moment"] = torch.ones(2)
     saved = ours.get_optimizer_state_dict(model, optimizer, options=FLAT)
-    assert "state.0.weight.blocks.1.left" in saved
-    assert "state.0.weight.texts.'0'" in saved
-    ours.set_optimizer_state_dict(model, new, saved, options=FLAT)
-    assert equal(list(new.state.values()), list(optimizer.state.values()))
+    assert "state.0.weight.row.moment" in saved
+    ours.set_optimizer_state_dict(model, other, saved, options=FLAT)
+    assert equal(list(other.state.values()), list(optimizer.state.values()))
 
 
 def test_no_momentum_of_an_older_sgd_is_no_momentum_yet() -> None:
@@ -449,6 +464,7 @@ def test_an_own_state_is_not_copied_and_stays_where_it_is() -> None:
 def test_step_stays_where_it_was_saved_unless_its_group_needs_it_elsewhere() -> None:
     """As in torch; on meta as the only other device that every machine has."""
     from torchlift.distributed.optimizer_slots import _goal, _Owner
+    from torchlift.distributed.optimizer_state import Held
 
     param = torch.ones(2)
     optimizer = torch.optim.Adam([param])
@@ -458,7 +474,7 @@ def test_step_stays_where_it_was_saved_unless_its_group_needs_it_elsewhere() -> 
         ({"capturable": True}, (torch.device("cpu"), torch.float32)),
         ({"fused": True}, (torch.device("cpu"), torch.float32)),
     ):
-        owner = _Owner("w", param, group, optimizer)
+        owner = _Owner("w", Held(["w"], param, group, optimizer))
         assert _goal(owner, there, None, ("step",), param.device) == expected
         assert _goal(owner, there, torch.ones(()), ("step",), param.device) == expected
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -25,7 +25,6 @@ from torchlift._model.dtensor import (
     wrap,
 )
 from torchlift._model.handlers import clone_of, is_wrapper, slice_of
-from torchlift._model.names import Names
 from torchlift._model.state import own
 from torchlift._model.torch_private import IncompatibleKeys
 from torchlift._plan.names import Match
@@ -37,17 +36,16 @@ from torchlift._system.text import Facts, Summary, clipped_list
 from torchlift.distributed.broadcast import Inbox, Sent
 from torchlift.distributed.optimizer_state import (
     PLAIN,
+    Held,
+    Holder,
     Saved,
-    first_name,
     initial_state,
-    once,
     path_text,
 )
 from torchlift.distributed.options import (
     StateDictMismatch,
     StateDictOptions,
     check_value,
-    mismatch_error,
 )
 
 #: A saved tensor: in memory, in files, or on rank 0.
@@ -150,8 +148,7 @@ class OptimizerSlots:
         report: One report for all optimizers.
 
     Args:
-        names: The names of the model's parameters.
-        optimizers: The optimizers. They are not changed.
+        holders: The optimizers. They are not changed.
         saved: Their saved state.
         options: How to load.
         device: The device for the state of a parameter on meta.
@@ -164,8 +161,7 @@ class OptimizerSlots:
 
     def __init__(
         self,
-        names: Names,
-        optimizers: Sequence[torch.optim.Optimizer],
+        holders: Sequence[Holder],
         saved: Saved,
         options: StateDictOptions,
         device: torch.device,
@@ -173,12 +169,10 @@ class OptimizerSlots:
         self.module = nn.Module()
         self.values: dict[str, Stored] = {}
         self._devices: dict[str, torch.device] = {}
-        self._names, self._saved, self._options, self._device = names, saved, options, device
-        self._optimizers = optimizers
+        self._holders, self._saved, self._options, self._device = holders, saved, options, device
         self.report, self._left_alone = OptimizerReport(), set[str]()
-        self.states = [self._match(each) for each in optimizers]
-        params = [p for each in optimizers for group in each.param_groups for p in group["params"]]
-        known = {fqn for param in params for fqn in names.fqns(param)}
+        self.states = [self._match(each) for each in holders]
+        known = {fqn for each in holders for held in each.params for fqn in held.fqns}
         self.report.unexpected_keys.extend(name for name in saved.state if name not in known)
         self._require_all()
 
@@ -190,14 +184,13 @@ class OptimizerSlots:
         side does not. A path that only square parameters have is left out.
         """
         found: dict[Path, bool] = {}
-        for optimizer in self._optimizers:
-            for param in (p for group in optimizer.param_groups for p in group["params"]):
-                name = _saved_name(param, self._names, self._saved.state)
-                if name is None or _is_square(param):
-                    continue
-                for path, leaf in leaves(self._saved.state[name]).items():
-                    if isinstance(leaf, Stored) and leaf.shape:
-                        found[path] = found.get(path, True) and leaf.shape == param.shape
+        for held in (held for each in self._holders for held in each.params):
+            name = held.name_in(self._saved.state)
+            if name is None or _is_square(held.param):
+                continue
+            for path, leaf in leaves(self._saved.state[name]).items():
+                if isinstance(leaf, Stored) and leaf.shape:
+                    found[path] = found.get(path, True) and leaf.shape == held.param.shape
         return found
 
     @property
@@ -218,40 +211,60 @@ class OptimizerSlots:
         found = self.module._buffers
         return map_leaves(tree, lambda leaf, _: found[leaf.key] if type(leaf) is Slot else leaf)
 
-    def _match(self, optimizer: torch.optim.Optimizer) -> NewState:
+    def _match(self, holder: Holder) -> NewState:
         """Match saved state with one optimizer, parameter by parameter and by canonical name."""
-        names, saved, strict = self._names, self._saved, self._options.strict
-        report = self.report
-        new = NewState(optimizer, other=copy.deepcopy(present(saved.other)))
-        stateless = []
-        for group in optimizer.param_groups:
-            new.hyper.append(_hyper(group, names, saved, report))
-            if strict and new.hyper[-1] and group["params"]:
-                _require_kind(optimizer, group, new.hyper[-1])
-            for param in once(group["params"]):
-                name = _saved_name(param, names, saved.state)
-                if name is None and not saved.gone.isdisjoint(names.fqns(param)):
-                    name = first_name(param, names)
-                    self._left_alone.add(name)
-                    report.missing_keys.append(name)
-                elif name is None:
-                    stateless.append((group, param))
-                else:
-                    new.state[param] = self._slots_of(_Owner(name, param, group, optimizer))
+        saved, strict, report = self._saved, self._options.strict, self.report
+        new = NewState(holder.optimizer, other=copy.deepcopy(present(saved.other)))
+        stateless: list[Held] = []
+        for group, params in zip(holder.optimizer.param_groups, holder.groups, strict=True):
+            new.hyper.append(self._match_group(group, params))
+            if strict and new.hyper[-1] and params:
+                _require_kind(holder.optimizer, group, new.hyper[-1])
+            for held in params:
+                name = held.name_in(saved.state)
+                if name is not None:
+                    new.state[held.param] = self._slots_of(_Owner(name, held))
                     report.loaded.append(name)
+                elif not saved.gone.isdisjoint(held.fqns):
+                    self._left_alone.add(held.name)
+                    report.missing_keys.append(held.name)
+                else:
+                    stateless.append(held)
         stepped = bool(new.state)
-        for group, param in stateless:
-            name, live = first_name(param, names), optimizer.state.get(param)
-            initial = initial_state(optimizer, group, param)
-            if initial is None and not (live and stepped):
-                report.left_out.append(name)
+        for held in stateless:
+            initial = initial_state(held)
+            if initial is None and not (held.state and stepped):
+                report.left_out.append(held.name)
                 if strict:
                     # No state of this optimizer was saved, so it had not taken a step.
-                    new.state[param] = {}
-            elif param.requires_grad and (live or initial):
+                    new.state[held.param] = {}
+            elif held.param.requires_grad and (held.state or initial):
                 # A frozen parameter that was never trained has no state to miss.
-                report.missing_keys.append(name)
+                report.missing_keys.append(held.name)
         return new
+
+    def _match_group(self, group: dict[str, Any], params: Sequence[Held]) -> dict[str, Any]:
+        """Return the saved hyperparameters of a group, which its parameters identify in any order.
+
+        They are copies, so the optimizer and the caller's dict share no mutable object.
+        """
+        saved = self._saved
+        named = [(held, held.name_in(saved.hyper)) for held in params]
+        self.report.missing_keys.extend(held.name for held, name in named if name is None)
+        found = {name: saved.hyper[name] for _, name in named if name is not None}
+        source = next(iter(found), "")
+        for name, other in found.items():
+            if other is not found[source]:
+                _require_same(found[source], other, source, name)
+        chosen = found.get(source, {})
+        if saved.empty and not params:
+            chosen = saved.empty.pop(0)  # the next group without parameters
+        # An optimizer has its own names.
+        hyper = {key: copy.deepcopy(each) for key, each in chosen.items() if key != "param_names"}
+        for key, value in hyper.items():
+            if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
+                hyper[key] = value.to(group[key].device)
+        return hyper
 
     def _require_all(self) -> None:
         names, saved = list(dict.fromkeys(self.report.missing_keys)), self._saved
@@ -259,8 +272,11 @@ class OptimizerSlots:
         excused = allowed(names, saved.allow_missing) | self._left_alone
         missing = [name for name in names if name not in excused]
         if self._options.strict and missing:
-            problem = {"missing the optimizer state of": missing}
-            raise mismatch_error("optimizer", problem, missing_keys=missing)
+            raise StateDictMismatch(
+                f"missing the optimizer state of {clipped_list(map(repr, missing))}",
+                hint="Pass strict=False to load what fits.",
+                missing_keys=missing,
+            )
 
     def _slots_of(self, owner: _Owner) -> dict[Any, Any]:
         """Add the slots of one parameter, and return its new state with the slots.
@@ -274,13 +290,23 @@ class OptimizerSlots:
                 entry=owner.name,
                 found=type(saved).__name__,
             )
-        state = owner.optimizer.state.get(owner.param, {})
+        state = owner.held.state
         tensors = _tensors(state)
 
         def place(value: Any, path: Path) -> Any:
             live = tensors.get(path)
             if not isinstance(value, Stored):
-                _require_no_tensor(owner, value, tensors, path)
+                expected = tensors.get(path)
+                if expected is None and value is not None:
+                    expected = owner.initial.get(path)
+                # The next step would fail. Older versions of SGD saved None for no momentum.
+                if expected is not None and expected.dim() and value is not None:
+                    raise StateDictMismatch(
+                        "the saved state is not a tensor",
+                        entry=owner.entry(path),
+                        expected=f"a tensor of shape {list(expected.shape)}",
+                        found=type(value).__name__,
+                    )
                 return copy.deepcopy(value)
             return self._slot(owner, value, live, path)
 
@@ -420,17 +446,20 @@ def _is_square(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _Owner:
-    """The parameter of the state that is loaded, with its name, group and optimizer."""
+    """The parameter of the state that is loaded, and the name under which it was saved."""
 
     name: str
-    param: torch.Tensor
-    group: dict[str, Any]
-    optimizer: torch.optim.Optimizer
+    held: Held
+
+    @property
+    def param(self) -> torch.Tensor:
+        """The parameter."""
+        return self.held.param
 
     @cached_property
     def initial(self) -> dict[Path, torch.Tensor]:
         """The tensors of the optimizer's initial state."""
-        return _tensors(initial_state(self.optimizer, self.group, self.param))
+        return _tensors(initial_state(self.held))
 
     def entry(self, path: Path) -> str:
         """Return the name of the state at a path, for errors."""
@@ -498,70 +527,14 @@ def _goal(
     if param.is_meta:
         device = default_device(param) if is_dtensor(param) else blank
     if path[-1] == "step":
-        if owner.group.get("capturable") or owner.group.get("fused"):
+        if owner.held.group.get("capturable") or owner.held.group.get("fused"):
             return device, torch.float32
         here = value if isinstance(value, torch.Tensor) else live
         return torch.device("cpu") if here is None else here.device, value.dtype
     return (live.device if live is not None and not value.shape else device), value.dtype
 
 
-def _saved_name(param: torch.Tensor, names: Names, saved: Mapping[str, Any]) -> str | None:
-    return next((name for name in names.fqns(param) if name in saved), None)
-
-
-def _require_no_tensor(
-    owner: _Owner, value: object, state: Mapping[Path, torch.Tensor], path: Path
-) -> None:
-    """Refuse a plain value for a tensor with dimensions. The next step would fail.
-
-    Raises:
-        StateDictMismatch: If the optimizer has such a tensor.
-    """
-    if value is None and isinstance(owner.optimizer, torch.optim.SGD):
-        return  # older versions saved None for no momentum
-    for end in range(1, len(path) + 1):  # a list may stand in the place of a tensor
-        expected = state.get(path[:end], owner.initial.get(path[:end]))
-        if expected is not None and expected.dim():
-            raise StateDictMismatch(
-                "the saved state is not a tensor",
-                entry=owner.entry(path[:end]),
-                expected=f"a tensor of shape {list(expected.shape)}",
-                found=type(value).__name__,
-            )
-
-
 # ---- groups
-
-
-def _hyper(
-    group: dict[str, Any], names: Names, saved: Saved, report: OptimizerReport
-) -> dict[str, Any]:
-    """Return the saved hyperparameters of a group, which its parameters identify in any order.
-
-    They are copies, so the optimizer and the caller's dict share no mutable object.
-    """
-    found: dict[str, dict[str, Any]] = {}
-    for param in group["params"]:
-        name = _saved_name(param, names, saved.hyper)
-        if name is None:
-            report.missing_keys.append(first_name(param, names))
-        else:
-            found[name] = saved.hyper[name]
-    source = next(iter(found), "")
-    for name, other in found.items():
-        if other is not found[source]:
-            _require_same(found[source], other, source, name)
-    chosen = found.get(source, {})
-    if saved.empty and not group["params"]:
-        chosen = saved.empty.pop(0)  # the next group without parameters
-    hyper = {}
-    for key, value in chosen.items():
-        if key == "param_names":  # this optimizer has its own names
-            continue
-        hyper[key] = copy.deepcopy(value)
-        if isinstance(value, torch.Tensor) and isinstance(live := group.get(key), torch.Tensor):
-            hyper[key] = hyper[key].to(live.device)
-    return hyper
 
 
 def _require_kind(

@@ -77,7 +77,13 @@ from torchlift.distributed.optimizer_slots import (
     runs_own_code,
     set_states,
 )
-from torchlift.distributed.optimizer_state import Saved, name_by_place, normalise, read_optimizers
+from torchlift.distributed.optimizer_state import (
+    Holder,
+    Saved,
+    name_parameters,
+    normalise,
+    read_optimizers,
+)
 from torchlift.distributed.options import (
     LoadCall,
     Optimizers,
@@ -87,7 +93,7 @@ from torchlift.distributed.options import (
     States,
     bad_value,
     check_value,
-    model_mismatch_error,
+    mismatch_error,
     require_module,
     require_optimizers,
     to_tuple,
@@ -640,7 +646,9 @@ def _read(
             model_state = read_model(model, names, inside, frozen=frozen, prefixed=prefixed)
             states = states._replace(model=model_state)
         if found:
-            states = states._replace(optimizer=read_optimizers(names, found, chosen))
+            states = states._replace(
+                optimizer=read_optimizers(name_parameters(names, found), chosen)
+            )
         for state in states if chosen.full_state_dict else ():
             require_within(state)
         steps = steps_of(states._asdict(), tensors) if group.groups else {}
@@ -768,7 +776,7 @@ class _Job:
         options: A valid copy of the options.
         tree: The model.
         names: The canonical names of the model and of the optimizers' parameters.
-        optimizers: The optimizers.
+        holders: The optimizers.
         state: The values to load.
         slots: The slots of the optimizers, if there is state for them.
     """
@@ -777,7 +785,7 @@ class _Job:
     options: StateDictOptions
     tree: ModuleTree
     names: Names
-    optimizers: tuple[torch.optim.Optimizer, ...]
+    holders: list[Holder]
     state: _State
     slots: OptimizerSlots | None = None
 
@@ -790,8 +798,8 @@ class _Job:
     def make_slots(self) -> None:
         """Match the optimizers' state with the optimizers. Nothing changes."""
         if self.state.optimizer is not None:
-            saved, chosen = self.state.optimizer, self.options
-            self.slots = OptimizerSlots(self.names, self.optimizers, saved, chosen, self.device)
+            saved = self.state.optimizer
+            self.slots = OptimizerSlots(self.holders, saved, self.options, self.device)
 
     def source(self, values: Mapping[str, Any], versions: Any = None) -> StateSource:
         """Return values as the source of a load."""
@@ -836,17 +844,17 @@ def _prepare(call: LoadCall, tree: ModuleTree) -> _Job:
     chosen = validate_options(call.options)
     optimizers = require_optimizers(call.optimizers, call.part)
     names = Names(tree, chosen.dsd_fqn_modifiers)
-    name_by_place(names, optimizers)
+    holders = name_parameters(names, optimizers)
     state = _State(_device_type(tree))
-    job = _Job(call, chosen, tree, names, optimizers, state)
+    job = _Job(call, chosen, tree, names, holders, state)
     if chosen.broadcast_from_rank0 and rank() != 0:
         return job
-    model_state = call.model_dict(chosen.strict)
+    model_state = call.model_dict()
     if model_state is not None:
         state.model = by_name(model_state, names)
         state.versions = versions_of(state.model, names.key)
     if optimizers:
-        state.optimizer = normalise(call.optim_dict(chosen.strict), optimizers, names)
+        state.optimizer = normalise(call.optim_dict(), holders)
         state.optimizer.leave_out(call.include, call.exclude, call.allow_missing)
     moments = state.optimizer.state if state.optimizer else {}
     for (_, *path), value in leaves([state.model or {}, moments]).items():
@@ -934,7 +942,9 @@ def _load(job: _Job, group: RankGroup, outer: Commit | None) -> LoadedKeys:
                     buffers, moments, slots.options, commit, check=require_matched
                 )
             # Whether an optimizer's own code may still end the load.
-            refuses = slots is not None and any(map(runs_own_code, job.optimizers))
+            refuses = slots is not None and any(
+                runs_own_code(each.optimizer) for each in job.holders
+            )
             deliver()  # an interrupt here is reported to the other ranks
             return StepResult(_Plans(model, optimizers), refuses)
 
@@ -1018,7 +1028,7 @@ def _check(job: _Job, matched: Match, path: str, options: Options) -> None:
         for key, item in matched.mismatched.items()
     }
     if missing or unexpected or shapes:
-        error = model_mismatch_error(missing, unexpected, shapes)
+        error = mismatch_error(missing, unexpected, shapes)
         if missing and (hint := state_hint({name: values.get(name) for name in unexpected})):
             error.hint = hint
         raise error
