@@ -59,16 +59,14 @@ def read(
 
     require_same_steps(_group(model).run(describe).by_rank)
     chosen = own.StateDictOptions(**vars(options))
-    states = States({}, {})
+    model_state, moments = dict[str, Any](), dict[str, Any]()
     with unpatched(model, *optimizers):
         if Part.MODEL in part:
-            found = own.get_model_state_dict(model, submodules=submodules, options=chosen)
-            states = states._replace(model=found)
+            model_state = own.get_model_state_dict(model, submodules=submodules, options=chosen)
         if optimizers:
             with _without_step(optimizers):
                 moments = own.get_optimizer_state_dict(model, optimizers, options=chosen)
-            states = states._replace(optimizer=moments)
-    return states
+    return States(model_state, moments)
 
 
 class _Copies(NamedTuple):

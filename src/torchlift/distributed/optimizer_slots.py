@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -290,39 +290,31 @@ class OptimizerSlots:
                 entry=owner.name,
                 found=type(saved).__name__,
             )
-        state = owner.held.state
-        tensors = _tensors(state)
+        live = owner.held.state
+        tensors = _tensors(live)
 
-        def place(value: Any, path: Path) -> Any:
-            live = tensors.get(path)
-            if not isinstance(value, Stored):
-                expected = tensors.get(path)
-                if expected is None and value is not None:
-                    expected = owner.initial.get(path)
-                # The next step would fail. Older versions of SGD saved None for no momentum.
-                if expected is not None and expected.dim() and value is not None:
-                    raise StateDictMismatch(
-                        "the saved state is not a tensor",
-                        entry=owner.entry(path),
-                        expected=f"a tensor of shape {list(expected.shape)}",
-                        found=type(value).__name__,
-                    )
-                return copy.deepcopy(value)
-            return self._slot(owner, value, live, path)
+        def put_slot(value: Any, path: Path) -> Any:
+            if isinstance(value, Stored):
+                return self._slot(owner, value, tensors.get(path), path)
+            _require_no_tensor(owner, value, tensors, path)
+            return copy.deepcopy(value)
 
-        new: dict[Any, Any] = map_leaves(saved, place)
-        return new if self._options.strict else {**state, **new}
+        new: dict[Any, Any] = map_leaves(saved, put_slot)
+        return new if self._options.strict else {**live, **new}
 
     def _slot(
         self, owner: _Owner, value: Stored, live: torch.Tensor | None, path: Path
     ) -> Slot | torch.Tensor:
+        """Add a slot for a saved tensor, and return what stands for it in the new state."""
+        key = owner.entry(path)
         like = self._layout(owner, value, live, path)
+        check_value(key, like, value, self._options)
         device, dtype = _goal(owner, value, live, path, self._device)
         if isinstance(value, torch.Tensor) and is_wrapper(local_tensor(value)):
             if value is live:
                 return live
             # The live tensor is replaced: its class may not permit copies into slices.
-            value, live = _sliced(owner.entry(path), value, like), None
+            value, live = _sliced(key, value, like), None
         needed = tuple(value.shape), device, dtype, spread_of(like)
         if live is not None and _can_take(live) and _form(live) == needed:
             slot = live
@@ -333,7 +325,6 @@ class OptimizerSlots:
             # On meta a tensor gets the saved dtype.
             where = "meta" if dtype == value.dtype else device
             slot = torch.empty(value.shape, dtype=dtype, device=where)
-        key = owner.entry(path)
         while key in self.values:  # a dict may have the keys 0 and "0"
             key += "'"
         self.module._buffers[key] = slot
@@ -346,15 +337,18 @@ class OptimizerSlots:
         """Return a tensor with the layout for a saved one, or None for a complete plain tensor.
 
         Raises:
-            StateDictMismatch: If the shape or the layout differs from the optimizer's.
-            StateDictMismatch: If the layout is unknown.
+            StateDictMismatch: If the shape differs from the optimizer's, or the layout is unknown.
         """
-        where = owner.entry(path)
-        if not value.shape and (is_dtensor(value) or self._recorded(owner, path) is None):
-            check_value(where, None, value, self._options)
+        recorded = None
+        if is_dtensor(owner.param):
+            recorded = self._saved.layouts.get(owner.name, {}).get(path_text(path))
+        if not value.shape and recorded is None:
             return value if is_dtensor(value) else None
-        expected = self._expected(owner, value, path) if live is None else live
+        expected = live
+        if live is None:
+            expected = self._expected(owner, value, path, recorded)
         if expected is not None and expected.shape != value.shape:
+            where = owner.entry(path)
             raise StateDictMismatch(
                 "the saved state has another shape than the optimizer's",
                 entry=where,
@@ -364,15 +358,11 @@ class OptimizerSlots:
                 hint="Give the optimizer the parameters it was saved with, in the same order. One "
                 "rank's part of a sharded optimizer cannot be loaded.",
             )
-        check_value(where, expected, value, self._options)
         return expected
 
-    def _recorded(self, owner: _Owner, path: Path) -> str | None:
-        """Return the recorded layout of a state, if it was recorded."""
-        recorded = self._saved.layouts.get(owner.name, {}).get(path_text(path))
-        return recorded if is_dtensor(owner.param) else None
-
-    def _expected(self, owner: _Owner, value: Stored, path: Path) -> torch.Tensor | None:
+    def _expected(
+        self, owner: _Owner, value: Stored, path: Path, recorded: str | None
+    ) -> torch.Tensor | None:
         """Return a tensor with the layout of a state that the optimizer lacks, or None if plain.
 
         Raises:
@@ -383,7 +373,6 @@ class OptimizerSlots:
             return param if is_alike else owner.initial.get(path)
         if is_alike and spread_of(value) == spread_of(param):
             return param
-        recorded = self._recorded(owner, path)
         if recorded is not None:
             return None if recorded == PLAIN else _blank(recorded, owner, value, path)
         if is_dtensor(value):
@@ -532,6 +521,28 @@ def _goal(
         here = value if isinstance(value, torch.Tensor) else live
         return torch.device("cpu") if here is None else here.device, value.dtype
     return (live.device if live is not None and not value.shape else device), value.dtype
+
+
+def _require_no_tensor(
+    owner: _Owner, value: object, tensors: Mapping[Path, torch.Tensor], path: Path
+) -> None:
+    """Refuse a plain value for a tensor with dimensions. The next step would fail.
+
+    Raises:
+        StateDictMismatch: If the optimizer has such a tensor.
+    """
+    if value is None and isinstance(owner.held.optimizer, torch.optim.SGD):
+        return  # older versions saved None for no momentum
+    for end in range(1, len(path) + 1):  # a list may stand in the place of a tensor
+        part = path[:end]
+        expected = tensors[part] if part in tensors else owner.initial.get(part)
+        if expected is not None and expected.dim():
+            raise StateDictMismatch(
+                "the saved state is not a tensor",
+                entry=owner.entry(part),
+                expected=f"a tensor of shape {list(expected.shape)}",
+                found=type(value).__name__,
+            )
 
 
 # ---- groups

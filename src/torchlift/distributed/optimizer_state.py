@@ -144,6 +144,12 @@ def read_optimizers(holders: Iterable[Holder], options: StateDictOptions) -> dic
         }
         for key, value in packed[_STATE].items():
             state[by_number.get(key, key) if isinstance(key, int) else key] = value
+        for inner in inner_optimizers(optimizer):
+            for param, its_state in getattr(inner, "state", {}).items():
+                if set(its_state) - set(state.get(named.get(param), ())):
+                    raise holder_error(
+                        optimizer, "its state dict lacks state of an inner optimizer"
+                    )
         for group, params in zip(packed[_GROUPS], holder.groups, strict=True):
             for held in params:
                 if not state.get(held.name) and (initial := initial_state(held)):
@@ -167,7 +173,7 @@ def read_optimizers(holders: Iterable[Holder], options: StateDictOptions) -> dic
 
 
 def _own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the result of ``optimizer.state_dict()``, if it contains all state.
+    """Return the result of ``optimizer.state_dict()``, if it has the state and groups alone.
 
     Raises:
         StateDictMismatch: If it does not.
@@ -183,15 +189,6 @@ def _own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
             found=", ".join(map(repr, sorted(more))),
             hint="Save optimizer.state_dict() as it is, and load it with load_state_dict.",
         )
-    numbers = {
-        id(param): number
-        for group, live in zip(packed[_GROUPS], optimizer.param_groups, strict=True)
-        for number, param in zip(group[_PARAMS], live[_PARAMS], strict=True)
-    }
-    for inner in inner_optimizers(optimizer):
-        for param, state in getattr(inner, "state", {}).items():
-            if set(state) - set(packed[_STATE].get(numbers.get(id(param)), ())):
-                raise holder_error(optimizer, "its state dict lacks state of an inner optimizer")
     found: dict[str, Any] = packed
     return found
 

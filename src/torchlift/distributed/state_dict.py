@@ -12,8 +12,7 @@ import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial, reduce
-from operator import or_
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +32,7 @@ from torchlift._model.slots import ModuleTree, read_tree
 from torchlift._model.state import PATCH, by_name, read_model, versioned, versions_of
 from torchlift._model.torch_private import IncompatibleKeys
 from torchlift._plan.names import Match
-from torchlift._plan.planner import LoadPlan, make_plan
+from torchlift._plan.planner import LoadPlan, make_plan, require_model
 from torchlift._plan.rules import Options, Patterns, allowed
 from torchlift._save.replicas import (
     OWN_NAMES,
@@ -147,7 +146,7 @@ def get_model_state_dict(
         >>> sorted(get_model_state_dict(model))
         ['0.bias', '0.weight']
     """
-    return _read(Part.MODEL, model, (), submodules, options, process_group).model
+    return read_states(Part.MODEL, model, (), submodules, options, process_group).model
 
 
 def get_optimizer_state_dict(
@@ -195,7 +194,8 @@ def get_optimizer_state_dict(
         >>> found["state"]["weight"]["step"], found["param_groups"][0]["params"]
         (tensor(0.), ['weight'])
     """
-    return _read(Part.OPTIMIZERS, model, optimizers, None, options, process_group).optimizer
+    states = read_states(Part.OPTIMIZERS, model, optimizers, None, options, process_group)
+    return states.optimizer
 
 
 def get_state_dict(
@@ -234,8 +234,8 @@ def get_state_dict(
         >>> sorted(found[0]), found[1]["param_groups"][0]["lr"]
         (['bias', 'weight'], 0.1)
     """
-    states = _read(Part.BOTH, model, optimizers, submodules, options, process_group)
-    return states.model, states.optimizer
+    states = read_states(Part.BOTH, model, optimizers, submodules, options, process_group)
+    return states.model, states.optimizer  # a plain tuple, which any program can unpickle
 
 
 def set_model_state_dict(
@@ -433,11 +433,9 @@ def load_optimizer(
         >>> load_optimizer(model, optimizer, path, root="optimizer").missing_keys
         []
     """
-    given: tuple[object, object] = model, optimizer
-    is_swapped = isinstance(given[1], (nn.Module, Mapping, str, os.PathLike))
-    if is_swapped or not isinstance(given[0], nn.Module):
-        found = ", ".join(type(each).__name__ for each in given)
-        raise wrong_call("load_optimizer", f"expected a module and its optimizer, found {found}")
+    require_model(model, "load_optimizer")
+    if isinstance(optimizer, (nn.Module, Mapping, str, os.PathLike)):
+        raise wrong_call("load_optimizer", f"{type(optimizer).__name__} is not an optimizer")
     # Raises if a pattern is a text and not a list, as `load` does.
     Options(include=include, exclude=exclude, allow_missing=allow_missing, strict=strict)
     options = StateDictOptions(strict=strict, full_state_dict=True)
@@ -596,13 +594,13 @@ def _patch(obj: nn.Module | torch.optim.Optimizer, state_dict: Any, load_state_d
 # ---- one call on every rank
 
 
-def _read(
+def read_states(
     part: Part,
     model: nn.Module,
-    optimizers: Any,
-    submodules: Any,
-    options: Any,
-    process_group: torch.distributed.ProcessGroup | None,
+    optimizers: Any = (),
+    submodules: Any = None,
+    options: Any = None,
+    process_group: torch.distributed.ProcessGroup | None = None,
     *,
     compare: bool = True,
 ) -> States:
@@ -610,7 +608,7 @@ def _read(
 
     Ranks gather after all have read their state, and are about to gather the same tensors. Ranks
     that do not gather exchange nothing, unless there are plain values beside DTensors. A checkpoint
-    keeps one rank's plain values, so they must be equal.
+    keeps one rank's plain values, so they must be equal. With ``compare=False`` they may differ.
     """
     require_module(model)
     chosen, found = validate_options(options), to_tuple(optimizers)
@@ -719,34 +717,6 @@ def _replicas(states: States, names: Names) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in found.items() if not is_dtensor(tensor)}
 
 
-def read_states(
-    model: nn.Module,
-    optimizers: Optimizers = (),
-    options: StateDictOptions | None = None,
-    *,
-    part: Part = Part.BOTH,
-) -> States:
-    """Return what `get_state_dict` does, but compare nothing with other ranks."""
-    return _read(part, model, optimizers, None, options, None, compare=False)
-
-
-def load_states(call: LoadCall, commit: Commit | None = None) -> LoadedKeys:
-    """Load the states of a call on every rank, or nothing.
-
-    Args:
-        call: The arguments.
-        commit: Undoes the load if a later step of the caller fails. Until it ends, values that are
-            overwritten are in memory twice.
-    """
-    require_module(call.model)
-    if uses_fsdp1(call.model):
-        from torchlift.distributed import fsdp1
-
-        return fsdp1.write(call)
-    with collection_paused():
-        return _load_together(call, commit)
-
-
 # ---- a load of model and optimizers together: checked as a whole, on every rank, then done
 
 
@@ -808,15 +778,25 @@ class _Job:
         return StateSource(values, versions, whole=chosen.full_state_dict, is_new=is_new)
 
 
-def _load_together(call: LoadCall, commit: Commit | None) -> LoadedKeys:
+def load_states(call: LoadCall, commit: Commit | None = None) -> LoadedKeys:
     """Load a model and optimizers on every rank, or nothing.
 
     Each check of an argument is inside a step of the group. A rank that raised before such a step
     would leave the others waiting.
 
+    Args:
+        call: The arguments.
+        commit: Undoes the load if a later step of the caller fails. Until it ends, values that are
+            overwritten are in memory twice.
+
     Raises:
         StateDictMismatch: If something does not match, on this rank or on another.
     """
+    require_module(call.model)
+    if uses_fsdp1(call.model):
+        from torchlift.distributed import fsdp1
+
+        return fsdp1.write(call)
     tree = read_tree(call.model)
     group = RankGroup.of_model(
         [each.tensor for each in tree.groups], tree.modules, StateDictMismatch,
@@ -826,7 +806,7 @@ def _load_together(call: LoadCall, commit: Commit | None) -> LoadedKeys:
     broadcasts = bool(getattr(call.options, "broadcast_from_rank0", False))
     by_rank = group.run(lambda: StepResult(None, broadcasts)).by_rank
     try:
-        with torch.no_grad():
+        with collection_paused(), torch.no_grad():
             if not any(by_rank.values()):
                 return _load(_prepare_alike(call, tree, group), group, commit)
             if call.collective is False:
@@ -1079,7 +1059,7 @@ def _receive_job(call: LoadCall, tree: ModuleTree, group: RankGroup, all_broadca
     box = [packed]
     torch.distributed.broadcast_object_list(box, src=0, group=group.groups[0])
 
-    def make_room() -> StepResult[Inbox, int]:
+    def make_room() -> StepResult[Inbox, list[bool]]:
         job.state, sent = pickle.loads(box[0] or b"")  # this process may not know a class
         inbox = Inbox(tensors or sent, job.state.kind, call.process_group)
         return StepResult(inbox, _make_room(job, inbox))
@@ -1089,41 +1069,35 @@ def _receive_job(call: LoadCall, tree: ModuleTree, group: RankGroup, all_broadca
     with uninterrupted():  # an interrupt would leave the other ranks waiting
         inbox.receive()
     # The stages of a pipeline share one state dict. Names of other stages are not unexpected.
-    others = reduce(or_, needed.values()) & ~needed[rank()]
     model = job.state.model or {}
-    for at, name in enumerate([*model]):
-        if others >> at & 1:
+    for name, is_needed, *of_all in zip([*model], needed[rank()], *needed.values(), strict=True):
+        if any(of_all) and not is_needed:
             del model[name]
     return job
 
 
-def _make_room(job: _Job, inbox: Inbox) -> int:
+def _make_room(job: _Job, inbox: Inbox) -> list[bool]:
     """Replace the descriptions of the tensors of rank 0 by memory for those that this rank needs.
 
     Code of the model may need names that the model lacks.
 
     Returns:
-        A bit for each name of the model's state dict, in its order: whether it is needed.
+        For each name of the model's state dict whether it is needed.
     """
-    tree, default, model = job.tree, job.device, job.state.model or {}
-    live = {slot.fqn: group.tensor for group in tree.groups for slot in group.slots}
-    keys = {name: job.names.key(name) for name in model}
-    coded = (*hooked_modules(tree, keys.values()), *own_loaders(tree))
-    prefixes = tuple(prefix for prefix, _ in coded)
-    needed = 0
-    for at, (name, key) in enumerate(keys.items()):
-        value, like = model[name], live.get(key)
-        if like is None and not key.startswith(prefixes):
-            continue
-        needed |= 1 << at
-        if not isinstance(value, Sent):
-            continue
-        device = default
-        if is_dtensor(like) and not (like.is_meta and job.options.cpu_offload):
-            device = default_device(like)
-        elif like is not None and not like.is_meta:
-            device = like.device
-        model[name] = inbox.room_for(value, like, device)
+    model, names = job.state.model or {}, job.names
+    keys = [names.key(name) for name in model]
+    prefixes = [path for path, _ in (*hooked_modules(job.tree, keys), *own_loaders(job.tree))]
+    needed: list[bool] = []
+    for name, key in zip([*model], keys, strict=True):
+        value, like = model[name], names.tensors.get(name)
+        needed.append(like is not None or key.startswith(tuple(prefixes)))
+        if needed[-1] and isinstance(value, Sent):
+            device = job.device
+            if like is not None and not like.is_meta:
+                device = like.device
+            elif is_dtensor(like) and not job.options.cpu_offload:
+                device = default_device(like)
+            model[name] = inbox.room_for(value, like, device)
     job.make_slots()
     if job.slots is not None:
         job.slots.make_room(inbox)
