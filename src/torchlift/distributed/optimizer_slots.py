@@ -143,6 +143,7 @@ class OptimizerSlots:
 
     Attributes:
         module: A module with a buffer for each slot.
+        buffers: Name of a slot -> its tensor.
         values: Name of a slot -> saved tensor.
         states: The new state of each optimizer.
         report: One report for all optimizers.
@@ -167,6 +168,7 @@ class OptimizerSlots:
         device: torch.device,
     ) -> None:
         self.module = nn.Module()
+        self.buffers: dict[str, Any] = self.module._buffers
         self.values: dict[str, Stored] = {}
         self._devices: dict[str, torch.device] = {}
         self._holders, self._saved, self._options, self._device = holders, saved, options, device
@@ -203,12 +205,12 @@ class OptimizerSlots:
         """Replace the descriptions of the tensors of rank 0 by memory for them."""
         for key, value in self.values.items():
             if isinstance(value, Sent):
-                like = self.module._buffers[key]
+                like = self.buffers[key]
                 self.values[key] = inbox.room_for(value, like, self._devices[key])
 
     def filled(self, tree: Any) -> Any:
         """Return a new state with the tensors in its slots."""
-        found = self.module._buffers
+        found = self.buffers
         return map_leaves(tree, lambda leaf, _: found[leaf.key] if type(leaf) is Slot else leaf)
 
     def _match(self, holder: Holder) -> NewState:
@@ -327,7 +329,7 @@ class OptimizerSlots:
             slot = torch.empty(value.shape, dtype=dtype, device=where)
         while key in self.values:  # a dict may have the keys 0 and "0"
             key += "'"
-        self.module._buffers[key] = slot
+        self.buffers[key] = slot
         self.values[key], self._devices[key] = value, device
         return Slot(key)
 
@@ -626,7 +628,7 @@ def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def set_states(slots: OptimizerSlots, commit: Commit, *, own_code: bool) -> None:
-    """Set the new state of the optimizers with code of their own, or of those without.
+    """Set the new state of the optimizers that run code of their own, or of all other ones.
 
     Raises:
         StateDictMismatch: If an optimizer of torch cannot use the state.

@@ -287,7 +287,7 @@ def _flatten(found: dict[str, Any]) -> dict[str, Any]:
     """Return the flat form of a state dict.
 
     Raises:
-        StateDictMismatch: If a key or a value has no flat form. torch refuses these, too.
+        StateDictMismatch: If torch's flat form cannot name a key or a value.
     """
     flat: dict[str, Any] = {}
     for name, state in found[_STATE].items():

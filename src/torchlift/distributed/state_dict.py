@@ -766,8 +766,8 @@ class _Job:
         return torch.empty(0, device=kind).device
 
     def make_slots(self) -> None:
-        """Match the optimizers' state with the optimizers. Nothing changes."""
-        if self.state.optimizer is not None:
+        """Match the optimizers' state with the optimizers, once. Nothing changes."""
+        if self.slots is None and self.state.optimizer is not None:
             saved = self.state.optimizer
             self.slots = OptimizerSlots(self.holders, saved, self.options, self.device)
 
@@ -850,33 +850,16 @@ def _prepare_alike(call: LoadCall, tree: ModuleTree, group: RankGroup) -> _Job:
 
     def describe() -> StepResult[_Job, dict[str, str]]:
         job = _prepare(call, tree)
-        job.make_slots()
         loaded = {"model": job.state.model, "optimizers": job.state.optimizer}
         loading = [f"to load {name}" for name, state in loaded.items() if state is not None]
-        others = [_find_other_layouts(*each) for each in _find_targets(job)]
+        others = _find_other_layouts(job.state.model or {}, job.names.tensors)
         return StepResult(job, digests({"call": loading, **steps_of(others, tensors)}))
 
     job, by_rank = group.run(describe)
     require_same_steps(by_rank)
     # This communicates. It is done now, while no module's own code can stop one of the ranks.
-    for values, targets in _find_targets(job) if call.collective is not False else ():
-        for name, value in _find_other_layouts(values, targets).items():
-            values[name] = relaid(value, targets[name])
+    _lay_out(job, job.state.model or {}, job.names.tensors)
     return job
-
-
-class _Targets(NamedTuple):
-    """Values by name, and the tensors that they are for."""
-
-    values: dict[str, Any]
-    tensors: Mapping[str, Any]
-
-
-def _find_targets(job: _Job) -> list[_Targets]:
-    found = [_Targets(job.state.model or {}, job.names.tensors)]
-    if job.slots is not None:
-        found.append(_Targets(job.slots.values, job.slots.module._buffers))
-    return found
 
 
 def _find_other_layouts(values: Mapping[str, Any], targets: Mapping[str, Any]) -> dict[str, Any]:
@@ -889,11 +872,23 @@ def _find_other_layouts(values: Mapping[str, Any], targets: Mapping[str, Any]) -
     }
 
 
-class _Plans(NamedTuple):
-    """The plans of this rank, each None if that part is not to be loaded."""
+def _lay_out(job: _Job, values: dict[str, Any], targets: Mapping[str, Any]) -> None:
+    """Lay values out like their targets. All ranks of a mesh take part."""
+    if job.call.collective is not False:
+        for name, value in _find_other_layouts(values, targets).items():
+            values[name] = relaid(value, targets[name])
 
-    model: LoadPlan | None
-    optimizers: LoadPlan | None
+
+class _PlanMessage(NamedTuple):
+    """The message of a rank that has planned.
+
+    Attributes:
+        refuses: Whether an optimizer's own code may still end the load.
+        layouts: Digests of the optimizer state that has another layout on this rank's meshes.
+    """
+
+    refuses: bool
+    layouts: dict[str, str]
 
 
 def _load(job: _Job, group: RankGroup, outer: Commit | None) -> LoadedKeys:
@@ -904,50 +899,53 @@ def _load(job: _Job, group: RankGroup, outer: Commit | None) -> LoadedKeys:
         group: The ranks that load together.
         outer: The caller's commit, which ends later.
     """
-    names, tree, state, slots = job.names, job.tree, job.state, job.slots
+    names, tree, state = job.names, job.tree, job.state
     # The commit is the inner one: an interrupt while it undoes changes would leave half of them.
     with uninterrupted() as deliver, Commit() if outer is None else nullcontext(outer) as commit:
         rules = _engine_options(job)
         values = {names.key(name): value for name, value in (state.model or {}).items()}
         source = job.source(values, state.versions)
-        moments = job.source(slots.values if slots else {})
 
-        def plan_all() -> StepResult[_Plans, bool]:
-            model = optimizers = None
+        def plan_model() -> StepResult[LoadPlan | None, _PlanMessage]:
+            plan = None
             if state.model is not None:
-                model = make_plan(tree, source, rules, commit, check=partial(_check, job))
-            if slots is not None:
-                buffers = ModuleTree(slots.module)
-                optimizers = make_plan(
-                    buffers, moments, slots.options, commit, check=require_matched
-                )
-            # Whether an optimizer's own code may still end the load.
-            refuses = slots is not None and any(
-                runs_own_code(each.optimizer) for each in job.holders
-            )
+                plan = make_plan(tree, source, rules, commit, check=partial(_check, job))
+            job.make_slots()  # later, because another model is the cause of another state
+            others, shared, refuses = dict[str, Any](), [each.tensor for each in tree.groups], False
+            if job.slots is not None:
+                others = _find_other_layouts(job.slots.values, job.slots.buffers)
+                shared += job.slots.buffers.values()
+                refuses = any(runs_own_code(each.optimizer) for each in job.holders)
             deliver()  # an interrupt here is reported to the other ranks
-            return StepResult(_Plans(model, optimizers), refuses)
+            return StepResult(plan, _PlanMessage(refuses, digests(steps_of(others, shared))))
 
-        plans, by_rank = group.run(plan_all)
+        plan, by_rank = group.run(plan_model)
+        require_same_steps({who: each.layouts for who, each in by_rank.items()})
+        slots = job.slots
+        if slots is not None:
+            _lay_out(job, slots.values, slots.buffers)
         missing, unexpected = list[str](), list[str]()
         # If something can fail after the first change, the ranks agree again, and keep old values.
-        again = outer is not None or any(by_rank.values())
+        again = outer is not None or any(each.refuses for each in by_rank.values())
         with group.together() as agree:
             more = True
+            fetched = moments = None
             with Interruptible():
-                fetched, fetched_moments = (
-                    fetch_all(plan, origin, None, _ignore) if plan is not None else None
-                    for plan, origin in zip(plans, (source, moments), strict=True)
-                )
+                if plan is not None:
+                    fetched = fetch_all(plan, source, None, _ignore)
+                if slots is not None:
+                    saved, buffers = job.source(slots.values), ModuleTree(slots.module)
+                    part = make_plan(buffers, saved, slots.options, commit, check=require_matched)
+                    moments = fetch_all(part, saved, None, _ignore)
             steps: list[Prepared] = []
-            if slots is not None and fetched_moments is not None:
-                steps = put_new(fetched_moments, commit)
+            if slots is not None and moments is not None:
+                steps = put_new(moments, commit)
                 # The commit undoes this if a rank fails. Values are copied in place later.
                 set_states(slots, commit, own_code=False)
-            if plans.model is not None and fetched is not None:
+            if plan is not None and fetched is not None:
                 validate = partial(_check, job, path=source.path, options=rules)
                 turn = Turn(tree, commit, agree, deliver, validate, _ignore, again)
-                placed = place(plans.model, fetched, turn)
+                placed = place(plan, fetched, turn)
                 missing = [names.canonical(name) for name in placed.missing]
                 unexpected = [names.canonical(name) for name in placed.unexpected]
                 more = placed.asks_again
