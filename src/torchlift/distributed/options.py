@@ -37,7 +37,8 @@ class StateDictOptions:
         broadcast_from_rank0: Only rank 0 has the state dict. It sends one tensor at a time, and
             every rank keeps its slices. Needs `full_state_dict`.
         flatten_optimizer_state_dict: Return one flat dict with keys such as
-            ``state.layer.weight.exp_avg`` and ``param_groups.layer.weight.lr``.
+            ``state.layer.weight.exp_avg`` and ``param_groups.layer.weight.lr``. As in torch, nested
+            state is an error.
         dsd_fqn_modifiers: Name of the method in which a module lists the attributes that its state
             dict hooks leave out of the keys.
 
