@@ -34,9 +34,9 @@ class Whitening(torch.optim.Optimizer):
                 state, size = self.state[param], param.shape[-1]
                 if not state:
                     state["moment"] = torch.zeros_like(param)
-                    state["whiten"] = [torch.eye(size)]
+                    state["whiten"] = {"right": torch.eye(size)}
                 state["moment"] += param.grad
-                state["whiten"][0] += torch.arange(float(size * size)).view(size, size)
+                state["whiten"]["right"] += torch.arange(float(size * size)).view(size, size)
                 param.sub_(state["moment"], alpha=group["lr"])
 
 
@@ -71,7 +71,7 @@ def require_same(optimizer: Any, expected: Any) -> None:
     """Compare states tensor by tensor, with their layouts; of a DTensor the whole tensor."""
     states = zip(optimizer.state.values(), expected.state.values(), strict=True)
     for found, wanted in states:
-        right, other = found["whiten"][0], wanted["whiten"][0]
+        right, other = found["whiten"]["right"], wanted["whiten"]["right"]
         assert not isinstance(right, DTensor)
         assert torch.equal(right, other)
         moment, other = found["moment"], wanted["moment"]
@@ -84,7 +84,7 @@ def recorded_on_a_mesh(folder: str) -> None:
     for square_only in (True, False):
         source = stepped(True, square_only)
         nested = ours.get_optimizer_state_dict(*source)
-        assert nested["param_groups"][0]["state_layouts"] == ["whiten.0 plain"]
+        assert nested["param_groups"][0]["state_layouts"] == ["whiten.right plain"]
         options = ours.StateDictOptions(full_state_dict=True)
         gathered = ours.get_optimizer_state_dict(*source, options=options)
         flat = ours.get_optimizer_state_dict(

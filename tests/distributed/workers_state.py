@@ -9,7 +9,7 @@ import itertools
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -360,10 +360,19 @@ def compiled_modules_inside_checkpointing_have_canonical_names() -> None:
     same(ours.get_state_dict(other, optim, options=full)[1]["state"], states[1]["state"])
 
 
+class Versioned(nn.Linear):
+    _version = 2
+    seen: ClassVar[list[object]] = []
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *more: Any) -> None:
+        self.seen.append(metadata.get("version"))
+        super()._load_from_state_dict(state, prefix, metadata, *more)
+
+
 @check(2)
 def fully_sharded_data_parallel_goes_through_torch() -> None:
     full = {"full_state_dict": True}
-    source, target = fsdp1(0), fsdp1(1)
+    source, target = fsdp1(0, Versioned), fsdp1(1, Versioned)
     mine = ours.get_state_dict(*source, options=ours.StateDictOptions(**full))
     same(mine, theirs.get_state_dict(*source, options=theirs.StateDictOptions(**full)))
     given = containers(mine)
@@ -376,8 +385,10 @@ def fully_sharded_data_parallel_goes_through_torch() -> None:
     same(given, containers(mine))
     same(ours.get_state_dict(*target, options=ours.StateDictOptions(**full)), mine)
     for chosen in (ours.StateDictOptions(), ours.StateDictOptions(**full)):
+        Versioned.seen.clear()
         state = ours.get_model_state_dict(source[0], options=chosen)
         ours.set_model_state_dict(target[0], state, options=chosen)
+        assert Versioned.seen == [2], Versioned.seen
 
 
 @check(2)
@@ -500,6 +511,21 @@ def a_patched_fully_sharded_model_calls_torch_s_functions_once() -> None:
             same(found, expected)
             same(ours.get_state_dict(model, optim, options=chosen), expected)
         assert patches == (model.state_dict, optim.load_state_dict)
+
+
+@check(2)
+def module_versions_of_a_fully_sharded_model_are_those_of_the_bare_one() -> None:
+    """torch drops them where it gathers."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    inner = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    expected = {"": {"version": 1}, "0": {"version": 1}, "1": {"version": 2}}
+    assert dict(inner.state_dict()._metadata) == expected
+    model = FullyShardedDataParallel(inner, device_id=torch.device("cpu"))
+    for full in (False, True):
+        chosen = ours.StateDictOptions(full_state_dict=full)
+        found = ours.get_model_state_dict(model, options=chosen)
+        assert dict(found._metadata) == expected, found._metadata
 
 
 if __name__ == "__main__":

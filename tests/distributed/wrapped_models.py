@@ -55,10 +55,12 @@ def net(seed: int = 0) -> Net:
     return Net()
 
 
-def fsdp1(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+def fsdp1(
+    seed: int = 0, first: type[nn.Linear] = nn.Linear
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A ``FullyShardedDataParallel`` and its optimizer after a step."""
     torch.manual_seed(seed)
-    layers = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    layers = nn.Sequential(first(4, 6), nn.Linear(6, 2))
     model = FullyShardedDataParallel(layers, device_id=torch.device("cpu"))
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(2, 4)).sum().backward()

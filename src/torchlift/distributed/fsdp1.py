@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import state_dict as own
 from torchlift._model.names import Names
 from torchlift._model.ranks import RankGroup, StepResult, rank
 from torchlift._model.slots import ModuleTree
-from torchlift._model.state import unpatched
+from torchlift._model.state import unpatched, versioned, versions_of
 from torchlift._model.torch_private import require_fsdp1_state
 from torchlift._system.containers import leaves
 from torchlift.distributed.gather import digests, require_same_steps
@@ -62,7 +62,8 @@ def read(
     model_state, moments = dict[str, Any](), dict[str, Any]()
     with unpatched(model, *optimizers):
         if Part.MODEL in part:
-            model_state = own.get_model_state_dict(model, submodules=submodules, options=chosen)
+            found = own.get_model_state_dict(model, submodules=submodules, options=chosen)
+            model_state = versioned(found, _versions(model, found))
         if optimizers:
             with _without_step(optimizers):
                 moments = own.get_optimizer_state_dict(model, optimizers, options=chosen)
@@ -96,7 +97,7 @@ def write(call: LoadCall) -> LoadedKeys:
 
     def copy_states() -> StepResult[_Copies, dict[str, str]]:
         require_optimizers(found, call.part)
-        model = _copy(call.model_dict())
+        model = _add_paths(call.model, _copy(call.model_dict()))
         optim = _copy(call.optim_dict()) if found else None
         steps = {"call": _describe_call(call.model, found, chosen)}
         try:
@@ -133,6 +134,31 @@ def write(call: LoadCall) -> LoadedKeys:
         if model_state is not None:
             missing, unexpected = own.set_model_state_dict(call.model, model_state, options=theirs)
     return LoadedKeys(missing, unexpected, report)
+
+
+def _versions(model: nn.Module, state: Any) -> Any:
+    """Return the module versions of a state dict by canonical path.
+
+    torch has them by another path, and leaves them out if it gathers.
+    """
+    tree = ModuleTree(model)
+    raw: Any = OrderedDict()
+    raw._metadata = {path[:-1]: {"version": module._version} for path, module in tree.paths}
+    raw._metadata.update(getattr(state, "_metadata", None) or {})
+    return versions_of(raw, Names(tree).canonical)
+
+
+def _add_paths(model: nn.Module, state: Any) -> Any:
+    """Add the versions to a copy of a state dict, under the paths that torch looks up."""
+    known = getattr(state, "_metadata", None)
+    if known:
+        tree = ModuleTree(model)
+        names = Names(tree)
+        for path, _ in tree.paths:
+            canonical = names.canonical(f"{path}x")[:-1].removesuffix(".")
+            if canonical in known:
+                known.setdefault(path[:-1], known[canonical])
+    return state
 
 
 def _group(model: nn.Module) -> RankGroup:

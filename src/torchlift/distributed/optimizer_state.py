@@ -214,7 +214,7 @@ def path_text(path: tuple[Any, ...]) -> str:
         >>> path_text(("GG", 0, "left"))
         'GG.0.left'
     """
-    return ".".join(map(str, path))
+    return ".".join(map(_flat_key, path))
 
 
 def require_same_groups(
@@ -284,29 +284,49 @@ def initial_state(held: Held) -> dict[Any, Any] | None:
 
 
 def _flatten(found: dict[str, Any]) -> dict[str, Any]:
-    """Return the flat form of a state dict.
+    """Return the flat form of a state dict. Nested dicts of a state are flattened, as in torch.
 
     Raises:
-        StateDictMismatch: If torch's flat form cannot name a key or a value.
+        StateDictMismatch: If there is state beside that of parameters, which would be lost.
     """
     flat: dict[str, Any] = {}
+
+    def visit(prefix: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, item in value.items():
+                visit(f"{prefix}.{_flat_key(key)}", item)
+        else:
+            flat[prefix] = value
+
     for name, state in found[_STATE].items():
-        values = state.items() if isinstance(state, Mapping) else None
-        if values is None or any(
-            not isinstance(k, str) or isinstance(v, Mapping) for k, v in values
-        ):
+        if not isinstance(state, Mapping):
             raise StateDictMismatch(
                 "this state of an optimizer does not have a flat form",
                 entry=f"{_STATE}.{name}",
-                expected="the state of a parameter, with text keys and without nested dicts",
+                expected="the state of a parameter",
                 hint="Leave flatten_optimizer_state_dict out.",
             )
-        flat.update({f"{_STATE}.{name}.{key}": value for key, value in values})
+        visit(f"{_STATE}.{name}", state)
     for group in found[_GROUPS]:
         hyper = {key: value for key, value in group.items() if key != _PARAMS}
         for name in group[_PARAMS]:
             flat.update({f"{_GROUPS}.{name}.{key}": value for key, value in hyper.items()})
     return flat
+
+
+def _flat_key(key: object) -> str:
+    """Return a key as text. A text that looks like a number is put in quotes."""
+    return repr(key) if isinstance(key, str) and _NUMBER.fullmatch(key) else str(key)
+
+
+def _unflat_key(text: str) -> int | str:
+    if _NUMBER.fullmatch(text):
+        return int(text)
+    return text[1:-1] if _NUMBER.fullmatch(text[1:-1]) and text[0] == text[-1] == "'" else text
+
+
+#: An integer, as ``str`` writes it.
+_NUMBER = re.compile(r"0|-?[1-9][0-9]*")
 
 
 @dataclass
@@ -420,7 +440,7 @@ def _name_numbers(groups: Any, holders: Iterable[Holder]) -> dict[Any, str]:
 
 def _unflatten(flat: Mapping[str, Any], holders: Iterable[Holder]) -> dict[str, Any]:
     """Return a flat state dict as a nested one, with a group for each parameter."""
-    known = {fqn for each in holders for held in each.params for fqn in held.fqns}
+    live = {fqn: held.state for each in holders for held in each.params for fqn in held.fqns}
     state: dict[str, Any] = {}
     groups: dict[str, dict[str, Any]] = {}
     for key, value in flat.items():
@@ -430,10 +450,10 @@ def _unflatten(flat: Mapping[str, Any], holders: Iterable[Holder]) -> dict[str, 
             groups.setdefault(name, {_PARAMS: [name]})[hyper] = value
         elif section == _STATE and "." in rest:
             name = rest.rpartition(".")[0]
-            while name and name not in known:  # a key of the state may contain dots, too
+            while name and name not in live:  # a state may be nested
                 name = name.rpartition(".")[0]
             name = name or rest.rpartition(".")[0]  # no optimizer has this parameter
-            state.setdefault(name, {})[rest[len(name) + 1 :]] = value
+            _insert(state.setdefault(name, {}), rest[len(name) + 1 :], value, live.get(name))
         else:
             raise StateDictMismatch(
                 "not a key of an optimizer state dict",
@@ -441,3 +461,14 @@ def _unflatten(flat: Mapping[str, Any], holders: Iterable[Holder]) -> dict[str, 
                 expected="'state' and 'param_groups', or keys that begin with them and a dot",
             )
     return {_STATE: state, _GROUPS: list(groups.values())}
+
+
+def _insert(state: dict[Any, Any], path: str, value: Any, live: Any) -> None:
+    """Rebuild nesting from dots. Keys become integers, or those of the live state."""
+    like = live if isinstance(live, Mapping) else {}
+    head, _, rest = (path, "", "") if path in like else path.partition(".")
+    key: Any = next((k for k in like if _flat_key(k) == head), _unflat_key(head))
+    if rest:
+        _insert(state.setdefault(key, {}), rest, value, like.get(key))
+    else:
+        state[key] = value
