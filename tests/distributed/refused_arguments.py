@@ -25,8 +25,8 @@ from refusals import (
 )
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
-from wrapped_models import built, cloned, fsdp, net, same, train
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from wrapped_models import built, cloned, containers, fsdp, net, same, train
 
 import torchlift.distributed as ours
 
@@ -80,7 +80,7 @@ def no_state_dict_on_one_rank() -> None:
         same(ours.get_state_dict(model, optimizer, options=WHOLE), good)
         with unchanged(model, optimizer) as caught:
             ours.set_model_state_dict(model, None, options=FROM_0)  # type: ignore[arg-type]
-        assert "nothing to load" in str(caught.value)
+        assert "Missing key(s)" in str(caught.value)
 
 
 @check
@@ -167,6 +167,13 @@ def layouts_that_differ_on_one_rank() -> None:
     }
     with all_differ("do not select the same", model, optimizer):
         ours.set_model_state_dict(model, one_of(columns, state))
+    saved = ours.get_optimizer_state_dict(model, optimizer)
+    moments = containers(saved)
+    for moment in moments["state"].values():
+        if isinstance(moment["exp_avg"], DTensor):
+            moment["exp_avg"] = moment["exp_avg"].redistribute(placements=[Replicate()])
+    with all_differ("do not select the same", model, optimizer):
+        ours.set_optimizer_state_dict(model, optimizer, one_of(moments, saved))
     other = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("other",))
     state["inp.weight"] = DTensor.from_local(
         state["inp.weight"].to_local(), one_of(other, model.inp.weight.device_mesh), [Shard(0)],

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from optimizer_kinds import whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import torchlift
 import torchlift.distributed as ours
@@ -232,6 +232,47 @@ def of_another_shape(folder: str) -> None:
             for found, expected in states:
                 assert found["rows"].placements == (Shard(0),)
                 assert torch.equal(found["rows"].full_tensor(), expected["rows"].full_tensor())
+
+
+class Replicated(torch.optim.Optimizer):
+    """Keeps all of a square matrix on each rank, as a DTensor."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            values = torch.arange(float(param.numel())).view(param.shape)
+            self.state[param]["matrix"] = distribute_tensor(
+                values, param.device_mesh, [Replicate()]
+            )
+
+
+def replicated_beside_a_shard() -> None:
+    """Its record counts, and not the layout of its parameter. Without a record it is refused."""
+    model = Weights(True, square_only=True)
+    optimizer = Replicated(model.parameters())
+    optimizer.step()
+    saved = ours.get_optimizer_state_dict(model, optimizer)
+    assert saved["param_groups"][0]["state_layouts"] == ["matrix R"]
+    other = Replicated(model.parameters())
+    ours.set_optimizer_state_dict(model, other, saved)
+    matrix = other.state[model.square]["matrix"]
+    assert matrix.placements == (Replicate(),)
+    assert torch.equal(matrix.to_local(), torch.arange(16.0).view(4, 4))
+    del saved["param_groups"][0]["state_layouts"]
+    other = Replicated(model.parameters())
+    with pytest.raises(ours.StateDictMismatch, match="the layout of an optimizer state") as caught:
+        ours.set_optimizer_state_dict(model, other, saved)
+    assert "(R) on " in str(caught.value)
+    assert not other.state
+
+
+def test_a_replicated_matrix_is_not_sharded_as_its_parameter_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    on_ranks(2, replicated_beside_a_shard)
 
 
 def test_a_sharded_state_of_another_shape_never_becomes_plain(

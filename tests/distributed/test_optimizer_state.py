@@ -424,6 +424,17 @@ def test_integer_keys_in_a_flat_state_keep_their_type_for_a_new_optimizer() -> N
     assert equal(list(new.state.values()), list(optimizer.state.values()))
 
 
+def test_state_beside_that_of_parameters_does_not_have_a_flat_form() -> None:
+    """It came back under a wrong name, and was lost."""
+    model, optimizer = trained()
+    optimizer.state["seed"] = torch.tensor(3)  # type: ignore[index]
+    with pytest.raises(ours.StateDictMismatch, match="does not have a flat form"):
+        ours.get_optimizer_state_dict(model, optimizer, options=FLAT)
+    saved = {"state.seed": torch.tensor(3), "param_groups.0.weight.lr": 0.1}
+    with pytest.raises(ours.StateDictMismatch, match="not a key of an optimizer state dict"):
+        ours.set_optimizer_state_dict(model, optimizer, saved)
+
+
 def test_no_momentum_of_an_older_sgd_is_no_momentum_yet() -> None:
     """It was saved as None."""
     model = two_layers()
@@ -449,6 +460,7 @@ def test_an_own_state_is_not_copied_and_stays_where_it_is() -> None:
 def test_step_stays_where_it_was_saved_unless_its_group_needs_it_elsewhere() -> None:
     """As in torch; on meta as the only other device that every machine has."""
     from torchlift.distributed.optimizer_slots import _goal, _Owner
+    from torchlift.distributed.optimizer_state import Held
 
     param = torch.ones(2)
     optimizer = torch.optim.Adam([param])
@@ -458,7 +470,7 @@ def test_step_stays_where_it_was_saved_unless_its_group_needs_it_elsewhere() -> 
         ({"capturable": True}, (torch.device("cpu"), torch.float32)),
         ({"fused": True}, (torch.device("cpu"), torch.float32)),
     ):
-        owner = _Owner("w", param, group, optimizer)
+        owner = _Owner("w", Held(["w"], param, group, optimizer))
         assert _goal(owner, there, None, ("step",), param.device) == expected
         assert _goal(owner, there, torch.ones(()), ("step",), param.device) == expected
 

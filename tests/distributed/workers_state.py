@@ -426,13 +426,14 @@ def no_step_is_taken_for_fully_sharded_data_parallel() -> None:
 
 
 @check(2, 4)
-def optimizer_states_with_other_placements_are_refused() -> None:
-    """torch takes them as they are, and the next step raises."""
+def optimizer_states_with_other_placements_are_laid_out_like_their_parameters() -> None:
+    """torch takes them as they are, and the next step raises. Another mesh is refused."""
     from torch.distributed.tensor import DTensor, Replicate
 
     other = cpu_mesh(dist.get_world_size(), 1)
     for wrap in ("fsdp blocks", "tensor parallel"):
-        expected = ours.get_optimizer_state_dict(*built(wrap, "adamw", seed=5))
+        source = built(wrap, "adamw", seed=5)
+        expected = ours.get_optimizer_state_dict(*source)
         for mesh in (None, other):
             given = containers(expected)
             for state in given["state"].values():
@@ -447,8 +448,15 @@ def optimizer_states_with_other_placements_are_refused() -> None:
                 model, optim = built(wrap, "adamw", steps=steps)
                 before = state_of(model, optim)
                 call = partial(ours.set_optimizer_state_dict, model, optim, given)
-                raises(call, "has another layout than its parameter", "full_state_dict=True")
-                same(state_of(model, optim), before)
+                if mesh is not None:
+                    raises(call, "has another layout than the model", "full_state_dict=True")
+                    same(state_of(model, optim), before)
+                    continue
+                kept = cloned(containers(given))
+                call()
+                same(given, kept, "the caller's dict")
+                same(optim.state_dict()["state"], source[1].state_dict()["state"], wrap)
+                train(optim)
 
 
 class Communicating(torch.optim.Optimizer):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections import ChainMap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, BinaryIO, Self, TypeGuard
+from typing import Any, BinaryIO, TypeGuard
 
 import torch
 
@@ -434,29 +433,18 @@ class StateSource(Origin):
         whole: bool = False,
         is_new: bool = False,
     ) -> None:
-        super().__init__({}, {}, versions or {})
-        self._whole, self._is_new = whole, is_new
-        self._hold(state)
-
-    def _hold(self, state: Mapping[str, Any]) -> None:
+        self._whole = whole
         candidates: dict[str, SourceTensor] = {}
         objects: dict[str, object] = {}
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
-                candidates[key] = MemoryTensor(key, value, is_new=self._is_new)
+                candidates[key] = MemoryTensor(key, value, is_new=is_new)
             elif isinstance(value, FileTensor):
                 candidates[key] = replace(value, key=key)
                 self.views = value.views  # the views of the one file that values are read from
             else:
                 objects[key] = value
-        self.candidates, self.objects = candidates, objects
-
-    def beside(self, state: Mapping[str, Any]) -> Self:
-        """Return a source of other values, with the options of this one."""
-        made = copy.copy(self)
-        made.versions = {}
-        made._hold(state)
-        return made
+        super().__init__(candidates, objects, versions or {})
 
     @classmethod
     def of_flat(cls, flat: Flat[Any]) -> StateSource:

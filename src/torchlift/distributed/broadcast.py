@@ -64,9 +64,8 @@ class Inbox:
         return wrap(like, local)
 
     def receive(self) -> None:
-        """Receive all tensors, the first time that this is called. All ranks take part."""
-        tensors, self._tensors = self._tensors, ()
-        for index, tensor in enumerate(tensors):
+        """Receive all tensors. All ranks take part."""
+        for index, tensor in enumerate(self._tensors):
             stage = self._stage[: _nbytes(tensor)]
             values = stage.view(tensor.dtype).view(tensor.shape)
             if isinstance(tensor, torch.Tensor):  # on rank 0

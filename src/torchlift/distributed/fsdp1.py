@@ -24,7 +24,7 @@ from torchlift._model.torch_private import require_fsdp1_state
 from torchlift._system.containers import leaves
 from torchlift.distributed.gather import digests, require_same_steps
 from torchlift.distributed.optimizer_slots import LoadedKeys, OptimizerReport, present
-from torchlift.distributed.optimizer_state import first_name, initial_state
+from torchlift.distributed.optimizer_state import Held, initial_state, name_parameters
 from torchlift.distributed.options import (
     LoadCall,
     Part,
@@ -59,16 +59,15 @@ def read(
 
     require_same_steps(_group(model).run(describe).by_rank)
     chosen = own.StateDictOptions(**vars(options))
-    states = States({}, {})
+    model_state, moments = dict[str, Any](), dict[str, Any]()
     with unpatched(model, *optimizers):
         if Part.MODEL in part:
             found = own.get_model_state_dict(model, submodules=submodules, options=chosen)
-            states = states._replace(model=versioned(found, _versions(model, found)))
+            model_state = versioned(found, _versions(model, found))
         if optimizers:
             with _without_step(optimizers):
                 moments = own.get_optimizer_state_dict(model, optimizers, options=chosen)
-            states = states._replace(optimizer=moments)
-    return states
+    return States(model_state, moments)
 
 
 class _Copies(NamedTuple):
@@ -98,10 +97,8 @@ def write(call: LoadCall) -> LoadedKeys:
 
     def copy_states() -> StepResult[_Copies, dict[str, str]]:
         require_optimizers(found, call.part)
-        strict = chosen.strict and not receives
-        model = _add_paths(call.model, _copy(call.model_dict(strict)))
-        strict = strict and (rank() == 0 or not offloads)
-        optim = _copy(call.optim_dict(strict)) if found else None
+        model = _add_paths(call.model, _copy(call.model_dict()))
+        optim = _copy(call.optim_dict()) if found else None
         steps = {"call": _describe_call(call.model, found, chosen)}
         try:
             if optim:
@@ -181,7 +178,11 @@ def _without_step(optimizers: Optimizers, keep: bool = False) -> Iterator[None]:
     seeded = [each for each in optimizers if not each.state]
     try:
         for each in seeded:
-            made = {p: initial_state(each, g, p) for g in each.param_groups for p in g["params"]}
+            made = {
+                p: initial_state(Held([], p, g, each))
+                for g in each.param_groups
+                for p in g["params"]
+            }
             each.state.update({param: state for param, state in made.items() if state})
         for each in optimizers:
             vars(each)["step"] = lambda closure=None: None
@@ -204,12 +205,11 @@ def _describe_call(
     Raises:
         StateDictMismatch: If an optimizer holds a parameter that the model lacks.
     """
-    names = Names(ModuleTree(model))
     lines = [f"{n}={getattr(options, n)}" for n in ("full_state_dict", "broadcast_from_rank0")]
-    for optimizer in optimizers:
-        for number, group in enumerate(optimizer.param_groups):
-            what = f"group {number} of {type(optimizer).__name__}"
-            lines += [what, *(f"{first_name(param, names)} in {what}" for param in group["params"])]
+    for holder in name_parameters(Names(ModuleTree(model)), optimizers):
+        for number, group in enumerate(holder.groups):
+            what = f"group {number} of {type(holder.optimizer).__name__}"
+            lines += [what, *(f"{held.name} in {what}" for held in group)]
     return lines
 
 

@@ -25,7 +25,6 @@ from torchlift._model.dtensor import (
     wrap,
 )
 from torchlift._model.handlers import clone_of, is_wrapper, slice_of
-from torchlift._model.names import Names
 from torchlift._model.state import own
 from torchlift._model.torch_private import IncompatibleKeys
 from torchlift._plan.names import Match
@@ -37,17 +36,16 @@ from torchlift._system.text import Facts, Summary, clipped_list
 from torchlift.distributed.broadcast import Inbox, Sent
 from torchlift.distributed.optimizer_state import (
     PLAIN,
+    Held,
+    Holder,
     Saved,
-    first_name,
     initial_state,
-    once,
     path_text,
 )
 from torchlift.distributed.options import (
     StateDictMismatch,
     StateDictOptions,
     check_value,
-    mismatch_error,
 )
 
 #: A saved tensor: in memory, in files, or on rank 0.
@@ -145,13 +143,13 @@ class OptimizerSlots:
 
     Attributes:
         module: A module with a buffer for each slot.
+        buffers: Name of a slot -> its tensor.
         values: Name of a slot -> saved tensor.
         states: The new state of each optimizer.
         report: One report for all optimizers.
 
     Args:
-        names: The names of the model's parameters.
-        optimizers: The optimizers. They are not changed.
+        holders: The optimizers. They are not changed.
         saved: Their saved state.
         options: How to load.
         device: The device for the state of a parameter on meta.
@@ -164,21 +162,19 @@ class OptimizerSlots:
 
     def __init__(
         self,
-        names: Names,
-        optimizers: Sequence[torch.optim.Optimizer],
+        holders: Sequence[Holder],
         saved: Saved,
         options: StateDictOptions,
         device: torch.device,
     ) -> None:
         self.module = nn.Module()
+        self.buffers: dict[str, Any] = self.module._buffers
         self.values: dict[str, Stored] = {}
         self._devices: dict[str, torch.device] = {}
-        self._names, self._saved, self._options, self._device = names, saved, options, device
-        self._optimizers = optimizers
+        self._holders, self._saved, self._options, self._device = holders, saved, options, device
         self.report, self._left_alone = OptimizerReport(), set[str]()
-        self.states = [self._match(each) for each in optimizers]
-        params = [p for each in optimizers for group in each.param_groups for p in group["params"]]
-        known = {fqn for param in params for fqn in names.fqns(param)}
+        self.states = [self._match(each) for each in holders]
+        known = {fqn for each in holders for held in each.params for fqn in held.fqns}
         self.report.unexpected_keys.extend(name for name in saved.state if name not in known)
         self._require_all()
 
@@ -190,14 +186,13 @@ class OptimizerSlots:
         side does not. A path that only square parameters have is left out.
         """
         found: dict[Path, bool] = {}
-        for optimizer in self._optimizers:
-            for param in (p for group in optimizer.param_groups for p in group["params"]):
-                name = _saved_name(param, self._names, self._saved.state)
-                if name is None or _is_square(param):
-                    continue
-                for path, leaf in leaves(self._saved.state[name]).items():
-                    if isinstance(leaf, Stored) and leaf.shape:
-                        found[path] = found.get(path, True) and leaf.shape == param.shape
+        for held in (held for each in self._holders for held in each.params):
+            name = held.name_in(self._saved.state)
+            if name is None or _is_square(held.param):
+                continue
+            for path, leaf in leaves(self._saved.state[name]).items():
+                if isinstance(leaf, Stored) and leaf.shape:
+                    found[path] = found.get(path, True) and leaf.shape == held.param.shape
         return found
 
     @property
@@ -210,48 +205,68 @@ class OptimizerSlots:
         """Replace the descriptions of the tensors of rank 0 by memory for them."""
         for key, value in self.values.items():
             if isinstance(value, Sent):
-                like = self.module._buffers[key]
+                like = self.buffers[key]
                 self.values[key] = inbox.room_for(value, like, self._devices[key])
 
     def filled(self, tree: Any) -> Any:
         """Return a new state with the tensors in its slots."""
-        found = self.module._buffers
+        found = self.buffers
         return map_leaves(tree, lambda leaf, _: found[leaf.key] if type(leaf) is Slot else leaf)
 
-    def _match(self, optimizer: torch.optim.Optimizer) -> NewState:
+    def _match(self, holder: Holder) -> NewState:
         """Match saved state with one optimizer, parameter by parameter and by canonical name."""
-        names, saved, strict = self._names, self._saved, self._options.strict
-        report = self.report
-        new = NewState(optimizer, other=copy.deepcopy(present(saved.other)))
-        stateless = []
-        for group in optimizer.param_groups:
-            new.hyper.append(_hyper(group, names, saved, report))
-            if strict and new.hyper[-1] and group["params"]:
-                _require_kind(optimizer, group, new.hyper[-1])
-            for param in once(group["params"]):
-                name = _saved_name(param, names, saved.state)
-                if name is None and not saved.gone.isdisjoint(names.fqns(param)):
-                    name = first_name(param, names)
-                    self._left_alone.add(name)
-                    report.missing_keys.append(name)
-                elif name is None:
-                    stateless.append((group, param))
-                else:
-                    new.state[param] = self._slots_of(_Owner(name, param, group, optimizer))
+        saved, strict, report = self._saved, self._options.strict, self.report
+        new = NewState(holder.optimizer, other=copy.deepcopy(present(saved.other)))
+        stateless: list[Held] = []
+        for group, params in zip(holder.optimizer.param_groups, holder.groups, strict=True):
+            new.hyper.append(self._match_group(group, params))
+            if strict and new.hyper[-1] and params:
+                _require_kind(holder.optimizer, group, new.hyper[-1])
+            for held in params:
+                name = held.name_in(saved.state)
+                if name is not None:
+                    new.state[held.param] = self._slots_of(_Owner(name, held))
                     report.loaded.append(name)
+                elif not saved.gone.isdisjoint(held.fqns):
+                    self._left_alone.add(held.name)
+                    report.missing_keys.append(held.name)
+                else:
+                    stateless.append(held)
         stepped = bool(new.state)
-        for group, param in stateless:
-            name, live = first_name(param, names), optimizer.state.get(param)
-            initial = initial_state(optimizer, group, param)
-            if initial is None and not (live and stepped):
-                report.left_out.append(name)
+        for held in stateless:
+            initial = initial_state(held)
+            if initial is None and not (held.state and stepped):
+                report.left_out.append(held.name)
                 if strict:
                     # No state of this optimizer was saved, so it had not taken a step.
-                    new.state[param] = {}
-            elif param.requires_grad and (live or initial):
+                    new.state[held.param] = {}
+            elif held.param.requires_grad and (held.state or initial):
                 # A frozen parameter that was never trained has no state to miss.
-                report.missing_keys.append(name)
+                report.missing_keys.append(held.name)
         return new
+
+    def _match_group(self, group: dict[str, Any], params: Sequence[Held]) -> dict[str, Any]:
+        """Return the saved hyperparameters of a group, which its parameters identify in any order.
+
+        They are copies, so the optimizer and the caller's dict share no mutable object.
+        """
+        saved = self._saved
+        named = [(held, held.name_in(saved.hyper)) for held in params]
+        self.report.missing_keys.extend(held.name for held, name in named if name is None)
+        found = {name: saved.hyper[name] for _, name in named if name is not None}
+        source = next(iter(found), "")
+        for name, other in found.items():
+            if other is not found[source]:
+                _require_same(found[source], other, source, name)
+        chosen = found.get(source, {})
+        if saved.empty and not params:
+            chosen = saved.empty.pop(0)  # the next group without parameters
+        # An optimizer has its own names.
+        hyper = {key: copy.deepcopy(each) for key, each in chosen.items() if key != "param_names"}
+        for key, value in hyper.items():
+            if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
+                hyper[key] = value.to(group[key].device)
+        return hyper
 
     def _require_all(self) -> None:
         names, saved = list(dict.fromkeys(self.report.missing_keys)), self._saved
@@ -259,8 +274,11 @@ class OptimizerSlots:
         excused = allowed(names, saved.allow_missing) | self._left_alone
         missing = [name for name in names if name not in excused]
         if self._options.strict and missing:
-            problem = {"missing the optimizer state of": missing}
-            raise mismatch_error("optimizer", problem, missing_keys=missing)
+            raise StateDictMismatch(
+                f"missing the optimizer state of {clipped_list(map(repr, missing))}",
+                hint="Pass strict=False to load what fits.",
+                missing_keys=missing,
+            )
 
     def _slots_of(self, owner: _Owner) -> dict[Any, Any]:
         """Add the slots of one parameter, and return its new state with the slots.
@@ -274,30 +292,31 @@ class OptimizerSlots:
                 entry=owner.name,
                 found=type(saved).__name__,
             )
-        state = owner.optimizer.state.get(owner.param, {})
-        tensors = _tensors(state)
+        live = owner.held.state
+        tensors = _tensors(live)
 
-        def place(value: Any, path: Path) -> Any:
-            live = tensors.get(path)
-            if not isinstance(value, Stored):
-                _require_no_tensor(owner, value, tensors, path)
-                return copy.deepcopy(value)
-            return self._slot(owner, value, live, path)
+        def put_slot(value: Any, path: Path) -> Any:
+            if isinstance(value, Stored):
+                return self._slot(owner, value, tensors.get(path), path)
+            _require_no_tensor(owner, value, tensors, path)
+            return copy.deepcopy(value)
 
-        new: dict[Any, Any] = map_leaves(saved, place)
-        return new if self._options.strict else {**state, **new}
+        new: dict[Any, Any] = map_leaves(saved, put_slot)
+        return new if self._options.strict else {**live, **new}
 
     def _slot(
         self, owner: _Owner, value: Stored, live: torch.Tensor | None, path: Path
     ) -> Slot | torch.Tensor:
+        """Add a slot for a saved tensor, and return what stands for it in the new state."""
+        key = owner.entry(path)
         like = self._layout(owner, value, live, path)
+        check_value(key, like, value, self._options)
         device, dtype = _goal(owner, value, live, path, self._device)
         if isinstance(value, torch.Tensor) and is_wrapper(local_tensor(value)):
             if value is live:
                 return live
             # The live tensor is replaced: its class may not permit copies into slices.
-            value, live = _sliced(owner.entry(path), value, like), None
-            like = value if is_dtensor(value) else None
+            value, live = _sliced(key, value, like), None
         needed = tuple(value.shape), device, dtype, spread_of(like)
         if live is not None and _can_take(live) and _form(live) == needed:
             slot = live
@@ -308,10 +327,9 @@ class OptimizerSlots:
             # On meta a tensor gets the saved dtype.
             where = "meta" if dtype == value.dtype else device
             slot = torch.empty(value.shape, dtype=dtype, device=where)
-        key = owner.entry(path)
         while key in self.values:  # a dict may have the keys 0 and "0"
             key += "'"
-        self.module._buffers[key] = slot
+        self.buffers[key] = slot
         self.values[key], self._devices[key] = value, device
         return Slot(key)
 
@@ -321,15 +339,18 @@ class OptimizerSlots:
         """Return a tensor with the layout for a saved one, or None for a complete plain tensor.
 
         Raises:
-            StateDictMismatch: If the shape or the layout differs from the optimizer's.
-            StateDictMismatch: If the layout is unknown.
+            StateDictMismatch: If the shape differs from the optimizer's, or the layout is unknown.
         """
-        where = owner.entry(path)
-        if not value.shape and (is_dtensor(value) or self._recorded(owner, path) is None):
-            check_value(where, None, value, self._options)
+        recorded = None
+        if is_dtensor(owner.param):
+            recorded = self._saved.layouts.get(owner.name, {}).get(path_text(path))
+        if not value.shape and recorded is None:
             return value if is_dtensor(value) else None
-        expected = self._expected(owner, value, path) if live is None else live
+        expected = live
+        if live is None:
+            expected = self._expected(owner, value, path, recorded)
         if expected is not None and expected.shape != value.shape:
+            where = owner.entry(path)
             raise StateDictMismatch(
                 "the saved state has another shape than the optimizer's",
                 entry=where,
@@ -339,44 +360,29 @@ class OptimizerSlots:
                 hint="Give the optimizer the parameters it was saved with, in the same order. One "
                 "rank's part of a sharded optimizer cannot be loaded.",
             )
-        check_value(where, expected, value, self._options)
-        if not is_dtensor(value):
-            return expected
-        # State with another shape than its parameter may have any layout on the same mesh.
-        is_same = (
-            spread_of(value) == spread_of(expected)
-            if expected is not None
-            else is_dtensor(owner.param) and value.device_mesh == owner.param.device_mesh
-        )
-        if not is_same:
-            raise StateDictMismatch(
-                "the saved state has another layout than its parameter",
-                entry=where,
-                expected=layout_of(owner.param if expected is None else expected)
-                or "a plain tensor",
-                found=layout_of(value),
-                hint="Pass complete tensors and full_state_dict=True. Each rank copies its own "
-                "slices.",
-            )
-        return value
+        return expected
 
-    def _recorded(self, owner: _Owner, path: Path) -> str | None:
-        """Return the recorded layout of a state, if it was recorded."""
-        recorded = self._saved.layouts.get(owner.name, {}).get(path_text(path))
-        return recorded if is_dtensor(owner.param) else None
-
-    def _expected(self, owner: _Owner, value: Stored, path: Path) -> torch.Tensor | None:
+    def _expected(
+        self, owner: _Owner, value: Stored, path: Path, recorded: str | None
+    ) -> torch.Tensor | None:
         """Return a tensor with the layout of a state that the optimizer lacks, or None if plain.
 
         Raises:
             StateDictMismatch: If the layout is unknown.
         """
         param, is_alike = owner.param, value.shape == owner.param.shape
-        if is_dtensor(value) or not is_dtensor(param):
+        if not is_dtensor(param):
             return param if is_alike else owner.initial.get(path)
-        recorded = self._recorded(owner, path)
+        if is_alike and spread_of(value) == spread_of(param):
+            return param
         if recorded is not None:
             return None if recorded == PLAIN else _blank(recorded, owner, value, path)
+        if is_dtensor(value):
+            expected = owner.initial.get(path)
+            if expected is None and (is_alike or value.device_mesh != param.device_mesh):
+                raise _unknown_layout(owner, value, path)
+            # State with another shape than its parameter may have any layout on its mesh.
+            return value if expected is None else expected
         # Several ranks wrote this tensor, so it was a DTensor.
         is_sharded = isinstance(value, FileTensor) and len(value.entry.chunks) > 1
         # SOAP and Shampoo keep a square matrix for each side of a weight. If the weight is square,
@@ -418,7 +424,7 @@ def _unknown_layout(owner: _Owner, value: Stored, path: Path) -> StateDictMismat
         "the layout of an optimizer state on the mesh is unknown",
         entry=owner.entry(path),
         expected="a layout in the checkpoint, or in the optimizer's own state",
-        found=f"a whole tensor of shape {list(value.shape)}",
+        found=f"shape {list(value.shape)}, {(is_dtensor(value) and layout_of(value)) or 'whole'}",
         hint="Take steps with the optimizer until it has this state, then load the model and the "
         "optimizer. The load uses the layout of the optimizer's own tensors and replaces their "
         "values.",
@@ -431,17 +437,20 @@ def _is_square(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _Owner:
-    """The parameter of the state that is loaded, with its name, group and optimizer."""
+    """The parameter of the state that is loaded, and the name under which it was saved."""
 
     name: str
-    param: torch.Tensor
-    group: dict[str, Any]
-    optimizer: torch.optim.Optimizer
+    held: Held
+
+    @property
+    def param(self) -> torch.Tensor:
+        """The parameter."""
+        return self.held.param
 
     @cached_property
     def initial(self) -> dict[Path, torch.Tensor]:
         """The tensors of the optimizer's initial state."""
-        return _tensors(initial_state(self.optimizer, self.group, self.param))
+        return _tensors(initial_state(self.held))
 
     def entry(self, path: Path) -> str:
         """Return the name of the state at a path, for errors."""
@@ -509,70 +518,36 @@ def _goal(
     if param.is_meta:
         device = default_device(param) if is_dtensor(param) else blank
     if path[-1] == "step":
-        if owner.group.get("capturable") or owner.group.get("fused"):
+        if owner.held.group.get("capturable") or owner.held.group.get("fused"):
             return device, torch.float32
         here = value if isinstance(value, torch.Tensor) else live
         return torch.device("cpu") if here is None else here.device, value.dtype
     return (live.device if live is not None and not value.shape else device), value.dtype
 
 
-def _saved_name(param: torch.Tensor, names: Names, saved: Mapping[str, Any]) -> str | None:
-    return next((name for name in names.fqns(param) if name in saved), None)
-
-
 def _require_no_tensor(
-    owner: _Owner, value: object, state: Mapping[Path, torch.Tensor], path: Path
+    owner: _Owner, value: object, tensors: Mapping[Path, torch.Tensor], path: Path
 ) -> None:
     """Refuse a plain value for a tensor with dimensions. The next step would fail.
 
     Raises:
         StateDictMismatch: If the optimizer has such a tensor.
     """
-    if value is None and isinstance(owner.optimizer, torch.optim.SGD):
+    if value is None and isinstance(owner.held.optimizer, torch.optim.SGD):
         return  # older versions saved None for no momentum
     for end in range(1, len(path) + 1):  # a list may stand in the place of a tensor
-        expected = state.get(path[:end], owner.initial.get(path[:end]))
+        part = path[:end]
+        expected = tensors[part] if part in tensors else owner.initial.get(part)
         if expected is not None and expected.dim():
             raise StateDictMismatch(
                 "the saved state is not a tensor",
-                entry=owner.entry(path[:end]),
+                entry=owner.entry(part),
                 expected=f"a tensor of shape {list(expected.shape)}",
                 found=type(value).__name__,
             )
 
 
 # ---- groups
-
-
-def _hyper(
-    group: dict[str, Any], names: Names, saved: Saved, report: OptimizerReport
-) -> dict[str, Any]:
-    """Return the saved hyperparameters of a group, which its parameters identify in any order.
-
-    They are copies, so the optimizer and the caller's dict share no mutable object.
-    """
-    found: dict[str, dict[str, Any]] = {}
-    for param in group["params"]:
-        name = _saved_name(param, names, saved.hyper)
-        if name is None:
-            report.missing_keys.append(first_name(param, names))
-        else:
-            found[name] = saved.hyper[name]
-    source = next(iter(found), "")
-    for name, other in found.items():
-        if other is not found[source]:
-            _require_same(found[source], other, source, name)
-    chosen = found.get(source, {})
-    if saved.empty and not group["params"]:
-        chosen = saved.empty.pop(0)  # the next group without parameters
-    hyper = {}
-    for key, value in chosen.items():
-        if key == "param_names":  # this optimizer has its own names
-            continue
-        hyper[key] = copy.deepcopy(value)
-        if isinstance(value, torch.Tensor) and isinstance(live := group.get(key), torch.Tensor):
-            hyper[key] = hyper[key].to(live.device)
-    return hyper
 
 
 def _require_kind(
@@ -653,7 +628,7 @@ def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def set_states(slots: OptimizerSlots, commit: Commit, *, own_code: bool) -> None:
-    """Set the new state of the optimizers with code of their own, or of those without.
+    """Set the new state of the optimizers that run code of their own, or of all other ones.
 
     Raises:
         StateDictMismatch: If an optimizer of torch cannot use the state.

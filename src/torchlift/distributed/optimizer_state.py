@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -23,8 +23,6 @@ from torchlift.distributed.options import (
 )
 from torchlift.formats.index import left_out
 
-T = TypeVar("T")
-
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
 #: Key in a group of a state dict: texts such as "GG.0 plain" or "rows S0,R". Each is a path in the
 #: state of a DTensor and its layout there. State with the layout of its parameter is not listed.
@@ -35,54 +33,136 @@ PLAIN = "plain"
 PLACE = re.compile(rf"(\d+\.)?{_GROUPS}\.\d+\.{_PARAMS}\.\d+")
 
 
-def read_optimizers(
-    names: Names, optimizers: Iterable[torch.optim.Optimizer], options: StateDictOptions
-) -> dict[str, Any]:
-    """Return the state of `optimizers` by canonical name, not gathered, on their devices.
+@dataclass(frozen=True)
+class Held:
+    """A parameter that an optimizer holds.
+
+    Attributes:
+        fqns: Its canonical names, several if it is tied. The first one is used to save it.
+        param: The parameter.
+        group: Its parameter group.
+        optimizer: The optimizer.
+    """
+
+    fqns: list[str]
+    param: torch.Tensor
+    group: dict[str, Any]
+    optimizer: torch.optim.Optimizer
+
+    @property
+    def name(self) -> str:
+        """The name under which its state is saved."""
+        return self.fqns[0]
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        """Its live state, which is empty before the first step."""
+        found: dict[Any, Any] = self.optimizer.state.get(self.param, {})
+        return found
+
+    def name_in(self, saved: Container[str]) -> str | None:
+        """Return the first of its names that was saved."""
+        return next((name for name in self.fqns if name in saved), None)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """An optimizer and what it holds.
+
+    Attributes:
+        optimizer: The optimizer.
+        groups: The parameters of each group. One that is listed twice is here once.
+    """
+
+    optimizer: torch.optim.Optimizer
+    groups: list[list[Held]]
+
+    @property
+    def params(self) -> list[Held]:
+        """The parameters of all groups."""
+        return [held for group in self.groups for held in group]
+
+
+def name_parameters(names: Names, optimizers: Sequence[torch.optim.Optimizer]) -> list[Holder]:
+    """Return the parameters of optimizers by name.
+
+    Parameters that the model lacks, such as a temperature, are named by their place.
+
+    Raises:
+        StateDictMismatch: If the model has none of the parameters.
+    """
+    params = [p for each in optimizers for group in each.param_groups for p in group[_PARAMS]]
+    known = any(isinstance(tensor, torch.nn.Parameter) for tensor in names.tensors.values())
+    if known and params and not any(map(names.fqns, params)):
+        raise StateDictMismatch(
+            "the optimizer holds a parameter that the model does not have",
+            found=f"{type(params[0]).__name__} of shape {list(params[0].shape)}",
+            hint="Make the optimizer from the parameters of this model, after wrapping it.",
+        )
+    found: list[Holder] = []
+    for number, optimizer in enumerate(optimizers):
+        prefix = f"{number}." if len(optimizers) > 1 else ""
+        groups: list[list[Held]] = []
+        for at, group in enumerate(optimizer.param_groups):
+            for index, param in enumerate(group[_PARAMS]):
+                names.add(param, f"{prefix}{_GROUPS}.{at}.{_PARAMS}.{index}")
+            unique = dict.fromkeys(group[_PARAMS])
+            groups.append([Held(names.fqns(p), p, group, optimizer) for p in unique])
+        found.append(Holder(optimizer, groups))
+    return found
+
+
+def read_optimizers(holders: Iterable[Holder], options: StateDictOptions) -> dict[str, Any]:
+    """Return the state of optimizers by canonical name, not gathered, on their devices.
 
     A trainable parameter without state gets its initial state. So the keys are the same on every
     rank, before and after the first step. The optimizers are not changed.
 
     Raises:
-        StateDictMismatch: If an optimizer is of another model, or two hold one parameter.
+        StateDictMismatch: If two optimizers hold one parameter.
         StateDictMismatch: If the state dict of an optimizer lacks some of its state.
     """
     state: dict[Any, Any] = {}
     groups: list[dict[str, Any]] = []
-    holder: dict[str, torch.optim.Optimizer] = {}
-    optimizers = name_by_place(names, optimizers)
-    for optimizer in optimizers:
+    owners: dict[str, torch.optim.Optimizer] = {}
+    for holder in holders:
+        optimizer = holder.optimizer
         packed = _own_state(optimizer)
-        # By position, because torch skips a number after a parameter that is listed twice.
-        by_number = {
-            number: first_name(param, names)
-            for numbers, group in zip(packed[_GROUPS], optimizer.param_groups, strict=True)
-            for number, param in zip(numbers[_PARAMS], group[_PARAMS], strict=True)
-        }
-        for name in by_number.values():
-            if holder.setdefault(name, optimizer) is not optimizer:
+        named = {held.param: held.name for held in holder.params}
+        for name in named.values():
+            if owners.setdefault(name, optimizer) is not optimizer:
                 raise StateDictMismatch(
                     "two optimizers hold the same parameter",
                     entry=name,
                     hint="Read the state dict of each optimizer in a separate call.",
                 )
+        # By position, because torch skips a number after a parameter that is listed twice.
+        by_number = {
+            number: named[param]
+            for numbers, group in zip(packed[_GROUPS], optimizer.param_groups, strict=True)
+            for number, param in zip(numbers[_PARAMS], group[_PARAMS], strict=True)
+        }
         for key, value in packed[_STATE].items():
             state[by_number.get(key, key) if isinstance(key, int) else key] = value
-        for group in optimizer.param_groups:
-            for param in group[_PARAMS]:
-                name = first_name(param, names)
-                if not state.get(name) and (initial := initial_state(optimizer, group, param)):
-                    state[name] = initial
-        for group, live in zip(packed[_GROUPS], optimizer.param_groups, strict=True):
-            named = [by_number[number] for number in once(group[_PARAMS])]
-            made = {**group, _PARAMS: named}
+        for inner in inner_optimizers(optimizer):
+            for param, its_state in getattr(inner, "state", {}).items():
+                if set(its_state) - set(state.get(named.get(param), ())):
+                    raise holder_error(
+                        optimizer, "its state dict lacks state of an inner optimizer"
+                    )
+        for group, params in zip(packed[_GROUPS], holder.groups, strict=True):
+            for held in params:
+                if not state.get(held.name) and (initial := initial_state(held)):
+                    state[held.name] = initial
+            made = {**group, _PARAMS: [held.name for held in params]}
             made.pop(_LAYOUTS, None)  # torch's functions load this key into the live group
             layouts = {
                 f"{path_text(path)} {_layout_text(leaf)}"
-                for param in filter(is_dtensor, once(live[_PARAMS]))
-                for path, leaf in leaves(state.get(first_name(param, names), {})).items()
+                for held in params
+                if is_dtensor(held.param)
+                for path, leaf in leaves(state.get(held.name, {})).items()
                 if torch.is_tensor(leaf) and (leaf.dim() or is_dtensor(leaf))
-                if leaf.shape != param.shape or spread_of(leaf) != spread_of(param)
+                if leaf.shape != held.param.shape or spread_of(leaf) != spread_of(held.param)
             }
             # An optimizer with this method shows the layout when its state is loaded.
             if layouts and not hasattr(type(optimizer), "_init_group"):
@@ -93,7 +173,7 @@ def read_optimizers(
 
 
 def _own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the result of ``optimizer.state_dict()``, if it contains all state.
+    """Return the result of ``optimizer.state_dict()``, if it has the state and groups alone.
 
     Raises:
         StateDictMismatch: If it does not.
@@ -109,15 +189,6 @@ def _own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
             found=", ".join(map(repr, sorted(more))),
             hint="Save optimizer.state_dict() as it is, and load it with load_state_dict.",
         )
-    numbers = {
-        id(param): number
-        for group, live in zip(packed[_GROUPS], optimizer.param_groups, strict=True)
-        for number, param in zip(group[_PARAMS], live[_PARAMS], strict=True)
-    }
-    for inner in inner_optimizers(optimizer):
-        for param, state in getattr(inner, "state", {}).items():
-            if set(state) - set(packed[_STATE].get(numbers.get(id(param)), ())):
-                raise holder_error(optimizer, "its state dict lacks state of an inner optimizer")
     found: dict[str, Any] = packed
     return found
 
@@ -144,61 +215,6 @@ def path_text(path: tuple[Any, ...]) -> str:
         'GG.0.left'
     """
     return ".".join(map(_flat_key, path))
-
-
-def once(items: Iterable[T]) -> list[T]:
-    """Return the items without repeated objects, such as a parameter that is listed twice.
-
-    Example:
-        >>> once([1, 2, 1])
-        [1, 2]
-    """
-    return list({id(item): item for item in items}.values())
-
-
-def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [param for group in optimizer.param_groups for param in group[_PARAMS]]
-
-
-def name_by_place(
-    names: Names, optimizers: Iterable[torch.optim.Optimizer]
-) -> tuple[torch.optim.Optimizer, ...]:
-    """Name parameters that the model lacks, such as a temperature, by their place.
-
-    Returns:
-        The optimizers.
-
-    Raises:
-        StateDictMismatch: If the model has none of the parameters.
-    """
-    found = tuple(optimizers)
-    params = [param for optimizer in found for param in _params(optimizer)]
-    known = any(isinstance(tensor, torch.nn.Parameter) for tensor in names.tensors.values())
-    if known and params and not any(map(names.fqns, params)):
-        first_name(params[0], names)
-    for number, optimizer in enumerate(found):
-        prefix = f"{number}." if len(found) > 1 else ""
-        for at, group in enumerate(optimizer.param_groups):
-            for index, param in enumerate(group[_PARAMS]):
-                if not names.fqns(param):
-                    names.add(param, f"{prefix}{_GROUPS}.{at}.{_PARAMS}.{index}")
-    return found
-
-
-def first_name(param: torch.Tensor, names: Names) -> str:
-    """Return the name of a parameter, or the first name if it is tied.
-
-    Raises:
-        StateDictMismatch: If the model lacks the parameter.
-    """
-    found = names.fqns(param)
-    if not found:
-        raise StateDictMismatch(
-            "the optimizer holds a parameter that the model does not have",
-            found=f"{type(param).__name__} of shape {list(param.shape)}",
-            hint="Make the optimizer from the parameters of this model, after wrapping it.",
-        )
-    return found[0]
 
 
 def require_same_groups(
@@ -228,9 +244,7 @@ def require_same_groups(
 
 
 @torch.no_grad()
-def initial_state(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], param: torch.Tensor
-) -> dict[Any, Any] | None:
+def initial_state(held: Held) -> dict[Any, Any] | None:
     """Return the state of a parameter before its first step, without a step.
 
     torch takes a step with zero gradients. That leaves Adam's counter at 1, and every later update
@@ -241,6 +255,7 @@ def initial_state(
     Returns:
         New tensors, or an empty dict if there is no initial state. None if only a step makes it.
     """
+    optimizer, group, param = held.optimizer, held.group, held.param
     if not param.requires_grad:
         return {}
     moment = torch.zeros_like(param, requires_grad=False)
@@ -269,6 +284,11 @@ def initial_state(
 
 
 def _flatten(found: dict[str, Any]) -> dict[str, Any]:
+    """Return the flat form of a state dict. Nested dicts of a state are flattened, as in torch.
+
+    Raises:
+        StateDictMismatch: If there is state beside that of parameters, which would be lost.
+    """
     flat: dict[str, Any] = {}
 
     def visit(prefix: str, value: Any) -> None:
@@ -279,6 +299,13 @@ def _flatten(found: dict[str, Any]) -> dict[str, Any]:
             flat[prefix] = value
 
     for name, state in found[_STATE].items():
+        if not isinstance(state, Mapping):
+            raise StateDictMismatch(
+                "this state of an optimizer does not have a flat form",
+                entry=f"{_STATE}.{name}",
+                expected="the state of a parameter",
+                hint="Leave flatten_optimizer_state_dict out.",
+            )
         visit(f"{_STATE}.{name}", state)
     for group in found[_GROUPS]:
         hyper = {key: value for key, value in group.items() if key != _PARAMS}
@@ -347,16 +374,13 @@ class Saved:
         self.hyper = {name: value for name, value in self.hyper.items() if name not in self.gone}
 
 
-def normalise(
-    saved: Mapping[str, Any], optimizers: Iterable[torch.optim.Optimizer], names: Names
-) -> Saved:
+def normalise(saved: Mapping[str, Any], holders: Sequence[Holder]) -> Saved:
     """Bring any of three forms of an optimizer state dict into the form of `Saved`.
 
     Args:
         saved: Nested under canonical names, flat, or an optimizer's own. The last form numbers
             parameters in the order of the optimizer, unless it has their names (``param_names``).
-        optimizers: The optimizers, for the last form and for nested flat states.
-        names: The names of the model.
+        holders: The optimizers, for the last form and for nested flat states.
 
     Raises:
         StateDictMismatch: If it has another form.
@@ -364,7 +388,7 @@ def normalise(
     if not saved:
         return Saved()
     if _STATE not in saved or _GROUPS not in saved:
-        return _unflatten(saved, optimizers, names)
+        saved = _unflatten(saved, holders)
     state, groups = saved[_STATE], saved[_GROUPS]
     fits = isinstance(state, Mapping) and isinstance(groups, (list, tuple))
     if not fits or not all(isinstance(g, Mapping) and _PARAMS in g for g in groups):
@@ -372,7 +396,7 @@ def normalise(
             "not an optimizer state dict",
             expected=f"a dict under {_STATE!r}, and under {_GROUPS!r} dicts with {_PARAMS!r}",
         )
-    numbered = _name_numbers(groups, optimizers, names)
+    numbered = _name_numbers(groups, holders)
     found = Saved()
     for key, value in state.items():
         name = numbered.get(key, key)
@@ -383,33 +407,30 @@ def normalise(
     for group in groups:
         hyper = {key: value for key, value in group.items() if key not in (_PARAMS, _LAYOUTS)}
         for key in group[_PARAMS]:
-            found.hyper[numbered.get(key, key)] = hyper
+            name = numbered.get(key, key)
+            found.hyper[name] = hyper
             if _LAYOUTS in group:
-                found.add_layouts(numbered.get(key, key), group[_LAYOUTS])
+                found.add_layouts(name, group[_LAYOUTS])
         if not group[_PARAMS]:
             found.empty.append(hyper)
     return found
 
 
-def _name_numbers(
-    groups: Any, optimizers: Iterable[torch.optim.Optimizer], names: Names
-) -> dict[Any, str]:
+def _name_numbers(groups: Any, holders: Iterable[Holder]) -> dict[Any, str]:
     """Return the names for the numbers in the groups of a state dict, if it has numbers."""
-    keys = [key for group in groups for key in group[_PARAMS]]
+    keys = list(dict.fromkeys(key for group in groups for key in group[_PARAMS]))
     if not keys or not all(isinstance(key, int) for key in keys):
         return {}
     saved = [name for group in groups for name in group.get("param_names") or ()]
-    for optimizer in optimizers:
-        params = _params(optimizer)
-        if len(params) == len(keys):
-            own = {fqn: first_name(param, names) for param in params for fqn in names.fqns(param)}
-            order = [first_name(param, names) for param in params]
+    for holder in holders:
+        order = [held.name for held in holder.params]
+        if len(order) == len(keys):
+            own = {fqn: held.name for held in holder.params for fqn in held.fqns}
             if len(saved) == len(keys) and own.keys() >= set(saved):
                 order = [own[name] for name in saved]
             found = dict(zip(keys, order, strict=True))
             # DCP turns every key into text, but not the numbers in the groups' lists.
-            texts = {str(key): name for key, name in found.items()}
-            return {**found, **texts}
+            return {**found, **{str(key): name for key, name in found.items()}}
     raise StateDictMismatch(
         "the optimizer state dict numbers its parameters, and no optimizer has this many",
         found=f"{len(keys)} parameters",
@@ -417,44 +438,29 @@ def _name_numbers(
     )
 
 
-def _unflatten(
-    flat: Mapping[str, Any], optimizers: Iterable[torch.optim.Optimizer], names: Names
-) -> Saved:
-    found = Saved()
-    live = {
-        name: optimizer.state.get(param, {})
-        for optimizer in optimizers
-        for param in _params(optimizer)
-        for name in names.fqns(param)
-    }
+def _unflatten(flat: Mapping[str, Any], holders: Iterable[Holder]) -> dict[str, Any]:
+    """Return a flat state dict as a nested one, with a group for each parameter."""
+    live = {fqn: held.state for each in holders for held in each.params for fqn in held.fqns}
+    state: dict[str, Any] = {}
+    groups: dict[str, dict[str, Any]] = {}
     for key, value in flat.items():
         section, _, rest = str(key).partition(".")
         if section == _GROUPS:
             name, _, hyper = rest.rpartition(".")
-            if hyper == _LAYOUTS:
-                found.add_layouts(name, value)
-            else:
-                found.hyper.setdefault(name, {})[hyper] = value
-        elif section == _STATE:
-            name = _owner(rest, live)
-            _insert(found.state.setdefault(name, {}), rest[len(name) + 1 :], value, live.get(name))
+            groups.setdefault(name, {_PARAMS: [name]})[hyper] = value
+        elif section == _STATE and "." in rest:
+            name = rest.rpartition(".")[0]
+            while name and name not in live:  # a state may be nested
+                name = name.rpartition(".")[0]
+            name = name or rest.rpartition(".")[0]  # no optimizer has this parameter
+            _insert(state.setdefault(name, {}), rest[len(name) + 1 :], value, live.get(name))
         else:
             raise StateDictMismatch(
                 "not a key of an optimizer state dict",
                 entry=key,
                 expected="'state' and 'param_groups', or keys that begin with them and a dot",
             )
-    return found
-
-
-def _owner(rest: str, known: Mapping[str, Any]) -> str:
-    """Return the parameter of a flat key: the longest name that the key begins with."""
-    name = rest
-    while "." in name:
-        name = name.rpartition(".")[0]
-        if name in known:
-            return name
-    return rest.rpartition(".")[0]
+    return {_STATE: state, _GROUPS: list(groups.values())}
 
 
 def _insert(state: dict[Any, Any], path: str, value: Any, live: Any) -> None:

@@ -37,7 +37,8 @@ class StateDictOptions:
         broadcast_from_rank0: Only rank 0 has the state dict. It sends one tensor at a time, and
             every rank keeps its slices. Needs `full_state_dict`.
         flatten_optimizer_state_dict: Return one flat dict with keys such as
-            ``state.layer.weight.exp_avg`` and ``param_groups.layer.weight.lr``.
+            ``state.layer.weight.exp_avg`` and ``param_groups.layer.weight.lr``. As in torch, nested
+            state is an error.
         dsd_fqn_modifiers: Name of the method in which a module lists the attributes that its state
             dict hooks leave out of the keys.
 
@@ -203,87 +204,58 @@ class LoadCall:
     exclude: Collection[str] = ()
     allow_missing: Collection[str] = ()
 
-    def model_dict(self, strict: bool) -> Mapping[Any, Any] | None:
+    def model_dict(self) -> Mapping[Any, Any] | None:
         """Return the model's state dict, or None if the model stays as it is."""
         given = self.model_state
-        if self.part is Part.OPTIMIZERS:
-            return None
         # As in torch, with optimizers None or an empty dict leaves the model as it is.
-        if self.part is Part.BOTH and (given is None or given == {}):
+        if self.part is Part.OPTIMIZERS or (self.part is Part.BOTH and given in (None, {})):
             return None
-        return _state_dict(given, "model_state_dict", strict)
+        return _require_dict(given, "model_state_dict")
 
-    def optim_dict(self, strict: bool) -> Mapping[Any, Any]:
+    def optim_dict(self) -> Mapping[Any, Any]:
         """Return the state dict of the optimizers."""
-        return _state_dict(self.optim_state, "optim_state_dict", strict)
+        return _require_dict(self.optim_state, "optim_state_dict")
 
 
-def _state_dict(state: Any, argument: str, strict: bool) -> Mapping[Any, Any]:
-    """Return a state dict as it was passed, or an empty one for None.
-
-    torch replaces None by an empty dict, which is an error unless ``strict`` is False
-    (``_verify_state_dict`` in ``torch/distributed/checkpoint/state_dict.py``).
+def _require_dict(state: Any, argument: str) -> Mapping[Any, Any]:
+    """Return a state dict as it was passed. As in torch, None is an empty one.
 
     Raises:
         TypeError: If it is not a mapping.
-        StateDictMismatch: If it is None, and the load is strict.
     """
-    if state is None and strict:
-        raise StateDictMismatch(
-            f"{argument} is None: there is nothing to load",
-            hint="Pass a dict. Only ranks that receive from rank 0 (broadcast_from_rank0=True) "
-            "may pass None.",
-        )
     if state is not None and not isinstance(state, Mapping):
         way = ": pass what its state_dict() returns" if hasattr(state, "state_dict") else ""
         raise TypeError(f"{argument} must be a dict, not {type(state).__name__}{way}")
     return {} if state is None else state
 
 
-#: How torch's errors begin their lists: programs look for these words.
-MISSING, UNEXPECTED = "Missing key(s)", "Unexpected key(s)"
-
-
 def mismatch_error(
-    what: str, problems: Mapping[str, list[str]], **fields: Any
-) -> StateDictMismatch:
-    """Return one error that lists everything that does not match.
-
-    Args:
-        what: The model or the optimizer.
-        problems: Problem -> the names that have it. Five of them are shown.
-        fields: Attributes of the error.
-
-    Example:
-        >>> print(mismatch_error("model", {UNEXPECTED: ["a"], MISSING: []}))
-        the state dict does not fit the model: Unexpected key(s) 'a'. Pass strict=False to load...
-    """
-    texts = []
-    shapes = fields.get("mismatched")
-    hint = empty_hint(shapes) if shapes else "Pass strict=False to load what fits."
-    if not shapes and problems.get(MISSING) and problems.get(UNEXPECTED):
-        # strict=False would skip keys that were renamed, so it is not the way out here.
-        hint = "Rename the keys that have another name in the model."
-    for problem, names in problems.items():
-        if names:
-            texts.append(f"{problem} {clipped_list(map(repr, names))}")
-    return StateDictMismatch(
-        f"the state dict does not fit the {what}: {'; '.join(texts)}",
-        hint=hint,
-        **fields,
-    )
-
-
-def model_mismatch_error(
     missing: list[str],
     unexpected: list[str],
     shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]],
 ) -> StateDictMismatch:
-    """Return the error for a model: names, and (shape in the model, in the state dict) by name."""
+    """Return one error that lists everything in a state dict that does not match the model.
+
+    Args:
+        missing: Names that the state dict lacks. Five are shown.
+        unexpected: Names that the model lacks. Five are shown.
+        shapes: Name -> (shape in the model, shape in the state dict).
+
+    Example:
+        >>> print(mismatch_error([], ["a"], {}))
+        the state dict does not fit the model: Unexpected key(s) 'a'. Pass strict=False to load...
+    """
     wrong = [f"{n}: model {list(a)}, state dict {list(b)}" for n, (a, b) in shapes.items()]
-    return mismatch_error(
-        "model",
-        {MISSING: missing, UNEXPECTED: unexpected, "size mismatch for": wrong},
+    # Programs look for these words, with which torch's errors begin their lists.
+    lists = {"Missing key(s)": missing, "Unexpected key(s)": unexpected, "size mismatch for": wrong}
+    texts = [f"{word} {clipped_list(map(repr, names))}" for word, names in lists.items() if names]
+    hint = empty_hint(shapes) if shapes else "Pass strict=False to load what fits."
+    if missing and unexpected and not shapes:
+        # strict=False would skip keys that were renamed, so it is not the way out here.
+        hint = "Rename the keys that have another name in the model."
+    return StateDictMismatch(
+        f"the state dict does not fit the model: {'; '.join(texts)}",
+        hint=hint,
         missing_keys=missing,
         unexpected_keys=unexpected,
         mismatched=shapes,

@@ -136,7 +136,7 @@ class RunObjects:
             owners = self.owners[name]
             # With one model, parameters have their names in it, as `load_optimizer` expects.
             holder = self.modules[owners[0]] if len(owners) == 1 else self.holder(owners)
-            states[name] = read_states(holder, optimizer, part=Part.OPTIMIZERS)[1]
+            states[name] = read_states(Part.OPTIMIZERS, holder, optimizer, compare=False).optimizer
         return states
 
     def find_plain(self, states: Mapping[str, Any]) -> dict[tuple[Any, ...], torch.Tensor]:
@@ -173,7 +173,7 @@ class RunObjects:
 
 
 def _read(module: nn.Module) -> dict[str, Any]:
-    return read_states(module, part=Part.MODEL)[0]
+    return read_states(Part.MODEL, module, compare=False).model
 
 
 def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

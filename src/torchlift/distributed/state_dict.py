@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial, reduce
-from operator import or_
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +32,7 @@ from torchlift._model.slots import ModuleTree, read_tree
 from torchlift._model.state import PATCH, by_name, read_model, versioned, versions_of
 from torchlift._model.torch_private import IncompatibleKeys
 from torchlift._plan.names import Match
-from torchlift._plan.planner import LoadPlan, make_plan
+from torchlift._plan.planner import LoadPlan, make_plan, require_model
 from torchlift._plan.rules import Options, Patterns, allowed
 from torchlift._save.replicas import (
     OWN_NAMES,
@@ -77,7 +76,13 @@ from torchlift.distributed.optimizer_slots import (
     runs_own_code,
     set_states,
 )
-from torchlift.distributed.optimizer_state import Saved, name_by_place, normalise, read_optimizers
+from torchlift.distributed.optimizer_state import (
+    Holder,
+    Saved,
+    name_parameters,
+    normalise,
+    read_optimizers,
+)
 from torchlift.distributed.options import (
     LoadCall,
     Optimizers,
@@ -87,7 +92,7 @@ from torchlift.distributed.options import (
     States,
     bad_value,
     check_value,
-    model_mismatch_error,
+    mismatch_error,
     require_module,
     require_optimizers,
     to_tuple,
@@ -141,7 +146,7 @@ def get_model_state_dict(
         >>> sorted(get_model_state_dict(model))
         ['0.bias', '0.weight']
     """
-    return _read(Part.MODEL, model, (), submodules, options, process_group).model
+    return read_states(Part.MODEL, model, (), submodules, options, process_group).model
 
 
 def get_optimizer_state_dict(
@@ -189,7 +194,8 @@ def get_optimizer_state_dict(
         >>> found["state"]["weight"]["step"], found["param_groups"][0]["params"]
         (tensor(0.), ['weight'])
     """
-    return _read(Part.OPTIMIZERS, model, optimizers, None, options, process_group).optimizer
+    states = read_states(Part.OPTIMIZERS, model, optimizers, None, options, process_group)
+    return states.optimizer
 
 
 def get_state_dict(
@@ -228,8 +234,8 @@ def get_state_dict(
         >>> sorted(found[0]), found[1]["param_groups"][0]["lr"]
         (['bias', 'weight'], 0.1)
     """
-    states = _read(Part.BOTH, model, optimizers, submodules, options, process_group)
-    return states.model, states.optimizer
+    states = read_states(Part.BOTH, model, optimizers, submodules, options, process_group)
+    return states.model, states.optimizer  # a plain tuple, which any program can unpickle
 
 
 def set_model_state_dict(
@@ -427,11 +433,9 @@ def load_optimizer(
         >>> load_optimizer(model, optimizer, path, root="optimizer").missing_keys
         []
     """
-    given: tuple[object, object] = model, optimizer
-    is_swapped = isinstance(given[1], (nn.Module, Mapping, str, os.PathLike))
-    if is_swapped or not isinstance(given[0], nn.Module):
-        found = ", ".join(type(each).__name__ for each in given)
-        raise wrong_call("load_optimizer", f"expected a module and its optimizer, found {found}")
+    require_model(model, "load_optimizer")
+    if isinstance(optimizer, (nn.Module, Mapping, str, os.PathLike)):
+        raise wrong_call("load_optimizer", f"{type(optimizer).__name__} is not an optimizer")
     # Raises if a pattern is a text and not a list, as `load` does.
     Options(include=include, exclude=exclude, allow_missing=allow_missing, strict=strict)
     options = StateDictOptions(strict=strict, full_state_dict=True)
@@ -590,13 +594,13 @@ def _patch(obj: nn.Module | torch.optim.Optimizer, state_dict: Any, load_state_d
 # ---- one call on every rank
 
 
-def _read(
+def read_states(
     part: Part,
     model: nn.Module,
-    optimizers: Any,
-    submodules: Any,
-    options: Any,
-    process_group: torch.distributed.ProcessGroup | None,
+    optimizers: Any = (),
+    submodules: Any = None,
+    options: Any = None,
+    process_group: torch.distributed.ProcessGroup | None = None,
     *,
     compare: bool = True,
 ) -> States:
@@ -604,7 +608,7 @@ def _read(
 
     Ranks gather after all have read their state, and are about to gather the same tensors. Ranks
     that do not gather exchange nothing, unless there are plain values beside DTensors. A checkpoint
-    keeps one rank's plain values, so they must be equal.
+    keeps one rank's plain values, so they must be equal. With ``compare=False`` they may differ.
     """
     require_module(model)
     chosen, found = validate_options(options), to_tuple(optimizers)
@@ -640,7 +644,9 @@ def _read(
             model_state = read_model(model, names, inside, frozen=frozen, prefixed=prefixed)
             states = states._replace(model=model_state)
         if found:
-            states = states._replace(optimizer=read_optimizers(names, found, chosen))
+            states = states._replace(
+                optimizer=read_optimizers(name_parameters(names, found), chosen)
+            )
         for state in states if chosen.full_state_dict else ():
             require_within(state)
         steps = steps_of(states._asdict(), tensors) if group.groups else {}
@@ -711,94 +717,86 @@ def _replicas(states: States, names: Names) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in found.items() if not is_dtensor(tensor)}
 
 
-def read_states(
-    model: nn.Module,
-    optimizers: Optimizers = (),
-    options: StateDictOptions | None = None,
-    *,
-    part: Part = Part.BOTH,
-) -> States:
-    """Return what `get_state_dict` does, but compare nothing with other ranks."""
-    return _read(part, model, optimizers, None, options, None, compare=False)
+# ---- a load of model and optimizers together: checked as a whole, on every rank, then done
+
+
+@dataclass
+class _State:
+    """The state to load. Rank 0 sends it with ``broadcast_from_rank0``.
+
+    Attributes:
+        kind: Device type of the model that has the state dict.
+        model: Canonical name -> value, or None if the model is not to be loaded.
+        versions: Module versions (``_metadata``) of the model's state dict.
+        optimizer: The optimizers' state, or None if they are not to be loaded.
+    """
+
+    kind: str
+    model: dict[str, Any] | None = None
+    versions: Any = None
+    optimizer: Saved | None = None
+
+
+@dataclass
+class _Job:
+    """A load on this rank, with valid arguments.
+
+    Attributes:
+        call: The arguments.
+        options: A valid copy of the options.
+        tree: The model.
+        names: The canonical names of the model and of the optimizers' parameters.
+        holders: The optimizers.
+        state: The values to load.
+        slots: The slots of the optimizers, if there is state for them.
+    """
+
+    call: LoadCall
+    options: StateDictOptions
+    tree: ModuleTree
+    names: Names
+    holders: list[Holder]
+    state: _State
+    slots: OptimizerSlots | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """The device of new tensors, with its number."""
+        kind = "cpu" if self.options.cpu_offload else self.state.kind
+        return torch.empty(0, device=kind).device
+
+    def make_slots(self) -> None:
+        """Match the optimizers' state with the optimizers, once. Nothing changes."""
+        if self.slots is None and self.state.optimizer is not None:
+            saved = self.state.optimizer
+            self.slots = OptimizerSlots(self.holders, saved, self.options, self.device)
+
+    def source(self, values: Mapping[str, Any], versions: Any = None) -> StateSource:
+        """Return values as the source of a load."""
+        chosen = self.options
+        is_new = chosen.broadcast_from_rank0
+        return StateSource(values, versions, whole=chosen.full_state_dict, is_new=is_new)
 
 
 def load_states(call: LoadCall, commit: Commit | None = None) -> LoadedKeys:
-    """Load the states of a call on every rank, or nothing.
+    """Load a model and optimizers on every rank, or nothing.
+
+    Each check of an argument is inside a step of the group. A rank that raised before such a step
+    would leave the others waiting.
 
     Args:
         call: The arguments.
         commit: Undoes the load if a later step of the caller fails. Until it ends, values that are
             overwritten are in memory twice.
+
+    Raises:
+        StateDictMismatch: If something does not match, on this rank or on another.
     """
     require_module(call.model)
     if uses_fsdp1(call.model):
         from torchlift.distributed import fsdp1
 
         return fsdp1.write(call)
-    with collection_paused():
-        return _load_together(call, commit)
-
-
-# ---- a load of model and optimizers together: checked as a whole, on every rank, then done
-
-
-@dataclass
-class _State:
-    """The state to load.
-
-    Attributes:
-        model: Canonical name -> value, or None if the model is not to be loaded.
-        optimizer: The optimizers' state, or None if they are not to be loaded.
-        versions: Module versions (``_metadata``) of the model's state dict.
-        tensors: With ``broadcast_from_rank0``, the tensors on rank 0, their descriptions elsewhere.
-        kind: Device type of the model that has the state dict.
-    """
-
-    model: dict[str, Any] | None = None
-    optimizer: Saved | None = None
-    versions: Any = None
-    tensors: list[torch.Tensor | Sent] = field(default_factory=list)
-    kind: str = "cpu"
-
-
-@dataclass
-class _Job:
-    """The valid arguments of a load on this rank.
-
-    With ``broadcast_from_rank0``, the state and the slots have memory for what is in the inbox.
-    """
-
-    call: LoadCall
-    names: Names
-    tree: ModuleTree
-    optimizers: tuple[torch.optim.Optimizer, ...]
-    options: StateDictOptions
-    state: _State
-    slots: OptimizerSlots | None = None
-    inbox: Inbox | None = None
-
-
-class _Needs(NamedTuple):
-    """The needs of a rank that receives the state dict of rank 0.
-
-    Attributes:
-        names: A bit for each name of the model's state dict, in its order: whether it is needed.
-        values: Whether code of the model may look at values while the load is planned.
-    """
-
-    names: int
-    values: bool
-
-
-def _load_together(call: LoadCall, commit: Commit | None) -> LoadedKeys:
-    """Load a model and optimizers on every rank, or nothing.
-
-    Each check of an argument is inside a step of the group. A rank that raised before such a step
-    would leave the others waiting.
-
-    Raises:
-        StateDictMismatch: If something does not match, on this rank or on another.
-    """
     tree = read_tree(call.model)
     group = RankGroup.of_model(
         [each.tensor for each in tree.groups], tree.modules, StateDictMismatch,
@@ -808,7 +806,7 @@ def _load_together(call: LoadCall, commit: Commit | None) -> LoadedKeys:
     broadcasts = bool(getattr(call.options, "broadcast_from_rank0", False))
     by_rank = group.run(lambda: StepResult(None, broadcasts)).by_rank
     try:
-        with torch.no_grad():
+        with collection_paused(), torch.no_grad():
             if not any(by_rank.values()):
                 return _load(_prepare_alike(call, tree, group), group, commit)
             if call.collective is False:
@@ -826,17 +824,17 @@ def _prepare(call: LoadCall, tree: ModuleTree) -> _Job:
     chosen = validate_options(call.options)
     optimizers = require_optimizers(call.optimizers, call.part)
     names = Names(tree, chosen.dsd_fqn_modifiers)
-    name_by_place(names, optimizers)
-    job = _Job(call, names, tree, optimizers, chosen, _State(kind=_device_type(tree)))
+    holders = name_parameters(names, optimizers)
+    state = _State(_device_type(tree))
+    job = _Job(call, chosen, tree, names, holders, state)
     if chosen.broadcast_from_rank0 and rank() != 0:
         return job
-    state = job.state
-    model_state = call.model_dict(chosen.strict)
+    model_state = call.model_dict()
     if model_state is not None:
         state.model = by_name(model_state, names)
         state.versions = versions_of(state.model, names.key)
     if optimizers:
-        state.optimizer = normalise(call.optim_dict(chosen.strict), optimizers, names)
+        state.optimizer = normalise(call.optim_dict(), holders)
         state.optimizer.leave_out(call.include, call.exclude, call.allow_missing)
     moments = state.optimizer.state if state.optimizer else {}
     for (_, *path), value in leaves([state.model or {}, moments]).items():
@@ -854,49 +852,43 @@ def _prepare_alike(call: LoadCall, tree: ModuleTree, group: RankGroup) -> _Job:
         job = _prepare(call, tree)
         loaded = {"model": job.state.model, "optimizers": job.state.optimizer}
         loading = [f"to load {name}" for name, state in loaded.items() if state is not None]
-        steps = {"call": loading, **steps_of(_other_layouts(job), tensors)}
-        return StepResult(job, digests(steps))
+        others = _find_other_layouts(job.state.model or {}, job.names.tensors)
+        return StepResult(job, digests({"call": loading, **steps_of(others, tensors)}))
 
     job, by_rank = group.run(describe)
     require_same_steps(by_rank)
-    model = job.state.model or {}
     # This communicates. It is done now, while no module's own code can stop one of the ranks.
-    for name, value in _other_layouts(job).items() if call.collective is not False else ():
-        model[name] = relaid(value, job.names.tensors[name])
+    _lay_out(job, job.state.model or {}, job.names.tensors)
     return job
 
 
-def _other_layouts(job: _Job) -> dict[str, Any]:
-    """Return the values for the model that have another layout on its mesh, by name."""
-    model = job.state.model or {}
+def _find_other_layouts(values: Mapping[str, Any], targets: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that have another layout than their target, on its mesh, by name."""
     return {
         name: value
-        for name, live in job.names.tensors.items()  # in the same order on every rank
-        if is_dtensor(live) and is_dtensor(value := model.get(name))
+        for name, live in targets.items()  # in the same order on every rank
+        if is_dtensor(live) and is_dtensor(value := values.get(name))
         if value.device_mesh == live.device_mesh and spread_of(value) != spread_of(live)
     }
 
 
-@dataclass(frozen=True)
-class _OptimizerPart:
-    """The plan of the optimizers' state.
+def _lay_out(job: _Job, values: dict[str, Any], targets: Mapping[str, Any]) -> None:
+    """Lay values out like their targets. All ranks of a mesh take part."""
+    if job.call.collective is not False:
+        for name, value in _find_other_layouts(values, targets).items():
+            values[name] = relaid(value, targets[name])
+
+
+class _PlanMessage(NamedTuple):
+    """The message of a rank that has planned.
 
     Attributes:
-        slots: The slots that receive it.
-        source: The source of the values.
-        plan: How the slots are filled.
+        refuses: Whether an optimizer's own code may still end the load.
+        layouts: Digests of the optimizer state that has another layout on this rank's meshes.
     """
 
-    slots: OptimizerSlots
-    source: StateSource
-    plan: LoadPlan
-
-
-class _Plans(NamedTuple):
-    """The plans of this rank, each None if that part is not to be loaded."""
-
-    model: LoadPlan | None
-    optimizer: _OptimizerPart | None
+    refuses: bool
+    layouts: dict[str, str]
 
 
 def _load(job: _Job, group: RankGroup, outer: Commit | None) -> LoadedKeys:
@@ -910,36 +902,46 @@ def _load(job: _Job, group: RankGroup, outer: Commit | None) -> LoadedKeys:
     names, tree, state = job.names, job.tree, job.state
     # The commit is the inner one: an interrupt while it undoes changes would leave half of them.
     with uninterrupted() as deliver, Commit() if outer is None else nullcontext(outer) as commit:
-        rules, source = _engine_options(job), _source(job)
+        rules = _engine_options(job)
+        values = {names.key(name): value for name, value in (state.model or {}).items()}
+        source = job.source(values, state.versions)
 
-        def plan_all() -> StepResult[_Plans, bool]:
-            plan, part = None, None
+        def plan_model() -> StepResult[LoadPlan | None, _PlanMessage]:
+            plan = None
             if state.model is not None:
                 plan = make_plan(tree, source, rules, commit, check=partial(_check, job))
-            if state.optimizer is not None:
-                part = _plan_optimizers(job, source, commit)
-            # Whether an optimizer's own code may still end the load.
-            refuses = any(map(runs_own_code, job.optimizers if part else ()))
+            job.make_slots()  # later, because another model is the cause of another state
+            others, shared, refuses = dict[str, Any](), [each.tensor for each in tree.groups], False
+            if job.slots is not None:
+                others = _find_other_layouts(job.slots.values, job.slots.buffers)
+                shared += job.slots.buffers.values()
+                refuses = any(runs_own_code(each.optimizer) for each in job.holders)
             deliver()  # an interrupt here is reported to the other ranks
-            return StepResult(_Plans(plan, part), refuses)
+            return StepResult(plan, _PlanMessage(refuses, digests(steps_of(others, shared))))
 
-        (plan, part), by_rank = group.run(plan_all)
-        if job.inbox is not None:
-            # An interrupt here would leave the other ranks waiting, so it comes later.
-            job.inbox.receive()
+        plan, by_rank = group.run(plan_model)
+        require_same_steps({who: each.layouts for who, each in by_rank.items()})
+        slots = job.slots
+        if slots is not None:
+            _lay_out(job, slots.values, slots.buffers)
         missing, unexpected = list[str](), list[str]()
         # If something can fail after the first change, the ranks agree again, and keep old values.
-        again = outer is not None or any(by_rank.values())
+        again = outer is not None or any(each.refuses for each in by_rank.values())
         with group.together() as agree:
             more = True
+            fetched = moments = None
             with Interruptible():
-                fetched = fetch_all(plan, source, None, _ignore) if plan is not None else None
-                moments = fetch_all(part.plan, part.source, None, _ignore) if part else None
+                if plan is not None:
+                    fetched = fetch_all(plan, source, None, _ignore)
+                if slots is not None:
+                    saved, buffers = job.source(slots.values), ModuleTree(slots.module)
+                    part = make_plan(buffers, saved, slots.options, commit, check=require_matched)
+                    moments = fetch_all(part, saved, None, _ignore)
             steps: list[Prepared] = []
-            if part is not None and moments is not None:
+            if slots is not None and moments is not None:
                 steps = put_new(moments, commit)
                 # The commit undoes this if a rank fails. Values are copied in place later.
-                set_states(part.slots, commit, own_code=False)
+                set_states(slots, commit, own_code=False)
             if plan is not None and fetched is not None:
                 validate = partial(_check, job, path=source.path, options=rules)
                 turn = Turn(tree, commit, agree, deliver, validate, _ignore, again)
@@ -947,27 +949,15 @@ def _load(job: _Job, group: RankGroup, outer: Commit | None) -> LoadedKeys:
                 missing = [names.canonical(name) for name in placed.missing]
                 unexpected = [names.canonical(name) for name in placed.unexpected]
                 more = placed.asks_again
-            more = more and agree(again and part is not None)
-            if part is not None:
+            more = more and agree(again and slots is not None)
+            if slots is not None:
                 copy_in_place(steps, commit, backup=again, advance=_ignore)
-                set_states(part.slots, commit, own_code=True)
+                set_states(slots, commit, own_code=True)
                 if more:
                     agree(False)
             if outer is None:
                 commit.finish()
-    return LoadedKeys(missing, unexpected, part.slots.report if part is not None else None)
-
-
-def _plan_optimizers(job: _Job, source: StateSource, commit: Commit) -> _OptimizerPart:
-    assert job.state.optimizer is not None
-    slots = job.slots or _make_slots(job, job.state.optimizer)
-    values, buffers = source.beside(slots.values), ModuleTree(slots.module)
-    plan = make_plan(buffers, values, slots.options, commit, check=require_matched)
-    return _OptimizerPart(slots, values, plan)
-
-
-def _make_slots(job: _Job, saved: Saved) -> OptimizerSlots:
-    return OptimizerSlots(job.names, job.optimizers, saved, job.options, _device(job))
+    return LoadedKeys(missing, unexpected, slots.report if slots is not None else None)
 
 
 def _ignore(_: int) -> None:
@@ -977,22 +967,9 @@ def _ignore(_: int) -> None:
 # ---- the model
 
 
-def _source(job: _Job) -> StateSource:
-    """Return the state as the source of a load, by the keys of the wrapped model."""
-    state, options = job.state, job.options
-    values = {job.names.key(name): value for name, value in (state.model or {}).items()}
-    is_new = options.broadcast_from_rank0
-    return StateSource(values, state.versions, whole=options.full_state_dict, is_new=is_new)
-
-
-def _device(job: _Job) -> torch.device:
-    kind = "cpu" if job.options.cpu_offload else job.state.kind
-    return torch.empty(0, device=kind).device  # with the number of the device
-
-
 def _engine_options(job: _Job) -> Options:
     """Return the options of the load: live tensors stay on their devices."""
-    offload, where = job.options.cpu_offload, _device(job)
+    offload, where = job.options.cpu_offload, job.device
     device = {
         name: where
         for group in job.tree.groups
@@ -1029,7 +1006,7 @@ def _check(job: _Job, matched: Match, path: str, options: Options) -> None:
         for key, item in matched.mismatched.items()
     }
     if missing or unexpected or shapes:
-        error = model_mismatch_error(missing, unexpected, shapes)
+        error = mismatch_error(missing, unexpected, shapes)
         if missing and (hint := state_hint({name: values.get(name) for name in unexpected})):
             error.hint = hint
         raise error
@@ -1048,11 +1025,12 @@ def _device_type(tree: ModuleTree) -> str:
     return "cpu"
 
 
-class _PackedJob(NamedTuple):
-    """The job of this rank, and on rank 0 the bytes of its state."""
+class _Packed(NamedTuple):
+    """The job of a rank. On rank 0, also its state as bytes, and the tensors that it sends."""
 
     job: _Job
-    packed: bytes | None
+    state: bytes | None = None
+    tensors: Sequence[torch.Tensor] = ()
 
 
 def _receive_job(call: LoadCall, tree: ModuleTree, group: RankGroup, all_broadcast: bool) -> _Job:
@@ -1062,7 +1040,7 @@ def _receive_job(call: LoadCall, tree: ModuleTree, group: RankGroup, all_broadca
         StateDictMismatch: If only some of the ranks broadcast.
     """
 
-    def pack() -> StepResult[_PackedJob, bool]:
+    def pack() -> StepResult[_Packed, bool]:
         job = _prepare(call, tree)  # first, because it validates the options
         if 0 not in ranks_of(call.process_group):
             raise ValueError("broadcast_from_rank0=True needs rank 0 in process_group=")
@@ -1071,70 +1049,62 @@ def _receive_job(call: LoadCall, tree: ModuleTree, group: RankGroup, all_broadca
                 "broadcast_from_rank0=True needs a process group",
                 hint="Call torch.distributed.init_process_group first, or leave the option out.",
             )
-        packed = _pack(job.state) if rank() == 0 else None
-        return StepResult(_PackedJob(job, packed), all_broadcast)
+        return StepResult(_pack(job) if rank() == 0 else _Packed(job), all_broadcast)
 
-    (job, packed), by_rank = group.run(pack)
+    (job, packed, tensors), by_rank = group.run(pack)
     if not all(by_rank.values()):
         raise StateDictMismatch("broadcast_from_rank0 must be the same on every rank")
     box = [packed]
     torch.distributed.broadcast_object_list(box, src=0, group=group.groups[0])
 
-    def make_room() -> StepResult[Inbox, _Needs]:
-        tensors = job.state.tensors
-        job.state = pickle.loads(box[0] or b"")  # this process may not know a class
-        inbox = Inbox(tensors or job.state.tensors, job.state.kind, call.process_group)
+    def make_room() -> StepResult[Inbox, list[bool]]:
+        job.state, sent = pickle.loads(box[0] or b"")  # this process may not know a class
+        inbox = Inbox(tensors or sent, job.state.kind, call.process_group)
         return StepResult(inbox, _make_room(job, inbox))
 
     # A rank without memory stops all ranks here.
-    inbox, needs = group.run(make_room)
-    job.inbox = inbox
-    if any(each.values for each in needs.values()):
-        with uninterrupted():
-            inbox.receive()
+    inbox, needed = group.run(make_room)
+    with uninterrupted():  # an interrupt would leave the other ranks waiting
+        inbox.receive()
     # The stages of a pipeline share one state dict. Names of other stages are not unexpected.
-    others = reduce(or_, (each.names for each in needs.values())) & ~needs[rank()].names
     model = job.state.model or {}
-    for at, name in enumerate([*model]):
-        if others >> at & 1:
+    for name, is_needed, *of_all in zip([*model], needed[rank()], *needed.values(), strict=True):
+        if any(of_all) and not is_needed:
             del model[name]
     return job
 
 
-def _make_room(job: _Job, inbox: Inbox) -> _Needs:
+def _make_room(job: _Job, inbox: Inbox) -> list[bool]:
     """Replace the descriptions of the tensors of rank 0 by memory for those that this rank needs.
 
     Code of the model may need names that the model lacks.
+
+    Returns:
+        For each name of the model's state dict whether it is needed.
     """
-    state, tree, default = job.state, job.tree, _device(job)
-    live = {slot.fqn: group.tensor for group in tree.groups for slot in group.slots}
-    model = state.model or {}
-    keys = {name: job.names.key(name) for name in model}
-    coded = (*hooked_modules(tree, keys.values()), *own_loaders(tree))
-    prefixes = tuple(prefix for prefix, _ in coded)
-    needed = 0
-    for at, (name, key) in enumerate(keys.items()):
-        value, like = model[name], live.get(key)
-        if like is None and not key.startswith(prefixes):
-            continue
-        needed |= 1 << at
-        if not isinstance(value, Sent):
-            continue
-        device = default
-        if is_dtensor(like) and not (like.is_meta and job.options.cpu_offload):
-            device = default_device(like)
-        elif like is not None and not like.is_meta:
-            device = like.device
-        model[name] = inbox.room_for(value, like, device)
-    if state.optimizer is not None:
-        job.slots = _make_slots(job, state.optimizer)
+    model, names = job.state.model or {}, job.names
+    keys = [names.key(name) for name in model]
+    prefixes = [path for path, _ in (*hooked_modules(job.tree, keys), *own_loaders(job.tree))]
+    needed: list[bool] = []
+    for name, key in zip([*model], keys, strict=True):
+        value, like = model[name], names.tensors.get(name)
+        needed.append(like is not None or key.startswith(tuple(prefixes)))
+        if needed[-1] and isinstance(value, Sent):
+            device = job.device
+            if like is not None and not like.is_meta:
+                device = like.device
+            elif is_dtensor(like) and not job.options.cpu_offload:
+                device = default_device(like)
+            model[name] = inbox.room_for(value, like, device)
+    job.make_slots()
+    if job.slots is not None:
         job.slots.make_room(inbox)
-    return _Needs(needed, bool(coded))
+    return needed
 
 
-def _pack(state: _State) -> bytes:
-    """Return a state as it is sent, and keep its tensors in order in its attribute `tensors`."""
-    tensors: list[torch.Tensor | Sent] = []
+def _pack(job: _Job) -> _Packed:
+    """Return the state of a job as it is sent, with a description in place of each tensor."""
+    tensors: list[torch.Tensor] = []
     sent: dict[int, Sent] = {}
 
     def describe(tensor: torch.Tensor, name: str = "a tensor of the state dict") -> Sent:
@@ -1143,20 +1113,20 @@ def _pack(state: _State) -> bytes:
             tensors.append(sendable(tensor, name))
         return sent[id(tensor)]
 
-    model, optimizer = state.model, state.optimizer
+    model, optimizer = job.state.model, job.state.optimizer
     if model is not None:
         model = {
             name: describe(value, name) if isinstance(value, torch.Tensor) else value
             for name, value in model.items()
         }
     if optimizer is not None:
+        # Tensors of groups, such as a learning rate, are small and needed on every rank.
         rest = map_tensors({**vars(optimizer), "state": {}}, lambda tensor: tensor.detach().cpu())
         optimizer = Saved(**{**rest, "state": map_tensors(optimizer.state, describe)})
-    state.tensors = tensors
-    described = replace(state, model=model, optimizer=optimizer, tensors=list(sent.values()))
+    described = replace(job.state, model=model, optimizer=optimizer)
     # Packed here, and not by the broadcast: there an error would stop rank 0 alone.
     try:
-        return pickle.dumps(described)
+        return _Packed(job, pickle.dumps((described, list(sent.values()))), tensors)
     except Exception as error:
         raise StateDictMismatch(
             "an object in the state dict cannot be sent to other processes",
