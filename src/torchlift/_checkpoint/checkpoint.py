@@ -56,6 +56,7 @@ from torchlift.formats.index import (
     Chunk,
     Index,
     Record,
+    Records,
     Storage,
     TensorEntry,
     allowing,
@@ -212,7 +213,8 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 
         Dtypes and devices are text here, unlike in `tree`. NumPy scalars are Python numbers.
         """
-        return _Leaves(self._index.objects)
+        arrays: dict[int, object] = {}
+        return Records(self._index.objects, lambda key, value: with_arrays(value, arrays))
 
     def _mapped(self) -> MappedViews:
         """Return the tensors over this checkpoint's memory map.
@@ -370,36 +372,6 @@ class Checkpoint(Mapping[str, torch.Tensor]):
             self._views.close()
             self._views = None
             self._kept.close()
-
-
-class _Leaves(Mapping[str, object]):
-    """Values that are not tensors, by key. A NumPy array is made when it is first used.
-
-    Args:
-        stored: The values of an index.
-    """
-
-    def __init__(self, stored: Mapping[str, object]) -> None:
-        self._stored = stored
-        self._made: dict[str, object] = {}
-        self._arrays: dict[int, object] = {}
-
-    def __getitem__(self, key: str) -> object:
-        if key not in self._made:
-            self._made[key] = with_arrays(self._stored[key], self._arrays)
-        return self._made[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._stored)
-
-    def __len__(self) -> int:
-        return len(self._stored)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._stored  # Mapping's would make the array to find out
-
-    def __repr__(self) -> str:
-        return repr(self._stored)
 
 
 class NoSuchKey(KeyError):

@@ -388,6 +388,8 @@ class Index:
         guides: File without values, such as an index of shards -> its stamp.
         noted: Name that the file leaves out -> the key of its values. Another library noted this
             tie. A load uses it if the model lacks a value. It is not a key.
+        records: Name of another record of an archive that has a checksum -> its place. If a storage
+            has this name, the record holds the storage and a header.
     """
 
     path: str
@@ -407,6 +409,7 @@ class Index:
     tree: tuple[object] | None = field(default=None, repr=False)
     guides: Mapping[str, Stamp] = field(default_factory=dict)
     noted: Mapping[str, str] = field(default_factory=dict, repr=False)
+    records: Mapping[str, Storage] = field(default_factory=dict, repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -448,7 +451,7 @@ def join(
         FormatError: If two files have the same key.
     """
     keyed = "entries", "objects", "blocked_keys"
-    rest = "blocked_tensors", "storages", "files", "module_versions", "templates"
+    rest = "blocked_tensors", "storages", "files", "module_versions", "templates", "records"
     names = (*keyed, *rest, "noted")
     merged: dict[str, Any] = {name: {} for name in names}
     for index in indexes:

@@ -204,6 +204,7 @@ def _join(path: str, files: Mapping[str, Index], budget: Budget, *, grows: bool 
         entries=entries,
         every={},
         storages=used_by(entries, storages),
+        records={key: place for one in ranks for key, place in one.records.items()},
         files={file: stamp for one in ranks for file, stamp in one.files.items()},
         objects={key: value for key, value in objects.items() if key not in blocked},
         metadata={},

@@ -268,6 +268,7 @@ def claimed(name: str, shard: Index, weight_map: Mapping[str, str]) -> Index:
         shard,
         entries={key: _prefixed(entry, name) for key, entry in mine(shard.entries).items()},
         storages={f"{name}/{key}": place for key, place in shard.storages.items()},
+        records={f"{name}/{key}": place for key, place in shard.records.items()},
         objects=mine(shard.objects),
         blocked_keys=mine(shard.blocked_keys),
         blocked_tensors=mine(shard.blocked_tensors),

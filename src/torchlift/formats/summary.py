@@ -243,8 +243,7 @@ class _Cells:
         storage = self.index.storage_of(entry)
         if entry.key in self.ties:
             notes.append(f"= {_shown(self.ties[entry.key])}")
-        # The storage of a NumPy array includes its header, so the array is not a view of it.
-        elif self.index.format != "npz" and storage and len(entry.chunks) == 1:
+        elif storage and len(entry.chunks) == 1:
             is_part = entry.chunks[0].nbytes < storage.nbytes
             notes += [f"part of {human(storage.nbytes)}"] * is_part
         if _size(entry) < entry.nbytes and entry.is_plain:

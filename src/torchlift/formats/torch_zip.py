@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -97,7 +98,9 @@ def read_torch_zip(
     root = read_torch_pickle(read_record(source, pickled), world)
     resolver = zip_resolver(source, records, top + "data/", prefix + "data/", notes)
     root = root if key is None else {key: root}
-    return index_of(source, "torch-zip", root, world, resolver, notes)
+    index = index_of(source, "torch-zip", root, world, resolver, notes)
+    # An archive inside of another file has no checksums of its own to list.
+    return index if prefix else replace(index, records=resolver.others())
 
 
 def index_of(
@@ -310,6 +313,15 @@ class Resolver:
             key, ref.dtype, shape, stride, nbytes, stored.location, name, chunks,
             ref.requires_grad is True, ref.is_parameter, encoding,
         )  # fmt: skip
+
+    def others(self) -> dict[str, Storage]:
+        """Return the places of records with a checksum that no tensor uses, by name."""
+        used = {self._folder + name.removeprefix(self._prefix) for name in self.storages}
+        return {
+            name: place
+            for name, place in self._known.items()
+            if place.crc32 is not None and name not in used
+        }
 
     def _storage(self, key: str, ref: StorageRef) -> Storage:
         """Return the storage of a tensor. It must have exactly the declared size."""

@@ -139,6 +139,7 @@ def _join(
         format="zero",
         entries=entries,
         storages=used_by(entries, {k: v for f in files for k, v in f.storages.items()}),
+        records={name: place for file in files for name, place in file.records.items()},
         files={name: stamp for file in files for name, stamp in file.files.items()},
         blocked_keys={aside: PARTITIONED, **module.blocked_keys},
         metadata={"stage": "3" if is_stage_3 else "1 or 2", "ranks": str(len(optims))},
@@ -284,7 +285,7 @@ def _flat(
     key: str, shape: tuple[int, ...], vectors: Sequence[_Vector], start: int, budget: Budget
 ) -> TensorEntry:
     """Return the entry of a parameter that starts at one element of all vectors."""
-    left, places = math.prod(shape), []
+    left, places = math.prod(shape), list[tuple[str, int, int]]()
     budget.spend(STEP * len(vectors), key)
     for vector in vectors:
         count = min(left, _share(shape, vectors))  # without the padding of the last share
