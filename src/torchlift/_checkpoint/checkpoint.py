@@ -37,12 +37,9 @@ from torchlift._system.text import clipped_list, printable
 from torchlift._transfer.files import Files, Place
 from torchlift._transfer.reading import read_ahead, read_values
 from torchlift.errors import (
-    Argument,
     CheckpointError,
     FormatError,
-    Hint,
     IntegrityError,
-    UnsafeError,
     did_you_mean,
     explain_calls,
 )
@@ -50,7 +47,7 @@ from torchlift.formats.boxes import at_indices, grain, squeezed, steps_in_file
 from torchlift.formats.dcp import resolved
 from torchlift.formats.detect import read_index
 from torchlift.formats.file_object import index_of_object
-from torchlift.formats.flattening import MISSING, ROOT_OBJECT, below, select
+from torchlift.formats.flattening import MISSING, ROOT_OBJECT, below, blocked_error, select
 from torchlift.formats.index import (
     UNRESOLVED,
     Chunk,
@@ -60,7 +57,6 @@ from torchlift.formats.index import (
     Storage,
     TensorEntry,
     allowing,
-    lacking,
 )
 from torchlift.formats.summary import to_html, to_text
 
@@ -313,39 +309,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
             loading: Whether the hint may name arguments of a load.
             several: Whether the load has to leave out several such values.
         """
-        key = key or ROOT_OBJECT
-        if error := lacking(self.path, key, self._index.blocked_keys.get(key)):
-            return error
-        while key not in self._index.blocked_keys and "." in key:  # inside of a value
-            key = key.rpartition(".")[0]
-        if key not in self._index.blocked_keys:  # of a file that is blocked whole
-            key = ROOT_OBJECT
-        name, count = self._index.blocked_keys.get(key, ""), self.blocked_tensors.get(key)
-        module, _, kind = name.rpartition(".")
-        if key in self._index.every:
-            allow = Argument("allow_classes", f"[{kind}]")
-            hint = Hint("If you know the class, name it: ", allow, f", from {module}.")
-        else:
-            hint = Hint("The file contains nothing else. ")
-            if self.entries or self._index.objects:
-                them, names = ("them", "their names") if several else ("it", "its name")
-                left_out = Argument("allow_unexpected", f"[...] with {names}")
-                root = Argument("root")
-                without = Hint(f"Load without {them}: ", left_out)
-                without = without if loading else Hint("Take the tensors by their keys")
-                hint = Hint(without, ", or ", root, " for a part of the file. ")
-            hint = Hint(
-                hint,
-                "torch.load(path, weights_only=False) rebuilds it and can run any code. Call that "
-                "only if you trust the author of the file.",
-            )
-        return UnsafeError(
-            f"only unpickling could rebuild it, through {name}, and that can run code",
-            file=self.path,
-            entry=key,
-            found=f"{count} tensor{'s' * (count > 1)} in it" if count else None,
-            hint=hint,
-        )
+        return blocked_error(self._index, key or ROOT_OBJECT, loading=loading, several=several)
 
     @property
     def blocked_keys(self) -> Mapping[str, str]:

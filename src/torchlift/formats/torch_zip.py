@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -90,8 +90,7 @@ def read_torch_zip(
     """
     records = read_directory(source) if records is None else records
     top = top_directory(records)
-    pickled = look_up(records, top + "data.pkl")
-    assert pickled is not None
+    pickled = records[top + "data.pkl"]
     expect_records(source, [pickled])
     notes = read_notes(source, records, top)
     world = TorchWorld(source.budget)
@@ -153,7 +152,7 @@ def top_directory(records: dict[str, Record]) -> str:
     first = next(iter(records), "")
     top = first[: first.find("/") + 1]
     outside = next((name for name in records if not top or not name.startswith(top)), None)
-    if outside is not None or not look_up(records, top + "data.pkl"):
+    if outside is not None or top + "data.pkl" not in records:
         raise FormatError(
             "torch.save did not write this zip archive",
             entry=outside,
@@ -165,24 +164,12 @@ def top_directory(records: dict[str, Record]) -> str:
 
 
 def look_up(records: dict[str, Record], name: str) -> Record | None:
-    """Return the record that torch's reader finds under a name.
+    """Return a record that an archive may lack.
 
     Raises:
         FormatError: If its name differs in case: torch would read it, and others would not.
     """
-    record = records.get(name)
-    if record is None:
-        require_spelling(records, name)
-    return record
-
-
-def require_spelling(records: Collection[str], name: str) -> None:
-    """Refuse an archive in which only the case of letters differs from a name.
-
-    Raises:
-        FormatError: If there is such a record: torch would read it, and others would not.
-    """
-    if name.lower() in map(str.lower, records):
+    if name not in records and name.lower() in map(str.lower, records):
         raise FormatError(
             "the name of a record differs in case from what torch writes",
             entry=name,
@@ -190,6 +177,7 @@ def require_spelling(records: Collection[str], name: str) -> None:
             found=next(other for other in records if other.lower() == name.lower()),
             hint="torch would read it, and other programs would not. Write the file again.",
         )
+    return records.get(name)
 
 
 def read_notes(source: Source, records: dict[str, Record], top: str) -> dict[str, str]:
@@ -327,7 +315,6 @@ class Resolver:
         """Return the storage of a tensor. It must have exactly the declared size."""
         storage = self._known.get(self._folder + ref.key)
         if storage is None:
-            require_spelling(self._known, self._folder + ref.key)
             expected = f"storage {self._prefix}{ref.key}"
             raise FormatError("the storage of a tensor is missing", entry=key, expected=expected)
         nbytes = ref.numel * STORED_SIZE[ref.dtype]
