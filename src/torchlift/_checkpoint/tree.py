@@ -25,42 +25,6 @@ from torchlift.formats.index import Index, Leaf, TensorEntry
 from torchlift.formats.torch_pickle import Blocked, OrderedRecord, StorageRef, TensorRef
 
 
-class _Beside(Values):
-    """Values without keys. Each container is made once, as by unpickling.
-
-    The budget of an index covers values with keys only. Without this class, a few bytes could
-    expand to gigabytes.
-    """
-
-    def __init__(self, path: str) -> None:
-        super().__init__()
-        self.path = path
-        self._made: dict[int, tuple[object, Any]] = {}
-
-    def made(self, value: Any, key: str | None) -> Any:
-        if id(value) not in self._made:
-            try:
-                self._made[id(value)] = value, super().made(value, None)
-            except RecursionError as error:
-                what = "containers nest too deep, or contain themselves"
-                raise FormatError(what, file=self.path) from error
-        return self._made[id(value)][1]
-
-    def tensor(self, record: object, key: str | None) -> object:
-        what = (
-            "a tensor does not have a key: it is in a name, a set or the metadata of a state dict"
-        )
-        raise FormatError(what, file=self.path)
-
-    def blocked(self, record: Blocked, key: str | None) -> object:
-        raise UnsafeError(
-            "only unpickling could rebuild a name, an item of a set or metadata",
-            file=self.path,
-            found=record.name,
-            hint="Take the tensors by their keys.",
-        )
-
-
 class Tree(Values):
     """The containers of an index with their values.
 
@@ -78,11 +42,9 @@ class Tree(Values):
         refusal: Callable[[str], CheckpointError],
         dropped: Collection[str] = (),
     ) -> None:
-        super().__init__()
-        self.index, self.view, self.refusal, self.dropped = index, view, refusal, dropped
-        self.path = index.path
+        super().__init__(index.path, dropped)
+        self.index, self.view, self.refusal = index, view, refusal
         self._copies: dict[TensorEntry, object] = {}
-        self.beside = partial(_Beside(index.path).made, key=None)  # type: ignore[method-assign]
 
     def rebuild(self, root: str | None) -> Any:
         """Return one container of the index, or the whole object.
@@ -95,13 +57,16 @@ class Tree(Values):
         found = saved if root is None else below(saved, root, self.path)
         if found is MISSING and root is not None:
             select(self.index, root)  # raises the error that lists the containers
-        made = self.made(found, root)
+        made = self.made(found, root or "")
         return {} if made is DROPPED else made
 
     def tensor(self, record: object, key: str | None) -> object:
-        entry = self.index.entries.get(ROOT_TENSOR if key is None else key)
+        if key is None:
+            what = "a tensor does not have a key: it is in a name, a set or the metadata of a"
+            raise FormatError(f"{what} state dict", file=self.path)
+        entry = self.index.entries.get(key or ROOT_TENSOR)
         if entry is None:
-            raise self.refusal(key or "")
+            raise self.refusal(key)
         if "negative" not in entry.encoding:
             return self.view(entry)
         # A negative view is a copy, unlike in torch. Tied keys share one copy, so they stay tied.
@@ -111,7 +76,14 @@ class Tree(Values):
         return self._copies[same]
 
     def blocked(self, record: Blocked, key: str | None) -> object:
-        raise self.refusal(key or "")
+        if key is not None:
+            raise self.refusal(key)
+        raise UnsafeError(
+            "only unpickling could rebuild a name, an item of a set or metadata",
+            file=self.path,
+            found=record.name,
+            hint="Take the tensors by their keys.",
+        )
 
 
 def arranged(
@@ -212,7 +184,7 @@ def _take(values: dict[str, object], name: str, leaf: Leaf, _: object) -> object
     return values.pop(name + leaf.key)
 
 
-class _Objects(_Beside):
+class _Objects(Values):
     """Containers with plain values as they were saved. Tensors stay records."""
 
     def tensor(self, record: object, key: str | None) -> object:
@@ -229,6 +201,6 @@ def objects_as_saved(index: Index) -> dict[str, object]:
     """
     if index.tree is None:
         return {}
-    saved = _Objects(index.path).made(*index.tree, None)
+    saved = _Objects(index.path).beside(*index.tree)
     objects = flatten_state(saved, Containers((TensorRef, StorageRef, Leaf))).objects
     return {key: value for key, value in objects.items() if key in index.objects}
