@@ -364,6 +364,16 @@ def values_of(entry: TensorEntry, tensor: torch.Tensor, path: str) -> list[torch
 # ---- records of a pickle
 
 
+class _NoKey(str):
+    """Stands for the key of a value without one. It is not equal to any key."""
+
+    __slots__ = ()
+    __eq__, __hash__ = object.__eq__, object.__hash__
+
+
+NO_KEY = _NoKey()
+
+
 class Values:
     """The conversion of records of a pickle to the values that they stand for.
 
@@ -395,7 +405,7 @@ class Values:
         """
         if id(value) not in self._made:
             try:
-                self._made[id(value)] = value, self._make(value, None)
+                self._made[id(value)] = value, self._make(value, NO_KEY)
             except RecursionError as error:
                 what = "containers nest too deep, or contain themselves"
                 raise FormatError(what, file=self.path) from error
@@ -406,9 +416,9 @@ class Values:
 
         Args:
             value: The record.
-            key: Its key. Empty for the whole object, None for a value without a key.
+            key: Its key. None for the whole object.
         """
-        return self.beside(value) if key is None else self._make(value, key)
+        return self.beside(value) if key is NO_KEY else self._make(value, key)
 
     def _make(self, value: Any, key: str | None) -> Any:
         # Not a container of that name: its items have other keys, which stay.
@@ -436,7 +446,7 @@ class Values:
                 raise PlacementError(
                     "one item of a list cannot be left out: the items after it would move",
                     file=self.path,
-                    entry=key or None,
+                    entry=key,
                     hint="Leave out the whole list, or nothing.",
                 )
             return DROPPED if items and not kept else type(value)(kept)
@@ -453,7 +463,7 @@ class Values:
                 raise FormatError(
                     "the installed torch does not support this device",
                     file=self.path,
-                    entry=key or None,
+                    entry=None if key is NO_KEY else key,
                     found=str(value),
                     hint="Take the tensors from ckpt.state_dict().",
                 ) from error
@@ -510,8 +520,10 @@ def with_arrays(value: Any, made: dict[int, object]) -> Any:
     return type(value)([with_arrays(item, made) for item in value]) if is_list else value
 
 
-def _joined(key: str | None, name: str) -> str | None:
-    return f"{key}.{name}" if key else key if key is None else name
+def _joined(key: str | None, name: str) -> str:
+    if key is None or key is NO_KEY:
+        return name if key is None else NO_KEY
+    return f"{key}.{name}"
 
 
 # ---- classes that a caller allows by name
