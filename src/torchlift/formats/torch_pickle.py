@@ -398,7 +398,7 @@ class TorchWorld:
 
     def extend(self, target: object, items: list[Any]) -> None:
         """Keep the items that are added to a blocked container, or refuse them."""
-        if not isinstance(target, Blocked):
+        if not isinstance(target, Blocked) or self.is_record(target.name):
             what, found = "adds items to an object that is not a container", type(target).__name__
             raise FormatError(f"the pickle {what}", found=f"a {found}")
         target.inside.append(items)
