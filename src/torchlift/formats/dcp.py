@@ -492,7 +492,7 @@ def resolved(
     # The stand-ins of these items go: their storages are known now.
     known = {_storage(index.path, item) for item in heads}
     storages = {name: place for name, place in index.storages.items() if name not in known}
-    files, entries = dict(index.files), dict(index.entries)
+    files, entries = dict(index.files), dict(index.tensors)
     for head in heads.values():
         storages |= head.storages
         files |= head.files
@@ -513,7 +513,7 @@ def resolved(
             chunks=chunks,
             encoding=(),
         )
-    return replace(index, entries=entries, storages=storages, files=files)
+    return replace(index, tensors=entries, storages=storages, files=files)
 
 
 class _Numbers(NamedTuple):

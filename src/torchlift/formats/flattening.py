@@ -582,7 +582,7 @@ def blocked_error(
         key = ROOT_OBJECT
     name, count = index.blocked_keys.get(key, ""), index.blocked_tensors.get(key)
     module, _, kind = name.rpartition(".")
-    if key in index.every:
+    if key in index.tensors:
         allow = Argument("allow_classes", f"[{kind}]")
         hint = Hint("If you know the class, name it: ", allow, f", from {module}.")
     else:

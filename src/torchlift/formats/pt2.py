@@ -175,7 +175,7 @@ def _listed(
     mine = Index(
         path=source.path,
         format="pt2",
-        entries=entries,
+        tensors=entries,
         storages=resolver.storages,
         files={source.path: source.stamp},
         blocked=tuple(dict.fromkeys(blocked.values())),

@@ -260,13 +260,12 @@ def claimed(name: str, shard: Index, weight_map: Mapping[str, str]) -> Index:
 
     return replace(
         shard,
-        entries={key: _prefixed(entry, name) for key, entry in mine(shard.entries).items()},
+        tensors={key: _prefixed(entry, name) for key, entry in mine(shard.tensors).items()},
         storages={f"{name}/{key}": place for key, place in shard.storages.items()},
         records={f"{name}/{key}": place for key, place in shard.records.items()},
         objects=mine(shard.objects),
         blocked_keys=mine(shard.blocked_keys),
         blocked_tensors=mine(shard.blocked_tensors),
-        every={key: _prefixed(entry, name) for key, entry in mine(shard.every).items()},
     )
 
 

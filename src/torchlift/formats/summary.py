@@ -47,8 +47,8 @@ Extra = tuple[Sequence[str], Mapping[str, Sequence[str]]]
 
 def sorted_by(index: Index, order: str) -> Index:
     """Return an index with its entries in an order of `SORTS`. Equal entries keep their order."""
-    entries = sorted(index.entries.values(), key=SORTS[order])
-    return replace(index, entries={entry.key: entry for entry in entries})
+    entries = sorted(index.tensors.values(), key=SORTS[order])
+    return replace(index, tensors={entry.key: entry for entry in entries})
 
 
 def to_text(

@@ -126,13 +126,10 @@ def index_of(
     """
     _refuse_module(root)
     flat = flatten(root, source.budget)
-    every = entries = {key: resolver.entry(key, ref) for key, ref in flat.tensors.items()}
-    if any(key in every for key in flat.blocked):
-        entries = {key: entry for key, entry in every.items() if key not in flat.blocked}
     return Index(
         path=source.path,
         format=format,
-        entries=entries,
+        tensors={key: resolver.entry(key, ref) for key, ref in flat.tensors.items()},
         storages=resolver.storages,
         files={source.path: source.stamp},
         objects=flat.objects,
@@ -141,7 +138,6 @@ def index_of(
         module_versions=flat.versions,
         blocked_keys=flat.blocked,
         blocked_tensors=flat.inside,
-        every={} if every is entries else every,
         templates=flat.templates,
         tree=(root,),
     )

@@ -132,7 +132,7 @@ def _join(
         module,
         path=path,
         format="zero",
-        entries=entries,
+        tensors=entries,
         storages=used_by(entries, {k: v for f in files for k, v in f.storages.items()}),
         records={name: place for file in files for name, place in file.records.items()},
         files={name: stamp for file in files for name, stamp in file.files.items()},
