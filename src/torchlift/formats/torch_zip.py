@@ -301,6 +301,7 @@ class Resolver:
     def others(self) -> dict[str, Storage]:
         """Return the places of records with a checksum that no tensor uses, by name."""
         used = {self._folder + name.removeprefix(self._prefix) for name in self.storages}
+        used |= self.storages.keys()  # else it would count as the record of this storage
         return {
             name: place
             for name, place in self._known.items()
