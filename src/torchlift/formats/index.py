@@ -19,7 +19,7 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from torchlift._store.places import Stamp
@@ -357,7 +357,7 @@ class Leaf:
     key: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Index:
     """The index of a checkpoint: everything but its weights.
 
@@ -388,6 +388,7 @@ class Index:
             tie. A load uses it if the model lacks a value. It is not a key.
         records: Name of another record of an archive that has a checksum -> its place. If a storage
             has this name, the record holds the storage and a header.
+        entries: The tensors that are not blocked. It follows from `tensors` and `blocked_keys`.
     """
 
     path: str
@@ -407,13 +408,13 @@ class Index:
     guides: Mapping[str, Stamp] = field(default_factory=dict)
     noted: Mapping[str, str] = field(default_factory=dict, repr=False)
     records: Mapping[str, Storage] = field(default_factory=dict, repr=False)
+    entries: Mapping[str, TensorEntry] = field(init=False, repr=False, compare=False)
 
-    @cached_property
-    def entries(self) -> Mapping[str, TensorEntry]:
-        """Return key -> entry of the tensors that are not blocked, in file order."""
-        if not any(key in self.tensors for key in self.blocked_keys):
-            return self.tensors
-        return {key: entry for key, entry in self.tensors.items() if key not in self.blocked_keys}
+    def __post_init__(self) -> None:
+        entries, blocked = self.tensors, self.blocked_keys
+        if any(key in entries for key in blocked):
+            entries = {key: entry for key, entry in entries.items() if key not in blocked}
+        object.__setattr__(self, "entries", entries)
 
     @property
     def nbytes(self) -> int:
