@@ -64,6 +64,15 @@ def test_a_tree_comes_back_as_it_was_saved(tmp_path_factory, zipped, tree):
         assert "have this key after their containers are joined with dots" in refused
 
 
+def test_an_empty_name_is_a_key_like_others(tmp_path: Path) -> None:
+    """A conversion must not take it for the whole object, or for a value without a key."""
+    tree = {"": torch.ones(2), "a": {"": [torch.zeros(1), 3]}}
+    torch.save(tree, tmp_path / "x.pt")
+    found = torchlift.open(tmp_path / "x.pt").tree()
+    assert torch.equal(found[""], tree[""])
+    assert found["a"][""] == [torch.zeros(1), 3]
+
+
 def test_a_container_of_a_tree_is_found_by_its_dotted_name(tmp_path):
     """Also one whose own names have dots, one in a list, and one of a checkpoint with a root."""
     state = {"a.b": [{"c": torch.ones(1), 3: "x"}, [1, 2]], "a.d": (1,)}

@@ -524,7 +524,7 @@ def _rename_keys(index: Index, rename: Rename, dropped: set[str]) -> Index:
     new_names = {key: name for name, item in made.items() for key in item.keys} | names
     return replace(
         index,
-        entries={name: item.entry._replace(key=name) for name, item in made.items()},
+        tensors={name: item.entry._replace(key=name) for name, item in made.items()},
         objects=_select(index.objects, names),
         blocked_keys=_select(index.blocked_keys, names),
         blocked_tensors=_select(index.blocked_tensors, names),

@@ -301,6 +301,36 @@ REFUSED: dict[str, tuple[Callable[[Metadata], object], type[Exception], str]] = 
     "fewer dimensions": (_chunks(([0], [6])), FormatError, "other dimensions than its tensor"),
     "no file": (lambda m: m.storage_data.clear(), FormatError, "does not say in which file"),
     "not a mapping": (lambda m: setattr(m, "storage_data", None), FormatError, "incomplete"),
+    "a key that is not text": (
+        lambda m: m.state_dict_metadata.update({1: m.state_dict_metadata["model.weight"]}),
+        FormatError,
+        "a key that is not text; found a int",
+    ),
+    "no list of chunks": (
+        lambda m: setattr(m.state_dict_metadata["model.weight"], "chunks", None),
+        FormatError,
+        "'model.weight': the metadata of a tensor is malformed",
+    ),
+    "no properties": (
+        lambda m: setattr(m.state_dict_metadata["model.weight"], "properties", None),
+        FormatError,
+        "'model.weight': a tensor has an unknown dtype",
+    ),
+    "no key of an item": (
+        lambda m: m.storage_data.update({"x": _info(m, "model.weight")}),
+        FormatError,
+        "the metadata of a file's content is malformed; found a str",
+    ),
+    "an item of another storage": (
+        lambda m: m.storage_data.update({key: {"offset": 0} for key in m.storage_data}),
+        FormatError,
+        "a storage that torchlift does not know; found a dict",
+    ),
+    "no name of a file": (
+        _set("model.weight", relative_path=3),
+        FormatError,
+        "'model.weight': an item's file is not a name",
+    ),
     "huge": (
         lambda m: setattr(m.state_dict_metadata["model.weight"], "size", torch.Size([2**62 - 1])),
         FormatError,
@@ -626,3 +656,7 @@ def test_a_record_of_metadata_with_arguments_or_two_states_is_refused(saved: Pat
     (saved / ".metadata").write_bytes(data[:call] + b"K\1\x85\x81" + data[call + 2 :])
     with pytest.raises(FormatError, match="made with arguments"):
         torchlift.open(saved)
+    for opcodes, what in ((b"}b.", "two states"), (b"(K\1e.", "adds items to an object")):
+        (saved / ".metadata").write_bytes(data[:-1] + opcodes)
+        with pytest.raises(FormatError, match=what):
+            torchlift.open(saved)

@@ -102,6 +102,17 @@ def test_a_wrong_bit_in_the_code_of_a_program_is_found(tmp_path):
         assert len(report.records) == 5
 
 
+def test_a_record_with_the_name_of_a_storage_does_not_hide_damage(path, tmp_path):
+    """The storage is ``data/0`` of an archive that has the top folder ``data``."""
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(tmp_path / "n.pt", "w") as new:
+        for info in old.infolist():
+            new.writestr(info.filename.replace("model/", "data/"), old.read(info))
+        new.writestr("data/0", b"another record")
+    flip(tmp_path / "n.pt", "big", 0)
+    report = torchlift.verify(tmp_path / "n.pt")
+    assert [failure.name for failure in report.failed] == ["data/0"]
+
+
 @pytest.mark.parametrize("at", [3, 5_000, -4])
 def test_a_wrong_bit_in_a_deflated_storage_is_found(path, tmp_path, at):
     """The sum is of the numbers, whether the deflated bytes can still be inflated or not."""
@@ -124,7 +135,7 @@ def test_an_array_is_checked_together_with_its_header(tmp_path):
     for save in (np.savez, np.savez_compressed):
         save(tmp_path / "m.npz", **arrays)
         report = torchlift.verify(tmp_path / "m.npz")
-        assert (report.ok, report.checked, report.records) == (True, ("b", "a"), ())
+        assert (report.ok, report.checked, report.records) == (True, ("a", "b"), ())
         assert report.unchecked == ()
 
 

@@ -177,11 +177,11 @@ POLYGLOTS = {
     "bytes behind": (_behind, "end with its end record"),
     "names that differ in case": (_other_case, "two records have the same name"),
     "a pickle in capitals": (
-        lambda d: _names(d, (b"data.pkl", b"DATA.pkl")), "differs in case"),
+        lambda d: _names(d, (b"data.pkl", b"DATA.pkl")), "torch.save did not write"),
     "a byte order in capitals": (
         lambda d: _names(d, (b"byteorder", b"BYTEORDER")), "differs in case"),
     "a storage in capitals": (
-        lambda d: _names(d, (b"a/data/0", b"a/DATA/0")), "differs in case"),
+        lambda d: _names(d, (b"a/data/0", b"a/DATA/0")), "storage of a tensor is missing"),
     "a zero byte": (lambda d: _names(d, (b"a/byteorder", b"a/byte\0rder")), "zero byte"),
     "a folder": (_folder, r"a record is a folder.*zip -0 -r -D"),
     "a name that is not UTF-8": (

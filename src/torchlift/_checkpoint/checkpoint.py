@@ -37,12 +37,9 @@ from torchlift._system.text import clipped_list, printable
 from torchlift._transfer.files import Files, Place
 from torchlift._transfer.reading import read_ahead, read_values
 from torchlift.errors import (
-    Argument,
     CheckpointError,
     FormatError,
-    Hint,
     IntegrityError,
-    UnsafeError,
     did_you_mean,
     explain_calls,
 )
@@ -50,16 +47,16 @@ from torchlift.formats.boxes import at_indices, grain, squeezed, steps_in_file
 from torchlift.formats.dcp import resolved
 from torchlift.formats.detect import read_index
 from torchlift.formats.file_object import index_of_object
-from torchlift.formats.flattening import MISSING, ROOT_OBJECT, below, select
+from torchlift.formats.flattening import MISSING, ROOT_OBJECT, below, blocked_error, select
 from torchlift.formats.index import (
     UNRESOLVED,
     Chunk,
     Index,
     Record,
+    Records,
     Storage,
     TensorEntry,
     allowing,
-    lacking,
 )
 from torchlift.formats.summary import to_html, to_text
 
@@ -212,7 +209,8 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 
         Dtypes and devices are text here, unlike in `tree`. NumPy scalars are Python numbers.
         """
-        return _Leaves(self._index.objects)
+        arrays: dict[int, object] = {}
+        return Records(self._index.objects, lambda key, value: with_arrays(value, arrays))
 
     def _mapped(self) -> MappedViews:
         """Return the tensors over this checkpoint's memory map.
@@ -311,39 +309,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
             loading: Whether the hint may name arguments of a load.
             several: Whether the load has to leave out several such values.
         """
-        key = key or ROOT_OBJECT
-        if error := lacking(self.path, key, self._index.blocked_keys.get(key)):
-            return error
-        while key not in self._index.blocked_keys and "." in key:  # inside of a value
-            key = key.rpartition(".")[0]
-        if key not in self._index.blocked_keys:  # of a file that is blocked whole
-            key = ROOT_OBJECT
-        name, count = self._index.blocked_keys.get(key, ""), self.blocked_tensors.get(key)
-        module, _, kind = name.rpartition(".")
-        if key in self._index.every:
-            allow = Argument("allow_classes", f"[{kind}]")
-            hint = Hint("If you know the class, name it: ", allow, f", from {module}.")
-        else:
-            hint = Hint("The file contains nothing else. ")
-            if self.entries or self._index.objects:
-                them, names = ("them", "their names") if several else ("it", "its name")
-                left_out = Argument("allow_unexpected", f"[...] with {names}")
-                root = Argument("root")
-                without = Hint(f"Load without {them}: ", left_out)
-                without = without if loading else Hint("Take the tensors by their keys")
-                hint = Hint(without, ", or ", root, " for a part of the file. ")
-            hint = Hint(
-                hint,
-                "torch.load(path, weights_only=False) rebuilds it and can run any code. Call that "
-                "only if you trust the author of the file.",
-            )
-        return UnsafeError(
-            f"only unpickling could rebuild it, through {name}, and that can run code",
-            file=self.path,
-            entry=key,
-            found=f"{count} tensor{'s' * (count > 1)} in it" if count else None,
-            hint=hint,
-        )
+        return blocked_error(self._index, key or ROOT_OBJECT, loading=loading, several=several)
 
     @property
     def blocked_keys(self) -> Mapping[str, str]:
@@ -370,36 +336,6 @@ class Checkpoint(Mapping[str, torch.Tensor]):
             self._views.close()
             self._views = None
             self._kept.close()
-
-
-class _Leaves(Mapping[str, object]):
-    """Values that are not tensors, by key. A NumPy array is made when it is first used.
-
-    Args:
-        stored: The values of an index.
-    """
-
-    def __init__(self, stored: Mapping[str, object]) -> None:
-        self._stored = stored
-        self._made: dict[str, object] = {}
-        self._arrays: dict[int, object] = {}
-
-    def __getitem__(self, key: str) -> object:
-        if key not in self._made:
-            self._made[key] = with_arrays(self._stored[key], self._arrays)
-        return self._made[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._stored)
-
-    def __len__(self) -> int:
-        return len(self._stored)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._stored  # Mapping's would make the array to find out
-
-    def __repr__(self) -> str:
-        return repr(self._stored)
 
 
 class NoSuchKey(KeyError):
@@ -599,7 +535,7 @@ class MappedViews:
             if UNRESOLVED in entry.encoding and (entry.key, entry.chunks) not in known
         }
         if todo:
-            found = resolved(replace(self.index, entries=todo, storages={}))
+            found = resolved(replace(self.index, tensors=todo, storages={}))
             with self._lock:
                 self.files.stamps = {**self.files.stamps, **found.files}
                 self._storages = {**self._storages, **found.storages}

@@ -364,20 +364,30 @@ def values_of(entry: TensorEntry, tensor: torch.Tensor, path: str) -> list[torch
 # ---- records of a pickle
 
 
+class _NoKey(str):
+    """Stands for the key of a value without one. It is not equal to any key."""
+
+    __slots__ = ()
+    __eq__, __hash__ = object.__eq__, object.__hash__
+
+
+NO_KEY = _NoKey()
+
+
 class Values:
     """The conversion of records of a pickle to the values that they stand for.
 
-    Attributes:
+    Args:
         path: Path of the file, for errors.
         dropped: Keys that are left out. Containers that become empty are left out, too.
     """
 
-    path: str = ""
-    dropped: Collection[str] = ()
-
-    def __init__(self) -> None:
+    def __init__(self, path: str, dropped: Collection[str] = ()) -> None:
+        self.path, self.dropped = path, dropped
         self._arrays: dict[int, object] = {}
         self._containers = Containers((TensorRef, StorageRef, Leaf))
+        # Keeps the record alive: another object could get its identity otherwise.
+        self._made: dict[int, tuple[object, Any]] = {}
 
     def tensor(self, record: object, key: str | None) -> object:
         """Return a tensor."""
@@ -388,11 +398,29 @@ class Values:
         raise NotImplementedError
 
     def beside(self, value: Any) -> Any:
-        """Return a value without a key: a name, an item of a set, metadata of a state dict."""
-        return self.made(value, None)
+        """Return a value without a key: a name, an item of a set, metadata of a state dict.
+
+        Each is made once, as by unpickling. The budget of an index covers values with keys only: a
+        few bytes could expand to gigabytes here.
+        """
+        if id(value) not in self._made:
+            try:
+                self._made[id(value)] = value, self._make(value, NO_KEY)
+            except RecursionError as error:
+                what = "containers nest too deep, or contain themselves"
+                raise FormatError(what, file=self.path) from error
+        return self._made[id(value)][1]
 
     def made(self, value: Any, key: str | None) -> Any:
-        """Return the value of a record, with the values of the records inside."""
+        """Return the value of a record, with the values of the records inside.
+
+        Args:
+            value: The record.
+            key: Its key. None for the whole object.
+        """
+        return self.beside(value) if key is NO_KEY else self._make(value, key)
+
+    def _make(self, value: Any, key: str | None) -> Any:
         # Not a container of that name: its items have other keys, which stay.
         if key in self.dropped and self._containers.items(value) is None:
             return DROPPED
@@ -434,8 +462,8 @@ class Values:
             except RuntimeError as error:  # a device of another torch version, or a damaged name
                 raise FormatError(
                     "the installed torch does not support this device",
-                    file=self.path or None,
-                    entry=key,
+                    file=self.path,
+                    entry=None if key is NO_KEY else key,
                     found=str(value),
                     hint="Take the tensors from ckpt.state_dict().",
                 ) from error
@@ -493,7 +521,9 @@ def with_arrays(value: Any, made: dict[int, object]) -> Any:
 
 
 def _joined(key: str | None, name: str) -> str:
-    return name if key is None else f"{key}.{name}"
+    if key is None or key is NO_KEY:
+        return name if key is None else NO_KEY
+    return f"{key}.{name}"
 
 
 # ---- classes that a caller allows by name
@@ -529,10 +559,10 @@ def _subclass(entry: TensorEntry, inner: Sequence[torch.Tensor], path: str) -> t
     """
     assert entry.kind is not None
     (name, is_view, state, refs), allowed = entry.kind.facts, entry.kind.classes
-    values = _Inside(allowed, dict(zip(map(id, refs), inner, strict=True)))
+    values = _Inside(path, allowed, dict(zip(map(id, refs), inner, strict=True)))
     if name not in allowed:
         values.lacking[name] = None
-    attributes = values.made(state, None)
+    attributes = values.beside(state)
     if values.lacking:
         raise UnsafeError(
             "the tensor is made of a class that allow_classes does not list",
@@ -559,10 +589,11 @@ class _Inside(Values):
         lacking: Names of classes that are not allowed. After the first one, nothing is called.
     """
 
-    def __init__(self, classes: Mapping[str, type], tensors: Mapping[int, torch.Tensor]) -> None:
-        super().__init__()
+    def __init__(
+        self, path: str, classes: Mapping[str, type], tensors: Mapping[int, torch.Tensor]
+    ) -> None:
+        super().__init__(path)
         self.classes, self.tensors = classes, tensors
-        self.objects: dict[int, object] = {}
         self.lacking: dict[str, None] = {}
 
     def tensor(self, record: object, key: str | None) -> object:
@@ -576,23 +607,21 @@ class _Inside(Values):
             return self._member(record)
         if not record.called:
             return kind
-        if id(record) not in self.objects:
-            arguments, *states = [self.made(item, None) for item in record.inside]
-            if self.lacking:
-                return None
-            made = kind.__new__(kind, *arguments) if record.made else kind(*arguments)
-            for state in states:
-                _give(made, state)
-            self.objects[id(record)] = made
-        return self.objects[id(record)]
+        arguments, *states = map(self.beside, record.inside)
+        if self.lacking:
+            return None
+        made = kind.__new__(kind, *arguments) if record.made else kind(*arguments)
+        for state in states:
+            _give(made, state)
+        return made
 
     def _member(self, record: Blocked) -> object:
         """Return a member of an enum that a library registered in torch. No code runs."""
         kind = _by_name(torch.serialization.get_safe_globals()).get(record.name)
         if not isinstance(kind, enum.EnumMeta) or not record.called:
             self.lacking[record.name] = None
-            return self.made(record.inside, None)  # collects more names for the error
-        ((value,),) = self.made(record.inside, None)  # fails with more arguments, or with a state
+            return self.beside(record.inside)  # collects more names for the error
+        ((value,),) = self.beside(record.inside)  # fails with more arguments, or with a state
         return kind._value2member_map_[value]
 
 

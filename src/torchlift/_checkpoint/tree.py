@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
-from torchlift._checkpoint.kinds import DROPPED, Values
+from torchlift._checkpoint.kinds import DROPPED, NO_KEY, Values
 from torchlift._system.containers import leaves as leaves_of
 from torchlift._system.containers import map_leaves
 from torchlift.errors import CheckpointError, FormatError, PlacementError, UnsafeError
@@ -23,42 +23,6 @@ from torchlift.formats.flattening import (
 )
 from torchlift.formats.index import Index, Leaf, TensorEntry
 from torchlift.formats.torch_pickle import Blocked, OrderedRecord, StorageRef, TensorRef
-
-
-class _Beside(Values):
-    """Values without keys. Each container is made once, as by unpickling.
-
-    The budget of an index covers values with keys only. Without this class, a few bytes could
-    expand to gigabytes.
-    """
-
-    def __init__(self, path: str) -> None:
-        super().__init__()
-        self.path = path
-        self._made: dict[int, tuple[object, Any]] = {}
-
-    def made(self, value: Any, key: str | None) -> Any:
-        if id(value) not in self._made:
-            try:
-                self._made[id(value)] = value, super().made(value, None)
-            except RecursionError as error:
-                what = "containers nest too deep, or contain themselves"
-                raise FormatError(what, file=self.path) from error
-        return self._made[id(value)][1]
-
-    def tensor(self, record: object, key: str | None) -> object:
-        what = (
-            "a tensor does not have a key: it is in a name, a set or the metadata of a state dict"
-        )
-        raise FormatError(what, file=self.path)
-
-    def blocked(self, record: Blocked, key: str | None) -> object:
-        raise UnsafeError(
-            "only unpickling could rebuild a name, an item of a set or metadata",
-            file=self.path,
-            found=record.name,
-            hint="Take the tensors by their keys.",
-        )
 
 
 class Tree(Values):
@@ -78,11 +42,9 @@ class Tree(Values):
         refusal: Callable[[str], CheckpointError],
         dropped: Collection[str] = (),
     ) -> None:
-        super().__init__()
-        self.index, self.view, self.refusal, self.dropped = index, view, refusal, dropped
-        self.path = index.path
+        super().__init__(index.path, dropped)
+        self.index, self.view, self.refusal = index, view, refusal
         self._copies: dict[TensorEntry, object] = {}
-        self.beside = partial(_Beside(index.path).made, key=None)  # type: ignore[method-assign]
 
     def rebuild(self, root: str | None) -> Any:
         """Return one container of the index, or the whole object.
@@ -99,6 +61,9 @@ class Tree(Values):
         return {} if made is DROPPED else made
 
     def tensor(self, record: object, key: str | None) -> object:
+        if key is NO_KEY:
+            what = "a tensor does not have a key: it is in a name, a set or the metadata of a"
+            raise FormatError(f"{what} state dict", file=self.path)
         entry = self.index.entries.get(ROOT_TENSOR if key is None else key)
         if entry is None:
             raise self.refusal(key or "")
@@ -111,7 +76,14 @@ class Tree(Values):
         return self._copies[same]
 
     def blocked(self, record: Blocked, key: str | None) -> object:
-        raise self.refusal(key or "")
+        if key is not NO_KEY:
+            raise self.refusal(key or "")
+        raise UnsafeError(
+            "only unpickling could rebuild a name, an item of a set or metadata",
+            file=self.path,
+            found=record.name,
+            hint="Take the tensors by their keys.",
+        )
 
 
 def arranged(
@@ -212,7 +184,7 @@ def _take(values: dict[str, object], name: str, leaf: Leaf, _: object) -> object
     return values.pop(name + leaf.key)
 
 
-class _Objects(_Beside):
+class _Objects(Values):
     """Containers with plain values as they were saved. Tensors stay records."""
 
     def tensor(self, record: object, key: str | None) -> object:
@@ -229,6 +201,6 @@ def objects_as_saved(index: Index) -> dict[str, object]:
     """
     if index.tree is None:
         return {}
-    saved = _Objects(index.path).made(*index.tree, None)
+    saved = _Objects(index.path).beside(*index.tree)
     objects = flatten_state(saved, Containers((TensorRef, StorageRef, Leaf))).objects
     return {key: value for key, value in objects.items() if key in index.objects}

@@ -49,7 +49,7 @@ from torchlift.formats.source import (
     parse_json,
     whole_numbers,
 )
-from torchlift.formats.torch_pickle import Blocked, Global, TorchWorld
+from torchlift.formats.torch_pickle import Blocked, Global, TorchWorld, attributes_of
 from torchlift.formats.torch_zip import read_torch_zip
 from torchlift.formats.unpickle import STEP, Budget, read_pickle
 
@@ -232,12 +232,12 @@ class _Metadata:
             raise FormatError(
                 "the metadata is followed by other bytes", expected=end, found=len(data)
             )
-        if not isinstance(root, _Record) or root.kind != "Metadata":
+        if _kind(root) != "Metadata":
             raise FormatError("the file is not the metadata of a DCP checkpoint")
-        for key, value in root.mapping("state_dict_metadata").items():
-            if type(key) is not str or not isinstance(value, _Record):
+        for key, value in _mapping(root, "state_dict_metadata").items():
+            if type(key) is not str:
                 raise FormatError("the metadata has a key that is not text", found=_kind(key))
-            if value.kind == "BytesStorageMetadata":
+            if _kind(value) == "BytesStorageMetadata":
                 self.objects[key] = None
                 continue
             tensor = _tensor(key, value, self.budget)
@@ -252,44 +252,26 @@ class _Metadata:
             known.boxes.update(tensor.boxes)
         # The last of two items with one place counts, as for torch. Two ranks hold equal replicas.
         items = {(where := _place(at)): _item(where.key, info)
-                 for at, info in root.mapping("storage_data").items()}  # fmt: skip
+                 for at, info in _mapping(root, "storage_data").items()}  # fmt: skip
         self.items = {**items, **self.items}
-        version = root.get("version")
+        version = attributes_of(root).get("version")
         self.version = self.version or (version if isinstance(version, str) else None)
-        paths = root.get("planner_data")
+        paths = attributes_of(root).get("planner_data")
         self.paths.update(paths if isinstance(paths, dict) else {})
-
-
-class _Record:
-    """An instance of one of the classes: its attributes, without code."""
-
-    __slots__ = ("kind", "state")
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self.state: object = None
-
-    def get(self, name: str) -> Any:
-        """Return an attribute, or None."""
-        return self.state.get(name) if isinstance(self.state, dict) else None
-
-    def mapping(self, name: str) -> dict[Any, Any]:
-        """Return an attribute that must be a dict."""
-        value = self.get(name)
-        if not isinstance(value, dict):
-            raise FormatError("the metadata is incomplete", entry=name, found=_kind(value))
-        return value
 
 
 class _World(TorchWorld):
     """The globals of DCP metadata. Any other name is refused, because no writer needs one."""
 
+    def is_record(self, name: str) -> bool:
+        return name in _RECORDS
+
     def find(self, module: str, name: str) -> Global | Blocked:
         dotted = f"{module}.{name}"
-        if dotted in _RECORDS or dotted in _PATHS:
+        if dotted in _PATHS:
             return Global(dotted)
         found = super().find(module, name)
-        if isinstance(found, Blocked):
+        if isinstance(found, Blocked) and dotted not in _RECORDS:
             raise UnsafeError(
                 "the metadata names a foreign global, which torch would import and could run it",
                 entry=dotted,
@@ -298,35 +280,23 @@ class _World(TorchWorld):
         return found
 
     def call(self, function: object, arguments: object, keywords: object = None) -> object:
-        name = function.name if isinstance(function, Global) else ""
-        if name in _RECORDS:
-            if arguments != () and _RECORDS[name] not in _ENUMS:
-                # Attributes of a dataclass come in its state. Arguments would be ignored here.
-                raise FormatError("a record of the metadata is made with arguments", entry=name)
-            return _Record(_RECORDS[name])
+        name = function.name if isinstance(function, (Global, Blocked)) else ""
+        if name in _RECORDS and arguments != () and _RECORDS[name] not in _ENUMS:
+            # Attributes of a dataclass come in its state. Arguments would be ignored here.
+            raise FormatError("a record of the metadata is made with arguments", entry=name)
         if name in _PATHS:
             # Only text: 40 nested pairs are short in the file, and 2**40 items long as text.
             texts = arguments if isinstance(arguments, tuple) else ()
             return "/".join(text for text in self.taken(texts) if type(text) is str)
         return super().call(function, arguments, keywords)
 
-    def build(self, target: object, state: object) -> None:
-        if isinstance(target, _Record):
-            if target.state is not None:  # a dictionary may have hashed it by its first state
-                raise FormatError("a record of the metadata has two states", entry=target.kind)
-            # Dataclasses with slots, and old pickles, wrap the dict: (None, attributes).
-            if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
-                state = state[1]
-            (target.state,) = self.taken((state,))
-        else:
-            super().build(target, state)
 
-
-def _tensor(key: str, record: _Record, budget: Budget) -> _Tensor:
-    properties, chunks = record.get("properties"), record.get("chunks")
-    if record.kind != "TensorStorageMetadata" or not isinstance(chunks, list):
-        raise FormatError("the metadata of a tensor is malformed", entry=key, found=record.kind)
-    state = properties.state if isinstance(properties, _Record) else None
+def _tensor(key: str, record: object, budget: Budget) -> _Tensor:
+    found = attributes_of(record)
+    properties, chunks = found.get("properties"), found.get("chunks")
+    if _kind(record) != "TensorStorageMetadata" or not isinstance(chunks, list):
+        raise FormatError("the metadata of a tensor is malformed", entry=key, found=_kind(record))
+    state = properties.inside[-1] if isinstance(properties, Blocked) else None
     if isinstance(state, dict):
         state = (state.get("dtype"), None, state.get("requires_grad"))
     dtype, _, requires_grad, *_ = (
@@ -335,13 +305,13 @@ def _tensor(key: str, record: _Record, budget: Budget) -> _Tensor:
     name = dtype.name.removeprefix("torch.") if isinstance(dtype, Global) else ""
     if name not in ITEMSIZE:
         raise FormatError("a tensor has an unknown dtype", entry=key, found=_kind(dtype))
-    shape = dense_shape(record.get("size"), key, "size")
+    shape = dense_shape(found.get("size"), key, "size")
     boxes: dict[Box, None] = {}
     budget.spend(8 * STEP * len(chunks) * (1 + len(shape)), key)
     for chunk in chunks:
-        is_chunk = isinstance(chunk, _Record) and chunk.kind == "ChunkStorageMetadata"
-        start = whole_numbers(chunk.get("offsets") if is_chunk else None, key, "offset")
-        sizes = whole_numbers(chunk.get("sizes"), key, "size")
+        box = attributes_of(chunk) if _kind(chunk) == "ChunkStorageMetadata" else {}
+        start = whole_numbers(box.get("offsets"), key, "offset")
+        sizes = whole_numbers(box.get("sizes"), key, "size")
         if not len(start) == len(sizes) == len(shape):
             what = "a chunk has other dimensions than its tensor"
             raise FormatError(what, entry=key, found=f"{list(sizes)} at {list(start)}")
@@ -350,37 +320,48 @@ def _tensor(key: str, record: _Record, budget: Budget) -> _Tensor:
 
 
 def _place(record: object) -> _Place:
-    key = record.get("fqn") if isinstance(record, _Record) else None
-    if not isinstance(record, _Record) or type(key) is not str:
+    found = attributes_of(record)
+    key, start = found.get("fqn"), found.get("offset")
+    if type(key) is not str:
         raise FormatError("the metadata of a file's content is malformed", found=_kind(record))
-    start = record.get("offset")
     return _Place(key, None if start is None else whole_numbers(start, key, "offset"))
 
 
 def _item(key: str, record: object) -> _Item:
-    if not isinstance(record, _Record) or record.kind != "_StorageInfo":
+    if _kind(record) != "_StorageInfo":
         raise FormatError(
             "the metadata was written by a storage that torchlift does not know",
             entry=key,
             found=_kind(record),
         )
-    file = record.get("relative_path")
+    found = attributes_of(record)
+    file = found.get("relative_path")
     if type(file) is not str:
         raise FormatError("an item's file is not a name", entry=key, found=_kind(file))
-    if transforms := record.get("transform_descriptors"):
+    if transforms := found.get("transform_descriptors"):
         raise FormatError(
             "a writer transformed the bytes of this item, for example compressed them",
             entry=key,
             found=short_repr(transforms),
             hint="Load it with the extension that wrote it, and save it again without one.",
         )
-    numbers = (record.get("offset"), record.get("length"))
+    numbers = (found.get("offset"), found.get("length"))
     offset, nbytes = whole_numbers(numbers, key, "size or offset in a file")
     return _Item(key, file, offset, nbytes)
 
 
 def _kind(value: object) -> str:
-    return value.kind if isinstance(value, _Record) else f"a {type(value).__name__}"
+    """Return the class of a record, without its module, or the type of another value."""
+    name = value.name if isinstance(value, Blocked) and value.called else ""
+    return _RECORDS.get(name) or f"a {type(value).__name__}"
+
+
+def _mapping(record: object, name: str) -> dict[Any, Any]:
+    """Return an attribute that must be a dict."""
+    value = attributes_of(record).get(name)
+    if not isinstance(value, dict):
+        raise FormatError("the metadata is incomplete", entry=name, found=_kind(value))
+    return value
 
 
 def _read_items(path: str, metadata: _Metadata) -> Index:
@@ -511,7 +492,7 @@ def resolved(
     # The stand-ins of these items go: their storages are known now.
     known = {_storage(index.path, item) for item in heads}
     storages = {name: place for name, place in index.storages.items() if name not in known}
-    files, entries = dict(index.files), dict(index.entries)
+    files, entries = dict(index.files), dict(index.tensors)
     for head in heads.values():
         storages |= head.storages
         files |= head.files
@@ -532,7 +513,7 @@ def resolved(
             chunks=chunks,
             encoding=(),
         )
-    return replace(index, entries=entries, storages=storages, files=files)
+    return replace(index, tensors=entries, storages=storages, files=files)
 
 
 class _Numbers(NamedTuple):

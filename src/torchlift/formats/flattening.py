@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any, Generic, TypeGuard, TypeVar
 
 from torchlift._system.text import clipped_list, count_of
@@ -425,9 +424,10 @@ def select(index: Index, root: str) -> Index:
         UnsafeError: If only unpickling could rebuild it.
     """
     selected = under(index, root)
+    if selected is None and root in index.blocked_keys:
+        raise blocked_error(index, root)
     if selected is None:
-        keys = (*index.entries, *index.objects)
-        raise no_container(index.path, root, keys, index.blocked_keys, index.blocked_tensors)
+        raise no_container(index.path, root, (*index.entries, *index.objects))
     return selected
 
 
@@ -544,26 +544,9 @@ def paths_inside(versions: Mapping[str, Any], root: str) -> dict[str, Any]:
     return {**own, **_inside(versions, root)}
 
 
-def no_container(
-    path: str,
-    root: str,
-    keys: Collection[str],
-    blocked: Mapping[str, str] = MappingProxyType({}),
-    inside: Mapping[str, int] = MappingProxyType({}),
-) -> CheckpointError:
+def no_container(path: str, root: str, keys: Collection[str]) -> FormatError:
     """Return the error for a container that does not exist."""
     this = Argument("root")
-    if error := lacking(path, root, blocked.get(root)):
-        return error
-    if root in blocked:
-        count = inside.get(root)
-        return UnsafeError(
-            f"only unpickling could rebuild it, through {blocked[root]}",
-            file=path,
-            entry=root,
-            found=f"{count_of(count, 'tensor')} in it" if count else None,
-            hint=Hint("Its content cannot be listed. Leave ", this, " out to see the other keys."),
-        )
     is_value = root in keys
     tops = sorted({key.split(".", 1)[0] for key in keys})
     return FormatError(
@@ -577,4 +560,48 @@ def no_container(
         if is_value
         else did_you_mean(root, tops)
         or Hint("Pass one of these as ", this, ", or leave ", this, " out."),
+    )
+
+
+def blocked_error(
+    index: Index, key: str, *, loading: bool = False, several: bool = False
+) -> CheckpointError:
+    """Return the error that explains why the value of a key cannot be rebuilt.
+
+    Args:
+        index: The index.
+        key: The key. It may be inside of such a value.
+        loading: Whether the hint may name arguments of a load.
+        several: Whether the load has to leave out several such values.
+    """
+    if error := lacking(index.path, key, index.blocked_keys.get(key)):
+        return error
+    while key not in index.blocked_keys and "." in key:  # inside of a value
+        key = key.rpartition(".")[0]
+    if key not in index.blocked_keys:  # of a file that is blocked whole
+        key = ROOT_OBJECT
+    name, count = index.blocked_keys.get(key, ""), index.blocked_tensors.get(key)
+    module, _, kind = name.rpartition(".")
+    if key in index.tensors:
+        allow = Argument("allow_classes", f"[{kind}]")
+        hint = Hint("If you know the class, name it: ", allow, f", from {module}.")
+    else:
+        hint = Hint("The file contains nothing else. ")
+        if index.entries or index.objects:
+            them, names = ("them", "their names") if several else ("it", "its name")
+            left_out = Argument("allow_unexpected", f"[...] with {names}")
+            without = Hint(f"Load without {them}: ", left_out)
+            without = without if loading else Hint("Take the tensors by their keys")
+            hint = Hint(without, ", or ", Argument("root"), " for a part of the file. ")
+        hint = Hint(
+            hint,
+            "torch.load(path, weights_only=False) rebuilds it and can run any code. Call that "
+            "only if you trust the author of the file.",
+        )
+    return UnsafeError(
+        f"only unpickling could rebuild it, through {name}, and that can run code",
+        file=index.path,
+        entry=key,
+        found=f"{count_of(count, 'tensor')} in it" if count else None,
+        hint=hint,
     )

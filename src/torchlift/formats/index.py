@@ -20,7 +20,6 @@ from collections.abc import (
 )
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import chain
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from torchlift._store.places import Stamp
@@ -367,7 +366,8 @@ class Index:
         format: ``"torch-zip"``, ``"torch-legacy"``, ``"torchscript"``, ``"pt2"``,
             ``"safetensors"``, ``"sharded"``, ``"dcp"``, ``"gguf"``, ``"npz"`` or
             ``"zero"``.
-        entries: Key -> entry, in file order.
+        tensors: Key -> entry, in file order. It includes blocked ones, of one rank's slices and of
+            classes that a caller may allow.
         storages: Name of a storage -> its place.
         files: Data file -> its stamp when the index was read.
         objects: Key -> value that is not a tensor.
@@ -378,8 +378,6 @@ class Index:
             ``AMBIGUOUS``, ``SLICED``, ``UNEQUAL`` or ``PARTITIONED``.
         blocked_tensors: Key of such a value -> the number of tensors in it. A tensor in several
             values counts for the first one. Values without tensors are left out.
-        every: All tensors in file order, with those of classes that a caller may allow. Empty if
-            it would equal `entries`.
         templates: Key of a list, of a tuple or of an extra state with tensors -> its containers,
             with a ``Leaf`` for each value. Dotted keys alone do not tell a list from a dict.
         aside: Top containers without a model, such as an optimizer's. A load without a root
@@ -388,11 +386,14 @@ class Index:
         guides: File without values, such as an index of shards -> its stamp.
         noted: Name that the file leaves out -> the key of its values. Another library noted this
             tie. A load uses it if the model lacks a value. It is not a key.
+        records: Name of another record of an archive that has a checksum -> its place. If a storage
+            has this name, the record holds the storage and a header.
+        entries: The tensors that are not blocked. It follows from `tensors` and `blocked_keys`.
     """
 
     path: str
     format: str
-    entries: Mapping[str, TensorEntry]
+    tensors: Mapping[str, TensorEntry]
     storages: Mapping[str, Storage]
     files: Mapping[str, Stamp]
     objects: Mapping[str, object] = field(default_factory=dict)
@@ -401,12 +402,19 @@ class Index:
     module_versions: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     blocked_keys: Mapping[str, str] = field(default_factory=dict)
     blocked_tensors: Mapping[str, int] = field(default_factory=dict)
-    every: Mapping[str, TensorEntry] = field(default_factory=dict, repr=False)
     templates: Mapping[str, object] = field(default_factory=dict)
     aside: tuple[str, ...] = ()
     tree: tuple[object] | None = field(default=None, repr=False)
     guides: Mapping[str, Stamp] = field(default_factory=dict)
     noted: Mapping[str, str] = field(default_factory=dict, repr=False)
+    records: Mapping[str, Storage] = field(default_factory=dict, repr=False)
+    entries: Mapping[str, TensorEntry] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        entries, blocked = self.tensors, self.blocked_keys
+        if any(key in entries for key in blocked):
+            entries = {key: entry for key, entry in entries.items() if key not in blocked}
+        object.__setattr__(self, "entries", entries)
 
     @property
     def nbytes(self) -> int:
@@ -447,19 +455,16 @@ def join(
     Raises:
         FormatError: If two files have the same key.
     """
-    keyed = "entries", "objects", "blocked_keys"
-    rest = "blocked_tensors", "storages", "files", "module_versions", "templates"
+    keyed = "tensors", "objects", "blocked_keys"
+    rest = "blocked_tensors", "storages", "files", "module_versions", "templates", "records"
     names = (*keyed, *rest, "noted")
     merged: dict[str, Any] = {name: {} for name in names}
     for index in indexes:
-        for key in (*index.entries, *index.objects, *index.blocked_keys):
+        for key in {**index.tensors, **index.objects, **index.blocked_keys}:
             if any(key in merged[name] for name in keyed):
                 raise FormatError(conflict, entry=key, found=f"again in {index.path}")
         for name, values in merged.items():
             values.update(getattr(index, name))
-    if any(index.every for index in indexes):
-        every = ((index.every or index.entries).items() for index in indexes)
-        merged["every"] = dict(chain.from_iterable(every))
     blocked = tuple(dict.fromkeys(name for index in indexes for name in index.blocked))
     return Index(path=path, format=format, metadata=metadata, blocked=blocked, **merged)
 
@@ -501,20 +506,16 @@ def renamed(index: Index, rename: Callable[[str], str | None]) -> Index:
         names = ((rename(key), value) for key, value in values.items())
         return {name: value for name, value in names if name is not None}
 
-    entries, every = (
-        {name: entry._replace(key=name) for name, entry in chosen(found).items()}
-        for found in (index.entries, index.every)
-    )
+    tensors = {name: entry._replace(key=name) for name, entry in chosen(index.tensors).items()}
     blocked_keys = chosen(index.blocked_keys)
     return replace(
         index,
-        entries=entries,
-        every=every,
+        tensors=tensors,
         objects=chosen(index.objects),
         blocked_keys=blocked_keys,
         blocked_tensors=chosen(index.blocked_tensors),
         blocked=globals_in(blocked_keys),
-        storages=used_by(every or entries, index.storages),
+        storages=used_by(tensors, index.storages),
     )
 
 
@@ -540,21 +541,20 @@ def allowing(index: Index, classes: Mapping[str, type]) -> Index:
 
     Tensors of classes that were allowed before may contain tensors of these classes.
     """
-    every = {
-        key: _allowing(index.entries.get(key, entry), classes) for key, entry in index.every.items()
-    }
-    entries = {
-        key: entry
-        for key, entry in every.items()
-        if key in index.entries or index.blocked_keys.get(key) in classes
-    }
-    if not any(entry.kind is not None and entry.kind.classes for entry in entries.values()):
+    if not classes:
         return index
-    blocked = {key: name for key, name in index.blocked_keys.items() if key not in entries}
+    tensors = {key: _allowing(entry, classes) for key, entry in index.tensors.items()}
+    blocked = {
+        key: name
+        for key, name in index.blocked_keys.items()
+        if key not in tensors or name not in classes
+    }
+    loaded = (entry.kind for key, entry in tensors.items() if key not in blocked)
+    if not any(kind is not None and kind.classes for kind in loaded):
+        return index
     return replace(
         index,
-        entries=entries,
-        every=every,
+        tensors=tensors,
         blocked_keys=blocked,
         blocked_tensors={k: n for k, n in index.blocked_tensors.items() if k in blocked},
         blocked=globals_in(blocked),
@@ -710,5 +710,5 @@ def require_kept(path: str, before: _Keys, after: _Keys, leaves_out: str, filter
 
 def matching(index: Index, patterns: Sequence[str]) -> Index:
     """Return an index of the keys that match one of the glob patterns."""
-    keys = allowed((*index.entries, *index.every, *index.objects, *index.blocked_keys), patterns)
+    keys = allowed((*index.tensors, *index.objects, *index.blocked_keys), patterns)
     return renamed(index, lambda key: key if key in keys else None)

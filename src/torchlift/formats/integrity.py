@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import hashlib
 import itertools
 import os
@@ -17,16 +16,15 @@ from typing import Any, BinaryIO, NamedTuple
 from zlib import crc32
 
 from torchlift._store.files import Opened
-from torchlift._store.places import parent, relative
 from torchlift._store.url import Url
 from torchlift._system.text import Facts, Summary, count_of, human, printable
 from torchlift.errors import CheckpointError, FormatError, IntegrityError
 from torchlift.formats.dcp import resolved
 from torchlift.formats.detect import read_index
 from torchlift.formats.file_object import index_of_object
-from torchlift.formats.index import LOCAL_MAGIC, Index, Storage
-from torchlift.formats.source import Source, Windows, errors_name
-from torchlift.formats.zip_archive import DEFLATED, inflated, read_directory
+from torchlift.formats.index import Index, Storage
+from torchlift.formats.source import Windows
+from torchlift.formats.zip_archive import inflated
 
 _BLOCK = 1 << 20  # bytes read at a time: they are still in the processor's cache when summed up
 _BATCH = 32 << 20  # bytes that a thread takes on at a time
@@ -178,42 +176,17 @@ def verify(
 
 def checksums(index: Index) -> list[Checksum]:
     """Return the checksums of storages, of other records of archives, and of complete files."""
-    storages = {name: s for name, s in index.storages.items() if s.crc32 is not None}
-    places = {(s.file, _place(s)) for s in storages.values()}
-    bare = sorted((s.file, _place(s), n) for n, s in index.storages.items() if s.crc32 is None)
-    records: list[Checksum] = []
-    root = parent(index.path) if index.path in index.guides else index.path
-    for path in index.files if index.format != "dcp" else ():  # whose files hold many archives
-        with _opened(index, path) as file:
-            if file.read(0, len(LOCAL_MAGIC)) != LOCAL_MAGIC:
-                continue
-        with errors_name(path), Source(path) as source:
-            found = read_directory(source)
-            # Not by the last name alone: shards in two folders may share it.
-            folder = "" if len(index.files) == 1 else relative(path, root) + "/"
-            for name, record in found.items():
-                if record.crc32 and (path, record.offset) not in places:
-                    packed = record if record.method == DEFLATED else None
-                    at = 0 if packed else record.offset
-                    place = Storage(path, at, record.size, "", record.crc32, packed)
-                    first = bisect.bisect_left(bare, (path, record.offset))
-                    last = bisect.bisect_left(bare, (path, record.offset + record.nbytes))
-                    # An array's header comes before its numbers, under the same checksum.
-                    if last - first == 1:
-                        storages[bare[first][2]] = place
-                    else:
-                        records.append(Checksum("record", folder + name, place, record.crc32))
-    every = [Checksum("storage", name, s, s.crc32 or 0) for name, s in storages.items()] + records
+    places = {name: s for name, s in index.storages.items() if s.crc32 is not None}
+    places |= {name: s for name, s in index.records.items() if s.crc32 is not None}
+    every = [
+        Checksum("storage" if name in index.storages else "record", name, place, place.crc32 or 0)
+        for name, place in places.items()
+    ]
     for path in index.files:  # another file in the cache may have right checksums of its own
         if (digest := _hub_checksum(path)) is not None:
             place = Storage(path, 0, index.files[path].size, "")
             every.append(Checksum("file", path, place, digest))
     return every
-
-
-def _place(storage: Storage) -> int:
-    """Return the first byte in the file of what holds a storage."""
-    return storage.offset if storage.packed is None else storage.packed.offset
 
 
 def _hub_checksum(path: str) -> int | None:

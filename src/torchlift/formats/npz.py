@@ -70,12 +70,17 @@ def read_npz(source: Source, records: Mapping[str, Record]) -> Index:
 def _index(source: Source, records: Mapping[str, Record]) -> Index:
     entries: dict[str, TensorEntry] = {}
     storages: dict[str, Storage] = {}
+    whole: dict[str, Storage] = {}
     blocked: dict[str, str] = {}
     inside: dict[str, int] = {}
     heads = (record._replace(nbytes=min(record.nbytes, _HEAD)) for record in records.values())
     expect_records(source, heads)
     for key, record in records.items():
         code, shape, is_fortran, start = _header(source, key, record)
+        packed = record if record.method != STORED else None
+        begin = 0 if packed else record.offset
+        if record.crc32:  # it covers the header, too
+            whole[key] = Storage(source.path, begin, record.size, "", record.crc32, packed)
         dtype = _DTYPES.get(code[1:]) if code[:1] in "<>|=" else None
         if dtype is None:
             blocked[key] = f"numpy.dtype({code})"
@@ -92,8 +97,6 @@ def _index(source: Source, records: Mapping[str, Record]) -> Index:
                 hint="The file is truncated. Fetch it again.",
             )
         stride = row_major(shape[::-1])[::-1] if is_fortran else row_major(shape)
-        packed = record if record.method != STORED else None
-        begin = 0 if packed else record.offset
         origin = (0,) * len(shape)
         chunk = Chunk(source.path, begin + start, nbytes, origin, shape, packed=packed)
         chunks = (chunk,) if nbytes else ()
@@ -102,14 +105,7 @@ def _index(source: Source, records: Mapping[str, Record]) -> Index:
         entries[key] = TensorEntry(
             key, dtype, shape, stride, nbytes, "cpu", key, chunks, encoding=encoding
         )
-        # The checksum of the record covers the header, too, so the storage includes the header.
-        # That only works if the numbers are aligned in it.
-        whole = record.crc32 and not start % ITEMSIZE[dtype] and not swapped
-        storages[key] = (
-            Storage(source.path, begin, record.size, "cpu", record.crc32, packed)
-            if whole
-            else Storage(source.path, begin + start, nbytes, "cpu", packed=packed)
-        )
+        storages[key] = Storage(source.path, begin + start, nbytes, "cpu", packed=packed)
     files = {source.path: source.stamp}
     return Index(
         source.path,
@@ -120,6 +116,7 @@ def _index(source: Source, records: Mapping[str, Record]) -> Index:
         blocked=tuple(dict.fromkeys(blocked.values())),
         blocked_keys=blocked,
         blocked_tensors=inside,
+        records=whole,
     )
 
 

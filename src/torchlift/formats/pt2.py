@@ -8,6 +8,7 @@ into the archive. Constants of the program are not weights: they are not read.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torchlift.errors import FormatError
@@ -96,17 +97,17 @@ def read_pt2(source: Source, records: dict[str, Record], top: str) -> Index:
         )
     found = []
     folder = top + _WEIGHTS
+    resolver = zip_resolver(source, records, folder, _WEIGHTS, notes)
     for model in models:
         under = model if len(models) > 1 else ""
         whole, config = f"{folder}{model}.pt", f"{folder}{model}_weights_config.json"
         if whole in records:
             found.append(_nested(source, records[whole], under))
         elif config in records:
-            resolver = zip_resolver(source, records, folder, _WEIGHTS, notes)
             found.append(_listed(source, records, config, resolver, folder, under))
         else:
             raise FormatError("the weights of a program are missing", entry=config)
-    return _joined(source, found, notes)
+    return replace(_joined(source, found, notes), records=resolver.others())
 
 
 def _joined(source: Source, found: list[Index], notes: dict[str, str]) -> Index:
@@ -174,7 +175,7 @@ def _listed(
     mine = Index(
         path=source.path,
         format="pt2",
-        entries=entries,
+        tensors=entries,
         storages=resolver.storages,
         files={source.path: source.stamp},
         blocked=tuple(dict.fromkeys(blocked.values())),

@@ -173,9 +173,8 @@ def _join(path: str, files: Mapping[str, Index], budget: Budget, *, grows: bool 
     entries, objects, blocked = dict[str, TensorEntry](), dict[str, object](), dict[str, str]()
     parts: dict[str, list[TensorEntry]] = {}
     for one in ranks:
-        every = one.every or one.entries
-        budget.grow(16 * len(every))  # each entry was paid for when its file was read
-        for key, entry in every.items():
+        budget.grow(16 * len(one.tensors))  # each entry was paid for when its file was read
+        for key, entry in one.tensors.items():
             parts.setdefault(key, []).append(entry)
         blocked |= {key: why for key, why in one.blocked_keys.items() if why != SLICED}
         for key, value in one.objects.items():
@@ -201,9 +200,9 @@ def _join(path: str, files: Mapping[str, Index], budget: Budget, *, grows: bool 
         ranks[0],
         path=path,
         format="sharded",
-        entries=entries,
-        every={},
+        tensors=entries,
         storages=used_by(entries, storages),
+        records={key: place for one in ranks for key, place in one.records.items()},
         files={file: stamp for one in ranks for file, stamp in one.files.items()},
         objects={key: value for key, value in objects.items() if key not in blocked},
         metadata={},

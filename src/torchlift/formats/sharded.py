@@ -117,26 +117,6 @@ def locate(directory: str, name: str) -> str:
     return locate_all(directory, [name])[name]
 
 
-def _inside_of(directory: str, name: str) -> str:
-    """Return the path of a shard as `locate` does. The file may be missing."""
-    problem = found = None
-    if not name or name.startswith("/") or any(char in name for char in "\\:\0"):
-        problem = "a shard's name is not a plain relative one"
-    elif ".." in name.split("/"):
-        problem = "a shard's name leaves the directory"
-    elif not _inside(directory, path := inside(directory, name)):
-        problem, found = "a shard is a link that leaves the directory", os.path.realpath(path)
-    if problem is not None:
-        raise UnsafeError(
-            problem,
-            entry=name,
-            expected="a file in the same directory",
-            found=found,
-            hint="If you trust it, open that file itself, or copy it next to the index.",
-        )
-    return path
-
-
 #: Most names of missing files in one message.
 MOST_MISSING = 6
 
@@ -193,10 +173,18 @@ def locate_all(directory: str, names: Iterable[str], *, is_sure: bool = False) -
         names: Names of files.
         is_sure: Whether to skip the check that files exist, if it takes a request for each.
     """
-    names = dict.fromkeys(names)
-    # Normalised before a system call for each: an index can spell a name in endless ways.
-    plain = {name: posixpath.normpath(name) if _stays(name) else name for name in names}
-    paths = {name: _inside_of(directory, name) for name in dict.fromkeys(plain.values())}
+    plain: dict[str, str] = {}
+    for name in dict.fromkeys(names):
+        if not name or name.startswith("/") or any(char in name for char in "\\:\0"):
+            raise _unsafe("a shard's name is not a plain relative one", name)
+        if ".." in name.split("/"):
+            raise _unsafe("a shard's name leaves the directory", name)
+        plain[name] = posixpath.normpath(name)  # before a system call for each spelling
+    paths = {name: inside(directory, name) for name in dict.fromkeys(plain.values())}
+    for name, path in paths.items():
+        if not _inside(directory, path):
+            what = "a shard is a link that leaves the directory"
+            raise _unsafe(what, name, os.path.realpath(path))
     there = [True] * len(paths)
     if not (is_sure and is_url(directory)):
         there = in_parallel(directory, exists, list(paths.values()))
@@ -210,11 +198,17 @@ def locate_all(directory: str, names: Iterable[str], *, is_sure: bool = False) -
             continue
         status = os.stat(path)
         found[name] = first.setdefault((status.st_dev, status.st_ino), path)
-    return {name: found[plain[name]] for name in names}
+    return {name: found[plain[name]] for name in plain}
 
 
-def _stays(name: str) -> bool:
-    return bool(name) and not name.startswith("/") and ".." not in name.split("/")
+def _unsafe(what: str, name: str, found: str | None = None) -> UnsafeError:
+    return UnsafeError(
+        what,
+        entry=name,
+        expected="a file in the same directory",
+        found=found,
+        hint="If you trust it, open that file itself, or copy it next to the index.",
+    )
 
 
 def _inside(directory: str, path: str) -> bool:
@@ -266,12 +260,12 @@ def claimed(name: str, shard: Index, weight_map: Mapping[str, str]) -> Index:
 
     return replace(
         shard,
-        entries={key: _prefixed(entry, name) for key, entry in mine(shard.entries).items()},
+        tensors={key: _prefixed(entry, name) for key, entry in mine(shard.tensors).items()},
         storages={f"{name}/{key}": place for key, place in shard.storages.items()},
+        records={f"{name}/{key}": place for key, place in shard.records.items()},
         objects=mine(shard.objects),
         blocked_keys=mine(shard.blocked_keys),
         blocked_tensors=mine(shard.blocked_tensors),
-        every={key: _prefixed(entry, name) for key, entry in mine(shard.every).items()},
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torchlift.formats.boxes import Placement, Ranges, placed_spans, shape_of_spans
-from torchlift.formats.torch_pickle import Blocked, KindRef, TensorRef
+from torchlift.formats.torch_pickle import Blocked, KindRef, TensorRef, attributes_of
 from torchlift.formats.unpickle import STEP, Budget
 
 _SHARDS = "Shard", "_StridedShard"
@@ -52,7 +52,7 @@ def located(ref: KindRef, budget: Budget) -> TensorRef:
 def _spans(shape: object, local: object, spec: object, budget: Budget) -> Ranges | None:
     """Return the ranges of a rank, or None if it has the whole tensor."""
     sizes, own = _sizes(shape, "its shape"), _sizes(local, "the shape of its local tensor")
-    layout = _state(spec)
+    layout = attributes_of(spec)
     mesh, at = _mesh(layout.get("mesh"))
     placements = [_placement(each, len(sizes)) for each in _items(layout, "placements")]
     _require(len(placements) == len(mesh), "its placements, one for each dimension of its mesh")
@@ -80,16 +80,18 @@ class _Mesh(NamedTuple):
 
 def _mesh(mesh: object) -> _Mesh:
     """Return the mesh of a DTensor."""
-    state, what = _state(mesh), "the shape of its mesh"
+    state, what = attributes_of(mesh), "the shape of its mesh"
     ranks = state.get("mesh")
     if isinstance(ranks, TensorRef):
         shape = _sizes(ranks.size, what)
     else:
-        layout = _state(state.get("_layout"))
+        layout = attributes_of(state.get("_layout"))
         axes = layout.get("axes", layout.get("shape"))
         axes = axes if isinstance(axes, tuple) else (axes,)
         _require(len(axes) <= _MOST, what)
-        found = [_state(axis).get("shape") if isinstance(axis, Blocked) else axis for axis in axes]
+        found = [
+            attributes_of(axis).get("shape") if isinstance(axis, Blocked) else axis for axis in axes
+        ]
         # A dimension that was flattened from several ones has a tuple.
         each = [axis if isinstance(axis, tuple) else (axis,) for axis in found]
         shape = tuple([math.prod(_sizes(axis, what)) for axis in each])
@@ -106,7 +108,7 @@ def _placement(placement: object, dims: int) -> Placement:
         return Placement()
     known = f"placements that are shards or replicas: not {name or type(placement).__name__}"
     _require(name in _SHARDS, known)
-    found = _state(placement)
+    found = attributes_of(placement)
     dim, factor = _sizes((found.get("dim"), found.get("split_factor", 1)), known)
     _require(dim < dims and factor > 0, known)
     return Placement(dim, factor)
@@ -123,11 +125,6 @@ def _order(layout: dict[Any, Any], axes: Sequence[int]) -> Iterator[tuple[int, .
         _require(len({*sharding}) == len(sharding) and left.issuperset(sharding), what)
         left -= {*sharding}
         yield sharding
-
-
-def _state(record: object) -> dict[Any, Any]:
-    """Return the attributes of an object, or an empty dict for a class."""
-    return (record.state or {}) if isinstance(record, Blocked) and record.called else {}
 
 
 def _items(state: dict[Any, Any], name: str) -> Sequence[Any]:

@@ -47,8 +47,8 @@ Extra = tuple[Sequence[str], Mapping[str, Sequence[str]]]
 
 def sorted_by(index: Index, order: str) -> Index:
     """Return an index with its entries in an order of `SORTS`. Equal entries keep their order."""
-    entries = sorted(index.entries.values(), key=SORTS[order])
-    return replace(index, entries={entry.key: entry for entry in entries})
+    entries = sorted(index.tensors.values(), key=SORTS[order])
+    return replace(index, tensors={entry.key: entry for entry in entries})
 
 
 def to_text(
@@ -243,8 +243,7 @@ class _Cells:
         storage = self.index.storage_of(entry)
         if entry.key in self.ties:
             notes.append(f"= {_shown(self.ties[entry.key])}")
-        # The storage of a NumPy array includes its header, so the array is not a view of it.
-        elif self.index.format != "npz" and storage and len(entry.chunks) == 1:
+        elif storage and len(entry.chunks) == 1:
             is_part = entry.chunks[0].nbytes < storage.nbytes
             notes += [f"part of {human(storage.nbytes)}"] * is_part
         if _size(entry) < entry.nbytes and entry.is_plain:

@@ -109,6 +109,11 @@ class Blocked:
     __repr__ = Global.__repr__
 
 
+def attributes_of(record: object) -> dict[Any, Any]:
+    """Return the attributes of an object, or an empty dict for a class or another value."""
+    return (record.state or {}) if isinstance(record, Blocked) and record.called else {}
+
+
 class _Named(str):
     """A value of torch or Python, by its name. It differs from a text with the same content."""
 
@@ -252,9 +257,13 @@ class TorchWorld:
             if dotted in _CALLS or dotted in _VALUES:
                 found = Global(dotted)
             else:
-                found = Blocked(dotted) if _OF_DTENSORS.fullmatch(dotted) else self.block(dotted)
+                found = Blocked(dotted) if self.is_record(dotted) else self.block(dotted)
             self._globals[dotted] = found
         return found
+
+    def is_record(self, name: str) -> bool:
+        """Return whether the reader understands a class that only holds attributes."""
+        return _OF_DTENSORS.fullmatch(name) is not None
 
     def block(self, name: str, called: bool = False, *inside: object) -> Blocked:
         """Note a name as blocked."""
@@ -363,12 +372,14 @@ class TorchWorld:
                 raise FormatError(what, found=clipped_list(sorted(hidden)))
             target.metadata = state.get("_metadata", target.metadata)
         elif isinstance(target, Blocked):
-            if _OF_DTENSORS.fullmatch(target.name):
+            if self.is_record(target.name):
                 if target.inside[1:]:  # torch would apply both
-                    what = "a part of a DTensor has two states"
-                    raise FormatError(what, entry=target.name)
+                    raise FormatError("an object has two states", entry=target.name)
                 (state,) = self.taken((state,))
             target.inside.append(state)
+            # Dataclasses with slots, and old pickles, wrap the dict: (None, attributes).
+            if isinstance(state, tuple) and len(state) == 2:
+                state = state[1]
             if isinstance(state, dict):
                 target.state = state
         elif isinstance(target, ArrayRef):
@@ -387,7 +398,7 @@ class TorchWorld:
 
     def extend(self, target: object, items: list[Any]) -> None:
         """Keep the items that are added to a blocked container, or refuse them."""
-        if not isinstance(target, Blocked):
+        if not isinstance(target, Blocked) or self.is_record(target.name):
             what, found = "adds items to an object that is not a container", type(target).__name__
             raise FormatError(f"the pickle {what}", found=f"a {found}")
         target.inside.append(items)

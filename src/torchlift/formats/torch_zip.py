@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -89,15 +90,16 @@ def read_torch_zip(
     """
     records = read_directory(source) if records is None else records
     top = top_directory(records)
-    pickled = look_up(records, top + "data.pkl")
-    assert pickled is not None
+    pickled = records[top + "data.pkl"]
     expect_records(source, [pickled])
     notes = read_notes(source, records, top)
     world = TorchWorld(source.budget)
     root = read_torch_pickle(read_record(source, pickled), world)
     resolver = zip_resolver(source, records, top + "data/", prefix + "data/", notes)
     root = root if key is None else {key: root}
-    return index_of(source, "torch-zip", root, world, resolver, notes)
+    index = index_of(source, "torch-zip", root, world, resolver, notes)
+    # An archive inside of another file has no checksums of its own to list.
+    return index if prefix else replace(index, records=resolver.others())
 
 
 def index_of(
@@ -124,13 +126,10 @@ def index_of(
     """
     _refuse_module(root)
     flat = flatten(root, source.budget)
-    every = entries = {key: resolver.entry(key, ref) for key, ref in flat.tensors.items()}
-    if any(key in every for key in flat.blocked):
-        entries = {key: entry for key, entry in every.items() if key not in flat.blocked}
     return Index(
         path=source.path,
         format=format,
-        entries=entries,
+        tensors={key: resolver.entry(key, ref) for key, ref in flat.tensors.items()},
         storages=resolver.storages,
         files={source.path: source.stamp},
         objects=flat.objects,
@@ -139,7 +138,6 @@ def index_of(
         module_versions=flat.versions,
         blocked_keys=flat.blocked,
         blocked_tensors=flat.inside,
-        every={} if every is entries else every,
         templates=flat.templates,
         tree=(root,),
     )
@@ -150,7 +148,7 @@ def top_directory(records: dict[str, Record]) -> str:
     first = next(iter(records), "")
     top = first[: first.find("/") + 1]
     outside = next((name for name in records if not top or not name.startswith(top)), None)
-    if outside is not None or not look_up(records, top + "data.pkl"):
+    if outside is not None or top + "data.pkl" not in records:
         raise FormatError(
             "torch.save did not write this zip archive",
             entry=outside,
@@ -162,24 +160,12 @@ def top_directory(records: dict[str, Record]) -> str:
 
 
 def look_up(records: dict[str, Record], name: str) -> Record | None:
-    """Return the record that torch's reader finds under a name.
+    """Return a record that an archive may lack.
 
     Raises:
         FormatError: If its name differs in case: torch would read it, and others would not.
     """
-    record = records.get(name)
-    if record is None:
-        require_spelling(records, name)
-    return record
-
-
-def require_spelling(records: Collection[str], name: str) -> None:
-    """Refuse an archive in which only the case of letters differs from a name.
-
-    Raises:
-        FormatError: If there is such a record: torch would read it, and others would not.
-    """
-    if name.lower() in map(str.lower, records):
+    if name not in records and name.lower() in map(str.lower, records):
         raise FormatError(
             "the name of a record differs in case from what torch writes",
             entry=name,
@@ -187,6 +173,7 @@ def require_spelling(records: Collection[str], name: str) -> None:
             found=next(other for other in records if other.lower() == name.lower()),
             hint="torch would read it, and other programs would not. Write the file again.",
         )
+    return records.get(name)
 
 
 def read_notes(source: Source, records: dict[str, Record], top: str) -> dict[str, str]:
@@ -311,11 +298,20 @@ class Resolver:
             ref.requires_grad is True, ref.is_parameter, encoding,
         )  # fmt: skip
 
+    def others(self) -> dict[str, Storage]:
+        """Return the places of records with a checksum that no tensor uses, by name."""
+        used = {self._folder + name.removeprefix(self._prefix) for name in self.storages}
+        used |= self.storages.keys()  # else it would count as the record of this storage
+        return {
+            name: place
+            for name, place in self._known.items()
+            if place.crc32 is not None and name not in used
+        }
+
     def _storage(self, key: str, ref: StorageRef) -> Storage:
         """Return the storage of a tensor. It must have exactly the declared size."""
         storage = self._known.get(self._folder + ref.key)
         if storage is None:
-            require_spelling(self._known, self._folder + ref.key)
             expected = f"storage {self._prefix}{ref.key}"
             raise FormatError("the storage of a tensor is missing", entry=key, expected=expected)
         nbytes = ref.numel * STORED_SIZE[ref.dtype]

@@ -8,6 +8,7 @@ which are other attributes. ``constants.pkl`` holds the constants of the program
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torchlift.errors import FormatError
@@ -128,4 +129,5 @@ def read_torchscript(source: Source, records: dict[str, Record]) -> Index:
     if constants:
         root[CONSTANTS] = {f"c{number}": value for number, value in enumerate(constants)}
     resolver = zip_resolver(source, records, top, "", notes)
-    return index_of(source, "torchscript", root, world, resolver, notes)
+    index = index_of(source, "torchscript", root, world, resolver, notes)
+    return replace(index, records=resolver.others())

@@ -10,6 +10,7 @@ of the optimizer is blocked.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 import re
@@ -19,7 +20,7 @@ from typing import Any
 
 from torchlift._store.places import name_of
 from torchlift.errors import FormatError
-from torchlift.formats.boxes import flat_entry, joined, narrowed
+from torchlift.formats.boxes import flat_entry
 from torchlift.formats.flattening import under
 from torchlift.formats.index import PARTITIONED, Index, TensorEntry, free_name, used_by
 from torchlift.formats.sharded import ReadFile, claimed, locate, require_files
@@ -70,18 +71,13 @@ def read_zero(path: str, names: Iterable[str], read_file: ReadFile) -> Index:
             kinds[kind], range(ranks), ranks, lambda rank: _RANK.sub(rf"\g<1>{rank}", like)
         )
 
-    def read_optims(ranks: Sequence[int]) -> list[Index]:
-        optims = read("optim", ranks)
-        budget.grow(sum(optim.nbytes for optim in optims))  # they may hold that many shares
-        return [under(optim, _OPTIM) or optim for optim in optims]
-
     ranks = sorted(kinds["optim"])
-    optims = read_optims(ranks[:1])  # the first one says how many ranks there were
+    optims = [under(optim, _OPTIM) or optim for optim in read("optim", ranks)]
+    budget.grow(sum(optim.nbytes for optim in optims))  # they may hold that many shares
     found = optims[0].objects.get("partition_count") if optims else None
     counts = found if isinstance(found, list) else [found]
     stated = [count for count in counts if type(count) is int]
     check("optim", max(1, *stated, *(rank + 1 for rank in ranks)))
-    optims += read_optims(ranks[1:])
     world = len(optims)
     if wrong := [count for count in counts if count != world]:
         raise _split("by expert parallelism", found=f"partitions in {str(wrong[0])[:20]}")
@@ -136,8 +132,9 @@ def _join(
         module,
         path=path,
         format="zero",
-        entries=entries,
+        tensors=entries,
         storages=used_by(entries, {k: v for f in files for k, v in f.storages.items()}),
+        records={name: place for file in files for name, place in file.records.items()},
         files={name: stamp for file in files for name, stamp in file.files.items()},
         blocked_keys={aside: PARTITIONED, **module.blocked_keys},
         metadata={"stage": "3" if is_stage_3 else "1 or 2", "ranks": str(len(optims))},
@@ -174,9 +171,8 @@ def _trained(
         raise FormatError("the shapes of the parameters are missing", entry="param_shapes")
     found: dict[str, TensorEntry] = {}
     if is_stage_3:
-        vectors = [_vector(row) for row in table]
         named = [pair for group in shapes for pair in group.items()]
-        _take_all(found, named, vectors, (), 1, budget)
+        _take_all(found, named, _vectors(table), (), 1, budget)
         return found
     if len(shapes) != len(keys):
         raise FormatError(
@@ -190,14 +186,14 @@ def _trained(
         pads = paddings[at] if isinstance(paddings, list) else ()
         # The padding at the end is not recorded. zero_to_fp32 uses the same bound.
         alignment = 2 * len(optims)
-        _take_all(found, shapes[at].items(), [_vector(column)], pads, alignment, budget)
+        _take_all(found, shapes[at].items(), _vectors([column]), pads, alignment, budget)
     return found
 
 
 def _take_all(
     found: dict[str, TensorEntry],
     named: Iterable[tuple[object, object]],
-    vectors: Sequence[TensorEntry],
+    vectors: Sequence[_Vector],
     paddings: Iterable[Any],
     alignment: int,
     budget: Budget,
@@ -221,57 +217,78 @@ def _take_all(
         start += _share(shape, vectors) + max(0, int(next(pads, 0)))
     for vector in vectors:
         if -(-start // alignment) != -(-vector.numel // alignment):
-            raise _unequal(vector, start)
+            raise vector.length_error(start)
 
 
-def _vector(parts: Sequence[TensorEntry]) -> TensorEntry:
-    """Return consecutive flat tensors as one."""
-    for part in parts:
-        if len(part.shape) != 1 or not part.is_contiguous or part.encoding or part.kind:
-            raise FormatError("a partition is not a flat vector", entry=part.key, found=part.shape)
-    _require_one_dtype(parts[0].key, parts)
-    return joined(parts, 0)
+class _Vector:
+    """Flat tensors of several files, one after the other.
+
+    Attributes:
+        parts: The tensors.
+        numel: Number of elements of all.
+    """
+
+    def __init__(self, parts: Sequence[TensorEntry]) -> None:
+        for part in parts:
+            if len(part.shape) != 1 or not part.is_contiguous or part.encoding or part.kind:
+                what = "a partition is not a flat vector"
+                raise FormatError(what, entry=part.key, found=part.shape)
+        self.parts = parts
+        self._starts = [*itertools.accumulate((part.numel for part in parts), initial=0)]
+        self.numel = self._starts[-1]
+
+    def places(self, start: int, count: int) -> Iterator[tuple[str, int, int]]:
+        """Yield (file, first byte, number of elements) of some consecutive elements."""
+        if start + count > self.numel:
+            raise self.length_error(start + count)
+        # Not by a search from the first part: 384 ranks with 3,000 parameters have a million pairs.
+        at = bisect.bisect_right(self._starts, start) - 1
+        while count:
+            part, first = self.parts[at], start - self._starts[at]
+            some = min(count, part.numel - first)
+            for chunk in part.chunks if some else ():
+                yield chunk.file, chunk.offset + first * part.itemsize, some
+            start, count, at = start + some, count - some, at + 1
+
+    def length_error(self, numel: int) -> FormatError:
+        """Return the error for parameters that need another number of elements."""
+        return FormatError(
+            "the length of a vector does not match the shapes of its parameters",
+            entry=self.parts[0].key,
+            expected=f"{numel} elements",
+            found=f"{self.numel}",
+            hint="The files are of different checkpoints, or one was not saved completely.",
+        )
 
 
-def _require_one_dtype(key: str, parts: Iterable[TensorEntry]) -> None:
+def _vectors(rows: Iterable[Sequence[TensorEntry]]) -> list[_Vector]:
+    """Return a vector for each row of tensors, which must all have one dtype."""
+    found = [_Vector(row) for row in rows]
+    parts = [part for vector in found for part in vector.parts]
     if len(dtypes := {part.dtype for part in parts}) > 1:
-        raise FormatError("the shares have several dtypes", entry=key, found=sorted(dtypes))
+        what = "the shares have several dtypes"
+        raise FormatError(what, entry=parts[0].key, found=sorted(dtypes))
+    return found
 
 
-def _unequal(vector: TensorEntry, numel: int) -> FormatError:
-    return FormatError(
-        "the length of a vector does not match the shapes of its parameters",
-        entry=vector.key,
-        expected=f"{numel} elements",
-        found=f"{vector.numel}",
-        hint="The files are of different checkpoints, or one was not saved completely.",
-    )
-
-
-def _share(shape: tuple[int, ...], vectors: Sequence[TensorEntry]) -> int:
+def _share(shape: tuple[int, ...], vectors: Sequence[_Vector]) -> int:
     """Return the number of a parameter's elements in each vector."""
     return -(-math.prod(shape) // len(vectors))
 
 
 def _flat(
-    key: str,
-    shape: tuple[int, ...],
-    vectors: Sequence[TensorEntry],
-    start: int,
-    budget: Budget,
+    key: str, shape: tuple[int, ...], vectors: Sequence[_Vector], start: int, budget: Budget
 ) -> TensorEntry:
     """Return the entry of a parameter that starts at one element of all vectors."""
-    left, places = math.prod(shape), []
+    left, places = math.prod(shape), list[tuple[str, int, int]]()
+    budget.spend(STEP * len(vectors), key)
     for vector in vectors:
         count = min(left, _share(shape, vectors))  # without the padding of the last share
         left -= count
-        if start + count > vector.numel:
-            raise _unequal(vector, start + count)
-        budget.spend(STEP * (1 + len(vector.chunks)), key)
-        for chunk in narrowed(vector, [[(start, start + count)]]).chunks if count else ():
-            places.append((chunk.file, chunk.offset, chunk.shape[0]))
-    _require_one_dtype(key, vectors)
-    entry = flat_entry(key, vectors[0].dtype, shape, places, key, vectors[0].location)
+        places += vector.places(start, count)
+    budget.spend(2 * STEP * len(places), key)
+    first = vectors[0].parts[0]
+    entry = flat_entry(key, first.dtype, shape, places, key, first.location)
     budget.spend(ENTRY + len(key) + 4 * STEP * len(entry.chunks), key)
     return entry
 
@@ -286,7 +303,7 @@ def _frozen(
         parts = [model.entries.get(key) for model in models]
         whole = parts[0]
         if is_stage_3 and None not in parts:
-            yield name, _flat(name, shape, [_vector([part]) for part in parts if part], 0, budget)
+            yield name, _flat(name, shape, _vectors([part] for part in parts if part), 0, budget)
         elif whole is None or whole.shape != shape:
             raise FormatError(
                 "the values of a frozen parameter are missing",

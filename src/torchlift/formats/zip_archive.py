@@ -315,16 +315,17 @@ def _find_directory(source: Source) -> _Directory:
     full = [FULL16] * 4 + [FULL32] * 2
     agree = all(a in (b, most) for a, b, most in zip(numbers, wide, full, strict=True))
     if magic != END64_MAGIC or limit > last or not agree:
-        raise FormatError("the two end records of a large zip archive do not agree")
+        raise _directory_error("two end records that do not agree")
     disk, first_disk, here, count, nbytes, start = wide
     # Numbers that do not fit would make a reader skip records or read beyond the directory.
     if (disk, first_disk, here) != (0, 0, count) or start + nbytes > limit:
-        raise FormatError(
-            "the directory of the archive does not fit in the file",
-            expected=f"{count} records in the {limit} bytes before the end record",
-            found=f"{here} records on disk {disk}, in {nbytes} bytes at byte {start}",
-        )
+        found = f"{here} of {count} records on disk {disk}, in {nbytes} bytes at byte {start}"
+        raise _directory_error(f"{found}, before an end record at byte {limit}")
     return _Directory(count, start, nbytes)
+
+
+def _directory_error(found: str) -> FormatError:
+    return FormatError("the directory of the archive is damaged", found=found, hint=_DAMAGED)
 
 
 def _listed(directory: bytes, count: int, described: set[str]) -> Iterator[Record]:
@@ -344,7 +345,7 @@ def _listed(directory: bytes, count: int, described: set[str]) -> Iterator[Recor
         raw = directory[at + CENTRAL.size : extra]
         at = extra + n_extra + n_comment
         if magic != CENTRAL_MAGIC or at > stop:
-            raise FormatError("the directory of the archive is damaged", found=f"record {number}")
+            raise _directory_error(f"a damaged record {number}")
         name = raw.decode("utf-8", "replace")
         if name.encode() != raw or "\0" in name:
             what = "the name of a record is not UTF-8, or contains a zero byte"
@@ -366,11 +367,7 @@ def _listed(directory: bytes, count: int, described: set[str]) -> Iterator[Recor
         _check_method(record)
         yield record
     if at != stop:
-        raise FormatError(
-            "the directory of the archive has bytes outside of its records",
-            expected=f"{stop} bytes",
-            found=f"{at} bytes in {count} records",
-        )
+        raise _directory_error(f"{count} records in {at} of {stop} bytes")
 
 
 def _widened(numbers: tuple[int, ...], extra: bytes, name: str) -> list[int]:
