@@ -558,7 +558,7 @@ def take_apart_files(
         ckpt: the checkpoint. It stays open until it is written.
         target: where it is saved.
         becomes: returns the dtype that a tensor is saved with; None: its own.
-        dropped: keys that are left out.
+        dropped: keys of its containers that it does not have, because they are left out.
         made: returns the tensor to save in place of the one in the file, or None.
         containers: those of renamed keys, if they contain all keys; None: those of the file.
 
@@ -566,11 +566,10 @@ def take_apart_files(
         UnsafeError: If a value could only be rebuilt by running code.
         PlacementError: If a file cannot store a value.
     """
-    blocked = [key for key in ckpt.blocked_keys if key not in dropped]
-    if blocked:
-        error = ckpt._refusal(blocked[0])
-        if ckpt.blocked_keys[blocked[0]] not in OF_RANKS:
-            this = Argument("exclude", f"[{blocked[0]!r}]", (blocked[0],))
+    for key, why in ckpt.blocked_keys.items():
+        error = ckpt._refusal(key)
+        if why not in OF_RANKS:
+            this = Argument("exclude", f"[{key!r}]", (key,))
             error.hint = Hint("Leave it out: ", this, ".")
         raise error
     index, views = ckpt._index, ckpt._mapped()
@@ -579,16 +578,14 @@ def take_apart_files(
     if index.tree is not None:
         tree: Any = Tree(index, lambda entry: entry, ckpt._refusal, dropped).rebuild(None)
     else:
-        kept_leaves = {key: value for key, value in leaves.items() if key not in dropped}
-        kept_leaves = gathered(kept_leaves, index.templates)
-        tree = versioned(kept_leaves, index.module_versions or None)
+        tree = versioned(gathered(leaves, index.templates), index.module_versions or None)
     if containers is not None:
         found = take_apart(containers, plain=False)
-        if {*found.tensors, *found.objects} == leaves.keys() - set(dropped):
+        if {*found.tensors, *found.objects} == leaves.keys():
             tree = containers
     state = take_apart(tree, plain=not target.only_tensors, replaced=made)
     # The containers and the keys of an index describe the same content.
-    assert {*map(state.name_of, state.tensors)} == entries.keys() - dropped
+    assert {*map(state.name_of, state.tensors)} == entries.keys()
     becomes = becomes or partial(dtype_of, path=index.path)
     values = list[Value]()
     for key, source in state.tensors.items():
