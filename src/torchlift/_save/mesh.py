@@ -39,7 +39,14 @@ from torchlift._save.replicas import (
     difference_error,
     find_differences,
 )
-from torchlift._save.values import State, Value, explain_untied, find_untied_keys, stored_as
+from torchlift._save.values import (
+    State,
+    Value,
+    explain_untied,
+    find_untied_keys,
+    stored_as,
+    ties_of,
+)
 from torchlift._store.files import FileStamp
 from torchlift._system.interrupts import Running, deliver_interrupt
 from torchlift._system.text import progress_bar
@@ -206,16 +213,18 @@ def share_state(
         PlacementError: If two ranks hold different things under one key, or their arguments differ.
     """
     local = state.tensors
+    plain = list[Value]()
 
     def describe() -> StepResult[tuple[State, dict[Box, torch.Tensor]], _Message]:
         tensors = {key: _describe(key, tensor) for key, tensor in local.items()}
         own = replace(state, tensors=tensors, metadata=dict(state.metadata))
         digest = hashlib.sha256(pickle.dumps(own)).digest()
         # Statistics that each rank has of its own data: the first rank's count, as in torch.
-        plain = {key: each for key, each in local.items() if compare and not is_dtensor(each)}
-        buffers = find_buffers(plain) if plain else set()
+        others = {key: each for key, each in local.items() if compare and not is_dtensor(each)}
+        buffers = find_buffers(others) if others else set()
         values = {box: part for key in local for box, part in _boxes_of(key, local[key])}
-        message = _Message(compared, digest, [*values], _find_same(local), buffers)
+        plain.extend(Value.of_tensor(key, local_tensor(each)) for key, each in local.items())
+        message = _Message(compared, digest, [*values], _find_same(local, plain), buffers)
         return StepResult((own, values), message)
 
     (own, values), by_rank = ranks.group.run(describe)
@@ -229,7 +238,6 @@ def share_state(
     _require_complete(own, holders)
     tied = _find_ties(own, by_rank)
     buffers = set[str]().union(*(each.buffers for each in by_rank.values()))
-    plain = [Value.of_tensor(key, local_tensor(tensor)) for key, tensor in local.items()]
     lost = explain_untied(find_untied_keys(plain, None))
     # The boxes of all ranks may be many: the number of ranks times that of keys.
     here = {box: holders[box] for box in values}
@@ -494,19 +502,19 @@ def _require_same_kinds(by_rank: Mapping[int, State]) -> None:
                 )
 
 
-def _find_same(local: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return key -> an earlier key of the same tensor here."""
-    first: dict[object, str] = {}
-    found: dict[str, str] = {}
-    for key, tensor in local.items():
-        values = local_tensor(tensor)
-        if values.numel():
-            # A conjugate or negative view has the memory of its base, and other values.
-            facts = values.dtype, values.is_conj(), values.is_neg(), values.shape, values.stride()
-            memory = values.device, values.data_ptr(), *facts, tensor.shape, spread_of(tensor)
-            if first.setdefault(memory, key) != key:
-                found[key] = first[memory]
-    return found
+def _find_same(local: Mapping[str, torch.Tensor], values: Iterable[Value]) -> dict[str, str]:
+    """Return key -> an earlier key of the same tensor here.
+
+    Args:
+        local: key -> tensor.
+        values: what this rank holds of these tensors.
+    """
+
+    def with_spread(value: Value) -> Value:
+        tensor = local[value.key]
+        return replace(value, memory=(value.memory, tensor.shape, spread_of(tensor)))
+
+    return ties_of(map(with_spread, values))
 
 
 def _find_ties(state: State, by_rank: Mapping[int, _Message]) -> dict[str, str]:

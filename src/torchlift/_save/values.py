@@ -609,11 +609,11 @@ def require_name(key: object) -> None:
 
 
 class TensorKind(NamedTuple):
-    """What a tensor is that is not strided numbers.
+    """What a value is that is not stored as strided numbers.
 
     Attributes:
         name: for messages.
-        dense: the call that makes a dense tensor of it; empty if torch has none.
+        dense: the call that makes dense tensors of it; empty if torch has none.
         is_kept: whether a torch file keeps it.
     """
 
@@ -622,23 +622,30 @@ class TensorKind(NamedTuple):
     is_kept: bool = False
 
 
-def _kind_of(value: torch.Tensor | TensorEntry) -> TensorKind:
-    """Return the kind of a tensor. Strided numbers have the name of their class."""
-    is_kept = call_of(value) is not None
+def _kind_of(value: object) -> TensorKind:
+    """Return what a value is."""
+    name = type(value).__name__
     if isinstance(value, TensorEntry):
-        kind, name = str(value.kind), value.dtype
+        kind, dtype = str(value.kind), value.dtype
         is_quantised, is_sparse = kind.startswith("per "), "sparse" in kind
+        name = f"a {kind} tensor of {dtype}"
+    elif not isinstance(value, torch.Tensor):
+        return TensorKind(name)
+    elif is_lazy(value):
+        return TensorKind(f"a {name}, which gets its shape when the module is first called")
     else:
-        kind, name = _name(value.layout).replace("_", " "), _name(value.dtype)
+        kind, dtype = _name(value.layout).replace("_", " "), _name(value.dtype)
         is_quantised, is_sparse = value.is_quantized, value.layout is not torch.strided
         if value.is_nested:
-            return TensorKind(f"a nested tensor of {name}")
-        if not is_quantised and not is_sparse:
-            return TensorKind(type(value).__name__, is_kept=is_kept)
+            rows = "its rows, [*tensor.unbind()], which torch.nested.as_nested_tensor joins"
+            return TensorKind(f"a nested tensor of {dtype}", rows)
+        name += f", {dtype}, {value.layout}, on {value.device}"
+    is_kept = call_of(value) is not None
     if is_quantised:
-        return TensorKind(f"a quantised tensor of {name}", "tensor.dequantize()", is_kept)
-    dense = "tensor.to_dense()" if is_sparse else ""
-    return TensorKind(f"a {kind} tensor of {name}", dense, is_kept)
+        return TensorKind(f"a quantised tensor of {dtype}", "tensor.dequantize()", is_kept)
+    if is_sparse:
+        return TensorKind(f"a {kind} tensor of {dtype}", "tensor.to_dense()", is_kept)
+    return TensorKind(name, is_kept=is_kept)
 
 
 def kind_error(key: str, kind: TensorKind, path: str | None = None) -> PlacementError:
@@ -651,11 +658,12 @@ def kind_error(key: str, kind: TensorKind, path: str | None = None) -> Placement
     """
     ways = ["save as a torch file, which keeps it"] if kind.is_kept else []
     ways += [f"save {kind.dense}"] if kind.dense else []
-    hint = Hint(", or ".join(ways).capitalize(), "." if ways else "")
+    hint = Hint(", or ".join(ways).capitalize(), ".") if ways else None
     if path is not None:
         leave = Argument("exclude", f"[{key!r}]", (key,))
         made = f", or return {kind.dense} from transform=." if kind.dense else "."
-        hint = Hint(hint, " Leave it out with ", leave, made)
+        before = (hint, " ") if hint else ()
+        hint = Hint(*before, "Leave it out with ", leave, made)
     return PlacementError(
         "cannot be stored in a file of this format",
         file=path,
@@ -672,26 +680,9 @@ def stored_as(key: str, value: object) -> Stored:
     Raises:
         PlacementError: If it is not a dense tensor with values.
     """
-    found, hint = type(value).__name__, None
-    if isinstance(value, torch.Tensor) and is_lazy(value):
-        found += ", which gets its shape when the module is first called"
-    elif isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and not is_lazy(value) and not value.is_meta:
         name = _name(value.dtype)
         # A wrapper has no memory of its own: its bytes would be read from nowhere.
-        if has_memory(local_tensor(value)) and not value.is_meta and name in ITEMSIZE:
+        if has_memory(local_tensor(value)) and name in ITEMSIZE:
             return Stored(key, name, tuple(value.shape))
-        kind = _kind_of(value)
-        if kind.dense or kind.is_kept:
-            raise kind_error(key, kind)
-        found = kind.name
-        if value.is_nested:
-            hint = "Save its rows, [*tensor.unbind()]. torch.nested.as_nested_tensor joins them."
-        else:
-            found += f", {name}, {value.layout}, on {value.device}"
-    raise PlacementError(
-        "cannot be stored in a file of this format",
-        entry=key,
-        expected="a dense tensor with values",
-        found=found,
-        hint=hint,
-    )
+    raise kind_error(key, _kind_of(value))
