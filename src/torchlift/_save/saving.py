@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from tempfile import TemporaryDirectory
@@ -228,19 +228,14 @@ def save(
 
     given: Any = path
     started = time.perf_counter()
-    with ExitStack() as stack:
-        is_alone = process_group is None and not any(map(is_dtensor, _inside(obj)))
-        if not is_alone:
-            # Ctrl-C arrives where the ranks exchange messages. Else the others would wait.
-            stack.enter_context(uninterrupted())
+    is_alone = process_group is None and not any(map(is_dtensor, _inside(obj)))
+    # Ctrl-C arrives where the ranks exchange messages. Else the others would wait.
+    with nullcontext() if is_alone else uninterrupted():
         ranks = SavingRanks(process_group, alone=is_alone)
         target, state = ranks.group.run(lambda: StepResult(prepare(), None)).value
-        if is_alone and any(map(is_dtensor, state.tensors.values())):
-            # An object may hold DTensors that only its state_dict() returns.
-            is_alone, ranks = False, SavingRanks()
-            stack.enter_context(uninterrupted())
         options = SaveOptions(checksum, progress)
-        if is_alone:
+        # An object may hold DTensors that only its state_dict() returns.
+        if is_alone and not any(map(is_dtensor, state.tensors.values())):
             if isinstance(obj, Checkpoint):
                 options = replace(options, check=partial(require_unchanged, obj))
             else:
@@ -248,8 +243,9 @@ def save(
                     state.values = [Value.of_tensor(*each) for each in state.tensors.items()]
             report = write_state(target, state, options)
         else:
-            stack.enter_context(errors_name(target.path))
-            report = _save_together(ranks, target, state, options, replicated)
+            with uninterrupted(), errors_name(target.path):
+                ranks = SavingRanks(process_group)
+                report = _save_together(ranks, target, state, options, replicated)
     return replace(report, seconds=time.perf_counter() - started)
 
 

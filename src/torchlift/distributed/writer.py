@@ -33,16 +33,16 @@ from torchlift._save.files import (
 from torchlift._save.layouts import (
     DCP_FILES,
     DCP_VERSION,
+    Box,
     OwnFile,
     Written,
     end_of,
     name_of_rank,
     storage_data,
 )
-from torchlift._save.mesh import find_holders, require_alike
+from torchlift._save.mesh import find_holders, require_alike, require_equal
 from torchlift._save.replicas import (
-    TAKE_FIRST,
-    Difference,
+    Checksum,
     checksum_of,
     difference_error,
     find_differences,
@@ -127,9 +127,8 @@ class CheckpointWriter(StorageWriter):
             raise ValueError(f'replicated={replicated!r}: expected "equal" or "rank0"')
         self.path = None if path is None else os.fspath(path)
         self.checksum, self.replicated, self._options = checksum, replicated, storage_options
-        # What this rank holds, before DCP leaves values of several ranks to one; and their source.
+        # What this rank holds, before DCP leaves values of several ranks to one.
         self._items: dict[MetadataIndex, WriteItem] = {}
-        self._planner: SavePlanner | None = None
         self._files: Files | Objects | None = None  # on the first rank
         self._close_files: Any = None
 
@@ -202,7 +201,7 @@ class CheckpointWriter(StorageWriter):
         held = {number: plan.storage_data or {} for number, plan in enumerate(plans)}
         if unlike := find_differences(held):
             hint = "Give each its own name, or make them shards of a DTensor."
-            raise difference_error(_by_name(unlike), hint, head)
+            raise difference_error({i.fqn: each for i, each in unlike.items()}, hint, head)
         shared = {index: who for index, who in find_holders(held).items() if len(who) > 1}
         if self.replicated == "rank0":
             plans, shared = _leave_to_first(plans, shared), {}
@@ -224,13 +223,11 @@ class CheckpointWriter(StorageWriter):
     def _close(self) -> None:
         if self._close_files is not None:
             self._close_files()
-        self._files = self._close_files = self._planner = None
+        self._files = self._close_files = None
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the file of this rank. An error is raised on all ranks in the end."""
         written: Written | _Failed
-        if self._files is not None:  # the first rank, which compares; others would keep the state
-            self._planner = planner
         try:
             with uninterrupted(), write_errors(self._target.head):
                 written = self._write(plan.storage_data, plan.items, planner)
@@ -242,9 +239,6 @@ class CheckpointWriter(StorageWriter):
 
     def _write(self, assigned: _Assignment, plan: list[WriteItem], planner: SavePlanner) -> Written:
         require_alike({**assigned.arguments, rank(): self._arguments})
-        work = Workspace()
-        shared = self._values_of(assigned.shared, planner)
-        checksums = {index: checksum_of(tensor, work) for index, tensor in shared.items()}
         own = OwnFile(assigned.number)
         for item in plan:
             key, data = item.index.fqn, planner.resolve_data(item)
@@ -254,31 +248,23 @@ class CheckpointWriter(StorageWriter):
                 own.add_value(key, _bytes_layout(data.getvalue()))
         files = {own.name: own.sections}
         write_own_files(self._target.head, DCP_FILES, assigned.temporary, files, lambda _: None)
+        checksums = self._sum_up(assigned.shared, planner)
         return Written([end_of(own.sections)], own.items, checksums)
 
-    def _values_of(
-        self, indexes: Container[MetadataIndex], planner: SavePlanner
-    ) -> dict[MetadataIndex, torch.Tensor]:
-        """Return what this rank holds of some tensors, or of parts of them."""
-        values = {
-            index: planner.resolve_data(item)
-            for index, item in self._items.items()
-            if index in indexes
-        }
-        return {i: each.detach() for i, each in values.items() if isinstance(each, torch.Tensor)}
-
-    def _require_equal(self, written: list[Written]) -> None:
-        """Refuse values that differ between ranks, unless they are buffers of a module.
-
-        Raises:
-            PlacementError: If there are some.
-        """
-        found = find_differences({number: each.checksums for number, each in enumerate(written)})
-        if self._planner is not None and found:
-            for index in find_buffers(self._values_of(found, self._planner)):
-                del found[index]
-        if found:
-            raise difference_error(_by_name(found), TAKE_FIRST, self._target.head)
+    def _sum_up(
+        self, shared: Container[MetadataIndex], planner: SavePlanner
+    ) -> dict[Box, Checksum]:
+        """Return the checksums of what other ranks hold, too, but for buffers of a module."""
+        held = {index: item for index, item in self._items.items() if index in shared}
+        values: dict[Box, torch.Tensor] = {}
+        for index, item in held.items():
+            tensor = planner.resolve_data(item)
+            if isinstance(tensor, torch.Tensor):
+                box = Box(index.fqn, tuple(index.offset or ()), tuple(tensor.shape))
+                values[box] = tensor.detach()
+        # Statistics that each rank has of its own data: one rank's count, as in torch.
+        buffers, work = find_buffers(values) if values else set(), Workspace()
+        return {box: checksum_of(each, work) for box, each in values.items() if box not in buffers}
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Make the checkpoint appear.
@@ -294,7 +280,7 @@ class CheckpointWriter(StorageWriter):
             raise_first(
                 {each.rank: each.error for each in reports if isinstance(each, _Failed)}, None
             )
-            self._require_equal(reports)
+            require_equal({who: each.checksums for who, each in enumerate(reports)}, files.head)
             metadata.storage_data = storage_data(files.names, reports)
             metadata.storage_meta, metadata.version = self.storage_meta(), DCP_VERSION
             with uninterrupted():
@@ -311,10 +297,6 @@ def _form_of(item: WriteItem) -> object:
     """Return what must be equal on all ranks that hold a part of a tensor."""
     data = item.tensor_data
     return data and (data.size, data.chunk, data.properties.dtype)
-
-
-def _by_name(found: Mapping[MetadataIndex, Difference]) -> dict[str, Difference]:
-    return {index.fqn: each for index, each in found.items()}
 
 
 def _leave_to_first(
