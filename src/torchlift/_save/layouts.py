@@ -6,7 +6,7 @@ import json
 import os
 import pickle
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from torchlift._model.torch_private import dcp_item
-from torchlift._save.blocks import Block, Workspace
 from torchlift._save.pickling import Shared, lay_out_torch_file
 from torchlift._save.replicas import Checksum
 from torchlift._save.values import State, Value, kind_error, storages_of, ties_of
@@ -80,18 +79,6 @@ class Output:
         """Return the bytes of tensors in the files."""
         sections = (section for own in self.files.values() for section in own)
         return sum(place.tensor.nbytes for each in sections for place in each.layout.payloads)
-
-    def data(self) -> Iterator[tuple[int, Block]]:
-        """Yield (offset, bytes) of one file without checksums."""
-        work = Workspace()
-        for base, layout, values in (s for sections in self.files.values() for s in sections):
-            for offset, data in layout.frame([]):
-                yield base + offset, data
-            for (_, start), value in zip(layout.payloads, values, strict=True):
-                at = base + start
-                for block in value.blocks(work):
-                    yield at, block
-                    at += len(block)
 
 
 def end_of(sections: Sequence[Section]) -> int:
