@@ -542,7 +542,7 @@ def _merge_states(states: Sequence[State]) -> State:
         PlacementError: If their containers differ in kind.
     """
     template = _merge_templates([each.template for each in states], "")
-    made = State(states[0].plain, template, metadata=states[0].metadata)
+    made = State(template, metadata=states[0].metadata)
     for each in states:
         # In the order of the ranks, and with the value of the first.
         for name in _BY_KEY:

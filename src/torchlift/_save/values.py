@@ -211,7 +211,6 @@ class State:
     """A state that was taken apart.
 
     Attributes:
-        plain: whether values that are not tensors must be plain data.
         template: the containers, with a `Leaf` for every value.
         tensors: key -> value that is a tensor.
         objects: key -> value that is not a tensor.
@@ -225,7 +224,6 @@ class State:
         values: of the tensors, in the order of the keys.
     """
 
-    plain: bool
     template: Any = None
     tensors: dict[str, Any] = field(default_factory=dict)
     objects: dict[str, object] = field(default_factory=dict)
@@ -250,9 +248,7 @@ class State:
         return {name: min(own) for name, own in kept.items() if len(own) == 1 and name not in own}
 
 
-def take_apart(
-    saved: object, *, plain: bool = True, lists: bool = True, replaced: Replaced | None = None
-) -> State:
+def take_apart(saved: object, *, plain: bool = True, replaced: Replaced | None = None) -> State:
     """Take containers apart without changing them.
 
     An object with a ``state_dict`` is replaced by its state dict. A list without tensors is one
@@ -260,15 +256,15 @@ def take_apart(
 
     Args:
         saved: the state.
-        plain: whether values that are not tensors must be plain data, because they are saved.
-        lists: whether arrays of numpy become lists, as they are saved.
+        plain: whether values that are not tensors are saved. They must be plain data, and arrays
+            of numpy become lists.
         replaced: returns the tensor to save for a key and its entry in a file; None: the entry.
 
     Raises:
         PlacementError: If a key cannot be stored, two values have one key, or containers contain
             themselves.
     """
-    return _Walk(plain, lists, replaced).run(saved)
+    return _Walk(plain, replaced).run(saved)
 
 
 class _Walk:
@@ -278,9 +274,9 @@ class _Walk:
     have returned their states.
     """
 
-    def __init__(self, plain: bool, lists: bool, replaced: Replaced | None) -> None:
-        self.state = State(plain)
-        self._lists, self._replaced = lists, replaced
+    def __init__(self, plain: bool, replaced: Replaced | None) -> None:
+        self.state = State()
+        self._plain, self._replaced = plain, replaced
         self._rule = Containers((torch.Tensor, TensorEntry))
         # Object -> what is saved of it. By identity, with the object: while it lives, no other one
         # has its identity.
@@ -322,12 +318,12 @@ class _Walk:
         is_tensor = isinstance(value, (torch.Tensor, TensorEntry))
         if isinstance(value, torch.Tensor) and (attributes := _attributes_of(value)):
             state.lost[key or "(all)"] = attributes
-        call = call_of(value) if state.plain and is_tensor else None
+        call = call_of(value) if self._plain and is_tensor else None
         if call is not None:
             return self._rebuild(value, call, key if path else ROOT_TENSOR, path or (ROOT_TENSOR,))
         if not path:
             key = ROOT_TENSOR if is_tensor else ROOT_OBJECT
-        if state.plain and not is_tensor:
+        if self._plain and not is_tensor:
             require_plain(key, value)
         return self._record(
             value, key, path or (key,), state.tensors if is_tensor else state.objects
@@ -395,7 +391,7 @@ class _Walk:
             return self._states[id(value)][1]
         given, value = value, _state_of(value)
         if is_array(value):
-            return self._to_list(value, key) if self._lists else value
+            return self._to_list(value, key) if self._plain else value
         found, is_dict, is_kind = value, isinstance(value, Mapping), _is_kind(value)
         if is_kind or type(value) in (*_PAIR, list, tuple):
             items = {
