@@ -283,7 +283,7 @@ def _choose(source: _Source, options: Options) -> Index:
 
 
 def _keep_model(index: Index, target: Target, lost: dict[str, str]) -> Index:
-    """Return what belongs to a model, if the new file stores nothing else; note the others."""
+    """Return what belongs to a model, if the new file stores nothing else. Note the others."""
     if not target.only_tensors:
         return index
     for name in index.aside:
@@ -293,7 +293,7 @@ def _keep_model(index: Index, target: Target, lost: dict[str, str]) -> Index:
 
 
 def _leave_out_blocked(ckpt: Checkpoint, target: Target, lost: dict[str, str]) -> Index:
-    """Return an index without values that only running code could rebuild; note them.
+    """Return an index without values that only running code could rebuild. Note their keys.
 
     Values that contain tensors stay, and so do all of them if the new file stores plain data.
     """

@@ -71,7 +71,7 @@ class Files:
     def create(self) -> None:
         """Create missing folders, and the files under temporary names.
 
-        What dead writers left is removed.
+        It also removes files of dead writers.
 
         Raises:
             OSError: If a folder or a file cannot be created. `close` removes the others.

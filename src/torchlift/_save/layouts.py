@@ -278,7 +278,7 @@ def dcp_output(
     own: OwnFile,
     untied: Mapping[str, str],
 ) -> Output:
-    """Lay out a DCP folder, of which this process writes one file.
+    """Lay out a DCP folder to which this process writes one file.
 
     Args:
         path: of the folder.

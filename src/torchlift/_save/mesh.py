@@ -79,12 +79,12 @@ class Described(NamedTuple):
 
 
 class _Message(NamedTuple):
-    """What a rank tells the others about its state.
+    """The message of a rank about its state.
 
     Attributes:
         arguments: those that must be equal on all ranks.
         digest: of its state without the values of tensors.
-        boxes: those of which it holds the values.
+        boxes: those whose values it holds.
         same: key -> an earlier key of the same tensor here.
         buffers: keys of buffers of a live module.
     """
@@ -128,7 +128,7 @@ class SharedState:
 
         Args:
             who: this rank.
-            compare: whether all holders must have the same values; else the first rank's count.
+            compare: whether all holders must have the same values. If not, the first one writes.
             skipped: keys that no rank writes.
         """
         turns = {key: turn for turn, key in enumerate(self.state.tensors)}
@@ -288,7 +288,7 @@ def find_holders(by_rank: Mapping[int, Iterable[Held]]) -> dict[Held, list[int]]
 
 
 def _require_complete(state: State, boxes: Iterable[Box]) -> None:
-    """Refuse tensors of which the ranks together do not hold each value in one box.
+    """Refuse tensors with values that are in no box of a rank, or in two different boxes.
 
     Raises:
         PlacementError: If there is one.
@@ -328,7 +328,7 @@ class _Created(NamedTuple):
 
     Attributes:
         output: what this rank writes.
-        files: those of all ranks; None on all ranks but the first.
+        files: those of all ranks. None on all ranks but the first.
     """
 
     output: Output

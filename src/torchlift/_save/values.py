@@ -390,31 +390,24 @@ class _Walk:
         if id(value) in self._states:
             return self._states[id(value)][1]
         given, value = value, _state_of(value)
-        if is_array(value):
-            return self._to_list(value, key) if self._plain else value
-        found, is_dict, is_kind = value, isinstance(value, Mapping), _is_kind(value)
-        if is_kind or type(value) in (*_PAIR, list, tuple):
+        found, lost, is_kind = value, "", _is_kind(value)
+        if is_array(value) and self._plain:  # `weights_only=True` refuses the class of arrays
+            found, lost = value.tolist(), f"a numpy array of {value.dtype} {list(value.shape)}"
+        elif is_kind or type(value) in (*_PAIR, list, tuple):
             items = {
                 name: self._resolve(item, _join(key, name_text(name), depth), depth + 1)
                 for name, item in items_of(value)
             }
+            is_dict = isinstance(value, Mapping)
             kind: Any = type(value) if not is_kind else dict if is_dict else tuple
             found = kind(items if is_dict else items.values())
-            if hasattr(value, "_metadata") and not is_kind:
+            if is_kind:
+                lost = f"a {type(value).__name__}"
+            elif hasattr(value, "_metadata"):
                 found._metadata = value._metadata
-        if is_kind:
-            what = f"a {type(value).__name__}, which becomes a {type(found).__name__}"
-            self.state.lost[key or "(all)"] = what
+        if lost:
+            self.state.lost[key or "(all)"] = f"{lost}, which becomes a {type(found).__name__}"
         self._states[id(given)] = given, found
-        return found
-
-    def _to_list(self, array: Any, key: str) -> Any:
-        """Return an array of numpy as a list: ``weights_only=True`` refuses the class of arrays."""
-        found = array.tolist()
-        form = f"{array.dtype} {list(array.shape)}"
-        what = f"a numpy array of {form}, which becomes a {type(found).__name__}"
-        self.state.lost[key or "(all)"] = what
-        self._states[id(array)] = array, found
         return found
 
 
@@ -494,6 +487,7 @@ def storages_of(values: Iterable[Value]) -> tuple[list[Value], dict[str, Shared]
     found: dict[str, Shared] = {}
     for overlapping in _group_overlapping(values):
         value = overlapping[0]
+        # As nearly all. 20,000 tensors take 0.8 s so, and 1.0 s below.
         if len(overlapping) == 1 and value.numel and value.is_dense and value.plain:
             found[value.key] = Shared(len(storages), 0, value.shape, value.stride)
             storages.append(value)
@@ -605,11 +599,11 @@ def require_name(key: object) -> None:
 
 
 class TensorKind(NamedTuple):
-    """What a value is that is not stored as strided numbers.
+    """The kind of a value that is not stored as strided numbers.
 
     Attributes:
         name: for messages.
-        dense: the call that makes dense tensors of it; empty if torch has none.
+        dense: the call that makes dense tensors of it, or an empty text.
         is_kept: whether a torch file keeps it.
     """
 
