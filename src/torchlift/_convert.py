@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from tempfile import TemporaryFile
 from typing import IO, Any
@@ -70,6 +70,7 @@ from torchlift.formats.index import (
     lacking,
     left_out,
     of_model,
+    renamed,
     used_by,
 )
 from torchlift.formats.source import errors_name
@@ -172,29 +173,30 @@ def convert(
         index = index_of(layers)
         source = _Source(given, layers, index if root == above else select(index, str(root)))
         _require_free(target, overwrite)
-        selection = _leave_out(options, source, target)
-        selection = _rename(selection, options, source, target)
-        if not verify:
-            selection = replace(selection, index=_without_checksums(selection.index))
-        ckpt = stack.enter_context(Checkpoint(selection.index))
-        check_rule(options.dtype, list(ckpt.entries), present=False)
-        _require_something(ckpt, source, root, target, selection.dropped)
-        _leave_out_blocked(selection, ckpt, target)
+        lost = dict[str, str]()
+        chosen = _keep_model(_choose(source, options), target, lost)
+        named = _rename(chosen, rename, source, target)
+        with Checkpoint(named.index) as found:
+            check_rule(options.dtype, list(found.entries), present=False)
+            _require_something(found, source, root, target)
+            index = _leave_out_blocked(found, target, lost)
+        ckpt = stack.enter_context(Checkpoint(index if verify else _without_checksums(index)))
         becomes = partial(stored_dtype, options.dtype, path=ckpt.path)
         results = _Results(ckpt, transform, becomes, target, stack)
         if verify and not dry_run and transform is not None:
             require_intact(source.checkpoints)  # before the transform gets their values
-        replaced = results.of if transform is not None or source.has_memory else None
-        state = take_apart_files(
-            ckpt, target, becomes, selection.dropped, replaced, selection.containers
-        )
+        replaced = results.of if transform is not None or tensors_in(layers) else None
+        dropped = _keys_of(source.index) - _keys_of(index)
+        state = take_apart_files(ckpt, target, becomes, dropped, replaced, named.containers)
         if verify and not dry_run and transform is None:
-            _require_intact_rest(state, selection, source)
-        lost = {} if transform is None else _find_untied(ckpt.entries, state.tensors)
+            _require_intact_rest(state, chosen.entries, source)
+        if transform is not None:
+            lost |= _find_untied(ckpt.entries, state.tensors)
         if target.only_tensors:
             lost |= dict.fromkeys(state.objects, _NOT_A_TENSOR)
         texts = _metadata_of(source.checkpoints)
-        if target.only_tensors and source.has_texts_only:
+        formats = {one.format for one in source.checkpoints}
+        if target.only_tensors and formats.isdisjoint(_TEXTS[2:]):  # their metadata is not text
             state.metadata = texts
         elif texts:
             lost["(metadata)"] = f"the format has no place for {', '.join(sorted(texts))}"
@@ -206,9 +208,7 @@ def convert(
             _require_free(target, overwrite)
 
         planning.close()
-        written = SaveOptions(
-            checksum, progress, lost=selection.lost | lost, check=check, dry_run=dry_run
-        )
+        written = SaveOptions(checksum, progress, lost=lost, check=check, dry_run=dry_run)
         return replace(write_state(target, state, written), hint=hint)
 
 
@@ -236,34 +236,18 @@ class _Source:
         """Return the checkpoints among the layers."""
         return [layer for layer in self.layers if isinstance(layer, Checkpoint)]
 
-    @property
-    def has_memory(self) -> bool:
-        """Return whether a source is a state dict in memory."""
-        return bool(tensors_in(self.layers))
-
-    @property
-    def has_texts_only(self) -> bool:
-        """Return whether the metadata of its author is that of safetensors."""
-        return all(one.format in _TEXTS[:2] for one in self.checkpoints if one.format in _TEXTS)
-
 
 @dataclass(frozen=True, slots=True)
-class _Selection:
-    """What is written of a source, before values are changed.
+class _Renamed:
+    """An index under its new names.
 
     Attributes:
         index: the keys.
-        dropped: keys of the index that are left out.
-        lost: key -> why the format leaves it out.
-        containers: those of renamed keys, if the new file keeps them.
-        read: entries whose bytes are read, by their key in the source.
+        containers: those of the file with the new names, if the new file keeps them.
     """
 
     index: Index
-    dropped: set[str] = field(default_factory=set)
-    lost: dict[str, str] = field(default_factory=dict)
     containers: Any = None
-    read: Mapping[str, TensorEntry] = field(default_factory=dict)
 
 
 def _to_list(src: Given | Sequence[Given], storage_options: Mapping[str, Any] | None) -> list[Any]:
@@ -272,51 +256,69 @@ def _to_list(src: Given | Sequence[Given], storage_options: Mapping[str, Any] | 
     return [place_of(one, storage_options) if is_url(one) else one for one in given]
 
 
-def _leave_out(options: Options, source: _Source, target: Target) -> _Selection:
-    """Leave out keys by patterns, and for safetensors what does not belong to a model.
+def _keys_of(index: Index) -> set[str]:
+    return {*index.entries, *index.objects, *index.blocked_keys}
+
+
+def _without(index: Index, keys: Collection[str]) -> Index:
+    """Return an index without some keys. Its containers stay as they are."""
+    return renamed(index, lambda key: None if key in keys else key) if keys else index
+
+
+def _choose(source: _Source, options: Options) -> Index:
+    """Return the index of the keys that the caller's patterns choose.
 
     Raises:
         MismatchError: If a pattern matches nothing, or the patterns leave no tensor.
         PlacementError: If a state in memory contains an object that is not plain data.
     """
-    index, lost = source.index, dict[str, str]()
+    index = source.index
     others = [*index.objects, *index.blocked_keys]
     dropped = left_out(index.entries, others, options.include, options.exclude, index.path)
-    if any(map(is_state, source.given)):
-        kept = {key: value for key, value in index.objects.items() if key not in dropped}
-        if hint := state_hint(kept):
-            raise PlacementError("an object cannot be converted", file=index.path, hint=hint)
-    read = {key: entry for key, entry in index.entries.items() if key not in dropped}
-    if target.only_tensors and index.aside:
-        for name in index.aside:
-            refusal = lacking(index.path, name, index.blocked_keys.get(name))
-            lost[name] = refusal.reason if refusal else _NOT_OF_MODEL
-        model = of_model(index)
-        beside = {*index.entries, *index.objects, *index.blocked_keys}
-        dropped |= beside - {*model.entries, *model.objects, *model.blocked_keys}
-        read = {key: entry for key, entry in read.items() if key not in dropped}
-    return _Selection(index, dropped, lost, read=read)
+    index = _without(index, dropped)
+    hint = state_hint(index.objects) if any(map(is_state, source.given)) else None
+    if hint:
+        raise PlacementError("an object cannot be converted", file=index.path, hint=hint)
+    return index
 
 
-def _rename(selection: _Selection, options: Options, source: _Source, target: Target) -> _Selection:
+def _keep_model(index: Index, target: Target, lost: dict[str, str]) -> Index:
+    """Return what belongs to a model, if the new file stores nothing else. Note the others."""
+    if not target.only_tensors:
+        return index
+    for name in index.aside:
+        refusal = lacking(index.path, name, index.blocked_keys.get(name))
+        lost[name] = refusal.reason if refusal else _NOT_OF_MODEL
+    return of_model(index)
+
+
+def _leave_out_blocked(ckpt: Checkpoint, target: Target, lost: dict[str, str]) -> Index:
+    """Return an index without values that only running code could rebuild. Note their keys.
+
+    Values that contain tensors stay, and so do all of them if the new file stores plain data.
+    """
+    left = ckpt.blocked_keys.keys() - ckpt.blocked_tensors.keys() if target.only_tensors else set()
+    lost |= {key: ckpt._refusal(key).reason for key in left}
+    return _without(ckpt._index, left)
+
+
+def _rename(index: Index, rename: Rename | None, source: _Source, target: Target) -> _Renamed:
     """Rename keys, and keep the containers of a file if the new names allow it.
 
     Raises:
         MismatchError: If two keys get one name.
     """
-    rename = options.rename
     if rename is None:
-        return selection
+        return _Renamed(index)
     if isinstance(rename, Rewriting):
         for one in source.checkpoints:
             rename.check(one._index.metadata, one.path)
     # Containers are taken apart: their values must be those that were in them.
-    before = selection.index
-    before = replace(before, objects={**before.objects, **objects_as_saved(before)})
-    index, containers = _rename_keys(before, rename, selection.dropped), None
-    if before.tree is not None and not target.only_tensors:
-        containers = _rename_containers(before, index, selection.dropped)
-    return replace(selection, index=index, dropped=set(), containers=containers)
+    index = replace(index, objects={**index.objects, **objects_as_saved(index)})
+    made = _rename_keys(index, rename)
+    if index.tree is None or target.only_tensors:
+        return _Renamed(made)
+    return _Renamed(made, _rename_containers(index, made, _keys_of(source.index)))
 
 
 def _without_checksums(index: Index) -> Index:
@@ -324,16 +326,13 @@ def _without_checksums(index: Index) -> Index:
     return replace(index, storages=bare)
 
 
-def _leave_out_blocked(selection: _Selection, ckpt: Checkpoint, target: Target) -> None:
-    """Leave out values without tensors that only running code could rebuild."""
-    if target.only_tensors:
-        left = ckpt.blocked_keys.keys() - ckpt.blocked_tensors.keys() - selection.dropped
-        selection.lost.update({key: ckpt._refusal(key).reason for key in left})
-        selection.dropped.update(left)
-
-
-def _require_intact_rest(state: State, selection: _Selection, source: _Source) -> None:
+def _require_intact_rest(state: State, read: Mapping[str, TensorEntry], source: _Source) -> None:
     """Compare the checksums of bytes that are not compared while they are written.
+
+    Args:
+        state: what is written.
+        read: the entries of the source that are converted.
+        source: the source.
 
     Raises:
         IntegrityError: If one is wrong.
@@ -341,7 +340,7 @@ def _require_intact_rest(state: State, selection: _Selection, source: _Source) -
     sources = (value.source for value in state.values if value.crc32 is not None)
     compared = {entry.storage for entry in sources if isinstance(entry, TensorEntry)}
     storages = source.index.storages
-    only = used_by(selection.read, storages).keys() - compared if source.is_one_file else None
+    only = used_by(read, storages).keys() - compared if source.is_one_file else None
     require_intact(source.checkpoints, only=only)
 
 
@@ -460,9 +459,7 @@ def _root_hint(
     )
 
 
-def _require_something(
-    ckpt: Checkpoint, source: _Source, root: str | None, target: Target, dropped: set[str]
-) -> None:
+def _require_something(ckpt: Checkpoint, source: _Source, root: str | None, target: Target) -> None:
     """Refuse to write a file without tensors, unless it is a torch file or DCP of plain data.
 
     Raises:
@@ -470,8 +467,8 @@ def _require_something(
         MismatchError: If the source has no tensors, or the arguments or the format leave out all.
     """
     is_plain = root is None and not source.index.entries and not target.only_tensors
-    left = {*ckpt.entries, *(ckpt.objects if is_plain else ())} - dropped
-    for key in () if left else ckpt.blocked_keys.keys() - dropped:
+    left = ckpt.entries or (is_plain and ckpt.objects)
+    for key in () if left else ckpt.blocked_keys:
         error = ckpt._refusal(key)
         if ckpt.blocked_keys[key] not in OF_RANKS:
             error.hint = "Nothing else can be written. Ask for a file that contains tensors."
@@ -506,18 +503,16 @@ def _require_free(target: Target, overwrite: bool) -> None:
             )
 
 
-def _rename_keys(index: Index, rename: Rename, dropped: set[str]) -> Index:
-    """Return an index with new names, without dropped keys, and without containers.
+def _rename_keys(index: Index, rename: Rename) -> Index:
+    """Return an index with new names, and without containers.
 
     Raises:
         MismatchError: If two keys get one name.
         TypeError: If a new name is not text.
     """
-    check_rename(rename, {*index.entries, *index.objects, *index.blocked_keys}, index.path)
-    kept = {key: entry for key, entry in index.entries.items() if key not in dropped}
-    made = rewrite_entries(kept, rename, index.path)
-    rest = [key for key in (*index.objects, *index.blocked_keys) if key not in dropped]
-    names = rename_objects(rest, rename, index.path, made)
+    check_rename(rename, _keys_of(index), index.path)
+    made = rewrite_entries(index.entries, rename, index.path)
+    names = rename_objects([*index.objects, *index.blocked_keys], rename, index.path, made)
     for key, name in names.items():
         if name in made:
             raise same_name_error(name, made[name].keys[0], key, index.path)
@@ -534,8 +529,14 @@ def _rename_keys(index: Index, rename: Rename, dropped: set[str]) -> Index:
     )
 
 
-def _rename_containers(before: Index, index: Index, dropped: set[str]) -> Any:
-    """Return the containers of a file with the renamed values of an index."""
+def _rename_containers(before: Index, index: Index, saved: set[str]) -> Any:
+    """Return the containers of a file with the renamed values of an index.
+
+    Args:
+        before: the index before it was renamed.
+        index: the renamed index.
+        saved: all keys of the containers.
+    """
     leaves: dict[str, object] = {**index.entries, **index.objects}
     known = {**before.entries, **before.objects}
     same = {
@@ -545,7 +546,7 @@ def _rename_containers(before: Index, index: Index, dropped: set[str]) -> Any:
         or (key in index.entries and index.entries[key] == before.entries.get(key))
     }
     with Checkpoint(before) as ckpt:
-        tree = Tree(before, lambda entry: entry, ckpt._refusal, dropped)
+        tree = Tree(before, lambda entry: entry, ckpt._refusal, saved - _keys_of(before))
         new = {key: value for key, value in leaves.items() if key not in same}
         new = gathered(new, index.templates)
         return arranged(tree, before, known.keys() - same, new, index.module_versions)

@@ -132,7 +132,7 @@ def _hash_memory(obj: Any, root: str | None, process_group: Any) -> _Hashes:
 
     def hash_plain() -> StepResult[dict[str, Any], _PlainMessage]:
         with errors_name(IN_MEMORY), collection_paused():
-            taken = take_apart(container(obj, root), plain=False, lists=False)
+            taken = take_apart(container(obj, root), plain=False)
             if root is None and isinstance(taken.template, Leaf) and ROOT_OBJECT in taken.objects:
                 raise TypeError(
                     "expected a model, a state dict, a path or a Checkpoint, not "

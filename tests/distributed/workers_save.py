@@ -648,7 +648,7 @@ def values_that_differ_between_ranks_are_never_mixed() -> None:
                 assert torch.equal(found[name], value), name
             assert torchlift.verify(chosen).ok
             dist.barrier()
-    # Two meshes side by side, of which the first one writes.
+    # Two meshes side by side: replicas, as those of one mesh.
     half, second = world // 2, rank >= world // 2
     sides = [DeviceMesh("cpu", list(range(half))), DeviceMesh("cpu", list(range(half, world)))]
     equal, differing = torch.ones(2, 2 * half), torch.full((2, 2 * half), float(second))
@@ -710,6 +710,11 @@ def saves_among_the_ranks_of_a_process_group() -> None:
     everybody = dist.new_group(backend="gloo")
     state = {"w": distribute_tensor(torch.arange(3.0), cpu_mesh(), [Shard(0)])}
     save_consolidated(state, path, process_group=everybody)
+    if rank == world - 1 > 0:  # some values are on ranks that do not save
+        with pytest.raises(PlacementError, match="'w': no rank that saves holds some") as caught:
+            save_consolidated(state, path, process_group=group)
+        assert "process_group=" in str(caught.value.hint)
+    dist.barrier()
     assert torch.load(path)["w"].tolist() == [0, 1, 2]
     dist.barrier()
 

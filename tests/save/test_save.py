@@ -525,7 +525,7 @@ def test_an_array_that_no_list_tells_is_refused(tmp_path: Path, array: Any) -> N
 
 def test_safetensors_have_no_place_for_an_array(tmp_path: Path) -> None:
     """It is named, and so are the ways out."""
-    with pytest.raises(PlacementError, match=r"'a': .*a numpy array of int64.*from_numpy"):
+    with pytest.raises(PlacementError, match=r"'a': .*found ndarray.*from_numpy"):
         torchlift.save({"w": torch.ones(2), "a": np.arange(3)}, tmp_path / "x.safetensors")
 
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Iterator
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
 from torchlift._checkpoint.checkpoint import MappedViews, dtype_of
 from torchlift._model.dtensor import blocks
+from torchlift._sources.tensors import Copy, FileTensor, requests_of
 from torchlift._store.places import is_url
 from torchlift._transfer.files import Files
 from torchlift._transfer.pages import allocate
-from torchlift._transfer.reading import is_readable, read, read_values, requests_for
-from torchlift.formats.boxes import narrowed
+from torchlift._transfer.reading import read, read_values
 from torchlift.formats.index import UNRESOLVED, Chunk, TensorEntry
 
 #: Some bytes of a tensor, which may change when the next ones are read.
@@ -41,11 +41,6 @@ class Workspace:
         self.stages: list[torch.Tensor] = []  # of `read`
         self._memory: dict[torch.device, torch.Tensor] = {}
         self._window = _Window("", 0, bytearray())
-
-    @cached_property
-    def stage(self) -> Workspace:
-        """Return a second workspace, for values on their way to the first."""
-        return Workspace(self.limit)
 
     def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a flat tensor, which is valid until the next call."""
@@ -147,7 +142,7 @@ def entry_blocks(
     """
     if UNRESOLVED in entry.encoding:
         (entry,) = views.resolved([entry])
-    stored, host = dtype_of(entry, views.index.path), torch.device("cpu")
+    stored = dtype_of(entry, views.index.path)
     if entry.chunks and entry.nbytes <= FEW and not entry.needs_assembly and entry.is_contiguous:
         data = work.read(entry.chunks[0], views.files)
         same = dtype == stored
@@ -158,21 +153,12 @@ def entry_blocks(
             room = work.room(values.numel(), dtype, values.device)
             yield memory_of(room.copy_(values))
         return
-    stage = work.stage
+    source = FileTensor(entry.key, entry, views)
     limit = max(1, work.limit // max(stored.itemsize, dtype.itemsize))
     for block in blocks(entry.shape, limit):
-        part = narrowed(entry, [[span] for span in block])
-        room = work.room(part.numel, dtype, host)
-        if is_readable(part):
-            # Not from the map: if the file is truncated meanwhile, that would be a SIGBUS.
-            read(requests_for(part, room.view(part.shape), stored), views.files, stages=work.stages)
-        else:
-            # Cast afterwards: `fill` would need a copy to cast numbers that are not aligned.
-            same = dtype == stored
-            if not same:
-                work.stages.clear()  # never the memory of both branches at once
-            values = room if same else stage.room(part.numel, stored, host)
-            views.fill(values.view(part.shape), part)
-            if not same:
-                room.copy_(values)
-        yield memory_of(room)
+        shape = [stop - start for start, stop in block]
+        values = work.room(math.prod(shape), dtype, torch.device("cpu")).view(shape)
+        # Read, if possible: a map of a file that is truncated meanwhile ends in a SIGBUS.
+        reads = requests_of(Copy(source, values, tuple((span,) for span in block)), source)
+        read([*reads], views.files, stages=work.stages)
+        yield memory_of(values)

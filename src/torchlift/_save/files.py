@@ -20,6 +20,7 @@ from torchlift._transfer.write import (
     LockedFile,
     NotDurable,
     NotRemoved,
+    Put,
     Runs,
     SetKind,
     make_durable,
@@ -48,30 +49,19 @@ class Files:
         kind: SetKind | None,
         running: Running | None = None,
     ) -> None:
-        """Create missing folders, and remove what dead writers left.
+        """Note what will be created.
 
         Args:
             head: path of the only file, or of the file that lists the others.
             names: of the files.
             kind: of the set, or None for one file.
             running: see `AtomicFile`.
-
-        Raises:
-            OSError: If the folders cannot be created.
         """
-        self.head, self._names, self._kind = head, names, kind
-        self._running = running
+        self.head, self._names, self._kind, self._running = head, names, kind, running
         self._made: list[str] = []
         self._files: list[AtomicFile] = []
         self._set: AtomicSet | None = None
         self.temporary: dict[str, str] = {}
-        try:
-            make_folders(os.path.dirname(head), self._made)
-            if kind is not None:
-                self._set = AtomicSet(head, names, kind, running)
-        except BaseException:
-            self.close()
-            raise
 
     @property
     def names(self) -> list[str]:
@@ -79,11 +69,16 @@ class Files:
         return [*self._names] if self._set is None else self._set.names
 
     def create(self) -> None:
-        """Create the files under temporary names.
+        """Create missing folders, and the files under temporary names.
+
+        It also removes files of dead writers.
 
         Raises:
-            OSError: If one cannot be created.
+            OSError: If a folder or a file cannot be created. `close` removes the others.
         """
+        make_folders(os.path.dirname(self.head), self._made)
+        if self._kind is not None:
+            self._set = AtomicSet(self.head, self._names, self._kind, self._running)
         for laid_out, name in zip(self._names, self.names, strict=True):
             path = self.head if self._set is None else self._set.path_of(name)
             file = AtomicFile(path, running=self._running)
@@ -346,7 +341,11 @@ def write_own_files(
                     hint="Pass one path on all ranks, on a file system that all machines share; a "
                     "relative path depends on the current folder.",
                 )
-            write_file(paths[name], sections, advance_or_stop)
+            with LockedFile() as file:  # its owner has the lock
+                file.open(paths[name], os.O_WRONLY)
+                write_sections(Runs(file.descriptor), sections, advance_or_stop)
+                os.truncate(file.descriptor, end_of(sections))
+                os.fsync(file.descriptor)
     elif objects is not None and kind is None:
         ((name, sections),) = files.items()
         objects.upload = Upload(paths[name], end_of(sections))
@@ -360,17 +359,9 @@ def write_own_files(
     deliver_interrupt()  # the last one that ends the save: the other ranks learn of it
 
 
-def write_file(path: str, sections: Sequence[Section], advance: Advance) -> None:
-    """Write a file that exists, and flush it to the disk.
-
-    Raises:
-        CheckpointError, OSError: If it cannot be written.
-    """
-    with LockedFile() as file:  # its owner has the lock
-        file.open(path, os.O_WRONLY)
-        write_sections(Runs(file.descriptor), sections, advance)
-        os.truncate(file.descriptor, end_of(sections))
-        os.fsync(file.descriptor)
+def pass_bytes(sections: Sequence[Section], put: Put) -> None:
+    """Call a function with the bytes of a file, in order, and their offsets."""
+    write_sections(Runs(-1, put), sections, lambda _: None)
 
 
 def write_sections(to: Runs, sections: Sequence[Section], advance: Advance) -> None:

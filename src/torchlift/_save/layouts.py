@@ -6,24 +6,26 @@ import json
 import os
 import pickle
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from torchlift._model.torch_private import dcp_item
-from torchlift._save.blocks import Block, Workspace
 from torchlift._save.pickling import Shared, lay_out_torch_file
-from torchlift._save.values import State, Value, storages_of, ties_of
+from torchlift._save.replicas import Checksum
+from torchlift._save.values import State, Value, kind_error, storages_of, ties_of
 from torchlift._store.places import inside
 from torchlift._transfer.write import SetKind
-from torchlift.errors import PlacementError
 from torchlift.formats.dcp import DCP_METADATA, DCP_SUFFIX, dcp_items
 from torchlift.formats.layout import INDEX_SUFFIX, Layout, Stored
 from torchlift.formats.safetensors import TIED_KEYS, safetensors_layout
 from torchlift.formats.sharded import index_content, is_index, shards_of
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import MetadataIndex
 
 _ALIGNMENT = 64
 
@@ -54,9 +56,10 @@ class Output:
     Attributes:
         head: path of the only file, or of the file that lists the others.
         files: name -> sections of the file.
-        content: makes the bytes of the head from the final names of the files. None: the head is
-            the only file.
+        content: makes the bytes of the head from the final names of the files, and from what all
+            ranks have written. None: the head is the only file.
         kind: how files of this set are recognised, or None for one file.
+        items: the items of a file of one rank.
         tied: key -> the key that holds its values.
         untied: key -> a key of the same tensor, if each has its own values in the files.
         shared: key -> its place in the storages of a torch file.
@@ -64,8 +67,9 @@ class Output:
 
     head: str
     files: Mapping[str, Sequence[Section]]
-    content: Callable[[Sequence[str]], bytes] | None = None
+    content: Callable[[Sequence[str], Sequence[Written]], bytes] | None = None
     kind: SetKind | None = None
+    items: Sequence[Item] = ()
     tied: Mapping[str, str] = field(default_factory=dict)
     untied: Mapping[str, str] = field(default_factory=dict)
     shared: Mapping[str, Shared] | None = None
@@ -75,18 +79,6 @@ class Output:
         """Return the bytes of tensors in the files."""
         sections = (section for own in self.files.values() for section in own)
         return sum(place.tensor.nbytes for each in sections for place in each.layout.payloads)
-
-    def data(self) -> Iterator[tuple[int, Block]]:
-        """Yield (offset, bytes) of one file without checksums."""
-        work = Workspace()
-        for base, layout, values in (s for sections in self.files.values() for s in sections):
-            for offset, data in layout.frame([]):
-                yield base + offset, data
-            for (_, start), value in zip(layout.payloads, values, strict=True):
-                at = base + start
-                for block in value.blocks(work):
-                    yield at, block
-                    at += len(block)
 
 
 def end_of(sections: Sequence[Section]) -> int:
@@ -155,7 +147,7 @@ def sharded_output(
     keys = [[value.key for value in shard] for shard in shards]
     nbytes = sum(value.stored.nbytes for shard in shards for value in shard)
 
-    def content(found: Sequence[str]) -> bytes:
+    def content(found: Sequence[str], _: Sequence[Written]) -> bytes:
         return index_content(dict(zip(found, keys, strict=True)), nbytes)
 
     files = {name: [section] for name, section in zip(names, sections, strict=True)}
@@ -189,28 +181,31 @@ def _safetensors(
 
 #: How the files of a DCP folder are recognised.
 DCP_FILES = SetKind(dcp_items, DCP_METADATA.__eq__, rf".+{re.escape(DCP_SUFFIX)}")
+#: The version of DCP's metadata.
+DCP_VERSION = "1.0.0"
 
 
 class Box(NamedTuple):
-    """A box of a tensor that this process writes.
+    """A box of a tensor. Several ranks may hold its values.
 
     Attributes:
+        key: of the tensor.
         start: its first index in each dimension of the complete tensor.
-        value: the values in it.
+        shape: of the box.
     """
 
+    key: str
     start: tuple[int, ...]
-    value: Value
+    shape: tuple[int, ...]
 
 
 class Item(NamedTuple):
-    """An item of a rank's own files, which all ranks know.
+    """An item of a rank's own file, which all ranks know.
 
     Attributes:
         key: of the tensor, or of the value that is not a tensor.
         start: of the box of the tensor; None for a value that is not a tensor.
         shape: of the box.
-        file: name of the file.
         first: first byte of the item in the file.
         length: bytes of the item.
         payload: first byte of the numbers in the file.
@@ -219,10 +214,28 @@ class Item(NamedTuple):
     key: str
     start: tuple[int, ...] | None
     shape: tuple[int, ...]
-    file: str
     first: int
     length: int
     payload: int
+
+
+class Written(NamedTuple):
+    """The files that a rank wrote, as all ranks know them.
+
+    Attributes:
+        sizes: bytes of each file.
+        items: of its own file.
+        checksums: box -> checksum, of values that other ranks hold, too.
+    """
+
+    sizes: Sequence[int]
+    items: Sequence[Item]
+    checksums: Mapping[Any, Checksum]
+
+
+def name_of_rank(number: int) -> str:
+    """Return the name of a rank's file, by its number among the ranks that save."""
+    return f"__{number}_0{DCP_SUFFIX}"
 
 
 class OwnFile:
@@ -236,18 +249,13 @@ class OwnFile:
 
     def __init__(self, number: int) -> None:
         """Begin with an empty file of a rank, by its number among those that save."""
-        self.name = f"__{number}_0{DCP_SUFFIX}"
+        self.name = name_of_rank(number)
         self.sections: list[Section] = []
         self.items: list[Item] = []
 
-    @property
-    def nbytes(self) -> int:
-        """Return the size of the file in bytes."""
-        return end_of(self.sections)
-
-    def add_box(self, box: Box, checksum: bool) -> None:
+    def add_box(self, start: tuple[int, ...] | None, value: Value, checksum: bool) -> None:
         """Add a box of a tensor, as a torch file inside of the file."""
-        self._add(box.value.key, box.start, _dcp_layout(box.value.stored, checksum), [box.value])
+        self._add(value.key, start, _dcp_layout(value.stored, checksum), [value])
 
     def add_value(self, key: str, layout: Layout) -> None:
         """Add a value that is not a tensor."""
@@ -256,24 +264,37 @@ class OwnFile:
     def _add(
         self, key: str, start: tuple[int, ...] | None, layout: Layout, values: Sequence[Value]
     ) -> None:
-        section = Section(-(-self.nbytes // _ALIGNMENT) * _ALIGNMENT, layout, values)
-        self.sections.append(section)
+        base = -(-end_of(self.sections) // _ALIGNMENT) * _ALIGNMENT
+        self.sections.append(Section(base, layout, values))
         shape = values[0].shape if values else ()
-        payload = section.base + (layout.payloads[0].offset if values else 0)
-        place = self.name, section.base, layout.nbytes, payload
-        self.items.append(Item(key, start, shape, *place))
+        payload = base + (layout.payloads[0].offset if values else 0)
+        self.items.append(Item(key, start, shape, base, layout.nbytes, payload))
 
 
-def dcp_output(path: str, state: State, checksum: bool) -> Output:
-    """Lay out a DCP folder that one process writes."""
-    own = OwnFile(0)
-    for value in state.values:
-        own.add_box(Box((0,) * len(value.shape), value), checksum)
-    add_objects(own, state)
-    stored = {value.key: value.stored for value in state.values}
-    content = partial(dcp_content, path, state, stored, [own.name], own.items)
-    files, head = {own.name: own.sections}, inside(path, DCP_METADATA)
-    return Output(head, files, content, DCP_FILES, untied=ties_of(state.values))
+def dcp_output(
+    path: str,
+    state: State,
+    tensors: Mapping[str, Stored],
+    own: OwnFile,
+    untied: Mapping[str, str],
+) -> Output:
+    """Lay out a DCP folder to which this process writes one file.
+
+    Args:
+        path: of the folder.
+        state: the containers and what is not a tensor.
+        tensors: key -> the complete tensor.
+        own: the file.
+        untied: see `Output`.
+
+    Raises:
+        PlacementError: If DCP does not store a tensor.
+    """
+    for key, kind in state.made_of_others.items():
+        raise kind_error(key, kind)
+    content = partial(dcp_content, path, state, tensors)
+    head, files = inside(path, DCP_METADATA), {own.name: own.sections}
+    return Output(head, files, content, DCP_FILES, own.items, untied=untied)
 
 
 def add_objects(own: OwnFile, state: State) -> None:
@@ -282,13 +303,28 @@ def add_objects(own: OwnFile, state: State) -> None:
         own.add_value(key, lay_out_torch_file(item, []).layout)
 
 
+def storage_data(names: Sequence[str], written: Sequence[Written]) -> dict[MetadataIndex, object]:
+    """Return the place of every item of a DCP folder, as its metadata has it.
+
+    Args:
+        names: the final names of the files.
+        written: what all ranks have written, one file each.
+    """
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    return {
+        MetadataIndex(item.key, item.start): dcp_item(name, item.first, item.length)
+        for name, each in zip(names, written, strict=True)
+        for item in each.items
+    }
+
+
 def dcp_content(
     path: str,
     state: State,
     tensors: Mapping[str, Stored],
-    files: Iterable[str],
-    items: Iterable[Item],
     names: Sequence[str],
+    written: Sequence[Written],
 ) -> bytes:
     """Return the metadata of a DCP folder.
 
@@ -296,30 +332,23 @@ def dcp_content(
         path: of the folder.
         state: the containers and what is not a tensor.
         tensors: key -> the complete tensor.
-        files: names of the files as they were laid out.
-        items: of the files of all ranks.
         names: the final names of the files.
+        written: what all ranks have written, one file each.
     """
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,
         ChunkStorageMetadata,
         Metadata,
-        MetadataIndex,
         StorageMeta,
         TensorProperties,
         TensorStorageMetadata,
     )
 
-    name_of = dict(zip(files, names, strict=True))
     chunks: dict[str, list[ChunkStorageMetadata]] = {key: [] for key in tensors}
-    data = {}
-    for item in items:
-        index = MetadataIndex(item.key)
+    for item in (item for each in written for item in each.items):
         if item.start is not None:
-            own = chunks[item.key]
-            own.append(ChunkStorageMetadata(torch.Size(item.start), torch.Size(item.shape)))
-            index = MetadataIndex(item.key, own[-1].offsets, len(own) - 1)
-        data[index] = dcp_item(name_of[item.file], item.first, item.length)
+            chunk = ChunkStorageMetadata(torch.Size(item.start), torch.Size(item.shape))
+            chunks[item.key].append(chunk)
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
         key: TensorStorageMetadata(
             TensorProperties(dtype=getattr(torch, stored.dtype)),
@@ -329,29 +358,9 @@ def dcp_content(
         for key, stored in tensors.items()
     }
     described |= {key: BytesStorageMetadata() for key in state.objects}
+    data, meta = storage_data(names, written), StorageMeta(str(path))
     # The version tells torch how keys were joined.
-    return pickle.dumps(Metadata(described, state.paths, data, StorageMeta(str(path)), "1.0.0"))
-
-
-def require_complete(tensors: Mapping[str, Stored], items: Iterable[Item]) -> None:
-    """Refuse tensors whose values are not all written by some rank.
-
-    Raises:
-        PlacementError: If there is one.
-    """
-    found = dict.fromkeys(tensors, 0)
-    for item in items:
-        if item.start is not None:
-            found[item.key] += Stored("", tensors[item.key].dtype, item.shape).nbytes
-    for key, stored in tensors.items():
-        if found[key] != stored.nbytes:
-            raise PlacementError(
-                "no rank that saves holds some of its values",
-                entry=key,
-                expected=f"{stored.nbytes} bytes",
-                found=f"{found[key]} bytes",
-                hint="Call it on all ranks that hold tensors, or pass their process_group=.",
-            )
+    return pickle.dumps(Metadata(described, state.paths, data, meta, DCP_VERSION))
 
 
 def _dcp_layout(stored: Stored, checksum: bool) -> Layout:

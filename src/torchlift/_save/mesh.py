@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import pickle
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import accumulate, product
-from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from torchlift._checkpoint.checkpoint import MappedViews, dtype_of
-from torchlift._model.dtensor import (
-    everything,
-    first_rank,
-    is_dtensor,
-    local_tensor,
-    spans_of,
-    spread_of,
-)
+from torchlift._checkpoint.checkpoint import MappedViews
+from torchlift._model.dtensor import is_dtensor, local_tensor, placed, spans_of, spread_of
 from torchlift._model.holders import find_buffers
 from torchlift._model.ranks import Exchange, RankGroup, StepResult, rank, ranks_of
+from torchlift._save.blocks import Workspace
 from torchlift._save.files import (
-    Advance,
     Files,
     Objects,
     new_files,
@@ -38,38 +30,40 @@ from torchlift._save.files import (
     write_errors,
     write_own_files,
 )
-from torchlift._save.layouts import (
-    Box,
-    Item,
-    Output,
-    OwnFile,
-    Section,
-    add_objects,
-    require_complete,
-)
+from torchlift._save.layouts import Box, Output, Written, end_of, name_of_rank
 from torchlift._save.pickling import Rebuilt
 from torchlift._save.replicas import (
     TAKE_FIRST,
     Checksum,
-    HeldPart,
-    checksums_of,
+    checksum_of,
     difference_error,
     find_differences,
 )
-from torchlift._save.target import Target
-from torchlift._save.values import State, Value, explain_untied, find_untied_keys, stored_as
+from torchlift._save.values import (
+    State,
+    Value,
+    explain_untied,
+    find_untied_keys,
+    stored_as,
+    ties_of,
+)
 from torchlift._store.files import FileStamp
 from torchlift._system.interrupts import Running, deliver_interrupt
+from torchlift._system.text import progress_bar
+from torchlift._transfer.write import SetKind
 from torchlift.errors import PlacementError
 from torchlift.formats.boxes import row_major
 from torchlift.formats.index import Chunk, Index, Leaf, Storage, TensorEntry
 from torchlift.formats.layout import Stored
 
 #: Fields of a `State` that are dicts, of which several ranks may have items.
-_BY_KEY = ("objects", "paths", "containers", "lost", "made_of_others", "parts", "versions")
+_BY_KEY = (
+    "tensors", "objects", "paths", "containers", "lost", "made_of_others", "parts", "versions",
+)  # fmt: skip
 
 T = TypeVar("T")
 M = TypeVar("M")
+Held = TypeVar("Held", bound=Hashable)
 
 
 class Described(NamedTuple):
@@ -77,55 +71,84 @@ class Described(NamedTuple):
 
     Attributes:
         stored: the complete tensor in a file.
-        first: the first rank of its mesh; None for a plain tensor.
         kind: what it is, and how a DTensor is laid out.
     """
 
     stored: Stored
-    first: int | None
     kind: str
 
 
-class _Summary(NamedTuple):
+class _Message(NamedTuple):
     """The message of a rank about its state.
 
     Attributes:
         arguments: those that must be equal on all ranks.
         digest: of its state without the values of tensors.
-        same: see `_find_same`.
+        boxes: those whose values it holds.
+        same: key -> an earlier key of the same tensor here.
         buffers: keys of buffers of a live module.
     """
 
     arguments: Mapping[str, object]
     digest: bytes
-    same: dict[str, str | None]
+    boxes: list[Box]
+    same: dict[str, str]
     buffers: set[str]
 
 
 @dataclass(frozen=True, slots=True)
 class SharedState:
-    """The state of all ranks together. All but `lost` is the same on each of them.
+    """The state of all ranks together, and what this rank holds of it.
 
     Attributes:
         state: the containers. Its tensors are `Described`.
         tied: key -> the first key of the same tensor.
         buffers: keys of buffers of a live module. They may differ between ranks.
-        holders: key -> the ranks that have it; empty if all ranks have all keys.
-        several: keys of DTensors that are on several meshes side by side.
+        holders: box of this rank -> the ranks that hold its values.
+        values: box of this rank -> its values.
         lost: key of this rank -> what the files do not keep of its tensor.
     """
 
     state: State
-    tied: Mapping[str, str] = field(default_factory=dict)
-    buffers: set[str] = field(default_factory=set)
-    holders: Mapping[str, list[int]] = field(default_factory=dict)
-    several: set[str] = field(default_factory=set)
-    lost: Mapping[str, str] = field(default_factory=dict)
+    tied: Mapping[str, str]
+    buffers: set[str]
+    holders: Mapping[Box, list[int]]
+    values: Mapping[Box, torch.Tensor]
+    lost: Mapping[str, str]
 
     @property
     def stored(self) -> dict[str, Stored]:
         """Return key -> the complete tensor."""
         return {key: each.stored for key, each in self.state.tensors.items()}
+
+    def own_values(
+        self, who: int, *, compare: bool, skipped: Container[str]
+    ) -> Iterator[tuple[Box, Value]]:
+        """Yield what a rank writes: each box is written by one of its holders.
+
+        Args:
+            who: this rank.
+            compare: whether all holders must have the same values. If not, the first one writes.
+            skipped: keys that no rank writes.
+        """
+        turns = {key: turn for turn, key in enumerate(self.state.tensors)}
+        for box, values in self.values.items():
+            holders = self.holders[box]
+            # In turn: else the first rank would write all replicas.
+            turn = turns[box.key] if compare and box.key not in self.buffers else 0
+            if box.key not in skipped and holders[turn % len(holders)] == who:
+                yield box, Value.of_tensor(box.key, values)
+
+    def sum_up(self) -> dict[Box, Checksum]:
+        """Return the checksums of values that several ranks hold and that must be equal."""
+        work = Workspace()
+        return {
+            box: checksum_of(values, work)
+            for box, values in self.values.items()
+            if len(self.holders[box]) > 1
+            and box.key not in self.buffers
+            and box.key not in self.tied
+        }
 
 
 class SavingRanks:
@@ -190,31 +213,35 @@ def share_state(
         PlacementError: If two ranks hold different things under one key, or their arguments differ.
     """
     local = state.tensors
+    plain = list[Value]()
 
-    def describe() -> StepResult[State, _Summary]:
+    def describe() -> StepResult[tuple[State, dict[Box, torch.Tensor]], _Message]:
         tensors = {key: _describe(key, tensor) for key, tensor in local.items()}
         own = replace(state, tensors=tensors, metadata=dict(state.metadata))
         digest = hashlib.sha256(pickle.dumps(own)).digest()
         # Statistics that each rank has of its own data: the first rank's count, as in torch.
-        plain = {key: each for key, each in local.items() if compare and not is_dtensor(each)}
-        buffers = find_buffers(plain) if plain else set()
-        return StepResult(own, _Summary(compared, digest, _find_same(local), buffers))
+        others = {key: each for key, each in local.items() if compare and not is_dtensor(each)}
+        buffers = find_buffers(others) if others else set()
+        values = {box: part for key in local for box, part in _boxes_of(key, local[key])}
+        plain.extend(Value.of_tensor(key, local_tensor(each)) for key, each in local.items())
+        message = _Message(compared, digest, [*values], _find_same(local, plain), buffers)
+        return StepResult((own, values), message)
 
-    own, by_rank = ranks.group.run(describe)
+    (own, values), by_rank = ranks.group.run(describe)
     # All ranks know the same, so all of them raise.
     require_alike({who: each.arguments for who, each in by_rank.items()})
-    holders, several = dict[str, list[int]](), set[str]()
     if len({each.digest for each in by_rank.values()}) > 1:
         states = ranks.group.run(lambda: StepResult(None, own)).by_rank
-        holders, own = _find_holders(states), _merge_states([*states.values()])
-        for key, who in holders.items():
-            if len({states[each].tensors[key].first for each in who}) > 1:
-                several.add(key)
-    tied = _find_ties(own, {who: each.same for who, each in by_rank.items()}, holders)
+        _require_same_kinds(states)
+        own = _merge_states([*states.values()])
+    holders = find_holders({who: each.boxes for who, each in by_rank.items()})
+    _require_complete(own, holders)
+    tied = _find_ties(own, by_rank)
     buffers = set[str]().union(*(each.buffers for each in by_rank.values()))
-    values = [Value.of_tensor(key, local_tensor(tensor)) for key, tensor in local.items()]
-    lost = explain_untied(find_untied_keys(values, None))
-    return SharedState(own, tied, buffers, holders, several, lost)
+    lost = explain_untied(find_untied_keys(plain, None))
+    # The boxes of all ranks may be many: the number of ranks times that of keys.
+    here = {box: holders[box] for box in values}
+    return SharedState(own, tied, buffers, here, values, lost)
 
 
 def _describe(key: str, tensor: torch.Tensor) -> Described:
@@ -225,260 +252,202 @@ def _describe(key: str, tensor: torch.Tensor) -> Described:
     """
     stored, kind = stored_as(key, tensor), "a plain tensor"
     if is_dtensor(tensor):
-        kind = f"a DTensor, {list(tensor.placements)} over {tensor.device_mesh.size()} ranks"
-    kind += f", {stored.dtype} {list(stored.shape)}"
-    return Described(stored, first_rank(tensor), kind)
+        mesh = "x".join(map(str, tensor.device_mesh.shape))
+        kind = f"a DTensor, {placed(tensor)} over {mesh} ranks"
+    return Described(stored, f"{kind}, {stored.dtype} {list(stored.shape)}")
 
 
-def find_own_boxes(
-    ranks: SavingRanks,
-    shared: SharedState,
-    local: Mapping[str, torch.Tensor],
-    *,
-    compare: bool,
-    skipped: Container[str],
-) -> Iterator[Box]:
-    """Yield what this rank writes.
-
-    Args:
-        ranks: those that save.
-        shared: what all ranks save.
-        local: the tensors of this rank.
-        compare: whether values that several ranks hold must be equal; else the first rank's count.
-        skipped: keys that no rank writes.
+def _boxes_of(key: str, tensor: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Yield the boxes of a tensor that this rank holds, with their values.
 
     Raises:
-        PlacementError: If a tensor holds partial sums.
+        PlacementError: If it is a DTensor that holds partial sums.
     """
-    for turn, (key, described) in enumerate(shared.state.tensors.items()):
-        if key not in local or key in skipped:
-            continue
-        tensor, part, number, copies = local[key], 0, 0, 1
-        if not is_dtensor(tensor):
-            holders = shared.holders.get(key, ranks.ranks)
-            spans, number = everything(tensor.shape), holders.index(ranks.rank)
-            copies = len(holders)
-        else:
-            mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-            if coordinate is None or described.first != first_rank(tensor):
-                continue  # of several meshes side by side that hold the same, the first one writes
-            spans = spans_of(tensor, key)
-            for axis, placement in enumerate(tensor.placements):
-                if placement.is_replicate():
-                    number = number * mesh.size(axis) + coordinate[axis]
-                    copies *= mesh.size(axis)
-                else:
-                    part = part * mesh.size(axis) + coordinate[axis]
-        # In turn: else the first rank would write all replicas.
-        if number != (turn % copies if compare and key not in shared.buffers else 0):
-            continue
-        values = local_tensor(tensor).detach()
-        if not described.stored.nbytes and part == 0:  # one box says that there are no values
-            none = torch.empty(described.stored.shape, dtype=values.dtype, device="cpu")
-            yield Box((0,) * none.dim(), Value.of_tensor(key, none))
-        ends = [[*accumulate((b - a for a, b in dim), initial=0)] for dim in spans]
-        for box in product(*map(enumerate, spans)):
-            local_box = (slice(e[n], e[n + 1]) for e, (n, _) in zip(ends, box, strict=True))
-            inside = values[tuple(local_box)]
-            if inside.numel():
-                start = tuple(first for _, (first, _) in box)
-                yield Box(start, Value.of_tensor(key, inside))
+    if is_dtensor(tensor) and tensor.device_mesh.get_coordinate() is None:
+        return
+    spans, values = spans_of(tensor, key), local_tensor(tensor).detach()
+    if not tensor.numel():  # one box, on all ranks, says that there are no values
+        none = torch.empty(tensor.shape, dtype=values.dtype, device="cpu")
+        yield Box(key, (0,) * tensor.dim(), tuple(tensor.shape)), none
+        return
+    ends = [[*accumulate((b - a for a, b in dim), initial=0)] for dim in spans]
+    for box in product(*map(enumerate, spans)):
+        local_box = (slice(e[n], e[n + 1]) for e, (n, _) in zip(ends, box, strict=True))
+        inside = values[tuple(local_box)]
+        if inside.numel():
+            yield Box(key, tuple(first for _, (first, _) in box), tuple(inside.shape)), inside
 
 
-def sum_up_shared(
-    ranks: SavingRanks, shared: SharedState, local: Mapping[str, torch.Tensor]
-) -> dict[HeldPart, Checksum]:
-    """Return the checksums of values that several ranks hold and that must be equal."""
-    own = {
-        key: tensor
-        for key, tensor in local.items()
-        if key not in shared.buffers
-        and key not in shared.tied
-        and len(shared.holders.get(key, ranks.ranks)) > 1
-    }
-    return checksums_of(own, shared.several)
+def find_holders(by_rank: Mapping[int, Iterable[Held]]) -> dict[Held, list[int]]:
+    """Return which ranks hold each of what the ranks hold, in the order of ranks."""
+    holders: dict[Held, list[int]] = {}
+    for who, held in by_rank.items():
+        for each in held:
+            holders.setdefault(each, []).append(who)
+    return holders
 
 
-# ---- the files of all ranks
+def _require_complete(state: State, boxes: Iterable[Box]) -> None:
+    """Refuse tensors with values that are in no box of a rank, or in two different boxes.
+
+    Raises:
+        PlacementError: If there is one.
+    """
+    found = dict.fromkeys(state.tensors, 0)
+    for box in boxes:
+        found[box.key] += math.prod(box.shape)
+    for key, described in state.tensors.items():
+        expected = math.prod(described.stored.shape)
+        if found[key] != expected:
+            raise PlacementError(
+                "no rank that saves holds some of its values, or ranks divide it in unlike ways",
+                entry=key,
+                expected=f"{expected} values",
+                found=f"{found[key]} values",
+                hint="Call it on all ranks that hold tensors, or pass their process_group=.",
+            )
 
 
-class _LaidOut(NamedTuple):
-    """The file of one rank, as all ranks know it.
+# ---- write together
+
+
+class Saved(NamedTuple, Generic[T]):
+    """The end of a save.
 
     Attributes:
-        name: of the file.
-        nbytes: of the file.
-        items: of the file.
+        result: of the function that finished it on the first rank.
+        nbytes: of tensors that this rank wrote.
     """
 
-    name: str
+    result: T
     nbytes: int
-    items: list[Item]
 
 
-@dataclass(frozen=True, slots=True)
-class RankFiles:
-    """The files of all ranks before they are written.
+class _Created(NamedTuple):
+    """The files of this rank, and of all ranks.
 
     Attributes:
-        own: name -> sections, of the file of this rank.
-        sizes: name of each file of all ranks -> its bytes.
-        items: of the files of all ranks.
+        output: what this rank writes.
+        files: those of all ranks. None on all ranks but the first.
     """
 
-    own: Mapping[str, Sequence[Section]]
-    sizes: Mapping[str, int]
-    items: Sequence[Item]
-
-
-def lay_out_files(
-    ranks: SavingRanks,
-    shared: SharedState,
-    local: Mapping[str, torch.Tensor],
-    target: Target,
-    *,
-    checksum: bool,
-    compare: bool,
-) -> RankFiles:
-    """Lay out the files of all ranks. Plain data is in a DCP folder only.
-
-    Args:
-        ranks: those that save.
-        shared: what all ranks save.
-        local: the tensors of this rank.
-        target: the DCP folder, or the file that the first rank makes of these files.
-        checksum: whether to record checksums.
-        compare: whether values that several ranks hold must be equal; else the first rank's count.
-
-    Raises:
-        PlacementError: If no rank writes some values, or a tensor holds partial sums.
-        CheckpointError: If the folder contains another checkpoint.
-    """
-    is_folder = target.format == "dcp"
-    skipped = {} if is_folder else shared.tied  # of one tensor in a file the first key is written
-
-    def lay_out() -> StepResult[OwnFile, _LaidOut]:
-        if is_folder:
-            target.require_free_place(target.head)
-        made = OwnFile(ranks.number)
-        for box in find_own_boxes(ranks, shared, local, compare=compare, skipped=skipped):
-            made.add_box(box, checksum and is_folder)
-        if ranks.leads and is_folder:
-            add_objects(made, shared.state)
-        deliver_interrupt()  # here, where the other ranks learn of it
-        return StepResult(made, _LaidOut(made.name, made.nbytes, made.items))
-
-    file, by_rank = ranks.run(target.head, lay_out)
-    items = [item for each in by_rank.values() for item in each.items]
-    require_complete({k: s for k, s in shared.stored.items() if k not in skipped}, items)
-    sizes = {each.name: each.nbytes for each in by_rank.values()}
-    return RankFiles({file.name: file.sections}, sizes, items)
+    output: Output
+    files: Files | Objects | None
 
 
 def write_together(
     ranks: SavingRanks,
-    output: Output,
-    sizes: Mapping[str, int],
-    advance: Advance,
-    finish: Callable[[Files | Objects], T],
-    add_up: Callable[[], dict[HeldPart, Checksum]] = dict,
-) -> T:
+    head: str,
+    kind: SetKind | None,
+    lay_out: Callable[[], Output],
+    finish: Callable[[Output, Files | Objects, Sequence[Written]], T],
+    add_up: Callable[[], dict[Box, Checksum]] = dict,
+    *,
+    progress: bool,
+) -> Saved[T]:
     """Write the files of this rank. When all ranks have done so, the first one finishes.
 
     Args:
         ranks: those that save.
-        output: what this rank writes.
-        sizes: name of each file of all ranks -> its bytes.
-        advance: called with a number of bytes as this rank reads them.
-        finish: called on the first rank with the files of all ranks. Those that it does not commit
-            are removed.
+        head: path of the only file, or of the file that lists the others.
+        kind: of the set of files, or None.
+        lay_out: returns what this rank writes: on a mesh, one file with the rank's number.
+        finish: called on the first rank with its output, the files of all ranks, and what is in
+            them. Files that it does not commit are removed.
         add_up: returns the checksums of what other ranks hold, too.
-
-    Returns:
-        The result of `finish` on the first rank.
+        progress: whether to show a bar of the bytes that the first rank writes.
 
     Raises:
         CheckpointError: If a rank fails or dies. The old checkpoint is unchanged, unless the
             message says that the new one is in place.
     """
-    head, kind, running = output.head, output.kind, Running(sys._getframe(1))
+    running = Running(sys._getframe(1))
     created: Mapping[str, str] | None = None
     with ExitStack() as stack:
 
-        def create() -> StepResult[Files | Objects | None, Mapping[str, str] | None]:
+        def create() -> StepResult[_Created, Mapping[str, str] | None]:
+            output = lay_out()
+            deliver_interrupt()  # here, where the other ranks learn of it
             if not ranks.leads:
-                return StepResult(None, None)
-            made = new_files(head, [*sizes], kind, running)
+                return StepResult(_Created(output, None), None)
+            own = [*output.files]
+            names = own if len(ranks.ranks) == 1 else map(name_of_rank, range(len(ranks.ranks)))
+            made = new_files(head, [*names], kind, running)
             stack.callback(made.close)
             made.create()
-            return StepResult(made, made.temporary)
+            return StepResult(_Created(output, made), made.temporary)
 
-        def write() -> StepResult[None, dict[HeldPart, Checksum]]:
+        def write() -> StepResult[None, Written]:
             assert created is not None
             objects = files if isinstance(files, Objects) else None
-            write_own_files(head, kind, created, output.files, advance, objects)
-            return StepResult(None, add_up())
+            shown = progress_bar(progress and ranks.leads, output.nbytes, "save")
+            with shown as advance:
+                write_own_files(head, kind, created, output.files, advance, objects)
+            sizes = [end_of(sections) for sections in output.files.values()]
+            return StepResult(None, Written(sizes, output.items, add_up()))
+
+        def require_equal_values(by_rank: Mapping[int, Written]) -> None:
+            require_equal({who: each.checksums for who, each in by_rank.items()}, head)
 
         def end() -> StepResult[None, T | None]:
-            return StepResult(None, None if files is None else finish(files))
+            return StepResult(None, None if files is None else finish(output, files, written))
 
         try:
-            files, by_rank = ranks.run(head, create)
+            (output, files), by_rank = ranks.run(head, create)
             created = by_rank[ranks.leader]
-            ranks.run(head, write, partial(require_equal, path=head))
+            written = [*ranks.run(head, write, require_equal_values).by_rank.values()]
             result = ranks.run(head, end).by_rank[ranks.leader]
         except BaseException:
             if created is not None:  # the first rank may be the one that died
                 remove_files(head, created.values(), kind)
             raise
     assert result is not None
-    return result
+    return Saved(result, output.nbytes)
 
 
-def commit(output: Output, sizes: Mapping[str, int], files: Files | Objects) -> list[str]:
+def commit(output: Output, files: Files | Objects, written: Sequence[Written]) -> list[str]:
     """Make the files of all ranks appear. Return their paths."""
-    content = None if output.content is None else output.content(files.names)
-    return files.commit([*sizes.values()], content)
+    content = None if output.content is None else output.content(files.names, written)
+    return files.commit([size for each in written for size in each.sizes], content)
 
 
-def require_equal(by_rank: Mapping[int, Mapping[HeldPart, Checksum]], path: str) -> None:
+def require_equal(by_rank: Mapping[int, Mapping[Box, Checksum]], path: str) -> None:
     """Refuse values that differ between ranks.
 
     Raises:
         PlacementError: If there are some.
     """
-    wrong = {part.key: each for part, each in find_differences(by_rank).items()}
-    if wrong:
-        raise difference_error(wrong, TAKE_FIRST, path)
-
-
-# ---- one file, or shards, which the first rank makes of the files of all ranks
+    found = find_differences(by_rank)
+    if found:
+        raise difference_error({box.key: each for box, each in found.items()}, TAKE_FIRST, path)
 
 
 def read_parts(
-    shared: SharedState, files: RankFiles, path: str, temporary: Mapping[str, str]
+    shared: SharedState, path: str, temporary: Iterable[str], written: Sequence[Written]
 ) -> MappedViews:
     """Return the tensors that are in the temporary files of all ranks.
 
     Args:
         shared: what all ranks save.
-        files: the temporary files as they were laid out.
-        path: of the file that is saved.
-        temporary: name of each file as it was laid out -> its name.
+        path: of the file that the first rank makes of them.
+        temporary: names of the files, in the order of ranks.
+        written: what is in them.
 
     Raises:
         PlacementError: If a file is not complete on this machine.
     """
-    folder = os.path.dirname(os.path.realpath(path))
-    # A network file system can show a file before all of its bytes.
-    require_sizes(folder, {temporary[name]: size for name, size in files.sizes.items()})
-    paths = {name: os.path.join(folder, each) for name, each in temporary.items()}
+    folder, stamps = os.path.dirname(os.path.realpath(path)), dict[str, FileStamp]()
     chunks: dict[str, list[Chunk]] = {key: [] for key in shared.stored}
-    for item in files.items:
-        nbytes = Stored("", shared.stored[item.key].dtype, item.shape).nbytes
-        if item.start is not None and nbytes:
-            place = item.payload, nbytes, item.start, item.shape
-            chunks[item.key].append(Chunk(paths[item.file], *place))
+    for name, each in zip(temporary, written, strict=True):
+        # A network file system can show a file before all of its bytes.
+        require_sizes(folder, {name: each.sizes[0]})
+        file = os.path.join(folder, name)
+        stamps[file] = FileStamp.of(file)
+        for item in each.items:
+            nbytes = Stored("", shared.stored[item.key].dtype, item.shape).nbytes
+            if item.start is not None and nbytes:
+                place = item.payload, nbytes, item.start, item.shape
+                chunks[item.key].append(Chunk(file, *place))
     entries = {}
     for key, stored in shared.stored.items():
         kept = shared.tied.get(key, key)
@@ -486,16 +455,7 @@ def read_parts(
             key, stored.dtype, stored.shape, row_major(stored.shape), stored.nbytes, "cpu", kept,
             tuple(chunks[kept]),
         )  # fmt: skip
-    stamps = {file: FileStamp.of(file) for file in paths.values()}
     return MappedViews(Index(path, "dcp", entries, dict[str, Storage](), stamps))
-
-
-def state_of(shared: SharedState, views: MappedViews) -> State:
-    """Return a state whose values are in files."""
-    becomes = partial(dtype_of, path=views.index.path)
-    entries = views.index.entries
-    values = [Value.of_entry(key, entry, views, becomes) for key, entry in entries.items()]
-    return replace(shared.state, values=values)
 
 
 # ---- what all ranks have
@@ -518,19 +478,16 @@ def require_alike(by_rank: Mapping[int, Mapping[str, object]]) -> None:
                 )
 
 
-def _find_holders(by_rank: Mapping[int, State]) -> dict[str, list[int]]:
-    """Return key -> the ranks that have it.
+def _require_same_kinds(by_rank: Mapping[int, State]) -> None:
+    """Refuse ranks that have different things under one key.
 
     Raises:
-        PlacementError: If two of them have different things under one key.
+        PlacementError: If two of them do.
     """
-    holders: dict[str, list[int]] = {}
     kinds: dict[str, tuple[int, str]] = {}
     for who, each in by_rank.items():
         found = dict.fromkeys(each.objects, "plain data")
-        for key, described in each.tensors.items():
-            found[key] = described.kind
-            holders.setdefault(key, []).append(who)
+        found |= {key: described.kind for key, described in each.tensors.items()}
         for key, kind in found.items():
             if len(each.paths[key]) > 1:
                 kind += f" in {len(each.paths[key]) - 1} containers"
@@ -543,43 +500,37 @@ def _find_holders(by_rank: Mapping[int, State]) -> dict[str, list[int]]:
                     found=f"rank {who} differs from rank {other}: {kind}",
                     hint="Give shards as DTensors, and what is not the same another name.",
                 )
-    return holders
 
 
-def _find_same(local: Mapping[str, torch.Tensor]) -> dict[str, str | None]:
-    """Return key -> an earlier key of the same tensor here; None if this rank holds no values."""
-    first: dict[object, str] = {}
-    found: dict[str, str | None] = {}
-    for key, tensor in local.items():
-        values = local_tensor(tensor)
-        if not values.numel():
-            found[key] = None
-            continue
-        # A conjugate or negative view has the memory of its base, and other values.
-        facts = (values.dtype, values.is_conj(), values.is_neg(), values.shape, values.stride())
-        memory = (values.device, values.data_ptr(), *facts, tensor.shape, spread_of(tensor))
-        if first.setdefault(memory, key) != key:
-            found[key] = first[memory]
-    return found
+def _find_same(local: Mapping[str, torch.Tensor], values: Iterable[Value]) -> dict[str, str]:
+    """Return key -> an earlier key of the same tensor here.
+
+    Args:
+        local: key -> tensor.
+        values: what this rank holds of these tensors.
+    """
+
+    def with_spread(value: Value) -> Value:
+        tensor = local[value.key]
+        return replace(value, memory=(value.memory, tensor.shape, spread_of(tensor)))
+
+    return ties_of(map(with_spread, values))
 
 
-def _find_ties(
-    state: State,
-    by_rank: Mapping[int, Mapping[str, str | None]],
-    holders: Mapping[str, Sequence[int]],
-) -> dict[str, str]:
+def _find_ties(state: State, by_rank: Mapping[int, _Message]) -> dict[str, str]:
     """Return key -> the first key that is the same tensor on every rank that holds some of it.
 
     A rank sees by their memory that two keys are one tensor, but only if it holds values. All
     ranks draw the same conclusion from what all of them see.
     """
+    held = {who: {box.key for box in each.boxes} for who, each in by_rank.items()}
     first: dict[tuple[str | None, ...], str] = {}
     tied = {}
     for key in state.tensors:
-        own = holders.get(key, by_rank)
-        seen = tuple(same.get(key, key if who in own else None) for who, same in by_rank.items())
-        has_values = any(each is not None for each in seen)
-        if has_values and first.setdefault(seen, key) != key:
+        seen = tuple(
+            each.same.get(key, key) if key in held[who] else None for who, each in by_rank.items()
+        )
+        if first.setdefault(seen, key) != key:
             tied[key] = first[seen]
     return tied
 
@@ -590,14 +541,9 @@ def _merge_states(states: Sequence[State]) -> State:
     Raises:
         PlacementError: If their containers differ in kind.
     """
-    tensors: dict[str, Described] = {}
     template = _merge_templates([each.template for each in states], "")
-    made = State(states[0].plain, template, tensors, metadata=states[0].metadata)
+    made = State(template, metadata=states[0].metadata)
     for each in states:
-        for key, described in each.tensors.items():
-            known = tensors.setdefault(key, described)
-            if known.first is not None and described.first is not None:
-                tensors[key] = min(known, described, key=attrgetter("first"))
         # In the order of the ranks, and with the value of the first.
         for name in _BY_KEY:
             known_items = getattr(made, name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Container, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -61,16 +61,13 @@ class Difference(NamedTuple):
     other: int
 
 
-def checksums_of(
-    tensors: Mapping[str, torch.Tensor], several: Container[str] = ()
-) -> dict[HeldPart, Checksum]:
+def checksums_of(tensors: Mapping[str, torch.Tensor]) -> dict[HeldPart, Checksum]:
     """Return the checksums of tensors that other ranks may hold, too, without an exchange.
 
     Tensors on meta, DTensors of partial sums and DTensors without replicas are left out.
 
     Args:
         tensors: of this rank.
-        several: keys of DTensors that other meshes hold, too.
     """
     work, found = Workspace(), dict[HeldPart, Checksum]()
     for key, tensor in tensors.items():
@@ -78,7 +75,7 @@ def checksums_of(
             continue
         spans = None
         if is_dtensor(tensor):
-            is_repeated = key in several or any(each.is_replicate() for each in tensor.placements)
+            is_repeated = any(each.is_replicate() for each in tensor.placements)
             if not is_repeated or any(each.is_partial() for each in tensor.placements):
                 continue
             spans = spans_of(tensor, key)
@@ -103,14 +100,14 @@ def _crc(tensor: torch.Tensor, work: Workspace, crc: int) -> int:
     return crc
 
 
-def find_differences(by_rank: Mapping[int, Mapping[Key, Checksum]]) -> dict[Key, Difference]:
-    """Return the keys under which two ranks have different checksums."""
-    first: dict[Key, tuple[int, Checksum]] = {}
+def find_differences(by_rank: Mapping[int, Mapping[Key, object]]) -> dict[Key, Difference]:
+    """Return the keys under which two ranks have different checksums, or other facts."""
+    first: dict[Key, tuple[int, object]] = {}
     found: dict[Key, Difference] = {}
-    for who, sums in sorted(by_rank.items()):
-        for key, checksum in sums.items():
-            other, expected = first.setdefault(key, (who, checksum))
-            if checksum != expected:
+    for who, facts in sorted(by_rank.items()):
+        for key, fact in facts.items():
+            other, expected = first.setdefault(key, (who, fact))
+            if fact != expected:
                 found.setdefault(key, Difference(other, who))
     return found
 

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from tempfile import TemporaryDirectory
@@ -22,17 +22,15 @@ from torchlift._model.names import is_flattened
 from torchlift._model.ranks import StepResult, tensors_of
 from torchlift._model.state import call_state_dict, versioned
 from torchlift._save.files import Files, Objects, write_errors
-from torchlift._save.layouts import Output, dcp_content, end_of
-from torchlift._save.mesh import (
-    SavingRanks,
-    commit,
-    lay_out_files,
-    read_parts,
-    share_state,
-    state_of,
-    sum_up_shared,
-    write_together,
+from torchlift._save.layouts import (
+    DCP_FILES,
+    Output,
+    OwnFile,
+    Written,
+    add_objects,
+    dcp_output,
 )
+from torchlift._save.mesh import SavingRanks, commit, read_parts, share_state, write_together
 from torchlift._save.target import Target
 from torchlift._save.values import (
     LIST,
@@ -54,7 +52,6 @@ from torchlift._system.text import (
     count_of,
     human,
     printable,
-    progress_bar,
 )
 from torchlift.errors import (
     Argument,
@@ -231,19 +228,14 @@ def save(
 
     given: Any = path
     started = time.perf_counter()
-    with ExitStack() as stack:
-        is_alone = process_group is None and not any(map(is_dtensor, _inside(obj)))
-        if not is_alone:
-            # Ctrl-C arrives where the ranks exchange messages. Else the others would wait.
-            stack.enter_context(uninterrupted())
+    is_alone = process_group is None and not any(map(is_dtensor, _inside(obj)))
+    # Ctrl-C arrives where the ranks exchange messages. Else the others would wait.
+    with nullcontext() if is_alone else uninterrupted():
         ranks = SavingRanks(process_group, alone=is_alone)
         target, state = ranks.group.run(lambda: StepResult(prepare(), None)).value
-        if is_alone and any(map(is_dtensor, state.tensors.values())):
-            # An object may hold DTensors that only its state_dict() returns.
-            is_alone, ranks = False, SavingRanks()
-            stack.enter_context(uninterrupted())
         options = SaveOptions(checksum, progress)
-        if is_alone:
+        # An object may hold DTensors that only its state_dict() returns.
+        if is_alone and not any(map(is_dtensor, state.tensors.values())):
             if isinstance(obj, Checkpoint):
                 options = replace(options, check=partial(require_unchanged, obj))
             else:
@@ -251,8 +243,9 @@ def save(
                     state.values = [Value.of_tensor(*each) for each in state.tensors.items()]
             report = write_state(target, state, options)
         else:
-            stack.enter_context(errors_name(target.path))
-            report = _save_together(ranks, target, state, options, replicated)
+            with uninterrupted(), errors_name(target.path):
+                ranks = SavingRanks(process_group)
+                report = _save_together(ranks, target, state, options, replicated)
     return replace(report, seconds=time.perf_counter() - started)
 
 
@@ -271,16 +264,17 @@ def write_state(target: Target, state: State, options: SaveOptions) -> SaveRepor
     files = [inside(folder, name) for name in output.files]
     files += [output.head] if output.content is not None else []
     if not options.dry_run:
-        sizes = {name: end_of(sections) for name, sections in output.files.items()}
-        ranks = SavingRanks(alone=True)
+
+        def appear(_: Output, made: Files | Objects, written: Sequence[Written]) -> list[str]:
+            options.check()
+            return commit(output, made, written)
+
         # Ctrl-C arrives between two blocks, never where files are created or removed.
-        with uninterrupted(), progress_bar(options.progress, output.nbytes, "save") as advance:
-
-            def appear(made: Files | Objects) -> list[str]:
-                options.check()
-                return commit(output, sizes, made)
-
-            files = write_together(ranks, output, sizes, advance, appear)
+        with uninterrupted():
+            files = write_together(
+                SavingRanks(alone=True), output.head, output.kind, lambda: output, appear,
+                progress=options.progress,
+            ).result  # fmt: skip
     report = _report(target, state, output, files, options.lost)
     return replace(report, written=output.nbytes, seconds=time.perf_counter() - started)
 
@@ -300,7 +294,6 @@ def _save_together(
     }  # fmt: skip
     is_folder, compare = target.format == "dcp", replicated == "equal"
     shared = share_state(ranks, state, compared, compare=compare)
-    add_up = partial(sum_up_shared, ranks, shared, state.tensors) if compare else dict
     head = target.head
     if not is_folder and is_url(head):
         raise PlacementError(
@@ -310,32 +303,40 @@ def _save_together(
             found=f"{len(ranks.ranks)} ranks",
             hint='Pass format="dcp"; torchlift.convert makes one file of that.',
         )
-    files = lay_out_files(
-        ranks, shared, state.tensors, target, checksum=options.checksum, compare=compare
-    )
-    output = Output(head, files.own)
-    if is_folder:
-        output = target.folder_output(shared.state)
-        stored = shared.stored, [*files.sizes], files.items
-        content = partial(dcp_content, target.path, shared.state, *stored)
-        output = replace(output, files=files.own, content=content, untied=shared.tied)
 
-    def make_file(parts: Files | Objects) -> SaveReport:
-        views = read_parts(shared, files, head, parts.temporary)
+    def lay_out() -> Output:
+        own = OwnFile(ranks.number)
+        skipped = {} if is_folder else shared.tied  # one file has the values of the first key
+        for box, value in shared.own_values(ranks.rank, compare=compare, skipped=skipped):
+            own.add_box(box.start, value, options.checksum and is_folder)
+        if not is_folder:
+            return Output(head, {own.name: own.sections}, items=own.items)
+        if ranks.leads:
+            target.require_free_place(head)
+            add_objects(own, shared.state)
+        return dcp_output(target.path, shared.state, shared.stored, own, shared.tied)
+
+    def make_file(_: Output, parts: Files | Objects, written: Sequence[Written]) -> SaveReport:
+        views = read_parts(shared, head, parts.temporary.values(), written)
+        becomes = partial(dtype_of, path=head)
         with views.files:
-            made = state_of(shared, views)
+            entries = views.index.entries.items()
+            values = [Value.of_entry(key, entry, views, becomes) for key, entry in entries]
+            made = replace(shared.state, values=values)
             return write_state(target, made, replace(options, progress=False))
 
-    def appear(made: Files | Objects) -> SaveReport:
-        paths = commit(output, files.sizes, made)
+    def appear(output: Output, made: Files | Objects, written: Sequence[Written]) -> SaveReport:
+        paths = commit(output, made, written)
         nbytes = sum(stored.nbytes for stored in shared.stored.values())
         return replace(_report(target, shared.state, output, paths, {}), nbytes=nbytes)
 
-    bar = progress_bar(options.progress and ranks.leads, output.nbytes, "save")
-    with bar as advance:
-        finish = appear if is_folder else make_file
-        report = write_together(ranks, output, files.sizes, advance, finish, add_up)
-    return replace(report, lost={**shared.lost, **report.lost}, written=output.nbytes)
+    saved = write_together(
+        ranks, head, DCP_FILES if is_folder else None, lay_out,
+        appear if is_folder else make_file, shared.sum_up if compare else dict,
+        progress=options.progress,
+    )  # fmt: skip
+    lost = {**shared.lost, **saved.result.lost}
+    return replace(saved.result, lost=lost, written=saved.nbytes)
 
 
 def _report(
@@ -553,7 +554,7 @@ def take_apart_files(
         ckpt: the checkpoint. It stays open until it is written.
         target: where it is saved.
         becomes: returns the dtype that a tensor is saved with; None: its own.
-        dropped: keys that are left out.
+        dropped: keys of its containers that it does not have, because they are left out.
         made: returns the tensor to save in place of the one in the file, or None.
         containers: those of renamed keys, if they contain all keys; None: those of the file.
 
@@ -561,11 +562,10 @@ def take_apart_files(
         UnsafeError: If a value could only be rebuilt by running code.
         PlacementError: If a file cannot store a value.
     """
-    blocked = [key for key in ckpt.blocked_keys if key not in dropped]
-    if blocked:
-        error = ckpt._refusal(blocked[0])
-        if ckpt.blocked_keys[blocked[0]] not in OF_RANKS:
-            this = Argument("exclude", f"[{blocked[0]!r}]", (blocked[0],))
+    for key, why in ckpt.blocked_keys.items():
+        error = ckpt._refusal(key)
+        if why not in OF_RANKS:
+            this = Argument("exclude", f"[{key!r}]", (key,))
             error.hint = Hint("Leave it out: ", this, ".")
         raise error
     index, views = ckpt._index, ckpt._mapped()
@@ -574,16 +574,14 @@ def take_apart_files(
     if index.tree is not None:
         tree: Any = Tree(index, lambda entry: entry, ckpt._refusal, dropped).rebuild(None)
     else:
-        kept_leaves = {key: value for key, value in leaves.items() if key not in dropped}
-        kept_leaves = gathered(kept_leaves, index.templates)
-        tree = versioned(kept_leaves, index.module_versions or None)
+        tree = versioned(gathered(leaves, index.templates), index.module_versions or None)
     if containers is not None:
         found = take_apart(containers, plain=False)
-        if {*found.tensors, *found.objects} == leaves.keys() - set(dropped):
+        if {*found.tensors, *found.objects} == leaves.keys():
             tree = containers
     state = take_apart(tree, plain=not target.only_tensors, replaced=made)
     # The containers and the keys of an index describe the same content.
-    assert {*map(state.name_of, state.tensors)} == entries.keys() - dropped
+    assert {*map(state.name_of, state.tensors)} == entries.keys()
     becomes = becomes or partial(dtype_of, path=index.path)
     values = list[Value]()
     for key, source in state.tensors.items():

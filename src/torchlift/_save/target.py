@@ -9,15 +9,16 @@ from typing import Any
 
 from torchlift._save.files import write_errors
 from torchlift._save.layouts import (
-    DCP_FILES,
     Output,
+    OwnFile,
+    add_objects,
     dcp_output,
     safetensors_output,
     sharded_output,
     torch_output,
 )
 from torchlift._save.pickling import AS_TENSOR
-from torchlift._save.values import State, kind_error
+from torchlift._save.values import State, ties_of
 from torchlift._store.places import (
     exists,
     inside,
@@ -157,16 +158,6 @@ class Target:
                 f"{AS_TENSOR}",
             )
 
-    def folder_output(self, state: State) -> Output:
-        """Return a DCP folder without files.
-
-        Raises:
-            PlacementError: If the format does not store a tensor.
-        """
-        for key, kind in state.made_of_others.items():
-            raise kind_error(key, kind)
-        return Output(self.head, {}, kind=DCP_FILES)
-
     def lay_out(self, state: State, checksum: bool) -> Output:
         """Lay out the files of a state that one process writes.
 
@@ -177,8 +168,12 @@ class Target:
         if self.format == "torch-zip":
             return torch_output(self.path, state, checksum)
         if self.format == "dcp":
-            self.folder_output(state)
-            return dcp_output(self.path, state, checksum)
+            own = OwnFile(0)
+            for value in values:
+                own.add_box((0,) * len(value.shape), value, checksum)
+            add_objects(own, state)
+            stored = {value.key: value.stored for value in values}
+            return dcp_output(self.path, state, stored, own, ties_of(values))
         # They stand in front of the values, and a store gets all bytes in order.
         checksum = checksum and not is_url(self.path)
         if self.format == "sharded":

@@ -289,7 +289,7 @@ def copy_values(copies: Sequence[Copy], advance: Callable[[int], object] | None 
         for item in copies:
             source = item.source
             if isinstance(source, FileTensor):
-                reads.setdefault(source.views, []).extend(_reads(item, source, advance))
+                reads.setdefault(source.views, []).extend(requests_of(item, source, advance))
                 continue
             whole = tuple((0, size) for size in source.shape)
             slices = source.slices if isinstance(source, JoinedTensor) else [(source, whole)]
@@ -363,8 +363,8 @@ def is_dense(entry: TensorEntry) -> bool:
     return entry.is_contiguous or not repeats(entry.shape, entry.stride)
 
 
-def _reads(
-    item: Copy, source: FileTensor, advance: Callable[[int], object] | None
+def requests_of(
+    item: Copy, source: FileTensor, advance: Callable[[int], object] | None = None
 ) -> Iterator[Request]:
     """Yield the reads that fill a target. If it cannot be read into, copy from the map."""
     entry, target = source.entry, item.target

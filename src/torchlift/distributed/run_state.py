@@ -28,7 +28,9 @@ from torchlift._model.ranks import StepResult
 from torchlift._model.slots import ModuleTree
 from torchlift._model.state import versioned
 from torchlift._plan.rules import Options, check_rename, rename_keys
-from torchlift._save.blocks import memory_of
+from torchlift._save.blocks import Block, memory_of
+from torchlift._save.files import pass_bytes
+from torchlift._save.layouts import end_of
 from torchlift._save.pickling import is_array
 from torchlift._save.saving import require_savable
 from torchlift._sources.tensors import FileTensor
@@ -234,21 +236,23 @@ def digest_of(state: Mapping[str, Any], path: str, *, compare: bool) -> bytes:
     Raises:
         PlacementError: If a file cannot store it.
     """
-    output, made = require_savable(state, path), sha256()
-    for place, data in output.data() if compare else ():
-        made.update(b"%d" % place)
-        made.update(data)
+    (sections,) = require_savable(state, path).files.values()
+    made = sha256()
+    if compare:
+        pass_bytes(sections, lambda data, _: made.update(data))
     return made.digest()
 
 
 def pack(states: Mapping[str, Any], path: str) -> torch.Tensor:
     """Return states as a torch file in the bytes of a tensor. DCP folders have text keys only."""
-    output = require_savable(states, path)
-    ((section,),) = output.files.values()
-    packed = torch.empty(section.layout.nbytes, dtype=torch.uint8)
+    (sections,) = require_savable(states, path).files.values()
+    packed = torch.empty(end_of(sections), dtype=torch.uint8)
     room = memory_of(packed)
-    for place, data in output.data():
+
+    def put(data: Block, place: int) -> None:
         room[place : place + len(data)] = data
+
+    pass_bytes(sections, put)
     return packed
 
 

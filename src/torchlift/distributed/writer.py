@@ -22,7 +22,6 @@ from torch.futures import Future
 
 from torchlift._model.holders import find_buffers
 from torchlift._model.ranks import portable, raise_first, rank
-from torchlift._model.torch_private import dcp_item
 from torchlift._save.blocks import Workspace
 from torchlift._save.files import (
     Files,
@@ -31,12 +30,19 @@ from torchlift._save.files import (
     write_errors,
     write_own_files,
 )
-from torchlift._save.layouts import DCP_FILES, Box, Item, OwnFile
-from torchlift._save.mesh import require_alike
+from torchlift._save.layouts import (
+    DCP_FILES,
+    DCP_VERSION,
+    Box,
+    OwnFile,
+    Written,
+    end_of,
+    name_of_rank,
+    storage_data,
+)
+from torchlift._save.mesh import find_holders, require_alike, require_equal
 from torchlift._save.replicas import (
-    TAKE_FIRST,
     Checksum,
-    Difference,
     checksum_of,
     difference_error,
     find_differences,
@@ -47,8 +53,6 @@ from torchlift._store.places import place_of
 from torchlift._system.interrupts import uninterrupted
 from torchlift.errors import CheckpointError
 from torchlift.formats.layout import FORMATS, SETS, Layout, format_for
-
-_VERSION = "1.0.0"  # of the files that DCP writes: it tells torch how keys were joined
 
 
 class _Assignment(NamedTuple):
@@ -65,20 +69,6 @@ class _Assignment(NamedTuple):
     temporary: Mapping[str, str]
     arguments: Mapping[int, Mapping[str, object]]
     shared: frozenset[MetadataIndex]
-
-
-class _Written(NamedTuple):
-    """The files that a rank wrote.
-
-    Attributes:
-        nbytes: of its file.
-        items: index -> where the item is in the file.
-        checksums: of what other ranks hold, too.
-    """
-
-    nbytes: int
-    items: Mapping[MetadataIndex, Item]
-    checksums: Mapping[MetadataIndex, Checksum]
 
 
 class _Failed(NamedTuple):
@@ -137,9 +127,8 @@ class CheckpointWriter(StorageWriter):
             raise ValueError(f'replicated={replicated!r}: expected "equal" or "rank0"')
         self.path = None if path is None else os.fspath(path)
         self.checksum, self.replicated, self._options = checksum, replicated, storage_options
-        # What this rank holds, before DCP leaves values of several ranks to one; and their source.
+        # What this rank holds, before DCP leaves values of several ranks to one.
         self._items: dict[MetadataIndex, WriteItem] = {}
-        self._planner: SavePlanner | None = None
         self._files: Files | Objects | None = None  # on the first rank
         self._close_files: Any = None
 
@@ -182,7 +171,8 @@ class CheckpointWriter(StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Note what this rank holds: DCP leaves what several ranks hold to one of them."""
         self._items = {item.index: item for item in plan.items if item.tensor_data is not None}
-        return replace(plan, storage_data=self._items)
+        forms = {index: _form_of(item) for index, item in self._items.items()}
+        return replace(plan, storage_data=forms)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Create the files of all ranks.
@@ -208,10 +198,14 @@ class CheckpointWriter(StorageWriter):
     def _assign(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Create the files, and add to each plan what its rank must know."""
         head = self._target.head
-        shared = _find_shared([plan.storage_data or {} for plan in plans], head)
+        held = {number: plan.storage_data or {} for number, plan in enumerate(plans)}
+        if unlike := find_differences(held):
+            hint = "Give each its own name, or make them shards of a DTensor."
+            raise difference_error({i.fqn: each for i, each in unlike.items()}, hint, head)
+        shared = {index: who for index, who in find_holders(held).items() if len(who) > 1}
         if self.replicated == "rank0":
             plans, shared = _leave_to_first(plans, shared), {}
-        names = [OwnFile(number).name for number in range(len(plans))]
+        names = [*map(name_of_rank, range(len(plans)))]
         self._files = files = new_files(head, names, DCP_FILES)
         # A save that the death of another rank ends does not call the writer again.
         self._close_files = weakref.finalize(self, files.close)
@@ -229,13 +223,11 @@ class CheckpointWriter(StorageWriter):
     def _close(self) -> None:
         if self._close_files is not None:
             self._close_files()
-        self._files = self._close_files = self._planner = None
+        self._files = self._close_files = None
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the file of this rank. An error is raised on all ranks in the end."""
-        written: _Written | _Failed
-        if self._files is not None:  # the first rank, which compares; others would keep the state
-            self._planner = planner
+        written: Written | _Failed
         try:
             with uninterrupted(), write_errors(self._target.head):
                 written = self._write(plan.storage_data, plan.items, planner)
@@ -245,49 +237,34 @@ class CheckpointWriter(StorageWriter):
         done.set_result([WriteResult(MetadataIndex(""), 0, written)])
         return done
 
-    def _write(
-        self, assigned: _Assignment, plan: list[WriteItem], planner: SavePlanner
-    ) -> _Written:
+    def _write(self, assigned: _Assignment, plan: list[WriteItem], planner: SavePlanner) -> Written:
         require_alike({**assigned.arguments, rank(): self._arguments})
-        work = Workspace()
-        shared = self._values_of(assigned.shared, planner)
-        checksums = {index: checksum_of(tensor, work) for index, tensor in shared.items()}
         own = OwnFile(assigned.number)
         for item in plan:
             key, data = item.index.fqn, planner.resolve_data(item)
             if isinstance(data, torch.Tensor):
-                own.add_box(Box((), Value.of_tensor(key, data)), self.checksum)
+                own.add_box(item.index.offset, Value.of_tensor(key, data), self.checksum)
             else:
                 own.add_value(key, _bytes_layout(data.getvalue()))
         files = {own.name: own.sections}
         write_own_files(self._target.head, DCP_FILES, assigned.temporary, files, lambda _: None)
-        items = dict(zip([item.index for item in plan], own.items, strict=True))
-        return _Written(own.nbytes, items, checksums)
+        checksums = self._sum_up(assigned.shared, planner)
+        return Written([end_of(own.sections)], own.items, checksums)
 
-    def _values_of(
-        self, indexes: Container[MetadataIndex], planner: SavePlanner
-    ) -> dict[MetadataIndex, torch.Tensor]:
-        """Return what this rank holds of some tensors, or of parts of them."""
-        values = {
-            index: planner.resolve_data(item)
-            for index, item in self._items.items()
-            if index in indexes
-        }
-        return {i: each.detach() for i, each in values.items() if isinstance(each, torch.Tensor)}
-
-    def _require_equal(self, written: list[_Written]) -> None:
-        """Refuse values that differ between ranks, unless they are buffers of a module.
-
-        Raises:
-            PlacementError: If there are some.
-        """
-        found = find_differences({number: each.checksums for number, each in enumerate(written)})
-        if self._planner is not None and found:
-            for index in find_buffers(self._values_of(found, self._planner)):
-                del found[index]
-        if found:
-            names = {index.fqn: each for index, each in found.items()}
-            raise difference_error(names, TAKE_FIRST, self._target.head)
+    def _sum_up(
+        self, shared: Container[MetadataIndex], planner: SavePlanner
+    ) -> dict[Box, Checksum]:
+        """Return the checksums of what other ranks hold, too, but for buffers of a module."""
+        held = {index: item for index, item in self._items.items() if index in shared}
+        values: dict[Box, torch.Tensor] = {}
+        for index, item in held.items():
+            tensor = planner.resolve_data(item)
+            if isinstance(tensor, torch.Tensor):
+                box = Box(index.fqn, tuple(index.offset or ()), tuple(tensor.shape))
+                values[box] = tensor.detach()
+        # Statistics that each rank has of its own data: one rank's count, as in torch.
+        buffers, work = find_buffers(values) if values else set(), Workspace()
+        return {box: checksum_of(each, work) for box, each in values.items() if box not in buffers}
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Make the checkpoint appear.
@@ -303,15 +280,11 @@ class CheckpointWriter(StorageWriter):
             raise_first(
                 {each.rank: each.error for each in reports if isinstance(each, _Failed)}, None
             )
-            self._require_equal(reports)
-            metadata.storage_data = {
-                index: dcp_item(name, item.first, item.length)
-                for name, each in zip(files.names, reports, strict=True)
-                for index, item in each.items.items()
-            }
-            metadata.storage_meta, metadata.version = self.storage_meta(), _VERSION
+            require_equal({who: each.checksums for who, each in enumerate(reports)}, files.head)
+            metadata.storage_data = storage_data(files.names, reports)
+            metadata.storage_meta, metadata.version = self.storage_meta(), DCP_VERSION
             with uninterrupted():
-                files.commit([each.nbytes for each in reports], pickle.dumps(metadata))
+                files.commit([each.sizes[0] for each in reports], pickle.dumps(metadata))
                 self._close()
 
     @classmethod
@@ -320,39 +293,20 @@ class CheckpointWriter(StorageWriter):
         return not os.fspath(checkpoint_id).startswith(("http://", "https://"))
 
 
-def _find_shared(
-    by_rank: list[dict[MetadataIndex, WriteItem]], path: str
-) -> dict[MetadataIndex, int]:
-    """Return what several ranks hold -> the number of the first of them.
-
-    Raises:
-        PlacementError: If they hold tensors of other shapes or dtypes under one name.
-    """
-    first: dict[MetadataIndex, tuple[int, WriteItem]] = {}
-    shared: dict[MetadataIndex, int] = {}
-    for number, items in enumerate(by_rank):
-        for index, item in items.items():
-            other, expected = first.setdefault(index, (number, item))
-            if other == number:
-                continue
-            if _form_of(item) != _form_of(expected):
-                hint = "Give each its own name, or make them shards of a DTensor."
-                raise difference_error({index.fqn: Difference(other, number)}, hint, path)
-            shared[index] = other
-    return shared
-
-
 def _form_of(item: WriteItem) -> object:
+    """Return what must be equal on all ranks that hold a part of a tensor."""
     data = item.tensor_data
     return data and (data.size, data.chunk, data.properties.dtype)
 
 
-def _leave_to_first(plans: list[SavePlan], shared: dict[MetadataIndex, int]) -> list[SavePlan]:
+def _leave_to_first(
+    plans: list[SavePlan], shared: Mapping[MetadataIndex, list[int]]
+) -> list[SavePlan]:
     """Return plans in which the first rank writes what several hold: DCP takes any of them."""
     items: list[list[WriteItem]] = [[] for _ in plans]
     for number, plan in enumerate(plans):
         for item in plan.items:
-            items[shared.get(item.index, number)].append(item)
+            items[shared.get(item.index, [number])[0]].append(item)
     return [replace(plan, items=own) for plan, own in zip(plans, items, strict=True)]
 
 
