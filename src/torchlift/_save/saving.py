@@ -17,7 +17,7 @@ from torch import nn
 
 from torchlift._checkpoint.checkpoint import Checkpoint, dtype_of
 from torchlift._checkpoint.tree import Tree, gathered
-from torchlift._model.dtensor import is_dtensor, local_tensor
+from torchlift._model.dtensor import is_dtensor
 from torchlift._model.names import is_flattened
 from torchlift._model.ranks import StepResult, tensors_of
 from torchlift._model.state import call_state_dict, versioned
@@ -33,6 +33,7 @@ from torchlift._save.mesh import (
     sum_up_shared,
     write_together,
 )
+from torchlift._save.pickling import lay_out_torch_file
 from torchlift._save.target import Target
 from torchlift._save.values import (
     LIST,
@@ -42,6 +43,7 @@ from torchlift._save.values import (
     Value,
     explain_untied,
     find_untied_keys,
+    stored_as,
     take_apart,
 )
 from torchlift._store.places import inside, is_url, name_of, parent
@@ -64,7 +66,7 @@ from torchlift.errors import (
     explain_calls,
     wrong_call,
 )
-from torchlift.formats.index import OF_RANKS, TensorEntry
+from torchlift.formats.index import OF_RANKS, Leaf, TensorEntry
 from torchlift.formats.layout import SETS
 from torchlift.formats.source import errors_name
 
@@ -512,19 +514,30 @@ def _require_complete_optimizers(obj: object, path: str) -> None:
             )
 
 
-def require_savable(obj: object, path: str) -> Output:
-    """Refuse a state that a torch file cannot store so that torchlift reads it back.
+def require_savable(obj: object, path: str) -> None:
+    """Refuse a state that a checkpoint cannot store so that torchlift reads it back.
 
-    Returns:
-        The file that it would be.
+    Plain data is pickled and read back. Tensors are not: that would take longer than their copy.
 
     Raises:
         PlacementError: If there is such a value.
     """
+    state = take_apart(obj)
+    for key, tensor in state.tensors.items():
+        stored_as(key, tensor)
+    with errors_name(path):
+        lay_out_torch_file({key: Leaf(key) for key in state.objects}, [], state.objects)
+
+
+def lay_out_one_file(obj: object, path: str) -> Output:
+    """Lay out a state without DTensors as one torch file, which is not written to `path`.
+
+    Raises:
+        PlacementError: If a torch file cannot store it.
+    """
     target = Target.of(path, "torch-zip", None)
     state = take_apart(obj)
-    tensors = {key: local_tensor(tensor) for key, tensor in state.tensors.items()}
-    state.values = [Value.of_tensor(key, tensor) for key, tensor in tensors.items()]
+    state.values = [Value.of_tensor(*each) for each in state.tensors.items()]
     with errors_name(target.path):
         return target.lay_out(state, False)
 

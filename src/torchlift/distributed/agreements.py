@@ -17,18 +17,8 @@ from torchlift.distributed.folder import NewCheckpoint
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """The arguments of a Keeper that must be equal on all ranks."""
-
-    background: bool
-    busy: str
-    best: str | None
-    timeout: float | None
-
-
-@dataclass(frozen=True, slots=True)
 class Call:
-    """The first message of a method.
+    """The message of a method.
 
     Attributes:
         method: The name of the method.
@@ -37,6 +27,7 @@ class Call:
         is_done: Whether the last save of this rank is complete.
         received: Whether this rank received a signal that asks it to stop.
         checkpoint: The name of the checkpoint to load, on the first rank. None if there is none.
+        target: The place of the checkpoint to save, on the first rank.
     """
 
     method: Literal["save", "wait", "resume", "should_stop"]
@@ -45,27 +36,7 @@ class Call:
     is_done: bool = True
     received: bool = False
     checkpoint: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotMessage:
-    """The message after a rank has copied its state.
-
-    Attributes:
-        target: The place of the checkpoint, on the first rank.
-        digests: Name of an object that is not a model -> digest of its state.
-        groups: Digest of the parameter groups of all optimizers.
-    """
-
-    target: NewCheckpoint | None
-    digests: dict[str, bytes]
-    groups: bytes
-
-    @staticmethod
-    def equal_names(messages: Iterable[SnapshotMessage]) -> set[str]:
-        """Return the names of objects whose states are equal on all ranks."""
-        pairs = [set(message.digests.items()) for message in messages]
-        return {name for name, _ in set.intersection(*pairs)}
+    target: NewCheckpoint | None = None
 
 
 @dataclass(frozen=True, slots=True)

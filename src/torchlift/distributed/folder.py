@@ -11,7 +11,6 @@ import re
 import secrets
 import shutil
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -23,7 +22,6 @@ from torchlift._store.places import Stamp, inside, is_url, name_of, parent, plac
 from torchlift._store.uploads import list_names, remove
 from torchlift._system.text import clipped_list
 from torchlift._transfer.write import is_there, make_durable, remove_debris
-from torchlift.distributed.folder_lock import FolderLock
 from torchlift.errors import CheckpointError, TimedOut
 from torchlift.formats.dcp import DCP_METADATA
 
@@ -376,7 +374,6 @@ class KeptFolder(RunFolder):
     def __init__(self, directory: str) -> None:
         super().__init__(directory)  # a URL has its options with it
         self.policies: Sequence[Policy] = ()
-        self._lock: FolderLock | None = None
         self._is_adopted = self._is_warned = False
         # Paths of another run's later steps, and of steps that this run has gone back from.
         self._foreign: set[str] = set()
@@ -392,22 +389,8 @@ class KeptFolder(RunFolder):
         self._best = next((each for each in self.policies if isinstance(each, BestN)), None)
         return super().best()
 
-    def lock(self) -> None:
-        """Keep other jobs out of the folder until `close`. A URL has no lock.
-
-        Raises:
-            CheckpointError: If another job holds it.
-        """
-        if not is_url(self.directory):
-            self._lock = FolderLock(self.directory)
-            # A keeper that is never closed must not keep the next one of this process out.
-            weakref.finalize(self, self._lock.release)
-            self._lock.acquire()
-
     def adopt(self) -> list[Kept]:
         """Return all complete checkpoints, which are the run's own from now on."""
-        if self._lock is not None:
-            self._lock.use()
         self._is_adopted, self._foreign = True, set()
         return self.kept()
 
@@ -419,8 +402,6 @@ class KeptFolder(RunFolder):
             base: The step that was last resumed or saved, or None.
             is_file: Whether the checkpoint is a file and not a folder.
         """
-        if self._lock is not None:
-            self._lock.use()
         kept = self.kept()
         if not self._is_adopted:
             self._is_adopted = True
@@ -492,16 +473,6 @@ class KeptFolder(RunFolder):
             text = "older checkpoints cannot be removed, and the next save tries again: "
             problems.append(text + clipped_list(dict.fromkeys(failed)))
         return problems
-
-    def give_way(self) -> None:
-        """Let other Keepers of this process use the folder, even if `close` is interrupted."""
-        if self._lock is not None:
-            self._lock.is_used = False
-
-    def close(self) -> None:
-        """Release the folder, so that other jobs can use it."""
-        if self._lock is not None:
-            self._lock.release()
 
 
 def _last_of_each_step(kept: Iterable[Kept]) -> list[Kept]:

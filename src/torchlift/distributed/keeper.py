@@ -16,8 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial, reduce
-from hashlib import sha256
-from operator import and_, getitem
+from operator import and_
 from time import perf_counter
 from typing import Any, Literal, NamedTuple
 
@@ -26,43 +25,34 @@ import torch
 from torchlift._checkpoint.checkpoint import open as open_checkpoint
 from torchlift._load.checks import require_intact
 from torchlift._model.commit import Commit
-from torchlift._model.dtensor import is_dtensor
 from torchlift._model.ranks import RankGroup, StepResult, has_group, new_gloo_group, world_of
 from torchlift._plan.names import Rewriting
 from torchlift._plan.rules import Options, Patterns, Rename
 from torchlift._save.files import make_folders
-from torchlift._save.replicas import Checksum, HeldPart, checksums_of, find_differences
-from torchlift._save.saving import SaveReport, require_savable, save
+from torchlift._save.saving import SaveReport, save
 from torchlift._store.places import inside, is_url, name_of, place_of
 from torchlift._store.uploads import require_writable
-from torchlift._system.containers import leaves
 from torchlift._system.interrupts import Interruptible, uninterrupted
 from torchlift._system.text import clipped_list
 from torchlift.distributed.agreements import (
     Call,
     SelectionMessage,
-    Settings,
-    SnapshotMessage,
-    merge_groups,
     require_same,
     require_same_call,
     together,
 )
 from torchlift.distributed.folder import KeptFolder, NewCheckpoint, Policy, policies_of
-from torchlift.distributed.generators import Generators
+from torchlift.distributed.folder_lock import FolderLock
 from torchlift.distributed.run_state import (
-    DIFFERING,
-    GENERATORS,
     OnOtherRanks,
     RunObjects,
     Selection,
-    digest_of,
-    pack,
+    Snapshot,
     read_selection,
 )
 from torchlift.distributed.signals import STOPS, StopSignals
-from torchlift.distributed.staging import Copies, Staging
-from torchlift.errors import CheckpointError, FormatError, IntegrityError, PlacementError
+from torchlift.distributed.staging import Staging
+from torchlift.errors import CheckpointError, FormatError, IntegrityError
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,22 +60,16 @@ class _PendingSave:
     """A snapshot to write.
 
     Attributes:
+        step: The step.
+        metrics: The metrics.
+        snapshot: Copies of the states.
         target: The place of the checkpoint.
-        step: Its step.
-        metrics: Its metrics.
-        models: States of models and optimizers.
-        plain: Path -> a plain value in these, which may differ between ranks.
-        equal: States of other objects that are equal on all ranks.
-        own: States of this rank.
     """
 
-    target: NewCheckpoint
     step: int
     metrics: dict[str, float]
-    models: dict[str, Any]
-    plain: dict[tuple[Any, ...], torch.Tensor]
-    equal: dict[str, Any]
-    own: dict[str, Any]
+    snapshot: Snapshot
+    target: NewCheckpoint
 
 
 class _Written(NamedTuple):
@@ -158,6 +142,9 @@ class Keeper:
         self._background, self._skips = background, busy == "skip"
         self._rank, self._count = world_of()
         self._folder, self._staging = KeptFolder(self.directory), Staging()
+        self._lock = FolderLock(self.directory)
+        # A keeper that is never closed must not keep the next one of this process out.
+        weakref.finalize(self, self._lock.release)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="torchlift-keeper")
         self._in_flight: list[Future[_Written] | None] = [None]
         weakref.finalize(self, _warn_of_failure, self._in_flight)
@@ -171,19 +158,20 @@ class Keeper:
         self._ranks = self._writers = RankGroup([])
         everyone = RankGroup.of_all()
 
-        def validate_arguments() -> StepResult[None, Settings]:
+        def validate_arguments() -> StepResult[None, Mapping[str, object]]:
             if busy not in ("wait", "skip"):
                 raise ValueError(f"busy={busy!r}: expected 'wait' or 'skip'")
             if timeout is not None and not timeout > 0:
                 raise ValueError(f"timeout={timeout!r}: expected seconds, or None")
             self._folder.policies = policies_of(keep, every, best, best_is)
-            return StepResult(None, Settings(background, busy, best, timeout))
+            named = {"background=": background, "busy=": busy, "best=": best, "timeout=": timeout}
+            return StepResult(None, named)
 
         try:
             with together(everyone):
-                settings = everyone.run(validate_arguments).by_rank
+                arguments = everyone.run(validate_arguments).by_rank
                 names = "background=, busy=, best= and timeout="
-                require_same(f"the ranks do not pass the same {names}", settings.values())
+                require_same(f"the ranks do not pass the same {names}", arguments.values())
                 self._ranks, self._writers = _new_group(timeout), _new_group(timeout)
                 everyone.run(self._open_folder)
         except BaseException:
@@ -199,7 +187,7 @@ class Keeper:
                 make_folders(self.directory, [])
                 os.listdir(self.directory)
                 if self._rank == 0:
-                    self._folder.lock()
+                    self._lock.acquire()
             except CheckpointError:
                 raise
             except OSError as error:
@@ -261,95 +249,48 @@ class Keeper:
         self, step: int, objects: Mapping[str, object], metrics: Mapping[str, float] | None
     ) -> _PendingSave | None:
         """Take a snapshot on all ranks. Return None if the last save is not complete."""
+        if self._skips:
+            here = Call("save", is_done=self._is_done)
+            calls = self._ranks.run(lambda: StepResult(None, here), require_same_call).by_rank
+            if not all(call.is_done for call in calls.values()):
+                return None
 
-        def validate_arguments() -> StepResult[RunObjects, Call]:
-            number = _require_step(step)
-            if self._closed:
-                raise ValueError("the keeper is closed")
-            run = RunObjects.of(objects)
-            missing = [name for name in self._folder.metrics if name not in _numbers(metrics)]
+        def take_snapshot() -> StepResult[Callable[[NewCheckpoint], _PendingSave], Call]:
+            self._require_open()
+            number, numbers, run = _require_step(step), _numbers(metrics), RunObjects.of(objects)
+            missing = [name for name in self._folder.metrics if name not in numbers]
             if self._rank == 0 and missing:
                 raise ValueError(f"metrics= lacks {missing[0]!r}, which best= or a policy needs")
-            return StepResult(run, Call("save", number, run.models, self._is_done))
-
-        run, calls = self._ranks.run(validate_arguments, require_same_call)
-        if self._skips and not all(call.is_done for call in calls.values()):
-            return None
-        # The next snapshot uses the memory of the last one, so that one must be written.
-        self._finish()
-
-        def snapshot_state() -> StepResult[Copies, SnapshotMessage]:
-            copies = self._copy_state(run)
-            digests = {
-                name: digest_of({name: state}, self.directory, compare=self._count > 1)
-                for name, state in copies.others.items()
-            }
-            target = None
+            # The snapshot uses the memory of the last one, so that one must be written.
+            self._await_save()
+            alone, target = self._count == 1, None
+            snapshot = Snapshot.of(run, self._staging, self.directory, is_alone=alone)
             if self._rank == 0:
-                target = self._folder.new_path(_require_step(step), self._base, self._count == 1)
-            groups = sha256(repr([*run.groups(copies.models)]).encode()).digest()
-            return StepResult(copies, SnapshotMessage(target, digests, groups))
+                self._lock.use()
+                target = self._folder.new_path(number, self._base, alone)
+            return StepResult(
+                partial(_PendingSave, number, numbers, snapshot),
+                Call("save", number, run.models, target=target),
+            )
 
-        copies, messages = self._ranks.run(snapshot_state)
-        models = copies.models
-        # The ranks of a pipeline have different groups, and a checkpoint has those of all ranks.
-        if len({message.groups for message in messages.values()}) > 1:
-            groups = run.groups(models)
-            by_rank = self._ranks.run(lambda: StepResult(None, groups)).by_rank
-            for name, merged in merge_groups(by_rank.values()).items():
-                if name in models:
-                    models[name] = {**models[name], "param_groups": merged}
-        equal = SnapshotMessage.equal_names(messages.values())
-        target = messages[0].target
+        made, calls = self._ranks.run(take_snapshot, require_same_call)
+        target = calls[0].target
         assert target is not None
-        return _PendingSave(
-            target,
-            _require_step(step),
-            _numbers(metrics),
-            models,
-            run.find_plain(models) if self._count > 1 else {},
-            {name: state for name, state in copies.others.items() if name in equal},
-            {GENERATORS: Generators().state_dict()}
-            | {name: state for name, state in copies.others.items() if name not in equal},
-        )
-
-    def _copy_state(self, run: RunObjects) -> Copies:
-        """Return copies of all states on the host.
-
-        Raises:
-            PlacementError: If `resume` could not put a state back.
-        """
-        models, others = run.read_models(), run.read_others()
-        for name, state in others.items():
-            if self._ranks.groups and any(map(is_dtensor, leaves(state).values())):
-                raise PlacementError(
-                    "only models and optimizers may contain DTensors",
-                    entry=name,
-                    hint="Pass the module itself, or full tensors.",
-                )
-        copies = self._staging.copy(models, others)
-        require_savable(copies.models, self.directory)
-        return copies
+        return made(target)
 
     def _write(self, pending: _PendingSave) -> _Written:
         """Write a checkpoint, and remove those that are not kept any more."""
-        path, number = inside(self.directory, pending.target.name), str(self._rank)
+        path, snapshot = inside(self.directory, pending.target.name), pending.snapshot
         group = self._writers.groups[0] if self._writers.groups else None
-
-        def pack_state() -> StepResult[dict[str, Any], None]:
-            own = {"ranks": {number: pack(pending.own, self.directory)}}
-            common = {"packed": pack(pending.equal, self.directory)} if self._rank == 0 else {}
-            return StepResult({**common, **own}, None)
-
+        head = {"step": pending.step, "metrics": pending.metrics} if self._rank == 0 else {}
         with self._writers.together() as agree:  # an error before `save` stops the others, too
-            others = {**pending.equal, "ranks": {number: pending.own}}
-            if self._count > 1:
-                self._separate_differing(pending)
-                others = self._writers.run(pack_state).value
-            head = {"step": pending.step, "metrics": pending.metrics} if self._rank == 0 else {}
-            state = {**head, **others, **pending.models}
-            format = "dcp" if self._count > 1 else None
-            report = save(state, path, format=format, replicated="rank0", process_group=group)
+            if self._count == 1:
+                state, format = snapshot.for_one_process(), None
+            else:
+                state, format = snapshot.for_rank(self._writers, self._rank), "dcp"
+            report = save(
+                {**head, **state}, path, format=format, replicated="rank0", process_group=group
+            )
             agree(False)
         try:
             problems = self._folder.sweep(path, pending.target.before) if self._rank == 0 else []
@@ -358,23 +299,6 @@ class Keeper:
                 f"older checkpoints are not removed, and the next save tries again: {error}"
             ]
         return _Written(report, problems)
-
-    def _separate_differing(self, pending: _PendingSave) -> None:
-        """Keep values that differ between ranks for each rank. DCP would keep the first rank's."""
-        paths = {".".join(map(str, path)): path for path in pending.plain}
-
-        def add_up() -> StepResult[dict[HeldPart, Checksum], bytes]:
-            sums = checksums_of({name: pending.plain[path] for name, path in paths.items()})
-            return StepResult(sums, sha256(repr(sums).encode()).digest())
-
-        sums, digests = self._writers.run(add_up)
-        if len({*digests.values()}) == 1:  # usually, and then no rank sends all its checksums
-            return
-        different = find_differences(self._writers.run(lambda: StepResult(None, sums)).by_rank)
-        for path in [paths[part.key] for part in different if part.key in paths]:
-            *places, last = path
-            value = reduce(getitem, places, pending.models).pop(last)
-            pending.own.setdefault(DIFFERING, []).append([[*path], value])
 
     @property
     def report(self) -> SaveReport | None:
@@ -410,8 +334,7 @@ class Keeper:
         """
 
         def poll_signals() -> StepResult[None, Call]:
-            if self._closed:
-                raise ValueError("the keeper is closed")
+            self._require_open()
             if self._signals is None:
                 self._signals = StopSignals(on)
                 weakref.finalize(self, self._signals.close)
@@ -426,30 +349,32 @@ class Keeper:
         Raises:
             CheckpointError: If the last save failed. Earlier checkpoints are unchanged.
         """
-        self._finish()
-
-    def _finish(self) -> None:
-        """Wait for the last save, and warn of its problems.
-
-        Raises:
-            CheckpointError: If the last save failed.
-        """
 
         def await_save() -> StepResult[None, Call]:
-            (saving,) = self._in_flight
-            with Interruptible():
-                error = None if saving is None else saving.exception()
-            self._report = self.report
-            # Not earlier: after an interrupted wait, the next snapshot would overwrite this one.
-            self._in_flight[0] = None
-            if error is not None:
-                raise error
-            for sentence in () if saving is None else saving.result().problems:
-                warnings.warn(sentence, RuntimeWarning, stacklevel=6)
+            self._await_save()
             return StepResult(None, Call("wait"))
 
         # On all ranks: one that did not raise would wait alone in the next collective.
         self._ranks.run(await_save, require_same_call)
+
+    def _await_save(self) -> None:
+        """Wait for the last save of this rank, and warn of its problems.
+
+        Raises:
+            CheckpointError: If it failed.
+        """
+        (saving,) = self._in_flight
+        if saving is None:
+            return
+        with Interruptible():
+            error = saving.exception()
+        self._report = self.report
+        # Not earlier: after an interrupted wait, the next snapshot would overwrite this one.
+        self._in_flight[0] = None
+        if error is not None:
+            raise error
+        for sentence in saving.result().problems:
+            warnings.warn(sentence, RuntimeWarning, stacklevel=6)
 
     def close(self) -> None:
         """Wait for the last save, and free the snapshot and the folder. All ranks call it.
@@ -465,7 +390,7 @@ class Keeper:
             self._free()
 
     def _free(self) -> None:
-        self._folder.give_way()
+        self._lock.is_used = False  # another Keeper may save, even if an interrupt ends this
         self._closed = True
         if self._signals is not None:
             self._signals.close()
@@ -475,7 +400,7 @@ class Keeper:
             groups = [*self._ranks.groups, *self._writers.groups]
             self._ranks = self._writers = RankGroup([])
             with ExitStack() as stack:
-                stack.callback(self._folder.close)
+                stack.callback(self._lock.release)
                 for group in groups:  # otherwise their threads and sockets stay
                     stack.callback(torch.distributed.destroy_process_group, group)
                 stack.callback(self._staging.close)
@@ -488,6 +413,10 @@ class Keeper:
             self.close()
         else:  # other ranks may not come here, so only this rank's write is finished
             self._free()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ValueError("the keeper is closed")
 
     @property
     def _is_done(self) -> bool:
@@ -564,7 +493,6 @@ class Keeper:
         )  # fmt: skip
         # An interrupt waits until all ranks are done. An error undoes the load on all of them.
         with uninterrupted(), Commit() as commit, together(self._ranks) as deliver:
-            self._finish()
 
             def select_checkpoint() -> StepResult[_ResumeRequest, Call]:
                 if self._closed and has_group():
@@ -575,9 +503,12 @@ class Keeper:
                         f"rename={rules.rename!r}: resume cannot merge or split tensors"
                     )
                 run = RunObjects.of({**(state or {}), **objects})
-                # Only the first rank reads the folder: a checkpoint may expire in between.
-                kept = self._folder.adopt() if self._rank == 0 else []
-                names = [name_of(one.path) for one in kept if step in (None, one.step)]
+                self._await_save()
+                names = list[str]()
+                if self._rank == 0:  # alone: a checkpoint may expire in between
+                    self._lock.use()
+                    kept = self._folder.adopt()
+                    names = [name_of(one.path) for one in kept if step in (None, one.step)]
                 found = names[-1] if names else None
                 return StepResult(
                     _ResumeRequest(run, rules), Call("resume", models=run.models, checkpoint=found)
