@@ -693,6 +693,38 @@ def complete(folder: Path) -> list[str]:
     return sorted(name for name in os.listdir(folder) if not name.startswith("."))
 
 
+def test_the_thread_that_writes_changes_nothing_of_all_threads(tmp_path: Path) -> None:
+    """Training goes on meanwhile: the collector, filters of warnings, torch's flags, the folder."""
+
+    def facts() -> tuple[object, ...]:
+        return (
+            gc.isenabled(), gc.get_threshold(), id(warnings.filters), len(warnings.filters),
+            torch.get_default_dtype(), torch.get_num_threads(), sys.getswitchinterval(),
+            torch.are_deterministic_algorithms_enabled(), os.getcwd(),
+            resource.getrlimit(resource.RLIMIT_NOFILE),
+        )  # fmt: skip
+
+    run = run_of()
+    train(run, 1)  # which imports, and so adds filters
+    expected, seen, changed = facts(), set[str](), list[str]()
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and threading.current_thread().name.startswith("torchlift-keeper"):
+            seen.add(frame.f_code.co_name)
+            if facts() != expected:
+                changed.append(f"{frame.f_code.co_filename}:{frame.f_lineno} {facts()}")
+
+    threading.setprofile(look)
+    try:
+        with torchlift.Keeper(tmp_path, keep=1, best="loss") as keeper:
+            for step in (1, 2, 3):  # the last one reads metrics, and removes a checkpoint
+                keeper.save(step, run, extra={"w": torch.ones(3)}, metrics={"loss": -step})
+    finally:
+        threading.setprofile(None)  # type: ignore[arg-type]
+    assert {"save", "lay_out_torch_file", "sweep", "_read_metrics"} <= seen
+    assert not changed, changed[:3]
+
+
 def test_a_report_says_what_a_save_wrote_and_how_long_it_blocked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
