@@ -366,28 +366,21 @@ class KeptFolder(RunFolder):
 
     Args:
         directory: Its absolute path, or a URL.
+        policies: A checkpoint is kept if any of them keeps it.
 
     Attributes:
-        policies: A checkpoint is kept if any of them keeps it.
+        metrics: The names of the metrics that each checkpoint must have.
     """
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, policies: Sequence[Policy]) -> None:
         super().__init__(directory)  # a URL has its options with it
-        self.policies: Sequence[Policy] = ()
+        best = [each for each in policies if isinstance(each, BestN)]
+        self.policies, self.metrics = policies, [each.metric for each in best]
+        self._best = best[0] if best else None
         self._is_adopted = self._is_warned = False
         # Paths of another run's later steps, and of steps that this run has gone back from.
         self._foreign: set[str] = set()
         self._abandoned: set[str] = set()
-
-    @property
-    def metrics(self) -> list[str]:
-        """Return the names of the metrics that each checkpoint must have."""
-        return [each.metric for each in self.policies if isinstance(each, BestN)]
-
-    def best(self) -> str | None:
-        """Return the path of the complete checkpoint with the best metric, or None."""
-        self._best = next((each for each in self.policies if isinstance(each, BestN)), None)
-        return super().best()
 
     def adopt(self) -> list[Kept]:
         """Return all complete checkpoints, which are the run's own from now on."""
@@ -417,9 +410,8 @@ class KeptFolder(RunFolder):
         path = self._path(name)
         if self._use(_is_there, path) and path not in [one.path for one in kept]:
             # Files of a killed save must not become a part of this one.
-            failed = _remove_all(self.directory, [path]) if is_url(path) else _retire(path)
-            if failed:
-                raise CheckpointError("cannot be removed", file=path, found=failed[0])
+            for problem in _remove(self.directory, [path]):
+                raise CheckpointError("cannot be removed", file=path, found=problem)
         return NewCheckpoint(f"{name}.pt" if is_file else name, before)
 
     def sweep(self, newest: str, before: int) -> list[str]:
@@ -449,17 +441,15 @@ class KeptFolder(RunFolder):
         except Exception as error:  # the caller's function failed, after a complete save
             problems.append(f"keep= failed, so nothing is removed: {type(error).__name__}: {error}")
             stays = {*own}
-        failed, retired = list[str](), list[str]()
+        expired = list[str]()
         for name in self._names():
             path, temporary = self._path(name), _UNFINISHED.fullmatch(name)
             if temporary and not is_url(path):
                 remove_debris(self._path(temporary[1]))
             is_ours = _NAME.fullmatch(name) and path not in self._foreign
-            if is_ours and path not in stays:  # complete, or of a killed save
-                try:
-                    retired += _retire(path)
-                except (CheckpointError, OSError) as error:
-                    failed.append(str(error))
+            # Complete, or of a killed save. Or a removal was killed, or failed.
+            if (is_ours and path not in stays) or _REMOVED.fullmatch(name):
+                expired.append(path)
         if self._foreign and not self._is_warned:
             self._is_warned = True
             names = clipped_list(sorted(map(name_of, self._foreign)))
@@ -467,8 +457,7 @@ class KeptFolder(RunFolder):
                 f"checkpoints of later steps are kept, because this run has not resumed: {names}. "
                 "Call resume() first, or give each run a folder of its own."
             )
-        retired += [self._path(name) for name in self._names() if _REMOVED.fullmatch(name)]
-        failed += _remove_all(self.directory, retired) if retired else []
+        failed = _remove(self.directory, expired)
         if failed:
             text = "older checkpoints cannot be removed, and the next save tries again: "
             problems.append(text + clipped_list(dict.fromkeys(failed)))
@@ -483,45 +472,36 @@ def _is_there(path: str) -> bool:
     return name_of(path) in list_names(parent(path)) if is_url(path) else is_there(path)
 
 
-def _retire(path: str) -> list[str]:
-    """Rename a checkpoint, so that it is not complete any more while it is deleted.
+def _remove(directory: str, paths: Sequence[str]) -> list[str]:
+    """Remove checkpoints. Return a sentence for each that cannot be removed.
 
-    A link is renamed, not its target. An object store cannot rename, so the object that makes the
-    checkpoint complete is removed.
-
-    Returns:
-        Paths in a store that are still to be removed.
-
-    Raises:
-        CheckpointError, OSError: If it could not be renamed.
+    Each one first loses its name, so that it is not complete any more while it is deleted. A link
+    is removed, not its target. An object store cannot rename, so the object that makes a checkpoint
+    complete is removed first.
     """
-    if is_url(path):
-        if path.endswith(".pt"):
-            remove(path)
-            return []
-        if DCP_METADATA in list_names(path):
-            remove(inside(path, DCP_METADATA))
-        return [path]
-    folder, name = os.path.split(path)
-    os.rename(path, os.path.join(folder, f".{name}.removed-{secrets.token_hex(4)}"))
-    return []
-
-
-def _remove_all(directory: str, paths: Sequence[str]) -> list[str]:
-    """Remove files, links and folders. Return one sentence for each that cannot be removed."""
-    failed = []
-    if is_url(directory):
-        for place in (inside(path, name) for path in paths for name in list_names(path)):
-            try:
-                remove(place)
-            except CheckpointError as error:
-                failed.append(str(error))
-        return failed
-    try:
-        make_durable(directory)  # a crash of the machine must not undo the renames
-    except OSError as error:
-        return [f"{directory}: {error}"]
+    failed, left = list[str](), list[str]()
     for path in paths:
+        folder, name = os.path.split(path)
+        try:
+            if is_url(path) and name.endswith(".pt"):
+                remove(path)
+            elif is_url(path):
+                for each in sorted(list_names(path), key=lambda each: each != DCP_METADATA):
+                    remove(inside(path, each))
+            elif _REMOVED.fullmatch(name):  # by a save that was killed
+                left.append(path)
+            else:
+                new = os.path.join(folder, f".{name}.removed-{secrets.token_hex(4)}")
+                os.rename(path, new)
+                left.append(new)
+        except (CheckpointError, OSError) as error:
+            failed.append(str(error))
+    try:
+        if left:
+            make_durable(directory)  # a crash of the machine must not undo the renames
+    except OSError as error:
+        return [*failed, f"{directory}: {error}"]
+    for path in left:
         try:
             if os.path.islink(path) or not os.path.isdir(path):
                 os.unlink(path)

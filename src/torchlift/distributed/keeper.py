@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial, reduce
 from operator import and_
@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from torchlift._checkpoint.checkpoint import Checkpoint
 from torchlift._checkpoint.checkpoint import open as open_checkpoint
 from torchlift._load.checks import require_intact
 from torchlift._model.commit import Commit
@@ -44,6 +45,7 @@ from torchlift.distributed.agreements import (
 from torchlift.distributed.folder import KeptFolder, NewCheckpoint, Policy, policies_of
 from torchlift.distributed.folder_lock import FolderLock
 from torchlift.distributed.run_state import (
+    Head,
     OnOtherRanks,
     RunObjects,
     Selection,
@@ -53,23 +55,6 @@ from torchlift.distributed.run_state import (
 from torchlift.distributed.signals import STOPS, StopSignals
 from torchlift.distributed.staging import Staging
 from torchlift.errors import CheckpointError, FormatError, IntegrityError
-
-
-@dataclass(frozen=True, slots=True)
-class _PendingSave:
-    """A snapshot to write.
-
-    Attributes:
-        step: The step.
-        metrics: The metrics.
-        snapshot: Copies of the states.
-        target: The place of the checkpoint.
-    """
-
-    step: int
-    metrics: dict[str, float]
-    snapshot: Snapshot
-    target: NewCheckpoint
 
 
 class _Written(NamedTuple):
@@ -141,7 +126,8 @@ class Keeper:
         self.directory = place_of(directory, storage_options)
         self._background, self._skips = background, busy == "skip"
         self._rank, self._count = world_of()
-        self._folder, self._staging = KeptFolder(self.directory), Staging()
+        self._folder: KeptFolder
+        self._staging = Staging()
         self._lock = FolderLock(self.directory)
         # A keeper that is never closed must not keep the next one of this process out.
         weakref.finalize(self, self._lock.release)
@@ -163,7 +149,7 @@ class Keeper:
                 raise ValueError(f"busy={busy!r}: expected 'wait' or 'skip'")
             if timeout is not None and not timeout > 0:
                 raise ValueError(f"timeout={timeout!r}: expected seconds, or None")
-            self._folder.policies = policies_of(keep, every, best, best_is)
+            self._folder = KeptFolder(self.directory, policies_of(keep, every, best, best_is))
             named = {"background=": background, "busy=": busy, "best=": best, "timeout=": timeout}
             return StepResult(None, named)
 
@@ -233,12 +219,12 @@ class Keeper:
         began = perf_counter()
         with uninterrupted():
             with together(self._ranks):
-                pending = self._prepare_save(step, {**(state or {}), **objects}, metrics)
-            if pending is None:
+                write = self._prepare_save(step, {**(state or {}), **objects}, metrics)
+            if write is None:
                 return False
             # No interrupt may stop this: the writers of all ranks wait for each other.
-            self._in_flight[0] = self._thread.submit(self._write, pending)
-            self._base, self._blocked = pending.step, perf_counter() - began
+            self._in_flight[0] = self._thread.submit(write)
+            self._base, self._blocked = _require_step(step), perf_counter() - began
         if not self._background:
             self.wait()
             assert self._report is not None
@@ -247,53 +233,51 @@ class Keeper:
 
     def _prepare_save(
         self, step: int, objects: Mapping[str, object], metrics: Mapping[str, float] | None
-    ) -> _PendingSave | None:
-        """Take a snapshot on all ranks. Return None if the last save is not complete."""
+    ) -> Callable[[], _Written] | None:
+        """Take a snapshot on all ranks. Return the call that writes it in the thread.
+
+        Returns:
+            None if the last save is not complete.
+        """
         if self._skips:
             here = Call("save", is_done=self._is_done)
             calls = self._ranks.run(lambda: StepResult(None, here), require_same_call).by_rank
             if not all(call.is_done for call in calls.values()):
                 return None
 
-        def take_snapshot() -> StepResult[Callable[[NewCheckpoint], _PendingSave], Call]:
+        def take_snapshot() -> StepResult[Snapshot, Call]:
             self._require_open()
-            number, numbers, run = _require_step(step), _numbers(metrics), RunObjects.of(objects)
-            missing = [name for name in self._folder.metrics if name not in numbers]
+            head, run = Head(_require_step(step), _numbers(metrics)), RunObjects.of(objects)
+            missing = [name for name in self._folder.metrics if name not in head.metrics]
             if self._rank == 0 and missing:
                 raise ValueError(f"metrics= lacks {missing[0]!r}, which best= or a policy needs")
+            alone, target = self._count == 1, None
             # The snapshot uses the memory of the last one, so that one must be written.
             self._await_save()
-            alone, target = self._count == 1, None
-            snapshot = Snapshot.of(run, self._staging, self.directory, is_alone=alone)
+            snapshot = Snapshot.of(head, run, self._staging, self.directory, is_alone=alone)
             if self._rank == 0:
                 self._lock.use()
-                target = self._folder.new_path(number, self._base, alone)
-            return StepResult(
-                partial(_PendingSave, number, numbers, snapshot),
-                Call("save", number, run.models, target=target),
-            )
+                target = self._folder.new_path(head.step, self._base, alone)
+            return StepResult(snapshot, Call("save", head.step, run.models, target=target))
 
-        made, calls = self._ranks.run(take_snapshot, require_same_call)
+        snapshot, calls = self._ranks.run(take_snapshot, require_same_call)
         target = calls[0].target
         assert target is not None
-        return made(target)
+        return partial(self._write, snapshot, target)
 
-    def _write(self, pending: _PendingSave) -> _Written:
+    def _write(self, snapshot: Snapshot, target: NewCheckpoint) -> _Written:
         """Write a checkpoint, and remove those that are not kept any more."""
-        path, snapshot = inside(self.directory, pending.target.name), pending.snapshot
+        path, format = inside(self.directory, target.name), None if self._count == 1 else "dcp"
         group = self._writers.groups[0] if self._writers.groups else None
-        head = {"step": pending.step, "metrics": pending.metrics} if self._rank == 0 else {}
         with self._writers.together() as agree:  # an error before `save` stops the others, too
-            if self._count == 1:
-                state, format = snapshot.for_one_process(), None
+            if format is None:
+                state = snapshot.for_one_process()
             else:
-                state, format = snapshot.for_rank(self._writers, self._rank), "dcp"
-            report = save(
-                {**head, **state}, path, format=format, replicated="rank0", process_group=group
-            )
+                state = snapshot.for_rank(self._writers, self._rank)
+            report = save(state, path, format=format, replicated="rank0", process_group=group)
             agree(False)
         try:
-            problems = self._folder.sweep(path, pending.target.before) if self._rank == 0 else []
+            problems = self._folder.sweep(path, target.before) if self._rank == 0 else []
         except (CheckpointError, OSError) as error:  # the new one is complete
             problems = [
                 f"older checkpoints are not removed, and the next save tries again: {error}"
@@ -494,7 +478,7 @@ class Keeper:
         # An interrupt waits until all ranks are done. An error undoes the load on all of them.
         with uninterrupted(), Commit() as commit, together(self._ranks) as deliver:
 
-            def select_checkpoint() -> StepResult[_ResumeRequest, Call]:
+            def select_checkpoint() -> StepResult[Callable[[Checkpoint], Selection], Call]:
                 if self._closed and has_group():
                     raise ValueError("the keeper is closed")
                 rules = ask_rules()
@@ -510,11 +494,13 @@ class Keeper:
                     kept = self._folder.adopt()
                     names = [name_of(one.path) for one in kept if step in (None, one.step)]
                 found = names[-1] if names else None
-                return StepResult(
-                    _ResumeRequest(run, rules), Call("resume", models=run.models, checkpoint=found)
-                )
+                select = partial(
+                    read_selection, run=run, rules=rules, on_other_ranks=on_other_ranks or {},
+                    rank=self._rank, count=self._count,
+                )  # fmt: skip
+                return StepResult(select, Call("resume", models=run.models, checkpoint=found))
 
-            request, calls = self._ranks.run(select_checkpoint, require_same_call)
+            select, calls = self._ranks.run(select_checkpoint, require_same_call)
             name = calls[0].checkpoint
             if name is None:
                 if step is None:  # a new run
@@ -525,9 +511,7 @@ class Keeper:
                     expected=f"one of {self.steps()}",
                     found=step,
                 )
-            selection = self._load(
-                name, request, on_other_ranks or {}, commit, deliver, verify=verify
-            )
+            selection = self._load(name, select, commit, deliver, verify=verify)
         if selection.changed:
             warnings.warn(
                 f"{clipped_list(selection.changed)}: resume does not change plain data. The saved "
@@ -540,15 +524,14 @@ class Keeper:
     def _load(
         self,
         name: str,
-        request: _ResumeRequest,
-        on_other_ranks: OnOtherRanks,
+        select: Callable[[Checkpoint], Selection],
         commit: Commit,
         deliver: Callable[[], None],
         *,
         verify: bool,
     ) -> Selection:
         """Load a checkpoint, all of it or nothing."""
-        path, run, rules = inside(self.directory, name), request.objects, request.rules
+        path = inside(self.directory, name)
         group = self._ranks.groups[0] if self._ranks.groups else None
         with ExitStack() as stack:
             try:
@@ -565,7 +548,7 @@ class Keeper:
                 raise
 
             def read_checkpoint() -> StepResult[Selection, SelectionMessage]:
-                found = read_selection(ckpt, run, rules, on_other_ranks, self._rank, self._count)
+                found = select(ckpt)
                 return StepResult(found, found.message())
 
             selection, by_rank = self._ranks.run(read_checkpoint)
@@ -586,7 +569,7 @@ class Keeper:
 
             # Before the models, so an error here leaves the models unchanged.
             last = self._ranks.run(load_objects).value
-            if run.modules:
+            if selection.run.modules:
                 unused = reduce(and_, (message.unexpected for message in messages))
                 selection.load_models(unused, separate, group)
             commit.finish()
@@ -594,14 +577,6 @@ class Keeper:
             # Last, because these cannot be undone.
             self._ranks.run(partial(selection.load_last, last))
         return selection
-
-
-@dataclass(frozen=True, slots=True)
-class _ResumeRequest:
-    """The arguments of a resume on this rank."""
-
-    objects: RunObjects
-    rules: Options
 
 
 def _new_group(timeout: float | None) -> RankGroup:

@@ -217,6 +217,13 @@ def _gives_state(obj: object) -> bool:
 # ---- the state of a run, and how it is stored
 
 
+class Head(NamedTuple):
+    """The first entries of a checkpoint."""
+
+    step: int
+    metrics: dict[str, float]
+
+
 class _Facts(NamedTuple):
     """The facts about the state of one rank that ranks compare.
 
@@ -246,6 +253,7 @@ class Snapshot:
     """Copies of the states of a run on this rank, which `Keeper.resume` can load.
 
     Attributes:
+        head: The step and its metrics.
         models: States of models and optimizers by name.
         others: States of all other objects, and plain data, by name.
         generators: States of the random number generators.
@@ -253,6 +261,7 @@ class Snapshot:
         groups: The parameter groups of all optimizers.
     """
 
+    head: Head
     models: dict[str, Any]
     others: dict[str, Any]
     generators: dict[str, Any]
@@ -260,7 +269,9 @@ class Snapshot:
     groups: dict[GroupKey, Any]
 
     @classmethod
-    def of(cls, run: RunObjects, staging: Staging, path: str, *, is_alone: bool) -> Snapshot:
+    def of(
+        cls, head: Head, run: RunObjects, staging: Staging, path: str, *, is_alone: bool
+    ) -> Snapshot:
         """Copy all states to the host. The ranks do not communicate.
 
         Raises:
@@ -282,11 +293,13 @@ class Snapshot:
             for name in run.optimizers
             for group in models[name]["param_groups"]
         }
-        return cls(models, others, Generators().state_dict(), run.find_plain(models), groups)
+        generators, plain = Generators().state_dict(), run.find_plain(models)
+        return cls(head, models, others, generators, plain, groups)
 
     def for_one_process(self) -> dict[str, Any]:
         """Return the state to write without other ranks."""
-        return {**self.models, **self.others, "ranks": {"0": {GENERATORS: self.generators}}}
+        own = {"0": {GENERATORS: self.generators}}
+        return {**self.head._asdict(), **self.models, **self.others, "ranks": own}
 
     def for_rank(self, ranks: RankGroup, number: int) -> dict[str, Any]:
         """Return the state that this rank writes. All ranks call this.
@@ -316,8 +329,10 @@ class Snapshot:
         own[GENERATORS] = _pack(GENERATORS, self.generators)
         if different:
             own[DIFFERING] = _pack(DIFFERING, different)
-        first = {"packed": {name: packed[name] for name in common}} if number == 0 else {}
-        return {**self.models, **first, "ranks": {str(number): own}}
+        state: dict[str, Any] = {**self.models, "ranks": {str(number): own}}
+        if number == 0:
+            state |= {**self.head._asdict(), "packed": {name: packed[name] for name in common}}
+        return state
 
     def _settle(self, by_rank: Mapping[int, _Facts]) -> list[list[Any]]:
         """Give `models` the groups of all ranks. Remove and return the values that differ."""
