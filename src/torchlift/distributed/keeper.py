@@ -217,9 +217,8 @@ class Keeper:
             ValueError: If an argument has a wrong value.
         """
         began = perf_counter()
-        with uninterrupted():
-            with together(self._ranks):
-                write = self._prepare_save(step, {**(state or {}), **objects}, metrics)
+        with uninterrupted() as deliver:
+            write = self._prepare_save(step, {**(state or {}), **objects}, metrics, deliver)
             if write is None:
                 return False
             # No interrupt may stop this: the writers of all ranks wait for each other.
@@ -232,7 +231,11 @@ class Keeper:
         return True
 
     def _prepare_save(
-        self, step: int, objects: Mapping[str, object], metrics: Mapping[str, float] | None
+        self,
+        step: int,
+        objects: Mapping[str, object],
+        metrics: Mapping[str, float] | None,
+        deliver: Callable[[], None],
     ) -> Callable[[], _Written] | None:
         """Take a snapshot on all ranks. Return the call that writes it in the thread.
 
@@ -240,8 +243,9 @@ class Keeper:
             None if the last save is not complete.
         """
         if self._skips:
-            here = Call("save", is_done=self._is_done)
-            calls = self._ranks.run(lambda: StepResult(None, here), require_same_call).by_rank
+            calls = self._ranks.run(
+                lambda: StepResult(None, Call("save", is_done=self._is_done)), require_same_call
+            ).by_rank
             if not all(call.is_done for call in calls.values()):
                 return None
 
@@ -258,6 +262,7 @@ class Keeper:
             if self._rank == 0:
                 self._lock.use()
                 target = self._folder.new_path(head.step, self._base, alone)
+            deliver()  # the last moment at which an interrupt ends the save on all ranks
             return StepResult(snapshot, Call("save", head.step, run.models, target=target))
 
         snapshot, calls = self._ranks.run(take_snapshot, require_same_call)
