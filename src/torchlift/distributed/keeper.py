@@ -576,7 +576,7 @@ class Keeper:
             last = self._ranks.run(load_objects).value
             if selection.run.modules:
                 unused = reduce(and_, (message.unexpected for message in messages))
-                selection.load_models(unused, separate, group)
+                selection.load_models(by_rank[self._rank].unexpected, unused, separate, group)
             commit.finish()
             self._base = selection.step
             # Last, because these cannot be undone.

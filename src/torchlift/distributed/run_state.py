@@ -524,10 +524,13 @@ class Selection:
             ) from error
         return last
 
-    def load_models(self, unused: int, separate: Collection[str], group: Any) -> None:
+    def load_models(
+        self, unexpected: int, unused: int, separate: Collection[str], group: Any
+    ) -> None:
         """Load all models and their optimizers, or nothing. All ranks call it.
 
         Args:
+            unexpected: A bit for each saved name that this rank does not have.
             unused: A bit for each saved name that no rank has.
             separate: The optimizers that were loaded alone.
             group: The process group of the ranks, or None.
@@ -535,12 +538,13 @@ class Selection:
         Raises:
             CheckpointError: If a name, a shape or a state does not fit.
         """
-        known, tensors = _read(self.run.holder()), dict[str, Any]()
         free = allowed(self.tensors, self.rules.allow_unexpected)
-        for at, (name, value) in enumerate(self.tensors.items()):
-            # The stages of a pipeline share one checkpoint: other ranks have other names.
-            if name in known or (unused >> at & 1 and name not in free):
-                tensors[name] = value
+        # The stages of a pipeline share one checkpoint: other ranks have other names.
+        tensors = {
+            name: value
+            for at, (name, value) in enumerate(self.tensors.items())
+            if not unexpected >> at & 1 or (unused >> at & 1 and name not in free)
+        }
         state = versioned(tensors, getattr(self.tensors, "_metadata", None))
         names = [name for name in self.optimizers if name not in separate]
         self._load(names, state, group)
