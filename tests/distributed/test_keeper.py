@@ -204,6 +204,18 @@ def test_a_file_without_a_step_is_refused_before_anything_changes(
     assert torch.equal(again["model"][0].weight, before)
 
 
+@pytest.mark.parametrize("ranks", [5, [], {}, {"a": {}}, {"0": 3}, {"0": {"rng": 1}}])
+def test_states_of_ranks_that_no_keeper_saved_are_refused(tmp_path: Path, ranks: object) -> None:
+    """A file of that name may be anybody's; nothing of it is loaded."""
+    run = run_of()
+    torchlift.save({**run, "step": 7, "ranks": ranks}, tmp_path / "step-000000007.pt")
+    again = run_of(seed=1)
+    before = again["model"][0].weight.clone()
+    with pytest.raises(FormatError, match=r"step-000000007\.pt: '(ranks|rng)': the states"):
+        torchlift.Keeper(tmp_path).resume(again)
+    assert torch.equal(again["model"][0].weight, before)
+
+
 def test_a_folder_is_flushed_into_its_parent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

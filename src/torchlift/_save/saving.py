@@ -529,17 +529,15 @@ def require_savable(obj: object, path: str) -> None:
         lay_out_torch_file({key: Leaf(key) for key in state.objects}, [], state.objects)
 
 
-def lay_out_one_file(obj: object, path: str) -> Output:
-    """Lay out a state without DTensors as one torch file, which is not written to `path`.
+def lay_out_one_file(obj: object) -> Output:
+    """Lay out a state without DTensors as one torch file, which gets no path.
 
     Raises:
         PlacementError: If a torch file cannot store it.
     """
-    target = Target.of(path, "torch-zip", None)
     state = take_apart(obj)
     state.values = [Value.of_tensor(*each) for each in state.tensors.items()]
-    with errors_name(target.path):
-        return target.lay_out(state, False)
+    return Target("state.pt", "torch-zip", None).lay_out(state, False)
 
 
 def require_unchanged(ckpt: Checkpoint) -> None:

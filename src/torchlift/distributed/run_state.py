@@ -354,7 +354,7 @@ class Snapshot:
 
 def _pack(name: str, state: Any) -> torch.Tensor:
     """Return a torch file in the bytes of a tensor. DCP folders have text keys only."""
-    output = lay_out_one_file({name: state}, name)
+    output = lay_out_one_file({name: state})
     ((section,),) = output.files.values()
     packed = torch.empty(section.layout.nbytes, dtype=torch.uint8)
     room = memory_of(packed)
@@ -363,9 +363,14 @@ def _pack(name: str, state: Any) -> torch.Tensor:
     return packed
 
 
-def _unpack(name: str, packed: Any) -> Any:
-    values = packed.tensor() if isinstance(packed, FileTensor) else packed
-    with open_checkpoint(io.BytesIO(memory_of(values.contiguous()))) as ckpt:
+def _unpack(states: Mapping[str, Any], name: str) -> Any:
+    """Return a state by its name, whether it is packed, as in a DCP folder, or not."""
+    state = states[name]
+    if isinstance(state, FileTensor):
+        state = state.tensor()
+    if not isinstance(state, torch.Tensor):
+        return state
+    with open_checkpoint(io.BytesIO(memory_of(state.contiguous()))) as ckpt:
         return ckpt.tree()[name]
 
 
@@ -640,31 +645,33 @@ def read_selection(
     """
     path, saved = ckpt.path, ckpt._tree(None, partial(slices_of, ckpt))
     _require(saved, ["step", "ranks"], path)
-    by_rank, own_number = saved.pop("ranks"), str(rank)
-    is_same, is_packed = len(by_rank) == count, ckpt.format == "dcp"
-
-    def read_object(states: Mapping[str, Any], name: str) -> Any:
-        return _unpack(name, states[name]) if is_packed else states[name]
-
-    common = saved.pop("packed", {}) if is_packed else {}
-    saved |= {name: read_object(common, name) for name in common}
     # DCP drops empty dicts, such as the state dict of a model without tensors.
     saved = {**{n: {} for n, each in run.modules.items() if not each.state_dict()}, **saved}
-    own, each_own = by_rank.get(own_number, {}), [by_rank[n] for n in sorted(by_rank, key=int)]
-    # Values that differed between ranks go back under their names. On other ranks the first rank's
-    # stand in, so that the names are complete. They are refused below if they are selected.
-    holder = own if is_same else each_own[0]
-    differing = read_object(holder, DIFFERING) if DIFFERING in holder else []
-    for (*places, last), value in differing:
-        # setdefault, because DCP drops a dict that is empty without them.
-        reduce(lambda inside, key: inside.setdefault(key, {}), places, saved)[last] = value
-    generators = read_object(own, GENERATORS) if GENERATORS in own else None
-    if is_same:
-        saved |= {name: read_object(own, name) for name in own.keys() - {DIFFERING, GENERATORS}}
-    else:
-        for name in on_other_ranks.keys() - saved.keys():
-            states = [read_object(states, name) for states in each_own if name in states]
-            saved[name] = on_other_ranks[name](copy.deepcopy(_load_values(states)))
+    try:
+        by_rank, common = saved.pop("ranks"), saved.pop("packed", {})
+        saved |= {name: _unpack(common, name) for name in common}
+        is_same, own = len(by_rank) == count, by_rank.get(str(rank), {})
+        each_own = [by_rank[number] for number in sorted(by_rank, key=int)]
+        # Values that differed between ranks go back under their names. On other ranks the first
+        # rank's stand in, so that the names are complete. They are refused if they are selected.
+        holder = own if is_same else each_own[0]
+        differing = _unpack(holder, DIFFERING) if DIFFERING in holder else []
+        for (*places, last), value in differing:
+            # setdefault, because DCP drops a dict that is empty without them.
+            reduce(lambda inside, key: inside.setdefault(key, {}), places, saved)[last] = value
+        generators = _unpack(own, GENERATORS) if GENERATORS in own else None
+        if is_same:
+            saved |= {name: _unpack(own, name) for name in own.keys() - {DIFFERING, GENERATORS}}
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise FormatError(
+            "the states of the ranks are not those that a Keeper saves",
+            file=path,
+            entry="ranks",
+            found=f"{type(error).__name__}: {error}",
+        ) from error
+    for name in () if is_same else on_other_ranks.keys() - saved.keys():
+        states = [_unpack(states, name) for states in each_own if name in states]
+        saved[name] = on_other_ranks[name](copy.deepcopy(_load_values(states)))
     with errors_name(path):
         selection = _select(path, run, rules, saved, generators)
     if not is_same:
