@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from torchlift._model.ranks import RankGroup
 from torchlift._system.interrupts import uninterrupted
 from torchlift.distributed.folder import NewCheckpoint
+
+#: Name of an optimizer -> its parameter groups.
+Groups = Mapping[str, list[dict[str, Any]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,21 +93,14 @@ def together(ranks: RankGroup) -> Iterator[Callable[[], None]]:
         agree(False)
 
 
-class GroupKey(NamedTuple):
-    """A parameter group, by its optimizer and the names of its parameters."""
-
-    optimizer: str
-    params: tuple[str, ...]
-
-
-def merge_groups(by_rank: Iterable[Mapping[GroupKey, Any]]) -> dict[str, Any]:
-    """Return optimizer -> the parameter groups of all ranks, such as the stages of a pipeline.
+def merge_groups(by_rank: Iterable[Groups]) -> Groups:
+    """Return the parameter groups of all ranks, such as the stages of a pipeline.
 
     Args:
         by_rank: The groups of each rank. If two ranks have the same one, the first rank's counts.
     """
-    every = {key: group for each in reversed([*by_rank]) for key, group in each.items()}
-    merged: dict[str, list[Any]] = {}
-    for key in sorted(every):
-        merged.setdefault(key.optimizer, []).append(every[key])
-    return merged
+    found: dict[str, dict[tuple[str, ...], Any]] = {}
+    for each in reversed([*by_rank]):
+        for name, groups in each.items():
+            found.setdefault(name, {}).update({tuple(one["params"]): one for one in groups})
+    return {name: [groups[key] for key in sorted(groups)] for name, groups in found.items()}

@@ -34,7 +34,7 @@ from torchlift._save.replicas import Checksum, HeldPart, checksums_of, find_diff
 from torchlift._save.saving import lay_out_one_file, require_savable
 from torchlift._sources.tensors import FileTensor
 from torchlift._system.containers import leaves, map_leaves
-from torchlift.distributed.agreements import GroupKey, SelectionMessage, merge_groups
+from torchlift.distributed.agreements import Groups, SelectionMessage, merge_groups
 from torchlift.distributed.generators import Generators
 from torchlift.distributed.optimizer_state import PLACE, require_same_groups
 from torchlift.distributed.options import (
@@ -233,7 +233,12 @@ class _Facts(NamedTuple):
     """
 
     sums: dict[HeldPart, Checksum]
-    groups: dict[GroupKey, Any]
+    groups: Groups
+
+    @property
+    def params(self) -> list[Any]:
+        """Return the names of the parameters of each group."""
+        return [[name, *(one["params"] for one in each)] for name, each in self.groups.items()]
 
 
 class _Summary(NamedTuple):
@@ -266,7 +271,7 @@ class Snapshot:
     others: dict[str, Any]
     generators: dict[str, Any]
     plain: dict[str, tuple[Any, ...]]
-    groups: dict[GroupKey, Any]
+    groups: Groups
 
     @classmethod
     def of(
@@ -288,11 +293,7 @@ class Snapshot:
         copies = staging.copy({"models": models, "others": others})
         models, others = copies["models"], copies["others"]
         require_savable({**models, **others}, path)
-        groups = {
-            GroupKey(name, tuple(group["params"])): group
-            for name in run.optimizers
-            for group in models[name]["param_groups"]
-        }
+        groups = {name: models[name]["param_groups"] for name in run.optimizers}
         generators, plain = Generators().state_dict(), run.find_plain(models)
         return cls(head, models, others, generators, plain, groups)
 
@@ -305,7 +306,8 @@ class Snapshot:
         """Return the state that this rank writes. All ranks call this.
 
         The first rank writes the other objects that are equal on all ranks. Each rank writes its
-        own states of the others, and its own plain values, of which DCP would keep one rank's.
+        own states of the others. It also writes plain values that differ, because DCP would keep
+        those of one rank.
         """
 
         def summarise() -> StepResult[tuple[dict[str, torch.Tensor], _Facts], _Summary]:
@@ -315,8 +317,8 @@ class Snapshot:
             }
             facts = _Facts(checksums_of(tensors), self.groups)
             digests = {name: sha256(memory_of(file)).digest() for name, file in packed.items()}
-            known = repr([facts.sums, [*facts.groups]])
-            summary = _Summary(digests, sha256(known.encode()).digest())
+            known = repr([facts.sums, facts.params]).encode()
+            summary = _Summary(digests, sha256(known).digest())
             return StepResult((packed, facts), summary)
 
         (packed, facts), by_rank = ranks.run(summarise)
@@ -338,7 +340,7 @@ class Snapshot:
         """Give `models` the groups of all ranks. Remove and return the values that differ."""
         every, different = by_rank.values(), list[list[Any]]()
         # The ranks of a pipeline have different groups, and a checkpoint has those of all ranks.
-        is_merged = len({tuple(each.groups) for each in every}) > 1
+        is_merged = any(each.params != by_rank[0].params for each in every)
         if is_merged:
             for name, groups in merge_groups(each.groups for each in every).items():
                 if name in self.models:
