@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 from torchlift._model.ranks import RankGroup
 from torchlift._system.interrupts import uninterrupted
-from torchlift.distributed.folder import NewCheckpoint
 
 #: Name of an optimizer -> its parameter groups.
 Groups = Mapping[str, list[dict[str, Any]]]
@@ -29,8 +28,7 @@ class Call:
         models: The names of models and optimizers to save or load.
         is_done: Whether the last save of this rank is complete.
         received: Whether this rank received a signal that asks it to stop.
-        checkpoint: The name of the checkpoint to load, on the first rank. None if there is none.
-        target: The place of the checkpoint to save, on the first rank.
+        checkpoint: The name of the checkpoint to save or load, on the first rank.
     """
 
     method: Literal["save", "wait", "resume", "should_stop"]
@@ -39,7 +37,6 @@ class Call:
     is_done: bool = True
     received: bool = False
     checkpoint: str | None = None
-    target: NewCheckpoint | None = None
 
 
 @dataclass(frozen=True, slots=True)

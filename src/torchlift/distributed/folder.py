@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from time import monotonic, sleep
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torchlift._checkpoint.checkpoint import open as open_checkpoint
 from torchlift._store.places import Stamp, inside, is_url, name_of, parent, place_of, stamp_now
@@ -346,18 +346,6 @@ def policies_of(
     return [*found, *keep]
 
 
-class NewCheckpoint(NamedTuple):
-    """The place of the next checkpoint.
-
-    Attributes:
-        name: The name of its file or folder.
-        before: The last step that may have led to it.
-    """
-
-    name: str
-    before: int
-
-
 class KeptFolder(RunFolder):
     """The folder as its keeper uses it: it names checkpoints, and removes those that expire.
 
@@ -370,7 +358,10 @@ class KeptFolder(RunFolder):
 
     Attributes:
         metrics: The names of the metrics that each checkpoint must have.
+        base: The step that was last resumed or saved, or None.
     """
+
+    base: int | None = None
 
     def __init__(self, directory: str, policies: Sequence[Policy]) -> None:
         super().__init__(directory)  # a URL has its options with it
@@ -387,39 +378,38 @@ class KeptFolder(RunFolder):
         self._is_adopted, self._foreign = True, set()
         return self.kept()
 
-    def new_path(self, step: int, base: int | None, is_file: bool) -> NewCheckpoint:
-        """Return the name of a step's checkpoint, and remove a killed save of that name.
+    def new_path(self, step: int, *, is_file: bool) -> str:
+        """Return the name of the next checkpoint, and remove a killed save of that name.
 
         Args:
             step: The step.
-            base: The step that was last resumed or saved, or None.
             is_file: Whether the checkpoint is a file and not a folder.
         """
         kept = self.kept()
         if not self._is_adopted:
             self._is_adopted = True
             self._foreign = {one.path for one in self._complete() if one.step > step}
-        before = step - 1 if base is None else min(step - 1, base)
+        # The last step that may have led to this one, for `sweep`.
+        self._before = step - 1 if self.base is None else min(step - 1, self.base)
         generation = 0
         if kept:
             last = kept[-1]
             is_replaced = step == last.step and is_file and last.path.endswith(".pt")
             # The run went back, or the old folder stays until the new one is complete.
-            generation = last.generation + (last.step > before and not is_replaced)
+            generation = last.generation + (last.step > self._before and not is_replaced)
         name = f"step-{step:09d}" + (f"-{generation}" if generation else "")
         path = self._path(name)
         if self._use(_is_there, path) and path not in [one.path for one in kept]:
             # Files of a killed save must not become a part of this one.
             for problem in _remove(self.directory, [path]):
                 raise CheckpointError("cannot be removed", file=path, found=problem)
-        return NewCheckpoint(f"{name}.pt" if is_file else name, before)
+        return f"{name}.pt" if is_file else name
 
-    def sweep(self, newest: str, before: int) -> list[str]:
+    def sweep(self, newest: str) -> list[str]:
         """Remove the checkpoints that no policy keeps, and the files of interrupted saves.
 
         Args:
             newest: The path of the checkpoint that was saved last.
-            before: The last step that may have led to it.
 
         Returns:
             Problems, as sentences.
@@ -429,6 +419,7 @@ class KeptFolder(RunFolder):
         kept = _last_of_each_step(own.values())
         # Walk back from the newest. A later step than the one before it was abandoned.
         self._abandoned.discard(newest)
+        before = self._before
         for one in reversed(kept):
             if one.path != newest and one.path not in self._abandoned:
                 if one.step > before:

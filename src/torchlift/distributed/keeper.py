@@ -42,7 +42,7 @@ from torchlift.distributed.agreements import (
     require_same_call,
     together,
 )
-from torchlift.distributed.folder import KeptFolder, NewCheckpoint, Policy, policies_of
+from torchlift.distributed.folder import KeptFolder, Policy, policies_of
 from torchlift.distributed.folder_lock import FolderLock
 from torchlift.distributed.run_state import (
     Head,
@@ -138,7 +138,6 @@ class Keeper:
         self._signals: StopSignals | None = None
         self._report: SaveReport | None = None
         self._blocked = 0.0
-        self._base: int | None = None  # the step that was last resumed or saved
         # Two groups of their own: an exchange of a background save must not mix with those of the
         # methods, or of the training.
         self._ranks = self._writers = RankGroup([])
@@ -223,7 +222,7 @@ class Keeper:
                 return False
             # No interrupt may stop this: the writers of all ranks wait for each other.
             self._in_flight[0] = self._thread.submit(write)
-            self._base, self._blocked = _require_step(step), perf_counter() - began
+            self._folder.base, self._blocked = _require_step(step), perf_counter() - began
         if not self._background:
             self.wait()
             assert self._report is not None
@@ -255,24 +254,24 @@ class Keeper:
             missing = [name for name in self._folder.metrics if name not in head.metrics]
             if self._rank == 0 and missing:
                 raise ValueError(f"metrics= lacks {missing[0]!r}, which best= or a policy needs")
-            alone, target = self._count == 1, None
+            alone, name = self._count == 1, None
             # The snapshot uses the memory of the last one, so that one must be written.
             self._await_save()
             snapshot = Snapshot.of(head, run, self._staging, self.directory, is_alone=alone)
             if self._rank == 0:
                 self._lock.use()
-                target = self._folder.new_path(head.step, self._base, alone)
+                name = self._folder.new_path(head.step, is_file=alone)
             deliver()  # the last moment at which an interrupt ends the save on all ranks
-            return StepResult(snapshot, Call("save", head.step, run.models, target=target))
+            return StepResult(snapshot, Call("save", head.step, run.models, checkpoint=name))
 
         snapshot, calls = self._ranks.run(take_snapshot, require_same_call)
-        target = calls[0].target
-        assert target is not None
-        return partial(self._write, snapshot, target)
+        name = calls[0].checkpoint
+        assert name is not None
+        return partial(self._write, snapshot, inside(self.directory, name))
 
-    def _write(self, snapshot: Snapshot, target: NewCheckpoint) -> _Written:
+    def _write(self, snapshot: Snapshot, path: str) -> _Written:
         """Write a checkpoint, and remove those that are not kept any more."""
-        path, format = inside(self.directory, target.name), None if self._count == 1 else "dcp"
+        format = None if self._count == 1 else "dcp"
         group = self._writers.groups[0] if self._writers.groups else None
         with self._writers.together() as agree:  # an error before `save` stops the others, too
             if format is None:
@@ -282,7 +281,7 @@ class Keeper:
             report = save(state, path, format=format, replicated="rank0", process_group=group)
             agree(False)
         try:
-            problems = self._folder.sweep(path, target.before) if self._rank == 0 else []
+            problems = self._folder.sweep(path) if self._rank == 0 else []
         except (CheckpointError, OSError) as error:  # the new one is complete
             problems = [
                 f"older checkpoints are not removed, and the next save tries again: {error}"
@@ -578,7 +577,7 @@ class Keeper:
                 unused = reduce(and_, (message.unexpected for message in messages))
                 selection.load_models(by_rank[self._rank].unexpected, unused, separate, group)
             commit.finish()
-            self._base = selection.step
+            self._folder.base = selection.step
             # Last, because these cannot be undone.
             self._ranks.run(partial(selection.load_last, last))
         return selection

@@ -29,6 +29,7 @@ from torchlift._model.slots import ModuleTree
 from torchlift._model.state import versioned
 from torchlift._plan.rules import Options, check_rename, rename_keys
 from torchlift._save.blocks import memory_of
+from torchlift._save.layouts import Output
 from torchlift._save.pickling import is_array
 from torchlift._save.replicas import Checksum, HeldPart, checksums_of, find_differences
 from torchlift._save.saving import lay_out_one_file, require_savable
@@ -310,30 +311,31 @@ class Snapshot:
         those of one rank.
         """
 
-        def summarise() -> StepResult[tuple[dict[str, torch.Tensor], _Facts], _Summary]:
-            packed = {name: _pack(name, state) for name, state in self.others.items()}
+        def summarise() -> StepResult[tuple[dict[str, Output], _Facts], _Summary]:
+            files = {name: lay_out_one_file({name: state}) for name, state in self.others.items()}
             tensors: dict[str, Any] = {
                 name: reduce(getitem, path, self.models) for name, path in self.plain.items()
             }
             facts = _Facts(checksums_of(tensors), self.groups)
-            digests = {name: sha256(memory_of(file)).digest() for name, file in packed.items()}
             known = repr([facts.sums, facts.params]).encode()
-            summary = _Summary(digests, sha256(known).digest())
-            return StepResult((packed, facts), summary)
+            digests = {name: _digest_of(file) for name, file in files.items()}
+            return StepResult((files, facts), _Summary(digests, sha256(known).digest()))
 
-        (packed, facts), by_rank = ranks.run(summarise)
+        (files, facts), by_rank = ranks.run(summarise)
         summaries, different = by_rank.values(), list[list[Any]]()
         if len({each.facts for each in summaries}) > 1:
             different = self._settle(ranks.run(lambda: StepResult(None, facts)).by_rank)
         equal = set.intersection(*({*each.others.items()} for each in summaries))
         common = {name for name, _ in equal}
-        own = {name: file for name, file in packed.items() if name not in common}
-        own[GENERATORS] = _pack(GENERATORS, self.generators)
+        # Only the files that this rank writes: a copy of weights, such as an EMA, may be large.
+        own = {name: _pack(file) for name, file in files.items() if name not in common}
+        own[GENERATORS] = _pack(lay_out_one_file({GENERATORS: self.generators}))
         if different:
-            own[DIFFERING] = _pack(DIFFERING, different)
+            own[DIFFERING] = _pack(lay_out_one_file({DIFFERING: different}))
         state: dict[str, Any] = {**self.models, "ranks": {str(number): own}}
         if number == 0:
-            state |= {**self.head._asdict(), "packed": {name: packed[name] for name in common}}
+            packed = {name: _pack(files[name]) for name in common}
+            state |= {**self.head._asdict(), "packed": packed}
         return state
 
     def _settle(self, by_rank: Mapping[int, _Facts]) -> list[list[Any]]:
@@ -354,13 +356,21 @@ class Snapshot:
         return different
 
 
-def _pack(name: str, state: Any) -> torch.Tensor:
+def _digest_of(file: Output) -> bytes:
+    """Return a digest that is equal on ranks with the same state of an object."""
+    made = sha256()
+    for place, data in file.data():
+        made.update(b"%d" % place)
+        made.update(data)
+    return made.digest()
+
+
+def _pack(file: Output) -> torch.Tensor:
     """Return a torch file in the bytes of a tensor. DCP folders have text keys only."""
-    output = lay_out_one_file({name: state})
-    ((section,),) = output.files.values()
+    ((section,),) = file.files.values()
     packed = torch.empty(section.layout.nbytes, dtype=torch.uint8)
     room = memory_of(packed)
-    for place, data in output.data():
+    for place, data in file.data():
         room[place : place + len(data)] = data
     return packed
 
