@@ -579,6 +579,18 @@ def what_ranks_have_of_their_own_is_theirs_again() -> None:
     assert stored == {"packed.common", *own}
 
 
+def an_equal_object_takes_memory_on_the_first_rank_only() -> None:
+    """Such as an average of all weights: the first rank writes it, the others only compare it."""
+    weights = torch.ones(1 << 24)
+    with torchlift.Keeper(SHARED / f"average-{dist.get_world_size()}") as keeper:
+        for step in (1, 2):  # the first one makes room for the copy
+            dist.barrier()
+            with torchlift.measure.memory() as use:
+                keeper.save(step, average={"weights": weights})
+                keeper.wait()
+    assert dist.get_rank() == 0 or use.added_anonymous < weights.nbytes / 2, use
+
+
 def a_second_job_is_refused_on_all_ranks() -> None:
     """Rank 0 alone looks at the lock, and all raise one error; then it is free again."""
     folder = SHARED / f"locked-{dist.get_world_size()}"
@@ -795,6 +807,7 @@ if __name__ == "__main__":
                 each_rank_verifies_its_part,
                 one_optimizer_may_have_several_modules,
                 what_ranks_have_of_their_own_is_theirs_again,
+                an_equal_object_takes_memory_on_the_first_rank_only,
                 a_second_job_is_refused_on_all_ranks,
                 a_resume_that_fails_on_one_rank_changes_no_object_on_any,
                 another_model_is_an_error_that_lists_all_of_it,

@@ -87,6 +87,7 @@ class Keeper:
         directory: A folder or a URL. It is created if it does not exist.
         keep: How many of the last checkpoints to keep. None keeps all. Or one or several policies,
             such as `LatestN`, or functions of the list of checkpoints. Any of them may keep one.
+            The thread that writes calls them.
         every: Also keep each checkpoint whose step is a multiple of this number.
         best: Also keep the checkpoint with the best metric of this name.
         best_is: Whether the ``"lowest"`` or the ``"highest"`` metric is the best.
