@@ -204,6 +204,18 @@ def test_a_file_without_a_step_is_refused_before_anything_changes(
     assert torch.equal(again["model"][0].weight, before)
 
 
+@pytest.mark.parametrize("ranks", [5, [], {}, {"a": {}}, {"0": 3}, {"0": {"rng": 1}}])
+def test_states_of_ranks_that_no_keeper_saved_are_refused(tmp_path: Path, ranks: object) -> None:
+    """A file of that name may be anybody's; nothing of it is loaded."""
+    run = run_of()
+    torchlift.save({**run, "step": 7, "ranks": ranks}, tmp_path / "step-000000007.pt")
+    again = run_of(seed=1)
+    before = again["model"][0].weight.clone()
+    with pytest.raises(FormatError, match=r"step-000000007\.pt: '(ranks|rng)': the states"):
+        torchlift.Keeper(tmp_path).resume(again)
+    assert torch.equal(again["model"][0].weight, before)
+
+
 def test_a_folder_is_flushed_into_its_parent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -693,6 +705,40 @@ def complete(folder: Path) -> list[str]:
     return sorted(name for name in os.listdir(folder) if not name.startswith("."))
 
 
+def test_the_thread_that_writes_changes_nothing_of_all_threads(tmp_path: Path) -> None:
+    """Training goes on meanwhile: the collector, filters of warnings, torch's flags, the folder."""
+
+    def facts() -> tuple[object, ...]:
+        return (
+            gc.isenabled(), gc.get_threshold(), id(warnings.filters), len(warnings.filters),
+            torch.get_default_dtype(), torch.get_num_threads(), sys.getswitchinterval(),
+            torch.are_deterministic_algorithms_enabled(), os.getcwd(),
+            resource.getrlimit(resource.RLIMIT_NOFILE),
+        )  # fmt: skip
+
+    run = run_of()
+    train(run, 1)  # which imports, and so adds filters
+    expected, seen, changed = facts(), set[str](), list[str]()
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        # At the end of a save only the executor's own code runs next to the main thread's.
+        is_ours = event == "call" and "/torchlift/" in frame.f_code.co_filename
+        if is_ours and threading.current_thread().name.startswith("torchlift-keeper"):
+            seen.add(frame.f_code.co_name)
+            if facts() != expected:
+                changed.append(f"{frame.f_code.co_filename}:{frame.f_lineno} {facts()}")
+
+    threading.setprofile(look)
+    try:
+        with torchlift.Keeper(tmp_path, keep=1, best="loss") as keeper:
+            for step in (1, 2, 3):  # the last one reads metrics, and removes a checkpoint
+                keeper.save(step, run, extra={"w": torch.ones(3)}, metrics={"loss": -step})
+    finally:
+        threading.setprofile(None)  # type: ignore[arg-type]
+    assert {"save", "lay_out_torch_file", "sweep", "_read_metrics"} <= seen
+    assert not changed, (expected, changed[0], len(changed))
+
+
 def test_a_report_says_what_a_save_wrote_and_how_long_it_blocked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -885,6 +931,7 @@ results = saved_then_loaded(WORKERS, RANKS)
         "each_rank_verifies_its_part",
         "one_optimizer_may_have_several_modules",
         "what_ranks_have_of_their_own_is_theirs_again",
+        "an_equal_object_takes_memory_on_the_first_rank_only",
         "a_second_job_is_refused_on_all_ranks",
         "a_resume_that_fails_on_one_rank_changes_no_object_on_any",
         "other_ranks_are_told_of_what_each_had",
@@ -915,7 +962,7 @@ def test_one_process_of_a_process_group_keeps_as_several_do(tmp_path: Path) -> N
     out = tmp_path / "save-1"
     out.mkdir()
     found = run_workers(WORKERS, 1, out)
-    assert len(found) == 20
+    assert len(found) == 21
     assert not any(found.values()), found
     again = runs["grouped"]
     with torch.no_grad():

@@ -25,21 +25,21 @@ def test_a_copy_has_the_values_and_no_memory_of_the_state() -> None:
         "small": torch.ones(3).to(torch.float8_e4m3fn), "odd": matrix.as_subclass(Named),
     }  # fmt: skip
     state = {"tensors": tensors, "plain": [1, {"x": (torch.ones(2), "text")}]}
-    copies = Staging().copy(state, {"other": tensors["column"]})
+    copies = Staging().copy({**state, "other": tensors["column"]})
     for name, tensor in tensors.items():
-        copied = copies.models["tensors"][name]
+        copied = copies["tensors"][name]
         assert (copied.shape, copied.dtype, type(copied)) == (
             tensor.shape,
             tensor.dtype,
             type(tensor),
         )
         assert torch.equal(dense(copied), dense(tensor)), name
-    assert torch.equal(copies.others["other"], matrix[:, 1])
-    before = copies.models["tensors"]["matrix"].clone()
+    assert torch.equal(copies["other"], matrix[:, 1])
+    before = copies["tensors"]["matrix"].clone()
     matrix.zero_()
     state["plain"][1]["x"][0].zero_()  # type: ignore[index]
-    assert torch.equal(copies.models["tensors"]["matrix"], before)
-    assert copies.models["plain"][1]["x"][0].tolist() == [1, 1]
+    assert torch.equal(copies["tensors"]["matrix"], before)
+    assert copies["plain"][1]["x"][0].tolist() == [1, 1]
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -52,7 +52,7 @@ def test_equal_views_share_their_copy_and_an_expanded_number_stays_one() -> None
     weight = torch.randn(5)
     state = {"a": weight.detach(), "b": weight.detach(), "half": weight[:2]}
     state["mask"] = torch.ones(1).expand(1 << 40)
-    copied = Staging().copy(state, {}).models
+    copied = Staging().copy(state)
     assert copied["a"].data_ptr() == copied["b"].data_ptr() != weight.data_ptr()
     assert copied["half"].data_ptr() != copied["a"].data_ptr()
     assert (copied["mask"].shape, copied["mask"].untyped_storage().nbytes()) == ((1 << 40,), 4)
@@ -61,10 +61,10 @@ def test_equal_views_share_their_copy_and_an_expanded_number_stays_one() -> None
 def test_the_next_copy_uses_the_memory_of_the_last_one() -> None:
     """Whatever the order of its tensors is, and also if some have another size now."""
     staging, state = Staging(), {"a": torch.ones(1000), "b": torch.ones(10, 100)}
-    first = staging.copy(state, {}).models
+    first = staging.copy(state)
     places = {first[name].data_ptr() for name in state}
     state = {"b": torch.full((10, 100), 2.0), "a": torch.full((1000,), 3.0)}
-    second = staging.copy(state, {"more": torch.ones(7)}).models
+    second = staging.copy({**state, "more": torch.ones(7)})
     assert {second[name].data_ptr() for name in state} == places
     assert all(torch.equal(second[name], state[name]) for name in state)
 
@@ -73,7 +73,7 @@ def test_a_tensor_with_attributes_keeps_them() -> None:
     """A program that reads them from its own object finds them again."""
     tensor: Any = torch.ones(3)
     tensor.scale = 2
-    copied = Staging().copy({}, {"x": [tensor]}).others["x"][0]
+    copied = Staging().copy({"x": [tensor]})["x"][0]
     assert (copied.scale, copied.tolist()) == (2, [1, 1, 1])
     assert copied.data_ptr() != tensor.data_ptr()
 
@@ -82,6 +82,6 @@ def test_a_tensor_with_attributes_keeps_them() -> None:
 def test_what_needs_gradients_is_copied_without_its_graph(nbytes: int) -> None:
     """The state of an object may hold a live parameter."""
     parameter = torch.nn.Parameter(torch.ones(nbytes))
-    copied = Staging().copy({}, {"p": parameter, "view": parameter * 2}).others
+    copied = Staging().copy({"p": parameter, "view": parameter * 2})
     assert not copied["view"].requires_grad
     assert copied["p"].tolist() == parameter.tolist()

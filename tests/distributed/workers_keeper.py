@@ -570,8 +570,25 @@ def what_ranks_have_of_their_own_is_theirs_again() -> None:
         assert not own or own["only"].at == 7
         path = keeper.latest()
     with torchlift.open(path) as ckpt:
-        keys = ("common.at", "packed")  # of one file and of several
-        assert any(key in (*ckpt.objects, *ckpt.entries) for key in keys)
+        keys = {*ckpt.objects, *ckpt.entries}
+    if dist.get_world_size() == 1:
+        assert "common.at" in keys
+        return
+    stored = {key for key in keys if key.endswith((".common", ".loader"))}
+    own = {f"ranks.{each}.loader" for each in range(dist.get_world_size())}
+    assert stored == {"packed.common", *own}
+
+
+def an_equal_object_takes_memory_on_the_first_rank_only() -> None:
+    """Such as an average of all weights: the first rank writes it, the others only compare it."""
+    weights = torch.ones(1 << 24)
+    with torchlift.Keeper(SHARED / f"average-{dist.get_world_size()}") as keeper:
+        for step in (1, 2):  # the first one makes room for the copy
+            dist.barrier()
+            with torchlift.measure.memory() as use:
+                keeper.save(step, average={"weights": weights})
+                keeper.wait()
+    assert dist.get_rank() == 0 or use.added_anonymous < weights.nbytes / 2, use
 
 
 def a_second_job_is_refused_on_all_ranks() -> None:
@@ -790,6 +807,7 @@ if __name__ == "__main__":
                 each_rank_verifies_its_part,
                 one_optimizer_may_have_several_modules,
                 what_ranks_have_of_their_own_is_theirs_again,
+                an_equal_object_takes_memory_on_the_first_rank_only,
                 a_second_job_is_refused_on_all_ranks,
                 a_resume_that_fails_on_one_rank_changes_no_object_on_any,
                 another_model_is_an_error_that_lists_all_of_it,

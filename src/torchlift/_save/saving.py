@@ -17,7 +17,7 @@ from torch import nn
 
 from torchlift._checkpoint.checkpoint import Checkpoint, dtype_of
 from torchlift._checkpoint.tree import Tree, gathered
-from torchlift._model.dtensor import is_dtensor, local_tensor
+from torchlift._model.dtensor import is_dtensor
 from torchlift._model.names import is_flattened
 from torchlift._model.ranks import StepResult, tensors_of
 from torchlift._model.state import call_state_dict, versioned
@@ -31,6 +31,7 @@ from torchlift._save.layouts import (
     dcp_output,
 )
 from torchlift._save.mesh import SavingRanks, commit, read_parts, share_state, write_together
+from torchlift._save.pickling import lay_out_torch_file
 from torchlift._save.target import Target
 from torchlift._save.values import (
     LIST,
@@ -40,6 +41,7 @@ from torchlift._save.values import (
     Value,
     explain_untied,
     find_untied_keys,
+    stored_as,
     take_apart,
 )
 from torchlift._store.places import inside, is_url, name_of, parent
@@ -61,7 +63,7 @@ from torchlift.errors import (
     explain_calls,
     wrong_call,
 )
-from torchlift.formats.index import OF_RANKS, TensorEntry
+from torchlift.formats.index import OF_RANKS, Leaf, TensorEntry
 from torchlift.formats.layout import SETS
 from torchlift.formats.source import errors_name
 
@@ -513,21 +515,30 @@ def _require_complete_optimizers(obj: object, path: str) -> None:
             )
 
 
-def require_savable(obj: object, path: str) -> Output:
-    """Refuse a state that a torch file cannot store so that torchlift reads it back.
+def require_savable(obj: object, path: str) -> None:
+    """Refuse a state that a checkpoint cannot store so that torchlift reads it back.
 
-    Returns:
-        The file that it would be.
+    Plain data is pickled and read back. Tensors are not: that would take longer than their copy.
 
     Raises:
         PlacementError: If there is such a value.
     """
-    target = Target.of(path, "torch-zip", None)
     state = take_apart(obj)
-    tensors = {key: local_tensor(tensor) for key, tensor in state.tensors.items()}
-    state.values = [Value.of_tensor(key, tensor) for key, tensor in tensors.items()]
-    with errors_name(target.path):
-        return target.lay_out(state, False)
+    for key, tensor in state.tensors.items():
+        stored_as(key, tensor)
+    with errors_name(path):
+        lay_out_torch_file({key: Leaf(key) for key in state.objects}, [], state.objects)
+
+
+def lay_out_one_file(obj: object) -> Output:
+    """Lay out a state without DTensors as one torch file, which gets no path.
+
+    Raises:
+        PlacementError: If a torch file cannot store it.
+    """
+    state = take_apart(obj)
+    state.values = [Value.of_tensor(*each) for each in state.tensors.items()]
+    return Target("state.pt", "torch-zip", None).lay_out(state, False)
 
 
 def require_unchanged(ckpt: Checkpoint) -> None:

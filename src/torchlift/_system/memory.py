@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -28,11 +29,17 @@ _PADDING = (None,) * 256
 
 
 @contextmanager
-def collection_paused() -> Iterator[None]:
+def collection_paused(*, in_any_thread: bool = False) -> Iterator[None]:
     """Pause the collector inside the block. It runs later.
 
     A hundred thousand records would make it walk over everything a dozen times for nothing. The
     import of torch leaves a full collection due, which takes 50 ms. A first load takes 4 ms.
+
+    The collector is that of all threads. So only the main thread pauses it. While a Keeper writes,
+    training would collect nothing, and a ``gc.disable()`` of its own would be undone.
+
+    Args:
+        in_any_thread: Whether to pause it in other threads, too.
 
     Example:
         >>> import gc
@@ -40,6 +47,10 @@ def collection_paused() -> Iterator[None]:
         ...     gc.isenabled()
         False
     """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main and not in_any_thread:
+        yield
+        return
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -70,7 +81,7 @@ def live_instances(base: type[T]) -> list[T]:
         if kind not in kinds:
             kinds.add(kind)
             left.extend(type.__subclasses__(kind))
-    with collection_paused():  # a finalizer would let other threads run
+    with collection_paused(in_any_thread=True):  # a finalizer would let other threads run
         gc.collect(0)
         # Without the youngest generation, which now is that of `tee`: it would hold itself.
         objects = chain.from_iterable(map(gc.get_objects, (1, 2)))

@@ -9,26 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from torchlift._model.ranks import RankGroup
 from torchlift._system.interrupts import uninterrupted
-from torchlift.distributed.folder import NewCheckpoint
 
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """The arguments of a Keeper that must be equal on all ranks."""
-
-    background: bool
-    busy: str
-    best: str | None
-    timeout: float | None
+#: Name of an optimizer -> its parameter groups.
+Groups = Mapping[str, list[dict[str, Any]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The first message of a method.
+    """The message of a method.
 
     Attributes:
         method: The name of the method.
@@ -36,7 +28,7 @@ class Call:
         models: The names of models and optimizers to save or load.
         is_done: Whether the last save of this rank is complete.
         received: Whether this rank received a signal that asks it to stop.
-        checkpoint: The name of the checkpoint to load, on the first rank. None if there is none.
+        checkpoint: The name of the checkpoint to save or load, on the first rank.
     """
 
     method: Literal["save", "wait", "resume", "should_stop"]
@@ -45,27 +37,6 @@ class Call:
     is_done: bool = True
     received: bool = False
     checkpoint: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotMessage:
-    """The message after a rank has copied its state.
-
-    Attributes:
-        target: The place of the checkpoint, on the first rank.
-        digests: Name of an object that is not a model -> digest of its state.
-        groups: Digest of the parameter groups of all optimizers.
-    """
-
-    target: NewCheckpoint | None
-    digests: dict[str, bytes]
-    groups: bytes
-
-    @staticmethod
-    def equal_names(messages: Iterable[SnapshotMessage]) -> set[str]:
-        """Return the names of objects whose states are equal on all ranks."""
-        pairs = [set(message.digests.items()) for message in messages]
-        return {name for name, _ in set.intersection(*pairs)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,21 +90,14 @@ def together(ranks: RankGroup) -> Iterator[Callable[[], None]]:
         agree(False)
 
 
-class GroupKey(NamedTuple):
-    """A parameter group, by its optimizer and the names of its parameters."""
-
-    optimizer: str
-    params: tuple[str, ...]
-
-
-def merge_groups(by_rank: Iterable[Mapping[GroupKey, Any]]) -> dict[str, Any]:
-    """Return optimizer -> the parameter groups of all ranks, such as the stages of a pipeline.
+def merge_groups(by_rank: Iterable[Groups]) -> Groups:
+    """Return the parameter groups of all ranks, such as the stages of a pipeline.
 
     Args:
         by_rank: The groups of each rank. If two ranks have the same one, the first rank's counts.
     """
-    every = {key: group for each in reversed([*by_rank]) for key, group in each.items()}
-    merged: dict[str, list[Any]] = {}
-    for key in sorted(every):
-        merged.setdefault(key.optimizer, []).append(every[key])
-    return merged
+    found: dict[str, dict[tuple[str, ...], Any]] = {}
+    for each in reversed([*by_rank]):
+        for name, groups in each.items():
+            found.setdefault(name, {}).update({tuple(one["params"]): one for one in groups})
+    return {name: [groups[key] for key in sorted(groups)] for name, groups in found.items()}

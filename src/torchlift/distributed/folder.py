@@ -11,19 +11,17 @@ import re
 import secrets
 import shutil
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from time import monotonic, sleep
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torchlift._checkpoint.checkpoint import open as open_checkpoint
 from torchlift._store.places import Stamp, inside, is_url, name_of, parent, place_of, stamp_now
 from torchlift._store.uploads import list_names, remove
 from torchlift._system.text import clipped_list
 from torchlift._transfer.write import is_there, make_durable, remove_debris
-from torchlift.distributed.folder_lock import FolderLock
 from torchlift.errors import CheckpointError, TimedOut
 from torchlift.formats.dcp import DCP_METADATA
 
@@ -348,18 +346,6 @@ def policies_of(
     return [*found, *keep]
 
 
-class NewCheckpoint(NamedTuple):
-    """The place of the next checkpoint.
-
-    Attributes:
-        name: The name of its file or folder.
-        before: The last step that may have led to it.
-    """
-
-    name: str
-    before: int
-
-
 class KeptFolder(RunFolder):
     """The folder as its keeper uses it: it names checkpoints, and removes those that expire.
 
@@ -368,85 +354,62 @@ class KeptFolder(RunFolder):
 
     Args:
         directory: Its absolute path, or a URL.
+        policies: A checkpoint is kept if any of them keeps it.
 
     Attributes:
-        policies: A checkpoint is kept if any of them keeps it.
+        metrics: The names of the metrics that each checkpoint must have.
+        base: The step that was last resumed or saved, or None.
     """
 
-    def __init__(self, directory: str) -> None:
+    base: int | None = None
+
+    def __init__(self, directory: str, policies: Sequence[Policy]) -> None:
         super().__init__(directory)  # a URL has its options with it
-        self.policies: Sequence[Policy] = ()
-        self._lock: FolderLock | None = None
+        best = [each for each in policies if isinstance(each, BestN)]
+        self.policies, self.metrics = policies, [each.metric for each in best]
+        self._best = best[0] if best else None
         self._is_adopted = self._is_warned = False
         # Paths of another run's later steps, and of steps that this run has gone back from.
         self._foreign: set[str] = set()
         self._abandoned: set[str] = set()
 
-    @property
-    def metrics(self) -> list[str]:
-        """Return the names of the metrics that each checkpoint must have."""
-        return [each.metric for each in self.policies if isinstance(each, BestN)]
-
-    def best(self) -> str | None:
-        """Return the path of the complete checkpoint with the best metric, or None."""
-        self._best = next((each for each in self.policies if isinstance(each, BestN)), None)
-        return super().best()
-
-    def lock(self) -> None:
-        """Keep other jobs out of the folder until `close`. A URL has no lock.
-
-        Raises:
-            CheckpointError: If another job holds it.
-        """
-        if not is_url(self.directory):
-            self._lock = FolderLock(self.directory)
-            # A keeper that is never closed must not keep the next one of this process out.
-            weakref.finalize(self, self._lock.release)
-            self._lock.acquire()
-
     def adopt(self) -> list[Kept]:
         """Return all complete checkpoints, which are the run's own from now on."""
-        if self._lock is not None:
-            self._lock.use()
         self._is_adopted, self._foreign = True, set()
         return self.kept()
 
-    def new_path(self, step: int, base: int | None, is_file: bool) -> NewCheckpoint:
-        """Return the name of a step's checkpoint, and remove a killed save of that name.
+    def new_path(self, step: int, *, is_file: bool) -> str:
+        """Return the name of the next checkpoint, and remove a killed save of that name.
 
         Args:
             step: The step.
-            base: The step that was last resumed or saved, or None.
             is_file: Whether the checkpoint is a file and not a folder.
         """
-        if self._lock is not None:
-            self._lock.use()
         kept = self.kept()
         if not self._is_adopted:
             self._is_adopted = True
             self._foreign = {one.path for one in self._complete() if one.step > step}
-        before = step - 1 if base is None else min(step - 1, base)
+        # The last step that may have led to this one, for `sweep`.
+        self._before = step - 1 if self.base is None else min(step - 1, self.base)
         generation = 0
         if kept:
             last = kept[-1]
             is_replaced = step == last.step and is_file and last.path.endswith(".pt")
             # The run went back, or the old folder stays until the new one is complete.
-            generation = last.generation + (last.step > before and not is_replaced)
+            generation = last.generation + (last.step > self._before and not is_replaced)
         name = f"step-{step:09d}" + (f"-{generation}" if generation else "")
         path = self._path(name)
         if self._use(_is_there, path) and path not in [one.path for one in kept]:
             # Files of a killed save must not become a part of this one.
-            failed = _remove_all(self.directory, [path]) if is_url(path) else _retire(path)
-            if failed:
-                raise CheckpointError("cannot be removed", file=path, found=failed[0])
-        return NewCheckpoint(f"{name}.pt" if is_file else name, before)
+            for problem in _remove(self.directory, [path]):
+                raise CheckpointError("cannot be removed", file=path, found=problem)
+        return f"{name}.pt" if is_file else name
 
-    def sweep(self, newest: str, before: int) -> list[str]:
+    def sweep(self, newest: str) -> list[str]:
         """Remove the checkpoints that no policy keeps, and the files of interrupted saves.
 
         Args:
             newest: The path of the checkpoint that was saved last.
-            before: The last step that may have led to it.
 
         Returns:
             Problems, as sentences.
@@ -456,6 +419,7 @@ class KeptFolder(RunFolder):
         kept = _last_of_each_step(own.values())
         # Walk back from the newest. A later step than the one before it was abandoned.
         self._abandoned.discard(newest)
+        before = self._before
         for one in reversed(kept):
             if one.path != newest and one.path not in self._abandoned:
                 if one.step > before:
@@ -468,17 +432,15 @@ class KeptFolder(RunFolder):
         except Exception as error:  # the caller's function failed, after a complete save
             problems.append(f"keep= failed, so nothing is removed: {type(error).__name__}: {error}")
             stays = {*own}
-        failed, retired = list[str](), list[str]()
+        expired = list[str]()
         for name in self._names():
             path, temporary = self._path(name), _UNFINISHED.fullmatch(name)
             if temporary and not is_url(path):
                 remove_debris(self._path(temporary[1]))
             is_ours = _NAME.fullmatch(name) and path not in self._foreign
-            if is_ours and path not in stays:  # complete, or of a killed save
-                try:
-                    retired += _retire(path)
-                except (CheckpointError, OSError) as error:
-                    failed.append(str(error))
+            # Complete, or of a killed save. Or a removal was killed, or failed.
+            if (is_ours and path not in stays) or _REMOVED.fullmatch(name):
+                expired.append(path)
         if self._foreign and not self._is_warned:
             self._is_warned = True
             names = clipped_list(sorted(map(name_of, self._foreign)))
@@ -486,22 +448,11 @@ class KeptFolder(RunFolder):
                 f"checkpoints of later steps are kept, because this run has not resumed: {names}. "
                 "Call resume() first, or give each run a folder of its own."
             )
-        retired += [self._path(name) for name in self._names() if _REMOVED.fullmatch(name)]
-        failed += _remove_all(self.directory, retired) if retired else []
+        failed = _remove(self.directory, expired)
         if failed:
             text = "older checkpoints cannot be removed, and the next save tries again: "
             problems.append(text + clipped_list(dict.fromkeys(failed)))
         return problems
-
-    def give_way(self) -> None:
-        """Let other Keepers of this process use the folder, even if `close` is interrupted."""
-        if self._lock is not None:
-            self._lock.is_used = False
-
-    def close(self) -> None:
-        """Release the folder, so that other jobs can use it."""
-        if self._lock is not None:
-            self._lock.release()
 
 
 def _last_of_each_step(kept: Iterable[Kept]) -> list[Kept]:
@@ -512,45 +463,36 @@ def _is_there(path: str) -> bool:
     return name_of(path) in list_names(parent(path)) if is_url(path) else is_there(path)
 
 
-def _retire(path: str) -> list[str]:
-    """Rename a checkpoint, so that it is not complete any more while it is deleted.
+def _remove(directory: str, paths: Sequence[str]) -> list[str]:
+    """Remove checkpoints. Return a sentence for each that cannot be removed.
 
-    A link is renamed, not its target. An object store cannot rename, so the object that makes the
-    checkpoint complete is removed.
-
-    Returns:
-        Paths in a store that are still to be removed.
-
-    Raises:
-        CheckpointError, OSError: If it could not be renamed.
+    Each one first loses its name, so that it is not complete any more while it is deleted. A link
+    is removed, not its target. An object store cannot rename, so the object that makes a checkpoint
+    complete is removed first.
     """
-    if is_url(path):
-        if path.endswith(".pt"):
-            remove(path)
-            return []
-        if DCP_METADATA in list_names(path):
-            remove(inside(path, DCP_METADATA))
-        return [path]
-    folder, name = os.path.split(path)
-    os.rename(path, os.path.join(folder, f".{name}.removed-{secrets.token_hex(4)}"))
-    return []
-
-
-def _remove_all(directory: str, paths: Sequence[str]) -> list[str]:
-    """Remove files, links and folders. Return one sentence for each that cannot be removed."""
-    failed = []
-    if is_url(directory):
-        for place in (inside(path, name) for path in paths for name in list_names(path)):
-            try:
-                remove(place)
-            except CheckpointError as error:
-                failed.append(str(error))
-        return failed
-    try:
-        make_durable(directory)  # a crash of the machine must not undo the renames
-    except OSError as error:
-        return [f"{directory}: {error}"]
+    failed, left = list[str](), list[str]()
     for path in paths:
+        folder, name = os.path.split(path)
+        try:
+            if is_url(path) and name.endswith(".pt"):
+                remove(path)
+            elif is_url(path):
+                for each in sorted(list_names(path), key=lambda each: each != DCP_METADATA):
+                    remove(inside(path, each))
+            elif _REMOVED.fullmatch(name):  # by a save that was killed
+                left.append(path)
+            else:
+                new = os.path.join(folder, f".{name}.removed-{secrets.token_hex(4)}")
+                os.rename(path, new)
+                left.append(new)
+        except (CheckpointError, OSError) as error:
+            failed.append(str(error))
+    try:
+        if left:
+            make_durable(directory)  # a crash of the machine must not undo the renames
+    except OSError as error:
+        return [*failed, f"{directory}: {error}"]
+    for path in left:
         try:
             if os.path.islink(path) or not os.path.isdir(path):
                 os.unlink(path)

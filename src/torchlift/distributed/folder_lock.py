@@ -12,6 +12,7 @@ import socket
 from contextlib import suppress
 from weakref import WeakSet
 
+from torchlift._store.places import is_url
 from torchlift._transfer.write import LockedFile
 from torchlift.errors import CheckpointError
 
@@ -22,7 +23,10 @@ _locks: WeakSet[FolderLock] = WeakSet()
 
 
 class FolderLock:
-    """Reserves a folder for one Keeper, until `release` or the end of this process."""
+    """Reserves a folder for one Keeper, until `release` or the end of this process.
+
+    A URL has no lock.
+    """
 
     def __init__(self, folder: str) -> None:
         # By a link to the folder, a Keeper of this process would not give way.
@@ -47,6 +51,8 @@ class FolderLock:
             CheckpointError: If another Keeper holds it.
             OSError: If the file cannot be written.
         """
+        if is_url(self._folder):
+            return
         for other in list(_locks):
             # A notebook cell that ran twice, or a start or an end that two interrupts ended.
             if other._path == self._path and not other.is_used:

@@ -13,79 +13,48 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial, reduce
-from hashlib import sha256
-from operator import and_, getitem
+from operator import and_
 from time import perf_counter
 from typing import Any, Literal, NamedTuple
 
 import torch
 
+from torchlift._checkpoint.checkpoint import Checkpoint
 from torchlift._checkpoint.checkpoint import open as open_checkpoint
 from torchlift._load.checks import require_intact
 from torchlift._model.commit import Commit
-from torchlift._model.dtensor import is_dtensor
 from torchlift._model.ranks import RankGroup, StepResult, has_group, new_gloo_group, world_of
 from torchlift._plan.names import Rewriting
 from torchlift._plan.rules import Options, Patterns, Rename
 from torchlift._save.files import make_folders
-from torchlift._save.replicas import Checksum, HeldPart, checksums_of, find_differences
-from torchlift._save.saving import SaveReport, require_savable, save
+from torchlift._save.saving import SaveReport, save
 from torchlift._store.places import inside, is_url, name_of, place_of
 from torchlift._store.uploads import require_writable
-from torchlift._system.containers import leaves
 from torchlift._system.interrupts import Interruptible, uninterrupted
 from torchlift._system.text import clipped_list
 from torchlift.distributed.agreements import (
     Call,
     SelectionMessage,
-    Settings,
-    SnapshotMessage,
-    merge_groups,
     require_same,
     require_same_call,
     together,
 )
-from torchlift.distributed.folder import KeptFolder, NewCheckpoint, Policy, policies_of
-from torchlift.distributed.generators import Generators
+from torchlift.distributed.folder import KeptFolder, Policy, policies_of
+from torchlift.distributed.folder_lock import FolderLock
 from torchlift.distributed.run_state import (
-    DIFFERING,
-    GENERATORS,
+    Head,
     OnOtherRanks,
     RunObjects,
     Selection,
-    digest_of,
-    pack,
+    Snapshot,
     read_selection,
 )
 from torchlift.distributed.signals import STOPS, StopSignals
-from torchlift.distributed.staging import Copies, Staging
-from torchlift.errors import CheckpointError, FormatError, IntegrityError, PlacementError
-
-
-@dataclass(frozen=True, slots=True)
-class _PendingSave:
-    """A snapshot to write.
-
-    Attributes:
-        target: The place of the checkpoint.
-        step: Its step.
-        metrics: Its metrics.
-        models: States of models and optimizers.
-        plain: Path -> a plain value in these, which may differ between ranks.
-        equal: States of other objects that are equal on all ranks.
-        own: States of this rank.
-    """
-
-    target: NewCheckpoint
-    step: int
-    metrics: dict[str, float]
-    models: dict[str, Any]
-    plain: dict[tuple[Any, ...], torch.Tensor]
-    equal: dict[str, Any]
-    own: dict[str, Any]
+from torchlift.distributed.staging import Staging
+from torchlift.errors import CheckpointError, FormatError, IntegrityError
 
 
 class _Written(NamedTuple):
@@ -118,6 +87,7 @@ class Keeper:
         directory: A folder or a URL. It is created if it does not exist.
         keep: How many of the last checkpoints to keep. None keeps all. Or one or several policies,
             such as `LatestN`, or functions of the list of checkpoints. Any of them may keep one.
+            The thread that writes calls them.
         every: Also keep each checkpoint whose step is a multiple of this number.
         best: Also keep the checkpoint with the best metric of this name.
         best_is: Whether the ``"lowest"`` or the ``"highest"`` metric is the best.
@@ -157,7 +127,11 @@ class Keeper:
         self.directory = place_of(directory, storage_options)
         self._background, self._skips = background, busy == "skip"
         self._rank, self._count = world_of()
-        self._folder, self._staging = KeptFolder(self.directory), Staging()
+        self._folder: KeptFolder
+        self._staging = Staging()
+        self._lock = FolderLock(self.directory)
+        # A keeper that is never closed must not keep the next one of this process out.
+        weakref.finalize(self, self._lock.release)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="torchlift-keeper")
         self._in_flight: list[Future[_Written] | None] = [None]
         weakref.finalize(self, _warn_of_failure, self._in_flight)
@@ -165,25 +139,25 @@ class Keeper:
         self._signals: StopSignals | None = None
         self._report: SaveReport | None = None
         self._blocked = 0.0
-        self._base: int | None = None  # the step that was last resumed or saved
         # Two groups of their own: an exchange of a background save must not mix with those of the
         # methods, or of the training.
         self._ranks = self._writers = RankGroup([])
         everyone = RankGroup.of_all()
 
-        def validate_arguments() -> StepResult[None, Settings]:
+        def validate_arguments() -> StepResult[None, Mapping[str, object]]:
             if busy not in ("wait", "skip"):
                 raise ValueError(f"busy={busy!r}: expected 'wait' or 'skip'")
             if timeout is not None and not timeout > 0:
                 raise ValueError(f"timeout={timeout!r}: expected seconds, or None")
-            self._folder.policies = policies_of(keep, every, best, best_is)
-            return StepResult(None, Settings(background, busy, best, timeout))
+            self._folder = KeptFolder(self.directory, policies_of(keep, every, best, best_is))
+            named = {"background=": background, "busy=": busy, "best=": best, "timeout=": timeout}
+            return StepResult(None, named)
 
         try:
             with together(everyone):
-                settings = everyone.run(validate_arguments).by_rank
+                arguments = everyone.run(validate_arguments).by_rank
                 names = "background=, busy=, best= and timeout="
-                require_same(f"the ranks do not pass the same {names}", settings.values())
+                require_same(f"the ranks do not pass the same {names}", arguments.values())
                 self._ranks, self._writers = _new_group(timeout), _new_group(timeout)
                 everyone.run(self._open_folder)
         except BaseException:
@@ -199,7 +173,7 @@ class Keeper:
                 make_folders(self.directory, [])
                 os.listdir(self.directory)
                 if self._rank == 0:
-                    self._folder.lock()
+                    self._lock.acquire()
             except CheckpointError:
                 raise
             except OSError as error:
@@ -243,14 +217,13 @@ class Keeper:
             ValueError: If an argument has a wrong value.
         """
         began = perf_counter()
-        with uninterrupted():
-            with together(self._ranks):
-                pending = self._prepare_save(step, {**(state or {}), **objects}, metrics)
-            if pending is None:
+        with uninterrupted() as deliver:
+            write = self._prepare_save(step, {**(state or {}), **objects}, metrics, deliver)
+            if write is None:
                 return False
             # No interrupt may stop this: the writers of all ranks wait for each other.
-            self._in_flight[0] = self._thread.submit(self._write, pending)
-            self._base, self._blocked = pending.step, perf_counter() - began
+            self._in_flight[0] = self._thread.submit(write)
+            self._folder.base, self._blocked = _require_step(step), perf_counter() - began
         if not self._background:
             self.wait()
             assert self._report is not None
@@ -258,123 +231,63 @@ class Keeper:
         return True
 
     def _prepare_save(
-        self, step: int, objects: Mapping[str, object], metrics: Mapping[str, float] | None
-    ) -> _PendingSave | None:
-        """Take a snapshot on all ranks. Return None if the last save is not complete."""
+        self,
+        step: int,
+        objects: Mapping[str, object],
+        metrics: Mapping[str, float] | None,
+        deliver: Callable[[], None],
+    ) -> Callable[[], _Written] | None:
+        """Take a snapshot on all ranks. Return the call that writes it in the thread.
 
-        def validate_arguments() -> StepResult[RunObjects, Call]:
-            number = _require_step(step)
-            if self._closed:
-                raise ValueError("the keeper is closed")
-            run = RunObjects.of(objects)
-            missing = [name for name in self._folder.metrics if name not in _numbers(metrics)]
+        Returns:
+            None if the last save is not complete.
+        """
+        if self._skips:
+            calls = self._ranks.run(
+                lambda: StepResult(None, Call("save", is_done=self._is_done)), require_same_call
+            ).by_rank
+            if not all(call.is_done for call in calls.values()):
+                return None
+
+        def take_snapshot() -> StepResult[Snapshot, Call]:
+            self._require_open()
+            head, run = Head(_require_step(step), _numbers(metrics)), RunObjects.of(objects)
+            missing = [name for name in self._folder.metrics if name not in head.metrics]
             if self._rank == 0 and missing:
                 raise ValueError(f"metrics= lacks {missing[0]!r}, which best= or a policy needs")
-            return StepResult(run, Call("save", number, run.models, self._is_done))
-
-        run, calls = self._ranks.run(validate_arguments, require_same_call)
-        if self._skips and not all(call.is_done for call in calls.values()):
-            return None
-        # The next snapshot uses the memory of the last one, so that one must be written.
-        self._finish()
-
-        def snapshot_state() -> StepResult[Copies, SnapshotMessage]:
-            copies = self._copy_state(run)
-            digests = {
-                name: digest_of({name: state}, self.directory, compare=self._count > 1)
-                for name, state in copies.others.items()
-            }
-            target = None
+            alone, name = self._count == 1, None
+            # The snapshot uses the memory of the last one, so that one must be written.
+            self._await_save()
+            snapshot = Snapshot.of(head, run, self._staging, self.directory, is_alone=alone)
             if self._rank == 0:
-                target = self._folder.new_path(_require_step(step), self._base, self._count == 1)
-            groups = sha256(repr([*run.groups(copies.models)]).encode()).digest()
-            return StepResult(copies, SnapshotMessage(target, digests, groups))
+                self._lock.use()
+                name = self._folder.new_path(head.step, is_file=alone)
+            deliver()  # the last moment at which an interrupt ends the save on all ranks
+            return StepResult(snapshot, Call("save", head.step, run.models, checkpoint=name))
 
-        copies, messages = self._ranks.run(snapshot_state)
-        models = copies.models
-        # The ranks of a pipeline have different groups, and a checkpoint has those of all ranks.
-        if len({message.groups for message in messages.values()}) > 1:
-            groups = run.groups(models)
-            by_rank = self._ranks.run(lambda: StepResult(None, groups)).by_rank
-            for name, merged in merge_groups(by_rank.values()).items():
-                if name in models:
-                    models[name] = {**models[name], "param_groups": merged}
-        equal = SnapshotMessage.equal_names(messages.values())
-        target = messages[0].target
-        assert target is not None
-        return _PendingSave(
-            target,
-            _require_step(step),
-            _numbers(metrics),
-            models,
-            run.find_plain(models) if self._count > 1 else {},
-            {name: state for name, state in copies.others.items() if name in equal},
-            {GENERATORS: Generators().state_dict()}
-            | {name: state for name, state in copies.others.items() if name not in equal},
-        )
+        snapshot, calls = self._ranks.run(take_snapshot, require_same_call)
+        name = calls[0].checkpoint
+        assert name is not None
+        return partial(self._write, snapshot, inside(self.directory, name))
 
-    def _copy_state(self, run: RunObjects) -> Copies:
-        """Return copies of all states on the host.
-
-        Raises:
-            PlacementError: If `resume` could not put a state back.
-        """
-        models, others = run.read_models(), run.read_others()
-        for name, state in others.items():
-            if self._ranks.groups and any(map(is_dtensor, leaves(state).values())):
-                raise PlacementError(
-                    "only models and optimizers may contain DTensors",
-                    entry=name,
-                    hint="Pass the module itself, or full tensors.",
-                )
-        copies = self._staging.copy(models, others)
-        require_savable(copies.models, self.directory)
-        return copies
-
-    def _write(self, pending: _PendingSave) -> _Written:
+    def _write(self, snapshot: Snapshot, path: str) -> _Written:
         """Write a checkpoint, and remove those that are not kept any more."""
-        path, number = inside(self.directory, pending.target.name), str(self._rank)
+        format = None if self._count == 1 else "dcp"
         group = self._writers.groups[0] if self._writers.groups else None
-
-        def pack_state() -> StepResult[dict[str, Any], None]:
-            own = {"ranks": {number: pack(pending.own, self.directory)}}
-            common = {"packed": pack(pending.equal, self.directory)} if self._rank == 0 else {}
-            return StepResult({**common, **own}, None)
-
         with self._writers.together() as agree:  # an error before `save` stops the others, too
-            others = {**pending.equal, "ranks": {number: pending.own}}
-            if self._count > 1:
-                self._separate_differing(pending)
-                others = self._writers.run(pack_state).value
-            head = {"step": pending.step, "metrics": pending.metrics} if self._rank == 0 else {}
-            state = {**head, **others, **pending.models}
-            format = "dcp" if self._count > 1 else None
+            if format is None:
+                state = snapshot.for_one_process()
+            else:
+                state = snapshot.for_rank(self._writers, self._rank)
             report = save(state, path, format=format, replicated="rank0", process_group=group)
             agree(False)
         try:
-            problems = self._folder.sweep(path, pending.target.before) if self._rank == 0 else []
+            problems = self._folder.sweep(path) if self._rank == 0 else []
         except (CheckpointError, OSError) as error:  # the new one is complete
             problems = [
                 f"older checkpoints are not removed, and the next save tries again: {error}"
             ]
         return _Written(report, problems)
-
-    def _separate_differing(self, pending: _PendingSave) -> None:
-        """Keep values that differ between ranks for each rank. DCP would keep the first rank's."""
-        paths = {".".join(map(str, path)): path for path in pending.plain}
-
-        def add_up() -> StepResult[dict[HeldPart, Checksum], bytes]:
-            sums = checksums_of({name: pending.plain[path] for name, path in paths.items()})
-            return StepResult(sums, sha256(repr(sums).encode()).digest())
-
-        sums, digests = self._writers.run(add_up)
-        if len({*digests.values()}) == 1:  # usually, and then no rank sends all its checksums
-            return
-        different = find_differences(self._writers.run(lambda: StepResult(None, sums)).by_rank)
-        for path in [paths[part.key] for part in different if part.key in paths]:
-            *places, last = path
-            value = reduce(getitem, places, pending.models).pop(last)
-            pending.own.setdefault(DIFFERING, []).append([[*path], value])
 
     @property
     def report(self) -> SaveReport | None:
@@ -410,8 +323,7 @@ class Keeper:
         """
 
         def poll_signals() -> StepResult[None, Call]:
-            if self._closed:
-                raise ValueError("the keeper is closed")
+            self._require_open()
             if self._signals is None:
                 self._signals = StopSignals(on)
                 weakref.finalize(self, self._signals.close)
@@ -426,30 +338,32 @@ class Keeper:
         Raises:
             CheckpointError: If the last save failed. Earlier checkpoints are unchanged.
         """
-        self._finish()
-
-    def _finish(self) -> None:
-        """Wait for the last save, and warn of its problems.
-
-        Raises:
-            CheckpointError: If the last save failed.
-        """
 
         def await_save() -> StepResult[None, Call]:
-            (saving,) = self._in_flight
-            with Interruptible():
-                error = None if saving is None else saving.exception()
-            self._report = self.report
-            # Not earlier: after an interrupted wait, the next snapshot would overwrite this one.
-            self._in_flight[0] = None
-            if error is not None:
-                raise error
-            for sentence in () if saving is None else saving.result().problems:
-                warnings.warn(sentence, RuntimeWarning, stacklevel=6)
+            self._await_save()
             return StepResult(None, Call("wait"))
 
         # On all ranks: one that did not raise would wait alone in the next collective.
         self._ranks.run(await_save, require_same_call)
+
+    def _await_save(self) -> None:
+        """Wait for the last save of this rank, and warn of its problems.
+
+        Raises:
+            CheckpointError: If it failed.
+        """
+        (saving,) = self._in_flight
+        if saving is None:
+            return
+        with Interruptible():
+            error = saving.exception()
+        self._report = self.report
+        # Not earlier: after an interrupted wait, the next snapshot would overwrite this one.
+        self._in_flight[0] = None
+        if error is not None:
+            raise error
+        for sentence in saving.result().problems:
+            warnings.warn(sentence, RuntimeWarning, stacklevel=6)
 
     def close(self) -> None:
         """Wait for the last save, and free the snapshot and the folder. All ranks call it.
@@ -465,7 +379,7 @@ class Keeper:
             self._free()
 
     def _free(self) -> None:
-        self._folder.give_way()
+        self._lock.is_used = False  # another Keeper may save, even if an interrupt ends this
         self._closed = True
         if self._signals is not None:
             self._signals.close()
@@ -475,7 +389,7 @@ class Keeper:
             groups = [*self._ranks.groups, *self._writers.groups]
             self._ranks = self._writers = RankGroup([])
             with ExitStack() as stack:
-                stack.callback(self._folder.close)
+                stack.callback(self._lock.release)
                 for group in groups:  # otherwise their threads and sockets stay
                     stack.callback(torch.distributed.destroy_process_group, group)
                 stack.callback(self._staging.close)
@@ -488,6 +402,10 @@ class Keeper:
             self.close()
         else:  # other ranks may not come here, so only this rank's write is finished
             self._free()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ValueError("the keeper is closed")
 
     @property
     def _is_done(self) -> bool:
@@ -564,9 +482,8 @@ class Keeper:
         )  # fmt: skip
         # An interrupt waits until all ranks are done. An error undoes the load on all of them.
         with uninterrupted(), Commit() as commit, together(self._ranks) as deliver:
-            self._finish()
 
-            def select_checkpoint() -> StepResult[_ResumeRequest, Call]:
+            def select_checkpoint() -> StepResult[Callable[[Checkpoint], Selection], Call]:
                 if self._closed and has_group():
                     raise ValueError("the keeper is closed")
                 rules = ask_rules()
@@ -575,15 +492,20 @@ class Keeper:
                         f"rename={rules.rename!r}: resume cannot merge or split tensors"
                     )
                 run = RunObjects.of({**(state or {}), **objects})
-                # Only the first rank reads the folder: a checkpoint may expire in between.
-                kept = self._folder.adopt() if self._rank == 0 else []
-                names = [name_of(one.path) for one in kept if step in (None, one.step)]
+                self._await_save()
+                names = list[str]()
+                if self._rank == 0:  # alone: a checkpoint may expire in between
+                    self._lock.use()
+                    kept = self._folder.adopt()
+                    names = [name_of(one.path) for one in kept if step in (None, one.step)]
                 found = names[-1] if names else None
-                return StepResult(
-                    _ResumeRequest(run, rules), Call("resume", models=run.models, checkpoint=found)
-                )
+                select = partial(
+                    read_selection, run=run, rules=rules, on_other_ranks=on_other_ranks or {},
+                    rank=self._rank, count=self._count,
+                )  # fmt: skip
+                return StepResult(select, Call("resume", models=run.models, checkpoint=found))
 
-            request, calls = self._ranks.run(select_checkpoint, require_same_call)
+            select, calls = self._ranks.run(select_checkpoint, require_same_call)
             name = calls[0].checkpoint
             if name is None:
                 if step is None:  # a new run
@@ -594,9 +516,7 @@ class Keeper:
                     expected=f"one of {self.steps()}",
                     found=step,
                 )
-            selection = self._load(
-                name, request, on_other_ranks or {}, commit, deliver, verify=verify
-            )
+            selection = self._load(name, select, commit, deliver, verify=verify)
         if selection.changed:
             warnings.warn(
                 f"{clipped_list(selection.changed)}: resume does not change plain data. The saved "
@@ -609,15 +529,14 @@ class Keeper:
     def _load(
         self,
         name: str,
-        request: _ResumeRequest,
-        on_other_ranks: OnOtherRanks,
+        select: Callable[[Checkpoint], Selection],
         commit: Commit,
         deliver: Callable[[], None],
         *,
         verify: bool,
     ) -> Selection:
         """Load a checkpoint, all of it or nothing."""
-        path, run, rules = inside(self.directory, name), request.objects, request.rules
+        path = inside(self.directory, name)
         group = self._ranks.groups[0] if self._ranks.groups else None
         with ExitStack() as stack:
             try:
@@ -634,7 +553,7 @@ class Keeper:
                 raise
 
             def read_checkpoint() -> StepResult[Selection, SelectionMessage]:
-                found = read_selection(ckpt, run, rules, on_other_ranks, self._rank, self._count)
+                found = select(ckpt)
                 return StepResult(found, found.message())
 
             selection, by_rank = self._ranks.run(read_checkpoint)
@@ -655,22 +574,14 @@ class Keeper:
 
             # Before the models, so an error here leaves the models unchanged.
             last = self._ranks.run(load_objects).value
-            if run.modules:
+            if selection.run.modules:
                 unused = reduce(and_, (message.unexpected for message in messages))
-                selection.load_models(unused, separate, group)
+                selection.load_models(by_rank[self._rank].unexpected, unused, separate, group)
             commit.finish()
-            self._base = selection.step
+            self._folder.base = selection.step
             # Last, because these cannot be undone.
             self._ranks.run(partial(selection.load_last, last))
         return selection
-
-
-@dataclass(frozen=True, slots=True)
-class _ResumeRequest:
-    """The arguments of a resume on this rank."""
-
-    objects: RunObjects
-    rules: Options
 
 
 def _new_group(timeout: float | None) -> RankGroup:

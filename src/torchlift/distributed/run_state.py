@@ -11,7 +11,7 @@ from functools import partial, reduce
 from glob import escape
 from hashlib import sha256
 from operator import getitem
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,18 +24,19 @@ from torchlift._model.commit import Commit
 from torchlift._model.dtensor import is_dtensor
 from torchlift._model.names import Names, uses_fsdp1
 from torchlift._model.own_loading import ModuleHolder
-from torchlift._model.ranks import StepResult
+from torchlift._model.ranks import RankGroup, StepResult
 from torchlift._model.slots import ModuleTree
 from torchlift._model.state import versioned
 from torchlift._plan.rules import Options, check_rename, rename_keys
 from torchlift._save.blocks import Block, memory_of
 from torchlift._save.files import pass_bytes
-from torchlift._save.layouts import end_of
+from torchlift._save.layouts import Output, end_of
 from torchlift._save.pickling import is_array
-from torchlift._save.saving import require_savable
+from torchlift._save.replicas import Checksum, HeldPart, checksums_of, find_differences
+from torchlift._save.saving import lay_out_one_file, require_savable
 from torchlift._sources.tensors import FileTensor
 from torchlift._system.containers import leaves, map_leaves
-from torchlift.distributed.agreements import GroupKey, SelectionMessage
+from torchlift.distributed.agreements import Groups, SelectionMessage, merge_groups
 from torchlift.distributed.generators import Generators
 from torchlift.distributed.optimizer_state import PLACE, require_same_groups
 from torchlift.distributed.options import (
@@ -45,6 +46,7 @@ from torchlift.distributed.options import (
     StateDictOptions,
     require_groups,
 )
+from torchlift.distributed.staging import Staging
 from torchlift.distributed.state_dict import load_states, read_states, slices_of
 from torchlift.errors import CheckpointError, FormatError, MismatchError, PlacementError
 from torchlift.formats.index import Array, allowed, left_out
@@ -141,11 +143,11 @@ class RunObjects:
             states[name] = read_states(Part.OPTIMIZERS, holder, optimizer, compare=False).optimizer
         return states
 
-    def find_plain(self, states: Mapping[str, Any]) -> dict[tuple[Any, ...], torch.Tensor]:
-        """Return the parameters and the optimizer state that are not DTensors, by path.
+    def find_plain(self, states: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+        """Return dotted name -> path of the values that are not DTensors, except buffers.
 
-        Their values may differ between ranks: experts under one name, or 8-bit moments of each
-        rank's shard (bitsandbytes#1840). Buffers are those of the first rank, as in torch.
+        They may differ between ranks: experts under one name, or 8-bit moments of each rank's shard
+        (bitsandbytes#1840). Buffers are those of the first rank, as in torch.
         """
         found = leaves({name: states[name] for name in self.optimizers})
         for name, module in self.modules.items():
@@ -153,7 +155,7 @@ class RunObjects:
                 if isinstance(tensor, nn.Parameter) and key in states[name]:
                     found[name, key] = states[name][key]
         return {
-            path: leaf
+            ".".join(map(str, path)): path
             for path, leaf in found.items()
             if isinstance(leaf, torch.Tensor)
             and not is_dtensor(leaf)
@@ -164,14 +166,6 @@ class RunObjects:
         """Return the states of all other objects, and the plain data, by name."""
         states = {name: obj.state_dict() for name, obj in self.stateful.items()}
         return {name: _arrays_to_tensors(state) for name, state in {**states, **self.plain}.items()}
-
-    def groups(self, states: Mapping[str, Any]) -> dict[GroupKey, Any]:
-        """Return the parameter groups in the states of the optimizers."""
-        return {
-            GroupKey(name, tuple(group["params"])): group
-            for name in self.optimizers
-            for group in states[name]["param_groups"]
-        }
 
 
 def _read(module: nn.Module) -> dict[str, Any]:
@@ -222,30 +216,158 @@ def _gives_state(obj: object) -> bool:
     return not isinstance(obj, type) and callable(getattr(obj, "state_dict", None))
 
 
-# ---- how states are stored
+# ---- the state of a run, and how it is stored
 
 
-def digest_of(state: Mapping[str, Any], path: str, *, compare: bool) -> bytes:
-    """Return a digest that is equal on ranks with the same state of an object.
+class Head(NamedTuple):
+    """The first entries of a checkpoint."""
 
-    Args:
-        state: Name -> state.
-        path: The path of the checkpoint, for errors.
-        compare: Whether there are other ranks. Otherwise the state is only checked.
+    step: int
+    metrics: dict[str, float]
 
-    Raises:
-        PlacementError: If a file cannot store it.
+
+class _Facts(NamedTuple):
+    """The facts about the state of one rank that ranks compare.
+
+    Attributes:
+        sums: Checksums of the plain values in models and optimizers.
+        groups: The parameter groups of all optimizers.
     """
-    (sections,) = require_savable(state, path).files.values()
+
+    sums: dict[HeldPart, Checksum]
+    groups: Groups
+
+    @property
+    def params(self) -> list[Any]:
+        """Return the names of the parameters of each group."""
+        return [[name, *(one["params"] for one in each)] for name, each in self.groups.items()]
+
+
+class _Summary(NamedTuple):
+    """The message of a rank that is about to write.
+
+    Attributes:
+        others: Name of an object that is not a model -> digest of its state.
+        facts: Digest of all other facts. They are sent if this differs between ranks.
+    """
+
+    others: dict[str, bytes]
+    facts: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Copies of the states of a run on this rank, which `Keeper.resume` can load.
+
+    Attributes:
+        head: The step and its metrics.
+        models: States of models and optimizers by name.
+        others: States of all other objects, and plain data, by name.
+        generators: States of the random number generators.
+        plain: Dotted name -> path of a tensor in `models` that is not a DTensor.
+        groups: The parameter groups of all optimizers.
+    """
+
+    head: Head
+    models: dict[str, Any]
+    others: dict[str, Any]
+    generators: dict[str, Any]
+    plain: dict[str, tuple[Any, ...]]
+    groups: Groups
+
+    @classmethod
+    def of(
+        cls, head: Head, run: RunObjects, staging: Staging, path: str, *, is_alone: bool
+    ) -> Snapshot:
+        """Copy all states to the host. The ranks do not communicate.
+
+        Raises:
+            PlacementError: If `Keeper.resume` could not load a state.
+        """
+        models, others = run.read_models(), run.read_others()
+        for name, state in others.items():
+            if not is_alone and any(map(is_dtensor, leaves(state).values())):
+                raise PlacementError(
+                    "only models and optimizers may contain DTensors",
+                    entry=name,
+                    hint="Pass the module itself, or full tensors.",
+                )
+        copies = staging.copy({"models": models, "others": others})
+        models, others = copies["models"], copies["others"]
+        require_savable({**models, **others}, path)
+        groups = {name: models[name]["param_groups"] for name in run.optimizers}
+        generators, plain = Generators().state_dict(), run.find_plain(models)
+        return cls(head, models, others, generators, plain, groups)
+
+    def for_one_process(self) -> dict[str, Any]:
+        """Return the state to write without other ranks."""
+        own = {"0": {GENERATORS: self.generators}}
+        return {**self.head._asdict(), **self.models, **self.others, "ranks": own}
+
+    def for_rank(self, ranks: RankGroup, number: int) -> dict[str, Any]:
+        """Return the state that this rank writes. All ranks call this.
+
+        The first rank writes the other objects that are equal on all ranks. Each rank writes its
+        own states of the others. It also writes plain values that differ, because DCP would keep
+        those of one rank.
+        """
+
+        def summarise() -> StepResult[tuple[dict[str, Output], _Facts], _Summary]:
+            files = {name: lay_out_one_file({name: state}) for name, state in self.others.items()}
+            tensors: dict[str, Any] = {
+                name: reduce(getitem, path, self.models) for name, path in self.plain.items()
+            }
+            facts = _Facts(checksums_of(tensors), self.groups)
+            known = repr([facts.sums, facts.params]).encode()
+            digests = {name: _digest_of(file) for name, file in files.items()}
+            return StepResult((files, facts), _Summary(digests, sha256(known).digest()))
+
+        (files, facts), by_rank = ranks.run(summarise)
+        summaries, different = by_rank.values(), list[list[Any]]()
+        if len({each.facts for each in summaries}) > 1:
+            different = self._settle(ranks.run(lambda: StepResult(None, facts)).by_rank)
+        equal = set.intersection(*({*each.others.items()} for each in summaries))
+        common = {name for name, _ in equal}
+        # Only the files that this rank writes: a copy of weights, such as an EMA, may be large.
+        own = {name: _pack(file) for name, file in files.items() if name not in common}
+        own[GENERATORS] = _pack(lay_out_one_file({GENERATORS: self.generators}))
+        if different:
+            own[DIFFERING] = _pack(lay_out_one_file({DIFFERING: different}))
+        state: dict[str, Any] = {**self.models, "ranks": {str(number): own}}
+        if number == 0:
+            packed = {name: _pack(files[name]) for name in common}
+            state |= {**self.head._asdict(), "packed": packed}
+        return state
+
+    def _settle(self, by_rank: Mapping[int, _Facts]) -> list[list[Any]]:
+        """Give `models` the groups of all ranks. Remove and return the values that differ."""
+        every, different = by_rank.values(), list[list[Any]]()
+        # The ranks of a pipeline have different groups, and a checkpoint has those of all ranks.
+        is_merged = any(each.params != by_rank[0].params for each in every)
+        if is_merged:
+            for name, groups in merge_groups(each.groups for each in every).items():
+                if name in self.models:
+                    self.models[name] = {**self.models[name], "param_groups": groups}
+        for part in find_differences({rank: each.sums for rank, each in by_rank.items()}):
+            *places, last = self.plain.get(part.key, (None,))
+            # Merged groups are equal on all ranks, and have other places.
+            if part.key in self.plain and not (is_merged and "param_groups" in places[1:2]):
+                value = reduce(getitem, places, self.models).pop(last)
+                different.append([[*places, last], value])
+        return different
+
+
+def _digest_of(file: Output) -> bytes:
+    """Return a digest that is equal on ranks with the same state of an object."""
+    (sections,) = file.files.values()
     made = sha256()
-    if compare:
-        pass_bytes(sections, lambda data, _: made.update(data))
+    pass_bytes(sections, lambda data, _: made.update(data))
     return made.digest()
 
 
-def pack(states: Mapping[str, Any], path: str) -> torch.Tensor:
-    """Return states as a torch file in the bytes of a tensor. DCP folders have text keys only."""
-    (sections,) = require_savable(states, path).files.values()
+def _pack(file: Output) -> torch.Tensor:
+    """Return a torch file in the bytes of a tensor. DCP folders have text keys only."""
+    (sections,) = file.files.values()
     packed = torch.empty(end_of(sections), dtype=torch.uint8)
     room = memory_of(packed)
 
@@ -256,11 +378,15 @@ def pack(states: Mapping[str, Any], path: str) -> torch.Tensor:
     return packed
 
 
-def _unpack(packed: Any) -> dict[str, Any]:
-    values = packed.tensor() if isinstance(packed, FileTensor) else packed
-    with open_checkpoint(io.BytesIO(memory_of(values.contiguous()))) as ckpt:
-        found: dict[str, Any] = ckpt.tree()
-    return found
+def _unpack(states: Mapping[str, Any], name: str) -> Any:
+    """Return a state by its name, whether it is packed, as in a DCP folder, or not."""
+    state = states[name]
+    if isinstance(state, FileTensor):
+        state = state.tensor()
+    if not isinstance(state, torch.Tensor):
+        return state
+    with open_checkpoint(io.BytesIO(memory_of(state.contiguous()))) as ckpt:
+        return ckpt.tree()[name]
 
 
 def _arrays_to_tensors(state: Any) -> Any:
@@ -418,10 +544,13 @@ class Selection:
             ) from error
         return last
 
-    def load_models(self, unused: int, separate: Collection[str], group: Any) -> None:
+    def load_models(
+        self, unexpected: int, unused: int, separate: Collection[str], group: Any
+    ) -> None:
         """Load all models and their optimizers, or nothing. All ranks call it.
 
         Args:
+            unexpected: A bit for each saved name that this rank does not have.
             unused: A bit for each saved name that no rank has.
             separate: The optimizers that were loaded alone.
             group: The process group of the ranks, or None.
@@ -429,12 +558,13 @@ class Selection:
         Raises:
             CheckpointError: If a name, a shape or a state does not fit.
         """
-        known, tensors = _read(self.run.holder()), dict[str, Any]()
         free = allowed(self.tensors, self.rules.allow_unexpected)
-        for at, (name, value) in enumerate(self.tensors.items()):
-            # The stages of a pipeline share one checkpoint: other ranks have other names.
-            if name in known or (unused >> at & 1 and name not in free):
-                tensors[name] = value
+        # The stages of a pipeline share one checkpoint: other ranks have other names.
+        tensors = {
+            name: value
+            for at, (name, value) in enumerate(self.tensors.items())
+            if not unexpected >> at & 1 or (unused >> at & 1 and name not in free)
+        }
         state = versioned(tensors, getattr(self.tensors, "_metadata", None))
         names = [name for name in self.optimizers if name not in separate]
         self._load(names, state, group)
@@ -530,29 +660,35 @@ def read_selection(
     """
     path, saved = ckpt.path, ckpt._tree(None, partial(slices_of, ckpt))
     _require(saved, ["step", "ranks"], path)
-    by_rank, own_number = saved.pop("ranks"), str(rank)
-    is_same = len(by_rank) == count
-    if "packed" in saved:  # a DCP folder: only the states of ranks that are needed are unpacked
-        saved |= _unpack(saved.pop("packed"))
-        needed = {own_number} & {*by_rank} if is_same else {*by_rank}
-        by_rank |= {number: _unpack(by_rank[number]) for number in needed}
     # DCP drops empty dicts, such as the state dict of a model without tensors.
     saved = {**{n: {} for n, each in run.modules.items() if not each.state_dict()}, **saved}
-    own, each_own = by_rank.get(own_number, {}), [by_rank[n] for n in sorted(by_rank, key=int)]
-    # Values that differed between ranks go back under their names. On other ranks the first rank's
-    # stand in, so that the names are complete. They are refused below if they are selected.
-    differing = (own if is_same else each_own[0]).get(DIFFERING, [])
-    for (*places, last), value in differing:
-        # setdefault, because DCP drops a dict that is empty without them.
-        reduce(lambda inside, key: inside.setdefault(key, {}), places, saved)[last] = value
-    if is_same:
-        saved |= own
-    else:
-        for name in on_other_ranks.keys() - saved.keys():
-            states = [states[name] for states in each_own if name in states]
-            saved[name] = on_other_ranks[name](copy.deepcopy(_load_values(states)))
+    try:
+        by_rank, common = saved.pop("ranks"), saved.pop("packed", {})
+        saved |= {name: _unpack(common, name) for name in common}
+        is_same, own = len(by_rank) == count, by_rank.get(str(rank), {})
+        each_own = [by_rank[number] for number in sorted(by_rank, key=int)]
+        # Values that differed between ranks go back under their names. On other ranks the first
+        # rank's stand in, so that the names are complete. They are refused if they are selected.
+        holder = own if is_same else each_own[0]
+        differing = _unpack(holder, DIFFERING) if DIFFERING in holder else []
+        for (*places, last), value in differing:
+            # setdefault, because DCP drops a dict that is empty without them.
+            reduce(lambda inside, key: inside.setdefault(key, {}), places, saved)[last] = value
+        generators = _unpack(own, GENERATORS) if GENERATORS in own else None
+        if is_same:
+            saved |= {name: _unpack(own, name) for name in own.keys() - {DIFFERING, GENERATORS}}
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise FormatError(
+            "the states of the ranks are not those that a Keeper saves",
+            file=path,
+            entry="ranks",
+            found=f"{type(error).__name__}: {error}",
+        ) from error
+    for name in () if is_same else on_other_ranks.keys() - saved.keys():
+        states = [_unpack(states, name) for states in each_own if name in states]
+        saved[name] = on_other_ranks[name](copy.deepcopy(_load_values(states)))
     with errors_name(path):
-        selection = _select(path, run, rules, saved, own.get(GENERATORS))
+        selection = _select(path, run, rules, saved, generators)
     if not is_same:
         selection.require_none_of(differing, len(by_rank), count)
     selection.require_groups_of_schedulers()

@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ from torchlift._sources.opening import checkpoint
 from torchlift._system.text import Facts, Summary, count_of, human
 from torchlift.distributed.ranks import on_ranks
 from torchlift.errors import CheckpointError
+from torchlift.formats.index import TensorEntry
 
 #: Distributes a model over a mesh, in place or by returning another module.
 Parallelize = Callable[[nn.Module, Any], nn.Module | None]
@@ -68,31 +69,12 @@ class Simulation(Summary):
         world = math.prod(self.mesh.values())
         mesh = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
         which = f"ranks {', '.join(map(str, self.ranks))}" if len(self.ranks) < world else "ranks"
-        facts = [
-            ("", f"{which} read {human(min(self.bytes))} to {human(max(self.bytes))} each"),
-            (
-                "",
-                f"they hold {human(min(self.local_bytes))} to {human(max(self.local_bytes))} each",
-            ),
-        ]
+        read, held = (f"{human(min(n))} to {human(max(n))}" for n in (self.bytes, self.local_bytes))
+        facts = [("", f"{which} read {read} each"), ("", f"they hold {held} each")]
         return f"mesh: {mesh}, {count_of(world, 'rank')}", [*facts, *summarise(self.plan)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """The arguments of a simulation, as each rank receives them."""
-
-    source: Checkpoint | str | os.PathLike[str]
-    mesh: dict[str, int]
-    ranks: tuple[int, ...]
-    model: nn.Module
-    parallelize: Parallelize
-    rules: dict[str, Any]
-    replayed: list[str]
-
-
-@dataclass(frozen=True, slots=True)
-class _Cost:
+class _Cost(NamedTuple):
     """The bytes that one rank reads and holds."""
 
     read: int
@@ -167,50 +149,53 @@ def simulate(
     whole = plan(model, source, **rules)
     # A stage of a pipeline holds a part of the names. The plan above has compared all of them.
     rules["allow_unexpected"] = ["*"]
-    request = _Request(
-        source, sizes, chosen, model, parallelize or _shard_fully, rules, whole.replayed
-    )
-    costs = []
-    for result in on_ranks(len(chosen), _plan_of_rank, request, timeout=_SECONDS):
+    costs = list[_Cost]()
+    for result in on_ranks(
+        len(chosen), _plan_of_rank, source, sizes, chosen, model, parallelize or _shard_fully,
+        rules, whole.replayed, timeout=_SECONDS,
+    ):  # fmt: skip
         if isinstance(result, Exception):
             raise result
         costs.append(result)
-    read, held = tuple(cost.read for cost in costs), tuple(cost.held for cost in costs)
+    read, held = zip(*costs, strict=True)
     return Simulation(sizes, chosen, read, held, whole)
 
 
-def _plan_of_rank(request: _Request) -> _Cost | Exception:
+def _plan_of_rank(
+    source: Checkpoint | str | os.PathLike[str],
+    mesh: dict[str, int],
+    ranks: tuple[int, ...],
+    model: nn.Module,
+    parallelize: Parallelize,
+    rules: dict[str, Any],
+    replayed: list[str],
+) -> _Cost | Exception:
     """Plan the load of one rank, in a process of its own."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    number = request.ranks[rank()]
+    number = ranks[rank()]
     # The group of these processes gives way to the fake one. It is kept, and so are its sockets:
     # another process may still use them.
     gloo = dist.group.WORLD
     dist.barrier()
     dist.destroy_process_group()
-    dist.init_process_group("fake", rank=number, world_size=math.prod(request.mesh.values()))
-    device_mesh = init_device_mesh(
-        "cpu", tuple(request.mesh.values()), mesh_dim_names=tuple(request.mesh)
-    )
+    dist.init_process_group("fake", rank=number, world_size=math.prod(mesh.values()))
+    device_mesh = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
     try:
-        found: object = request.parallelize(request.model, device_mesh)
+        found: object = parallelize(model, device_mesh)
         if not isinstance(found, nn.Module | None):
             raise ValueError(f"parallelize= returned {type(found)}: expected the model or None")
-        model = request.model if found is None else found
+        model = model if found is None else found
         names = Names(ModuleTree(model))
-        # A skeleton that was sent to this process does not know how its other tensors are made.
-        planned = plan(
-            model,
-            request.source,
-            device=lambda entry: "meta" if names.canonical(entry.key) in request.replayed else None,
-            **request.rules,
-        )
-    except CheckpointError as error:
-        return portable(error)
+
+        def device_of(entry: TensorEntry) -> str | None:
+            # A skeleton that was sent to this process does not know how these tensors are made.
+            return "meta" if names.canonical(entry.key) in replayed else None
+
+        planned = plan(model, source, device=device_of, **rules)
     except Exception as error:
-        return error
+        return portable(error) if isinstance(error, CheckpointError) else error
     held = 0
     for group in collect(model):
         loaded = next((planned.loaded.get(names.canonical(name)) for name in group.names), None)
@@ -243,13 +228,12 @@ def _require_fsdp(sizes: Mapping[str, int]) -> None:
 def _model_of(ckpt: Checkpoint, rename: Rename | None) -> nn.Module:
     """Return a model on meta with the names and shapes of a checkpoint."""
     model = nn.Module()
-    names = rename_keys(ckpt.entries, rename, ckpt.path)
-    for key, name in names.items():
+    for key, name in rename_keys(ckpt.entries, rename, ckpt.path).items():
         entry = ckpt.entries[key]
         *path, last = name.split(".")
         owner = model
         for part in path:
-            if owner._modules.get(part) is None:
+            if part not in owner._modules:
                 owner._modules[part] = nn.Module()
             owner = owner.get_submodule(part)
         tensor = torch.empty(entry.shape, dtype=dtype_of(entry, ckpt.path), device="meta")
@@ -285,7 +269,7 @@ def parse_mesh(mesh: Mapping[str, int] | str) -> dict[str, int]:
         >>> parse_mesh("fsdp=1024,tp=8")
         {'fsdp': 1024, 'tp': 8}
     """
-    items: Any = map(_dimension, mesh.split(",")) if isinstance(mesh, str) else mesh.items()
+    items: Any = mesh.items() if isinstance(mesh, Mapping) else map(_dimension, mesh.split(","))
     found: dict[str, int] = {}
     for name, size in items:
         if name in found:

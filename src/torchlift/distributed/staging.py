@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -14,18 +14,6 @@ from torchlift._model.slots import is_blank
 from torchlift._system.containers import leaves
 
 
-class Copies(NamedTuple):
-    """Copies of the states of a run in host memory.
-
-    Attributes:
-        models: States of models and optimizers.
-        others: States of all other objects.
-    """
-
-    models: dict[str, Any]
-    others: dict[str, Any]
-
-
 class Staging:
     """Copies states to host memory. Each copy overwrites the one before."""
 
@@ -33,20 +21,18 @@ class Staging:
         # Shape, strides and dtype -> tensors with the memory of the last copy.
         self._rooms: dict[object, list[torch.Tensor]] = {}
 
-    def copy(self, models: Mapping[str, Any], others: Mapping[str, Any]) -> Copies:
-        """Copy all states. Equal views of one memory, such as tied weights, share their copy.
+    def copy(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Copy a state. Equal views of one memory, such as tied weights, share their copy.
 
         Tensors without values stay as they are.
 
         Args:
-            models: States of models and optimizers, which may contain DTensors.
-            others: States of all other objects.
+            state: Nested containers of tensors, which may be DTensors, and of plain data.
         """
         free, self._rooms = self._rooms, {}
         made: dict[int, torch.Tensor] = {}
         shared: dict[object, torch.Tensor] = {}
-        every = leaves([models, others]).values()
-        tensors = [leaf for leaf in every if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in leaves(state).values() if isinstance(leaf, torch.Tensor)]
         for leaf in tensors:
             if is_blank(leaf):
                 made[id(leaf)] = leaf  # for the check of a save: torch's error would not name it
@@ -65,7 +51,7 @@ class Staging:
             made[id(leaf)] = wrap(leaf, copied) if is_dtensor(leaf) else copied
         for device in {leaf.device for leaf in tensors if leaf.is_cuda}:
             torch.cuda.synchronize(device)
-        return Copies(*copy.deepcopy([dict(models), dict(others)], made))
+        return copy.deepcopy(dict(state), made)
 
     def _copy(self, tensor: torch.Tensor, free: dict[object, list[torch.Tensor]]) -> torch.Tensor:
         # A number that is expanded to a tensor stays one number.
