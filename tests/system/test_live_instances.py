@@ -11,10 +11,10 @@ from torchlift import swap
 from torchlift._system.memory import live_instances
 
 
-def _fill_tuples(ended: threading.Event, errors: list[SystemError]) -> None:
+def _fill_tuples(ended: threading.Event, filled: list[int], errors: list[SystemError]) -> None:
     while not ended.is_set():
         try:
-            tuple(sum(range(50)) for _ in range(200))
+            filled.append(len(tuple(sum(range(50)) for _ in range(200))))
         except SystemError as error:
             errors.append(error)
 
@@ -23,15 +23,16 @@ def test_other_threads_go_on_filling_their_tuples() -> None:
     """CPython fills only a tuple that nobody else holds; a list of all objects would hold it."""
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(10)])
     view = model[0].weight.view(-1)
-    ended, errors = threading.Event(), list[SystemError]()
-    threads = [threading.Thread(target=_fill_tuples, args=(ended, errors)) for _ in range(3)]
+    ended, filled, errors = threading.Event(), list[int](), list[SystemError]()
+    arguments = ended, filled, errors
+    threads = [threading.Thread(target=_fill_tuples, args=arguments) for _ in range(2)]
     for thread in threads:
         thread.start()
     try:
-        for _ in range(60):
+        while len(filled) < 10000 and not errors:
             found = live_instances(nn.Module)
             assert {id(module) for module in model.modules()} <= {id(each) for each in found}
-            assert [blocker.key for blocker in swap.preflight(model)] == ["0.weight"]
+        assert [blocker.key for blocker in swap.preflight(model)] == ["0.weight"]
     finally:
         ended.set()
         for thread in threads:
