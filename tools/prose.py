@@ -33,8 +33,8 @@ CEILINGS = {
     "CHANGELOG.md": 0,
     "docs": 0,
     "recipes": 12,
-    "docstrings of src": 137,
-    "messages of src": 16,
+    "docstrings of src": 129,
+    "messages of src": 15,
 }
 #: Directives of reStructuredText whose content is not prose.
 CODE = (
