@@ -87,7 +87,7 @@ print(torchlift.digest(folder + "/training.pt", root="model") == before)
 # -----
 #
 # On a mesh the digest gathers one tensor at a time, hashes it, and frees it. The other way gathers
-# the model on every rank and hashes it there. Both run on two ranks, with 64 MiB in 16 layers:
+# the model on every rank and hashes it there. Both run on two ranks, with 128 MiB in 32 layers:
 
 # fold: How the memory of each rank is measured
 from torchlift.distributed import get_model_state_dict, on_ranks
