@@ -23,6 +23,7 @@ from torchlift.distributed import (
     RunFolder,
 )
 from torchlift.distributed import folder as folder_module
+from torchlift.distributed import keeper as keeper_module
 from torchlift.errors import CheckpointError
 
 STATE = {"w": torch.ones(2)}
@@ -293,6 +294,27 @@ def test_a_run_that_has_not_resumed_leaves_later_steps_alone(tmp_path: Path) -> 
         keeper.save(6, STATE)
     assert keeper.steps() == [5, 6]
     assert len(os.listdir(tmp_path)) == 2
+
+
+def test_a_failed_save_does_not_say_which_steps_are_of_another_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save with a wrong step fails, for example because the ranks disagree about it."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise CheckpointError("refused")
+
+    fill(tmp_path, LOSSES, keep=None)
+    with torchlift.Keeper(tmp_path, keep=1, background=False) as keeper:
+        for wrong in (9, 2):
+            with monkeypatch.context() as patch:
+                patch.setattr(keeper_module, "save", refuse)
+                with pytest.raises(CheckpointError, match="refused"):
+                    keeper.save(wrong, STATE)
+        with pytest.warns(RuntimeWarning, match="has not resumed"):
+            keeper.save(7, STATE)
+        assert keeper.latest() == str(path_of(tmp_path, 7))
+        assert keeper.steps()[-4:] == [4, 5, 6, 7]
 
 
 # ---- what another process sees

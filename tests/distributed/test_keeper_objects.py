@@ -312,6 +312,15 @@ def test_a_container_of_objects_with_a_state_is_refused_when_it_is_saved(
             keeper.resume(things=holding(models)[kind])
 
 
+def test_a_view_that_is_absurdly_large_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+    """Its thread would write all of it first, and refuse the file in the end."""
+    mask = torch.zeros(1).expand(1 << 34)
+    with torchlift.Keeper(tmp_path) as keeper:
+        with pytest.raises(PlacementError, match=r"'state\.mask': a broadcast view"):
+            keeper.save(1, state={"state": {"mask": mask}})
+        assert keeper.save(1, state={"mask": mask[:1000]})
+
+
 def test_containers_of_plain_data_are_saved_as_they_are(tmp_path: Path) -> None:
     """Also one that nobody could mistake, and a class in place of an object is refused."""
     plain = {"a": [1, (2, "x")], "b": {3: torch.ones(2)}, "c": (None, 1.5)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import torchlift
 import torchlift.distributed as ours
+from torchlift._model import ranks as ranks_module
 from torchlift._save.replicas import checksums_of, find_differences
 from torchlift.distributed import CheckpointWriter, on_ranks
 
@@ -108,6 +110,31 @@ def test_buffers_are_saved_once_as_in_torch(
     """BatchNorm's statistics differ on the ranks of nearly every job."""
     monkeypatch.syspath_prepend(Path(__file__).parent)
     on_ranks(2, buffers_by_the_writer, str(tmp_path))
+
+
+def replicas_send_no_list(folder: str) -> None:
+    """All ranks hold the same: what they hold need not be sent."""
+    sent, gather = [0], ranks_module._gather
+
+    def count(known: dict[int, Any], group: Any) -> dict[int, Any]:
+        sent.append(len(pickle.dumps(known)))
+        return gather(known, group)
+
+    ranks_module._gather = count
+    state = {f"layer{number}": torch.ones(2) for number in range(500)}
+    path = os.path.join(folder, "saved.pt")
+    torchlift.save(state, path, process_group=dist.group.WORLD, replicated="rank0")
+    assert dist.get_rank() == 0 or sum(sent) < 4000, sent
+    with torchlift.open(path) as ckpt:
+        assert len(ckpt) == 500
+
+
+def test_replicas_do_not_list_what_they_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each rank would get the names of all tensors from all others."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    on_ranks(2, replicas_send_no_list, str(tmp_path))
 
 
 def replicated_dtensors(folder: str) -> None:

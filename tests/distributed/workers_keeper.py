@@ -33,7 +33,7 @@ from torchlift._model.torch_private import timeout_of
 from torchlift._plan import decide
 from torchlift.distributed import folder_lock, run_state
 from torchlift.distributed import keeper as keeper_module
-from torchlift.errors import CheckpointError, IntegrityError
+from torchlift.errors import CheckpointError, FormatError, IntegrityError
 from torchlift.formats import integrity
 
 warnings.simplefilter("ignore")
@@ -285,7 +285,9 @@ def plain_values_that_differ_are_each_ranks_own() -> None:
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(4, 2 * ranks), nn.Linear(2 * ranks, 2))
         fully_shard(model[0], mesh=cpu_mesh())
-        return {"model": model, "optimizer": Coded(model.parameters())}
+        optimizer = Coded(model.parameters())
+        optimizer.param_groups[0]["lr"] = torch.tensor(float(seed))
+        return {"model": model, "optimizer": optimizer}
 
     run = experts(rank)  # of the second layer each rank has its own
     run["optimizer"].step()
@@ -301,6 +303,7 @@ def plain_values_that_differ_are_each_ranks_own() -> None:
         assert found["codes"].unique().tolist() == [10 + rank]
         assert found["codes"].shape == left.shape
         assert found["step"] == 3
+    assert again["optimizer"].param_groups[0]["lr"] == rank
     with torchlift.open(path) as ckpt:
         assert ("model.1.weight" in ckpt.entries) == (ranks == 1)
 
@@ -568,6 +571,9 @@ def what_ranks_have_of_their_own_is_theirs_again() -> None:
             own["only"].at = 0
         assert keeper.resume(**own) == 1
         assert not own or own["only"].at == 7
+        if dist.get_world_size() > 1:
+            with pytest.raises(FormatError, match=r"'only': on rank 0.*does not have a state"):
+                keeper.resume(only=Loader(0))
         path = keeper.latest()
     with torchlift.open(path) as ckpt:
         keys = {*ckpt.objects, *ckpt.entries}

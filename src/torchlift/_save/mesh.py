@@ -84,14 +84,14 @@ class _Message(NamedTuple):
     Attributes:
         arguments: those that must be equal on all ranks.
         digest: of its state without the values of tensors.
-        boxes: those whose values it holds.
+        boxes: digest of those whose values it holds.
         same: key -> an earlier key of the same tensor here.
         buffers: keys of buffers of a live module.
     """
 
     arguments: Mapping[str, object]
     digest: bytes
-    boxes: list[Box]
+    boxes: bytes
     same: dict[str, str]
     buffers: set[str]
 
@@ -224,7 +224,8 @@ def share_state(
         buffers = find_buffers(others) if others else set()
         values = {box: part for key in local for box, part in _boxes_of(key, local[key])}
         plain.extend(Value.of_tensor(key, local_tensor(each)) for key, each in local.items())
-        message = _Message(compared, digest, [*values], _find_same(local, plain), buffers)
+        held = hashlib.sha256(repr([*values]).encode()).digest()
+        message = _Message(compared, digest, held, _find_same(local, plain), buffers)
         return StepResult((own, values), message)
 
     (own, values), by_rank = ranks.group.run(describe)
@@ -234,9 +235,13 @@ def share_state(
         states = ranks.group.run(lambda: StepResult(None, own)).by_rank
         _require_same_kinds(states)
         own = _merge_states([*states.values()])
-    holders = find_holders({who: each.boxes for who, each in by_rank.items()})
+    held, everyone = [*values], [*by_rank]
+    boxes, holders = dict.fromkeys(by_rank, held), dict.fromkeys(held, everyone)
+    if len({each.boxes for each in by_rank.values()}) > 1:  # not if all are replicas, as in DDP
+        boxes = ranks.group.run(lambda: StepResult(None, held)).by_rank
+        holders = find_holders(boxes)
     _require_complete(own, holders)
-    tied = _find_ties(own, by_rank)
+    tied = _find_ties(own, {who: each.same for who, each in by_rank.items()}, boxes)
     buffers = set[str]().union(*(each.buffers for each in by_rank.values()))
     lost = explain_untied(find_untied_keys(plain, None))
     # The boxes of all ranks may be many: the number of ranks times that of keys.
@@ -517,18 +522,20 @@ def _find_same(local: Mapping[str, torch.Tensor], values: Iterable[Value]) -> di
     return ties_of(map(with_spread, values))
 
 
-def _find_ties(state: State, by_rank: Mapping[int, _Message]) -> dict[str, str]:
+def _find_ties(
+    state: State, by_rank: Mapping[int, Mapping[str, str]], boxes: Mapping[int, Iterable[Box]]
+) -> dict[str, str]:
     """Return key -> the first key that is the same tensor on every rank that holds some of it.
 
     A rank sees by their memory that two keys are one tensor, but only if it holds values. All
     ranks draw the same conclusion from what all of them see.
     """
-    held = {who: {box.key for box in each.boxes} for who, each in by_rank.items()}
+    held = {who: {box.key for box in each} for who, each in boxes.items()}
     first: dict[tuple[str | None, ...], str] = {}
     tied = {}
     for key in state.tensors:
         seen = tuple(
-            each.same.get(key, key) if key in held[who] else None for who, each in by_rank.items()
+            same.get(key, key) if key in held[who] else None for who, same in by_rank.items()
         )
         if first.setdefault(seen, key) != key:
             tied[key] = first[seen]

@@ -17,7 +17,7 @@ from torch import nn
 
 from torchlift._checkpoint.checkpoint import Checkpoint, dtype_of
 from torchlift._checkpoint.tree import Tree, gathered
-from torchlift._model.dtensor import is_dtensor
+from torchlift._model.dtensor import is_dtensor, local_tensor
 from torchlift._model.names import is_flattened
 from torchlift._model.ranks import StepResult, tensors_of
 from torchlift._model.state import call_state_dict, versioned
@@ -41,6 +41,7 @@ from torchlift._save.values import (
     Value,
     explain_untied,
     find_untied_keys,
+    require_stored,
     stored_as,
     take_apart,
 )
@@ -526,6 +527,10 @@ def require_savable(obj: object, path: str) -> None:
     state = take_apart(obj)
     for key, tensor in state.tensors.items():
         stored_as(key, tensor)
+        local = local_tensor(tensor)
+        if 0 in local.stride():  # a broadcast view, such as an expanded mask
+            value = Value.of_tensor(key, local)
+            require_stored(value, value.span)
     with errors_name(path):
         lay_out_torch_file({key: Leaf(key) for key in state.objects}, [], state.objects)
 

@@ -498,7 +498,7 @@ def storages_of(values: Iterable[Value]) -> tuple[list[Value], dict[str, Shared]
         alone = sum(value.numel for value in places.values())
         if overlapping[0].plain and 0 < stop - start <= alone:
             for value in overlapping:
-                _require_stored(value, stop - start)
+                require_stored(value, stop - start)
                 first = value.first - start
                 found[value.key] = Shared(len(storages), first, value.shape, value.stride)
             storages.append(overlapping[0].flat(start, stop))
@@ -512,7 +512,7 @@ def storages_of(values: Iterable[Value]) -> tuple[list[Value], dict[str, Shared]
     return storages, found
 
 
-def _require_stored(value: Value, numel: int) -> None:
+def require_stored(value: Value, numel: int) -> None:
     """Refuse what the reader refuses: a view that repeats few numbers very often."""
     nbytes = value.stored.nbytes
     if repeats_too_often(nbytes, numel * value.dtype.itemsize):

@@ -386,9 +386,8 @@ class KeptFolder(RunFolder):
             is_file: Whether the checkpoint is a file and not a folder.
         """
         kept = self.kept()
-        if not self._is_adopted:
-            self._is_adopted = True
-            self._foreign = {one.path for one in self._complete() if one.step > step}
+        if not self._is_adopted:  # a save that fails may have a wrong step
+            self._foreign |= {one.path for one in self._complete() if one.step > step}
         # The last step that may have led to this one, for `sweep`.
         self._before = step - 1 if self.base is None else min(step - 1, self.base)
         generation = 0
@@ -414,6 +413,8 @@ class KeptFolder(RunFolder):
         Returns:
             Problems, as sentences.
         """
+        self._is_adopted = True
+        self._foreign.discard(newest)
         problems, complete = list[str](), {one.path: one for one in self._complete()}
         own = {path: one for path, one in complete.items() if path not in self._foreign}
         kept = _last_of_each_step(own.values())

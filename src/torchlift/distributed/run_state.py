@@ -672,8 +672,7 @@ def read_selection(
         holder = own if is_same else each_own[0]
         differing = _unpack(holder, DIFFERING) if DIFFERING in holder else []
         for (*places, last), value in differing:
-            # setdefault, because DCP drops a dict that is empty without them.
-            reduce(lambda inside, key: inside.setdefault(key, {}), places, saved)[last] = value
+            reduce(_item_of, places, saved)[last] = value
         generators = _unpack(own, GENERATORS) if GENERATORS in own else None
         if is_same:
             saved |= {name: _unpack(own, name) for name in own.keys() - {DIFFERING, GENERATORS}}
@@ -695,7 +694,7 @@ def read_selection(
     needed_names = [name for name in run.names if name not in selection.stays]
     lost = [name for name in needed_names if name not in saved]
     lost = [name for name in lost if any(name in states for states in each_own)]
-    if lost:
+    if lost and not is_same:
         raise PlacementError(
             "each rank saved its own state of some objects, and the number of ranks differs",
             file=path,
@@ -707,6 +706,11 @@ def read_selection(
         )
     _require(saved, needed_names, path)
     return selection
+
+
+def _item_of(container: Any, key: Any) -> Any:
+    """Return an item of a list, or of a dict: DCP drops a dict that is empty."""
+    return container[key] if isinstance(container, list) else container.setdefault(key, {})
 
 
 def _require(saved: Mapping[str, object], names: Iterable[str], path: str) -> None:
