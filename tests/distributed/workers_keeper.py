@@ -223,6 +223,14 @@ def ranks_that_disagree_all_raise() -> None:
             if rank == last:
                 raise OSError("no such luck")
 
+    class Synchronised:
+        def state_dict(self) -> dict[str, int]:
+            dist.barrier()
+            return {}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            pass
+
     with torchlift.Keeper(folder, best="loss") as keeper:
         if last:
             with pytest.raises(ValueError, match="the ranks save different steps"):
@@ -238,6 +246,9 @@ def ranks_that_disagree_all_raise() -> None:
                     call() if rank == last else keeper.save(1, run, metrics={"loss": 1.0})
         with pytest.raises((ValueError, CheckpointError), match="cannot name an object"):
             keeper.save(1, {"rng" if rank == last else "x": 1}, metrics={"loss": 1.0})
+        # No rank waits in the state dict of an object for one that has raised.
+        with pytest.raises((ValueError, CheckpointError), match="step=-1"):
+            keeper.save(-1 if rank == last else 1, run, metrics={"loss": 1.0}, sync=Synchronised())
         # What tells the best is rank 0's to give.
         keeper.save(1, run, odd=Odd(), metrics=None if rank else {"loss": 1.0})
         with pytest.raises((OSError, CheckpointError), match="no such luck"):

@@ -28,7 +28,7 @@ class Call:
         models: The names of models and optimizers to save or load.
         is_done: Whether the last save of this rank is complete.
         received: Whether this rank received a signal that asks it to stop.
-        checkpoint: The name of the checkpoint to save or load, on the first rank.
+        checkpoint: The name of the checkpoint to load, on the first rank.
     """
 
     method: Literal["save", "wait", "resume", "should_stop"]

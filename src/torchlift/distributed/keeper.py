@@ -242,31 +242,34 @@ class Keeper:
         Returns:
             None if the last save is not complete.
         """
-        if self._skips:
-            calls = self._ranks.run(
-                lambda: StepResult(None, Call("save", is_done=self._is_done)), require_same_call
-            ).by_rank
-            if not all(call.is_done for call in calls.values()):
-                return None
 
-        def take_snapshot() -> StepResult[Snapshot, Call]:
+        def check_arguments() -> StepResult[RunObjects, Call]:
             self._require_open()
             head, run = Head(_require_step(step), _numbers(metrics)), RunObjects.of(objects)
             missing = [name for name in self._folder.metrics if name not in head.metrics]
             if self._rank == 0 and missing:
                 raise ValueError(f"metrics= lacks {missing[0]!r}, which best= or a policy needs")
-            alone, name = self._count == 1, None
+            return StepResult(run, Call("save", head.step, run.models, is_done=self._is_done))
+
+        # Before the snapshot: a `state_dict` that communicates would wait for a rank that raised.
+        run, calls = self._ranks.run(check_arguments, require_same_call)
+        if self._skips and not all(call.is_done for call in calls.values()):
+            return None
+        head, alone = Head(_require_step(step), _numbers(metrics)), self._count == 1
+
+        def take_snapshot() -> StepResult[Snapshot, str | None]:
             # The snapshot uses the memory of the last one, so that one must be written.
             self._await_save()
             snapshot = Snapshot.of(head, run, self._staging, self.directory, is_alone=alone)
+            name = None
             if self._rank == 0:
                 self._lock.use()
                 name = self._folder.new_path(head.step, is_file=alone)
             deliver()  # the last moment at which an interrupt ends the save on all ranks
-            return StepResult(snapshot, Call("save", head.step, run.models, checkpoint=name))
+            return StepResult(snapshot, name)
 
-        snapshot, calls = self._ranks.run(take_snapshot, require_same_call)
-        name = calls[0].checkpoint
+        snapshot, names = self._ranks.run(take_snapshot)
+        name = names[0]
         assert name is not None
         return partial(self._write, snapshot, inside(self.directory, name))
 
