@@ -64,6 +64,19 @@ def fully_sharded_data_parallel_gets_all_from_rank_0() -> None:
 
 
 @check
+def a_fully_sharded_data_parallel_needs_something_to_load() -> None:
+    """torch raised an error of its own, or loaded nothing with success."""
+    model, optimizer = fsdp1()
+    offload = ours.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    for options in (WHOLE, FROM_0, offload):
+        for nothing in (None, {}):
+            with pytest.raises(ours.StateDictMismatch, match="model_state_dict is empty"):
+                ours.set_model_state_dict(model, nothing, options=options)  # type: ignore[arg-type]
+            with pytest.raises(ours.StateDictMismatch, match="optim_state_dict is empty"):
+                ours.set_optimizer_state_dict(model, optimizer, nothing, options=options)  # type: ignore[arg-type]
+
+
+@check
 def fully_sharded_data_parallel_loads_all_parameters_on_all_ranks() -> None:
     """torch waits for each of them, so none of them loads alone, and each loads everything."""
     model, optimizer = fsdp1()

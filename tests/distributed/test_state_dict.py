@@ -10,7 +10,7 @@ import itertools
 import pickle
 import weakref
 from collections import OrderedDict
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,7 +22,10 @@ import torchlift
 import torchlift.distributed as ours
 from torchlift import MismatchError
 from torchlift._model.dtensor import blocks, overlaps, shard_spans
+from torchlift._model.slots import read_tree
 from torchlift.distributed import StateDictOptions
+from torchlift.distributed.options import LoadCall, Part
+from torchlift.distributed.state_dict import _make_room, _prepare
 
 FUNCTIONS = [name for name in ours.__all__ if name.startswith(("get_", "set_"))]
 
@@ -75,6 +78,17 @@ def test_broadcast_without_a_process_group_says_so() -> None:
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     with pytest.raises(ours.StateDictMismatch, match="needs a process group"):
         ours.set_model_state_dict(two_layers(), two_layers().state_dict(), options=options)
+
+
+def test_a_rank_answers_the_broadcast_with_a_bit_for_each_name() -> None:
+    """All ranks send their answer to all ranks. 10,000 ranks with 10,000 names send 12.5 MB."""
+    model = nn.ParameterDict({f"p{at}": nn.Parameter(torch.ones(1)) for at in range(1000)})
+    state = {**model.state_dict(), "other": torch.ones(1)}
+    call = LoadCall(Part.MODEL, model, (), state, None, None)
+    job = _prepare(call, read_tree(model))
+    needed = _make_room(job, cast(Any, None))
+    assert needed == 2**1000 - 1
+    assert len(pickle.dumps(needed)) < 200
 
 
 def test_no_optimizer_is_a_runtime_error() -> None:

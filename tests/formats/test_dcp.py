@@ -316,6 +316,11 @@ REFUSED: dict[str, tuple[Callable[[Metadata], object], type[Exception], str]] = 
         FormatError,
         "'model.weight': a tensor has an unknown dtype",
     ),
+    "a class for properties": (
+        lambda m: setattr(m.state_dict_metadata["model.weight"], "properties", TensorProperties),
+        FormatError,
+        "'model.weight': a tensor has an unknown dtype",
+    ),
     "no key of an item": (
         lambda m: m.storage_data.update({"x": _info(m, "model.weight")}),
         FormatError,

@@ -102,6 +102,17 @@ def test_a_wrong_bit_in_the_code_of_a_program_is_found(tmp_path):
         assert len(report.records) == 5
 
 
+def test_damage_outside_of_the_root_stops_a_load_that_verifies(tmp_path):
+    """`verify` compares all checksums of the file, not only those of the tensors to load."""
+    path = saved({"model": {"weight": torch.ones(3)}, "other": torch.ones(4)}, tmp_path)
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(torch.zeros(3))
+    torchlift.load(layer, path, root="model", verify=True)
+    flip(path, "other", 3)
+    with pytest.raises(IntegrityError, match="data/1"):
+        torchlift.load(layer, path, root="model", verify=True)
+
+
 def test_a_record_with_the_name_of_a_storage_does_not_hide_damage(path, tmp_path):
     """The storage is ``data/0`` of an archive that has the top folder ``data``."""
     with zipfile.ZipFile(path) as old, zipfile.ZipFile(tmp_path / "n.pt", "w") as new:

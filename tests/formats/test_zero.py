@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -327,3 +328,16 @@ def test_files_that_do_not_fit_together_are_refused(tmp_path: Path, what: str) -
     path = zero.write(tmp_path / "run", edit)
     with pytest.raises(FormatError, match=f"(?s){text}"):
         torchlift.open(path)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_checksums_of_the_optimizer_are_verified(tmp_path: Path, stage: int) -> None:
+    """No tensor of the model uses these storages, but damage there is damage of the file."""
+    path = training(stage, 2)[1].write(tmp_path / "run")
+    sums = 0
+    for file in Path(path).rglob("*.pt"):
+        with zipfile.ZipFile(file) as archive:
+            sums += sum(record.CRC != 0 for record in archive.infolist())
+    report = torchlift.verify(path)
+    assert report.ok
+    assert len(report.checked) + len(report.records) == sums

@@ -99,6 +99,15 @@ def write(call: LoadCall) -> LoadedKeys:
         require_optimizers(found, call.part)
         model = _add_paths(call.model, _copy(call.model_dict()))
         optim = _copy(call.optim_dict()) if found else None
+        # torch raises an error of its own, or loads nothing and reports success.
+        for name, state in {"model": model, "optim": optim}.items():
+            is_read = not receives and not (name == "optim" and offloads and rank() != 0)
+            if state == {} and chosen.strict and is_read:
+                raise StateDictMismatch(
+                    f"{name}_state_dict is empty: there is nothing to load",
+                    hint="Pass a state dict. Only ranks that receive from rank 0 "
+                    "(broadcast_from_rank0=True) need none.",
+                )
         steps = {"call": _describe_call(call.model, found, chosen)}
         try:
             if optim:

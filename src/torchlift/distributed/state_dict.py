@@ -12,7 +12,8 @@ import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -1057,7 +1058,7 @@ def _receive_job(call: LoadCall, tree: ModuleTree, group: RankGroup, all_broadca
     box = [packed]
     torch.distributed.broadcast_object_list(box, src=0, group=group.groups[0])
 
-    def make_room() -> StepResult[Inbox, list[bool]]:
+    def make_room() -> StepResult[Inbox, int]:
         job.state, sent = pickle.loads(box[0] or b"")  # this process may not know a class
         inbox = Inbox(tensors or sent, job.state.kind, call.process_group)
         return StepResult(inbox, _make_room(job, inbox))
@@ -1067,29 +1068,32 @@ def _receive_job(call: LoadCall, tree: ModuleTree, group: RankGroup, all_broadca
     with uninterrupted():  # an interrupt would leave the other ranks waiting
         inbox.receive()
     # The stages of a pipeline share one state dict. Names of other stages are not unexpected.
-    model = job.state.model or {}
-    for name, is_needed, *of_all in zip([*model], needed[rank()], *needed.values(), strict=True):
-        if any(of_all) and not is_needed:
+    model, others = job.state.model or {}, reduce(or_, needed.values()) & ~needed[rank()]
+    for at, name in enumerate([*model]):
+        if others >> at & 1:
             del model[name]
     return job
 
 
-def _make_room(job: _Job, inbox: Inbox) -> list[bool]:
+def _make_room(job: _Job, inbox: Inbox) -> int:
     """Replace the descriptions of the tensors of rank 0 by memory for those that this rank needs.
 
     Code of the model may need names that the model lacks.
 
     Returns:
-        For each name of the model's state dict whether it is needed.
+        A bit for each name of the model's state dict, the first one lowest: whether it is needed.
+        All ranks send this to all ranks.
     """
     model, names = job.state.model or {}, job.names
     keys = [names.key(name) for name in model]
     prefixes = [path for path, _ in (*hooked_modules(job.tree, keys), *own_loaders(job.tree))]
-    needed: list[bool] = []
-    for name, key in zip([*model], keys, strict=True):
+    needed = 0
+    for at, (name, key) in enumerate(zip([*model], keys, strict=True)):
         value, like = model[name], names.tensors.get(name)
-        needed.append(like is not None or key.startswith(tuple(prefixes)))
-        if needed[-1] and isinstance(value, Sent):
+        if like is None and not key.startswith(tuple(prefixes)):
+            continue
+        needed |= 1 << at
+        if isinstance(value, Sent):
             device = job.device
             if like is not None and not like.is_meta:
                 device = like.device

@@ -296,7 +296,9 @@ def _tensor(key: str, record: object, budget: Budget) -> _Tensor:
     properties, chunks = found.get("properties"), found.get("chunks")
     if _kind(record) != "TensorStorageMetadata" or not isinstance(chunks, list):
         raise FormatError("the metadata of a tensor is malformed", entry=key, found=_kind(record))
-    state = properties.inside[-1] if isinstance(properties, Blocked) else None
+    state = None
+    if isinstance(properties, Blocked) and properties.called:
+        state = properties.inside[-1]
     if isinstance(state, dict):
         state = (state.get("dtype"), None, state.get("requires_grad"))
     dtype, _, requires_grad, *_ = (

@@ -386,8 +386,9 @@ class Index:
         guides: File without values, such as an index of shards -> its stamp.
         noted: Name that the file leaves out -> the key of its values. Another library noted this
             tie. A load uses it if the model lacks a value. It is not a key.
-        records: Name of another record of an archive that has a checksum -> its place. If a storage
-            has this name, the record holds the storage and a header.
+        records: Name of another record of an archive, or of a storage that no tensor uses -> its
+            place, if it has a checksum. If a storage has this name, the record holds the storage
+            and a header.
         entries: The tensors that are not blocked. It follows from `tensors` and `blocked_keys`.
     """
 
@@ -484,6 +485,19 @@ def used_by(
     return {name: place for name, place in storages.items() if name in names or is_used(place)}
 
 
+def still_checked(used: Mapping[str, Storage], indexes: Iterable[Index]) -> dict[str, Storage]:
+    """Return the other records of indexes, and the storages that are no longer used.
+
+    Damage outside of the tensors that are left is still damage of the file.
+    """
+    found = {name: place for index in indexes for name, place in index.records.items()}
+    for index in indexes:
+        for name, place in index.storages.items():
+            if place.crc32 is not None and name not in used:
+                found[name] = place
+    return found
+
+
 class _Spot(NamedTuple):
     """A place: its file, the deflated record that holds it (or -1), and its first byte."""
 
@@ -507,7 +521,7 @@ def renamed(index: Index, rename: Callable[[str], str | None]) -> Index:
         return {name: value for name, value in names if name is not None}
 
     tensors = {name: entry._replace(key=name) for name, entry in chosen(index.tensors).items()}
-    blocked_keys = chosen(index.blocked_keys)
+    blocked_keys, storages = chosen(index.blocked_keys), used_by(tensors, index.storages)
     return replace(
         index,
         tensors=tensors,
@@ -515,7 +529,8 @@ def renamed(index: Index, rename: Callable[[str], str | None]) -> Index:
         blocked_keys=blocked_keys,
         blocked_tensors=chosen(index.blocked_tensors),
         blocked=globals_in(blocked_keys),
-        storages=used_by(tensors, index.storages),
+        storages=storages,
+        records=still_checked(storages, [index]),
     )
 
 

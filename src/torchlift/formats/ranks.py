@@ -28,6 +28,7 @@ from torchlift.formats.index import (
     globals_in,
     join,
     renamed,
+    still_checked,
     used_by,
 )
 from torchlift.formats.safetensors import read_safetensors, slices_error
@@ -195,14 +196,15 @@ def _join(path: str, files: Mapping[str, Index], budget: Budget, *, grows: bool 
             )
     counts = {key: count for one in ranks for key, count in one.blocked_tensors.items()}
     counts = {**dict.fromkeys(parts, 1), **counts}
+    used = used_by(entries, storages)
     same = all(_keys(one).keys() == _keys(ranks[0]).keys() for one in ranks)
     return replace(
         ranks[0],
         path=path,
         format="sharded",
         tensors=entries,
-        storages=used_by(entries, storages),
-        records={key: place for one in ranks for key, place in one.records.items()},
+        storages=used,
+        records=still_checked(used, ranks),
         files={file: stamp for one in ranks for file, stamp in one.files.items()},
         objects={key: value for key, value in objects.items() if key not in blocked},
         metadata={},

@@ -22,7 +22,14 @@ from torchlift._store.places import name_of
 from torchlift.errors import FormatError
 from torchlift.formats.boxes import flat_entry
 from torchlift.formats.flattening import under
-from torchlift.formats.index import PARTITIONED, Index, TensorEntry, free_name, used_by
+from torchlift.formats.index import (
+    PARTITIONED,
+    Index,
+    TensorEntry,
+    free_name,
+    still_checked,
+    used_by,
+)
 from torchlift.formats.sharded import ReadFile, claimed, locate, require_files
 from torchlift.formats.source import dense_shape
 from torchlift.formats.unpickle import ENTRY, STEP, Budget
@@ -128,13 +135,14 @@ def _join(
     order = dict.fromkeys((*module.entries, *found))
     entries = {name: found[name]._replace(key=name) for name in order if name in found}
     aside, files = free_name(module, "optimizer"), [*models, *optims]
+    used = used_by(entries, {k: v for f in files for k, v in f.storages.items()})
     return replace(
         module,
         path=path,
         format="zero",
         tensors=entries,
-        storages=used_by(entries, {k: v for f in files for k, v in f.storages.items()}),
-        records={name: place for file in files for name, place in file.records.items()},
+        storages=used,
+        records=still_checked(used, files),
         files={name: stamp for file in files for name, stamp in file.files.items()},
         blocked_keys={aside: PARTITIONED, **module.blocked_keys},
         metadata={"stage": "3" if is_stage_3 else "1 or 2", "ranks": str(len(optims))},

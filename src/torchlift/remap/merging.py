@@ -203,9 +203,12 @@ class _Division(Rewriting, Renaming):
             sizes = [member.size(self.cat) for member in members]
             shares = self.sizes or (1,) * len(sizes)
             if [sizes[0] * share for share in shares] != [size * shares[0] for size in sizes]:
+                found, expected = (clipped_list(map(str, each)) for each in (sizes, shares))
+                # The members of a list may be thousands.
+                way = f". Pass sizes={tuple(sizes)}" if len(sizes) == len(self.members) else ""
                 raise Unfit(
-                    f"their sizes in dimension {self.cat} are {sizes}. The rule expects the "
-                    f"proportions {shares}. Pass sizes={tuple(sizes)}"
+                    f"their sizes in dimension {self.cat} are {found}. The rule expects the "
+                    f"proportions {expected}{way}"
                 )
             members = [whole]
         return members[0]
