@@ -486,7 +486,7 @@ def used_by(
 
 
 def still_checked(used: Mapping[str, Storage], indexes: Iterable[Index]) -> dict[str, Storage]:
-    """Return the other records of indexes, and the storages that are no longer used.
+    """Return the other records of indexes, and the storages without a tensor.
 
     Damage outside of the tensors that are left is still damage of the file.
     """
