@@ -358,8 +358,9 @@ def test_a_broken_answer_is_resumed_where_it_broke(
     torchlift.load(model, ckpt)
     assert cut
     assert torch.equal(model.w, want)
-    # A reset also drops the bytes that are still in the buffers of the two sockets.
-    assert reset or server.sent == want.nbytes
+    # A reset also drops the bytes that are still in the buffers of the two sockets. An end may drop
+    # the block that the client was reading, which is small beside half an answer.
+    assert reset or 0 <= server.sent - want.nbytes <= len(cut) * 128 * 1024
 
 
 @pytest.mark.parametrize("live", [False, True])
