@@ -29,8 +29,7 @@ class FolderLock:
     """
 
     def __init__(self, folder: str) -> None:
-        # By a link to the folder, a Keeper of this process would not give way.
-        self._folder, self._path = folder, os.path.join(os.path.realpath(folder), NAME)
+        self._folder, self._path = folder, ""
         self._file, self.is_used = LockedFile(), False
         _locks.add(self)
 
@@ -53,6 +52,8 @@ class FolderLock:
         """
         if is_url(self._folder):
             return
+        # By a link to the folder, a Keeper of this process would not give way.
+        self._path = os.path.join(os.path.realpath(self._folder), NAME)
         for other in list(_locks):
             # A notebook cell that ran twice, or a start or an end that two interrupts ended.
             if other._path == self._path and not other.is_used:

@@ -78,13 +78,18 @@ def read_zero(path: str, names: Iterable[str], read_file: ReadFile) -> Index:
             kinds[kind], range(ranks), ranks, lambda rank: _RANK.sub(rf"\g<1>{rank}", like)
         )
 
+    def read_optims(ranks: Sequence[int]) -> list[Index]:
+        optims = read("optim", ranks)
+        budget.grow(sum(optim.nbytes for optim in optims))  # they may hold that many shares
+        return [under(optim, _OPTIM) or optim for optim in optims]
+
     ranks = sorted(kinds["optim"])
-    optims = [under(optim, _OPTIM) or optim for optim in read("optim", ranks)]
-    budget.grow(sum(optim.nbytes for optim in optims))  # they may hold that many shares
+    optims = read_optims(ranks[:1])  # the first one says how many ranks there were
     found = optims[0].objects.get("partition_count") if optims else None
     counts = found if isinstance(found, list) else [found]
     stated = [count for count in counts if type(count) is int]
     check("optim", max(1, *stated, *(rank + 1 for rank in ranks)))
+    optims += read_optims(ranks[1:])
     world = len(optims)
     if wrong := [count for count in counts if count != world]:
         raise _split("by expert parallelism", found=f"partitions in {str(wrong[0])[:20]}")
