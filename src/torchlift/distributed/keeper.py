@@ -69,6 +69,18 @@ class _Written(NamedTuple):
     problems: list[str]
 
 
+class _ToSave(NamedTuple):
+    """The arguments of a save, checked.
+
+    Attributes:
+        head: The step and its metrics.
+        run: The objects.
+    """
+
+    head: Head
+    run: RunObjects
+
+
 class Keeper:
     """Save the checkpoints of a training run in the background, keep some, and resume.
 
@@ -243,19 +255,20 @@ class Keeper:
             None if the last save is not complete.
         """
 
-        def check_arguments() -> StepResult[RunObjects, Call]:
+        def check_arguments() -> StepResult[_ToSave, Call]:
             self._require_open()
             head, run = Head(_require_step(step), _numbers(metrics)), RunObjects.of(objects)
             missing = [name for name in self._folder.metrics if name not in head.metrics]
             if self._rank == 0 and missing:
                 raise ValueError(f"metrics= lacks {missing[0]!r}, which best= or a policy needs")
-            return StepResult(run, Call("save", head.step, run.models, is_done=self._is_done))
+            call = Call("save", head.step, run.models, is_done=self._is_done)
+            return StepResult(_ToSave(head, run), call)
 
         # Before the snapshot: a `state_dict` that communicates would wait for a rank that raised.
-        run, calls = self._ranks.run(check_arguments, require_same_call)
+        (head, run), calls = self._ranks.run(check_arguments, require_same_call)
         if self._skips and not all(call.is_done for call in calls.values()):
             return None
-        head, alone = Head(_require_step(step), _numbers(metrics)), self._count == 1
+        alone = self._count == 1
 
         def take_snapshot() -> StepResult[Snapshot, str | None]:
             # The snapshot uses the memory of the last one, so that one must be written.
