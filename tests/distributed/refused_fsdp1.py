@@ -71,8 +71,10 @@ def a_fully_sharded_data_parallel_needs_something_to_load() -> None:
     for options in (WHOLE, FROM_0, offload):
         for nothing in (None, {}):
             with pytest.raises(ours.StateDictMismatch, match="model_state_dict is empty"):
+                # None is not of the type that is declared, and torch takes it.
                 ours.set_model_state_dict(model, nothing, options=options)  # type: ignore[arg-type]
             with pytest.raises(ours.StateDictMismatch, match="optim_state_dict is empty"):
+                # As above.
                 ours.set_optimizer_state_dict(model, optimizer, nothing, options=options)  # type: ignore[arg-type]
 
 

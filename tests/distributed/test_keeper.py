@@ -734,6 +734,7 @@ def test_the_thread_that_writes_changes_nothing_of_all_threads(tmp_path: Path) -
             for step in (1, 2, 3):  # the last one reads metrics, and removes a checkpoint
                 keeper.save(step, run, extra={"w": torch.ones(3)}, metrics={"loss": -step})
     finally:
+        # typeshed does not know that None removes the function.
         threading.setprofile(None)  # type: ignore[arg-type]
     assert {"save", "lay_out_torch_file", "sweep", "_read_metrics"} <= seen
     assert not changed, (expected, changed[0], len(changed))

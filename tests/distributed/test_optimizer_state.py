@@ -230,6 +230,7 @@ def test_states_of_every_kind_travel() -> None:
 def test_state_beside_the_parameters_is_kept() -> None:
     """Keys of an optimizer's state need not be parameters."""
     model, optimizer = trained()
+    # torch declares that all keys are parameters.
     optimizer.state["seed"] = torch.tensor(3)  # type: ignore[index]
     saved = ours.get_optimizer_state_dict(model, optimizer)
     assert saved["state"]["seed"] == 3
