@@ -143,7 +143,7 @@ axes.axvline(128, color="C2", linestyle="--")
 axes.text(0.8, 0, f"{peaks['torchlift.digest']:.1f} MiB", va="center")
 axes.text(126, 0, "the complete model", ha="right", va="center")
 axes.invert_yaxis()
-axes.set(xlabel="MiB of memory that a rank needs in addition to its shard")
+axes.set(xlabel="MiB that a rank needs beside its shard")
 plt.show()
 
 # %%
