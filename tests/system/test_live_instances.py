@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import torch
 from torch import nn
 
-from torchlift import swap
+from torchlift import measure, swap
 from torchlift._system.memory import live_instances
 
 
@@ -19,8 +20,8 @@ def _fill_tuples(ended: threading.Event, filled: list[int], errors: list[SystemE
             errors.append(error)
 
 
-def test_other_threads_go_on_filling_their_tuples() -> None:
-    """CPython fills only a tuple that nobody else holds; a list of all objects would hold it."""
+def _list_beside_threads(count: int) -> list[SystemError]:
+    """List modules while other threads fill tuples. Return what these threads met."""
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(10)])
     view = model[0].weight.view(-1)
     ended, filled, errors = threading.Event(), list[int](), list[SystemError]()
@@ -29,7 +30,7 @@ def test_other_threads_go_on_filling_their_tuples() -> None:
     for thread in threads:
         thread.start()
     try:
-        while len(filled) < 10000 and not errors:
+        while len(filled) < count and not errors:
             found = live_instances(nn.Module)
             assert {id(module) for module in model.modules()} <= {id(each) for each in found}
         assert [blocker.key for blocker in swap.preflight(model)] == ["0.weight"]
@@ -37,8 +38,24 @@ def test_other_threads_go_on_filling_their_tuples() -> None:
         ended.set()
         for thread in threads:
             thread.join()
-    assert not errors
     assert view.shape == (4,)
+    return errors
+
+
+def _list_beside_threads_and_hook(count: int) -> list[SystemError]:
+    sys.addaudithook(lambda event, arguments: bool(sum(range(300))))
+    sys.setswitchinterval(1e-5)
+    return _list_beside_threads(count)
+
+
+def test_other_threads_go_on_filling_their_tuples() -> None:
+    """CPython fills only a tuple that nobody else holds; a list of all objects would hold it."""
+    assert _list_beside_threads(10000) == []
+
+
+def test_other_threads_run_in_an_audit_hook() -> None:
+    """Python code that the search calls would let them run while it holds their tuples."""
+    assert measure.in_child(_list_beside_threads_and_hook, 1000).value == []
 
 
 def test_each_object_is_found_once_and_not_kept() -> None:
@@ -60,3 +77,18 @@ def test_a_class_of_a_proxy_is_not_called() -> None:
     proxy = Proxy()
     assert all(type(each) is not Proxy for each in live_instances(torch.Tensor))
     del proxy
+
+
+def test_a_class_of_classes_is_not_called() -> None:
+    class Meta(type):
+        def __hash__(cls) -> int:
+            raise AssertionError("called")
+
+        def __eq__(cls, other: object) -> bool:
+            raise AssertionError("called")
+
+    class Found(metaclass=Meta):
+        pass
+
+    found = Found()
+    assert live_instances(Found) == [found]

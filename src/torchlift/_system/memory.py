@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from itertools import chain, compress, tee
+from itertools import chain, compress, repeat, tee
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -24,8 +24,8 @@ _CGROUPS = {
 }  # fmt: skip
 
 
-#: What `tee` still holds at its end, in place of objects: up to 57 items.
-_PADDING = (None,) * 256
+#: What `tee` still holds at the end of a list, in place of objects: up to 57 items.
+_PADDING = [None] * 256
 
 
 @contextmanager
@@ -66,7 +66,8 @@ def live_instances(base: type[T]) -> list[T]:
     A list of all objects would hold tuples that other threads are still filling. CPython fills only
     tuples that nobody else holds, so their ``tuple(...)``, or the next step of their training,
     would raise ``SystemError``. So one call of C code, in which no other thread can run, lists and
-    selects the objects.
+    selects the objects. Python code that it called would let other threads run: the hash of a
+    class with a metaclass, a finalizer, or an audit hook between two lists.
 
     Example:
         >>> class Base: ...
@@ -75,19 +76,20 @@ def live_instances(base: type[T]) -> list[T]:
         >>> live_instances(Base) == [kept]
         True
     """
-    kinds, left = set[type](), [base]
+    address = object.__hash__  # not id(), which every audit hook would see
+    kinds, left = dict[int, type](), [base]
     while left:
         kind = left.pop()
-        if kind not in kinds:
-            kinds.add(kind)
+        if address(kind) not in kinds:
+            kinds[address(kind)] = kind
             left.extend(type.__subclasses__(kind))
-    with collection_paused(in_any_thread=True):  # a finalizer would let other threads run
+    with collection_paused(in_any_thread=True):
         gc.collect(0)
         # Without the youngest generation, which now is that of `tee`: it would hold itself.
-        objects = chain.from_iterable(map(gc.get_objects, (1, 2)))
-        items, same = tee(chain(objects, _PADDING))
+        lists = map(list.__add__, map(gc.get_objects, (1, 2)), repeat(_PADDING))
+        items, same = tee(chain.from_iterable(lists))
         # By type(): isinstance() would run the __class__ property of somebody's proxy.
-        return list(compress(items, map(kinds.__contains__, map(type, same))))
+        return list(compress(items, map(kinds.__contains__, map(address, map(type, same)))))
 
 
 def trim() -> None:
