@@ -66,8 +66,9 @@ def live_instances(base: type[T]) -> list[T]:
     A list of all objects would hold tuples that other threads are still filling. CPython fills only
     tuples that nobody else holds, so their ``tuple(...)``, or the next step of their training,
     would raise ``SystemError``. So one call of C code, in which no other thread can run, lists and
-    selects the objects. Python code that it called would let other threads run: the hash of a
-    class with a metaclass, a finalizer, or an audit hook between two lists.
+    selects the objects. Python code would let other threads run. So the call hashes the address
+    of a class, because a metaclass can have a hash of its own. An audit hook runs between two lists
+    only.
 
     Example:
         >>> class Base: ...
