@@ -587,3 +587,121 @@ def test_another_number_of_groups_is_refused_with_its_scheduler(tmp_path: Path) 
             keeper.resume(run)
         assert same(everything(run), before)
         assert keeper.resume(run, exclude=["scheduler"]) == 1
+
+
+class Counting(torch.optim.Optimizer):
+    """Has state that is not a parameter's, by a name of its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        own = self.state["steps"]  # type: ignore[index]
+        own["count"] = own.get("count", 0) + 1
+        own["sum"] = own.get("sum", torch.zeros(2)) + self.param_groups[0]["lr"]
+
+
+def counted(folder: str) -> list[Any]:
+    """Save and resume two such optimizers, with a scheduler that has a learning rate of each."""
+
+    def made() -> dict[str, Any]:
+        run: dict[str, Any] = {"model": nn.Linear(2, 2)}
+        for at, param in enumerate(run["model"].parameters()):
+            run[f"optimizer{at}"] = Counting([param])
+        run["optimizer1"].param_groups[0]["lr"] = 0.5
+        return run
+
+    run, again = made(), made()
+    for _ in range(3):
+        run["optimizer0"].step()
+    run["optimizer1"].step()
+    with torchlift.Keeper(folder) as keeper:
+        keeper.save(1, run)
+        assert keeper.resume(again) == 1
+    states = [again[name].state["steps"] for name in ("optimizer0", "optimizer1")]
+    return [each for state in states for each in (state["count"], state["sum"].tolist()[1])]
+
+
+@pytest.mark.distributed
+def test_state_of_an_optimizer_that_no_parameter_has_is_resumed(tmp_path: Path) -> None:
+    """Each optimizer gets its own, on one process and on several."""
+    expected = [3, pytest.approx(0.3), 1, 0.5]
+    assert counted(str(tmp_path / "alone")) == expected
+    on_ranks = torchlift.distributed.on_ranks
+    assert on_ranks(2, counted, str(tmp_path / "mesh")) == [expected] * 2
+
+
+def test_the_first_step_with_dampening_is_the_same_after_a_resume(tmp_path: Path) -> None:
+    """It takes the gradient as it is: a buffer of zeros in its place would shrink it."""
+
+    def made() -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+        return {"model": model, "optimizer": optimizer}
+
+    run, again = made(), made()
+    with torchlift.Keeper(tmp_path, background=False) as keeper:
+        keeper.save(0, run)
+        assert keeper.resume(again) == 0
+    for each in (run, again):
+        for _ in range(2):
+            each["model"](torch.ones(1, 2)).sum().backward()
+            each["optimizer"].step()
+    assert same(everything(run), everything(again))
+
+
+class Drawing(Stateful):
+    """Draws random numbers when it loads, and has no state before that."""
+
+    started = False
+
+    def state_dict(self) -> dict[str, Any]:
+        if not self.started:
+            raise RuntimeError("not started")
+        return super().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        torch.rand(3)
+        super().load_state_dict(state)
+
+
+def test_code_that_draws_numbers_when_it_loads_does_not_change_the_next_ones(
+    tmp_path: Path,
+) -> None:
+    """Neither that of an object that is loaded last nor that of a model."""
+
+    class Layer(nn.Linear):
+        def _load_from_state_dict(self, *args: Any) -> None:
+            torch.rand(3)
+            super()._load_from_state_dict(*args)
+
+    saved = Drawing(5)
+    saved.started = True
+    with torchlift.Keeper(tmp_path, background=False) as keeper:
+        keeper.save(1, loader=saved, model=Layer(2, 1))
+        expected = torch.get_rng_state()
+        again = Drawing(0)
+        assert keeper.resume(loader=again, model=Layer(2, 1)) == 1
+    assert torch.equal(torch.get_rng_state(), expected)
+    assert again.value == 5
+
+
+def test_objects_are_loaded_in_the_order_in_which_they_are_passed(tmp_path: Path) -> None:
+    """Hashes of names differ between ranks, and a state that communicates needs one order."""
+    order = list[str]()
+
+    class Noting(Stateful):
+        name = ""
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            order.append(self.name)
+            super().load_state_dict(state)
+
+    objects = {f"object_{each}": Noting(1) for each in "zqjxkvbw"}
+    for name, obj in objects.items():
+        obj.name = name
+    with torchlift.Keeper(tmp_path, background=False) as keeper:
+        keeper.save(1, objects)
+        keeper.resume(objects)
+    assert order == [*objects]

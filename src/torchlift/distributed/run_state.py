@@ -456,11 +456,13 @@ class Selection:
         unexpected = sum(1 << at for at, name in enumerate(self.tensors) if name not in known)
         selected = sha256(repr([[*self.tensors], sorted(self.stays)]).encode()).digest()
         # One load has one state for each name. Two optimizers may share a parameter, or each have
-        # one that no model has. Then the name is the place in the optimizer.
-        separate, used = list[str](), set[str]()
+        # one that no model has. Then the name is the place in the optimizer. Or each has state that
+        # is not a parameter's.
+        separate, used, is_one = list[str](), set[str](), len(self.optimizers) == 1
         for name, state in self.optimizers.items():
             params = _parameters_of(state)
-            is_loose = any(PLACE.match(str(param)) for param in params) and len(self.optimizers) > 1
+            is_loose = any(PLACE.match(str(param)) for param in params)
+            is_loose = (is_loose or params != _parameters_in_groups(state)) and not is_one
             if params & used or is_loose or not self.run.owners[name]:
                 separate.append(name)
             used |= params
@@ -519,7 +521,8 @@ class Selection:
             The names of the objects whose current state cannot be read.
         """
         now, before, last = Generators().state_dict(), dict[str, Any](), list[str]()
-        for name in self.run.stateful.keys() & self.others.keys():
+        # In the order of the caller, which is equal on all ranks: a state may need an exchange.
+        for name in (name for name in self.run.stateful if name in self.others):
             try:
                 before[name] = copy.deepcopy(self.run.stateful[name].state_dict())
             except Exception:  # a loader may have a state only after its start
@@ -533,8 +536,7 @@ class Selection:
             commit.when_undone(partial(obj.load_state_dict, state), name)
             self._load_object(name)
         try:
-            if self.generators is not None:
-                Generators().load_state_dict(self.generators)
+            self._load_generators()
         except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
             raise FormatError(
                 "the states of the random number generators are not valid",
@@ -570,24 +572,31 @@ class Selection:
         self._load(names, state, group)
 
     def load_last(self, names: Iterable[str]) -> StepResult[None, None]:
-        """Load the objects whose current state could not be read.
+        """Load the objects whose current state could not be read, and the generators again.
 
         Raises:
             PlacementError: If one refuses its state. All other objects are loaded then.
         """
-        for name in names:
-            try:
-                self._load_object(name)
-            except Exception as error:
-                raise PlacementError(
-                    "the object refused its state. All other objects are loaded. The former state "
-                    "of this object could not be read, so its state is unknown",
-                    file=self.path,
-                    entry=name,
-                    found=f"{type(error).__name__}: {error}",
-                    hint=f"Pass exclude=[{name!r}] to leave it as it is.",
-                ) from error
+        try:
+            for name in names:
+                try:
+                    self._load_object(name)
+                except Exception as error:
+                    raise PlacementError(
+                        "the object refused its state. All other objects are loaded. The former "
+                        "state of this object could not be read, so its state is unknown",
+                        file=self.path,
+                        entry=name,
+                        found=f"{type(error).__name__}: {error}",
+                        hint=f"Pass exclude=[{name!r}] to leave it as it is.",
+                    ) from error
+        finally:  # code of an object, a model or an optimizer may draw numbers when it loads
+            self._load_generators()
         return StepResult(None, None)
+
+    def _load_generators(self) -> None:
+        if self.generators is not None:
+            Generators().load_state_dict(self.generators)
 
     def _load_object(self, name: str) -> None:
         # A copy: the object may keep the tensors, and the keeper may remove the file.
@@ -683,7 +692,7 @@ def read_selection(
             entry="ranks",
             found=f"{type(error).__name__}: {error}",
         ) from error
-    for name in () if is_same else on_other_ranks.keys() - saved.keys():
+    for name in (name for name in on_other_ranks if not is_same and name not in saved):
         states = [_unpack(states, name) for states in each_own if name in states]
         saved[name] = on_other_ranks[name](copy.deepcopy(_load_values(states)))
     with errors_name(path):
@@ -802,7 +811,9 @@ def _full_names(
         full = f"{owners[0]}.{key}" if len(owners) == 1 else key
         return names.get(full, full)
 
-    state = {rename(key): each for key, each in saved.get("state", {}).items()}  # DCP: if not empty
+    # DCP drops an empty state. State that is not a parameter's has a key of its own.
+    known = _parameters_in_groups(saved)
+    state = {rename(k) if k in known else k: v for k, v in saved.get("state", {}).items()}
     groups = [
         {**group, "params": [new for key in group["params"] if (new := rename(key)) is not None]}
         for group in saved["param_groups"]
@@ -811,6 +822,9 @@ def _full_names(
 
 
 def _parameters_of(state: Mapping[str, Any]) -> set[str]:
-    """Return the names of parameters in the state of an optimizer."""
-    listed = {key for group in state["param_groups"] for key in group["params"]}
-    return listed | {*state["state"]}
+    """Return the names of parameters in the state of an optimizer, and those of other state."""
+    return _parameters_in_groups(state) | {*state["state"]}
+
+
+def _parameters_in_groups(state: Mapping[str, Any]) -> set[str]:
+    return {key for group in state["param_groups"] for key in group["params"]}
