@@ -705,3 +705,54 @@ def test_objects_are_loaded_in_the_order_in_which_they_are_passed(tmp_path: Path
         keeper.save(1, objects)
         keeper.resume(objects)
     assert order == [*objects]
+
+
+def test_parameters_in_other_groups_are_refused_with_their_scheduler(tmp_path: Path) -> None:
+    """A scheduler keeps the learning rates by the place of the group, an optimizer by names."""
+
+    def made(*order: int) -> dict[str, Any]:
+        model = nn.Linear(2, 1)
+        params = [*model.parameters()]
+        optimizer = torch.optim.AdamW([{"params": params[at], "lr": 1 + at} for at in order])
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+    with torchlift.Keeper(tmp_path, background=False) as keeper:
+        keeper.save(1, made(0, 1))
+        run = made(1, 0)
+        before = everything(run)
+        with pytest.raises(CheckpointError, match="saved with this parameter in another group"):
+            keeper.resume(run)
+        assert same(everything(run), before)
+        assert keeper.resume(run, exclude=["scheduler"]) == 1
+        assert [group["lr"] for group in run["optimizer"].param_groups] == [2, 1]
+
+
+def stage(folder: str, saves: bool) -> list[float]:
+    """Save or resume a stage of a pipeline, with an optimizer and a scheduler of its own."""
+    import torch.distributed as dist
+
+    names = ["one", "two"] if not dist.is_initialized() else [["one", "two"][dist.get_rank()]]
+    model = nn.ModuleDict({name: nn.Linear(2, 2) for name in names})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    run = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    with torchlift.Keeper(folder) as keeper:
+        if saves:
+            optimizer.step()
+            scheduler.step()
+            keeper.save(1, run)
+        else:
+            assert keeper.resume(run) == 1
+    optimizer.step()
+    scheduler.step()
+    return [group["lr"] for group in optimizer.param_groups]
+
+
+@pytest.mark.distributed
+def test_the_stages_of_a_pipeline_have_schedulers(tmp_path: Path) -> None:
+    """The checkpoint has the groups of all stages, and each scheduler those of its own."""
+    on_ranks = torchlift.distributed.on_ranks
+    assert on_ranks(2, stage, str(tmp_path), True) == [[0.25], [0.25]]
+    assert on_ranks(2, stage, str(tmp_path), False) == [[0.25], [0.25]]
+    assert stage(str(tmp_path), False) == [0.25]

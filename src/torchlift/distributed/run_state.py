@@ -38,7 +38,11 @@ from torchlift._sources.tensors import FileTensor
 from torchlift._system.containers import leaves, map_leaves
 from torchlift.distributed.agreements import Groups, SelectionMessage, merge_groups
 from torchlift.distributed.generators import Generators
-from torchlift.distributed.optimizer_state import PLACE, require_same_groups
+from torchlift.distributed.optimizer_state import (
+    PLACE,
+    name_parameters,
+    require_same_groups,
+)
 from torchlift.distributed.options import (
     LoadCall,
     Part,
@@ -55,9 +59,11 @@ from torchlift.formats.source import errors_name
 #: The name of the states of the random number generators, for patterns.
 GENERATORS = "rng"
 #: Names that a checkpoint uses itself. In a DCP folder, plain data is packed.
-_RESERVED = ("step", "metrics", GENERATORS, "ranks", "packed", "differing")
+_RESERVED = ("step", "metrics", GENERATORS, "ranks", "packed", "differing", "groups")
 #: The key of the values of a rank that differ from those of other ranks under the same name.
 DIFFERING = "differing"
+#: The key of the parameter groups of a rank, if those of other ranks have other parameters.
+_GROUPS = "groups"
 #: The key of a dict that stands for an array of numpy. Its value is the array's dtype and shape.
 _ARRAY = "numpy.ndarray"
 
@@ -324,12 +330,18 @@ class Snapshot:
 
         (files, facts), by_rank = ranks.run(summarise)
         summaries, different = by_rank.values(), list[list[Any]]()
+        own = dict[str, torch.Tensor]()
         if len({each.facts for each in summaries}) > 1:
+            params = {
+                name: [{"params": one["params"]} for one in groups]
+                for name, groups in self.groups.items()
+            }
+            own[_GROUPS] = _pack(lay_out_one_file({_GROUPS: params}))
             different = self._settle(ranks.run(lambda: StepResult(None, facts)).by_rank)
         equal = set.intersection(*({*each.others.items()} for each in summaries))
         common = {name for name, _ in equal}
         # Only the files that this rank writes: a copy of weights, such as an EMA, may be large.
-        own = {name: _pack(file) for name, file in files.items() if name not in common}
+        own |= {name: _pack(file) for name, file in files.items() if name not in common}
         own[GENERATORS] = _pack(lay_out_one_file({GENERATORS: self.generators}))
         if different:
             own[DIFFERING] = _pack(lay_out_one_file({DIFFERING: different}))
@@ -431,6 +443,7 @@ class Selection:
         step: The step that was saved.
         tensors: Full name -> saved value, with the versions of modules.
         optimizers: Name -> state, by full names of parameters.
+        groups: Name of an optimizer -> its parameter groups, as the rank saved them.
         others: Name of another object, or of plain data -> its state.
         generators: States of the random number generators, or None if they stay as they are.
         left_out: Full names of tensors that stay as they are.
@@ -444,6 +457,7 @@ class Selection:
     step: int
     tensors: dict[str, Any]
     optimizers: dict[str, dict[str, Any]]
+    groups: dict[str, dict[str, Any]]
     others: dict[str, Any]
     generators: Any
     left_out: set[str]
@@ -489,15 +503,17 @@ class Selection:
             )
 
     def require_groups_of_schedulers(self) -> None:
-        """Refuse another number of parameter groups than a scheduler was saved with.
+        """Refuse other parameter groups than those that a scheduler was saved with.
 
         Raises:
-            StateDictMismatch: If one was.
+            StateDictMismatch: If they differ.
         """
         for name, obj in self.run.stateful.items():
-            for optimizer, state in self.optimizers.items() if name in self.others else ():
+            for optimizer, groups in self.groups.items() if name in self.others else ():
                 if getattr(obj, "optimizer", None) is self.run.optimizers[optimizer]:
-                    require_same_groups(obj.optimizer, state, optimizer)
+                    names = Names(ModuleTree(self.run.holder(self.run.owners[optimizer])))
+                    (holder,) = name_parameters(names, [obj.optimizer])
+                    require_same_groups(holder, groups, optimizer)
 
     def load_optimizer(self, name: str, commit: Commit, group: Any) -> None:
         """Load one optimizer alone, and keep a copy of its state for the undo. All ranks call it.
@@ -683,8 +699,9 @@ def read_selection(
         for (*places, last), value in differing:
             reduce(_item_of, places, saved)[last] = value
         generators = _unpack(own, GENERATORS) if GENERATORS in own else None
+        groups = _unpack(holder, _GROUPS) if _GROUPS in holder else {}
         if is_same:
-            saved |= {name: _unpack(own, name) for name in own.keys() - {DIFFERING, GENERATORS}}
+            saved |= {name: _unpack(own, name) for name in own.keys() - {*_RESERVED}}
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise FormatError(
             "the states of the ranks are not those that a Keeper saves",
@@ -696,7 +713,7 @@ def read_selection(
         states = [_unpack(states, name) for states in each_own if name in states]
         saved[name] = on_other_ranks[name](copy.deepcopy(_load_values(states)))
     with errors_name(path):
-        selection = _select(path, run, rules, saved, generators)
+        selection = _select(path, run, rules, saved, generators, groups)
     if not is_same:
         selection.require_none_of(differing, len(by_rank), count)
     selection.require_groups_of_schedulers()
@@ -734,9 +751,22 @@ def _require(saved: Mapping[str, object], names: Iterable[str], path: str) -> No
 
 
 def _select(
-    path: str, run: RunObjects, rules: Options, saved: Mapping[str, Any], generators: Any
+    path: str,
+    run: RunObjects,
+    rules: Options,
+    saved: Mapping[str, Any],
+    generators: Any,
+    groups: Mapping[str, Any],
 ) -> Selection:
     """Apply the rules to the states of a checkpoint.
+
+    Args:
+        path: The path of the checkpoint.
+        run: The objects.
+        rules: The rules.
+        saved: The states by name.
+        generators: States of the random number generators.
+        groups: Name of an optimizer -> its groups on this rank, if they differ from those saved.
 
     Raises:
         FormatError: If a state is of another kind than its object.
@@ -779,13 +809,23 @@ def _select(
     found = {name: saved[name] for name in saved if name not in stays}
     new_names = {name: names.get(name) for name in states}
     plain = {name: value for name, value in run.plain.items() if name in found}
+
+    def rename_all(name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+        return _full_names(state, run.owners[name], new_names)
+
+    optimizers = {name: found[name] for name in run.optimizers if name in found}
+    own = {
+        name: {"param_groups": groups.get(name, optimizers[name]["param_groups"])}
+        for name in optimizers
+    }
     return Selection(
         path,
         run,
         rules,
         step,
         versioned({new: states[old] for old, new in kept.items()}, versions or None),
-        {n: _full_names(found[n], run.owners[n], new_names) for n in run.optimizers if n in found},
+        {name: rename_all(name, state) for name, state in optimizers.items()},
+        {name: rename_all(name, state) for name, state in own.items()},
         {name: found[name] for name in (*run.stateful, *run.plain) if name in found},
         None if GENERATORS in stays else _load_values(generators),
         {names[name] for name in out if name in names},
