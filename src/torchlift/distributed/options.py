@@ -190,6 +190,8 @@ class LoadCall:
         include, exclude: Patterns of the parameters whose optimizer state is loaded.
         allow_missing: Patterns of parameters that may lack optimizer state, and of names that the
             model's state dict may lack.
+        leaves_model: Whether an empty state dict leaves the model as it is, as in torch. Not for a
+            stage of a pipeline that has nothing to load, while the other stages load.
     """
 
     part: Part
@@ -203,12 +205,13 @@ class LoadCall:
     include: Collection[str] = ("*",)
     exclude: Collection[str] = ()
     allow_missing: Collection[str] = ()
+    leaves_model: bool = True
 
     def model_dict(self) -> Mapping[Any, Any] | None:
         """Return the model's state dict, or None if the model stays as it is."""
         given = self.model_state
-        # As in torch, with optimizers None or an empty dict leaves the model as it is.
-        if self.part is Part.OPTIMIZERS or (self.part is Part.BOTH and given in (None, {})):
+        is_left = self.part is Part.BOTH and given in (None, {}) and self.leaves_model
+        if self.part is Part.OPTIMIZERS or is_left:
             return None
         return _require_dict(given, "model_state_dict")
 

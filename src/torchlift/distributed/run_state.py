@@ -32,7 +32,7 @@ from torchlift._save.blocks import Block, memory_of
 from torchlift._save.files import pass_bytes
 from torchlift._save.layouts import Output, end_of
 from torchlift._save.pickling import is_array
-from torchlift._save.replicas import Checksum, HeldPart, checksums_of, find_differences
+from torchlift._save.replicas import Checksum, checksums_of, find_differences
 from torchlift._save.saving import lay_out_one_file, require_savable
 from torchlift._sources.tensors import FileTensor
 from torchlift._system.containers import leaves, map_leaves
@@ -236,11 +236,11 @@ class _Facts(NamedTuple):
     """The facts about the state of one rank that ranks compare.
 
     Attributes:
-        sums: Checksums of the plain values in models and optimizers.
+        sums: Path -> checksum of a plain value in models and optimizers.
         groups: The parameter groups of all optimizers.
     """
 
-    sums: dict[HeldPart, Checksum]
+    sums: dict[tuple[Any, ...], Checksum]
     groups: Groups
 
     @property
@@ -323,7 +323,8 @@ class Snapshot:
             tensors: dict[str, Any] = {
                 name: reduce(getitem, path, self.models) for name, path in self.plain.items()
             }
-            facts = _Facts(checksums_of(tensors), self.groups)
+            sums = {self.plain[part.key]: each for part, each in checksums_of(tensors).items()}
+            facts = _Facts(sums, self.groups)
             known = repr([facts.sums, facts.params]).encode()
             digests = {name: _digest_of(file) for name, file in files.items()}
             return StepResult((files, facts), _Summary(digests, sha256(known).digest()))
@@ -352,7 +353,12 @@ class Snapshot:
         return state
 
     def _settle(self, by_rank: Mapping[int, _Facts]) -> list[list[Any]]:
-        """Give `models` the groups of all ranks. Remove and return the values that differ."""
+        """Give `models` the groups of all ranks. Remove the values that differ.
+
+        Returns:
+            The path of each such value, in the same order on all ranks, and the value of this rank.
+            None if this rank does not have it, as in a pipeline.
+        """
         every, different = by_rank.values(), list[list[Any]]()
         # The ranks of a pipeline have different groups, and a checkpoint has those of all ranks.
         is_merged = any(each.params != by_rank[0].params for each in every)
@@ -360,12 +366,13 @@ class Snapshot:
             for name, groups in merge_groups(each.groups for each in every).items():
                 if name in self.models:
                     self.models[name] = {**self.models[name], "param_groups": groups}
-        for part in find_differences({rank: each.sums for rank, each in by_rank.items()}):
-            *places, last = self.plain.get(part.key, (None,))
+        own = {*self.plain.values()}
+        for path in find_differences({rank: each.sums for rank, each in by_rank.items()}):
             # Merged groups are equal on all ranks, and have other places.
-            if part.key in self.plain and not (is_merged and "param_groups" in places[1:2]):
-                value = reduce(getitem, places, self.models).pop(last)
-                different.append([[*places, last], value])
+            if not (is_merged and "param_groups" in path[1:2]):
+                *places, last = path
+                holder = reduce(getitem, places, self.models) if path in own else {}
+                different.append([[*path], holder.pop(last, None)])
         return different
 
 
@@ -430,6 +437,18 @@ def _load_values(state: Any) -> Any:
 # ---- what a checkpoint has for the objects
 
 
+class _StandIn(NamedTuple):
+    """A value of other ranks that this rank does not read.
+
+    Attributes:
+        path: Its place in the checkpoint.
+        value: An empty tensor in its place.
+    """
+
+    path: list[Any]
+    value: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class Selection:
     """The part of a checkpoint that rules select for some objects.
@@ -482,23 +501,29 @@ class Selection:
             used |= params
         return SelectionMessage(selected, unexpected, tuple(separate))
 
-    def require_none_of(self, differing: list[Any], before: int, now: int) -> None:
-        """Refuse values that differed between the ranks that saved, on another number of ranks.
+    def require_none_of(self, stand_ins: list[_StandIn], before: int, now: int) -> None:
+        """Refuse names of this rank whose values each rank saved for itself, but not this one.
 
         Raises:
             PlacementError: If one of them is selected.
         """
-        selected = {*map(id, leaves([self.tensors, self.optimizers]).values())}
-        paths = [path for path, value in differing if id(value) in selected]
+        known = _read(self.run.holder()) if stand_ins else {}
+        here: list[Any] = [value for name, value in self.tensors.items() if name in known]
+        for each in self.optimizers.values():
+            here.append(each["param_groups"])
+            here += [v for k, v in each["state"].items() if k in known or PLACE.match(str(k))]
+        selected = {*map(id, leaves(here).values())}
+        paths = [each.path for each in stand_ins if id(each.value) in selected]
         if paths:
             # An optimizer's state of one parameter has no name for patterns.
             names = {".".join(path) if path[0] in self.run.modules else path[0] for path in paths}
+            cause = "this rank saved none" if before == now else "the number of ranks differs"
             raise PlacementError(
-                "each rank saved its own values under one name, and the number of ranks differs",
+                f"each rank saved its own values under one name, and {cause}",
                 file=self.path,
                 entry=".".join(map(str, paths[0])),
-                expected=f"{before} ranks",
-                found=now,
+                expected=f"{before} ranks, each with its part of the models that it saved",
+                found=f"{now} ranks",
                 hint=f"Pass exclude={sorted(names)} to keep the current values.",
             )
 
@@ -639,6 +664,7 @@ class Selection:
                 *map(escape, self.left_out),
                 *(f"{escape(name)}.*" for name in self.stays),
             ],
+            leaves_model=not self.tensors,
         )
         try:
             load_states(call, commit)
@@ -692,11 +718,15 @@ def read_selection(
         saved |= {name: _unpack(common, name) for name in common}
         is_same, own = len(by_rank) == count, by_rank.get(str(rank), {})
         each_own = [by_rank[number] for number in sorted(by_rank, key=int)]
-        # Values that differed between ranks go back under their names. On other ranks the first
-        # rank's stand in, so that the names are complete. They are refused if they are selected.
+        # Values that differed between ranks go back under their names, which are complete on all
+        # ranks. A value of other ranks is a stand-in here. It is refused if it is selected.
         holder = own if is_same else each_own[0]
         differing = _unpack(holder, DIFFERING) if DIFFERING in holder else []
+        stand_ins = list[_StandIn]()
         for (*places, last), value in differing:
+            if value is None or not is_same:
+                value = torch.empty(0)
+                stand_ins.append(_StandIn([*places, last], value))
             reduce(_item_of, places, saved)[last] = value
         generators = _unpack(own, GENERATORS) if GENERATORS in own else None
         groups = _unpack(holder, _GROUPS) if _GROUPS in holder else {}
@@ -714,8 +744,7 @@ def read_selection(
         saved[name] = on_other_ranks[name](copy.deepcopy(_load_values(states)))
     with errors_name(path):
         selection = _select(path, run, rules, saved, generators, groups)
-    if not is_same:
-        selection.require_none_of(differing, len(by_rank), count)
+    selection.require_none_of(stand_ins, len(by_rank), count)
     selection.require_groups_of_schedulers()
     needed_names = [name for name in run.names if name not in selection.stays]
     lost = [name for name in needed_names if name not in saved]
