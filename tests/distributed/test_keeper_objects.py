@@ -558,7 +558,7 @@ def test_another_number_of_ranks_does_not_take_the_values_of_one_rank(tmp_path: 
     run = {"model": model, "optimizer": optimizer}
     before = everything(run)
     with torchlift.Keeper(tmp_path) as keeper:
-        with pytest.raises(PlacementError, match=r"its own values .* 2 ranks; found 1") as caught:
+        with pytest.raises(PlacementError, match=r"its own values .* 2 ranks.*; found 1") as caught:
             keeper.resume(run)
         assert same(everything(run), before)
         assert caught.value.hint == (
@@ -756,3 +756,95 @@ def test_the_stages_of_a_pipeline_have_schedulers(tmp_path: Path) -> None:
     assert on_ranks(2, stage, str(tmp_path), True) == [[0.25], [0.25]]
     assert on_ranks(2, stage, str(tmp_path), False) == [[0.25], [0.25]]
     assert stage(str(tmp_path), False) == [0.25]
+
+
+class Owning(torch.optim.Optimizer):
+    """Each rank has matrices in a list, and numbers. Only some parameters have a state."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def fill(self, rank: int) -> None:
+        for param in self.param_groups[0]["params"][rank:]:
+            matrices = [torch.full((2 + rank,), float(rank)), torch.ones(1)]
+            self.state[param] = {"matrices": matrices, "count": 5 + rank, "seen": {rank}, "same": 3}
+
+
+class Scaled(nn.Linear):
+    """A layer with a number beside its weights."""
+
+    amax = 0.0
+
+    def get_extra_state(self) -> dict[str, float]:
+        return {"amax": self.amax}
+
+    def set_extra_state(self, state: dict[str, float]) -> None:
+        self.amax = state["amax"]
+
+
+def own_numbers(folder: str, saves: bool) -> tuple[Any, ...]:
+    """Save or resume a model and an optimizer of which each rank has numbers of its own."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    torch.manual_seed(0)
+    model = Scaled(2, 1)
+    optimizer = Owning(model.parameters(), 0.1 + rank if saves else 7.0)
+    with torchlift.Keeper(folder, background=False) as keeper:
+        if saves:
+            model.amax = float(rank)
+            optimizer.fill(rank)
+            keeper.save(1, model=model, optimizer=optimizer)
+        else:
+            assert keeper.resume(model=model, optimizer=optimizer) == 1
+    states = [
+        dict(optimizer.state[param]) for param in model.parameters() if param in optimizer.state
+    ]
+    for state in states:
+        state["matrices"] = [each.tolist() for each in state["matrices"]]
+    return model.amax, optimizer.param_groups[0]["lr"], states
+
+
+@pytest.mark.distributed
+def test_numbers_and_lists_that_differ_between_ranks_are_each_ranks_own(tmp_path: Path) -> None:
+    """Not only tensors. One rank may have no state of a parameter. Other ranks are refused."""
+    on_ranks = torchlift.distributed.on_ranks
+    saved = on_ranks(2, own_numbers, str(tmp_path), True)
+    assert saved[0] != saved[1]
+    assert len(saved[1][2]) == 1
+    assert on_ranks(2, own_numbers, str(tmp_path), False) == saved
+    with pytest.raises(PlacementError, match="each rank saved its own values") as caught:
+        own_numbers(str(tmp_path), False)
+    names = ["model._extra_state", "optimizer"]
+    assert caught.value.hint == f"Pass exclude={names} to keep the current values."
+
+
+def drifted(folder: str) -> list[float]:
+    """Save and resume replicas of a DTensor that differ."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh, rank = init_device_mesh("cpu", (2,)), float(dist.get_rank())
+
+    def filled(value: float) -> DTensor:
+        return DTensor.from_local(torch.full((1, 2), value), mesh, [Replicate()])
+
+    model = nn.Linear(2, 1, bias=False)
+    model.weight = nn.Parameter(filled(rank))
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    optimizer.state[model.weight]["momentum_buffer"] = filled(rank + 5)
+    with torchlift.Keeper(folder) as keeper:
+        keeper.save(1, model=model, optimizer=optimizer)
+        model.weight = nn.Parameter(filled(9))
+        optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+        keeper.resume(model=model, optimizer=optimizer)
+    moment: Any = optimizer.state[model.weight]["momentum_buffer"]
+    return [tensor.to_local()[0, 0].item() for tensor in (model.weight.data, moment)]  # type: ignore[operator]
+
+
+@pytest.mark.distributed
+def test_replicas_of_a_dtensor_that_differ_are_each_ranks_own(tmp_path: Path) -> None:
+    """As those of a plain tensor: a norm that tensor parallelism keeps on every rank."""
+    found = torchlift.distributed.on_ranks(2, drifted, str(tmp_path))
+    assert found == [[0, 5], [1, 6]]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import io
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Set, ValuesView
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set, ValuesView
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from glob import escape
 from hashlib import sha256
+from itertools import chain
 from operator import getitem
 from typing import Any, NamedTuple
 
@@ -21,18 +22,18 @@ from torchlift._checkpoint.checkpoint import open as open_checkpoint
 from torchlift._checkpoint.comparison import diff
 from torchlift._checkpoint.kinds import array_of
 from torchlift._model.commit import Commit
-from torchlift._model.dtensor import is_dtensor
+from torchlift._model.dtensor import is_dtensor, local_tensor
 from torchlift._model.names import Names, uses_fsdp1
 from torchlift._model.own_loading import ModuleHolder
 from torchlift._model.ranks import RankGroup, StepResult
 from torchlift._model.slots import ModuleTree
 from torchlift._model.state import versioned
 from torchlift._plan.rules import Options, check_rename, rename_keys
-from torchlift._save.blocks import Block, memory_of
+from torchlift._save.blocks import Block, Workspace, memory_of
 from torchlift._save.files import pass_bytes
 from torchlift._save.layouts import Output, end_of
 from torchlift._save.pickling import is_array
-from torchlift._save.replicas import Checksum, checksums_of, find_differences
+from torchlift._save.replicas import checksum_of, find_differences
 from torchlift._save.saving import lay_out_one_file, require_savable
 from torchlift._sources.tensors import FileTensor
 from torchlift._system.containers import leaves, map_leaves
@@ -149,24 +150,20 @@ class RunObjects:
             states[name] = read_states(Part.OPTIMIZERS, holder, optimizer, compare=False).optimizer
         return states
 
-    def find_plain(self, states: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-        """Return dotted name -> path of the values that are not DTensors, except buffers.
+    def find_plain(self, states: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+        """Return the paths of the values that every rank holds completely, except buffers.
 
-        They may differ between ranks: experts under one name, or 8-bit moments of each rank's shard
-        (bitsandbytes#1840). Buffers are those of the first rank, as in torch.
+        They may differ between ranks: experts under one name, 8-bit moments of each rank's shard
+        (bitsandbytes#1840), a counter or a learning rate. Buffers are those of the first rank, as
+        in torch. A list is one value, such as the matrices that SOAP keeps for a parameter.
         """
-        found = leaves({name: states[name] for name in self.optimizers})
+        found = dict(_values_in({name: states[name] for name in self.optimizers}))
         for name, module in self.modules.items():
-            for key, tensor in Names(ModuleTree(module)).tensors.items():
-                if isinstance(tensor, nn.Parameter) and key in states[name]:
-                    found[name, key] = states[name][key]
-        return {
-            ".".join(map(str, path)): path
-            for path, leaf in found.items()
-            if isinstance(leaf, torch.Tensor)
-            and not is_dtensor(leaf)
-            and isinstance(reduce(getitem, path[:-1], states), dict)
-        }
+            tensors = Names(ModuleTree(module)).tensors
+            for key, value in states[name].items():
+                if isinstance(tensors.get(key), (nn.Parameter, type(None))):
+                    found[name, key] = value
+        return [path for path, value in found.items() if not any(map(_is_part, _listed(value)))]
 
     def read_others(self) -> dict[str, Any]:
         """Return the states of all other objects, and the plain data, by name."""
@@ -176,6 +173,38 @@ class RunObjects:
 
 def _read(module: nn.Module) -> dict[str, Any]:
     return read_states(Part.MODEL, module, compare=False).model
+
+
+def _values_in(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield the path and the value of everything in dicts, and in the groups of an optimizer."""
+    if path[1::2] == ("param_groups", "params"):
+        return  # the names of parameters, which may differ
+    is_groups = path[1:] == ("param_groups",)
+    if not is_groups and not isinstance(tree, dict):
+        yield path, tree
+        return
+    for key, item in enumerate(tree) if is_groups else tree.items():
+        yield from _values_in(item, (*path, key))
+
+
+def _listed(value: Any) -> Iterable[Any]:
+    return leaves([value]).values()
+
+
+def _is_part(value: object) -> bool:
+    """Return whether a value is a DTensor of which a rank may hold a part only."""
+    return is_dtensor(value) and not all(each.is_replicate() for each in value.placements)
+
+
+def _sum_of(value: Any, work: Workspace) -> str:
+    """Return a text that is equal for equal values, in every process."""
+
+    def sum_leaf(leaf: Any, _: object) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return checksum_of(local_tensor(leaf).detach(), work)
+        return sorted(map(repr, leaf)) if isinstance(leaf, set) else leaf
+
+    return repr(map_leaves(value, sum_leaf))
 
 
 def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -236,11 +265,11 @@ class _Facts(NamedTuple):
     """The facts about the state of one rank that ranks compare.
 
     Attributes:
-        sums: Path -> checksum of a plain value in models and optimizers.
+        sums: Path of a value in models and optimizers -> its `_sum_of`.
         groups: The parameter groups of all optimizers.
     """
 
-    sums: dict[tuple[Any, ...], Checksum]
+    sums: dict[tuple[Any, ...], str]
     groups: Groups
 
     @property
@@ -270,7 +299,7 @@ class Snapshot:
         models: States of models and optimizers by name.
         others: States of all other objects, and plain data, by name.
         generators: States of the random number generators.
-        plain: Dotted name -> path of a tensor in `models` that is not a DTensor.
+        plain: Paths of the values in `models` that every rank holds completely.
         groups: The parameter groups of all optimizers.
     """
 
@@ -278,7 +307,7 @@ class Snapshot:
     models: dict[str, Any]
     others: dict[str, Any]
     generators: dict[str, Any]
-    plain: dict[str, tuple[Any, ...]]
+    plain: list[tuple[Any, ...]]
     groups: Groups
 
     @classmethod
@@ -320,10 +349,8 @@ class Snapshot:
 
         def summarise() -> StepResult[tuple[dict[str, Output], _Facts], _Summary]:
             files = {name: lay_out_one_file({name: state}) for name, state in self.others.items()}
-            tensors: dict[str, Any] = {
-                name: reduce(getitem, path, self.models) for name, path in self.plain.items()
-            }
-            sums = {self.plain[part.key]: each for part, each in checksums_of(tensors).items()}
+            work = Workspace()
+            sums = {path: _sum_of(reduce(getitem, path, self.models), work) for path in self.plain}
             facts = _Facts(sums, self.groups)
             known = repr([facts.sums, facts.params]).encode()
             digests = {name: _digest_of(file) for name, file in files.items()}
@@ -338,7 +365,7 @@ class Snapshot:
                 for name, groups in self.groups.items()
             }
             own[_GROUPS] = _pack(lay_out_one_file({_GROUPS: params}))
-            different = self._settle(ranks.run(lambda: StepResult(None, facts)).by_rank)
+            different = self._settle(ranks.run(lambda: StepResult(None, facts)).by_rank, number)
         equal = set.intersection(*({*each.others.items()} for each in summaries))
         common = {name for name, _ in equal}
         # Only the files that this rank writes: a copy of weights, such as an EMA, may be large.
@@ -352,12 +379,13 @@ class Snapshot:
             state |= {**self.head._asdict(), "packed": packed}
         return state
 
-    def _settle(self, by_rank: Mapping[int, _Facts]) -> list[list[Any]]:
+    def _settle(self, by_rank: Mapping[int, _Facts], number: int) -> list[list[Any]]:
         """Give `models` the groups of all ranks. Remove the values that differ.
 
         Returns:
-            The path of each such value, in the same order on all ranks, and the value of this rank.
-            None if this rank does not have it, as in a pipeline.
+            The path of each such value, in the same order on all ranks, and the value of this rank
+            in a list. The list is empty if this rank does not have the parameter, as in a pipeline.
+            It is None if its parameter does not have this state.
         """
         every, different = by_rank.values(), list[list[Any]]()
         # The ranks of a pipeline have different groups, and a checkpoint has those of all ranks.
@@ -366,14 +394,35 @@ class Snapshot:
             for name, groups in merge_groups(each.groups for each in every).items():
                 if name in self.models:
                     self.models[name] = {**self.models[name], "param_groups": groups}
-        own = {*self.plain.values()}
-        for path in find_differences({rank: each.sums for rank, each in by_rank.items()}):
+        paths = dict.fromkeys(path for each in every for path in each.sums)
+        held = {
+            rank: {
+                (name, "state", param) for name, *groups in each.params for param in chain(*groups)
+            }
+            for rank, each in by_rank.items()
+        }
+        # An optimizer may have state of a parameter on one rank only: an expert without gradients.
+        facts = {
+            rank: {
+                path: each.sums.get(path)
+                for path in paths
+                if path in each.sums or path[:3] in held[rank]
+            }
+            for rank, each in by_rank.items()
+        }
+        for path in find_differences(facts):
             # Merged groups are equal on all ranks, and have other places.
             if not (is_merged and "param_groups" in path[1:2]):
                 *places, last = path
-                holder = reduce(getitem, places, self.models) if path in own else {}
-                different.append([[*path], holder.pop(last, None)])
+                kept: list[Any] | None = None if path[:3] in held[number] else []
+                if path in by_rank[number].sums:
+                    kept = [reduce(getitem, places, self.models).pop(last)]
+                different.append([[*path], map_leaves(kept, _local)])
         return different
+
+
+def _local(leaf: Any, _: object) -> Any:
+    return local_tensor(leaf) if is_dtensor(leaf) else leaf
 
 
 def _digest_of(file: Output) -> bytes:
@@ -723,11 +772,13 @@ def read_selection(
         holder = own if is_same else each_own[0]
         differing = _unpack(holder, DIFFERING) if DIFFERING in holder else []
         stand_ins = list[_StandIn]()
-        for (*places, last), value in differing:
-            if value is None or not is_same:
-                value = torch.empty(0)
-                stand_ins.append(_StandIn([*places, last], value))
-            reduce(_item_of, places, saved)[last] = value
+        for (*places, last), kept in differing:
+            if kept is None and is_same:
+                continue
+            if not kept or not is_same:
+                kept = [torch.empty(0)]
+                stand_ins.append(_StandIn([*places, last], *kept))
+            (reduce(_item_of, places, saved)[last],) = kept
         generators = _unpack(own, GENERATORS) if GENERATORS in own else None
         groups = _unpack(holder, _GROUPS) if _GROUPS in holder else {}
         if is_same:
