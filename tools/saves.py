@@ -44,7 +44,7 @@ DASH = "\N{EN DASH}"
 #: steps differ by more than the Keeper adds.
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**17)}
 WAYS = {
-    COPY: "a bare copy of the shards, into memory that is there",
+    COPY: "a copy of the shards into existing memory",
     KEEPER: "`torchlift.Keeper`",
     "disabled": "torchtitan, ``disabled``",
     "async": "torchtitan, ``async``",
