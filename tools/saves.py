@@ -44,7 +44,7 @@ DASH = "\N{EN DASH}"
 #: steps differ by more than the Keeper adds.
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**17)}
 WAYS = {
-    COPY: "a bare copy of the shards, into memory that is there",
+    COPY: "a copy of the shards into existing memory",
     KEEPER: "`torchlift.Keeper`",
     "disabled": "torchtitan, ``disabled``",
     "async": "torchtitan, ``async``",
@@ -289,7 +289,7 @@ def table(size: int, found: dict[str, list[Run]]) -> str:
         f"{rounds * saves} times in new processes, while training continues.",
         "The table shows medians, with the lowest and the highest. Memory is what a rank and its "
         "child processes add at the peak. The last way copies during the next forward and backward "
-        "pass. It waits only before the optimizer's step. The keeper copies before `save` returns, "
+        "pass. It waits only before the optimizer's step. The keeper copies before ``save`` returns, "
         "so your loop may change any tensor after that.",
         "",
         ".. list-table::",

@@ -571,8 +571,8 @@ class Selection:
                 f"each rank saved its own values under one name, and {cause}",
                 file=self.path,
                 entry=".".join(map(str, paths[0])),
-                expected=f"{before} ranks, each with its part of the models that it saved",
-                found=f"{now} ranks",
+                expected="the models of this rank" if before == now else f"{before} ranks",
+                found="those of another rank" if before == now else now,
                 hint=f"Pass exclude={sorted(names)} to keep the current values.",
             )
 
