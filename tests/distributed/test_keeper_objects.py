@@ -836,7 +836,7 @@ def drifted(folder: str) -> list[float]:
     optimizer.state[model.weight]["momentum_buffer"] = filled(rank + 5)
     with torchlift.Keeper(folder) as keeper:
         keeper.save(1, model=model, optimizer=optimizer)
-        model.weight = nn.Parameter(filled(9))
+        model.weight = nn.Parameter(filled(9.0))
         optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
         keeper.resume(model=model, optimizer=optimizer)
     moment: Any = optimizer.state[model.weight]["momentum_buffer"]
