@@ -848,3 +848,85 @@ def test_replicas_of_a_dtensor_that_differ_are_each_ranks_own(tmp_path: Path) ->
     """As those of a plain tensor: a norm that tensor parallelism keeps on every rank."""
     found = torchlift.distributed.on_ranks(2, drifted, str(tmp_path))
     assert found == [[0, 5], [1, 6]]
+
+
+def test_state_of_a_parameter_that_no_optimizer_holds_now_is_refused(tmp_path: Path) -> None:
+    """A group that was added later is not there yet: its moments would be lost in silence."""
+
+    def made(*groups: int) -> dict[str, Any]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        optimizer = torch.optim.AdamW([{"params": model[at].parameters()} for at in groups])
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        return {"model": model, "optimizer": optimizer}
+
+    run, fewer, again = made(0, 1), made(0), made(1, 0)
+    before = everything(fewer)
+    with torchlift.Keeper(tmp_path, background=False) as keeper:
+        keeper.save(1, run)
+        with pytest.raises(CheckpointError, match=r"1.weight'.*that no optimizer holds") as caught:
+            keeper.resume(fewer)
+        assert same(everything(fewer), before)
+        assert "allow_unexpected=['model.1.weight', ...] to" in str(caught.value)
+        assert keeper.resume(fewer, allow_unexpected=["model.1.*"]) == 1
+        assert keeper.resume(again) == 1
+    assert torch.equal(fewer["model"][1].weight, run["model"][1].weight)
+    moments, expected = (each["optimizer"].state[each["model"][0].weight] for each in (again, run))
+    assert all(map(torch.equal, moments.values(), expected.values()))
+
+
+class Filled(torch.optim.Optimizer):
+    """Its state and its groups have containers of all kinds."""
+
+    def __init__(self, params: Any) -> None:
+        plan = {0: 0.1, 100: 0.2}
+        super().__init__(params, {"betas": (torch.ones(1), 0.9), "plan": plan, "lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            self.state[param] = {
+                "by_number": {0: torch.ones(1), 7: {True: (1, 2)}},
+                "pair": (torch.ones(2), [(torch.zeros(1),)]),
+                "empty": {},
+            }
+
+
+def containers_of(folder: str) -> list[Any]:
+    """Save and resume such an optimizer, and a module with such a state."""
+
+    class Table(nn.Linear):
+        table: Any = None
+
+        def get_extra_state(self) -> Any:
+            return self.table
+
+        def set_extra_state(self, state: Any) -> None:
+            self.table = state
+
+    def made() -> dict[str, Any]:
+        model = Table(2, 1)
+        return {"model": model, "optimizer": Filled(model.parameters())}
+
+    run, again = made(), made()
+    run["model"].table = {3: "c", "t": {0: torch.ones(1), None: (torch.ones(1),)}}
+    run["optimizer"].step()
+    with torchlift.Keeper(folder) as keeper:
+        keeper.save(1, run)
+        again["optimizer"].param_groups[0].update(plan=None, betas=None)
+        assert keeper.resume(again) == 1
+    found = []
+    for each in (run, again):
+        group = each["optimizer"].param_groups[0]
+        states = [*each["optimizer"].state.values()]
+        found.append(repr([each["model"].table, states, group["plan"], group["betas"]]))
+    return found
+
+
+@pytest.mark.distributed
+def test_containers_in_models_and_optimizers_come_back_as_they_were(tmp_path: Path) -> None:
+    """A DCP folder has text keys, and lists in the place of tuples."""
+    for run, again in (
+        containers_of(str(tmp_path / "alone")),
+        *torchlift.distributed.on_ranks(2, containers_of, str(tmp_path / "mesh")),
+    ):
+        assert again == run

@@ -54,17 +54,20 @@ from torchlift.distributed.options import (
 from torchlift.distributed.staging import Staging
 from torchlift.distributed.state_dict import load_states, read_states, slices_of
 from torchlift.errors import CheckpointError, FormatError, MismatchError, PlacementError
+from torchlift.formats.flattening import name_text
 from torchlift.formats.index import Array, allowed, left_out
 from torchlift.formats.source import errors_name
 
 #: The name of the states of the random number generators, for patterns.
 GENERATORS = "rng"
 #: Names that a checkpoint uses itself. In a DCP folder, plain data is packed.
-_RESERVED = ("step", "metrics", GENERATORS, "ranks", "packed", "differing", "groups")
+_RESERVED = ("step", "metrics", GENERATORS, "ranks", "packed", "differing", "groups", "containers")
 #: The key of the values of a rank that differ from those of other ranks under the same name.
 DIFFERING = "differing"
 #: The key of the parameter groups of a rank, if those of other ranks have other parameters.
 _GROUPS = "groups"
+#: The key of the containers of models and optimizers that a DCP folder changes.
+_CONTAINERS = "containers"
 #: The key of a dict that stands for an array of numpy. Its value is the array's dtype and shape.
 _ARRAY = "numpy.ndarray"
 
@@ -327,9 +330,9 @@ class Snapshot:
                     entry=name,
                     hint="Pass the module itself, or full tensors.",
                 )
+        require_savable({**models, **others}, path)  # it names the value that cannot be copied
         copies = staging.copy({"models": models, "others": others})
         models, others = copies["models"], copies["others"]
-        require_savable({**models, **others}, path)
         groups = {name: models[name]["param_groups"] for name in run.optimizers}
         generators, plain = Generators().state_dict(), run.find_plain(models)
         return cls(head, models, others, generators, plain, groups)
@@ -371,6 +374,8 @@ class Snapshot:
         # Only the files that this rank writes: a copy of weights, such as an EMA, may be large.
         own |= {name: _pack(file) for name, file in files.items() if name not in common}
         own[GENERATORS] = _pack(lay_out_one_file({GENERATORS: self.generators}))
+        if changed := [*_changed_containers(self.models, [])]:
+            own[_CONTAINERS] = _pack(lay_out_one_file({_CONTAINERS: changed}))
         if different:
             own[DIFFERING] = _pack(lay_out_one_file({DIFFERING: different}))
         state: dict[str, Any] = {**self.models, "ranks": {str(number): own}}
@@ -419,6 +424,37 @@ class Snapshot:
                     kept = [reduce(getitem, places, self.models).pop(last)]
                 different.append([[*path], map_leaves(kept, _local)])
         return different
+
+
+def _changed_containers(tree: Any, path: list[Any]) -> Iterator[list[Any]]:
+    """Yield the path of each container that a DCP folder changes, and the keys of a dict.
+
+    Keys become text, as in the path, and a tuple with tensors becomes a list.
+    """
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(tree, dict):
+        items = [(name_text(key), item) for key, item in tree.items()]
+        if any(type(key) is not str for key in tree):
+            yield [path, [*tree]]
+    elif any(isinstance(leaf, torch.Tensor) for leaf in _listed(tree)):
+        items = enumerate(tree if isinstance(tree, (list, tuple)) else ())
+        if isinstance(tree, tuple):
+            yield [path, None]
+    for key, item in items:
+        yield from _changed_containers(item, [*path, key])
+
+
+def _restore_container(saved: Any, path: list[Any], keys: list[Any] | None) -> None:
+    """Undo the change of a container, if it is among the states."""
+    *places, last = path
+    try:
+        holder = reduce(getitem, places, saved)
+        found = holder[last]
+    except LookupError:  # of another stage of a pipeline, or each rank has its own
+        return
+    by_text = {name_text(key): key for key in keys or ()}
+    new = tuple(found) if keys is None else {by_text.get(k, k): v for k, v in found.items()}
+    holder[last] = new
 
 
 def _local(leaf: Any, _: object) -> Any:
@@ -588,6 +624,34 @@ class Selection:
                     names = Names(ModuleTree(self.run.holder(self.run.owners[optimizer])))
                     (holder,) = name_parameters(names, [obj.optimizer])
                     require_same_groups(holder, groups, optimizer)
+
+    def require_holders(self) -> None:
+        """Refuse optimizer state of a parameter of this rank that its optimizer does not hold.
+
+        Raises:
+            StateDictMismatch: If there is some. It would be lost.
+        """
+        if not self.optimizers:
+            return
+        held = {id(param) for each in self.run.optimizers.values() for param in _params(each)}
+        names = Names(ModuleTree(self.run.holder())).tensors
+        lost = [
+            name
+            for each in self.optimizers.values()
+            for name, state in each["state"].items()
+            if state and name in names and id(names[name]) not in held and name not in self.left_out
+        ]
+        free = allowed(lost, self.rules.allow_unexpected)
+        if lost := [name for name in lost if name not in free]:
+            raise StateDictMismatch(
+                "the checkpoint has optimizer state of parameters that no optimizer holds now",
+                file=self.path,
+                entry=lost[0],
+                found=f"{len(lost)} parameters",
+                hint="Give the optimizer the parameters it was saved with. Or pass "
+                f"allow_unexpected=[{lost[0]!r}, ...] to load the rest.",
+                unexpected_keys=lost,
+            )
 
     def load_optimizer(self, name: str, commit: Commit, group: Any) -> None:
         """Load one optimizer alone, and keep a copy of its state for the undo. All ranks call it.
@@ -772,6 +836,10 @@ def read_selection(
         holder = own if is_same else each_own[0]
         differing = _unpack(holder, DIFFERING) if DIFFERING in holder else []
         stand_ins = list[_StandIn]()
+        lists = [_unpack(each, _CONTAINERS) for each in each_own if _CONTAINERS in each]
+        # The outer ones last, because the paths have the changed keys.
+        for place, keys in sorted(chain(*lists), key=lambda one: -len(one[0])):
+            _restore_container(saved, place, keys)
         for (*places, last), kept in differing:
             if kept is None and is_same:
                 continue
@@ -797,6 +865,7 @@ def read_selection(
         selection = _select(path, run, rules, saved, generators, groups)
     selection.require_none_of(stand_ins, len(by_rank), count)
     selection.require_groups_of_schedulers()
+    selection.require_holders()
     needed_names = [name for name in run.names if name not in selection.stays]
     lost = [name for name in needed_names if name not in saved]
     lost = [name for name in lost if any(name in states for states in each_own)]
