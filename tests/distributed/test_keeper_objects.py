@@ -930,3 +930,25 @@ def test_containers_in_models_and_optimizers_come_back_as_they_were(tmp_path: Pa
         *torchlift.distributed.on_ranks(2, containers_of, str(tmp_path / "mesh")),
     ):
         assert again == run
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_tensors_of_an_object_come_back(tmp_path: Path, layout: torch.layout) -> None:
+    """torch does not copy a compressed one deeply."""
+
+    class Graph:
+        def __init__(self, edges: torch.Tensor) -> None:
+            self.edges = edges
+
+        def state_dict(self) -> dict[str, torch.Tensor]:
+            return {"edges": self.edges}
+
+        def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+            self.edges = state["edges"]
+
+    run, again = (Graph((torch.eye(3) * by).to_sparse(layout=layout)) for by in (2, 0))
+    with torchlift.Keeper(tmp_path, background=False) as keeper:
+        keeper.save(1, graph=run)
+        assert keeper.resume(graph=again) == 1
+    assert again.edges.layout is layout
+    assert torch.equal(again.edges.to_dense(), torch.eye(3) * 2)

@@ -519,6 +519,13 @@ def _load_values(state: Any) -> Any:
     return state
 
 
+def _copy(state: Any) -> Any:
+    """Return a deep copy, also of compressed sparse tensors, which torch does not copy deeply."""
+    found = [each for each in leaves(state).values() if isinstance(each, torch.Tensor)]
+    odd = {id(each): each.clone() for each in found if each.layout is not torch.strided}
+    return copy.deepcopy(state, odd)
+
+
 # ---- what a checkpoint has for the objects
 
 
@@ -678,7 +685,7 @@ class Selection:
         # In the order of the caller, which is equal on all ranks: a state may need an exchange.
         for name in (name for name in self.run.stateful if name in self.others):
             try:
-                before[name] = copy.deepcopy(self.run.stateful[name].state_dict())
+                before[name] = _copy(self.run.stateful[name].state_dict())
             except Exception:  # a loader may have a state only after its start
                 last.append(name)
         Generators().load_state_dict(now)  # the state_dict of a loader draws random numbers
@@ -754,7 +761,7 @@ class Selection:
 
     def _load_object(self, name: str) -> None:
         # A copy: the object may keep the tensors, and the keeper may remove the file.
-        self.run.stateful[name].load_state_dict(copy.deepcopy(_load_values(self.others[name])))
+        self.run.stateful[name].load_state_dict(_copy(_load_values(self.others[name])))
 
     def _load(self, names: list[str], state: Any, group: Any, commit: Commit | None = None) -> None:
         """Load the models, and the optimizers with some names. Without a state, one optimizer."""
@@ -860,7 +867,7 @@ def read_selection(
         ) from error
     for name in (name for name in on_other_ranks if not is_same and name not in saved):
         states = [_unpack(states, name) for states in each_own if name in states]
-        saved[name] = on_other_ranks[name](copy.deepcopy(_load_values(states)))
+        saved[name] = on_other_ranks[name](_copy(_load_values(states)))
     with errors_name(path):
         selection = _select(path, run, rules, saved, generators, groups)
     selection.require_none_of(stand_ins, len(by_rank), count)
