@@ -932,6 +932,7 @@ def test_containers_in_models_and_optimizers_come_back_as_they_were(tmp_path: Pa
         assert again == run
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
 def test_sparse_tensors_of_an_object_come_back(tmp_path: Path, layout: torch.layout) -> None:
     """torch does not copy a compressed one deeply."""
