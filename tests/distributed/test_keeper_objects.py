@@ -953,3 +953,24 @@ def test_sparse_tensors_of_an_object_come_back(tmp_path: Path, layout: torch.lay
         assert keeper.resume(graph=again) == 1
     assert again.edges.layout is layout
     assert torch.equal(again.edges.to_dense(), torch.eye(3) * 2)
+
+
+def test_an_encoder_in_two_models_has_the_state_of_each_optimizer(tmp_path: Path) -> None:
+    """An actor and a critic: it has a name in each, and one optimizer must not get both states."""
+
+    def made(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        encoder = nn.Linear(2, 2)
+        models = {name: nn.Sequential(encoder, nn.Linear(2, 1)) for name in ("actor", "critic")}
+        optimizers = {f"{n}_optimizer": torch.optim.Adam(m.parameters()) for n, m in models.items()}
+        return {**models, **optimizers}
+
+    run, again = made(0), made(1)
+    for power, name in enumerate(("actor", "critic"), 2):
+        run[f"{name}_optimizer"].zero_grad()
+        run[name](torch.ones(1, 2)).pow(power).sum().backward()
+        run[f"{name}_optimizer"].step()
+    with torchlift.Keeper(tmp_path, background=False) as keeper:
+        keeper.save(1, run)
+        assert keeper.resume(again) == 1
+    assert same(everything(run), everything(again))

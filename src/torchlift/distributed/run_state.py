@@ -583,14 +583,17 @@ class Selection:
         # One load has one state for each name. Two optimizers may share a parameter, or each have
         # one that no model has. Then the name is the place in the optimizer. Or each has state that
         # is not a parameter's.
-        separate, used, is_one = list[str](), set[str](), len(self.optimizers) == 1
+        separate, used, is_one = list[str](), set[object](), len(self.optimizers) == 1
+        tensors = Names(ModuleTree(self.run.holder())).tensors
         for name, state in self.optimizers.items():
             params = _parameters_of(state)
             is_loose = any(PLACE.match(str(param)) for param in params)
             is_loose = (is_loose or params != _parameters_in_groups(state)) and not is_one
-            if params & used or is_loose or not self.run.owners[name]:
+            # An encoder in two models has two names.
+            each = {id(tensors[param]) if param in tensors else param for param in params}
+            if each & used or is_loose or not self.run.owners[name]:
                 separate.append(name)
-            used |= params
+            used |= each
         return SelectionMessage(selected, unexpected, tuple(separate))
 
     def require_none_of(self, stand_ins: list[_StandIn], before: int, now: int) -> None:
