@@ -974,3 +974,33 @@ def test_an_encoder_in_two_models_has_the_state_of_each_optimizer(tmp_path: Path
         keeper.save(1, run)
         assert keeper.resume(again) == 1
     assert same(everything(run), everything(again))
+
+
+def keep_experts(folder: str, names: bool) -> float:
+    """Save and resume a sharded expert of each rank, on a mesh of its own."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("expert", "shard"))["shard"]
+    model = nn.ModuleDict({f"expert_{rank}" if names else "expert": nn.Linear(2, 1, bias=False)})
+    (expert,) = model.values()
+    fully_shard(expert, mesh=mesh)
+    with torch.no_grad():
+        expert.weight.to_local().fill_(rank + 5)
+    with torchlift.Keeper(folder, background=False) as keeper:
+        keeper.save(1, model=model)
+        with torch.no_grad():
+            expert.weight.to_local().zero_()
+        keeper.resume(model=model)
+    return expert.weight.to_local()[0, 0].item()
+
+
+@pytest.mark.distributed
+def test_shards_on_several_meshes_are_not_taken_for_replicas(tmp_path: Path) -> None:
+    """The experts of one rank would become those of all. The way out is a name for each."""
+    on_ranks = torchlift.distributed.on_ranks
+    with pytest.raises(RuntimeError, match=r"hold different values .*expert_\{number"):
+        on_ranks(2, keep_experts, str(tmp_path / "one"), False)
+    assert on_ranks(2, keep_experts, str(tmp_path / "two"), True) == [5, 6]

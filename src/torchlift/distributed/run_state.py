@@ -22,10 +22,10 @@ from torchlift._checkpoint.checkpoint import open as open_checkpoint
 from torchlift._checkpoint.comparison import diff
 from torchlift._checkpoint.kinds import array_of
 from torchlift._model.commit import Commit
-from torchlift._model.dtensor import is_dtensor, local_tensor
+from torchlift._model.dtensor import is_dtensor, local_tensor, spans_of
 from torchlift._model.names import Names, uses_fsdp1
 from torchlift._model.own_loading import ModuleHolder
-from torchlift._model.ranks import RankGroup, StepResult
+from torchlift._model.ranks import RankGroup, StepResult, world_of
 from torchlift._model.slots import ModuleTree
 from torchlift._model.state import versioned
 from torchlift._plan.rules import Options, check_rename, rename_keys
@@ -33,7 +33,13 @@ from torchlift._save.blocks import Block, Workspace, memory_of
 from torchlift._save.files import pass_bytes
 from torchlift._save.layouts import Output, end_of
 from torchlift._save.pickling import is_array
-from torchlift._save.replicas import checksum_of, find_differences
+from torchlift._save.replicas import (
+    Checksum,
+    HeldPart,
+    checksum_of,
+    difference_error,
+    find_differences,
+)
 from torchlift._save.saving import lay_out_one_file, require_savable
 from torchlift._sources.tensors import FileTensor
 from torchlift._system.containers import leaves, map_leaves
@@ -199,6 +205,16 @@ def _is_part(value: object) -> bool:
     return is_dtensor(value) and not all(each.is_replicate() for each in value.placements)
 
 
+def _is_on_some_ranks(tensor: Any) -> bool:
+    """Return whether other ranks may have another mesh, and this is a first replica on its own."""
+    mesh = tensor.device_mesh
+    place = mesh.get_coordinate()
+    if place is None or mesh.size() == world_of()[1]:
+        return False
+    pairs = zip(tensor.placements, place, strict=True)
+    return not any(each.is_partial() or (each.is_replicate() and at) for each, at in pairs)
+
+
 def _sum_of(value: Any, work: Workspace) -> str:
     """Return a text that is equal for equal values, in every process."""
 
@@ -269,10 +285,12 @@ class _Facts(NamedTuple):
 
     Attributes:
         sums: Path of a value in models and optimizers -> its `_sum_of`.
+        parts: Name and ranges of a shard on a mesh of some of the ranks -> its checksum.
         groups: The parameter groups of all optimizers.
     """
 
     sums: dict[tuple[Any, ...], str]
+    parts: dict[HeldPart, Checksum]
     groups: Groups
 
     @property
@@ -354,8 +372,14 @@ class Snapshot:
             files = {name: lay_out_one_file({name: state}) for name, state in self.others.items()}
             work = Workspace()
             sums = {path: _sum_of(reduce(getitem, path, self.models), work) for path in self.plain}
-            facts = _Facts(sums, self.groups)
-            known = repr([facts.sums, facts.params]).encode()
+            parts = {
+                HeldPart(name, spans_of(leaf, name)): checksum_of(local_tensor(leaf), work)
+                for path, leaf in leaves(self.models).items()
+                if _is_part(leaf) and _is_on_some_ranks(leaf)
+                for name in [".".join(map(str, path))]
+            }
+            facts = _Facts(sums, parts, self.groups)
+            known = repr([facts.sums, facts.parts, facts.params]).encode()
             digests = {name: _digest_of(file) for name, file in files.items()}
             return StepResult((files, facts), _Summary(digests, sha256(known).digest()))
 
@@ -391,8 +415,15 @@ class Snapshot:
             The path of each such value, in the same order on all ranks, and the value of this rank
             in a list. The list is empty if this rank does not have the parameter, as in a pipeline.
             It is None if its parameter does not have this state.
+
+        Raises:
+            PlacementError: If shards on several meshes differ under one name.
         """
         every, different = by_rank.values(), list[list[Any]]()
+        unlike = find_differences({rank: each.parts for rank, each in by_rank.items()})
+        if unlike:  # experts of a group of ranks: a DCP folder has one tensor of each name
+            hint = "Name the modules of each group of ranks, such as f'expert_{number}'."
+            raise difference_error({part.key: each for part, each in unlike.items()}, hint)
         # The ranks of a pipeline have different groups, and a checkpoint has those of all ranks.
         is_merged = any(each.params != by_rank[0].params for each in every)
         if is_merged:
