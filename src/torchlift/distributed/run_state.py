@@ -201,7 +201,7 @@ def _listed(value: Any) -> Iterable[Any]:
 
 
 def _is_part(value: object) -> bool:
-    """Return whether a value is a DTensor of which a rank may hold a part only."""
+    """Return whether a value is a DTensor that is divided between ranks."""
     return is_dtensor(value) and not all(each.is_replicate() for each in value.placements)
 
 
