@@ -36,7 +36,7 @@ CODE := src tests tools docs recipes conf.py
 
 # The tests, the site and the notebooks see the built wheel, never the working copy of src/.
 ON_WHEEL := PYTHONPATH="$(CURDIR)/build/wheel-site"
-SPHINX := -m sphinx -c . -n -T -W --keep-going
+SPHINX := -m sphinx -c . -n -T -W --keep-going -j auto
 
 # Checkpoints that tests and recipes write go when their target ends: a full disk is no result.
 SCRATCH := export TMPDIR="$$(mktemp -d)"; trap 'rm -rf "$$TMPDIR"' EXIT;
