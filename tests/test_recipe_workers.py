@@ -19,7 +19,11 @@ from rules import each
 from sphinx.util import logging
 from sphinx_gallery.py_source_parser import split_code_and_text_blocks
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="nothing forks elsewhere")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="nothing forks elsewhere"),
+    # Python 3.12 warns of a fork beside threads, which torch's tests have started by now.
+    pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
+]
 CLOCKED = "from time import perf_counter\n"
 MEASURING = "start = perf_counter()"
 
