@@ -36,6 +36,7 @@ extensions = [
     "recipe_cards",
     "recipe_outputs",
     "recipe_pages",
+    "recipe_workers",
     "valid_html",
 ]
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote, unquote, urlsplit
 
 import html5lib
@@ -357,18 +357,51 @@ SEEN = f"""{{
 }}"""
 
 
-def test_every_page_shows_its_title_and_its_words(browser: Browser, address: str) -> None:
+FIRST_PICTURE = """
+document.querySelector("article :is(figure, .output_html table)").getBoundingClientRect().top
+  + scrollY
+"""
+
+
+class Visit(NamedTuple):
+    """What a browser saw of a page.
+
+    Attributes:
+        words: width of the window -> what SEEN returns.
+        picture: how far down the first picture is in the wide window. None if it is no recipe.
+    """
+
+    words: dict[int, list[list[Any]]]
+    picture: float | None
+
+
+@pytest.fixture(scope="module")
+def visits(browser: Browser, address: str) -> dict[Path, Visit]:
+    """Every page, opened once, on a screen and on a phone: a page takes a third of a second."""
+    found = {}
+    for path in pages():
+        browser.open(address + name(path))
+        words: dict[int, list[list[Any]]] = {}
+        picture = None
+        for width in 1400, 420:
+            browser.resize(width)
+            words[width] = browser.run(SEEN)
+            if width == 1400 and path.match("auto_recipes/0[1-9]*/plot_*.html"):  # no tutorial
+                picture = browser.run(FIRST_PICTURE)
+        found[path] = Visit(words, picture)
+    return found
+
+
+def test_every_page_shows_its_title_and_its_words(visits: dict[Path, Visit]) -> None:
     """A rule of the style sheet can blank a page that nobody opened, and the HTML is still valid.
 
     Nine tenths of the words of each article are seen, but what is hidden on purpose, and nothing is
     wider than the window: on a screen and on a phone, light and dark.
     """
     wrong = []
-    for path in pages():
-        browser.open(address + name(path))
-        for width in 1400, 420:
-            browser.resize(width)
-            for theme, seen, there, height, over in browser.run(SEEN):
+    for path, visit in visits.items():
+        for width, seen_words in visit.words.items():
+            for theme, seen, there, height, over in seen_words:
                 where = f"{name(path)} at {width}, {theme}"
                 if not height:
                     wrong.append(f"{where}: its title is not seen")
@@ -379,23 +412,13 @@ def test_every_page_shows_its_title_and_its_words(browser: Browser, address: str
     assert not wrong, "\n".join(wrong)
 
 
-FIRST_PICTURE = """
-document.querySelector("article :is(figure, .output_html table)").getBoundingClientRect().top
-  + scrollY
-"""
-
-
-def test_recipes_show_a_figure_or_a_table_early(browser: Browser, address: str) -> None:
+def test_recipes_show_a_figure_or_a_table_early(visits: dict[Path, Visit]) -> None:
     """A page is looked at before it is read: the picture is on the second screen of a laptop."""
-    recipes = sorted(SITE.glob("auto_recipes/0[1-9]*/plot_*.html"))  # not the tutorial
-    assert len(recipes) > 40
-    browser.show(1440, "light")
-    late = {}
-    for path in recipes:
-        browser.open(address + name(path))
-        top = browser.run(FIRST_PICTURE)
-        if top > 1600:
-            late[name(path)] = top
+    tops = {
+        name(path): visit.picture for path, visit in visits.items() if visit.picture is not None
+    }
+    assert len(tops) > 40
+    late = {page: top for page, top in tops.items() if top > 1600}
     assert not late, json.dumps(late, indent=1)
 
 

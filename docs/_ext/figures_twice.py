@@ -8,6 +8,7 @@ of each for the cards of the gallery.
 from __future__ import annotations
 
 import colorsys
+import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,9 +75,11 @@ def card_path(images: Path, script: Path, suffix: str) -> Path:
 
 def save(figure: Figure, path: Path) -> None:
     """Write a picture of few colours, which is what a chart is: a third of the bytes."""
-    figure.savefig(path, dpi=DPI, facecolor=figure.get_facecolor())
-    with Image.open(path) as image:
-        image.convert("RGB").quantize(96, dither=Image.Dither.NONE).save(path, optimize=True)
+    pixels = io.BytesIO()
+    figure.savefig(pixels, dpi=DPI, facecolor=figure.get_facecolor(), format="rgba")
+    size = [int(side * DPI) for side in figure.get_size_inches()]
+    image = Image.frombuffer("RGBA", size, pixels.getvalue()).convert("RGB")
+    image.quantize(96, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 def make_card(source: Path, target: Path) -> None:
