@@ -123,3 +123,21 @@ def test_what_only_a_pickle_could_rebuild_is_refused_by_its_name(
     dcp.load(rest, storage_reader=CheckpointReader(tmp_path / "dcp"))
     assert rest == {"model": {"weight": rest["model"]["weight"]}, "config": {"depth": 2}}
     assert rest["model"]["weight"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("kind", ["torch", "dcp"])
+def test_dtypes_and_devices_are_not_text(tmp_path: Path, kind: str) -> None:
+    """An index has text in their place, and a group of an optimizer may have a dtype."""
+    saved = {
+        "dtype": torch.int8,
+        "groups": [{"dtype": torch.bfloat16, "betas": (0.5, torch.device("cpu"))}],
+        "name": "torch.int8",
+    }
+    path = tmp_path / kind
+    if kind == "torch":
+        torch.save(saved, path)
+    else:
+        dcp.save(saved, checkpoint_id=path, no_dist=True)
+    found = {"dtype": None, "groups": [{"dtype": None, "betas": (0.0, None)}], "name": ""}
+    dcp.load(found, storage_reader=CheckpointReader(path))
+    assert found == saved

@@ -26,6 +26,7 @@ from torchlift._model.dtensor import Spans
 from torchlift._model.ranks import portable, world_of
 from torchlift._sources.tensors import Copy, FileTensor, copy_values, resolve
 from torchlift._store.places import is_url
+from torchlift._system.containers import leaves
 from torchlift.errors import CheckpointError, PlacementError
 from torchlift.formats.index import TensorEntry
 
@@ -190,8 +191,12 @@ class CheckpointReader(StorageReader):
             self._problem = portable(error)
 
     def _object(self, key: str) -> io.BytesIO:
+        value = self._ckpt.objects[key]
+        if self._ckpt._index.tree is not None and str in map(type, leaves([value]).values()):
+            # The objects of an index have text in place of dtypes and devices.
+            value = self._ckpt._tree(key, self._ckpt._view)
         stream = io.BytesIO()
-        torch.save(self._ckpt.objects[key], stream)
+        torch.save(value, stream)
         stream.seek(0)
         return stream
 
