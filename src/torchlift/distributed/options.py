@@ -190,6 +190,7 @@ class LoadCall:
         include, exclude: Patterns of the parameters whose optimizer state is loaded.
         allow_missing: Patterns of parameters that may lack optimizer state, and of names that the
             model's state dict may lack.
+        must_match: Whether it is an error if no optimizer state matches.
     """
 
     part: Part
@@ -203,6 +204,7 @@ class LoadCall:
     include: Collection[str] = ("*",)
     exclude: Collection[str] = ()
     allow_missing: Collection[str] = ()
+    must_match: bool = False
 
     def model_dict(self) -> Mapping[Any, Any] | None:
         """Return the model's state dict, or None if the model stays as it is."""
