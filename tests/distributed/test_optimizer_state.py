@@ -692,6 +692,44 @@ def test_a_number_for_a_moment_is_refused() -> None:
             ours.set_optimizer_state_dict(model, loading, saved)
 
 
+@pytest.mark.parametrize(
+    "value", [[], (), {}, [torch.ones(4, 3)], {"a": torch.ones(4, 3)}], ids=str
+)
+def test_a_container_for_a_moment_is_refused(value: Any) -> None:
+    """The next step would fail. An empty one has no leaf that could be compared."""
+    model, optimizer = trained()
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["exp_avg"] = value
+    for loading in (optimizer, torch.optim.Adam(model.parameters())):
+        before = copy.deepcopy(loading.state_dict())
+        with pytest.raises(ours.StateDictMismatch, match=r"exp_avg': the saved state is not a ten"):
+            ours.set_optimizer_state_dict(model, loading, saved, options=PARTIAL)
+        assert equal(loading.state_dict(), before)
+
+
+@pytest.mark.parametrize("params", [None, False, 3, torch.tensor(1.0), [{}], [[0]], [None, 1]])
+def test_groups_that_list_no_names_are_said(params: Any) -> None:
+    """They ended in a TypeError."""
+    model, optimizer = trained()
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["params"] = params
+    with pytest.raises(ours.StateDictMismatch, match="a list of names or numbers"):
+        ours.set_optimizer_state_dict(model, optimizer, saved)
+
+
+def test_keys_that_are_no_text_can_be_shown() -> None:
+    """In a flat state, and in a group of another kind of optimizer."""
+    model, optimizer = trained()
+    flat: dict[Any, Any] = ours.get_optimizer_state_dict(model, optimizer, options=FLAT)
+    for key in (7, None, (1, 2)):
+        with pytest.raises(ours.StateDictMismatch, match="not a key of an optimizer state dict"):
+            ours.set_optimizer_state_dict(model, optimizer, {**flat, key: 1})
+    saved: Any = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0][7] = saved["param_groups"][0].pop("eps")
+    with pytest.raises(ours.StateDictMismatch, match=r"another kind.*found 7"):
+        ours.set_optimizer_state_dict(model, optimizer, saved)
+
+
 def test_the_result_shares_no_container_with_the_optimizer() -> None:
     """dcp.load writes numbers into it, before anything is checked."""
     model, optimizer = trained()

@@ -324,6 +324,10 @@ class OptimizerSlots:
                 )
             live = {**{key: owner.first[key] for key in lacks}, **live}
 
+        for key, value in saved.items():
+            if isinstance(value, (dict, list, tuple)):  # an empty one has no leaf
+                _require_no_tensor(owner, value, tensors, (key,))
+
         def put_slot(value: Any, path: Path) -> Any:
             if isinstance(value, Stored):
                 return self._slot(owner, value, tensors.get(path), path)
@@ -632,7 +636,7 @@ def _require_kind(
         for key, default in getattr(optimizer, "defaults", {}).items()
         if key not in saved and not isinstance(default, (bool, type(None)))
     ]
-    more = [key for key in saved if key not in group]
+    more = [str(key) for key in saved if key not in group]
     if lacks and more:
         kind = type(optimizer).__name__
         raise StateDictMismatch(
@@ -645,7 +649,7 @@ def _require_kind(
 
 
 def _require_same(a: dict[str, Any], b: dict[str, Any], first: str, second: str) -> None:
-    for key in sorted((a.keys() & b.keys()) - {"param_names"}):
+    for key in sorted((a.keys() & b.keys()) - {"param_names"}, key=str):
         same = a[key] is b[key] or bool(torch.as_tensor(a[key] == b[key]).all())
         if not same:
             raise StateDictMismatch(

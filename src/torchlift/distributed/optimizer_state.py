@@ -395,10 +395,11 @@ def normalise(saved: Mapping[str, Any], holders: Sequence[Holder]) -> Saved:
         saved = _unflatten(saved, holders)
     state, groups = saved[_STATE], saved[_GROUPS]
     fits = isinstance(state, Mapping) and isinstance(groups, (list, tuple))
-    if not fits or not all(isinstance(g, Mapping) and _PARAMS in g for g in groups):
+    if not fits or not all(isinstance(g, Mapping) and _lists_names(g) for g in groups):
         raise StateDictMismatch(
             "not an optimizer state dict",
-            expected=f"a dict under {_STATE!r}, and under {_GROUPS!r} dicts with {_PARAMS!r}",
+            expected=f"a dict under {_STATE!r}, and under {_GROUPS!r} dicts with {_PARAMS!r}, a "
+            "list of names or numbers",
         )
     numbered = _name_numbers(groups, holders)
     found = Saved()
@@ -420,6 +421,11 @@ def normalise(saved: Mapping[str, Any], holders: Sequence[Holder]) -> Saved:
     return found
 
 
+def _lists_names(group: Mapping[str, Any]) -> bool:
+    keys = group.get(_PARAMS)
+    return isinstance(keys, (list, tuple)) and all(isinstance(key, (str, int)) for key in keys)
+
+
 def _name_numbers(groups: Any, holders: Sequence[Holder]) -> dict[Any, str]:
     """Return the names for the numbers in the groups of a state dict, if it has numbers.
 
@@ -429,12 +435,13 @@ def _name_numbers(groups: Any, holders: Sequence[Holder]) -> dict[Any, str]:
     """
     numbers = [list(dict.fromkeys(group[_PARAMS])) for group in groups]
     keys = [key for group in numbers for key in group]
-    if not keys or not all(isinstance(key, int) for key in keys):
+    if not any(isinstance(key, int) for key in keys):
         return {}
     written = {
         number: name
         for group in groups
         for number, name in zip(group[_PARAMS], group.get("param_names") or (), strict=False)
+        if isinstance(name, str)
     }
     known = _find_names(written, holders) if len(written) == len(keys) else {}
     # Without empty groups: DCP and torch's functions lose them.
@@ -499,7 +506,7 @@ def _unflatten(flat: Mapping[str, Any], holders: Iterable[Holder]) -> dict[str, 
         else:
             raise StateDictMismatch(
                 "not a key of an optimizer state dict",
-                entry=key,
+                entry=str(key),
                 expected="'state' and 'param_groups', or keys that begin with them and a dot",
             )
     return {_STATE: state, _GROUPS: list(groups.values())}
