@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
@@ -141,3 +142,33 @@ def test_dtypes_and_devices_are_not_text(tmp_path: Path, kind: str) -> None:
     found = {"dtype": None, "groups": [{"dtype": None, "betas": (0.0, None)}], "name": ""}
     dcp.load(found, storage_reader=CheckpointReader(path))
     assert found == saved
+
+
+@pytest.mark.parametrize("kind", ["torch", "dcp", "lift"])
+def test_an_optimizer_without_tensors_is_loaded(tmp_path: Path, kind: str) -> None:
+    """dcp.load looks for each value of a group, as it would save them."""
+    model = nn.Linear(2, 1)
+    saving = torch.optim.SGD([{"params": model.parameters(), "tags": [1, {"a": 2}]}], lr=0.3)
+    state = {"model": model.state_dict(), "optimizer": saving.state_dict()}
+    path = tmp_path / kind
+    if kind == "torch":
+        torch.save(state, path)
+    elif kind == "dcp":
+        dcp.save(state, checkpoint_id=path, no_dist=True)
+    else:
+        torchlift.save(state, path, format="dcp")
+    for reader in (CheckpointReader, FileSystemReader)[: 1 if kind == "torch" else 2]:
+        group = {"params": nn.Linear(2, 1).parameters(), "tags": [0, {"a": 0}]}
+        loading = torch.optim.SGD([group], lr=0.1)
+        found = {"model": nn.Linear(2, 1).state_dict(), "optimizer": loading.state_dict()}
+        dcp.load(found, storage_reader=reader(path))
+        assert found["optimizer"] == state["optimizer"]
+        assert torch.equal(found["model"]["weight"], state["model"]["weight"])
+
+
+def test_lists_that_cannot_be_taken_apart_stay_whole(tmp_path: Path) -> None:
+    """A key that is not text, or one that another value has, would be lost."""
+    saved = {"a": [{1: 2}], "b": [{"x.y": 1, "x": {"y": 2}}], "c": [{}, {"k": None}], "c.1.k": 5}
+    torchlift.save(saved, tmp_path / "saved", format="dcp")
+    with torchlift.open(tmp_path / "saved") as ckpt:
+        assert ckpt.tree() == saved

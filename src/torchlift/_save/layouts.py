@@ -6,7 +6,7 @@ import json
 import os
 import pickle
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,6 +20,7 @@ from torchlift._save.values import State, Value, kind_error, storages_of, ties_o
 from torchlift._store.places import inside
 from torchlift._transfer.write import SetKind
 from torchlift.formats.dcp import DCP_METADATA, DCP_SUFFIX, dcp_items
+from torchlift.formats.flattening import ROOT_OBJECT
 from torchlift.formats.layout import INDEX_SUFFIX, Layout, Stored
 from torchlift.formats.safetensors import TIED_KEYS, safetensors_layout
 from torchlift.formats.sharded import index_content, is_index, shards_of
@@ -299,8 +300,55 @@ def dcp_output(
 
 def add_objects(own: OwnFile, state: State) -> None:
     """Add the values of a state that are not tensors."""
-    for key, item in state.objects.items():
+    for key, (_, item) in _dcp_objects(state).items():
         own.add_value(key, lay_out_torch_file(item, []).layout)
+
+
+def _dcp_objects(state: State) -> dict[str, tuple[tuple[str | int, ...], object]]:
+    """Return key -> (path, value) of plain values, with the keys that torch looks for."""
+    found = {key: (state.paths[key], value) for key, value in state.objects.items()}
+    for key, (path, value) in [*found.items()]:
+        parts = take_apart_list(key, value)
+        if key not in parts and key != ROOT_OBJECT and state.paths.keys().isdisjoint(parts):
+            del found[key]
+            found |= {name: ((*path, *part), item) for name, (part, item) in parts.items()}
+    return found
+
+
+def take_apart_list(key: str, value: object) -> dict[str, tuple[tuple[str | int, ...], object]]:
+    """Return the values in a plain list with dicts, which torch's DCP takes apart.
+
+    Returns:
+        Key -> (path below the list, value). Other values, and lists whose values would not have
+        keys of their own, have one key: their own.
+
+    Example:
+        >>> take_apart_list("groups", [{"lr": 0.1, "betas": (0.5, 0.9)}])
+        {'groups.0.lr': ((0, 'lr'), 0.1), 'groups.0.betas': ((0, 'betas'), (0.5, 0.9))}
+    """
+    parts = [*_parts_of((), value)]
+    named = {".".join(map(str, (key, *path))): (path, item) for path, item in parts}
+    return named if len(named) == len(parts) else {key: ((), value)}
+
+
+def _parts_of(
+    path: tuple[str | int, ...], value: object
+) -> Iterator[tuple[tuple[str | int, ...], object]]:
+    items: Iterable[tuple[str | int, object]] = ()
+    if isinstance(value, list) and _has_dict(value):
+        items = enumerate(value)
+    elif path and isinstance(value, dict) and all(type(name) is str for name in value):
+        items = value.items()
+    if not items:
+        yield path, value
+    for name, item in items:
+        yield from _parts_of((*path, name), item)
+
+
+def _has_dict(value: object) -> bool:
+    if isinstance(value, list):
+        return any(_has_dict(item) for item in value)
+    return isinstance(value, dict)
 
 
 def storage_data(names: Sequence[str], written: Sequence[Written]) -> dict[MetadataIndex, object]:
@@ -357,10 +405,13 @@ def dcp_content(
         )
         for key, stored in tensors.items()
     }
-    described |= {key: BytesStorageMetadata() for key in state.objects}
+    objects = _dcp_objects(state)
+    described |= {key: BytesStorageMetadata() for key in objects}
+    paths = {key: path for key, path in state.paths.items() if key not in state.objects}
+    paths |= {key: path for key, (path, _) in objects.items()}
     data, meta = storage_data(names, written), StorageMeta(str(path))
     # The version tells torch how keys were joined.
-    return pickle.dumps(Metadata(described, state.paths, data, meta, DCP_VERSION))
+    return pickle.dumps(Metadata(described, paths, data, meta, DCP_VERSION))
 
 
 def _dcp_layout(stored: Stored, checksum: bool) -> Layout:

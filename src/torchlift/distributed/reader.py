@@ -24,6 +24,7 @@ from torchlift._checkpoint.checkpoint import Checkpoint, MappedViews, dtype_of
 from torchlift._checkpoint.checkpoint import open as open_checkpoint
 from torchlift._model.dtensor import Spans
 from torchlift._model.ranks import portable, world_of
+from torchlift._save.layouts import take_apart_list
 from torchlift._sources.tensors import Copy, FileTensor, copy_values, resolve
 from torchlift._store.places import is_url
 from torchlift._system.containers import leaves
@@ -97,7 +98,8 @@ class CheckpointReader(StorageReader):
         }
         # These are listed, so that a plan that needs one is refused by name, and not as missing.
         rest = [key for key in self._ckpt.entries if key not in described]
-        plain = (*self._ckpt.objects, *self._ckpt.blocked_keys, *rest)
+        parts = [take_apart_list(key, value) for key, value in self._ckpt.objects.items()]
+        plain = (*(name for each in parts for name in each), *self._ckpt.blocked_keys, *rest)
         described.update({key: BytesStorageMetadata() for key in plain})
         return Metadata(
             described,
@@ -191,9 +193,9 @@ class CheckpointReader(StorageReader):
             self._problem = portable(error)
 
     def _object(self, key: str) -> io.BytesIO:
-        value = self._ckpt.objects[key]
+        value = self._ckpt.objects.get(key, key)
         if self._ckpt._index.tree is not None and str in map(type, leaves([value]).values()):
-            # The objects of an index have text in place of dtypes and devices.
+            # The objects of an index have text in place of dtypes, and lists in one piece.
             value = self._ckpt._tree(key, self._ckpt._view)
         stream = io.BytesIO()
         torch.save(value, stream)
