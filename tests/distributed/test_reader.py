@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import torchlift
+from torchlift._save.layouts import take_apart_list
 from torchlift.distributed import CheckpointReader
 from torchlift.errors import FormatError
 
@@ -172,3 +173,15 @@ def test_lists_that_cannot_be_taken_apart_stay_whole(tmp_path: Path) -> None:
     torchlift.save(saved, tmp_path / "saved", format="dcp")
     with torchlift.open(tmp_path / "saved") as ckpt:
         assert ckpt.tree() == saved
+
+
+def test_a_list_of_shared_lists_is_not_taken_apart() -> None:
+    """One list 2**40 times, and a long name 30,000 times, take a few kilobytes."""
+    shared: list[object] = [{"a": 1}]
+    plain: list[object] = [1]
+    for _ in range(40):
+        shared, plain = [shared, shared], [plain, plain]
+    endless: list[object] = [{"a": 1}]
+    endless.append(endless)
+    for value in (shared, plain, endless, [{"b" * 1000: 1}] * 30_000):
+        assert take_apart_list("key", value).keys() == {"key"}

@@ -326,29 +326,46 @@ def take_apart_list(key: str, value: object) -> dict[str, tuple[tuple[str | int,
         >>> take_apart_list("groups", [{"lr": 0.1, "betas": (0.5, 0.9)}])
         {'groups.0.lr': ((0, 'lr'), 0.1), 'groups.0.betas': ((0, 'betas'), (0.5, 0.9))}
     """
-    parts = [*_parts_of((), value)]
-    named = {".".join(map(str, (key, *path))): (path, item) for path, item in parts}
-    return named if len(named) == len(parts) else {key: ((), value)}
+    named: dict[str, tuple[tuple[str | int, ...], object]] = {}
+    size, known = 0, dict[int, bool]()
+    for path, item in _parts_of((), value, known):
+        name = ".".join(map(str, (key, *path)))
+        size += len(name)
+        # A small file can hold one list a million times. Its names would fill the memory.
+        if name in named or size > _NAMES or len(path) > _DEPTH:
+            return {key: ((), value)}
+        named[name] = path, item
+    return named
+
+
+#: Characters of the names of a list that is taken apart, and how deep its values may be.
+_NAMES, _DEPTH = 1 << 24, 50
 
 
 def _parts_of(
-    path: tuple[str | int, ...], value: object
+    path: tuple[str | int, ...], value: object, known: dict[int, bool]
 ) -> Iterator[tuple[tuple[str | int, ...], object]]:
     items: Iterable[tuple[str | int, object]] = ()
-    if isinstance(value, list) and _has_dict(value):
+    if len(path) > _DEPTH:
+        pass
+    elif isinstance(value, list) and _has_dict(value, known):
         items = enumerate(value)
     elif path and isinstance(value, dict) and all(type(name) is str for name in value):
         items = value.items()
     if not items:
         yield path, value
     for name, item in items:
-        yield from _parts_of((*path, name), item)
+        yield from _parts_of((*path, name), item, known)
 
 
-def _has_dict(value: object) -> bool:
-    if isinstance(value, list):
-        return any(_has_dict(item) for item in value)
-    return isinstance(value, dict)
+def _has_dict(value: object, known: dict[int, bool]) -> bool:
+    """Return whether a list contains a dict, perhaps in a list. Each list is searched once."""
+    if not isinstance(value, list):
+        return isinstance(value, dict)
+    if id(value) not in known:
+        known[id(value)] = False  # a list may contain itself
+        known[id(value)] = any(_has_dict(item, known) for item in value)
+    return known[id(value)]
 
 
 def storage_data(names: Sequence[str], written: Sequence[Written]) -> dict[MetadataIndex, object]:

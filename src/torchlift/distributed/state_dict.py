@@ -472,13 +472,12 @@ def load_optimizer(
 
 
 def _keys_in(objects: Mapping[str, object]) -> Iterator[str]:
-    """Return the keys of plain values, and those in lists of optimizers that never stepped."""
+    """Return the keys of plain values, and of groups in a list of optimizers without tensors."""
     for key, value in objects.items():
         yield key
-        if isinstance(value, list):
-            for at, item in enumerate(value):
-                if isinstance(item, Mapping):
-                    yield from (f"{key}.{at}.{name}" for name in item)
+        for at, item in enumerate(value if isinstance(value, list) else ()):
+            if isinstance(item, Mapping) and "param_groups" in item:
+                yield f"{key}.{at}.param_groups"
 
 
 def _root_in(keys: Iterable[str], path: str) -> str | None:
