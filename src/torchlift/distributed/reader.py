@@ -98,8 +98,10 @@ class CheckpointReader(StorageReader):
         }
         # These are listed, so that a plan that needs one is refused by name, and not as missing.
         rest = [key for key in self._ckpt.entries if key not in described]
-        parts = [take_apart_list(key, value) for key, value in self._ckpt.objects.items()]
-        plain = (*(name for each in parts for name in each), *self._ckpt.blocked_keys, *rest)
+        objects = self._ckpt.objects
+        # torch looks for the values of a list, or for the list, as its version 2.3 saved it.
+        parts = [name for key, value in objects.items() for name in take_apart_list(key, value)]
+        plain = (*objects, *parts, *self._ckpt.blocked_keys, *rest)
         described.update({key: BytesStorageMetadata() for key in plain})
         return Metadata(
             described,
