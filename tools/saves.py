@@ -1,11 +1,11 @@
 """Measure what a save costs a step loop on two ranks: a bare copy, a keeper, torchtitan's manager.
 
-    python tools/saves.py                2 GiB of state; docs/_includes/saves.rst is written anew
+    python tools/saves.py --rounds 1     2 GiB in ten minutes; writes docs/_includes/saves.rst
     python tools/saves.py --size 64MiB   another size; the table is printed only
 
-The model is of FSDP2, its optimizer is Adam. Every way runs in new processes, round after round by
-turns. torchtitan's manager is its own; on a CPU, which has no pinned memory and no streams, it gets
-for ``async_with_pinned_mem`` the stager without these two, and calls DCP with it as ever.
+The model is sharded with FSDP2, its optimizer is Adam. Each way runs in new processes, and the ways
+take turns. torchtitan's manager comes from torchtitan, which is in ``.venv/apart``. A CPU has no
+pinned memory and no streams, so its ``async_with_pinned_mem`` gets a stager without these two.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ DASH = "\N{EN DASH}"
 #: steps differ by more than the Keeper adds.
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**17)}
 WAYS = {
-    COPY: "a bare copy of the shards, into memory that is there",
+    COPY: "a copy of the shards into existing memory",
     KEEPER: "`torchlift.Keeper`",
     "disabled": "torchtitan, ``disabled``",
     "async": "torchtitan, ``async``",
@@ -280,15 +280,17 @@ def table(size: int, found: dict[str, list[Run]]) -> str:
     lines = [
         ".. Written by tools/saves.py.",
         "",
-        "What a save costs a step",
-        "~~~~~~~~~~~~~~~~~~~~~~~~",
+        "Seconds that a save blocks training",
+        "~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~",
         "",
-        f"A model of {LAYERS} layers under FSDP2 and its Adam, {size / 2**20:,.0f} MiB on {RANKS} "
-        f"ranks of gloo ({shard:,.0f} MiB on each),",
-        f"{len(os.sched_getaffinity(0))} cores of a virtual machine: {saves} saves in each of "
-        f"{rounds} runs in new processes, by turns, while training goes on.",
-        "Medians, with the lowest and the highest; memory is what a rank and the process that it "
-        "starts add at the peak. torchtitan's manager had no pinned memory, which a CPU has not.",
+        f"The model has {LAYERS} layers under FSDP2, and Adam. Its state takes {size / 2**20:,.0f} "
+        f"MiB on {RANKS} ranks of gloo, {shard:,.0f} MiB on each.",
+        f"The machine is virtual and has {len(os.sched_getaffinity(0))} cores. Each way saves "
+        f"{rounds * saves} times in new processes, while training continues.",
+        "The table shows medians, with the lowest and the highest. Memory is what a rank and its "
+        "child processes add at the peak. The last way copies during the next forward and backward "
+        "pass. It waits only before the optimizer's step. The keeper copies before ``save`` returns, "
+        "so your loop may change any tensor after that.",
         "",
         ".. list-table::",
         "   :header-rows: 1",

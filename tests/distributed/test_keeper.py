@@ -477,17 +477,12 @@ def test_an_error_of_a_save_in_the_background_is_raised_by_the_next_call(tmp_pat
     assert sorted(os.listdir(tmp_path)) == ["step-000000001.pt", "step-000000003.pt"]
 
 
-def test_an_assertion_of_an_object_that_is_copied_is_raised(tmp_path: Path) -> None:
+def test_a_value_that_cannot_be_copied_is_named(tmp_path: Path) -> None:
     """At the first save and at a later one; tensors of other sizes are no error."""
-
-    class Odd:
-        def __deepcopy__(self, memo: object) -> None:
-            raise AssertionError("not to be copied")
-
     with torchlift.Keeper(tmp_path, background=False) as keeper:
         for step in (1, 2):
-            with pytest.raises(AssertionError, match="not to be copied"):
-                keeper.save(step, odd=Odd())
+            with pytest.raises(PlacementError, match=r"'odd\.lock': cannot be stored"):
+                keeper.save(step, odd={"lock": threading.Lock()})
             keeper.save(step, some=torch.ones(step))
         assert keeper.steps() == [1, 2]
 
@@ -565,7 +560,7 @@ def test_an_optimizer_of_a_model_that_was_rebuilt_is_refused(tmp_path: Path) -> 
     before = other.weight.clone()
     for params in ([*made()[0].parameters()], [other.weight, made()[0].bias]):
         wrong = torch.optim.AdamW(params)
-        with pytest.raises(CheckpointError, match=r"missing the optimizer state of .*param_groups"):
+        with pytest.raises(CheckpointError, match=r"optimizer state of (param|'param_groups)"):
             keeper.resume(model=other, optimizer=wrong)
         assert torch.equal(other.weight, before)
         assert not wrong.state
@@ -922,6 +917,7 @@ results = saved_then_loaded(WORKERS, RANKS)
         "ranks_that_disagree_all_raise",
         "what_all_ranks_have_is_one_ranks",
         "plain_values_that_differ_are_each_ranks_own",
+        "values_that_differ_need_not_be_on_rank_0",
         "other_ranks_do_not_take_values_of_one_rank",
         "what_cannot_be_resumed_is_not_saved",
         "an_argument_of_one_rank_ends_it_on_all",
@@ -963,7 +959,7 @@ def test_one_process_of_a_process_group_keeps_as_several_do(tmp_path: Path) -> N
     out = tmp_path / "save-1"
     out.mkdir()
     found = run_workers(WORKERS, 1, out)
-    assert len(found) == 21
+    assert len(found) == 22
     assert not any(found.values()), found
     again = runs["grouped"]
     with torch.no_grad():

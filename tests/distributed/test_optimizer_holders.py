@@ -17,8 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchlift
 import torchlift.distributed as ours
+from torchlift._model.names import Names
+from torchlift._model.slots import ModuleTree
 from torchlift.distributed import on_ranks
-from torchlift.distributed.optimizer_state import require_same_groups
+from torchlift.distributed.optimizer_state import name_parameters, require_same_groups
 
 
 class Both(torch.optim.Optimizer):
@@ -227,10 +229,12 @@ def test_another_number_of_groups_than_a_scheduler_has_is_an_error() -> None:
     one = torch.optim.SGD(model.parameters(), lr=0.3)
     saved = ours.get_optimizer_state_dict(model, one)
     two = torch.optim.SGD([{"params": layer.parameters()} for layer in model], lr=0.1)
+    (holder,) = name_parameters(Names(ModuleTree(model)), [two])
     with pytest.raises(
         ours.StateDictMismatch, match="another number of parameter groups"
     ) as caught:
-        require_same_groups(two, saved, "optim")
+        require_same_groups(holder, saved, "optim")
     found = caught.value
     assert (found.entry, found.expected, found.found) == ("optim.param_groups", 2, 1)
-    require_same_groups(one, saved, "optim")
+    (holder,) = name_parameters(Names(ModuleTree(model)), [one])
+    require_same_groups(holder, saved, "optim")

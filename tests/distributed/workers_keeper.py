@@ -319,6 +319,37 @@ def plain_values_that_differ_are_each_ranks_own() -> None:
         assert ("model.1.weight" in ckpt.entries) == (ranks == 1)
 
 
+def values_that_differ_need_not_be_on_rank_0() -> None:
+    """The later stage of a pipeline: its ranks have names of their own, and values of their own."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    folder = SHARED / f"stages-{ranks}"
+
+    def stage(seed: int, first: bool) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        model = nn.ModuleDict({"first" if first else "last": nn.Linear(3, 2)})
+        return {"model": model, "optimizer": Coded(model.parameters())}
+
+    run = stage(rank, rank == 0)
+    run["optimizer"].step()
+    with torchlift.Keeper(folder, background=False) as keeper:
+        keeper.save(1, run)
+        again = stage(100, rank == 0)
+        assert keeper.resume(again) == 1
+        for one, two in zip(run["model"].parameters(), again["model"].parameters(), strict=True):
+            assert torch.equal(one, two)
+            assert again["optimizer"].state[two]["codes"].unique().tolist() == [10 + rank]
+        if ranks < 3:  # the only rank with these values: they do not differ
+            return
+        turned = stage(100, rank == ranks - 1)  # rank 0 has another part now
+        before = [each.clone() for each in turned["model"].parameters()]
+        with pytest.raises(CheckpointError, match=r"last.*, and this rank saved none") as caught:
+            keeper.resume(turned)
+        assert all(map(torch.equal, turned["model"].parameters(), before))
+        names = ["model.last.bias", "model.last.weight", "optimizer"]
+        assert f"Pass exclude={names} to" in str(caught.value)
+        assert keeper.resume(turned, exclude=names) == 1
+
+
 def other_ranks_do_not_take_values_of_one_rank() -> None:
     """An error that names them, before anything changes, and its way out."""
     for ranks in worlds():
@@ -815,6 +846,7 @@ if __name__ == "__main__":
                 ranks_that_disagree_all_raise,
                 what_all_ranks_have_is_one_ranks,
                 plain_values_that_differ_are_each_ranks_own,
+                values_that_differ_need_not_be_on_rank_0,
                 what_cannot_be_resumed_is_not_saved,
                 an_argument_of_one_rank_ends_it_on_all,
                 whatever_fails_on_one_rank_ends_it_on_all,

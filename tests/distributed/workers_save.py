@@ -378,6 +378,20 @@ def merges_what_each_rank_has_under_names_of_its_own() -> None:
         assert found.pop(f"rank{who}").tolist() == [who, who]
         assert found.pop(f"note{who}") == [who]
     assert not found
+    # A stage without state of an optimizer. A dict that is empty on all ranks stays.
+    own = {"step": torch.tensor(7.0)} if rank == world - 1 else {}
+    state = {"state": {"w": own} if rank else {}, "none": {}, "list": []}
+    for target in (SHARED / f"empty-{world}.pt", SHARED / f"empty-{world}"):
+        kind = None if target.suffix else "dcp"
+        torchlift.save(state, target, format=kind, process_group=dist.group.WORLD)
+        with torchlift.open(target) as ckpt:
+            found = ckpt.tree()
+            assert found.pop("state") == {"w": {"step": torch.tensor(7.0)}}
+            assert found == {"none": {}, "list": []} or not target.suffix
+    with pytest.raises(PlacementError, match=r"'state'.* do not hold the same containers"):
+        save_consolidated(
+            {"state": [torch.ones(1)] if rank == world - 1 else {}}, SHARED / "mixed.pt"
+        )
     for other, text in [
         (torch.ones(2, 2), rf"'w'.*as on rank 0; found rank {world - 1} differs from rank 0"),
         (3, rf"found rank {world - 1} differs from rank 0: plain data"),

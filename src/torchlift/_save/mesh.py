@@ -548,17 +548,30 @@ def _merge_states(states: Sequence[State]) -> State:
     Raises:
         PlacementError: If their containers differ in kind.
     """
-    template = _merge_templates([each.template for each in states], "")
+    paths = {path for each in states for path in each.paths.values()}
+    dicts = {path[:at] for path in paths for at, name in enumerate(path) if isinstance(name, str)}
+    # An empty dict is one value. It is nothing here if another rank has items of it, as for a stage
+    # of a pipeline without optimizer state.
+    empty = {
+        key
+        for each in states
+        for key, value in each.objects.items()
+        if isinstance(value, dict) and not value and each.paths[key] in dicts
+    }
+    template = _merge_templates([each.template for each in states], "", empty)
     made = State(template, metadata=states[0].metadata)
     for each in states:
         # In the order of the ranks, and with the value of the first.
         for name in _BY_KEY:
             known_items = getattr(made, name)
             setattr(made, name, {**known_items, **getattr(each, name), **known_items})
+    for key in empty:
+        del made.objects[key], made.paths[key]
     return made
 
 
-def _merge_templates(templates: Sequence[Any], key: str) -> Any:
+def _merge_templates(templates: Sequence[Any], key: str, empty: Container[str]) -> Any:
+    templates = [each for each in templates if not isinstance(each, Leaf) or each.key not in empty]
     first = templates[0]
     if all(isinstance(each, dict) for each in templates):
         ordered = [each for each in templates if isinstance(each, OrderedDict)]
@@ -566,7 +579,7 @@ def _merge_templates(templates: Sequence[Any], key: str) -> Any:
         names = dict.fromkeys(name for each in templates for name in each)
         for name in names:
             inner = [each[name] for each in templates if name in each]
-            made[name] = _merge_templates(inner, f"{key}.{name}".removeprefix("."))
+            made[name] = _merge_templates(inner, f"{key}.{name}".removeprefix("."), empty)
         notes: OrderedDict[str, Any] = OrderedDict()
         for each in ordered:
             for name, note in getattr(each, "_metadata", {}).items():
@@ -579,7 +592,9 @@ def _merge_templates(templates: Sequence[Any], key: str) -> Any:
         return first
     if alike and len({len(each) for each in templates}) == 1:
         rows = zip(*templates, strict=True)
-        return type(first)(_merge_templates(row, f"{key}.{at}") for at, row in enumerate(rows))
+        return type(first)(
+            _merge_templates(row, f"{key}.{at}", empty) for at, row in enumerate(rows)
+        )
     raise PlacementError(
         "the ranks do not hold the same containers under one name",
         entry=key or None,

@@ -478,7 +478,8 @@ class Keeper:
             include: Patterns of names to load. See `torchlift.load`.
             exclude: Patterns of names to skip. They stay as they are.
             allow_missing: Patterns of names or objects that the checkpoint may lack.
-            allow_unexpected: Patterns of saved names that no model needs to have.
+            allow_unexpected: Patterns of saved names that no model needs to have, and no optimizer
+                needs to hold.
             rename: A dict, a function or a rule of `torchlift.remap`. It gives the name in the
                 model, or None to drop a tensor. It must not merge or split tensors.
             **objects: More objects by name.

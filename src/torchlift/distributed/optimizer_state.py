@@ -129,10 +129,11 @@ def read_optimizers(holders: Iterable[Holder], options: StateDictOptions) -> dic
         optimizer = holder.optimizer
         packed = _own_state(optimizer)
         named = {held.param: held.name for held in holder.params}
-        for name in named.values():
+        others = (key for key in packed[_STATE] if not isinstance(key, int))
+        for name in (*named.values(), *others):
             if owners.setdefault(name, optimizer) is not optimizer:
                 raise StateDictMismatch(
-                    "two optimizers hold the same parameter",
+                    "two optimizers hold the same parameter, or other state of the same name",
                     entry=name,
                     hint="Read the state dict of each optimizer in a separate call.",
                 )
@@ -219,30 +220,40 @@ def path_text(path: tuple[Any, ...]) -> str:
     return ".".join(map(_flat_key, path))
 
 
-def require_same_groups(
-    optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], name: str
-) -> None:
-    """Refuse a number of parameter groups that differs from the saved one, with a scheduler.
+def require_same_groups(holder: Holder, saved: Mapping[str, Any], name: str) -> None:
+    """Refuse parameter groups that differ from the saved ones, for an optimizer of a scheduler.
 
-    A scheduler keeps a learning rate for each group. With another number, its next step fails.
+    A scheduler keeps a learning rate for each group, by its place.
 
     Args:
-        optimizer: The scheduler's optimizer.
-        saved: The optimizer's saved state, nested.
+        holder: The optimizer.
+        saved: Its saved groups.
         name: The name of the optimizer, for the error.
 
     Raises:
-        StateDictMismatch: If the numbers differ.
+        StateDictMismatch: If their number differs, or a parameter is in another group.
     """
-    expected, found = len(optimizer.param_groups), len(saved.get(_GROUPS, ()))
-    if expected != found:
+    hint = "Give the optimizer the parameter groups it was saved with, in the same order."
+    if len(holder.groups) != len(saved[_GROUPS]):
         raise StateDictMismatch(
             "the optimizer of a scheduler was saved with another number of parameter groups",
             entry=f"{name}.{_GROUPS}",
-            expected=expected,
-            found=found,
-            hint="Give the optimizer the parameter groups it was saved with.",
+            expected=len(holder.groups),
+            found=len(saved[_GROUPS]),
+            hint=hint,
         )
+    places = {param: at for at, group in enumerate(saved[_GROUPS]) for param in group[_PARAMS]}
+    for at, group in enumerate(holder.groups):
+        for held in group:
+            param = held.name_in(places)
+            if param is not None and places[param] != at:
+                raise StateDictMismatch(
+                    "the optimizer of a scheduler was saved with this parameter in another group",
+                    entry=f"{name}.{_GROUPS}: {param}",
+                    expected=f"group {at}",
+                    found=f"group {places[param]}",
+                    hint=hint,
+                )
 
 
 @torch.no_grad()
@@ -263,7 +274,9 @@ def initial_state(held: Held) -> dict[Any, Any] | None:
     moment = torch.zeros_like(param, requires_grad=False)
     # These two of torch's optimizers make their state in step().
     if isinstance(optimizer, torch.optim.SGD):
-        return {"momentum_buffer": moment} if group.get("momentum") else {}
+        # The first step takes the gradient as it is, and later ones `1 - dampening` of it.
+        first = None if group.get("dampening") else moment
+        return {"momentum_buffer": first} if group.get("momentum") else {}
     if isinstance(optimizer, torch.optim.SparseAdam):
         return {"step": 0, "exp_avg": moment, "exp_avg_sq": moment.clone()}
     # The class's: an instance may forward a missing attribute to an optimizer that it holds.
@@ -403,9 +416,12 @@ def normalise(saved: Mapping[str, Any], holders: Sequence[Holder]) -> Saved:
         )
     numbered = _name_numbers(groups, holders)
     found = Saved()
+    params = {numbered.get(key, key) for group in groups for key in group[_PARAMS]}
+    params |= {fqn for each in holders for held in each.params for fqn in held.fqns}
     for key, value in state.items():
         name = numbered.get(key, key)
-        (found.state if isinstance(name, str) else found.other)[name] = value
+        # A counter of all steps, for example, has a name that is not a parameter's.
+        (found.state if name in params else found.other)[name] = value
     for name in numbered.values():
         # An optimizer lacks an entry for a parameter that never stepped. It is not missing.
         found.state.setdefault(name, {})

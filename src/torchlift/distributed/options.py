@@ -191,6 +191,8 @@ class LoadCall:
         allow_missing: Patterns of parameters that may lack optimizer state, and of names that the
             model's state dict may lack.
         must_match: Whether it is an error if no optimizer state matches.
+        leaves_model: Whether an empty state dict leaves the model as it is, as in torch. Not for a
+            stage of a pipeline that has nothing to load, while the other stages load.
     """
 
     part: Part
@@ -205,12 +207,13 @@ class LoadCall:
     exclude: Collection[str] = ()
     allow_missing: Collection[str] = ()
     must_match: bool = False
+    leaves_model: bool = True
 
     def model_dict(self) -> Mapping[Any, Any] | None:
         """Return the model's state dict, or None if the model stays as it is."""
         given = self.model_state
-        # As in torch, with optimizers None or an empty dict leaves the model as it is.
-        if self.part is Part.OPTIMIZERS or (self.part is Part.BOTH and given in (None, {})):
+        is_left = self.part is Part.BOTH and given in (None, {}) and self.leaves_model
+        if self.part is Part.OPTIMIZERS or is_left:
             return None
         return _require_dict(given, "model_state_dict")
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import io
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Set, ValuesView
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set, ValuesView
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from glob import escape
 from hashlib import sha256
+from itertools import chain
 from operator import getitem
 from typing import Any, NamedTuple
 
@@ -21,24 +22,34 @@ from torchlift._checkpoint.checkpoint import open as open_checkpoint
 from torchlift._checkpoint.comparison import diff
 from torchlift._checkpoint.kinds import array_of
 from torchlift._model.commit import Commit
-from torchlift._model.dtensor import is_dtensor
+from torchlift._model.dtensor import is_dtensor, local_tensor, spans_of
 from torchlift._model.names import Names, uses_fsdp1
 from torchlift._model.own_loading import ModuleHolder
-from torchlift._model.ranks import RankGroup, StepResult
+from torchlift._model.ranks import RankGroup, StepResult, world_of
 from torchlift._model.slots import ModuleTree
 from torchlift._model.state import versioned
 from torchlift._plan.rules import Options, check_rename, rename_keys
-from torchlift._save.blocks import Block, memory_of
+from torchlift._save.blocks import Block, Workspace, memory_of
 from torchlift._save.files import pass_bytes
 from torchlift._save.layouts import Output, end_of
 from torchlift._save.pickling import is_array
-from torchlift._save.replicas import Checksum, HeldPart, checksums_of, find_differences
+from torchlift._save.replicas import (
+    Checksum,
+    HeldPart,
+    checksum_of,
+    difference_error,
+    find_differences,
+)
 from torchlift._save.saving import lay_out_one_file, require_savable
 from torchlift._sources.tensors import FileTensor
 from torchlift._system.containers import leaves, map_leaves
 from torchlift.distributed.agreements import Groups, SelectionMessage, merge_groups
 from torchlift.distributed.generators import Generators
-from torchlift.distributed.optimizer_state import PLACE, require_same_groups
+from torchlift.distributed.optimizer_state import (
+    PLACE,
+    name_parameters,
+    require_same_groups,
+)
 from torchlift.distributed.options import (
     LoadCall,
     Part,
@@ -49,15 +60,20 @@ from torchlift.distributed.options import (
 from torchlift.distributed.staging import Staging
 from torchlift.distributed.state_dict import load_states, read_states, slices_of
 from torchlift.errors import CheckpointError, FormatError, MismatchError, PlacementError
+from torchlift.formats.flattening import name_text
 from torchlift.formats.index import Array, allowed, left_out
 from torchlift.formats.source import errors_name
 
 #: The name of the states of the random number generators, for patterns.
 GENERATORS = "rng"
 #: Names that a checkpoint uses itself. In a DCP folder, plain data is packed.
-_RESERVED = ("step", "metrics", GENERATORS, "ranks", "packed", "differing")
+_RESERVED = ("step", "metrics", GENERATORS, "ranks", "packed", "differing", "groups", "containers")
 #: The key of the values of a rank that differ from those of other ranks under the same name.
 DIFFERING = "differing"
+#: The key of the parameter groups of a rank, if those of other ranks have other parameters.
+_GROUPS = "groups"
+#: The key of the containers of models and optimizers that a DCP folder changes.
+_CONTAINERS = "containers"
 #: The key of a dict that stands for an array of numpy. Its value is the array's dtype and shape.
 _ARRAY = "numpy.ndarray"
 
@@ -143,24 +159,20 @@ class RunObjects:
             states[name] = read_states(Part.OPTIMIZERS, holder, optimizer, compare=False).optimizer
         return states
 
-    def find_plain(self, states: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-        """Return dotted name -> path of the values that are not DTensors, except buffers.
+    def find_plain(self, states: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+        """Return the paths of the values that every rank holds completely, except buffers.
 
-        They may differ between ranks: experts under one name, or 8-bit moments of each rank's shard
-        (bitsandbytes#1840). Buffers are those of the first rank, as in torch.
+        They may differ between ranks: experts under one name, 8-bit moments of each rank's shard
+        (bitsandbytes#1840), a counter or a learning rate. Buffers are those of the first rank, as
+        in torch. A list is one value, such as the matrices that SOAP keeps for a parameter.
         """
-        found = leaves({name: states[name] for name in self.optimizers})
+        found = dict(_values_in({name: states[name] for name in self.optimizers}))
         for name, module in self.modules.items():
-            for key, tensor in Names(ModuleTree(module)).tensors.items():
-                if isinstance(tensor, nn.Parameter) and key in states[name]:
-                    found[name, key] = states[name][key]
-        return {
-            ".".join(map(str, path)): path
-            for path, leaf in found.items()
-            if isinstance(leaf, torch.Tensor)
-            and not is_dtensor(leaf)
-            and isinstance(reduce(getitem, path[:-1], states), dict)
-        }
+            tensors = Names(ModuleTree(module)).tensors
+            for key, value in states[name].items():
+                if isinstance(tensors.get(key), (nn.Parameter, type(None))):
+                    found[name, key] = value
+        return [path for path, value in found.items() if not any(map(_is_part, _listed(value)))]
 
     def read_others(self) -> dict[str, Any]:
         """Return the states of all other objects, and the plain data, by name."""
@@ -170,6 +182,48 @@ class RunObjects:
 
 def _read(module: nn.Module) -> dict[str, Any]:
     return read_states(Part.MODEL, module, compare=False).model
+
+
+def _values_in(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield the path and the value of everything in dicts, and in the groups of an optimizer."""
+    if path[1::2] == ("param_groups", "params"):
+        return  # the names of parameters, which may differ
+    is_groups = path[1:] == ("param_groups",)
+    if not is_groups and not isinstance(tree, dict):
+        yield path, tree
+        return
+    for key, item in enumerate(tree) if is_groups else tree.items():
+        yield from _values_in(item, (*path, key))
+
+
+def _listed(value: Any) -> Iterable[Any]:
+    return leaves([value]).values()
+
+
+def _is_part(value: object) -> bool:
+    """Return whether a value is a DTensor that is divided between ranks."""
+    return is_dtensor(value) and not all(each.is_replicate() for each in value.placements)
+
+
+def _is_on_some_ranks(tensor: Any) -> bool:
+    """Return whether other ranks may have another mesh, and this is a first replica on its own."""
+    mesh = tensor.device_mesh
+    place = mesh.get_coordinate()
+    if place is None or mesh.size() == world_of()[1]:
+        return False
+    pairs = zip(tensor.placements, place, strict=True)
+    return not any(each.is_partial() or (each.is_replicate() and at) for each, at in pairs)
+
+
+def _sum_of(value: Any, work: Workspace) -> str:
+    """Return a text that is equal for equal values, in every process."""
+
+    def sum_leaf(leaf: Any, _: object) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return checksum_of(local_tensor(leaf).detach(), work)
+        return sorted(map(repr, leaf)) if isinstance(leaf, set) else leaf
+
+    return repr(map_leaves(value, sum_leaf))
 
 
 def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -230,11 +284,13 @@ class _Facts(NamedTuple):
     """The facts about the state of one rank that ranks compare.
 
     Attributes:
-        sums: Checksums of the plain values in models and optimizers.
+        sums: Path of a value in models and optimizers -> its `_sum_of`.
+        parts: Name and ranges of a shard on a mesh of some of the ranks -> its checksum.
         groups: The parameter groups of all optimizers.
     """
 
-    sums: dict[HeldPart, Checksum]
+    sums: dict[tuple[Any, ...], str]
+    parts: dict[HeldPart, Checksum]
     groups: Groups
 
     @property
@@ -264,7 +320,7 @@ class Snapshot:
         models: States of models and optimizers by name.
         others: States of all other objects, and plain data, by name.
         generators: States of the random number generators.
-        plain: Dotted name -> path of a tensor in `models` that is not a DTensor.
+        plain: Paths of the values in `models` that every rank holds completely.
         groups: The parameter groups of all optimizers.
     """
 
@@ -272,7 +328,7 @@ class Snapshot:
     models: dict[str, Any]
     others: dict[str, Any]
     generators: dict[str, Any]
-    plain: dict[str, tuple[Any, ...]]
+    plain: list[tuple[Any, ...]]
     groups: Groups
 
     @classmethod
@@ -292,9 +348,9 @@ class Snapshot:
                     entry=name,
                     hint="Pass the module itself, or full tensors.",
                 )
+        require_savable({**models, **others}, path)  # it names the value that cannot be copied
         copies = staging.copy({"models": models, "others": others})
         models, others = copies["models"], copies["others"]
-        require_savable({**models, **others}, path)
         groups = {name: models[name]["param_groups"] for name in run.optimizers}
         generators, plain = Generators().state_dict(), run.find_plain(models)
         return cls(head, models, others, generators, plain, groups)
@@ -314,23 +370,36 @@ class Snapshot:
 
         def summarise() -> StepResult[tuple[dict[str, Output], _Facts], _Summary]:
             files = {name: lay_out_one_file({name: state}) for name, state in self.others.items()}
-            tensors: dict[str, Any] = {
-                name: reduce(getitem, path, self.models) for name, path in self.plain.items()
+            work = Workspace()
+            sums = {path: _sum_of(reduce(getitem, path, self.models), work) for path in self.plain}
+            parts = {
+                HeldPart(name, spans_of(leaf, name)): checksum_of(local_tensor(leaf), work)
+                for path, leaf in leaves(self.models).items()
+                if _is_part(leaf) and _is_on_some_ranks(leaf)
+                for name in [".".join(map(str, path))]
             }
-            facts = _Facts(checksums_of(tensors), self.groups)
-            known = repr([facts.sums, facts.params]).encode()
+            facts = _Facts(sums, parts, self.groups)
+            known = repr([facts.sums, facts.parts, facts.params]).encode()
             digests = {name: _digest_of(file) for name, file in files.items()}
             return StepResult((files, facts), _Summary(digests, sha256(known).digest()))
 
         (files, facts), by_rank = ranks.run(summarise)
         summaries, different = by_rank.values(), list[list[Any]]()
+        own = dict[str, torch.Tensor]()
         if len({each.facts for each in summaries}) > 1:
-            different = self._settle(ranks.run(lambda: StepResult(None, facts)).by_rank)
+            params = {
+                name: [{"params": one["params"]} for one in groups]
+                for name, groups in self.groups.items()
+            }
+            own[_GROUPS] = _pack(lay_out_one_file({_GROUPS: params}))
+            different = self._settle(ranks.run(lambda: StepResult(None, facts)).by_rank, number)
         equal = set.intersection(*({*each.others.items()} for each in summaries))
         common = {name for name, _ in equal}
         # Only the files that this rank writes: a copy of weights, such as an EMA, may be large.
-        own = {name: _pack(file) for name, file in files.items() if name not in common}
+        own |= {name: _pack(file) for name, file in files.items() if name not in common}
         own[GENERATORS] = _pack(lay_out_one_file({GENERATORS: self.generators}))
+        if changed := [*_changed_containers(self.models, [])]:
+            own[_CONTAINERS] = _pack(lay_out_one_file({_CONTAINERS: changed}))
         if different:
             own[DIFFERING] = _pack(lay_out_one_file({DIFFERING: different}))
         state: dict[str, Any] = {**self.models, "ranks": {str(number): own}}
@@ -339,22 +408,88 @@ class Snapshot:
             state |= {**self.head._asdict(), "packed": packed}
         return state
 
-    def _settle(self, by_rank: Mapping[int, _Facts]) -> list[list[Any]]:
-        """Give `models` the groups of all ranks. Remove and return the values that differ."""
+    def _settle(self, by_rank: Mapping[int, _Facts], number: int) -> list[list[Any]]:
+        """Give `models` the groups of all ranks. Remove the values that differ.
+
+        Returns:
+            The path of each such value, in the same order on all ranks, and the value of this rank
+            in a list. The list is empty if this rank does not have the parameter, as in a pipeline.
+            It is None if its parameter does not have this state.
+
+        Raises:
+            PlacementError: If shards on several meshes differ under one name.
+        """
         every, different = by_rank.values(), list[list[Any]]()
+        unlike = find_differences({rank: each.parts for rank, each in by_rank.items()})
+        if unlike:  # experts of a group of ranks: a DCP folder has one tensor of each name
+            hint = "Name the modules of each group of ranks, such as f'expert_{number}'."
+            raise difference_error({part.key: each for part, each in unlike.items()}, hint)
         # The ranks of a pipeline have different groups, and a checkpoint has those of all ranks.
         is_merged = any(each.params != by_rank[0].params for each in every)
         if is_merged:
             for name, groups in merge_groups(each.groups for each in every).items():
                 if name in self.models:
                     self.models[name] = {**self.models[name], "param_groups": groups}
-        for part in find_differences({rank: each.sums for rank, each in by_rank.items()}):
-            *places, last = self.plain.get(part.key, (None,))
+        paths = dict.fromkeys(path for each in every for path in each.sums)
+        held = {
+            rank: {
+                (name, "state", param) for name, *groups in each.params for param in chain(*groups)
+            }
+            for rank, each in by_rank.items()
+        }
+        # An optimizer may have state of a parameter on one rank only: an expert without gradients.
+        facts = {
+            rank: {
+                path: each.sums.get(path)
+                for path in paths
+                if path in each.sums or path[:3] in held[rank]
+            }
+            for rank, each in by_rank.items()
+        }
+        for path in find_differences(facts):
             # Merged groups are equal on all ranks, and have other places.
-            if part.key in self.plain and not (is_merged and "param_groups" in places[1:2]):
-                value = reduce(getitem, places, self.models).pop(last)
-                different.append([[*places, last], value])
+            if not (is_merged and "param_groups" in path[1:2]):
+                *places, last = path
+                kept: list[Any] | None = None if path[:3] in held[number] else []
+                if path in by_rank[number].sums:
+                    kept = [reduce(getitem, places, self.models).pop(last)]
+                different.append([[*path], map_leaves(kept, _local)])
         return different
+
+
+def _changed_containers(tree: Any, path: list[Any]) -> Iterator[list[Any]]:
+    """Yield the path of each container that a DCP folder changes, and the keys of a dict.
+
+    Keys become text, as in the path, and a tuple with tensors becomes a list.
+    """
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(tree, dict):
+        items = [(name_text(key), item) for key, item in tree.items()]
+        if any(type(key) is not str for key in tree):
+            yield [path, [*tree]]
+    elif any(isinstance(leaf, torch.Tensor) for leaf in _listed(tree)):
+        items = enumerate(tree if isinstance(tree, (list, tuple)) else ())
+        if isinstance(tree, tuple):
+            yield [path, None]
+    for key, item in items:
+        yield from _changed_containers(item, [*path, key])
+
+
+def _restore_container(saved: Any, path: list[Any], keys: list[Any] | None) -> None:
+    """Undo the change of a container, if it is among the states."""
+    *places, last = path
+    try:
+        holder = reduce(getitem, places, saved)
+        found = holder[last]
+    except LookupError:  # of another stage of a pipeline, or each rank has its own
+        return
+    by_text = {name_text(key): key for key in keys or ()}
+    new = tuple(found) if keys is None else {by_text.get(k, k): v for k, v in found.items()}
+    holder[last] = new
+
+
+def _local(leaf: Any, _: object) -> Any:
+    return local_tensor(leaf) if is_dtensor(leaf) else leaf
 
 
 def _digest_of(file: Output) -> bytes:
@@ -415,7 +550,26 @@ def _load_values(state: Any) -> Any:
     return state
 
 
+def _copy(state: Any) -> Any:
+    """Return a deep copy, also of compressed sparse tensors, which torch does not copy deeply."""
+    found = [each for each in leaves(state).values() if isinstance(each, torch.Tensor)]
+    odd = {id(each): each.clone() for each in found if each.layout is not torch.strided}
+    return copy.deepcopy(state, odd)
+
+
 # ---- what a checkpoint has for the objects
+
+
+class _StandIn(NamedTuple):
+    """A value of other ranks that this rank does not read.
+
+    Attributes:
+        path: Its place in the checkpoint.
+        value: An empty tensor in its place.
+    """
+
+    path: list[Any]
+    value: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,6 +585,7 @@ class Selection:
         step: The step that was saved.
         tensors: Full name -> saved value, with the versions of modules.
         optimizers: Name -> state, by full names of parameters.
+        groups: Name of an optimizer -> its parameter groups, as the rank saved them.
         others: Name of another object, or of plain data -> its state.
         generators: States of the random number generators, or None if they stay as they are.
         left_out: Full names of tensors that stay as they are.
@@ -444,6 +599,7 @@ class Selection:
     step: int
     tensors: dict[str, Any]
     optimizers: dict[str, dict[str, Any]]
+    groups: dict[str, dict[str, Any]]
     others: dict[str, Any]
     generators: Any
     left_out: set[str]
@@ -456,46 +612,87 @@ class Selection:
         unexpected = sum(1 << at for at, name in enumerate(self.tensors) if name not in known)
         selected = sha256(repr([[*self.tensors], sorted(self.stays)]).encode()).digest()
         # One load has one state for each name. Two optimizers may share a parameter, or each have
-        # one that no model has. Then the name is the place in the optimizer.
-        separate, used = list[str](), set[str]()
+        # one that no model has. Then the name is the place in the optimizer. Or each has state that
+        # is not a parameter's.
+        separate, used, is_one = list[str](), set[object](), len(self.optimizers) == 1
+        tensors = Names(ModuleTree(self.run.holder())).tensors
         for name, state in self.optimizers.items():
             params = _parameters_of(state)
-            is_loose = any(PLACE.match(str(param)) for param in params) and len(self.optimizers) > 1
-            if params & used or is_loose or not self.run.owners[name]:
+            is_loose = any(PLACE.match(str(param)) for param in params)
+            is_loose = (is_loose or params != _parameters_in_groups(state)) and not is_one
+            # An encoder in two models has two names.
+            each = {id(tensors[param]) if param in tensors else param for param in params}
+            if each & used or is_loose or not self.run.owners[name]:
                 separate.append(name)
-            used |= params
+            used |= each
         return SelectionMessage(selected, unexpected, tuple(separate))
 
-    def require_none_of(self, differing: list[Any], before: int, now: int) -> None:
-        """Refuse values that differed between the ranks that saved, on another number of ranks.
+    def require_none_of(self, stand_ins: list[_StandIn], before: int, now: int) -> None:
+        """Refuse names of this rank whose values each rank saved for itself, but not this one.
 
         Raises:
             PlacementError: If one of them is selected.
         """
-        selected = {*map(id, leaves([self.tensors, self.optimizers]).values())}
-        paths = [path for path, value in differing if id(value) in selected]
+        known = _read(self.run.holder()) if stand_ins else {}
+        here: list[Any] = [value for name, value in self.tensors.items() if name in known]
+        for each in self.optimizers.values():
+            here.append(each["param_groups"])
+            here += [v for k, v in each["state"].items() if k in known or PLACE.match(str(k))]
+        selected = {*map(id, leaves(here).values())}
+        paths = [each.path for each in stand_ins if id(each.value) in selected]
         if paths:
             # An optimizer's state of one parameter has no name for patterns.
             names = {".".join(path) if path[0] in self.run.modules else path[0] for path in paths}
+            cause = "this rank saved none" if before == now else "the number of ranks differs"
             raise PlacementError(
-                "each rank saved its own values under one name, and the number of ranks differs",
+                f"each rank saved its own values under one name, and {cause}",
                 file=self.path,
                 entry=".".join(map(str, paths[0])),
-                expected=f"{before} ranks",
-                found=now,
+                expected="the models of this rank" if before == now else f"{before} ranks",
+                found="those of another rank" if before == now else now,
                 hint=f"Pass exclude={sorted(names)} to keep the current values.",
             )
 
     def require_groups_of_schedulers(self) -> None:
-        """Refuse another number of parameter groups than a scheduler was saved with.
+        """Refuse other parameter groups than those that a scheduler was saved with.
 
         Raises:
-            StateDictMismatch: If one was.
+            StateDictMismatch: If they differ.
         """
         for name, obj in self.run.stateful.items():
-            for optimizer, state in self.optimizers.items() if name in self.others else ():
+            for optimizer, groups in self.groups.items() if name in self.others else ():
                 if getattr(obj, "optimizer", None) is self.run.optimizers[optimizer]:
-                    require_same_groups(obj.optimizer, state, optimizer)
+                    names = Names(ModuleTree(self.run.holder(self.run.owners[optimizer])))
+                    (holder,) = name_parameters(names, [obj.optimizer])
+                    require_same_groups(holder, groups, optimizer)
+
+    def require_holders(self) -> None:
+        """Refuse optimizer state of a parameter of this rank that its optimizer does not hold.
+
+        Raises:
+            StateDictMismatch: If there is some. It would be lost.
+        """
+        if not self.optimizers:
+            return
+        held = {id(param) for each in self.run.optimizers.values() for param in _params(each)}
+        names = Names(ModuleTree(self.run.holder())).tensors
+        lost = [
+            name
+            for each in self.optimizers.values()
+            for name, state in each["state"].items()
+            if state and name in names and id(names[name]) not in held and name not in self.left_out
+        ]
+        free = allowed(lost, self.rules.allow_unexpected)
+        if lost := [name for name in lost if name not in free]:
+            raise StateDictMismatch(
+                "the checkpoint has optimizer state of parameters that no optimizer holds now",
+                file=self.path,
+                entry=lost[0],
+                found=f"{len(lost)} parameters",
+                hint="Give the optimizer the parameters it was saved with. Or pass "
+                f"allow_unexpected=[{lost[0]!r}, ...] to load the rest.",
+                unexpected_keys=lost,
+            )
 
     def load_optimizer(self, name: str, commit: Commit, group: Any) -> None:
         """Load one optimizer alone, and keep a copy of its state for the undo. All ranks call it.
@@ -519,9 +716,10 @@ class Selection:
             The names of the objects whose current state cannot be read.
         """
         now, before, last = Generators().state_dict(), dict[str, Any](), list[str]()
-        for name in self.run.stateful.keys() & self.others.keys():
+        # In the order of the caller, which is equal on all ranks: a state may need an exchange.
+        for name in (name for name in self.run.stateful if name in self.others):
             try:
-                before[name] = copy.deepcopy(self.run.stateful[name].state_dict())
+                before[name] = _copy(self.run.stateful[name].state_dict())
             except Exception:  # a loader may have a state only after its start
                 last.append(name)
         Generators().load_state_dict(now)  # the state_dict of a loader draws random numbers
@@ -533,8 +731,7 @@ class Selection:
             commit.when_undone(partial(obj.load_state_dict, state), name)
             self._load_object(name)
         try:
-            if self.generators is not None:
-                Generators().load_state_dict(self.generators)
+            self._load_generators()
         except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
             raise FormatError(
                 "the states of the random number generators are not valid",
@@ -570,28 +767,35 @@ class Selection:
         self._load(names, state, group)
 
     def load_last(self, names: Iterable[str]) -> StepResult[None, None]:
-        """Load the objects whose current state could not be read.
+        """Load the objects whose current state could not be read, and the generators again.
 
         Raises:
             PlacementError: If one refuses its state. All other objects are loaded then.
         """
-        for name in names:
-            try:
-                self._load_object(name)
-            except Exception as error:
-                raise PlacementError(
-                    "the object refused its state. All other objects are loaded. The former state "
-                    "of this object could not be read, so its state is unknown",
-                    file=self.path,
-                    entry=name,
-                    found=f"{type(error).__name__}: {error}",
-                    hint=f"Pass exclude=[{name!r}] to leave it as it is.",
-                ) from error
+        try:
+            for name in names:
+                try:
+                    self._load_object(name)
+                except Exception as error:
+                    raise PlacementError(
+                        "the object refused its state. All other objects are loaded. The former "
+                        "state of this object could not be read, so its state is unknown",
+                        file=self.path,
+                        entry=name,
+                        found=f"{type(error).__name__}: {error}",
+                        hint=f"Pass exclude=[{name!r}] to leave it as it is.",
+                    ) from error
+        finally:  # code of an object, a model or an optimizer may draw numbers when it loads
+            self._load_generators()
         return StepResult(None, None)
+
+    def _load_generators(self) -> None:
+        if self.generators is not None:
+            Generators().load_state_dict(self.generators)
 
     def _load_object(self, name: str) -> None:
         # A copy: the object may keep the tensors, and the keeper may remove the file.
-        self.run.stateful[name].load_state_dict(copy.deepcopy(_load_values(self.others[name])))
+        self.run.stateful[name].load_state_dict(_copy(_load_values(self.others[name])))
 
     def _load(self, names: list[str], state: Any, group: Any, commit: Commit | None = None) -> None:
         """Load the models, and the optimizers with some names. Without a state, one optimizer."""
@@ -614,6 +818,7 @@ class Selection:
                 *map(escape, self.left_out),
                 *(f"{escape(name)}.*" for name in self.stays),
             ],
+            leaves_model=not self.tensors,
         )
         try:
             load_states(call, commit)
@@ -667,15 +872,26 @@ def read_selection(
         saved |= {name: _unpack(common, name) for name in common}
         is_same, own = len(by_rank) == count, by_rank.get(str(rank), {})
         each_own = [by_rank[number] for number in sorted(by_rank, key=int)]
-        # Values that differed between ranks go back under their names. On other ranks the first
-        # rank's stand in, so that the names are complete. They are refused if they are selected.
+        # Values that differed between ranks go back under their names, which are complete on all
+        # ranks. A value of other ranks is a stand-in here. It is refused if it is selected.
         holder = own if is_same else each_own[0]
         differing = _unpack(holder, DIFFERING) if DIFFERING in holder else []
-        for (*places, last), value in differing:
-            reduce(_item_of, places, saved)[last] = value
+        stand_ins = list[_StandIn]()
+        lists = [_unpack(each, _CONTAINERS) for each in each_own if _CONTAINERS in each]
+        # The outer ones last, because the paths have the changed keys.
+        for place, keys in sorted(chain(*lists), key=lambda one: -len(one[0])):
+            _restore_container(saved, place, keys)
+        for (*places, last), kept in differing:
+            if kept is None and is_same:
+                continue
+            if not kept or not is_same:
+                kept = [torch.empty(0)]
+                stand_ins.append(_StandIn([*places, last], *kept))
+            (reduce(_item_of, places, saved)[last],) = kept
         generators = _unpack(own, GENERATORS) if GENERATORS in own else None
+        groups = _unpack(holder, _GROUPS) if _GROUPS in holder else {}
         if is_same:
-            saved |= {name: _unpack(own, name) for name in own.keys() - {DIFFERING, GENERATORS}}
+            saved |= {name: _unpack(own, name) for name in own.keys() - {*_RESERVED}}
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise FormatError(
             "the states of the ranks are not those that a Keeper saves",
@@ -683,14 +899,14 @@ def read_selection(
             entry="ranks",
             found=f"{type(error).__name__}: {error}",
         ) from error
-    for name in () if is_same else on_other_ranks.keys() - saved.keys():
+    for name in (name for name in on_other_ranks if not is_same and name not in saved):
         states = [_unpack(states, name) for states in each_own if name in states]
-        saved[name] = on_other_ranks[name](copy.deepcopy(_load_values(states)))
+        saved[name] = on_other_ranks[name](_copy(_load_values(states)))
     with errors_name(path):
-        selection = _select(path, run, rules, saved, generators)
-    if not is_same:
-        selection.require_none_of(differing, len(by_rank), count)
+        selection = _select(path, run, rules, saved, generators, groups)
+    selection.require_none_of(stand_ins, len(by_rank), count)
     selection.require_groups_of_schedulers()
+    selection.require_holders()
     needed_names = [name for name in run.names if name not in selection.stays]
     lost = [name for name in needed_names if name not in saved]
     lost = [name for name in lost if any(name in states for states in each_own)]
@@ -725,9 +941,22 @@ def _require(saved: Mapping[str, object], names: Iterable[str], path: str) -> No
 
 
 def _select(
-    path: str, run: RunObjects, rules: Options, saved: Mapping[str, Any], generators: Any
+    path: str,
+    run: RunObjects,
+    rules: Options,
+    saved: Mapping[str, Any],
+    generators: Any,
+    groups: Mapping[str, Any],
 ) -> Selection:
     """Apply the rules to the states of a checkpoint.
+
+    Args:
+        path: The path of the checkpoint.
+        run: The objects.
+        rules: The rules.
+        saved: The states by name.
+        generators: States of the random number generators.
+        groups: Name of an optimizer -> its groups on this rank, if they differ from those saved.
 
     Raises:
         FormatError: If a state is of another kind than its object.
@@ -770,13 +999,23 @@ def _select(
     found = {name: saved[name] for name in saved if name not in stays}
     new_names = {name: names.get(name) for name in states}
     plain = {name: value for name, value in run.plain.items() if name in found}
+
+    def rename_all(name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+        return _full_names(state, run.owners[name], new_names)
+
+    optimizers = {name: found[name] for name in run.optimizers if name in found}
+    own = {
+        name: {"param_groups": groups.get(name, optimizers[name]["param_groups"])}
+        for name in optimizers
+    }
     return Selection(
         path,
         run,
         rules,
         step,
         versioned({new: states[old] for old, new in kept.items()}, versions or None),
-        {n: _full_names(found[n], run.owners[n], new_names) for n in run.optimizers if n in found},
+        {name: rename_all(name, state) for name, state in optimizers.items()},
+        {name: rename_all(name, state) for name, state in own.items()},
         {name: found[name] for name in (*run.stateful, *run.plain) if name in found},
         None if GENERATORS in stays else _load_values(generators),
         {names[name] for name in out if name in names},
@@ -802,7 +1041,9 @@ def _full_names(
         full = f"{owners[0]}.{key}" if len(owners) == 1 else key
         return names.get(full, full)
 
-    state = {rename(key): each for key, each in saved.get("state", {}).items()}  # DCP: if not empty
+    # DCP drops an empty state. State that is not a parameter's has a key of its own.
+    known = _parameters_in_groups(saved)
+    state = {rename(k) if k in known else k: v for k, v in saved.get("state", {}).items()}
     groups = [
         {**group, "params": [new for key in group["params"] if (new := rename(key)) is not None]}
         for group in saved["param_groups"]
@@ -811,6 +1052,9 @@ def _full_names(
 
 
 def _parameters_of(state: Mapping[str, Any]) -> set[str]:
-    """Return the names of parameters in the state of an optimizer."""
-    listed = {key for group in state["param_groups"] for key in group["params"]}
-    return listed | {*state["state"]}
+    """Return the names of parameters in the state of an optimizer, and those of other state."""
+    return _parameters_in_groups(state) | {*state["state"]}
+
+
+def _parameters_in_groups(state: Mapping[str, Any]) -> set[str]:
+    return {key for group in state["param_groups"] for key in group["params"]}
