@@ -300,22 +300,27 @@ def dcp_output(
 
 def add_objects(own: OwnFile, state: State) -> None:
     """Add the values of a state that are not tensors."""
-    for key, (_, item) in _dcp_objects(state).items():
-        own.add_value(key, lay_out_torch_file(item, []).layout)
+    for parts in _dcp_objects(state).values():
+        for key, (_, item) in parts.items():
+            own.add_value(key, lay_out_torch_file(item, []).layout)
 
 
-def _dcp_objects(state: State) -> dict[str, tuple[tuple[str | int, ...], object]]:
-    """Return key -> (path, value) of plain values, with the keys that torch looks for."""
-    found = {key: (state.paths[key], value) for key, value in state.objects.items()}
-    for key, (path, value) in [*found.items()]:
-        parts = take_apart_list(key, value)
-        if key not in parts and key != ROOT_OBJECT and state.paths.keys().isdisjoint(parts):
-            del found[key]
-            found |= {name: ((*path, *part), item) for name, (part, item) in parts.items()}
+#: Key -> (path, value) of a plain value.
+_Parts = dict[str, tuple[tuple[str | int, ...], object]]
+
+
+def _dcp_objects(state: State) -> dict[str, _Parts]:
+    """Return key -> what a DCP folder has of a plain value, under the keys that torch looks for."""
+    found: dict[str, _Parts] = {}
+    for key, value in state.objects.items():
+        path, parts = state.paths[key], take_apart_list(key, value)
+        if key in parts or key == ROOT_OBJECT or not state.paths.keys().isdisjoint(parts):
+            parts = {key: ((), value)}
+        found[key] = {name: ((*path, *part), item) for name, (part, item) in parts.items()}
     return found
 
 
-def take_apart_list(key: str, value: object) -> dict[str, tuple[tuple[str | int, ...], object]]:
+def take_apart_list(key: str, value: object) -> _Parts:
     """Return the values in a plain list with dicts, which torch's DCP takes apart.
 
     Returns:
@@ -326,7 +331,7 @@ def take_apart_list(key: str, value: object) -> dict[str, tuple[tuple[str | int,
         >>> take_apart_list("groups", [{"lr": 0.1, "betas": (0.5, 0.9)}])
         {'groups.0.lr': ((0, 'lr'), 0.1), 'groups.0.betas': ((0, 'betas'), (0.5, 0.9))}
     """
-    named: dict[str, tuple[tuple[str | int, ...], object]] = {}
+    named: _Parts = {}
     size, known = 0, dict[int, bool]()
     for path, item in _parts_of((), value, known):
         name = ".".join(map(str, (key, *path)))
@@ -422,10 +427,10 @@ def dcp_content(
         )
         for key, stored in tensors.items()
     }
-    objects = _dcp_objects(state)
-    described |= {key: BytesStorageMetadata() for key in objects}
-    paths = {key: path for key, path in state.paths.items() if key not in state.objects}
-    paths |= {key: path for key, (path, _) in objects.items()}
+    objects, paths = _dcp_objects(state), dict[str, tuple[str | int, ...]]()
+    for key, place in state.paths.items():  # in the order of the containers
+        paths |= {name: part for name, (part, _) in objects.get(key, {key: (place, None)}).items()}
+    described |= {name: BytesStorageMetadata() for parts in objects.values() for name in parts}
     data, meta = storage_data(names, written), StorageMeta(str(path))
     # The version tells torch how keys were joined.
     return pickle.dumps(Metadata(described, paths, data, meta, DCP_VERSION))
