@@ -70,3 +70,30 @@ def test_patterns_that_fit_nothing_and_states_that_are_missing_are_errors(tmp_pa
     report = torchlift.load_optimizer(live, other, part, allow_missing=["1.*"])
     assert report.missing_keys == ["1.weight", "1.bias"]
     assert steps_of(live, other) == [3, 3, 1, 1]
+
+
+def test_nothing_that_matches_is_an_error(tmp_path: Path) -> None:
+    """However much may be missing, as in `load`; the optimizer is as before."""
+    model, optimizer = trained(0.1, 3)
+    saved = torchlift.distributed.get_optimizer_state_dict(model, optimizer)
+    groups = [{**g, "params": [f"x.{name}" for name in g["params"]]} for g in saved["param_groups"]]
+    renamed = {"state": {f"x.{n}": s for n, s in saved["state"].items()}, "param_groups": groups}
+    torch.save(renamed, tmp_path / "other.pt")
+    live, other = trained(0.7, 1)
+    choices: list[dict[str, Any]] = [{"strict": False}, {"allow_missing": ["*"]}]
+    for given in (renamed, tmp_path / "other.pt"):
+        for words in choices:
+            with pytest.raises(StateDictMismatch, match=r"nothing .* matches.*found x\.0\.weight"):
+                torchlift.load_optimizer(live, other, given, **words)
+    assert steps_of(live, other) == [1, 1, 1, 1]
+
+
+def test_a_list_with_an_optimizer_that_never_stepped_is_found(tmp_path: Path) -> None:
+    """Lightning's: SGD without momentum has groups alone, in a list without any tensor."""
+    model = nn.Linear(2, 1)
+    state = {"optimizer_states": [torch.optim.SGD(model.parameters(), lr=0.3).state_dict()]}
+    torch.save(state, tmp_path / "last.ckpt")
+    for given in (state, tmp_path / "last.ckpt"):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        torchlift.load_optimizer(model, optimizer, given)
+        assert optimizer.param_groups[0]["lr"] == 0.3

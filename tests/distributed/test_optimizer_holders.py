@@ -156,6 +156,26 @@ def test_what_an_optimizer_keeps_beside_its_parameters_is_not_dropped(tmp_path: 
         ours.get_optimizer_state_dict(model, lost)
 
 
+class Proxy:
+    """Forwards everything to an optimizer, and is not of its class."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["inner"], name)
+
+
+def test_a_wrapper_of_another_class_loads_what_it_forwards() -> None:
+    """It ended in an AttributeError."""
+    model, other = two_layers(), two_layers(1)
+    saving: Any = Proxy(torch.optim.Adam(model.parameters()))
+    step(model, saving)
+    loading: Any = Proxy(torch.optim.Adam(other.parameters()))
+    ours.set_optimizer_state_dict(other, loading, ours.get_optimizer_state_dict(model, saving))
+    assert equal(loading.state_dict(), saving.state_dict())
+
+
 def of_ranks(folder: str) -> None:
     """Follow what the errors say, on every rank."""
     with warnings.catch_warnings():

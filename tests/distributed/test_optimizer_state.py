@@ -262,7 +262,7 @@ def test_the_optimizer_s_own_state_dict_loads_too() -> None:
     ours.set_optimizer_state_dict(model, other, never_stepped)
     assert equal(other.state_dict(), never_stepped)
     few = torch.optim.Adam(model[0].parameters())
-    with pytest.raises(ours.StateDictMismatch, match="no optimizer has this many"):
+    with pytest.raises(ours.StateDictMismatch, match="no optimizer has groups of these sizes"):
         ours.set_optimizer_state_dict(model, few, optimizer.state_dict())
 
 
@@ -608,6 +608,180 @@ def test_another_order_of_parameters_is_named_as_the_cause() -> None:
     turned = torch.optim.Adam(list(model.parameters())[::-1])
     with pytest.raises(ours.StateDictMismatch, match=r"in the same order\."):
         ours.set_optimizer_state_dict(model, turned, adam.state_dict())
+
+
+def norms(seed: int) -> nn.Module:
+    """Four parameters of one shape, so that only their order or their names tell them apart."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.LayerNorm(2), nn.LayerNorm(2))
+
+
+def test_numbers_of_other_groups_are_refused() -> None:
+    """As in torch. The order differs then, and the moments would go to other parameters."""
+    model = norms(0)
+    split = [{"params": [layer.weight for layer in model]}, {"params": [n.bias for n in model]}]
+    saving = torch.optim.Adam(split)
+    step(model, saving)
+    for strict in (True, False):
+        options = StateDictOptions(strict=strict)
+        model = norms(1)
+        loading = torch.optim.Adam(model.parameters())
+        with pytest.raises(ours.StateDictMismatch, match=r"groups of these sizes.*2, 2 param"):
+            ours.set_optimizer_state_dict(model, loading, saving.state_dict(), options=options)
+        assert not loading.state
+    halves = [torch.optim.Adam(layer.parameters()) for layer in model]
+    other = torch.optim.Adam(norms(2)[1].parameters())
+    with pytest.raises(ours.StateDictMismatch, match="several optimizers have groups of these"):
+        ours.set_optimizer_state_dict(model, halves, other.state_dict(), options=PARTIAL)
+    ours.set_optimizer_state_dict(model, halves[1], other.state_dict())
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, lambda m: torch.compile(m, backend="eager")])
+def test_names_of_another_wrapper_are_understood(wrap: Any) -> None:
+    """By position, in other groups, learning rates would trade places without an error."""
+    model = norms(0)
+    wrapped = wrap(model)
+    named = dict(wrapped.named_parameters())
+    decayed = [(name, param) for name, param in named.items() if name.endswith("weight")]
+    others = [(name, param) for name, param in named.items() if name.endswith("bias")]
+    saving = torch.optim.Adam([{"params": decayed, "lr": 0.1}, {"params": others, "lr": 0.2}])
+    step(model, saving)
+    for target in (norms(1), wrap(norms(1))):
+        weights, biases = ([p for n, p in target.named_parameters() if n.endswith(end)]
+                           for end in ("weight", "bias"))  # fmt: skip
+        loading = torch.optim.Adam([{"params": biases}, {"params": weights[::-1]}])
+        ours.set_optimizer_state_dict(target, loading, saving.state_dict())
+        assert [group["lr"] for group in loading.param_groups] == [0.2, 0.1]
+        for param, saved in zip(target.parameters(), model.parameters(), strict=True):
+            assert equal(loading.state[param], saving.state[saved])
+    half = torch.optim.Adam(norms(1)[1].named_parameters())
+    target = norms(2)
+    loading = torch.optim.Adam(target.parameters())
+    only = {"state": {}, "param_groups": [{**half.state_dict()["param_groups"][0]}]}
+    only["param_groups"][0]["param_names"] = ["1.weight", "1.bias"]
+    report = ours.set_optimizer_state_dict(target, loading, only, options=PARTIAL)
+    assert (report.loaded, report.missing_keys) == (["1.weight", "1.bias"], ["0.weight", "0.bias"])
+
+
+@pytest.mark.parametrize(("kind", "other"), [("Adam", "Adamax"), ("Adamax", "Adam")])
+def test_a_state_without_values_that_a_step_needs_is_refused(kind: str, other: str) -> None:
+    """The next step would end in a KeyError. The advice works when it is followed."""
+    model = two_layers()
+    saving = getattr(torch.optim, kind)(model.parameters())
+    step(model, saving)
+    cut = copy.deepcopy(ours.get_optimizer_state_dict(model, saving))
+    del cut["state"]["1.bias"]["exp_avg"]
+    for name, saved in ((other, saving.state_dict()), (kind, cut)):
+        for times in (0, 2):
+            loading = getattr(torch.optim, name)(model.parameters(), lr=0.5)
+            step(model, loading, times)
+            before = copy.deepcopy(loading.state_dict())
+            with pytest.raises(ours.StateDictMismatch, match=f"lacks values that {name} needs"):
+                ours.set_optimizer_state_dict(model, loading, saved)
+            assert equal(loading.state_dict(), before)
+            ours.set_optimizer_state_dict(model, loading, saved, options=PARTIAL)
+            step(model, loading)
+
+
+def test_a_number_for_a_moment_is_refused() -> None:
+    """As a tensor, too: its shape was not compared."""
+    model, optimizer = trained()
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["exp_avg"] = torch.tensor(1.0)
+    for loading in (optimizer, torch.optim.Adam(model.parameters())):
+        with pytest.raises(ours.StateDictMismatch, match=r"exp_avg.*expected \[4, 3\]; found \[\]"):
+            ours.set_optimizer_state_dict(model, loading, saved)
+
+
+@pytest.mark.parametrize(
+    "value", [[], (), {}, [torch.ones(4, 3)], {"a": torch.ones(4, 3)}], ids=str
+)
+def test_a_container_for_a_moment_is_refused(value: Any) -> None:
+    """The next step would fail. An empty one has no leaf that could be compared."""
+    model, optimizer = trained()
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["exp_avg"] = value
+    for loading in (optimizer, torch.optim.Adam(model.parameters())):
+        before = copy.deepcopy(loading.state_dict())
+        with pytest.raises(ours.StateDictMismatch, match=r"exp_avg': the saved state is not a ten"):
+            ours.set_optimizer_state_dict(model, loading, saved, options=PARTIAL)
+        assert equal(loading.state_dict(), before)
+
+
+@pytest.mark.parametrize("params", [None, False, 3, torch.tensor(1.0), [{}], [[0]], [None, 1]])
+def test_groups_that_list_no_names_are_said(params: Any) -> None:
+    """They ended in a TypeError."""
+    model, optimizer = trained()
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["params"] = params
+    with pytest.raises(ours.StateDictMismatch, match="a list of names or numbers"):
+        ours.set_optimizer_state_dict(model, optimizer, saved)
+
+
+def test_keys_that_are_no_text_can_be_shown() -> None:
+    """In a flat state, and in a group of another kind of optimizer."""
+    model, optimizer = trained()
+    flat: dict[Any, Any] = ours.get_optimizer_state_dict(model, optimizer, options=FLAT)
+    for key in (7, None, (1, 2)):
+        with pytest.raises(ours.StateDictMismatch, match="not a key of an optimizer state dict"):
+            ours.set_optimizer_state_dict(model, optimizer, {**flat, key: 1})
+    saved: Any = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0][7] = saved["param_groups"][0].pop("eps")
+    with pytest.raises(ours.StateDictMismatch, match=r"another kind.*found 7"):
+        ours.set_optimizer_state_dict(model, optimizer, saved)
+
+
+def test_the_result_shares_no_container_with_the_optimizer() -> None:
+    """dcp.load writes numbers into it, before anything is checked."""
+    model, optimizer = trained()
+    before = copy.deepcopy(optimizer.state_dict())
+    saved = ours.get_optimizer_state_dict(model, optimizer)
+    for state in saved["state"].values():
+        state.clear()
+    assert equal(optimizer.state_dict(), before)
+
+
+def test_a_key_of_a_group_may_have_dots_in_the_flat_form() -> None:
+    """It was read as the name of a parameter, and its value was lost."""
+    model = two_layers()
+    first, second = (
+        torch.optim.Adam([{"params": model.parameters(), "my.key": n}]) for n in (1, 2)
+    )
+    saved = ours.get_optimizer_state_dict(model, first, options=FLAT)
+    report = ours.set_optimizer_state_dict(model, second, saved, options=FLAT)
+    assert (second.param_groups[0]["my.key"], report.unexpected_keys) == (1, [])
+
+
+def test_a_frozen_parameter_that_was_saved_without_a_state_has_none() -> None:
+    """The state of another run would move it as soon as it is trained."""
+    model = two_layers()
+    model[0].requires_grad_(False)
+    saving = torch.optim.Adam(model.parameters())
+    step(model, saving)
+    saved = copy.deepcopy(ours.get_optimizer_state_dict(model, saving))
+    other, loading = trained()
+    other[0].requires_grad_(False)
+    kept = copy.deepcopy(loading.state_dict()["state"][0])
+    ours.set_optimizer_state_dict(other, loading, saved, options=PARTIAL)
+    assert equal(loading.state_dict()["state"][0], kept)
+    report = ours.set_optimizer_state_dict(other, loading, saved)
+    assert report.left_out == ["0.weight", "0.bias"]
+    assert equal(loading.state_dict()["state"], saving.state_dict()["state"])
+
+
+def test_the_flags_of_the_saved_group_say_where_a_step_counts() -> None:
+    """A fused optimizer needs its counter in float32 next to the parameter, as torch puts it."""
+    model = two_layers()
+    saving = torch.optim.AdamW(model.parameters(), fused=True)
+    step(model, saving)
+    saved = copy.deepcopy(saving.state_dict())
+    for state in saved["state"].values():
+        state["step"] = state["step"].double()
+    loading = torch.optim.AdamW(model.parameters())
+    ours.set_optimizer_state_dict(model, loading, saved)
+    assert loading.param_groups[0]["fused"]
+    assert all(state["step"].dtype is torch.float32 for state in loading.state.values())
+    step(model, loading)
 
 
 def test_half_a_flat_state_is_no_state() -> None:

@@ -11,10 +11,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import torchlift
+from torchlift._save.layouts import take_apart_list
 from torchlift.distributed import CheckpointReader
 from torchlift.errors import FormatError
 
@@ -123,3 +125,63 @@ def test_what_only_a_pickle_could_rebuild_is_refused_by_its_name(
     dcp.load(rest, storage_reader=CheckpointReader(tmp_path / "dcp"))
     assert rest == {"model": {"weight": rest["model"]["weight"]}, "config": {"depth": 2}}
     assert rest["model"]["weight"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("kind", ["torch", "dcp"])
+def test_dtypes_and_devices_are_not_text(tmp_path: Path, kind: str) -> None:
+    """An index has text in their place, and a group of an optimizer may have a dtype."""
+    saved = {
+        "dtype": torch.int8,
+        "groups": [{"dtype": torch.bfloat16, "betas": (0.5, torch.device("cpu"))}],
+        "name": "torch.int8",
+    }
+    path = tmp_path / kind
+    if kind == "torch":
+        torch.save(saved, path)
+    else:
+        dcp.save(saved, checkpoint_id=path, no_dist=True)
+    found = {"dtype": None, "groups": [{"dtype": None, "betas": (0.0, None)}], "name": ""}
+    dcp.load(found, storage_reader=CheckpointReader(path))
+    assert found == saved
+
+
+@pytest.mark.parametrize("kind", ["torch", "dcp", "lift"])
+def test_an_optimizer_without_tensors_is_loaded(tmp_path: Path, kind: str) -> None:
+    """dcp.load looks for each value of a group, as it would save them."""
+    model = nn.Linear(2, 1)
+    saving = torch.optim.SGD([{"params": model.parameters(), "tags": [1, {"a": 2}]}], lr=0.3)
+    state = {"model": model.state_dict(), "optimizer": saving.state_dict()}
+    path = tmp_path / kind
+    if kind == "torch":
+        torch.save(state, path)
+    elif kind == "dcp":
+        dcp.save(state, checkpoint_id=path, no_dist=True)
+    else:
+        torchlift.save(state, path, format="dcp")
+    for reader in (CheckpointReader, FileSystemReader)[: 1 if kind == "torch" else 2]:
+        group = {"params": nn.Linear(2, 1).parameters(), "tags": [0, {"a": 0}]}
+        loading = torch.optim.SGD([group], lr=0.1)
+        found = {"model": nn.Linear(2, 1).state_dict(), "optimizer": loading.state_dict()}
+        dcp.load(found, storage_reader=reader(path))
+        assert found["optimizer"] == state["optimizer"]
+        assert torch.equal(found["model"]["weight"], state["model"]["weight"])
+
+
+def test_lists_that_cannot_be_taken_apart_stay_whole(tmp_path: Path) -> None:
+    """A key that is not text, or one that another value has, would be lost."""
+    saved = {"a": [{1: 2}], "b": [{"x.y": 1, "x": {"y": 2}}], "c": [{}, {"k": None}], "c.1.k": 5}
+    torchlift.save(saved, tmp_path / "saved", format="dcp")
+    with torchlift.open(tmp_path / "saved") as ckpt:
+        assert ckpt.tree() == saved
+
+
+def test_a_list_of_shared_lists_is_not_taken_apart() -> None:
+    """One list 2**40 times, and a long name 30,000 times, take a few kilobytes."""
+    shared: list[object] = [{"a": 1}]
+    plain: list[object] = [1]
+    for _ in range(40):
+        shared, plain = [shared, shared], [plain, plain]
+    endless: list[object] = [{"a": 1}]
+    endless.append(endless)
+    for value in (shared, plain, endless, [{"b" * 1000: 1}] * 30_000):
+        assert take_apart_list("key", value).keys() == {"key"}

@@ -133,6 +133,17 @@ def wrapped_by(module: nn.Module) -> tuple[str | None, bool]:
 _INSIDE = ((COMPILED, True), (CHECKPOINTED, False), (FULLY_SHARDED, False))
 
 
+def bare_name(name: str) -> str:
+    """Return a name without the parts that a wrapper may have added.
+
+    Example:
+        >>> bare_name("module._orig_mod.head.weight")
+        'head.weight'
+    """
+    added = {"module", *(child for child, _ in _INSIDE)}
+    return ".".join(part for part in name.split(".") if part not in added)
+
+
 def wrapped_names(tree: ModuleTree) -> Names | None:
     """Return the names of a wrapped model; None for a bare model, whose names are its paths."""
     return Names(tree) if any(wrapped_by(module)[0] for module in tree.modules) else None

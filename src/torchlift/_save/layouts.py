@@ -6,7 +6,7 @@ import json
 import os
 import pickle
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,6 +20,7 @@ from torchlift._save.values import State, Value, kind_error, storages_of, ties_o
 from torchlift._store.places import inside
 from torchlift._transfer.write import SetKind
 from torchlift.formats.dcp import DCP_METADATA, DCP_SUFFIX, dcp_items
+from torchlift.formats.flattening import ROOT_OBJECT
 from torchlift.formats.layout import INDEX_SUFFIX, Layout, Stored
 from torchlift.formats.safetensors import TIED_KEYS, safetensors_layout
 from torchlift.formats.sharded import index_content, is_index, shards_of
@@ -299,8 +300,77 @@ def dcp_output(
 
 def add_objects(own: OwnFile, state: State) -> None:
     """Add the values of a state that are not tensors."""
-    for key, item in state.objects.items():
-        own.add_value(key, lay_out_torch_file(item, []).layout)
+    for parts in _dcp_objects(state).values():
+        for key, (_, item) in parts.items():
+            own.add_value(key, lay_out_torch_file(item, []).layout)
+
+
+#: Key -> (path, value) of a plain value.
+_Parts = dict[str, tuple[tuple[str | int, ...], object]]
+
+
+def _dcp_objects(state: State) -> dict[str, _Parts]:
+    """Return key -> what a DCP folder has of a plain value, under the keys that torch looks for."""
+    found: dict[str, _Parts] = {}
+    for key, value in state.objects.items():
+        path, parts = state.paths[key], take_apart_list(key, value)
+        if key in parts or key == ROOT_OBJECT or not state.paths.keys().isdisjoint(parts):
+            parts = {key: ((), value)}
+        found[key] = {name: ((*path, *part), item) for name, (part, item) in parts.items()}
+    return found
+
+
+def take_apart_list(key: str, value: object) -> _Parts:
+    """Return the values in a plain list with dicts, which torch's DCP takes apart.
+
+    Returns:
+        Key -> (path below the list, value). Other values, and lists whose values would not have
+        keys of their own, have one key: their own.
+
+    Example:
+        >>> take_apart_list("groups", [{"lr": 0.1, "betas": (0.5, 0.9)}])
+        {'groups.0.lr': ((0, 'lr'), 0.1), 'groups.0.betas': ((0, 'betas'), (0.5, 0.9))}
+    """
+    named: _Parts = {}
+    size, known = 0, dict[int, bool]()
+    for path, item in _parts_of((), value, known):
+        name = ".".join(map(str, (key, *path)))
+        size += len(name)
+        # A small file can hold one list a million times. Its names would fill the memory.
+        if name in named or size > _NAMES or len(path) > _DEPTH:
+            return {key: ((), value)}
+        named[name] = path, item
+    return named
+
+
+#: Characters of the names of a list that is taken apart, and how deep its values may be.
+_NAMES, _DEPTH = 1 << 24, 50
+
+
+def _parts_of(
+    path: tuple[str | int, ...], value: object, known: dict[int, bool]
+) -> Iterator[tuple[tuple[str | int, ...], object]]:
+    items: Iterable[tuple[str | int, object]] = ()
+    if len(path) > _DEPTH:
+        pass
+    elif isinstance(value, list) and _has_dict(value, known):
+        items = enumerate(value)
+    elif path and isinstance(value, dict) and all(type(name) is str for name in value):
+        items = value.items()
+    if not items:
+        yield path, value
+    for name, item in items:
+        yield from _parts_of((*path, name), item, known)
+
+
+def _has_dict(value: object, known: dict[int, bool]) -> bool:
+    """Return whether a list contains a dict, perhaps in a list. Each list is searched once."""
+    if not isinstance(value, list):
+        return isinstance(value, dict)
+    if id(value) not in known:
+        known[id(value)] = False  # a list may contain itself
+        known[id(value)] = any(_has_dict(item, known) for item in value)
+    return known[id(value)]
 
 
 def storage_data(names: Sequence[str], written: Sequence[Written]) -> dict[MetadataIndex, object]:
@@ -357,10 +427,13 @@ def dcp_content(
         )
         for key, stored in tensors.items()
     }
-    described |= {key: BytesStorageMetadata() for key in state.objects}
+    objects, paths = _dcp_objects(state), dict[str, tuple[str | int, ...]]()
+    for key, place in state.paths.items():  # in the order of the containers
+        paths |= {name: part for name, (part, _) in objects.get(key, {key: (place, None)}).items()}
+    described |= {name: BytesStorageMetadata() for parts in objects.values() for name in parts}
     data, meta = storage_data(names, written), StorageMeta(str(path))
     # The version tells torch how keys were joined.
-    return pickle.dumps(Metadata(described, state.paths, data, meta, DCP_VERSION))
+    return pickle.dumps(Metadata(described, paths, data, meta, DCP_VERSION))
 
 
 def _dcp_layout(stored: Stored, checksum: bool) -> Layout:

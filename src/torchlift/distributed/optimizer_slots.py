@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -64,8 +64,8 @@ class OptimizerReport(Summary):
             that they had.
         unexpected_keys: Parameters that no optimizer holds. Optimizers and pipeline stages may
             share one state dict, so these are never an error.
-        left_out: Parameters without a saved state, of optimizers that make their state in ``step``
-            only. They start without a state, and are never an error.
+        left_out: Parameters without a saved state that are frozen, or of an optimizer that makes
+            its state in ``step`` only. They start without a state, and are never an error.
 
     Example:
         >>> from torchlift.distributed import OptimizerReport
@@ -222,10 +222,12 @@ class OptimizerSlots:
             new.hyper.append(self._match_group(group, params))
             if strict and new.hyper[-1] and params:
                 _require_kind(holder.optimizer, group, new.hyper[-1])
+            loaded, needs = {**group, **new.hyper[-1]}, dict[Any, dict[Any, int]]()
             for held in params:
                 name = held.name_in(saved.state)
                 if name is not None:
-                    new.state[held.param] = self._slots_of(_Owner(name, held))
+                    owner = _Owner(name, replace(held, group=loaded), needs)
+                    new.state[held.param] = self._slots_of(owner)
                     report.loaded.append(name)
                 elif not saved.gone.isdisjoint(held.fqns):
                     self._left_alone.add(held.name)
@@ -240,7 +242,12 @@ class OptimizerSlots:
                 if strict:
                     # No state of this optimizer was saved, so it had not taken a step.
                     new.state[held.param] = {}
-            elif held.param.requires_grad and (held.state or initial):
+            elif not held.param.requires_grad:
+                if held.state and strict and not allowed([held.name], saved.allow_missing):
+                    # It was never trained, so what this optimizer has is from another run.
+                    report.left_out.append(held.name)
+                    new.state[held.param] = {}
+            elif held.state or initial:
                 # A frozen parameter that was never trained has no state to miss.
                 report.missing_keys.append(held.name)
         return new
@@ -273,6 +280,15 @@ class OptimizerSlots:
         self.report.missing_keys[:] = names
         excused = allowed(names, saved.allow_missing) | self._left_alone
         missing = [name for name in names if name not in excused]
+        is_empty = not self.report.loaded and not any(
+            hyper for new in self.states for hyper in new.hyper
+        )
+        if saved.must_match and is_empty and names:
+            raise StateDictMismatch(
+                "nothing in the optimizer state matches the optimizer",
+                expected=clipped_list(names),
+                found=clipped_list([*saved.state, *saved.hyper]),
+            )
         if self._options.strict and missing:
             raise StateDictMismatch(
                 f"missing the optimizer state of {clipped_list(map(repr, missing))}",
@@ -294,6 +310,23 @@ class OptimizerSlots:
             )
         live = owner.held.state
         tensors = _tensors(live)
+        needed = owner.needed if saved else {}
+        if lacks := needed.keys() - (saved if self._options.strict else {**live, **saved}).keys():
+            if self._options.strict:
+                kind = type(owner.held.optimizer).__name__
+                raise StateDictMismatch(
+                    f"the saved state lacks values that {kind} needs",
+                    entry=owner.name,
+                    expected=clipped_list(needed),
+                    found=clipped_list(map(str, saved)),
+                    hint="Make an optimizer of the kind that was saved. Or pass strict=False: "
+                    "missing values then stay as they are, or start as in a new optimizer.",
+                )
+            live = {**{key: owner.first[key] for key in lacks}, **live}
+
+        for key, value in saved.items():
+            if isinstance(value, (dict, list, tuple)):  # an empty one has no leaf
+                _require_no_tensor(owner, value, tensors, (key,))
 
         def put_slot(value: Any, path: Path) -> Any:
             if isinstance(value, Stored):
@@ -344,7 +377,8 @@ class OptimizerSlots:
         recorded = None
         if is_dtensor(owner.param):
             recorded = self._saved.layouts.get(owner.name, {}).get(path_text(path))
-        if not value.shape and recorded is None:
+        is_scalar = len(path) > 1 or not owner.needed.get(path[0])
+        if not value.shape and recorded is None and is_scalar:
             return value if is_dtensor(value) else None
         expected = live
         if live is None:
@@ -437,20 +471,40 @@ def _is_square(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _Owner:
-    """The parameter of the state that is loaded, and the name under which it was saved."""
+    """The parameter of a state that is loaded.
+
+    Attributes:
+        name: The name under which the state was saved.
+        held: The parameter, with its group as it will be after the load.
+        needs: Dimensions and dtype -> the result of `needed`, shared by its group.
+    """
 
     name: str
     held: Held
+    needs: dict[Any, dict[Any, int]] = field(default_factory=dict)
 
     @property
     def param(self) -> torch.Tensor:
         """The parameter."""
         return self.held.param
 
+    @property
+    def needed(self) -> dict[Any, int]:
+        """The values without which a step of torch's optimizers fails: key -> dimensions."""
+        key = self.param.dim(), self.param.dtype
+        if key not in self.needs:
+            self.needs[key] = _needed_by(self.held)
+        return self.needs[key]
+
+    @cached_property
+    def first(self) -> dict[Any, Any]:
+        """The optimizer's initial state, empty if it is unknown."""
+        return initial_state(self.held) or {}
+
     @cached_property
     def initial(self) -> dict[Path, torch.Tensor]:
         """The tensors of the optimizer's initial state."""
-        return _tensors(initial_state(self.held))
+        return _tensors(self.first)
 
     def entry(self, path: Path) -> str:
         """Return the name of the state at a path, for errors."""
@@ -459,6 +513,22 @@ class _Owner:
 
 def _tensors(state: Any) -> dict[Path, torch.Tensor]:
     return {path: leaf for path, leaf in leaves(state).items() if torch.is_tensor(leaf)}
+
+
+def _needed_by(held: Held) -> dict[Any, int]:
+    """Return the keys of the initial state, if the optimizer runs torch's own code.
+
+    Other code may add missing values itself, as the SGD of torch does with its momentum.
+    """
+    kind, step = type(held.optimizer), getattr(type(held.optimizer), "step", None)
+    is_torchs = str(getattr(step, "__module__", "")).startswith("torch.optim.")
+    if not is_torchs or runs_own_code(held.optimizer) or issubclass(kind, torch.optim.SGD):
+        return {}
+    # On meta, where it takes no memory. A fused optimizer refuses this device.
+    like = torch.empty(held.param.shape, dtype=held.param.dtype, device="meta")
+    group = {**held.group, "fused": False}
+    found = initial_state(replace(held, param=like.requires_grad_(), group=group)) or {}
+    return {key: value.dim() if torch.is_tensor(value) else 0 for key, value in found.items()}
 
 
 def _can_take(live: torch.Tensor) -> bool:
@@ -566,7 +636,7 @@ def _require_kind(
         for key, default in getattr(optimizer, "defaults", {}).items()
         if key not in saved and not isinstance(default, (bool, type(None)))
     ]
-    more = [key for key in saved if key not in group]
+    more = [str(key) for key in saved if key not in group]
     if lacks and more:
         kind = type(optimizer).__name__
         raise StateDictMismatch(
@@ -579,7 +649,7 @@ def _require_kind(
 
 
 def _require_same(a: dict[str, Any], b: dict[str, Any], first: str, second: str) -> None:
-    for key in sorted((a.keys() & b.keys()) - {"param_names"}):
+    for key in sorted((a.keys() & b.keys()) - {"param_names"}, key=str):
         same = a[key] is b[key] or bool(torch.as_tensor(a[key] == b[key]).all())
         if not same:
             raise StateDictMismatch(
@@ -619,12 +689,15 @@ def runs_own_code(optimizer: torch.optim.Optimizer) -> bool:
         >>> runs_own_code(torch.optim.SGD([torch.ones(1)]))
         False
     """
-    is_torchs = type(optimizer).__setstate__.__module__.startswith("torch.optim.")
-    return not (is_left_to_us(optimizer) and is_torchs)
+    if not is_left_to_us(optimizer):
+        return True
+    return not type(optimizer).__setstate__.__module__.startswith("torch.optim.")
 
 
 def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
-    return type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
+    # A wrapper of an optimizer may be of another class, and forward what it lacks.
+    method = getattr(type(optimizer), "load_state_dict", None)
+    return method is torch.optim.Optimizer.load_state_dict
 
 
 def set_states(slots: OptimizerSlots, commit: Commit, *, own_code: bool) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from torchlift._model.dtensor import is_dtensor, spread_of
-from torchlift._model.names import Names
+from torchlift._model.names import Names, bare_name
 from torchlift._model.state import call_state_dict
-from torchlift._system.containers import leaves
+from torchlift._system.containers import leaves, map_leaves
 from torchlift.distributed.options import (
     StateDictMismatch,
     StateDictOptions,
@@ -144,7 +144,9 @@ def read_optimizers(holders: Iterable[Holder], options: StateDictOptions) -> dic
             for number, param in zip(numbers[_PARAMS], group[_PARAMS], strict=True)
         }
         for key, value in packed[_STATE].items():
-            state[by_number.get(key, key) if isinstance(key, int) else key] = value
+            # New containers: dcp.load writes into those of the result, before anything is checked.
+            owner: Any = by_number.get(key, key) if isinstance(key, int) else key
+            state[owner] = map_leaves(value, lambda leaf, _: leaf)
         for inner in inner_optimizers(optimizer):
             for param, its_state in getattr(inner, "state", {}).items():
                 if set(its_state) - set(state.get(named.get(param), ())):
@@ -353,6 +355,7 @@ class Saved:
         other: State under keys that are not parameters.
         gone: Canonical names that the caller left out.
         allow_missing: Patterns of names that may be missing.
+        must_match: Whether some of it must match, however much may be missing.
         layouts: Canonical name -> path in its state -> its recorded layout. Only layouts that
             differ from that of the parameter are recorded.
     """
@@ -363,6 +366,7 @@ class Saved:
     other: dict[Any, Any] = field(default_factory=dict)
     gone: set[str] = field(default_factory=set)
     allow_missing: Collection[str] = ()
+    must_match: bool = False
     layouts: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def add_layouts(self, name: str, texts: Iterable[str]) -> None:
@@ -404,10 +408,11 @@ def normalise(saved: Mapping[str, Any], holders: Sequence[Holder]) -> Saved:
         saved = _unflatten(saved, holders)
     state, groups = saved[_STATE], saved[_GROUPS]
     fits = isinstance(state, Mapping) and isinstance(groups, (list, tuple))
-    if not fits or not all(isinstance(g, Mapping) and _PARAMS in g for g in groups):
+    if not fits or not all(isinstance(g, Mapping) and _lists_names(g) for g in groups):
         raise StateDictMismatch(
             "not an optimizer state dict",
-            expected=f"a dict under {_STATE!r}, and under {_GROUPS!r} dicts with {_PARAMS!r}",
+            expected=f"a dict under {_STATE!r}, and under {_GROUPS!r} dicts with {_PARAMS!r}, a "
+            "list of names or numbers",
         )
     numbered = _name_numbers(groups, holders)
     found = Saved()
@@ -432,26 +437,71 @@ def normalise(saved: Mapping[str, Any], holders: Sequence[Holder]) -> Saved:
     return found
 
 
-def _name_numbers(groups: Any, holders: Iterable[Holder]) -> dict[Any, str]:
-    """Return the names for the numbers in the groups of a state dict, if it has numbers."""
-    keys = list(dict.fromkeys(key for group in groups for key in group[_PARAMS]))
-    if not keys or not all(isinstance(key, int) for key in keys):
+def _lists_names(group: Mapping[str, Any]) -> bool:
+    keys = group.get(_PARAMS)
+    return isinstance(keys, (list, tuple)) and all(isinstance(key, (str, int)) for key in keys)
+
+
+def _name_numbers(groups: Any, holders: Sequence[Holder]) -> dict[Any, str]:
+    """Return the names for the numbers in the groups of a state dict, if it has numbers.
+
+    Raises:
+        StateDictMismatch: If only the order could tell which parameter a number means, and the
+            groups of no optimizer, or of several, have these sizes.
+    """
+    numbers = [list(dict.fromkeys(group[_PARAMS])) for group in groups]
+    keys = [key for group in numbers for key in group]
+    if not any(isinstance(key, int) for key in keys):
         return {}
-    saved = [name for group in groups for name in group.get("param_names") or ()]
-    for holder in holders:
-        order = [held.name for held in holder.params]
-        if len(order) == len(keys):
-            own = {fqn: held.name for held in holder.params for fqn in held.fqns}
-            if len(saved) == len(keys) and own.keys() >= set(saved):
-                order = [own[name] for name in saved]
-            found = dict(zip(keys, order, strict=True))
-            # DCP turns every key into text, but not the numbers in the groups' lists.
-            return {**found, **{str(key): name for key, name in found.items()}}
-    raise StateDictMismatch(
-        "the optimizer state dict numbers its parameters, and no optimizer has this many",
-        found=f"{len(keys)} parameters",
-        hint="Save it with get_optimizer_state_dict, which names the parameters.",
-    )
+    written = {
+        number: name
+        for group in groups
+        for number, name in zip(group[_PARAMS], group.get("param_names") or (), strict=False)
+        if isinstance(name, str)
+    }
+    known = _find_names(written, holders) if len(written) == len(keys) else {}
+    # Without empty groups: DCP and torch's functions lose them.
+    sizes = [len(group) for group in numbers if group]
+    fitting = [
+        [held.name for held in each.params]
+        for each in holders
+        if [len(group) for group in each.groups if group] == sizes
+    ]
+    # torch goes by the order alone. With names, groups may have another one.
+    by_order = dict(zip(keys, fitting[0], strict=True)) if len(fitting) == 1 else {}
+    found = by_order
+    if any(by_order.get(number) != name for number, name in known.items()):
+        found = {number: known.get(number, name) for number, name in written.items()}
+    if not found:
+        hint = "Load each optimizer in a separate call."
+        if not fitting:
+            hint = "Give the optimizer the parameter groups it was saved with, in the same order. "
+            hint += "Or save it with get_optimizer_state_dict, which names the parameters."
+        which = "several optimizers have" if fitting else "no optimizer has"
+        raise StateDictMismatch(
+            f"the optimizer state dict numbers its parameters, and {which} groups of these sizes",
+            found=f"groups of {', '.join(map(str, sizes))} parameters",
+            hint=hint,
+        )
+    # DCP turns every key into text, but not the numbers in the groups' lists.
+    return {**found, **{str(key): name for key, name in found.items()}}
+
+
+def _find_names(written: Mapping[int, str], holders: Iterable[Holder]) -> dict[int, str]:
+    """Return the canonical names for the names that an optimizer was made with.
+
+    These may be the names of another wrapper, such as ``module.weight`` of DDP.
+    """
+    names = {fqn: held.name for each in holders for held in each.params for fqn in held.fqns}
+    bare: dict[str, set[str]] = {}
+    for fqn, name in names.items():
+        bare.setdefault(bare_name(fqn), set()).add(name)
+    found: dict[int, str] = {}
+    for number, name in written.items():
+        alike = {names[name]} if name in names else bare.get(bare_name(name), set())
+        if len(alike) == 1:
+            found[number] = next(iter(alike))
+    return found
 
 
 def _unflatten(flat: Mapping[str, Any], holders: Iterable[Holder]) -> dict[str, Any]:
@@ -461,19 +511,18 @@ def _unflatten(flat: Mapping[str, Any], holders: Iterable[Holder]) -> dict[str, 
     groups: dict[str, dict[str, Any]] = {}
     for key, value in flat.items():
         section, _, rest = str(key).partition(".")
+        name = rest.rpartition(".")[0]
+        while name and name not in live:  # a state may be nested, and a key may have dots
+            name = name.rpartition(".")[0]
+        name = name or rest.rpartition(".")[0]  # no optimizer has this parameter
         if section == _GROUPS:
-            name, _, hyper = rest.rpartition(".")
-            groups.setdefault(name, {_PARAMS: [name]})[hyper] = value
+            groups.setdefault(name, {_PARAMS: [name]})[rest[len(name) + 1 :]] = value
         elif section == _STATE and "." in rest:
-            name = rest.rpartition(".")[0]
-            while name and name not in live:  # a state may be nested
-                name = name.rpartition(".")[0]
-            name = name or rest.rpartition(".")[0]  # no optimizer has this parameter
             _insert(state.setdefault(name, {}), rest[len(name) + 1 :], value, live.get(name))
         else:
             raise StateDictMismatch(
                 "not a key of an optimizer state dict",
-                entry=key,
+                entry=str(key),
                 expected="'state' and 'param_groups', or keys that begin with them and a dot",
             )
     return {_STATE: state, _GROUPS: list(groups.values())}

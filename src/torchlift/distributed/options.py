@@ -190,6 +190,7 @@ class LoadCall:
         include, exclude: Patterns of the parameters whose optimizer state is loaded.
         allow_missing: Patterns of parameters that may lack optimizer state, and of names that the
             model's state dict may lack.
+        must_match: Whether it is an error if no optimizer state matches.
         leaves_model: Whether an empty state dict leaves the model as it is, as in torch. Not for a
             stage of a pipeline that has nothing to load, while the other stages load.
     """
@@ -205,6 +206,7 @@ class LoadCall:
     include: Collection[str] = ("*",)
     exclude: Collection[str] = ()
     allow_missing: Collection[str] = ()
+    must_match: bool = False
     leaves_model: bool = True
 
     def model_dict(self) -> Mapping[Any, Any] | None:

@@ -24,8 +24,10 @@ from torchlift._checkpoint.checkpoint import Checkpoint, MappedViews, dtype_of
 from torchlift._checkpoint.checkpoint import open as open_checkpoint
 from torchlift._model.dtensor import Spans
 from torchlift._model.ranks import portable, world_of
+from torchlift._save.layouts import take_apart_list
 from torchlift._sources.tensors import Copy, FileTensor, copy_values, resolve
 from torchlift._store.places import is_url
+from torchlift._system.containers import leaves
 from torchlift.errors import CheckpointError, PlacementError
 from torchlift.formats.index import TensorEntry
 
@@ -96,7 +98,10 @@ class CheckpointReader(StorageReader):
         }
         # These are listed, so that a plan that needs one is refused by name, and not as missing.
         rest = [key for key in self._ckpt.entries if key not in described]
-        plain = (*self._ckpt.objects, *self._ckpt.blocked_keys, *rest)
+        objects = self._ckpt.objects
+        # torch looks for the values of a list, or for the list, as its version 2.3 saved it.
+        parts = [name for key, value in objects.items() for name in take_apart_list(key, value)]
+        plain = (*objects, *parts, *self._ckpt.blocked_keys, *rest)
         described.update({key: BytesStorageMetadata() for key in plain})
         return Metadata(
             described,
@@ -190,8 +195,12 @@ class CheckpointReader(StorageReader):
             self._problem = portable(error)
 
     def _object(self, key: str) -> io.BytesIO:
+        value = self._ckpt.objects.get(key, key)
+        if self._ckpt._index.tree is not None and str in map(type, leaves([value]).values()):
+            # The objects of an index have text in place of dtypes, and lists in one piece.
+            value = self._ckpt._tree(key, self._ckpt._view)
         stream = io.BytesIO()
-        torch.save(self._ckpt.objects[key], stream)
+        torch.save(value, stream)
         stream.seek(0)
         return stream
 

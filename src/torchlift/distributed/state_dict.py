@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -445,7 +445,8 @@ def load_optimizer(
         if is_state(ckpt):
             if root is None:
                 flat = flat_state(ckpt, None)
-                root = _root_in((*flat.tensors, *flat.objects, *flat.blocked), IN_MEMORY)
+                keys = (*flat.tensors, *_keys_in(flat.objects), *flat.blocked)
+                root = _root_in(keys, IN_MEMORY)
             path, saved = IN_MEMORY, container(ckpt, root)
         else:
             if root is None and isinstance(ckpt, (str, os.PathLike)):
@@ -459,14 +460,24 @@ def load_optimizer(
                     storage_options=storage_options,
                 )
             )
-            path, keys = opened.path, (*opened.entries, *opened.objects, *opened.blocked_keys)
+            path = opened.path
+            keys = (*opened.entries, *_keys_in(opened.objects), *opened.blocked_keys)
             keys += tuple(f"{name}.param_groups" for name in opened._index.aside)
             root = _root_in(keys, path) if root is None else root
             saved = opened._tree(root, partial(slices_of, opened))
         with errors_name(path):
             saved = _optimizer_state(saved)
             call = Part.OPTIMIZERS, model, optimizer, None, saved, options
-            return load_states(LoadCall(*call, *chosen)).optimizer
+            return load_states(LoadCall(*call, *chosen, must_match=True)).optimizer
+
+
+def _keys_in(objects: Mapping[str, object]) -> Iterator[str]:
+    """Return the keys of plain values, and of groups in a list of optimizers without tensors."""
+    for key, value in objects.items():
+        yield key
+        for at, item in enumerate(value if isinstance(value, list) else ()):
+            if isinstance(item, Mapping) and "param_groups" in item:
+                yield f"{key}.{at}.param_groups"
 
 
 def _root_in(keys: Iterable[str], path: str) -> str | None:
@@ -837,6 +848,7 @@ def _prepare(call: LoadCall, tree: ModuleTree) -> _Job:
     if optimizers:
         state.optimizer = normalise(call.optim_dict(), holders)
         state.optimizer.leave_out(call.include, call.exclude, call.allow_missing)
+        state.optimizer.must_match = call.must_match
     moments = state.optimizer.state if state.optimizer else {}
     for (_, *path), value in leaves([state.model or {}, moments]).items():
         if isinstance(value, torch.Tensor) and value.is_nested:
