@@ -289,8 +289,8 @@ def table(size: int, found: dict[str, list[Run]]) -> str:
         f"{rounds * saves} times in new processes, while training continues.",
         "The table shows medians, with the lowest and the highest. Memory is what a rank and its "
         "child processes add at the peak. The last way copies during the next forward and backward "
-        "pass. It waits only before the optimizer's step. The keeper copies before ``save`` returns, "
-        "so your loop may change any tensor after that.",
+        "pass. It waits only before the optimizer's step. The keeper copies before ``save`` "
+        "returns, so your loop may change any tensor after that.",
         "",
         ".. list-table::",
         "   :header-rows: 1",

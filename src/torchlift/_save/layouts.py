@@ -300,46 +300,51 @@ def dcp_output(
 
 def add_objects(own: OwnFile, state: State) -> None:
     """Add the values of a state that are not tensors."""
-    for parts in _dcp_objects(state).values():
-        for key, (_, item) in parts.items():
-            own.add_value(key, lay_out_torch_file(item, []).layout)
+    for items in _dcp_objects(state).values():
+        for key, item in items.items():
+            own.add_value(key, lay_out_torch_file(item.value, []).layout)
 
 
-#: Key -> (path, value) of a plain value.
-_Parts = dict[str, tuple[tuple[str | int, ...], object]]
+class ListItem(NamedTuple):
+    """A plain value in a list that a DCP folder stores in parts.
+
+    Attributes:
+        path: its path below the list.
+        value: the value.
+    """
+
+    path: tuple[str | int, ...]
+    value: object
 
 
-def _dcp_objects(state: State) -> dict[str, _Parts]:
+def _dcp_objects(state: State) -> dict[str, dict[str, ListItem]]:
     """Return key -> what a DCP folder has of a plain value, under the keys that torch looks for."""
-    found: dict[str, _Parts] = {}
+    found: dict[str, dict[str, ListItem]] = {}
     for key, value in state.objects.items():
-        path, parts = state.paths[key], take_apart_list(key, value)
-        if key in parts or key == ROOT_OBJECT or not state.paths.keys().isdisjoint(parts):
-            parts = {key: ((), value)}
-        found[key] = {name: ((*path, *part), item) for name, (part, item) in parts.items()}
+        found[key] = take_apart_list(key, value)
+        if key == ROOT_OBJECT or not state.paths.keys().isdisjoint(found[key]):
+            found[key] = {key: ListItem((), value)}
     return found
 
 
-def take_apart_list(key: str, value: object) -> _Parts:
-    """Return the values in a plain list with dicts, which torch's DCP takes apart.
+def take_apart_list(key: str, value: object) -> dict[str, ListItem]:
+    """Return the values in a plain list with dicts by their keys, as torch's DCP takes it apart.
 
-    Returns:
-        Key -> (path below the list, value). Other values, and lists whose values would not have
-        keys of their own, have one key: their own.
+    Another value has its own key. So has a list whose values would not have keys of their own.
 
     Example:
-        >>> take_apart_list("groups", [{"lr": 0.1, "betas": (0.5, 0.9)}])
-        {'groups.0.lr': ((0, 'lr'), 0.1), 'groups.0.betas': ((0, 'betas'), (0.5, 0.9))}
+        >>> [*take_apart_list("groups", [{"lr": 0.1, "betas": (0.5, 0.9)}])]
+        ['groups.0.lr', 'groups.0.betas']
     """
-    named: _Parts = {}
+    named: dict[str, ListItem] = {}
     size, known = 0, dict[int, bool]()
-    for path, item in _parts_of((), value, known):
-        name = ".".join(map(str, (key, *path)))
+    for item in _items_in((), value, known):
+        name = ".".join(map(str, (key, *item.path)))
         size += len(name)
         # A small file can hold one list a million times. Its names would fill the memory.
-        if name in named or size > _NAMES or len(path) > _DEPTH:
-            return {key: ((), value)}
-        named[name] = path, item
+        if name in named or size > _NAMES or len(item.path) > _DEPTH:
+            return {key: ListItem((), value)}
+        named[name] = item
     return named
 
 
@@ -347,9 +352,9 @@ def take_apart_list(key: str, value: object) -> _Parts:
 _NAMES, _DEPTH = 1 << 24, 50
 
 
-def _parts_of(
+def _items_in(
     path: tuple[str | int, ...], value: object, known: dict[int, bool]
-) -> Iterator[tuple[tuple[str | int, ...], object]]:
+) -> Iterator[ListItem]:
     items: Iterable[tuple[str | int, object]] = ()
     if len(path) > _DEPTH:
         pass
@@ -358,9 +363,9 @@ def _parts_of(
     elif path and isinstance(value, dict) and all(type(name) is str for name in value):
         items = value.items()
     if not items:
-        yield path, value
+        yield ListItem(path, value)
     for name, item in items:
-        yield from _parts_of((*path, name), item, known)
+        yield from _items_in((*path, name), item, known)
 
 
 def _has_dict(value: object, known: dict[int, bool]) -> bool:
@@ -428,8 +433,9 @@ def dcp_content(
         for key, stored in tensors.items()
     }
     objects, paths = _dcp_objects(state), dict[str, tuple[str | int, ...]]()
-    for key, place in state.paths.items():  # in the order of the containers
-        paths |= {name: part for name, (part, _) in objects.get(key, {key: (place, None)}).items()}
+    for key, path_of in state.paths.items():  # in the order of the containers
+        items = objects.get(key, {key: ListItem((), None)})
+        paths |= {name: (*path_of, *item.path) for name, item in items.items()}
     described |= {name: BytesStorageMetadata() for parts in objects.values() for name in parts}
     data, meta = storage_data(names, written), StorageMeta(str(path))
     # The version tells torch how keys were joined.

@@ -166,7 +166,7 @@ class RunObjects:
         (bitsandbytes#1840), a counter or a learning rate. Buffers are those of the first rank, as
         in torch. A list is one value, such as the matrices that SOAP keeps for a parameter.
         """
-        found = dict(_values_in({name: states[name] for name in self.optimizers}))
+        found = _values_in({name: states[name] for name in self.optimizers})
         for name, module in self.modules.items():
             tensors = Names(ModuleTree(module)).tensors
             for key, value in states[name].items():
@@ -184,16 +184,17 @@ def _read(module: nn.Module) -> dict[str, Any]:
     return read_states(Part.MODEL, module, compare=False).model
 
 
-def _values_in(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield the path and the value of everything in dicts, and in the groups of an optimizer."""
+def _values_in(tree: Any, path: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], Any]:
+    """Return everything in dicts, and in the groups of an optimizer, by its path."""
     if path[1::2] == ("param_groups", "params"):
-        return  # the names of parameters, which may differ
+        return {}  # the names of parameters, which may differ
     is_groups = path[1:] == ("param_groups",)
     if not is_groups and not isinstance(tree, dict):
-        yield path, tree
-        return
+        return {path: tree}
+    found: dict[tuple[Any, ...], Any] = {}
     for key, item in enumerate(tree) if is_groups else tree.items():
-        yield from _values_in(item, (*path, key))
+        found |= _values_in(item, (*path, key))
+    return found
 
 
 def _listed(value: Any) -> Iterable[Any]:
