@@ -12,7 +12,6 @@ import sys
 import textwrap
 from contextlib import chdir
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 from forked import run
@@ -43,10 +42,7 @@ ALONE = {"troubleshooting.rst", "migration.rst"}
 RUNNER = """
 import json, os, pathlib, subprocess, sys
 
-import forked_command
-
-place, alone, *blocks = json.loads(sys.argv[1])
-forked_command.put_first_in_path(pathlib.Path(place))
+alone, *blocks = json.loads(sys.argv[1])
 names = {"__name__": "__main__"}
 top = pathlib.Path.cwd()
 for number, (language, code) in enumerate(blocks):
@@ -123,8 +119,8 @@ def run_blocks(
     for name in "PYTHONPATH", "TORCHLIFT_SITE":  # as absolute paths: the folder is another one
         if name in os.environ:
             env[name] = os.pathsep.join(map(os.path.abspath, os.environ[name].split(os.pathsep)))
-    with chdir(folder), TemporaryDirectory() as place:
-        return run(RUNNER, json.dumps([place, alone, *blocks]), env=env)
+    with chdir(folder):
+        return run(RUNNER, json.dumps([alone, *blocks]), env=env)
 
 
 @each_page
