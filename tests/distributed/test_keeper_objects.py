@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -768,6 +769,7 @@ class Owning(torch.optim.Optimizer):
         for param in self.param_groups[0]["params"][rank:]:
             matrices = [torch.full((2 + rank,), float(rank)), torch.ones(1)]
             self.state[param] = {"matrices": matrices, "count": 5 + rank, "seen": {rank}, "same": 3}
+        self.param_groups[0]["plan"] = np.where(np.arange(3000) == 1500, rank, 0)
 
 
 class Scaled(nn.Linear):
@@ -790,19 +792,22 @@ def own_numbers(folder: str, saves: bool) -> tuple[Any, ...]:
     torch.manual_seed(0)
     model = Scaled(2, 1)
     optimizer = Owning(model.parameters(), 0.1 + rank if saves else 7.0)
+    groups = Stateful(rank if saves else 9)  # the Keeper has such keys of its own
     with torchlift.Keeper(folder, background=False) as keeper:
         if saves:
             model.amax = float(rank)
             optimizer.fill(rank)
-            keeper.save(1, model=model, optimizer=optimizer)
+            keeper.save(1, model=model, optimizer=optimizer, groups=groups, containers=[1])
         else:
-            assert keeper.resume(model=model, optimizer=optimizer) == 1
+            run = {"model": model, "optimizer": optimizer, "groups": groups, "containers": [1]}
+            assert keeper.resume(run) == 1
     states = [
         dict(optimizer.state[param]) for param in model.parameters() if param in optimizer.state
     ]
     for state in states:
         state["matrices"] = [each.tolist() for each in state["matrices"]]
-    return model.amax, optimizer.param_groups[0]["lr"], states
+    group = optimizer.param_groups[0]
+    return model.amax, group["lr"], [*group["plan"]], groups.value, states
 
 
 @pytest.mark.distributed
@@ -811,12 +816,45 @@ def test_numbers_and_lists_that_differ_between_ranks_are_each_ranks_own(tmp_path
     on_ranks = torchlift.distributed.on_ranks
     saved = on_ranks(2, own_numbers, str(tmp_path), True)
     assert saved[0] != saved[1]
-    assert len(saved[1][2]) == 1
+    assert len(saved[1][-1]) == 1
     assert on_ranks(2, own_numbers, str(tmp_path), False) == saved
     with pytest.raises(PlacementError, match="each rank saved its own values") as caught:
         own_numbers(str(tmp_path), False)
     names = ["model._extra_state", "optimizer"]
     assert caught.value.hint == f"Pass exclude={names} to keep the current values."
+
+
+def beside_shards(folder: str, kind: type) -> list[float]:
+    """Save and resume a number of each rank in a container with a shard."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Linear(2, 4, bias=False)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+
+    def fill(number: float) -> None:
+        items = {"shard": torch.zeros_like(model.weight), "own": torch.tensor(number)}
+        both = items if kind is dict else kind(items.values())
+        optimizer.state[model.weight] = {"momentum_buffer": None, "both": both}
+
+    with torchlift.Keeper(folder, background=False) as keeper:
+        fill(float(dist.get_rank()))
+        keeper.save(1, model=model, optimizer=optimizer)
+        fill(9.0)
+        keeper.resume(model=model, optimizer=optimizer)
+    return [optimizer.state[model.weight]["both"]["own"].item()]
+
+
+@pytest.mark.distributed
+def test_a_number_of_each_rank_beside_a_shard_is_kept_or_refused(tmp_path: Path) -> None:
+    """A DCP folder has one list of each name, and the shards of all ranks are in it."""
+    on_ranks = torchlift.distributed.on_ranks
+    assert on_ranks(2, beside_shards, str(tmp_path / "dict"), dict) == [[0], [1]]
+    for kind in (list, tuple):
+        with pytest.raises(RuntimeError, match=r"both.1'.*differ.*Put it into a dict"):
+            on_ranks(2, beside_shards, str(tmp_path / kind.__name__), kind)
 
 
 def drifted(folder: str) -> list[float]:
@@ -868,6 +906,9 @@ def test_state_of_a_parameter_that_no_optimizer_holds_now_is_refused(tmp_path: P
             keeper.resume(fewer)
         assert same(everything(fewer), before)
         assert "allow_unexpected=['model.1.weight', ...] to" in str(caught.value)
+        other = {"other": torch.optim.SGD(fewer["model"][1].parameters())}  # new, without a state
+        with pytest.raises(CheckpointError, match=r"1.weight'.*that no optimizer holds"):
+            keeper.resume(fewer | other, allow_missing=["other"])
         assert keeper.resume(fewer, allow_unexpected=["model.1.*"]) == 1
         assert keeper.resume(again) == 1
     assert torch.equal(fewer["model"][1].weight, run["model"][1].weight)

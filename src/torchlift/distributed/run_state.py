@@ -34,7 +34,6 @@ from torchlift._save.files import pass_bytes
 from torchlift._save.layouts import Output, end_of
 from torchlift._save.pickling import is_array
 from torchlift._save.replicas import (
-    Checksum,
     HeldPart,
     checksum_of,
     difference_error,
@@ -66,14 +65,15 @@ from torchlift.formats.source import errors_name
 
 #: The name of the states of the random number generators, for patterns.
 GENERATORS = "rng"
-#: Names that a checkpoint uses itself. In a DCP folder, plain data is packed.
-_RESERVED = ("step", "metrics", GENERATORS, "ranks", "packed", "differing", "groups", "containers")
+#: Names that a checkpoint uses itself. In a DCP folder, plain data is packed. Names with a dot need
+#: not be here, because no object has one.
+_RESERVED = ("step", "metrics", GENERATORS, "ranks", "packed", "differing")
 #: The key of the values of a rank that differ from those of other ranks under the same name.
 DIFFERING = "differing"
 #: The key of the parameter groups of a rank, if those of other ranks have other parameters.
-_GROUPS = "groups"
+_GROUPS = "parameter.groups"
 #: The key of the containers of models and optimizers that a DCP folder changes.
-_CONTAINERS = "containers"
+_CONTAINERS = "changed.containers"
 #: The key of a dict that stands for an array of numpy. Its value is the array's dtype and shape.
 _ARRAY = "numpy.ndarray"
 
@@ -164,7 +164,8 @@ class RunObjects:
 
         They may differ between ranks: experts under one name, 8-bit moments of each rank's shard
         (bitsandbytes#1840), a counter or a learning rate. Buffers are those of the first rank, as
-        in torch. A list is one value, such as the matrices that SOAP keeps for a parameter.
+        in torch. A list without shards is one value, such as the matrices that SOAP keeps for a
+        parameter.
         """
         found = _values_in({name: states[name] for name in self.optimizers})
         for name, module in self.modules.items():
@@ -172,7 +173,7 @@ class RunObjects:
             for key, value in states[name].items():
                 if isinstance(tensors.get(key), (nn.Parameter, type(None))):
                     found[name, key] = value
-        return [path for path, value in found.items() if not any(map(_is_part, _listed(value)))]
+        return [(*path, *inner) for path, value in found.items() for inner in _find_complete(value)]
 
     def read_others(self) -> dict[str, Any]:
         """Return the states of all other objects, and the plain data, by name."""
@@ -201,6 +202,14 @@ def _listed(value: Any) -> Iterable[Any]:
     return leaves([value]).values()
 
 
+def _find_complete(value: Any) -> list[tuple[Any, ...]]:
+    """Return the path of a value itself, or of the values in it that are beside shards."""
+    found = leaves(value)
+    if not any(map(_is_part, found.values())):
+        return [()]
+    return [path for path, leaf in found.items() if not _is_part(leaf)]
+
+
 def _is_part(value: object) -> bool:
     """Return whether a value is a DTensor that is divided between ranks."""
     return is_dtensor(value) and not all(each.is_replicate() for each in value.placements)
@@ -216,15 +225,17 @@ def _is_on_some_ranks(tensor: Any) -> bool:
     return not any(each.is_partial() or (each.is_replicate() and at) for each, at in pairs)
 
 
-def _sum_of(value: Any, work: Workspace) -> str:
-    """Return a text that is equal for equal values, in every process."""
+def _sum_of(value: Any, work: Workspace) -> bytes:
+    """Return a digest that is equal for equal values, in every process."""
 
     def sum_leaf(leaf: Any, _: object) -> Any:
         if isinstance(leaf, torch.Tensor):
             return checksum_of(local_tensor(leaf).detach(), work)
+        if is_array(leaf):  # its text lacks the values in the middle
+            return leaf.dtype.str, leaf.tolist()
         return sorted(map(repr, leaf)) if isinstance(leaf, set) else leaf
 
-    return repr(map_leaves(value, sum_leaf))
+    return sha256(repr(map_leaves(value, sum_leaf)).encode()).digest()
 
 
 def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -286,12 +297,13 @@ class _Facts(NamedTuple):
 
     Attributes:
         sums: Path of a value in models and optimizers -> its `_sum_of`.
-        parts: Name and ranges of a shard on a mesh of some of the ranks -> its checksum.
+        parts: Name and ranges of a shard on a mesh of some of the ranks -> its `_sum_of`. Without
+            ranges, it is a value in a list with shards.
         groups: The parameter groups of all optimizers.
     """
 
-    sums: dict[tuple[Any, ...], str]
-    parts: dict[HeldPart, Checksum]
+    sums: dict[tuple[Any, ...], bytes]
+    parts: dict[HeldPart, bytes]
     groups: Groups
 
     @property
@@ -372,9 +384,16 @@ class Snapshot:
         def summarise() -> StepResult[tuple[dict[str, Output], _Facts], _Summary]:
             files = {name: lay_out_one_file({name: state}) for name, state in self.others.items()}
             work = Workspace()
-            sums = {path: _sum_of(reduce(getitem, path, self.models), work) for path in self.plain}
-            parts = {
-                HeldPart(name, spans_of(leaf, name)): checksum_of(local_tensor(leaf), work)
+            sums, parts = dict[tuple[Any, ...], bytes](), dict[HeldPart, bytes]()
+            for path in self.plain:
+                holder: Any = reduce(getitem, path[:-1], self.models)
+                summed = _sum_of(holder[path[-1]], work)
+                if isinstance(holder, dict):
+                    sums[path] = summed
+                else:
+                    parts[HeldPart(".".join(map(str, path)), None)] = summed
+            parts |= {
+                HeldPart(name, spans_of(leaf, name)): _sum_of(leaf, work)
                 for path, leaf in leaves(self.models).items()
                 if _is_part(leaf) and _is_on_some_ranks(leaf)
                 for name in [".".join(map(str, path))]
@@ -418,12 +437,15 @@ class Snapshot:
             It is None if its parameter does not have this state.
 
         Raises:
-            PlacementError: If shards on several meshes differ under one name.
+            PlacementError: If shards on several meshes differ under one name, or values in a list
+                with shards.
         """
         every, different = by_rank.values(), list[list[Any]]()
         unlike = find_differences({rank: each.parts for rank, each in by_rank.items()})
         if unlike:  # experts of a group of ranks: a DCP folder has one tensor of each name
             hint = "Name the modules of each group of ranks, such as f'expert_{number}'."
+            if next(iter(unlike)).spans is None:
+                hint = "Put it into a dict. A list with DTensors cannot have values of each rank."
             raise difference_error({part.key: each for part, each in unlike.items()}, hint)
         # The ranks of a pipeline have different groups, and a checkpoint has those of all ranks.
         is_merged = any(each.params != by_rank[0].params for each in every)
@@ -675,7 +697,9 @@ class Selection:
         """
         if not self.optimizers:
             return
-        held = {id(param) for each in self.run.optimizers.values() for param in _params(each)}
+        held = {
+            id(param) for each in self.optimizers for param in _params(self.run.optimizers[each])
+        }
         names = Names(ModuleTree(self.run.holder())).tensors
         lost = [
             name
@@ -892,7 +916,8 @@ def read_selection(
         generators = _unpack(own, GENERATORS) if GENERATORS in own else None
         groups = _unpack(holder, _GROUPS) if _GROUPS in holder else {}
         if is_same:
-            saved |= {name: _unpack(own, name) for name in own.keys() - {*_RESERVED}}
+            objects = own.keys() - {*_RESERVED, _GROUPS, _CONTAINERS}
+            saved |= {name: _unpack(own, name) for name in objects}
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise FormatError(
             "the states of the ranks are not those that a Keeper saves",
