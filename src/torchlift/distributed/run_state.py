@@ -22,7 +22,7 @@ from torchlift._checkpoint.checkpoint import open as open_checkpoint
 from torchlift._checkpoint.comparison import diff
 from torchlift._checkpoint.kinds import array_of
 from torchlift._model.commit import Commit
-from torchlift._model.dtensor import is_dtensor, local_tensor, spans_of
+from torchlift._model.dtensor import Spans, is_dtensor, local_tensor, spans_of
 from torchlift._model.names import Names, uses_fsdp1
 from torchlift._model.own_loading import ModuleHolder
 from torchlift._model.ranks import RankGroup, StepResult, world_of
@@ -34,7 +34,6 @@ from torchlift._save.files import pass_bytes
 from torchlift._save.layouts import Output, end_of
 from torchlift._save.pickling import is_array
 from torchlift._save.replicas import (
-    HeldPart,
     checksum_of,
     difference_error,
     find_differences,
@@ -76,6 +75,8 @@ _GROUPS = "parameter.groups"
 _CONTAINERS = "changed.containers"
 #: The key of a dict that stands for an array of numpy. Its value is the array's dtype and shape.
 _ARRAY = "numpy.ndarray"
+
+_Path = tuple[Any, ...]  # a tuple of names, which a message has once, is shorter than a text
 
 OnOtherRanks = Mapping[str, Callable[[list[Any]], Any]]
 
@@ -235,7 +236,11 @@ def _sum_of(value: Any, work: Workspace) -> bytes:
             return leaf.dtype.str, leaf.tolist()
         return sorted(map(repr, leaf)) if isinstance(leaf, set) else leaf
 
-    return sha256(repr(map_leaves(value, sum_leaf)).encode()).digest()
+    return sha256(repr(map_leaves(value, sum_leaf)).encode()).digest()[:16]
+
+
+def _name_of(path: _Path) -> str:
+    return ".".join(map(str, path))
 
 
 def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -297,13 +302,13 @@ class _Facts(NamedTuple):
 
     Attributes:
         sums: Path of a value in models and optimizers -> its `_sum_of`.
-        parts: Name and ranges of a shard on a mesh of some of the ranks -> its `_sum_of`. Without
+        parts: Path and ranges of a shard on a mesh of some of the ranks -> its `_sum_of`. Without
             ranges, it is a value in a list with shards.
         groups: The parameter groups of all optimizers.
     """
 
-    sums: dict[tuple[Any, ...], bytes]
-    parts: dict[HeldPart, bytes]
+    sums: dict[_Path, bytes]
+    parts: dict[tuple[_Path, Spans | None], bytes]
     groups: Groups
 
     @property
@@ -384,19 +389,18 @@ class Snapshot:
         def summarise() -> StepResult[tuple[dict[str, Output], _Facts], _Summary]:
             files = {name: lay_out_one_file({name: state}) for name, state in self.others.items()}
             work = Workspace()
-            sums, parts = dict[tuple[Any, ...], bytes](), dict[HeldPart, bytes]()
+            sums, parts = dict[_Path, bytes](), dict[tuple[_Path, Spans | None], bytes]()
             for path in self.plain:
                 holder: Any = reduce(getitem, path[:-1], self.models)
                 summed = _sum_of(holder[path[-1]], work)
                 if isinstance(holder, dict):
                     sums[path] = summed
                 else:
-                    parts[HeldPart(".".join(map(str, path)), None)] = summed
+                    parts[path, None] = summed
             parts |= {
-                HeldPart(name, spans_of(leaf, name)): _sum_of(leaf, work)
+                (path, spans_of(leaf, _name_of(path))): _sum_of(leaf, work)
                 for path, leaf in leaves(self.models).items()
                 if _is_part(leaf) and _is_on_some_ranks(leaf)
-                for name in [".".join(map(str, path))]
             }
             facts = _Facts(sums, parts, self.groups)
             known = repr([facts.sums, facts.parts, facts.params]).encode()
@@ -444,9 +448,9 @@ class Snapshot:
         unlike = find_differences({rank: each.parts for rank, each in by_rank.items()})
         if unlike:  # experts of a group of ranks: a DCP folder has one tensor of each name
             hint = "Name the modules of each group of ranks, such as f'expert_{number}'."
-            if next(iter(unlike)).spans is None:
+            if next(iter(unlike))[1] is None:
                 hint = "Put it into a dict. A list with DTensors cannot have values of each rank."
-            raise difference_error({part.key: each for part, each in unlike.items()}, hint)
+            raise difference_error({_name_of(path): d for (path, _), d in unlike.items()}, hint)
         # The ranks of a pipeline have different groups, and a checkpoint has those of all ranks.
         is_merged = any(each.params != by_rank[0].params for each in every)
         if is_merged:
