@@ -932,8 +932,10 @@ class Filled(torch.optim.Optimizer):
             }
 
 
-def containers_of(folder: str) -> list[Any]:
+def containers_of(folder: str, alike: bool) -> list[Any]:
     """Save and resume such an optimizer, and a module with such a state."""
+    if alike:
+        torch.manual_seed(0)
 
     class Table(nn.Linear):
         table: Any = None
@@ -955,6 +957,10 @@ def containers_of(folder: str) -> list[Any]:
         keeper.save(1, run)
         again["optimizer"].param_groups[0].update(plan=None, betas=None)
         assert keeper.resume(again) == 1
+        with torchlift.open(keeper.latest() or "") as ckpt:
+            states = ckpt.tree()["ranks"].values()
+    if alike:  # a resume reads those of all ranks
+        assert sum("changed.containers" in each for each in states) < 2
     found = []
     for each in (run, again):
         group = each["optimizer"].param_groups[0]
@@ -966,9 +972,11 @@ def containers_of(folder: str) -> list[Any]:
 @pytest.mark.distributed
 def test_containers_in_models_and_optimizers_come_back_as_they_were(tmp_path: Path) -> None:
     """A DCP folder has text keys, and lists in the place of tuples."""
+    on_ranks = torchlift.distributed.on_ranks
     for run, again in (
-        containers_of(str(tmp_path / "alone")),
-        *torchlift.distributed.on_ranks(2, containers_of, str(tmp_path / "mesh")),
+        containers_of(str(tmp_path / "alone"), True),
+        *on_ranks(2, containers_of, str(tmp_path / "mesh"), True),
+        *on_ranks(2, containers_of, str(tmp_path / "unlike"), False),
     ):
         assert again == run
 

@@ -322,7 +322,8 @@ class _Summary(NamedTuple):
 
     Attributes:
         others: Name of an object that is not a model -> digest of its state.
-        facts: Digest of all other facts. They are sent if this differs between ranks.
+        facts: Digest of all other facts, and of the containers that a DCP folder changes. The facts
+            are sent if this differs between ranks.
     """
 
     others: dict[str, bytes]
@@ -403,14 +404,16 @@ class Snapshot:
                 if _is_part(leaf) and _is_on_some_ranks(leaf)
             }
             facts = _Facts(sums, parts, self.groups)
-            known = repr([facts.sums, facts.parts, facts.params]).encode()
+            changed = [*_changed_containers(self.models, [])]
+            known = repr([facts.sums, facts.parts, facts.params, changed]).encode()
             digests = {name: _digest_of(file) for name, file in files.items()}
             return StepResult((files, facts), _Summary(digests, sha256(known).digest()))
 
         (files, facts), by_rank = ranks.run(summarise)
         summaries, different = by_rank.values(), list[list[Any]]()
         own = dict[str, torch.Tensor]()
-        if len({each.facts for each in summaries}) > 1:
+        is_equal = len({each.facts for each in summaries}) == 1
+        if not is_equal:
             params = {
                 name: [{"params": one["params"]} for one in groups]
                 for name, groups in self.groups.items()
@@ -422,7 +425,9 @@ class Snapshot:
         # Only the files that this rank writes: a copy of weights, such as an EMA, may be large.
         own |= {name: _pack(file) for name, file in files.items() if name not in common}
         own[GENERATORS] = _pack(lay_out_one_file({GENERATORS: self.generators}))
-        if changed := [*_changed_containers(self.models, [])]:
+        # A resume reads those of all ranks, so ranks with equal ones write them once.
+        is_writer = number == 0 or not is_equal
+        if is_writer and (changed := [*_changed_containers(self.models, [])]):
             own[_CONTAINERS] = _pack(lay_out_one_file({_CONTAINERS: changed}))
         if different:
             own[DIFFERING] = _pack(lay_out_one_file({DIFFERING: different}))
