@@ -719,12 +719,12 @@ class Selection:
         free = allowed(lost, self.rules.allow_unexpected)
         if lost := [name for name in lost if name not in free]:
             raise StateDictMismatch(
-                "the checkpoint has optimizer state of parameters that no optimizer holds now",
+                "the checkpoint has optimizer state of parameters that no loaded optimizer holds",
                 file=self.path,
                 entry=lost[0],
                 found=f"{len(lost)} parameters",
                 hint="Give the optimizer the parameters it was saved with. Or pass "
-                f"allow_unexpected=[{lost[0]!r}, ...] to load the rest.",
+                f"allow_unexpected={lost if len(lost) < 9 else [lost[0], '...']} to load the rest.",
                 unexpected_keys=lost,
             )
 
