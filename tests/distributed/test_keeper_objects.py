@@ -857,6 +857,29 @@ def test_a_number_of_each_rank_beside_a_shard_is_kept_or_refused(tmp_path: Path)
             on_ranks(2, beside_shards, str(tmp_path / kind.__name__), kind)
 
 
+def save_counts(folder: str) -> None:
+    """Save equal counts, which each rank has in another order, as of a set of texts."""
+    import torch.distributed as dist
+
+    model = Scaled(2, 1)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    names = ["a", "b"] if dist.get_rank() else ["b", "a"]
+    model.amax = {"count": [dict.fromkeys(names, 1)]}  # type: ignore[assignment]
+    with torchlift.Keeper(folder) as keeper:
+        keeper.save(1, model=model)
+
+
+@pytest.mark.distributed
+def test_equal_dicts_in_another_order_do_not_differ(tmp_path: Path) -> None:
+    """A resume on another number of ranks would be refused."""
+    torchlift.distributed.on_ranks(2, save_counts, str(tmp_path))
+    model = Scaled(2, 1)
+    with torchlift.Keeper(tmp_path) as keeper:
+        assert keeper.resume(model=model) == 1
+    assert model.amax == {"count": [{"a": 1, "b": 1}]}
+
+
 def drifted(folder: str) -> list[float]:
     """Save and resume replicas of a DTensor that differ."""
     import torch.distributed as dist

@@ -236,7 +236,14 @@ def _sum_of(value: Any, work: Workspace) -> bytes:
             return leaf.dtype.str, leaf.tolist()
         return sorted(map(repr, leaf)) if isinstance(leaf, set) else leaf
 
-    return sha256(repr(map_leaves(value, sum_leaf)).encode()).digest()[:16]
+    return sha256(repr(_in_order(map_leaves(value, sum_leaf))).encode()).digest()[:16]
+
+
+def _in_order(tree: Any) -> Any:
+    """Return containers whose text does not depend on the order of the keys of a dict."""
+    if isinstance(tree, dict):
+        return {key: _in_order(tree[key]) for key in sorted(tree, key=repr)}
+    return [type(tree), *map(_in_order, tree)] if isinstance(tree, (list, tuple)) else tree
 
 
 def _name_of(path: _Path) -> str:
