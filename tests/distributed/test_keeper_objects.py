@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -768,6 +769,7 @@ class Owning(torch.optim.Optimizer):
         for param in self.param_groups[0]["params"][rank:]:
             matrices = [torch.full((2 + rank,), float(rank)), torch.ones(1)]
             self.state[param] = {"matrices": matrices, "count": 5 + rank, "seen": {rank}, "same": 3}
+        self.param_groups[0]["plan"] = np.where(np.arange(3000) == 1500, rank, 0)
 
 
 class Scaled(nn.Linear):
@@ -790,19 +792,22 @@ def own_numbers(folder: str, saves: bool) -> tuple[Any, ...]:
     torch.manual_seed(0)
     model = Scaled(2, 1)
     optimizer = Owning(model.parameters(), 0.1 + rank if saves else 7.0)
+    groups = Stateful(rank if saves else 9)  # the Keeper has such keys of its own
     with torchlift.Keeper(folder, background=False) as keeper:
         if saves:
             model.amax = float(rank)
             optimizer.fill(rank)
-            keeper.save(1, model=model, optimizer=optimizer)
+            keeper.save(1, model=model, optimizer=optimizer, groups=groups, containers=[1])
         else:
-            assert keeper.resume(model=model, optimizer=optimizer) == 1
+            run = {"model": model, "optimizer": optimizer, "groups": groups, "containers": [1]}
+            assert keeper.resume(run) == 1
     states = [
         dict(optimizer.state[param]) for param in model.parameters() if param in optimizer.state
     ]
     for state in states:
         state["matrices"] = [each.tolist() for each in state["matrices"]]
-    return model.amax, optimizer.param_groups[0]["lr"], states
+    group = optimizer.param_groups[0]
+    return model.amax, group["lr"], [*group["plan"]], groups.value, states
 
 
 @pytest.mark.distributed
@@ -811,12 +816,68 @@ def test_numbers_and_lists_that_differ_between_ranks_are_each_ranks_own(tmp_path
     on_ranks = torchlift.distributed.on_ranks
     saved = on_ranks(2, own_numbers, str(tmp_path), True)
     assert saved[0] != saved[1]
-    assert len(saved[1][2]) == 1
+    assert len(saved[1][-1]) == 1
     assert on_ranks(2, own_numbers, str(tmp_path), False) == saved
     with pytest.raises(PlacementError, match="each rank saved its own values") as caught:
         own_numbers(str(tmp_path), False)
     names = ["model._extra_state", "optimizer"]
     assert caught.value.hint == f"Pass exclude={names} to keep the current values."
+
+
+def beside_shards(folder: str, kind: type) -> list[float]:
+    """Save and resume a number of each rank in a container with a shard."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Linear(2, 4, bias=False)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+
+    def fill(number: float) -> None:
+        items = {"shard": torch.zeros_like(model.weight), "own": torch.tensor(number)}
+        both = items if kind is dict else kind(items.values())
+        optimizer.state[model.weight] = {"momentum_buffer": None, "both": both}
+
+    with torchlift.Keeper(folder, background=False) as keeper:
+        fill(float(dist.get_rank()))
+        keeper.save(1, model=model, optimizer=optimizer)
+        fill(9.0)
+        keeper.resume(model=model, optimizer=optimizer)
+    return [optimizer.state[model.weight]["both"]["own"].item()]
+
+
+@pytest.mark.distributed
+def test_a_number_of_each_rank_beside_a_shard_is_kept_or_refused(tmp_path: Path) -> None:
+    """A DCP folder has one list of each name, and the shards of all ranks are in it."""
+    on_ranks = torchlift.distributed.on_ranks
+    assert on_ranks(2, beside_shards, str(tmp_path / "dict"), dict) == [[0], [1]]
+    for kind in (list, tuple):
+        with pytest.raises(RuntimeError, match=r"both.1'.*differ.*Put it into a dict"):
+            on_ranks(2, beside_shards, str(tmp_path / kind.__name__), kind)
+
+
+def save_counts(folder: str) -> None:
+    """Save equal counts, which each rank has in another order, as of a set of texts."""
+    import torch.distributed as dist
+
+    model = Scaled(2, 1)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    names = ["a", "b"] if dist.get_rank() else ["b", "a"]
+    model.amax = {"count": [dict.fromkeys(names, 1)]}  # type: ignore[assignment]
+    with torchlift.Keeper(folder) as keeper:
+        keeper.save(1, model=model)
+
+
+@pytest.mark.distributed
+def test_equal_dicts_in_another_order_do_not_differ(tmp_path: Path) -> None:
+    """A resume on another number of ranks would be refused."""
+    torchlift.distributed.on_ranks(2, save_counts, str(tmp_path))
+    model = Scaled(2, 1)
+    with torchlift.Keeper(tmp_path) as keeper:
+        assert keeper.resume(model=model) == 1
+    assert model.amax == {"count": [{"a": 1, "b": 1}]}
 
 
 def drifted(folder: str) -> list[float]:
@@ -864,10 +925,17 @@ def test_state_of_a_parameter_that_no_optimizer_holds_now_is_refused(tmp_path: P
     before = everything(fewer)
     with torchlift.Keeper(tmp_path, background=False) as keeper:
         keeper.save(1, run)
-        with pytest.raises(CheckpointError, match=r"1.weight'.*that no optimizer holds") as caught:
+        with pytest.raises(
+            CheckpointError, match=r"1.weight'.*no loaded optimizer holds"
+        ) as caught:
             keeper.resume(fewer)
         assert same(everything(fewer), before)
-        assert "allow_unexpected=['model.1.weight', ...] to" in str(caught.value)
+        names = ["model.1.weight", "model.1.bias"]
+        assert f"allow_unexpected={names} to" in str(caught.value)
+        assert keeper.resume(fewer, allow_unexpected=names) == 1
+        other = {"other": torch.optim.SGD(fewer["model"][1].parameters())}  # new, without a state
+        with pytest.raises(CheckpointError, match=r"1.weight'.*that no loaded optimizer holds"):
+            keeper.resume(fewer | other, allow_missing=["other"])
         assert keeper.resume(fewer, allow_unexpected=["model.1.*"]) == 1
         assert keeper.resume(again) == 1
     assert torch.equal(fewer["model"][1].weight, run["model"][1].weight)
@@ -891,8 +959,10 @@ class Filled(torch.optim.Optimizer):
             }
 
 
-def containers_of(folder: str) -> list[Any]:
+def containers_of(folder: str, alike: bool) -> list[Any]:
     """Save and resume such an optimizer, and a module with such a state."""
+    if alike:
+        torch.manual_seed(0)
 
     class Table(nn.Linear):
         table: Any = None
@@ -914,6 +984,10 @@ def containers_of(folder: str) -> list[Any]:
         keeper.save(1, run)
         again["optimizer"].param_groups[0].update(plan=None, betas=None)
         assert keeper.resume(again) == 1
+        with torchlift.open(keeper.latest() or "") as ckpt:
+            states = ckpt.tree()["ranks"].values()
+    if alike:  # a resume reads those of all ranks
+        assert sum("changed.containers" in each for each in states) < 2
     found = []
     for each in (run, again):
         group = each["optimizer"].param_groups[0]
@@ -925,9 +999,11 @@ def containers_of(folder: str) -> list[Any]:
 @pytest.mark.distributed
 def test_containers_in_models_and_optimizers_come_back_as_they_were(tmp_path: Path) -> None:
     """A DCP folder has text keys, and lists in the place of tuples."""
+    on_ranks = torchlift.distributed.on_ranks
     for run, again in (
-        containers_of(str(tmp_path / "alone")),
-        *torchlift.distributed.on_ranks(2, containers_of, str(tmp_path / "mesh")),
+        containers_of(str(tmp_path / "alone"), True),
+        *on_ranks(2, containers_of, str(tmp_path / "mesh"), True),
+        *on_ranks(2, containers_of, str(tmp_path / "unlike"), False),
     ):
         assert again == run
 

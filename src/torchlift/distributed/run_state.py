@@ -22,7 +22,7 @@ from torchlift._checkpoint.checkpoint import open as open_checkpoint
 from torchlift._checkpoint.comparison import diff
 from torchlift._checkpoint.kinds import array_of
 from torchlift._model.commit import Commit
-from torchlift._model.dtensor import is_dtensor, local_tensor, spans_of
+from torchlift._model.dtensor import Spans, is_dtensor, local_tensor, spans_of
 from torchlift._model.names import Names, uses_fsdp1
 from torchlift._model.own_loading import ModuleHolder
 from torchlift._model.ranks import RankGroup, StepResult, world_of
@@ -34,8 +34,6 @@ from torchlift._save.files import pass_bytes
 from torchlift._save.layouts import Output, end_of
 from torchlift._save.pickling import is_array
 from torchlift._save.replicas import (
-    Checksum,
-    HeldPart,
     checksum_of,
     difference_error,
     find_differences,
@@ -66,16 +64,19 @@ from torchlift.formats.source import errors_name
 
 #: The name of the states of the random number generators, for patterns.
 GENERATORS = "rng"
-#: Names that a checkpoint uses itself. In a DCP folder, plain data is packed.
-_RESERVED = ("step", "metrics", GENERATORS, "ranks", "packed", "differing", "groups", "containers")
+#: Names that a checkpoint uses itself. In a DCP folder, plain data is packed. Names with a dot need
+#: not be here, because no object has one.
+_RESERVED = ("step", "metrics", GENERATORS, "ranks", "packed", "differing")
 #: The key of the values of a rank that differ from those of other ranks under the same name.
 DIFFERING = "differing"
 #: The key of the parameter groups of a rank, if those of other ranks have other parameters.
-_GROUPS = "groups"
+_GROUPS = "parameter.groups"
 #: The key of the containers of models and optimizers that a DCP folder changes.
-_CONTAINERS = "containers"
+_CONTAINERS = "changed.containers"
 #: The key of a dict that stands for an array of numpy. Its value is the array's dtype and shape.
 _ARRAY = "numpy.ndarray"
+
+_Path = tuple[Any, ...]  # a tuple of names, which a message has once, is shorter than a text
 
 OnOtherRanks = Mapping[str, Callable[[list[Any]], Any]]
 
@@ -164,7 +165,8 @@ class RunObjects:
 
         They may differ between ranks: experts under one name, 8-bit moments of each rank's shard
         (bitsandbytes#1840), a counter or a learning rate. Buffers are those of the first rank, as
-        in torch. A list is one value, such as the matrices that SOAP keeps for a parameter.
+        in torch. A list without shards is one value, such as the matrices that SOAP keeps for a
+        parameter.
         """
         found = _values_in({name: states[name] for name in self.optimizers})
         for name, module in self.modules.items():
@@ -172,7 +174,7 @@ class RunObjects:
             for key, value in states[name].items():
                 if isinstance(tensors.get(key), (nn.Parameter, type(None))):
                     found[name, key] = value
-        return [path for path, value in found.items() if not any(map(_is_part, _listed(value)))]
+        return [(*path, *inner) for path, value in found.items() for inner in _find_complete(value)]
 
     def read_others(self) -> dict[str, Any]:
         """Return the states of all other objects, and the plain data, by name."""
@@ -201,6 +203,14 @@ def _listed(value: Any) -> Iterable[Any]:
     return leaves([value]).values()
 
 
+def _find_complete(value: Any) -> list[tuple[Any, ...]]:
+    """Return the path of a value itself, or of the values in it that are beside shards."""
+    found = leaves(value)
+    if not any(map(_is_part, found.values())):
+        return [()]
+    return [path for path, leaf in found.items() if not _is_part(leaf)]
+
+
 def _is_part(value: object) -> bool:
     """Return whether a value is a DTensor that is divided between ranks."""
     return is_dtensor(value) and not all(each.is_replicate() for each in value.placements)
@@ -216,15 +226,28 @@ def _is_on_some_ranks(tensor: Any) -> bool:
     return not any(each.is_partial() or (each.is_replicate() and at) for each, at in pairs)
 
 
-def _sum_of(value: Any, work: Workspace) -> str:
-    """Return a text that is equal for equal values, in every process."""
+def _sum_of(value: Any, work: Workspace) -> bytes:
+    """Return a digest that is equal for equal values, in every process."""
 
     def sum_leaf(leaf: Any, _: object) -> Any:
         if isinstance(leaf, torch.Tensor):
             return checksum_of(local_tensor(leaf).detach(), work)
+        if is_array(leaf):  # its text lacks the values in the middle
+            return leaf.dtype.str, leaf.tolist()
         return sorted(map(repr, leaf)) if isinstance(leaf, set) else leaf
 
-    return repr(map_leaves(value, sum_leaf))
+    return sha256(repr(_in_order(map_leaves(value, sum_leaf))).encode()).digest()[:16]
+
+
+def _in_order(tree: Any) -> Any:
+    """Return containers whose text does not depend on the order of the keys of a dict."""
+    if isinstance(tree, dict):
+        return {key: _in_order(tree[key]) for key in sorted(tree, key=repr)}
+    return [type(tree), *map(_in_order, tree)] if isinstance(tree, (list, tuple)) else tree
+
+
+def _name_of(path: _Path) -> str:
+    return ".".join(map(str, path))
 
 
 def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -286,12 +309,13 @@ class _Facts(NamedTuple):
 
     Attributes:
         sums: Path of a value in models and optimizers -> its `_sum_of`.
-        parts: Name and ranges of a shard on a mesh of some of the ranks -> its checksum.
+        parts: Path and ranges of a shard on a mesh of some of the ranks -> its `_sum_of`. Without
+            ranges, it is a value in a list with shards.
         groups: The parameter groups of all optimizers.
     """
 
-    sums: dict[tuple[Any, ...], str]
-    parts: dict[HeldPart, Checksum]
+    sums: dict[_Path, bytes]
+    parts: dict[tuple[_Path, Spans | None], bytes]
     groups: Groups
 
     @property
@@ -305,7 +329,8 @@ class _Summary(NamedTuple):
 
     Attributes:
         others: Name of an object that is not a model -> digest of its state.
-        facts: Digest of all other facts. They are sent if this differs between ranks.
+        facts: Digest of all other facts, and of the containers that a DCP folder changes. The facts
+            are sent if this differs between ranks.
     """
 
     others: dict[str, bytes]
@@ -372,22 +397,30 @@ class Snapshot:
         def summarise() -> StepResult[tuple[dict[str, Output], _Facts], _Summary]:
             files = {name: lay_out_one_file({name: state}) for name, state in self.others.items()}
             work = Workspace()
-            sums = {path: _sum_of(reduce(getitem, path, self.models), work) for path in self.plain}
-            parts = {
-                HeldPart(name, spans_of(leaf, name)): checksum_of(local_tensor(leaf), work)
+            sums, parts = dict[_Path, bytes](), dict[tuple[_Path, Spans | None], bytes]()
+            for path in self.plain:
+                holder: Any = reduce(getitem, path[:-1], self.models)
+                summed = _sum_of(holder[path[-1]], work)
+                if isinstance(holder, dict):
+                    sums[path] = summed
+                else:
+                    parts[path, None] = summed
+            parts |= {
+                (path, spans_of(leaf, _name_of(path))): _sum_of(leaf, work)
                 for path, leaf in leaves(self.models).items()
                 if _is_part(leaf) and _is_on_some_ranks(leaf)
-                for name in [".".join(map(str, path))]
             }
             facts = _Facts(sums, parts, self.groups)
-            known = repr([facts.sums, facts.parts, facts.params]).encode()
+            changed = [*_changed_containers(self.models, [])]
+            known = repr([facts.sums, facts.parts, facts.params, changed]).encode()
             digests = {name: _digest_of(file) for name, file in files.items()}
             return StepResult((files, facts), _Summary(digests, sha256(known).digest()))
 
         (files, facts), by_rank = ranks.run(summarise)
         summaries, different = by_rank.values(), list[list[Any]]()
         own = dict[str, torch.Tensor]()
-        if len({each.facts for each in summaries}) > 1:
+        is_equal = len({each.facts for each in summaries}) == 1
+        if not is_equal:
             params = {
                 name: [{"params": one["params"]} for one in groups]
                 for name, groups in self.groups.items()
@@ -399,7 +432,9 @@ class Snapshot:
         # Only the files that this rank writes: a copy of weights, such as an EMA, may be large.
         own |= {name: _pack(file) for name, file in files.items() if name not in common}
         own[GENERATORS] = _pack(lay_out_one_file({GENERATORS: self.generators}))
-        if changed := [*_changed_containers(self.models, [])]:
+        # A resume reads those of all ranks, so ranks with equal ones write them once.
+        is_writer = number == 0 or not is_equal
+        if is_writer and (changed := [*_changed_containers(self.models, [])]):
             own[_CONTAINERS] = _pack(lay_out_one_file({_CONTAINERS: changed}))
         if different:
             own[DIFFERING] = _pack(lay_out_one_file({DIFFERING: different}))
@@ -418,13 +453,16 @@ class Snapshot:
             It is None if its parameter does not have this state.
 
         Raises:
-            PlacementError: If shards on several meshes differ under one name.
+            PlacementError: If shards on several meshes differ under one name, or values in a list
+                with shards.
         """
         every, different = by_rank.values(), list[list[Any]]()
         unlike = find_differences({rank: each.parts for rank, each in by_rank.items()})
         if unlike:  # experts of a group of ranks: a DCP folder has one tensor of each name
             hint = "Name the modules of each group of ranks, such as f'expert_{number}'."
-            raise difference_error({part.key: each for part, each in unlike.items()}, hint)
+            if next(iter(unlike))[1] is None:
+                hint = "Put it into a dict. A list with DTensors cannot have values of each rank."
+            raise difference_error({_name_of(path): d for (path, _), d in unlike.items()}, hint)
         # The ranks of a pipeline have different groups, and a checkpoint has those of all ranks.
         is_merged = any(each.params != by_rank[0].params for each in every)
         if is_merged:
@@ -675,7 +713,9 @@ class Selection:
         """
         if not self.optimizers:
             return
-        held = {id(param) for each in self.run.optimizers.values() for param in _params(each)}
+        held = {
+            id(param) for each in self.optimizers for param in _params(self.run.optimizers[each])
+        }
         names = Names(ModuleTree(self.run.holder())).tensors
         lost = [
             name
@@ -686,12 +726,12 @@ class Selection:
         free = allowed(lost, self.rules.allow_unexpected)
         if lost := [name for name in lost if name not in free]:
             raise StateDictMismatch(
-                "the checkpoint has optimizer state of parameters that no optimizer holds now",
+                "the checkpoint has optimizer state of parameters that no loaded optimizer holds",
                 file=self.path,
                 entry=lost[0],
                 found=f"{len(lost)} parameters",
                 hint="Give the optimizer the parameters it was saved with. Or pass "
-                f"allow_unexpected=[{lost[0]!r}, ...] to load the rest.",
+                f"allow_unexpected={lost if len(lost) < 9 else [lost[0], '...']} to load the rest.",
                 unexpected_keys=lost,
             )
 
@@ -892,7 +932,8 @@ def read_selection(
         generators = _unpack(own, GENERATORS) if GENERATORS in own else None
         groups = _unpack(holder, _GROUPS) if _GROUPS in holder else {}
         if is_same:
-            saved |= {name: _unpack(own, name) for name in own.keys() - {*_RESERVED}}
+            objects = own.keys() - {*_RESERVED, _GROUPS, _CONTAINERS}
+            saved |= {name: _unpack(own, name) for name in objects}
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise FormatError(
             "the states of the ranks are not those that a Keeper saves",
