@@ -185,3 +185,9 @@ def test_a_list_of_shared_lists_is_not_taken_apart() -> None:
     endless.append(endless)
     for value in (shared, plain, endless, [{"b" * 1000: 1}] * 30_000):
         assert take_apart_list("key", value).keys() == {"key"}
+
+
+def test_a_long_list_is_one_value() -> None:
+    """Each part would cost a small file of its own: seconds for the losses of all steps."""
+    assert take_apart_list("losses", [{"step": 1}]).keys() == {"losses.0.step"}
+    assert take_apart_list("losses", [{"step": 1}] * 10_000).keys() == {"losses"}
