@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+from collections import Counter, OrderedDict
 from datetime import timedelta
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -191,3 +194,16 @@ def test_a_long_list_is_one_value() -> None:
     """Each part would cost a small file of its own: seconds for the losses of all steps."""
     assert take_apart_list("losses", [{"step": 1}]).keys() == {"losses.0.step"}
     assert take_apart_list("losses", [{"step": 1}] * 10_000).keys() == {"losses"}
+
+
+@pytest.mark.parametrize("item", [{1: 2}, {"a": {1: 2}}, Counter(a=1), OrderedDict(a=1)])
+def test_a_list_with_another_kind_of_dict_is_one_value(tmp_path: Path, item: Any) -> None:
+    """In parts, a counter would come back as a dict, and torch would look for other keys."""
+    path = tmp_path / "x"
+    torchlift.save({"w": torch.ones(1), "items": [item]}, path, format="dcp")
+    found = torchlift.open(path).tree("items")
+    assert found == [item]
+    assert type(found[0]) is type(item)
+    state = {"w": torch.zeros(1), "items": [copy.deepcopy(item)]}
+    dcp.load(state, checkpoint_id=path, no_dist=True)
+    assert state["items"] == [item]

@@ -331,6 +331,7 @@ def take_apart_list(key: str, value: object) -> dict[str, ListItem]:
     """Return the values in a plain list with dicts by their keys, as torch's DCP takes it apart.
 
     Another value has its own key. So has a list whose values would not have keys of their own.
+    Parts would lose the class of a dict and names that are not text, so such a list is one value.
 
     Example:
         >>> [*take_apart_list("groups", [{"lr": 0.1, "betas": (0.5, 0.9)}])]
@@ -343,7 +344,8 @@ def take_apart_list(key: str, value: object) -> dict[str, ListItem]:
         size += len(name)
         # A small file can hold one list a million times. Its names would fill the memory.
         is_long = size > _NAMES or len(named) >= _PARTS
-        if name in named or is_long or len(item.path) > _DEPTH:
+        is_other_dict = isinstance(item.value, dict) and bool(item.value)
+        if name in named or is_long or is_other_dict or len(item.path) > _DEPTH:
             return {key: ListItem((), value)}
         named[name] = item
     return named
@@ -364,7 +366,7 @@ def _items_in(
         pass
     elif isinstance(value, list) and _has_dict(value, known):
         items = enumerate(value)
-    elif path and isinstance(value, dict) and all(type(name) is str for name in value):
+    elif path and type(value) is dict and all(type(name) is str for name in value):
         items = value.items()
     if not items:
         yield ListItem(path, value)
