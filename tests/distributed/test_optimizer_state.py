@@ -718,6 +718,18 @@ def test_the_state_of_a_parameter_that_no_group_lists_is_unexpected() -> None:
     assert optimizer.state["count"] == {"step": 3}
 
 
+def test_the_state_of_a_frozen_integer_parameter_is_loaded() -> None:
+    """Quantised weights may have a state of the time before. They cannot require gradients."""
+    model, optimizer = trained()
+    model.codes = nn.Parameter(torch.ones(3, dtype=torch.uint8), requires_grad=False)
+    optimizer.add_param_group({"params": [model.codes]})
+    optimizer.state[model.codes] = {"step": torch.tensor(1.0), "exp_avg": torch.ones(3)}
+    saved = copy.deepcopy(ours.get_optimizer_state_dict(model, optimizer))
+    optimizer.state[model.codes] = {}
+    ours.set_optimizer_state_dict(model, optimizer, saved)
+    assert equal(optimizer.state[model.codes], saved["state"]["codes"])
+
+
 class Counting(torch.optim.SGD):
     """Counts its steps in one place."""
 

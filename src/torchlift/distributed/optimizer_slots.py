@@ -542,8 +542,11 @@ def _needed_by(held: Held) -> dict[Any, int]:
     is_torchs = _is_torchs(optimizer, "step") and _is_torchs(optimizer, "_init_group")
     if not is_torchs or runs_own_code(optimizer) or isinstance(optimizer, torch.optim.SGD):
         return {}
+    dtype = held.param.dtype
+    if not (dtype.is_floating_point or dtype.is_complex):  # it takes no step
+        return {}
     # On meta, where it takes no memory. A fused optimizer refuses this device.
-    like = torch.empty(held.param.shape, dtype=held.param.dtype, device="meta")
+    like = torch.empty(held.param.shape, dtype=dtype, device="meta")
     group = {**held.group, "fused": False}
     found = initial_state(replace(held, param=like.requires_grad_(), group=group)) or {}
     return {key: value.dim() if torch.is_tensor(value) else 0 for key, value in found.items()}
