@@ -207,3 +207,26 @@ def test_a_list_with_another_kind_of_dict_is_one_value(tmp_path: Path, item: Any
     state = {"w": torch.zeros(1), "items": [copy.deepcopy(item)]}
     dcp.load(state, checkpoint_id=path, no_dist=True)
     assert state["items"] == [item]
+
+
+def test_a_list_is_read_once_for_all_of_its_parts(tmp_path: Path, monkeypatch: Any) -> None:
+    """Each part would read the complete list: the time would grow with its square."""
+    state = {"state": {}, "param_groups": [{"lr": at, "name": "a"} for at in range(9)]}
+    other = {"state": {}, "param_groups": [OrderedDict(name="a")]}
+    torch.save({"optimizer": other}, tmp_path / "y.pt")
+    new = {"optimizer": {"state": {}, "param_groups": [OrderedDict(name="")]}}
+    dcp.load(new, storage_reader=CheckpointReader(tmp_path / "y.pt"), no_dist=True)
+    assert new == {"optimizer": other}
+    torch.save({"optimizer": state, "": "b"}, tmp_path / "x.pt")
+    groups = [{"lr": -1, "name": ""} for _ in range(9)]
+    found = {"optimizer": {"state": {}, "param_groups": groups}, "": ""}
+    read, calls = torchlift.Checkpoint._tree, list[Any]()
+
+    def counted(*args: Any) -> Any:
+        calls.append(args[1])
+        return read(*args)
+
+    monkeypatch.setattr(torchlift.Checkpoint, "_tree", counted)
+    dcp.load(found, storage_reader=CheckpointReader(tmp_path / "x.pt"), no_dist=True)
+    assert found == {"optimizer": state, "": "b"}
+    assert sorted(calls) == ["", "optimizer.param_groups"]
