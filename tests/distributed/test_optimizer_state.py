@@ -44,7 +44,6 @@ def test_missing_state_is_an_error_or_a_report(flat: bool) -> None:
     saved_more = ours.get_optimizer_state_dict(*trained(1))["state"]["1.weight"]
     if not flat:
         saved["state"]["other.weight"] = saved_more
-        saved["param_groups"][0]["params"].append("other.weight")
     model, optimizer = trained()
     before = copy.deepcopy(optimizer.state_dict())
     with pytest.raises(RuntimeError, match=r"missing the optimizer state of '1.bias'"):
@@ -259,7 +258,9 @@ def test_the_optimizer_s_own_state_dict_loads_too() -> None:
     ours.set_optimizer_state_dict(model, other, optimizer.state_dict())
     assert equal(other.state_dict(), optimizer.state_dict())
     never_stepped = torch.optim.Adam(model.parameters(), lr=0.1).state_dict()
+    never_stepped["param_groups"][0]["params"] = range(4)  # as torch permits
     ours.set_optimizer_state_dict(model, other, never_stepped)
+    never_stepped["param_groups"][0]["params"] = [*range(4)]
     assert equal(other.state_dict(), never_stepped)
     few = torch.optim.Adam(model[0].parameters())
     with pytest.raises(ours.StateDictMismatch, match="no optimizer has groups of these sizes"):
@@ -681,6 +682,99 @@ def test_a_state_without_values_that_a_step_needs_is_refused(kind: str, other: s
             assert equal(loading.state_dict(), before)
             ours.set_optimizer_state_dict(model, loading, saved, options=PARTIAL)
             step(model, loading)
+
+
+class Averaging(torch.optim.Adam):
+    """Keeps one more value for each parameter, and makes it whenever it is missing."""
+
+    def _init_group(  # type: ignore[no-untyped-def]  # torch's signature
+        self, group, params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps
+    ):
+        more = grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps
+        found = super()._init_group(group, params, *more)
+        for param in params:
+            self.state[param].setdefault("average", param.detach().clone())
+        return found
+
+
+def test_a_subclass_that_makes_missing_values_itself_loads_adam_s_state() -> None:
+    """Its step is torch's, but not the method that makes the state."""
+    saved = ours.get_optimizer_state_dict(*trained())
+    model = two_layers()
+    optimizer = Averaging(model.parameters())
+    ours.set_optimizer_state_dict(model, optimizer, saved)
+    step(model, optimizer)
+    assert all("average" in each for each in optimizer.state.values())
+
+
+def test_the_state_of_a_parameter_that_no_group_lists_is_unexpected() -> None:
+    """A program may cut groups off a state. What stays is not a state beside the parameters."""
+    model, optimizer = trained()
+    saved = ours.get_optimizer_state_dict(model, optimizer)
+    saved["state"] |= {"old.weight": saved["state"]["1.weight"], "count": {"step": 3}}
+    report = ours.set_optimizer_state_dict(model, optimizer, saved)
+    assert report.unexpected_keys == ["old.weight"]
+    assert "old.weight" not in optimizer.state
+    assert optimizer.state["count"] == {"step": 3}
+
+
+def test_the_state_of_a_frozen_integer_parameter_is_loaded() -> None:
+    """Quantised weights may have a state of the time before. They cannot require gradients."""
+    model, optimizer = trained()
+    model.codes = nn.Parameter(torch.ones(3, dtype=torch.uint8), requires_grad=False)
+    optimizer.add_param_group({"params": [model.codes]})
+    optimizer.state[model.codes] = {"step": torch.tensor(1.0), "exp_avg": torch.ones(3)}
+    saved = copy.deepcopy(ours.get_optimizer_state_dict(model, optimizer))
+    optimizer.state[model.codes] = {}
+    ours.set_optimizer_state_dict(model, optimizer, saved)
+    assert equal(optimizer.state[model.codes], saved["state"]["codes"])
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in one place."""
+
+    def step(self, closure: Any = None) -> Any:
+        count = self.state.get("count") or 0
+        self.state["count"] = count + 1  # type: ignore[index]
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("new", [False, True])
+def test_one_of_several_optimizers_gets_state_beside_the_parameters_again(new: bool) -> None:
+    """Each would have its own otherwise, and the next state dict would be an error."""
+    model = two_layers()
+
+    def made() -> list[torch.optim.Optimizer]:
+        first = Counting(model[0].parameters(), lr=0.1)
+        return [torch.optim.Adam(model[1].parameters()), first]
+
+    run = made()
+    for each in run:
+        step(model, each)
+    saved = copy.deepcopy(ours.get_optimizer_state_dict(model, run))
+    again = made() if new else run
+    ours.set_optimizer_state_dict(model, again, saved)
+    step(model, again[1])
+    assert ours.get_optimizer_state_dict(model, again)["state"]["count"] == 2
+
+
+def test_dcp_loads_momentum_into_a_new_optimizer_with_dampening(tmp_path: Any) -> None:
+    """A tensor must be there to load into."""
+    from torch.distributed.checkpoint import load, save
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = two_layers()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+
+    run, again = made(), made()
+    step(*run, 2)
+    with pytest.warns(UserWarning, match="single process"):
+        save(ours.get_optimizer_state_dict(*run), checkpoint_id=tmp_path / "x")
+    state = ours.get_optimizer_state_dict(*again)
+    with pytest.warns(UserWarning, match="single process"):
+        load(state, checkpoint_id=tmp_path / "x")
+    ours.set_optimizer_state_dict(*again, state)
+    assert equal(again[1].state_dict(), run[1].state_dict())
 
 
 def test_a_number_for_a_moment_is_refused() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+from collections import Counter, OrderedDict
 from datetime import timedelta
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -185,3 +188,45 @@ def test_a_list_of_shared_lists_is_not_taken_apart() -> None:
     endless.append(endless)
     for value in (shared, plain, endless, [{"b" * 1000: 1}] * 30_000):
         assert take_apart_list("key", value).keys() == {"key"}
+
+
+def test_a_long_list_is_one_value() -> None:
+    """Each part would cost a small file of its own: seconds for the losses of all steps."""
+    assert take_apart_list("losses", [{"step": 1}]).keys() == {"losses.0.step"}
+    assert take_apart_list("losses", [{"step": 1}] * 10_000).keys() == {"losses"}
+
+
+@pytest.mark.parametrize("item", [{1: 2}, {"a": {1: 2}}, Counter(a=1), OrderedDict(a=1)])
+def test_a_list_with_another_kind_of_dict_is_one_value(tmp_path: Path, item: Any) -> None:
+    """In parts, a counter would come back as a dict, and torch would look for other keys."""
+    path = tmp_path / "x"
+    torchlift.save({"w": torch.ones(1), "items": [item]}, path, format="dcp")
+    found = torchlift.open(path).tree("items")
+    assert found == [item]
+    assert type(found[0]) is type(item)
+    state = {"w": torch.zeros(1), "items": [copy.deepcopy(item)]}
+    dcp.load(state, checkpoint_id=path, no_dist=True)
+    assert state["items"] == [item]
+
+
+def test_a_list_is_read_once_for_all_of_its_parts(tmp_path: Path, monkeypatch: Any) -> None:
+    """Each part would read the complete list: the time would grow with its square."""
+    state = {"state": {}, "param_groups": [{"lr": at, "name": "a"} for at in range(9)]}
+    other = {"state": {}, "param_groups": [OrderedDict(name="a")]}
+    torch.save({"optimizer": other}, tmp_path / "y.pt")
+    new = {"optimizer": {"state": {}, "param_groups": [OrderedDict(name="")]}}
+    dcp.load(new, storage_reader=CheckpointReader(tmp_path / "y.pt"), no_dist=True)
+    assert new == {"optimizer": other}
+    torch.save({"optimizer": state, "": "b"}, tmp_path / "x.pt")
+    groups = [{"lr": -1, "name": ""} for _ in range(9)]
+    found = {"optimizer": {"state": {}, "param_groups": groups}, "": ""}
+    read, calls = torchlift.Checkpoint._tree, list[Any]()
+
+    def counted(*args: Any) -> Any:
+        calls.append(args[1])
+        return read(*args)
+
+    monkeypatch.setattr(torchlift.Checkpoint, "_tree", counted)
+    dcp.load(found, storage_reader=CheckpointReader(tmp_path / "x.pt"), no_dist=True)
+    assert found == {"optimizer": state, "": "b"}
+    assert sorted(calls) == ["", "optimizer.param_groups"]

@@ -216,7 +216,8 @@ class OptimizerSlots:
     def _match(self, holder: Holder) -> NewState:
         """Match saved state with one optimizer, parameter by parameter and by canonical name."""
         saved, strict, report = self._saved, self._options.strict, self.report
-        new = NewState(holder.optimizer, other=copy.deepcopy(present(saved.other)))
+        other = {key: value for key, value in saved.other.items() if holder in self._having(key)}
+        new = NewState(holder.optimizer, other=copy.deepcopy(present(other)))
         stateless: list[Held] = []
         for group, params in zip(holder.optimizer.param_groups, holder.groups, strict=True):
             new.hyper.append(self._match_group(group, params))
@@ -251,6 +252,16 @@ class OptimizerSlots:
                 # A frozen parameter that was never trained has no state to miss.
                 report.missing_keys.append(held.name)
         return new
+
+    def _having(self, key: Any) -> Sequence[Holder]:
+        """Return the optimizers that have state under a key that is not a parameter.
+
+        New ones do not have it yet. Then these are the optimizers with a step of their own, because
+        torch's optimizers do not make such state.
+        """
+        live = [each for each in self._holders if key in each.optimizer.state]
+        own_step = [each for each in self._holders if not _is_torchs(each.optimizer, "step")]
+        return live or own_step or self._holders
 
     def _match_group(self, group: dict[str, Any], params: Sequence[Held]) -> dict[str, Any]:
         """Return the saved hyperparameters of a group, which its parameters identify in any order.
@@ -515,17 +526,27 @@ def _tensors(state: Any) -> dict[Path, torch.Tensor]:
     return {path: leaf for path, leaf in leaves(state).items() if torch.is_tensor(leaf)}
 
 
+def _is_torchs(optimizer: torch.optim.Optimizer, method: str) -> bool:
+    """Return whether torch defines a method of the optimizer's class, or the class lacks it."""
+    found = getattr(type(optimizer), method, torch.optim.Optimizer)
+    return str(found.__module__).startswith("torch.optim.")
+
+
 def _needed_by(held: Held) -> dict[Any, int]:
     """Return the keys of the initial state, if the optimizer runs torch's own code.
 
-    Other code may add missing values itself, as the SGD of torch does with its momentum.
+    Other code may add missing values itself, as the SGD of torch does with its momentum. A
+    subclass may do so in ``_init_group``.
     """
-    kind, step = type(held.optimizer), getattr(type(held.optimizer), "step", None)
-    is_torchs = str(getattr(step, "__module__", "")).startswith("torch.optim.")
-    if not is_torchs or runs_own_code(held.optimizer) or issubclass(kind, torch.optim.SGD):
+    optimizer = held.optimizer
+    is_torchs = _is_torchs(optimizer, "step") and _is_torchs(optimizer, "_init_group")
+    if not is_torchs or runs_own_code(optimizer) or isinstance(optimizer, torch.optim.SGD):
+        return {}
+    dtype = held.param.dtype
+    if not (dtype.is_floating_point or dtype.is_complex):  # it takes no step
         return {}
     # On meta, where it takes no memory. A fused optimizer refuses this device.
-    like = torch.empty(held.param.shape, dtype=held.param.dtype, device="meta")
+    like = torch.empty(held.param.shape, dtype=dtype, device="meta")
     group = {**held.group, "fused": False}
     found = initial_state(replace(held, param=like.requires_grad_(), group=group)) or {}
     return {key: value.dim() if torch.is_tensor(value) else 0 for key, value in found.items()}

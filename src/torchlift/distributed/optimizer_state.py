@@ -112,11 +112,20 @@ def name_parameters(names: Names, optimizers: Sequence[torch.optim.Optimizer]) -
     return found
 
 
-def read_optimizers(holders: Iterable[Holder], options: StateDictOptions) -> dict[str, Any]:
+def read_optimizers(
+    holders: Iterable[Holder], options: StateDictOptions, *, exact: bool = False
+) -> dict[str, Any]:
     """Return the state of optimizers by canonical name, not gathered, on their devices.
 
     A trainable parameter without state gets its initial state. So the keys are the same on every
     rank, before and after the first step. The optimizers are not changed.
+
+    Args:
+        holders: The optimizers.
+        options: Whether the result is flat.
+        exact: Return None for the momentum that SGD with dampening makes in its first step.
+            That step takes the gradient as it is, and later ones ``1 - dampening`` of it.
+            Default: zeros, because ``dcp.load`` needs a tensor to load into.
 
     Raises:
         StateDictMismatch: If two optimizers hold one parameter.
@@ -157,6 +166,8 @@ def read_optimizers(holders: Iterable[Holder], options: StateDictOptions) -> dic
             for held in params:
                 if not state.get(held.name) and (initial := initial_state(held)):
                     state[held.name] = initial
+                    if exact and isinstance(optimizer, torch.optim.SGD) and group.get("dampening"):
+                        initial["momentum_buffer"] = None
             made = {**group, _PARAMS: [held.name for held in params]}
             made.pop(_LAYOUTS, None)  # torch's functions load this key into the live group
             layouts = {
@@ -274,9 +285,7 @@ def initial_state(held: Held) -> dict[Any, Any] | None:
     moment = torch.zeros_like(param, requires_grad=False)
     # These two of torch's optimizers make their state in step().
     if isinstance(optimizer, torch.optim.SGD):
-        # The first step takes the gradient as it is, and later ones `1 - dampening` of it.
-        first = None if group.get("dampening") else moment
-        return {"momentum_buffer": first} if group.get("momentum") else {}
+        return {"momentum_buffer": moment} if group.get("momentum") else {}
     if isinstance(optimizer, torch.optim.SparseAdam):
         return {"step": 0, "exp_avg": moment, "exp_avg_sq": moment.clone()}
     # The class's: an instance may forward a missing attribute to an optimizer that it holds.
@@ -418,10 +427,16 @@ def normalise(saved: Mapping[str, Any], holders: Sequence[Holder]) -> Saved:
     found = Saved()
     params = {numbered.get(key, key) for group in groups for key in group[_PARAMS]}
     params |= {fqn for each in holders for held in each.params for fqn in held.fqns}
-    for key, value in state.items():
-        name = numbered.get(key, key)
+    named = {numbered.get(key, key): value for key, value in state.items()}
+    listed = (named[name] for name in params & named.keys())
+    kinds = {frozenset(each) for each in listed if isinstance(each, Mapping) and each}
+    for name, value in named.items():
+        is_param = name in params
+        if not is_param and isinstance(name, str) and isinstance(value, Mapping):
+            # The parameter of a group that a program cut off has the values of the other ones.
+            is_param = any(kind <= value.keys() for kind in kinds)
         # A counter of all steps, for example, has a name that is not a parameter's.
-        (found.state if name in params else found.other)[name] = value
+        (found.state if is_param else found.other)[name] = value
     for name in numbered.values():
         # An optimizer lacks an entry for a parameter that never stepped. It is not missing.
         found.state.setdefault(name, {})
@@ -439,7 +454,9 @@ def normalise(saved: Mapping[str, Any], holders: Sequence[Holder]) -> Saved:
 
 def _lists_names(group: Mapping[str, Any]) -> bool:
     keys = group.get(_PARAMS)
-    return isinstance(keys, (list, tuple)) and all(isinstance(key, (str, int)) for key in keys)
+    if not isinstance(keys, (list, tuple, range)):
+        return False
+    return all(isinstance(key, (str, int)) for key in keys)
 
 
 def _name_numbers(groups: Any, holders: Sequence[Holder]) -> dict[Any, str]:

@@ -100,8 +100,7 @@ class CheckpointReader(StorageReader):
         rest = [key for key in self._ckpt.entries if key not in described]
         objects = self._ckpt.objects
         # torch looks for the values of a list, or for the list, as its version 2.3 saved it.
-        parts = [name for key, value in objects.items() for name in take_apart_list(key, value)]
-        plain = (*objects, *parts, *self._ckpt.blocked_keys, *rest)
+        plain = (*objects, *self._lists(), *self._ckpt.blocked_keys, *rest)
         described.update({key: BytesStorageMetadata() for key in plain})
         return Metadata(
             described,
@@ -180,6 +179,8 @@ class CheckpointReader(StorageReader):
 
     def _open(self, path: str | os.PathLike[str] | Checkpoint) -> None:
         self._problem: CheckpointError | None = None
+        self._parts: dict[str, str] | None = None
+        self._read: tuple[str | None, dict[str, object]] = None, {}  # the last list
         self.path = path.path if isinstance(path, Checkpoint) else os.fspath(path)
         try:
             if isinstance(path, Checkpoint):
@@ -194,13 +195,28 @@ class CheckpointReader(StorageReader):
             # the other ranks waiting.
             self._problem = portable(error)
 
+    def _lists(self) -> dict[str, str]:
+        """Return part of a list -> the key of the list."""
+        if self._parts is None:
+            objects = self._ckpt.objects.items()
+            self._parts = {
+                part: key for key, value in objects for part in take_apart_list(key, value)
+            }
+        return self._parts
+
     def _object(self, key: str) -> io.BytesIO:
-        value = self._ckpt.objects.get(key, key)
-        if self._ckpt._index.tree is not None and str in map(type, leaves([value]).values()):
-            # The objects of an index have text in place of dtypes, and lists in one piece.
-            value = self._ckpt._tree(key, self._ckpt._view)
+        name = key if key in self._ckpt.objects else self._lists().get(key, key)
+        if name != self._read[0]:
+            value = self._ckpt.objects[name]
+            if self._ckpt._index.tree is not None and str in map(type, leaves([value]).values()):
+                # The objects of an index have text in place of dtypes.
+                value = self._ckpt._tree(name, self._ckpt._view)
+            parts = {part: item.value for part, item in take_apart_list(name, value).items()}
+            self._read = name, {**parts, name: value}
+        if key not in self._read[1]:  # in an OrderedDict, which is a dict in the index
+            self._read[1][key] = self._ckpt._tree(key, self._ckpt._view)
         stream = io.BytesIO()
-        torch.save(value, stream)
+        torch.save(self._read[1][key], stream)
         stream.seek(0)
         return stream
 

@@ -657,7 +657,7 @@ def read_states(
             states = states._replace(model=model_state)
         if found:
             states = states._replace(
-                optimizer=read_optimizers(name_parameters(names, found), chosen)
+                optimizer=read_optimizers(name_parameters(names, found), chosen, exact=not compare)
             )
         for state in states if chosen.full_state_dict else ():
             require_within(state)
