@@ -6,7 +6,7 @@ import json
 import os
 import pickle
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,7 +20,6 @@ from torchlift._save.values import State, Value, kind_error, storages_of, ties_o
 from torchlift._store.places import inside
 from torchlift._transfer.write import SetKind
 from torchlift.formats.dcp import DCP_METADATA, DCP_SUFFIX, dcp_items
-from torchlift.formats.flattening import ROOT_OBJECT
 from torchlift.formats.layout import INDEX_SUFFIX, Layout, Stored
 from torchlift.formats.safetensors import TIED_KEYS, safetensors_layout
 from torchlift.formats.sharded import index_content, is_index, shards_of
@@ -300,88 +299,8 @@ def dcp_output(
 
 def add_objects(own: OwnFile, state: State) -> None:
     """Add the values of a state that are not tensors."""
-    for items in _dcp_objects(state).values():
-        for key, item in items.items():
-            own.add_value(key, lay_out_torch_file(item.value, []).layout)
-
-
-class ListItem(NamedTuple):
-    """A plain value in a list that a DCP folder stores in parts.
-
-    Attributes:
-        path: its path below the list.
-        value: the value.
-    """
-
-    path: tuple[str | int, ...]
-    value: object
-
-
-def _dcp_objects(state: State) -> dict[str, dict[str, ListItem]]:
-    """Return key -> what a DCP folder has of a plain value, under the keys that torch looks for."""
-    found: dict[str, dict[str, ListItem]] = {}
-    for key, value in state.objects.items():
-        found[key] = take_apart_list(key, value)
-        if key == ROOT_OBJECT or not state.paths.keys().isdisjoint(found[key]):
-            found[key] = {key: ListItem((), value)}
-    return found
-
-
-def take_apart_list(key: str, value: object) -> dict[str, ListItem]:
-    """Return the values in a plain list with dicts by their keys, as torch's DCP takes it apart.
-
-    Another value has its own key. So has a list whose values would not have keys of their own.
-    Parts would lose the class of a dict and names that are not text, so such a list is one value.
-
-    Example:
-        >>> [*take_apart_list("groups", [{"lr": 0.1, "betas": (0.5, 0.9)}])]
-        ['groups.0.lr', 'groups.0.betas']
-    """
-    named: dict[str, ListItem] = {}
-    size, known = 0, dict[int, bool]()
-    for item in _items_in((), value, known):
-        name = ".".join(map(str, (key, *item.path)))
-        size += len(name)
-        # A small file can hold one list a million times. Its names would fill the memory.
-        is_long = size > _NAMES or len(named) >= _PARTS
-        is_other_dict = isinstance(item.value, dict) and bool(item.value)
-        if name in named or is_long or is_other_dict or len(item.path) > _DEPTH:
-            return {key: ListItem((), value)}
-        named[name] = item
-    return named
-
-
-#: Characters of the names of a list that is taken apart, and how deep its values may be.
-_NAMES, _DEPTH = 1 << 24, 50
-#: Values of such a list: each costs 1.4 kB, and a third of a millisecond to save and open. A list
-#: with more of them, such as the losses of each step, is one value.
-_PARTS = 1 << 13
-
-
-def _items_in(
-    path: tuple[str | int, ...], value: object, known: dict[int, bool]
-) -> Iterator[ListItem]:
-    items: Iterable[tuple[str | int, object]] = ()
-    if len(path) > _DEPTH:
-        pass
-    elif isinstance(value, list) and _has_dict(value, known):
-        items = enumerate(value)
-    elif path and type(value) is dict and all(type(name) is str for name in value):
-        items = value.items()
-    if not items:
-        yield ListItem(path, value)
-    for name, item in items:
-        yield from _items_in((*path, name), item, known)
-
-
-def _has_dict(value: object, known: dict[int, bool]) -> bool:
-    """Return whether a list contains a dict, perhaps in a list. Each list is searched once."""
-    if not isinstance(value, list):
-        return isinstance(value, dict)
-    if id(value) not in known:
-        known[id(value)] = False  # a list may contain itself
-        known[id(value)] = any(_has_dict(item, known) for item in value)
-    return known[id(value)]
+    for key, item in state.objects.items():
+        own.add_value(key, lay_out_torch_file(item, []).layout)
 
 
 def storage_data(names: Sequence[str], written: Sequence[Written]) -> dict[MetadataIndex, object]:
@@ -438,14 +357,10 @@ def dcp_content(
         )
         for key, stored in tensors.items()
     }
-    objects, paths = _dcp_objects(state), dict[str, tuple[str | int, ...]]()
-    for key, path_of in state.paths.items():  # in the order of the containers
-        items = objects.get(key, {key: ListItem((), None)})
-        paths |= {name: (*path_of, *item.path) for name, item in items.items()}
-    described |= {name: BytesStorageMetadata() for parts in objects.values() for name in parts}
+    described |= {key: BytesStorageMetadata() for key in state.objects}
     data, meta = storage_data(names, written), StorageMeta(str(path))
     # The version tells torch how keys were joined.
-    return pickle.dumps(Metadata(described, paths, data, meta, DCP_VERSION))
+    return pickle.dumps(Metadata(described, state.paths, data, meta, DCP_VERSION))
 
 
 def _dcp_layout(stored: Stored, checksum: bool) -> Layout:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -24,7 +24,6 @@ from torchlift._checkpoint.checkpoint import Checkpoint, MappedViews, dtype_of
 from torchlift._checkpoint.checkpoint import open as open_checkpoint
 from torchlift._model.dtensor import Spans
 from torchlift._model.ranks import portable, world_of
-from torchlift._save.layouts import take_apart_list
 from torchlift._sources.tensors import Copy, FileTensor, copy_values, resolve
 from torchlift._store.places import is_url
 from torchlift._system.containers import leaves
@@ -234,3 +233,71 @@ def _boxes(entry: TensorEntry) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     if len(entry.chunks) > 1:
         return [(chunk.start, chunk.shape) for chunk in entry.chunks]
     return [((0,) * len(entry.shape), entry.shape)]
+
+
+class ListItem(NamedTuple):
+    """A plain value in a list.
+
+    Attributes:
+        path: its path below the list.
+        value: the value.
+    """
+
+    path: tuple[str | int, ...]
+    value: object
+
+
+def take_apart_list(key: str, value: object) -> dict[str, ListItem]:
+    """Return the values in a plain list with dicts by their keys, as torch's DCP looks for them.
+
+    Another value has its own key. So has a list whose values would not have keys of their own.
+    Parts would lose the class of a dict and names that are not text, so such a list is one value.
+
+    Example:
+        >>> [*take_apart_list("groups", [{"lr": 0.1, "betas": (0.5, 0.9)}])]
+        ['groups.0.lr', 'groups.0.betas']
+    """
+    named: dict[str, ListItem] = {}
+    size, known = 0, dict[int, bool]()
+    for item in _items_in((), value, known):
+        name = ".".join(map(str, (key, *item.path)))
+        size += len(name)
+        # A small file can hold one list a million times. Its names would fill the memory.
+        is_long = size > _NAMES or len(named) >= _PARTS
+        is_other_dict = isinstance(item.value, dict) and bool(item.value)
+        if name in named or is_long or is_other_dict or len(item.path) > _DEPTH:
+            return {key: ListItem((), value)}
+        named[name] = item
+    return named
+
+
+#: Characters of the names of a list that is taken apart, and how deep its values may be.
+_NAMES, _DEPTH = 1 << 24, 50
+#: Values of such a list. A list with more of them, such as the losses of each step, is one value.
+_PARTS = 1 << 13
+
+
+def _items_in(
+    path: tuple[str | int, ...], value: object, known: dict[int, bool]
+) -> Iterator[ListItem]:
+    items: Iterable[tuple[str | int, object]] = ()
+    if len(path) > _DEPTH:
+        pass
+    elif isinstance(value, list) and _has_dict(value, known):
+        items = enumerate(value)
+    elif path and type(value) is dict and all(type(name) is str for name in value):
+        items = value.items()
+    if not items:
+        yield ListItem(path, value)
+    for name, item in items:
+        yield from _items_in((*path, name), item, known)
+
+
+def _has_dict(value: object, known: dict[int, bool]) -> bool:
+    """Return whether a list contains a dict, perhaps in a list. Each list is searched once."""
+    if not isinstance(value, list):
+        return isinstance(value, dict)
+    if id(value) not in known:
+        known[id(value)] = False  # a list may contain itself
+        known[id(value)] = any(_has_dict(item, known) for item in value)
+    return known[id(value)]
