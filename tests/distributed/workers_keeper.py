@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchlift
 from torchlift._model.torch_private import timeout_of
 from torchlift._plan import decide
-from torchlift.distributed import folder_lock, run_state
+from torchlift.distributed import folder_lock, run_state, selection
 from torchlift.distributed import keeper as keeper_module
 from torchlift.errors import CheckpointError, FormatError, IntegrityError
 from torchlift.formats import integrity
@@ -464,7 +464,7 @@ def whatever_fails_on_one_rank_ends_it_on_all() -> None:
         "resume": ("open_checkpoint", "require_intact", "slices_of", "read_states",
                    "load_states", "Generators"),
     }  # fmt: skip
-    modules = (keeper_module, run_state)
+    modules = (keeper_module, run_state, selection)
 
     def failing(function: Any, nth: int) -> Any:
         count = itertools.count(1)

@@ -44,14 +44,8 @@ from torchlift.distributed.agreements import (
 )
 from torchlift.distributed.folder import KeptFolder, Policy, policies_of
 from torchlift.distributed.folder_lock import FolderLock
-from torchlift.distributed.run_state import (
-    Head,
-    OnOtherRanks,
-    RunObjects,
-    Selection,
-    Snapshot,
-    read_selection,
-)
+from torchlift.distributed.run_state import Head, RunObjects, Snapshot
+from torchlift.distributed.selection import OnOtherRanks, Selection, read_selection
 from torchlift.distributed.signals import STOPS, StopSignals
 from torchlift.distributed.staging import Staging
 from torchlift.errors import CheckpointError, FormatError, IntegrityError
