@@ -597,6 +597,7 @@ class Counting(torch.optim.Optimizer):
         super().__init__(params, {"lr": 0.1})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        # Typed as if every key were a tensor.
         own = self.state["steps"]  # type: ignore[index]
         own["count"] = own.get("count", 0) + 1
         own["sum"] = own.get("sum", torch.zeros(2)) + self.param_groups[0]["lr"]
@@ -865,6 +866,7 @@ def save_counts(folder: str) -> None:
     nn.init.zeros_(model.weight)
     nn.init.zeros_(model.bias)
     names = ["a", "b"] if dist.get_rank() else ["b", "a"]
+    # Other tests give it a number.
     model.amax = {"count": [dict.fromkeys(names, 1)]}  # type: ignore[assignment]
     with torchlift.Keeper(folder) as keeper:
         keeper.save(1, model=model)
@@ -901,7 +903,8 @@ def drifted(folder: str) -> list[float]:
         optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
         keeper.resume(model=model, optimizer=optimizer)
     moment: Any = optimizer.state[model.weight]["momentum_buffer"]
-    return [tensor.to_local()[0, 0].item() for tensor in (model.weight.data, moment)]  # type: ignore[operator]
+    weight: Any = model.weight.data
+    return [tensor.to_local()[0, 0].item() for tensor in (weight, moment)]
 
 
 @pytest.mark.distributed
@@ -1008,6 +1011,7 @@ def test_containers_in_models_and_optimizers_come_back_as_they_were(tmp_path: Pa
         assert again == run
 
 
+# torch warns, once in a process, that it may change how these work.
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
 def test_sparse_tensors_of_an_object_come_back(tmp_path: Path, layout: torch.layout) -> None:

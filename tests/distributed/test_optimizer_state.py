@@ -735,6 +735,7 @@ class Counting(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> Any:
         count = self.state.get("count") or 0
+        # Typed as if every key were a tensor.
         self.state["count"] = count + 1  # type: ignore[index]
         return super().step(closure)
 

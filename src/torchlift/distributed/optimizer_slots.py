@@ -216,7 +216,7 @@ class OptimizerSlots:
     def _match(self, holder: Holder) -> NewState:
         """Match saved state with one optimizer, parameter by parameter and by canonical name."""
         saved, strict, report = self._saved, self._options.strict, self.report
-        other = {key: value for key, value in saved.other.items() if holder in self._having(key)}
+        other = {key: each for key, each in saved.other.items() if holder in self._find_owners(key)}
         new = NewState(holder.optimizer, other=copy.deepcopy(present(other)))
         stateless: list[Held] = []
         for group, params in zip(holder.optimizer.param_groups, holder.groups, strict=True):
@@ -253,7 +253,7 @@ class OptimizerSlots:
                 report.missing_keys.append(held.name)
         return new
 
-    def _having(self, key: Any) -> Sequence[Holder]:
+    def _find_owners(self, key: Any) -> Sequence[Holder]:
         """Return the optimizers that have state under a key that is not a parameter.
 
         New ones do not have it yet. Then these are the optimizers with a step of their own, because
@@ -710,9 +710,7 @@ def runs_own_code(optimizer: torch.optim.Optimizer) -> bool:
         >>> runs_own_code(torch.optim.SGD([torch.ones(1)]))
         False
     """
-    if not is_left_to_us(optimizer):
-        return True
-    return not type(optimizer).__setstate__.__module__.startswith("torch.optim.")
+    return not (is_left_to_us(optimizer) and _is_torchs(optimizer, "__setstate__"))
 
 
 def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
