@@ -210,8 +210,7 @@ class CheckpointReader(StorageReader):
             if self._ckpt._index.tree is not None and str in map(type, leaves([value]).values()):
                 # The objects of an index have text in place of dtypes.
                 value = self._ckpt._tree(name, self._ckpt._view)
-            parts = {part: item.value for part, item in take_apart_list(name, value).items()}
-            self._read = name, {**parts, name: value}
+            self._read = name, {**take_apart_list(name, value), name: value}
         if key not in self._read[1]:  # in an OrderedDict, which is a dict in the index
             self._read[1][key] = self._ckpt._tree(key, self._ckpt._view)
         stream = io.BytesIO()
@@ -235,7 +234,7 @@ def _boxes(entry: TensorEntry) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     return [((0,) * len(entry.shape), entry.shape)]
 
 
-class ListItem(NamedTuple):
+class _ListItem(NamedTuple):
     """A plain value in a list.
 
     Attributes:
@@ -247,7 +246,7 @@ class ListItem(NamedTuple):
     value: object
 
 
-def take_apart_list(key: str, value: object) -> dict[str, ListItem]:
+def take_apart_list(key: str, value: object) -> dict[str, object]:
     """Return the values in a plain list with dicts by their keys, as torch's DCP looks for them.
 
     Another value has its own key. So has a list whose values would not have keys of their own.
@@ -257,7 +256,7 @@ def take_apart_list(key: str, value: object) -> dict[str, ListItem]:
         >>> [*take_apart_list("groups", [{"lr": 0.1, "betas": (0.5, 0.9)}])]
         ['groups.0.lr', 'groups.0.betas']
     """
-    named: dict[str, ListItem] = {}
+    named: dict[str, object] = {}
     size, known = 0, dict[int, bool]()
     for item in _items_in((), value, known):
         name = ".".join(map(str, (key, *item.path)))
@@ -266,8 +265,8 @@ def take_apart_list(key: str, value: object) -> dict[str, ListItem]:
         is_long = size > _NAMES or len(named) >= _PARTS
         is_other_dict = isinstance(item.value, dict) and bool(item.value)
         if name in named or is_long or is_other_dict or len(item.path) > _DEPTH:
-            return {key: ListItem((), value)}
-        named[name] = item
+            return {key: value}
+        named[name] = item.value
     return named
 
 
@@ -279,7 +278,7 @@ _PARTS = 1 << 13
 
 def _items_in(
     path: tuple[str | int, ...], value: object, known: dict[int, bool]
-) -> Iterator[ListItem]:
+) -> Iterator[_ListItem]:
     items: Iterable[tuple[str | int, object]] = ()
     if len(path) > _DEPTH:
         pass
@@ -288,7 +287,7 @@ def _items_in(
     elif path and type(value) is dict and all(type(name) is str for name in value):
         items = value.items()
     if not items:
-        yield ListItem(path, value)
+        yield _ListItem(path, value)
     for name, item in items:
         yield from _items_in((*path, name), item, known)
 

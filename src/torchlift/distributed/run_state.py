@@ -133,6 +133,10 @@ class RunObjects:
         """Return a module that contains all models, or those with some names."""
         return ModuleHolder(self.modules if names is None else {n: self.modules[n] for n in names})
 
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Return all tensors of the models by full name."""
+        return Names(ModuleTree(self.holder())).tensors
+
     def read_models(self) -> dict[str, Any]:
         """Return the states of models and optimizers by name. The ranks do not communicate."""
         states: dict[str, Any] = {
@@ -145,7 +149,7 @@ class RunObjects:
             states[name] = read_states(Part.OPTIMIZERS, holder, optimizer, compare=False).optimizer
         return states
 
-    def find_plain(self, states: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    def find_plain(self, states: Mapping[str, Any]) -> list[_Path]:
         """Return the paths of the values that every rank holds completely, except buffers.
 
         They may differ between ranks: experts under one name, 8-bit moments of each rank's shard
@@ -172,14 +176,14 @@ def read_model_state(module: nn.Module) -> dict[str, Any]:
     return read_states(Part.MODEL, module, compare=False).model
 
 
-def _values_in(tree: Any, path: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], Any]:
+def _values_in(tree: Any, path: _Path = ()) -> dict[_Path, Any]:
     """Return everything in dicts, and in the groups of an optimizer, by its path."""
     if path[1::2] == ("param_groups", "params"):
         return {}  # the names of parameters, which may differ
     is_groups = path[1:] == ("param_groups",)
     if not is_groups and not isinstance(tree, dict):
         return {path: tree}
-    found: dict[tuple[Any, ...], Any] = {}
+    found: dict[_Path, Any] = {}
     for key, item in enumerate(tree) if is_groups else tree.items():
         found |= _values_in(item, (*path, key))
     return found
@@ -189,7 +193,7 @@ def _listed(value: Any) -> Iterable[Any]:
     return leaves([value]).values()
 
 
-def _find_complete(value: Any) -> list[tuple[Any, ...]]:
+def _find_complete(value: Any) -> list[_Path]:
     """Return the path of a value itself, or of the values in it that are beside shards."""
     found = leaves(value)
     if not any(map(_is_part, found.values())):
@@ -341,7 +345,7 @@ class Snapshot:
     models: dict[str, Any]
     others: dict[str, Any]
     generators: dict[str, Any]
-    plain: list[tuple[Any, ...]]
+    plain: list[_Path]
     groups: Groups
 
     @classmethod

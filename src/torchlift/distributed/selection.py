@@ -111,7 +111,7 @@ class Selection:
         # one that no model has. Then the name is the place in the optimizer. Or each has state that
         # is not a parameter's.
         separate, used, is_one = list[str](), set[object](), len(self.optimizers) == 1
-        tensors = Names(ModuleTree(self.run.holder())).tensors
+        tensors = self.run.tensors()
         for name, state in self.optimizers.items():
             params = _parameters_of(state)
             is_loose = any(PLACE.match(str(param)) for param in params)
@@ -173,7 +173,7 @@ class Selection:
         held = {
             id(param) for each in self.optimizers for param in params_of(self.run.optimizers[each])
         }
-        names = Names(ModuleTree(self.run.holder())).tensors
+        names = self.run.tensors()
         lost = [
             name
             for each in self.optimizers.values()
