@@ -19,7 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from rank_files import Described, Era, make_model, save_mesh, save_ranks, torch_file
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -29,7 +29,7 @@ from torchlift import remap
 from torchlift.distributed import CheckpointReader, on_ranks
 from torchlift.errors import CheckpointError, FormatError
 
-FSDP, SLICES = ["fsdp", "placed"], ["slices", "buckets"]
+FSDP, SLICES = ["fsdp", "placed"], ["slices", "buckets", "holes"]
 
 
 @pytest.fixture(scope="module")
@@ -485,20 +485,33 @@ def test_replicas_of_a_slice_that_differ_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("folder", SLICES, indirect=True)
-def test_a_folder_of_slices_that_lacks_a_file_is_refused(folder: Path) -> None:
-    """Between others by its number; of several for each rank, also the last."""
-    files = sorted(folder.iterdir())
-    files[0].unlink()
+@pytest.mark.parametrize("folder", SLICES[1:], indirect=True)
+def test_a_folder_of_slices_that_lacks_a_file_is_refused(
+    folder: Path, saved: Path, tmp_path: Path
+) -> None:
+    """By the gap in a tensor: a rank that holds nothing of a file does not write it."""
+    first = min(folder.iterdir())
+    first.rename(tmp_path / first.name)
+    for door in (torchlift.open, torchlift.verify, torchlift.digest):
+        with pytest.raises(FormatError, match="leave gaps") as caught:
+            door(folder)
+        assert caught.value.entry in load_file(tmp_path / first.name)
+    assert "rank's file may be missing" in str(caught.value.hint)
+    (tmp_path / first.name).rename(first)  # as the hint says
+    require_equal(torchlift.open(folder), whole_of(saved, "slices"))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("folder", ["holes"], indirect=True)
+def test_not_every_rank_has_each_file_of_slices(folder: Path) -> None:
+    """Each file exists for one rank at least: what nobody has of it is missing."""
+    assert len([*folder.iterdir()]) == 5
+    assert torchlift.open(folder)["all"].shape == (3, 4)
+    (alone,) = folder.glob("*-model-00003-of-00003.safetensors")
+    alone.unlink()
     with pytest.raises(FormatError, match="a rank's file is missing") as caught:
         torchlift.open(folder)
-    assert caught.value.entry == files[0].name
-    if len(files) > 2:
-        shutil.copy(files[1], files[0])
-        files[-1].unlink()
-        with pytest.raises(FormatError, match="a rank's file is missing") as caught:
-            torchlift.open(folder)
-        assert caught.value.entry == files[-1].name
+    assert caught.value.entry == "shard-*-model-00003-of-00003.safetensors"
 
 
 def slice_file(path: Path, state: dict[str, torch.Tensor], **offsets: object) -> None:

@@ -53,6 +53,8 @@ def save_ranks(folder: str) -> None:
     for name, mapping in {
         "slices": None,
         "buckets": {key: 1 + at % 2 for at, key in enumerate(state)},
+        # One rank alone holds the last one, and the other rank writes no such file.
+        "holes": {**dict.fromkeys(state, 1), "one": 2, "all": 3},
     }.items():
         writer = HuggingFaceStorageWriter(str(out / name), mapping, save_distributed=True)
         dcp.save(state, storage_writer=writer)

@@ -105,12 +105,13 @@ def slice_files(names: Iterable[str]) -> list[re.Match[str]]:
 def read_slices(path: str, names: Iterable[str]) -> Index:
     """Read the index of a folder of safetensors that hold one rank's slices each.
 
-    The files do not say how many ranks there were, nor how large the tensors are. Missing files of
-    the last ranks cannot be detected.
+    The files do not say how many ranks there were, nor how large the tensors are. Missing slices
+    of the last ranks cannot be detected. A rank writes a file only if it holds some of its tensors,
+    so a missing file is detected by the gap that it leaves in a tensor.
 
     Raises:
-        FormatError: If a file between others is missing, the slices leave gaps or overlap, or only
-            one rank has files.
+        FormatError: If the slices leave gaps or overlap, all files of one number are missing, or
+            only one rank has files.
         UnsafeError: If a link leads out of the folder.
     """
     names = [name for name in names if name.endswith(".safetensors")]
@@ -120,15 +121,14 @@ def read_slices(path: str, names: Iterable[str]) -> Index:
             found=clipped_list(others),
             hint="Pass the path of one file, or move the slices to a separate folder.",
         )
-    there = {(int(m[1]), int(m[2])): m[3] for m in slice_files(names)}
-    ranks, total = max(rank for rank, _ in there), next(iter(there.values()))
-    count = ranks * int(total)
-    every = ((rank, at) for rank in range(1, ranks + 1) for at in range(1, int(total) + 1))
-    name = f"shard-{{0[0]:05}}-model-{{0[1]:05}}-of-{total}.safetensors"
-    require_files(there, every, count, name.format)
-    if len(there) > count or len({*there.values()}) > 1:
+    matches = slice_files(names)
+    ranks, numbers = {int(match[1]) for match in matches}, {int(match[2]) for match in matches}
+    if len(totals := {match[3] for match in matches}) > 1 or max(numbers) > int(min(totals)):
         raise _several_saves(names)
-    if ranks == 1:
+    (total,) = totals
+    name = f"shard-*-model-{{:05}}-of-{total}.safetensors".format
+    require_files(numbers, range(1, int(total) + 1), int(total), name)
+    if len(ranks) == 1:
         raise slices_error(
             "Fetch the files of the other ranks. If there was one process only, call "
             "consolidate_safetensors_files(folder, new_folder, {key: 1, ...}), with every key, of "
