@@ -557,10 +557,11 @@ def test_slices_beside_other_weights_are_refused(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": {"w": "model.safetensors"}}))
     assert torchlift.open(tmp_path)["w"].sum() == 8
     index.write_text(json.dumps({"weight_map": {"w": _name(1), "v": _name(2)}}))
+    assert torchlift.open(tmp_path)["w"].sum() == 8  # the file that transformers takes
+    (tmp_path / "model.safetensors").unlink()
     with pytest.raises(FormatError, match="one rank's slices of tensors"):
         torchlift.open(tmp_path)
     index.unlink()
-    (tmp_path / "model.safetensors").unlink()
     save_file({"w": torch.zeros(2, 2)}, tmp_path / _name(2))  # not a slice
     with pytest.raises(FormatError, match="a slice does not say its place"):
         torchlift.open(tmp_path)
@@ -665,6 +666,10 @@ def test_the_only_slice_is_the_model(tmp_path: Path) -> None:
         "rank{}.safetensors",
         "reshard-model_part-{}.pt",
         "model_weight_pp-rank-0-of-1_tp-rank-{}-of-2.safetensors",
+        "model{}-mp2.safetensors",
+        "layer_00-model_0{}-model_states.pt",
+        "layer_0{}-model_00-model_states.pt",
+        "weights.tp{}.safetensors",
     ],
 )
 def test_one_of_the_slices_of_other_programs_is_not_the_model(tmp_path: Path, name: str) -> None:
@@ -680,17 +685,23 @@ def test_one_of_the_slices_of_other_programs_is_not_the_model(tmp_path: Path, na
             torchlift.load(model, place)
     assert not model.w.any()
     assert torchlift.open(files[0])["w"].sum() == 2  # as the way out says
+    torchlift.load(model, torchlift.open(files[0]))
+    assert model.w.sum() == 2
 
 
 def test_names_that_look_like_slices_are_read(tmp_path: Path) -> None:
     """Parts of the only rank of vLLM, and LoRAs that are named after their rank."""
-    for name in ("model-rank-0-part-0.safetensors", "model-rank-0-part-1.safetensors",
-                 "rank8.safetensors", "rank16.safetensors"):  # fmt: skip
-        torchlift.save({"w": torch.ones(2)}, tmp_path / name)
+    names = {
+        "model-rank-0-part-0.safetensors": "v", "model-rank-0-part-1.safetensors": "w",
+        "rank8.safetensors": "w", "rank16.safetensors": "w",
+    }  # fmt: skip
+    for name, key in names.items():
+        torchlift.save({key: torch.ones(2)}, tmp_path / name)
+    for name, key in names.items():
         model = torch.nn.Module()
-        model.w = torch.nn.Parameter(torch.zeros(2))
+        setattr(model, key, torch.nn.Parameter(torch.zeros(2)))
         torchlift.load(model, tmp_path / name)
-        assert model.w.sum() == 2
+        assert getattr(model, key).sum() == 2
 
 
 def test_a_layout_with_two_states_is_refused(tmp_path: Path) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 
 import pytest
 import torch
 from checkpoint_files import read_tensor
+from range_server import serving
 from safetensors.torch import save_file
+from transformers.utils.hub import get_checkpoint_shard_files
 
+import torchlift
 from torchlift.errors import CheckpointError, FormatError, UnsafeError
 from torchlift.formats.detect import read_index
 
@@ -84,8 +88,64 @@ def test_torch_shards_keep_their_storages_apart(tmp_path):
 
 def test_tensors_that_the_index_forgets_are_kept(sharded):
     """A shard's tensors are part of the checkpoint whether the index lists them or not."""
-    write_index(sharded, {"a": "s-00001-of-00002.safetensors"})
-    assert list(read_index(sharded).entries) == ["a", "b"]
+    names = "s-00001-of-00002.safetensors", "s-00002-of-00002.safetensors"
+    write_index(sharded, dict(zip("ac", names, strict=True)))
+    assert list(read_index(sharded).entries) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("listed", ["s-00001-of-00002", "s-00002-of-00002"])
+def test_a_shard_that_the_index_forgets_is_named(sharded, listed):
+    """If it lies beside the others: their names count it. A list of the files is the way out."""
+    path = write_index(sharded, {"a" if "1-of" in listed else "c": f"{listed}.safetensors"})
+    shards = sorted(sharded.glob("*.safetensors"))
+    (forgotten,) = [shard for shard in shards if shard.stem != listed]
+    for door in (
+        torchlift.open,
+        torchlift.verify,
+        lambda place: torchlift.convert(place, sharded / "to.pt"),
+        lambda place: torchlift.load(torch.nn.Linear(1, 1), place),
+    ):
+        for place in (path, sharded):
+            with pytest.raises(FormatError) as caught:
+                door(place)
+            assert caught.value.entry == forgotten.name
+            assert caught.value.file == str(path)
+    with serving(sharded) as server, pytest.raises(FormatError) as caught:
+        torchlift.open(server.url(INDEX))
+    assert caught.value.entry == forgotten.name
+    assert "files as a list" in str(caught.value.hint)
+    torchlift.convert(shards, sharded / "out" / "x.safetensors")
+    assert {*torchlift.open(sharded / "out" / "x.safetensors")} == {"a", "b", "c"}
+    forgotten.unlink()  # an index of one part, beside that part
+    assert {*torchlift.open(path)} == ({"a", "b"} if "1-of" in listed else {"c"})
+
+
+def test_an_index_with_a_byte_order_mark_is_named(sharded):
+    """transformers does not read it, either; the line that removes it works."""
+    index = sharded / INDEX
+    text = index.read_text()
+    with pytest.raises(ValueError, match="BOM"):
+        get_checkpoint_shard_files(str(sharded), write_text(index, text, "utf-8-sig"))
+    for encoding in ("utf-8-sig", "utf-16", "utf-16-le", "utf-16-be"):
+        mark = "\ufeff" if encoding[-2:] in ("le", "be") else ""
+        for content in (text, "\n" + text):
+            write_text(index, mark + content, encoding)
+            for door in (torchlift.open, torchlift.verify, torchlift.digest):
+                for place in (index, sharded):
+                    with pytest.raises(FormatError) as caught:
+                        door(place)
+                    assert caught.value.reason == "the index starts with a byte order mark"
+                    assert caught.value.file == str(index)
+            line = str(caught.value.hint).partition(": ")[2].rstrip(".")
+            assert re.fullmatch(r"path\.write_text\(path\.read_text\('[\w-]+'\), 'utf-8'\)", line)
+            found = re.findall(r"'([\w-]+)'", line)
+            index.write_text(index.read_text(found[0]), found[1])
+            assert list(read_index(index).entries) == ["a", "b", "c"]
+
+
+def write_text(path, text, encoding):
+    path.write_text(text, encoding)
+    return str(path)
 
 
 def test_the_index_decides_between_two_shards(sharded):
@@ -99,12 +159,21 @@ def test_the_index_decides_between_two_shards(sharded):
         read_index(sharded)
 
 
-def test_a_key_that_its_shard_lacks_is_refused(sharded):
-    """An index of another version of the checkpoint is an error with the key."""
-    write_index(sharded, {"zz": "s-00001-of-00002.safetensors"})
+@pytest.mark.parametrize("key", ["zz", "c"])
+def test_a_key_that_its_shard_lacks_is_refused(sharded, key):
+    """Whether another shard has it or nobody: a list of the shards is the way out."""
+    shards = sorted(sharded.glob("*.safetensors"))
+    write_index(sharded, {key: shards[0].name, "a": shards[1].name})
     with pytest.raises(FormatError, match="which lacks it") as caught:
         read_index(sharded)
-    assert caught.value.entry == "zz"
+    assert caught.value.entry in (key, "a")
+    assert "as a list to torchlift.load or torchlift.convert" in str(caught.value.hint)
+    model = torch.nn.ParameterDict({"a": torch.ones(2), "b": torch.zeros(2), "c": torch.zeros(3)})
+    torchlift.load(model, shards)
+    assert model["a"].tolist() == [0, 0]
+    assert model["c"].tolist() == [2, 2, 2]
+    torchlift.convert(shards, sharded / "out" / "x.safetensors")
+    assert {*torchlift.open(sharded / "out" / "x.safetensors")} == {"a", "b", "c"}
 
 
 def test_a_missing_shard_is_refused(sharded):
@@ -156,6 +225,48 @@ def test_a_link_out_of_the_directory_is_unsafe(sharded, tmp_path_factory):
     (sharded / INDEX).unlink()
     with pytest.raises(UnsafeError, match="link that leaves the directory"):
         read_index(sharded)
+
+
+@pytest.mark.parametrize("index", [True, False])
+def test_links_to_one_folder_lead_to_it(sharded, tmp_path_factory, index):
+    """One of the files by itself would be half of the model."""
+    links = tmp_path_factory.mktemp("links")
+    for file in sharded.iterdir():
+        if index or file.name != INDEX:
+            (links / file.name).symlink_to(file)
+    if not index:
+        (sharded / INDEX).unlink()
+    for _ in range(3):  # the hint of an index that is a link is its file
+        with pytest.raises(UnsafeError) as caught:
+            torchlift.open(links)
+        place = re.fullmatch(r"If you trust it, open '(.+)'\.", str(caught.value.hint))[1]
+        assert list(read_index(place).entries) == ["a", "b", "c"]
+        if index:  # now the index itself is in the folder of the links
+            (links / INDEX).unlink(missing_ok=True)
+            (links / INDEX).write_text((sharded / INDEX).read_text())
+    assert place == str(sharded)
+
+
+@pytest.mark.parametrize("how", ["renamed", "two folders", "one link", "above"])
+def test_links_that_lead_elsewhere_are_passed_as_a_list(sharded, tmp_path_factory, how):
+    """No single folder has all of the files under these names."""
+    away, shards = tmp_path_factory.mktemp("away"), sorted(sharded.glob("*.safetensors"))
+    for at, shard in enumerate(shards[: 1 if how == "one link" else 2]):
+        folder = away / str(at if how == "two folders" else 0)
+        folder.mkdir(exist_ok=True)
+        target = folder / (f"blob{at}" if how == "renamed" else shard.name)
+        shard.rename(target)
+        if how != "above":
+            shard.symlink_to(target)
+            continue
+        names = {"a": "../x", "c": str(target)}
+        write_index(sharded, names)
+        shards[at] = target
+    with pytest.raises(UnsafeError) as caught:
+        torchlift.open(sharded)
+    assert "as a list to torchlift.load or torchlift.convert" in str(caught.value.hint)
+    torchlift.convert(shards, away / "x.safetensors")
+    assert {*torchlift.open(away / "x.safetensors")} == {"a", "b", "c"}
 
 
 def test_the_hub_cache_layout_is_allowed(sharded, tmp_path_factory):

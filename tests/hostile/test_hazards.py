@@ -150,6 +150,13 @@ def gguf_tensor(shape: tuple[int, ...], kind: int = 0, at: int = 0, name: str = 
     return gguf(*ONE, name, ("I", len(shape)), *sizes, ("I", kind), ("Q", at), data=bytes(99))
 
 
+def gguf_part(number: int, count: int, tensors: int) -> Make:
+    """A part of a model, with what it says about the others."""
+    texts = {"split.no": number, "split.count": count, "split.tensors.count": tensors}
+    pairs = [each for key, value in texts.items() for each in (key, ("I", 11), ("q", value))]
+    return gguf(("I", 3), ("Q", 0), ("Q", 3), *pairs)
+
+
 def one(shape: Any = (2,), **changes: Any) -> Make:
     """A distributed checkpoint of one tensor, with one thing changed in what is said of it."""
 
@@ -356,6 +363,17 @@ ROWS: dict[str, tuple[Make, str, str | None, str]] = {
     "a missing shard": (index({"w": "a"}), FORMAT, "a", "a shard is missing"),
     "an index in an index": (index({"w": "x.index.json"}),
         FORMAT, None, "a text file, not a checkpoint"),
+    "a shard that the index forgets": (
+        index({"w": "s-01-of-02.pt"},
+            **{f"s-0{at}-of-02.pt": {"w": described(2)} for at in (1, 2)}),
+        FORMAT, "s-02-of-02.pt", "the index leaves out a file of the set that it names"),
+    "a marked index": (put(b"\xef\xbb\xbf{}"),
+        FORMAT, None, "the index starts with a byte order mark"),
+    "a part of GGUF": (gguf_part(1, 2, 9), FORMAT, None, "the file is part 2 of 2 of a model"),
+    "a part of a billion": (gguf_part(0, 10**9, 9),
+        FORMAT, None, "the file is part 1 of 1000000000 of a model"),
+    "a part of GGUF without a number": (gguf_part(-1, 2, 9),
+        FORMAT, "split.no", "the file is a part of a model, and a number is invalid"),
     # 11. Distributed checkpoints.
     "an item above": (one(relative_path="../x"),
         UNSAFE, "../x", "a shard's name leaves the directory"),

@@ -33,7 +33,8 @@ from torchlift._store.uploads import require_writable
 from torchlift._system.text import parse_size
 from torchlift.errors import CheckpointError, NotFound, PlacementError
 from torchlift.formats.dcp import DCP_METADATA, metadata_files
-from torchlift.formats.layout import FORMATS, INDEX_SUFFIX, SETS, format_for
+from torchlift.formats.detect import PREFERRED
+from torchlift.formats.layout import FORMATS, INDEX_SUFFIX, SETS, SUFFIXES, format_for
 from torchlift.formats.sharded import is_index
 
 _SHARD = 5 * 10**9  # bytes, as in Hugging Face's libraries
@@ -95,13 +96,14 @@ class Target:
     @property
     def heads(self) -> list[str]:
         """Return the paths that readers take for the same checkpoint. One of them is written."""
-        if self.format == "safetensors":
+        if self.format == "dcp":
+            return [self.head]
+        if self.format != "sharded":
             return [self.path, _with_suffix(self.path)]
-        if self.format == "sharded" and self.path.endswith(".safetensors" + INDEX_SUFFIX):
-            # transformers looks for the one file first.
-            one = name_of(self.path)[: -len(INDEX_SUFFIX)]
-            return [self.path, inside(parent(self.path), one)]
-        return [self.head]
+        # transformers looks for the one file first.
+        one = name_of(self.path)[: -len(INDEX_SUFFIX)]
+        is_file = os.path.splitext(one)[1].lower() in SUFFIXES
+        return [self.path, *([inside(parent(self.path), one)] if is_file else [])]
 
     def require_free_place(self, head: str) -> None:
         """Refuse a place with a checkpoint of another format, which readers would load instead.
@@ -114,10 +116,10 @@ class Target:
         """
         folder, name = parent(head), name_of(head)
         other = [name_of(each) for each in self.heads if each != head and exists(each)]
-        if (self.format in SETS or name == _IN_FOLDER) and _is_folder(folder):
+        if (self.format in SETS or name in PREFERRED) and _is_folder(folder):
             names = names_in(folder)
             if self.format == "dcp":
-                other += [name for name in names if is_index(name) or name == _IN_FOLDER]
+                other += [name for name in names if is_index(name) or name in PREFERRED]
             else:
                 other += metadata_files(names)
         if other:

@@ -26,6 +26,7 @@ from torchlift._sources.tensors import (
 from torchlift._store.url import Url
 from torchlift._system.containers import leaves
 from torchlift.errors import CheckpointError, FormatError
+from torchlift.formats.detect import refuse_slice
 from torchlift.formats.flattening import (
     MISSING,
     Containers,
@@ -37,7 +38,6 @@ from torchlift.formats.flattening import (
     no_container,
 )
 from torchlift.formats.index import Index, left_out, of_model
-from torchlift.formats.ranks import refuse_bare_slice
 from torchlift.formats.sharded import put_together
 from torchlift.formats.source import errors_name
 
@@ -143,7 +143,7 @@ def checkpoint(
     if isinstance(given, Mapping):
         raise TypeError("expected a checkpoint, not a state dict in memory")
     if isinstance(given, (str, os.PathLike)):
-        refuse_bare_slice(os.path.abspath(given))
+        refuse_slice(os.path.abspath(given))
     with open_checkpoint(given, storage_options=storage_options) as found:
         yield _chosen(found, root, whole, allow_classes)
 

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from torchlift._store.places import (
     exists,
@@ -31,13 +31,15 @@ from torchlift._system.memory import collection_paused
 from torchlift._system.text import printable
 from torchlift.errors import CheckpointError, FormatError, NotAllowed, NotFound, UnsafeError
 from torchlift.formats.dcp import DCP_METADATA, DCP_SUFFIX, metadata_files, read_dcp
-from torchlift.formats.gguf import read_gguf
+from torchlift.formats.gguf import join_parts, read_gguf, with_other_parts
 from torchlift.formats.index import LOCAL_MAGIC, Index
 from torchlift.formats.npz import NPY_MAGIC, read_npy, read_npz
 from torchlift.formats.pt2 import is_pt2, read_pt2
 from torchlift.formats.ranks import (
-    bare_slices,
+    Family,
+    families,
     fsdp_files,
+    has_slice_words,
     read_fsdp,
     read_slices,
     refuse_slices,
@@ -45,13 +47,18 @@ from torchlift.formats.ranks import (
 )
 from torchlift.formats.safetensors import read_safetensors
 from torchlift.formats.sharded import (
+    AS_LIST,
+    CACHE_ROOT,
+    SHARD,
     is_index,
     locate,
-    read_set,
+    parse_index,
+    put_together,
     read_sharded,
+    read_shards,
     require_files,
 )
-from torchlift.formats.source import Source, errors_name
+from torchlift.formats.source import Source, errors_name, marked_encoding
 from torchlift.formats.torch_legacy import is_legacy, is_tar, read_torch_legacy, refuse_tar
 from torchlift.formats.torch_zip import read_torch_zip
 from torchlift.formats.torchscript import read_torchscript
@@ -120,13 +127,22 @@ _DAMAGE = (
     ValueError, struct.error, zlib.error,
 )  # fmt: skip
 
-_SHARD = re.compile(r"(.+)-(\d{2,9})-of-(\d{2,9})((?:\.\w+)+)", re.ASCII)
 _INDEX = ".index.json"
+#: The end of an index's name, with its variant, if any.
+_SUFFIX_OF_INDEX = re.compile(r"(\.\w+)?\.index(\.\w+)?\.json$", re.ASCII)
 #: If a Hugging Face repository has several indexes or files, one of these is the model.
-_PREFERRED = (
+PREFERRED = (
     "model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin",
     "pytorch_model_fsdp.bin",
 )  # fmt: skip
+#: Files that transformers takes before an index of the same name.
+_BEFORE_INDEX = re.compile(r"model(?:\.\w+)?\.safetensors|pytorch_model(?:\.\w+)?\.bin", re.ASCII)
+#: One of the pieces into which a program cut a file, such as ``x.gguf.part1of2``.
+_CUT = re.compile(
+    r"(.+\.(?:safetensors|gguf|pth?|bin|ckpt|npz))[.-]"
+    r"(?:(?:part|split)[-_.]?|(?=\d+$|a[a-z]$))(\d+(?:of\d+)?|[a-z]{1,2})",
+    re.DOTALL | re.ASCII,
+)
 #: The folder of a sharded model, as accelerate and transformers' Trainer name it.
 _SHARDED = re.compile(r"pytorch_model_fsdp_\d+", re.ASCII)
 #: The file or folder of an optimizer's state, as both name it.
@@ -140,6 +156,8 @@ _MODEL = re.compile(
 #: The note of the last checkpoint (DeepSpeed, Megatron) -> its folder, given a number.
 _LAST = {"latest": "{}", "latest_checkpointed_iteration.txt": "iter_{:0>7}"}
 _MOST_FOLDERS = 1000
+#: Most groups of names that are compared, which reads two files of each.
+_MOST_FAMILIES = 4
 _PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -187,8 +205,11 @@ def read_index(
                 return read_dcp(parent(absolute), [DCP_METADATA])
             if is_folder(absolute):
                 return _read_directory(absolute)
-            return _read_file(absolute, Budget() if alone else None)
-    except CheckpointError:
+            return _read_whole(absolute, Budget() if alone else None)
+    except CheckpointError as error:
+        is_cut = not alone and _CUT.fullmatch(name_of(absolute))
+        if is_cut and not isinstance(error, OSError) and not is_folder(absolute):
+            raise _cut_error(absolute) from error
         raise
     except FileNotFoundError as error:
         hint = _elsewhere(name)
@@ -222,8 +243,14 @@ def _elsewhere(name: str) -> str:
     return "The file does not exist: check the path."
 
 
+def _read_whole(path: str, budget: Budget | None = None) -> Index:
+    """Read a file of any format, with the other parts of its model."""
+    index = _read_file(path, budget)
+    return with_other_parts(index, _read_file) if index.format == "gguf" else index
+
+
 def _read_file(path: str, budget: Budget | None = None) -> Index:
-    """Read a file of any format. A shard (with a budget) cannot be an index of more shards."""
+    """Read one file of any format. A shard (with a budget) cannot be an index of more shards."""
     with errors_name(path), Source(path, budget) as source:
         if name_of(path).endswith(DCP_SUFFIX):  # several torch files in one: the last would be read
             raise _part_of_dcp(path)
@@ -288,6 +315,8 @@ def _is_safetensors(head: bytes) -> bool:
 
 
 def _is_json(head: bytes) -> bool:
+    if marked_encoding(head):  # the reader refuses the mark by name
+        return head[2:].lstrip(b"\xbf\0 \t\r\n")[:1] == b"{"
     return head.lstrip()[:1] == b"{" and _is_text(head)
 
 
@@ -376,6 +405,8 @@ def _read_directory(path: str) -> Index:
         raise _several("the directory holds several variants of a model", [*variants], path)
     if read := _reader_of(path, names):
         return read()
+    if snapshot := _snapshot_in(path, names):
+        return replace(_read_directory(snapshot), path=path)
     if components := _components(path, names):
         raise _several("the directory holds several directories with checkpoints", components, path)
     # macOS unpacks downloads without being asked, and torch cannot read the folder.
@@ -389,6 +420,8 @@ def _read_directory(path: str) -> Index:
                 hint=f"Run this in the parent folder: zip -0 -r -D model.pt {top}",
             )
     _refuse_foreign(names, _FOREIGN_NAMES[:-1])
+    if cut := next(filter(_CUT.fullmatch, names), None):
+        raise _cut_error(inside(path, cut))
     if found := [name for name in names if _may_be_weights(inside(path, name))]:
         _read_file(locate(path, found[0]), Budget())  # raises the error that names the format
         raise _several("the directory holds files with unexpected names", found, path)
@@ -404,15 +437,15 @@ def _reader_of(path: str, names: list[str]) -> Callable[[], Index] | None:
     """Return the function that reads the checkpoint of these files, or None without one."""
     tensors = [name for name in names if name.endswith(".safetensors")]
     ggufs = [name for name in names if name.endswith(".gguf")]
+    indexes = [name for name in names if is_index(name)]
     if metadata := metadata_files(names):
+        if others := [*indexes, *(name for name in PREFERRED if name in names)]:
+            return partial(_refuse_two, [*metadata, *others], path)
         return partial(read_dcp, path, metadata)
-    if indexes := [name for name in names if is_index(name)]:
-        return partial(_read_index_in, path, indexes)
+    if indexes:
+        return partial(_read_index_in, path, indexes, names)
     if slice_files(names):
         return partial(read_slices, path, names)
-    # If none of the safetensors files is the whole model.
-    if tensors and bare_slices(tensors) == tensors:
-        return partial(refuse_slices, tensors, path)
     if tensors:
         return partial(_read_some, path, tensors)
     if zero_files(names):
@@ -423,8 +456,11 @@ def _reader_of(path: str, names: list[str]) -> Callable[[], Index] | None:
         return partial(_read_last, path, notes[0])
     if sharded := list(filter(_SHARDED.fullmatch, names)):
         return partial(_read_shards, path, sharded)
-    if slices := bare_slices(names):
-        return partial(refuse_slices, slices, path)
+    # Megatron and NeMo have a folder for each rank.
+    for family in families(map(os.path.basename, _folders(path, names))):
+        members = [*family.members.values()]
+        if family.are_slices and all(_has_checkpoint(inside(path, each)) for each in members[:2]):
+            return partial(refuse_slices, members, path)
     if files := [n for n in names if n.endswith(_PICKLED) and _starts_as_torch(inside(path, n))]:
         return partial(_read_some, path, files)
     return partial(_read_some, path, ggufs) if ggufs else None
@@ -467,6 +503,42 @@ def _starts_as_torch(path: str) -> bool:
     return _is_zip(head) or is_legacy(head) or is_tar(head)
 
 
+def _cut_error(path: str) -> FormatError:
+    """Return the error for a piece of a file that was cut."""
+    match = _CUT.fullmatch(name_of(path))
+    assert match is not None
+    names = [name_of(path)] if is_url(path) else names_in(parent(path))
+    pieces = [each for each in map(_CUT.fullmatch, names) if each and each[1] == match[1]]
+    pieces.sort(key=lambda each: (len(each[2]), each[2]))
+    joined = " ".join(shlex.quote(each[0]) for each in pieces)
+    hint = f"Run this in the folder of all pieces: cat {joined} > {shlex.quote(match[1])}"
+    if len(pieces) < int(match[2].partition("of")[2] or 1):
+        hint = "Fetch the other pieces into the same folder."
+    return FormatError(
+        "the file is a piece of a file that was cut",
+        file=path,
+        expected=match[1],
+        found=_listed([each[0] for each in pieces]),
+        hint=hint,
+    )
+
+
+def _snapshot_in(path: str, names: Iterable[str]) -> str | None:
+    """Return the folder of the current revision in the cache of one repository of the Hub.
+
+    Raises:
+        FormatError: If the cache has several revisions, and does not say which one is current.
+    """
+    if is_url(path) or not CACHE_ROOT.fullmatch(name_of(path)) or "snapshots" not in names:
+        return None
+    folder, main = inside(path, "snapshots"), os.path.join("refs", "main")
+    revisions, current = sorted(names_in(folder)), []
+    if exists(inside(path, main)):
+        with Source(locate(path, main)) as source:
+            current = [source.read_all(HEAD, "the name of the revision").decode().strip()]
+    return inside(folder, _preferred(folder, revisions, current)) if revisions else None
+
+
 def _several(what: str, names: list[str], path: str) -> FormatError:
     example = inside(path, names[0])
     hint = f"Pass the path of one of them, such as {printable(example, 300)!r}."
@@ -492,11 +564,14 @@ def _variant(name: str) -> str | None:
 
 def _components(path: str, names: list[str]) -> list[str]:
     """Return the names of folders in a directory that hold a checkpoint."""
-    return [
-        os.path.basename(folder)
-        for folder in _folders(path, names)
-        if _reader_of(folder, _checkpoint_names(os.listdir(folder)))
-    ]
+    return [os.path.basename(each) for each in _folders(path, names) if _has_checkpoint(each)]
+
+
+def _has_checkpoint(place: str) -> bool:
+    """Return whether a place is a file, or a folder with a checkpoint."""
+    if not os.path.isdir(place):
+        return os.path.isfile(place)
+    return _reader_of(place, _checkpoint_names(os.listdir(place))) is not None
 
 
 def _folders(path: str, names: list[str]) -> list[str]:
@@ -505,23 +580,105 @@ def _folders(path: str, names: list[str]) -> list[str]:
     return [each for each in paths if os.path.isdir(each) and not os.path.islink(each)]
 
 
-def _read_index_in(path: str, indexes: list[str]) -> Index:
-    name = _preferred(path, indexes, [name + _INDEX for name in _PREFERRED])
-    with Source(locate(path, name)) as source:
-        return replace(read_sharded(source, _read_file), path=path)
+def _refuse_two(names: list[str], path: str) -> NoReturn:
+    raise _several("the directory holds two checkpoints of one model", names, path)
+
+
+def _read_index_in(path: str, indexes: list[str], names: list[str]) -> Index:
+    """Read the index in a folder, or the file that transformers takes in its place.
+
+    Raises:
+        FormatError: If there are several, and transformers does not take one of them.
+    """
+    order = (found for one in PREFERRED for found in (one, one + _INDEX) if found in names)
+    name = next(order, None) or _preferred(path, indexes, ())
+    single = _SUFFIX_OF_INDEX.sub(r"\2\1", name) if name in indexes else name
+    for index in indexes:  # several, or one and the file whose shards it lists
+        if _SUFFIX_OF_INDEX.sub(r"\2\1", index) != single:
+            continue
+        with Source(locate(path, index)) as source:
+            if single not in names or single in parse_index(source).weight_map.values():
+                return replace(read_sharded(source, _read_file), path=path)
+        if not _BEFORE_INDEX.fullmatch(single):
+            _refuse_two([single, index], path)
+    return _read_whole(locate(path, single), Budget())
 
 
 def _read_some(path: str, names: list[str]) -> Index:
     """Read one file or one set of files."""
     if _is_complete_set(names) and len(names) > 1:  # it refuses one shard of a set
-        return read_set(path, names, _read_file)
-    return _read_file(locate(path, _preferred(path, names, _PREFERRED)), Budget())
+        return _read_set(path, names)
+    if len(names) > 1 and not any(name in names for name in PREFERRED):
+        return _read_pieces(path, names)
+    return _read_whole(locate(path, _preferred(path, names, PREFERRED)), Budget())
+
+
+def _read_set(path: str, names: Iterable[str]) -> Index:
+    """Read a complete set of files of one checkpoint, without an index."""
+    found = read_shards(path, names, _read_file, Budget())
+    if all(index.format == "gguf" for index in found.values()):
+        return join_parts(path, found)
+    return put_together(path, found, {}, {})
+
+
+def _read_pieces(path: str, names: list[str]) -> Index:
+    """Read files whose names count up, if each has tensors of its own.
+
+    Raises:
+        FormatError: If they are not pieces of one checkpoint, or one of them is missing.
+    """
+    apart: list[Family] = []
+    for family in families(names)[:_MOST_FAMILIES]:
+        members = [family.members[number] for number in sorted(family.members)]
+        if not _share_keys(*(_read_file(locate(path, name), Budget()) for name in members[:2])):
+            apart.append(family)
+        elif family.are_slices:
+            refuse_slices(members, path)
+    for family in apart:
+        if len(family.members) == len(names):
+            first, last = min(family.members), max(family.members)
+            every = range(first, last + 1)
+            require_files(family.members, every, len(every), family.name, "piece")
+            return _read_set(path, [family.members[number] for number in every])
+    error = _several("the directory holds several checkpoints", names, path)
+    if apart and not names[0].endswith(".gguf"):
+        members = [*apart[0].members.values()]
+        error.hint = (
+            f"Some files have different tensors: {_listed(members)}. To join them, {AS_LIST}"
+        )
+    raise error
+
+
+def _share_keys(one: Index, other: Index) -> bool:
+    return not one.entries.keys().isdisjoint(other.entries)
+
+
+def refuse_slice(path: str) -> None:
+    """Refuse a file or folder that is one of several slices of a model.
+
+    Raises:
+        FormatError: If it is one.
+        CheckpointError: If its name is that of a slice, and another one cannot be read.
+    """
+    below: tuple[str, ...] = ()
+    for _ in range(2):  # Megatron has a folder for each file
+        folder, name = os.path.split(path)
+        is_likely = has_slice_words(name) and os.path.isdir(folder)
+        for family in families(os.listdir(folder)) if is_likely else ():
+            members = [*family.members.values()]
+            if not family.are_slices or name not in members or (below and "rank" not in name):
+                continue
+            others = (os.path.join(folder, each, *below) for each in members if each != name)
+            one, other = os.path.join(path, *below), next(filter(_has_checkpoint, others), None)
+            if other and _share_keys(read_index(one), read_index(other)):
+                refuse_slices(members, one)
+        path, below = folder, (name, *below)
 
 
 def _notes(path: str, names: list[str]) -> list[str]:
     """Return the notes of the last checkpoint, unless the directory has a model itself."""
     notes = [name for name in _LAST if name in names and _is_file(inside(path, name))]
-    return [] if any(name in names for name in _PREFERRED) else notes
+    return [] if any(name in names for name in PREFERRED) else notes
 
 
 def _is_file(path: str) -> bool:
@@ -589,7 +746,7 @@ def _is_complete_set(names: list[str]) -> bool:
     Raises:
         FormatError: If the names are of one set that is incomplete.
     """
-    matches = [_SHARD.fullmatch(name) for name in names]
+    matches = [SHARD.fullmatch(name) for name in names]
     sets = {(m[1], m[3], m[4]) for m in matches if m}
     if len(sets) != 1 or not all(matches):
         return False

@@ -7,10 +7,14 @@ the entry's encoding. The ``gguf`` package computes the values.
 from __future__ import annotations
 
 import math
+import re
 import struct
+from collections.abc import Mapping
+from dataclasses import replace
 from operator import length_hint
-from typing import Any
+from typing import Any, NamedTuple
 
+from torchlift._store.places import name_of, parent
 from torchlift.errors import FormatError
 from torchlift.formats.index import (
     GGUF_BLOCKS,
@@ -21,7 +25,9 @@ from torchlift.formats.index import (
     TensorEntry,
     row_major,
 )
+from torchlift.formats.sharded import ReadFile, put_together, read_shards
 from torchlift.formats.source import Source, dense_shape
+from torchlift.formats.unpickle import Budget
 
 #: ggml's number of a type -> torch's name.
 _PLAIN = {
@@ -35,6 +41,10 @@ _SCALARS = {
 _TEXT, _ARRAY = 8, 9
 #: Bytes of a window. Guess for a word with its length, and most bytes to read ahead from a URL.
 _WINDOW, _TEXT_BYTES, _MOST_AHEAD = 1 << 16, 20, 1 << 26
+#: Metadata of a part of a model -> what it counts.
+_SPLIT = ("split.no", "split.count", "split.tensors.count")
+#: The name of a part, as llama.cpp writes it.
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL | re.ASCII)
 _SHOWN = 1000  # bytes of a text that are kept: a chat template may have a hundred thousand
 
 
@@ -96,6 +106,90 @@ def read_gguf(source: Source) -> Index:
             storages[key] = Storage(source.path, at, chunk.nbytes, "cpu")
     files = {source.path: source.stamp}
     return Index(source.path, "gguf", entries, storages, files, metadata=metadata)
+
+
+class Split(NamedTuple):
+    """The numbers in a part of a model."""
+
+    number: int  # of this part, from 0
+    parts: int
+    tensors: int  # in all parts
+
+    @classmethod
+    def of(cls, index: Index) -> Split | None:
+        """Return what a file says, or None if it is the only one.
+
+        Raises:
+            FormatError: If one of the numbers is missing or invalid.
+        """
+        texts = [index.metadata.get(name, "") for name in _SPLIT]
+        if texts[1] in ("", "0", "1"):
+            return None
+        for name, text in zip(_SPLIT, texts, strict=True):
+            if not text.isdecimal():
+                what = "the file is a part of a model, and a number is invalid"
+                raise FormatError(what, file=index.path, entry=name, found=text or None)
+        return cls(*map(int, texts))
+
+
+def with_other_parts(index: Index, read_file: ReadFile) -> Index:
+    """Return the index of a model. The first part stands for all parts, as in llama.cpp.
+
+    Raises:
+        FormatError: If it is another part, or the other parts are not beside it.
+        UnsafeError: If a part is a link that leaves the directory.
+    """
+    split = Split.of(index)
+    if split is None:
+        return index
+    match = _PART.fullmatch(name_of(index.path))
+    stem = match[1] if match else "model"
+
+    def name(number: int) -> str:
+        return f"{stem}-{number + 1:05}-of-{split.parts:05}.gguf"
+
+    if name_of(index.path) != name(0) or split.number:
+        raise FormatError(
+            f"the file is part {split.number + 1} of {split.parts} of a model",
+            file=index.path,
+            expected=f"the first part, {name(0)}",
+            hint="Open the path of the first part. All parts must be in one folder, with names "
+            f"from {name(0)} to {name(split.parts - 1)}.",
+        )
+
+    def read(path: str, budget: Budget) -> Index:
+        return index if path == index.path else read_file(path, budget)
+
+    names = map(name, range(split.parts))
+    return join_parts(index.path, read_shards(parent(index.path), names, read, Budget()))
+
+
+def join_parts(path: str, parts: Mapping[str, Index]) -> Index:
+    """Join the parts of a model, or other GGUF files with different tensors.
+
+    Args:
+        path: Path of the whole.
+        parts: Name -> index, in their order.
+
+    Raises:
+        FormatError: If the parts are of different models, or lack a tensor.
+    """
+    splits = [Split.of(index) for index in parts.values()]
+    count = sum(len(index.tensors) for index in parts.values())
+    for at, (name, split) in enumerate(zip(parts, splits, strict=True)):
+        if any(splits) and split != (at, len(parts), count):
+            raise FormatError(
+                "the parts of a model do not belong together",
+                entry=name,
+                expected=f"part {at + 1} of {len(parts)}, {count} tensors in all",
+                found=f"part {split.number + 1} of {split.parts}, {split.tensors} tensors in all"
+                if split
+                else "a complete model",
+                hint="Fetch all parts of one model into a separate folder.",
+            )
+    made = put_together(path, parts, {}, {}, "gguf")
+    texts = {name: text for name, text in made.metadata.items() if name not in _SPLIT}
+    return replace(made, metadata=texts)
 
 
 def _entry(cursor: _Cursor, path: str) -> TensorEntry:

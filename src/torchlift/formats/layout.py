@@ -19,7 +19,8 @@ FORMATS = ("safetensors", "torch-zip")
 SETS = ("sharded", "dcp")
 INDEX_SUFFIX = ".index.json"
 
-_SUFFIXES = {
+#: Suffix of a single file -> its format.
+SUFFIXES = {
     ".safetensors": "safetensors", ".pt": "torch-zip", ".pth": "torch-zip", ".bin": "torch-zip",
     ".ckpt": "torch-zip",
 }  # fmt: skip
@@ -98,12 +99,12 @@ def format_for(path: str, given: str | None, known: Sequence[str] = FORMATS) -> 
             'format="sharded" (safetensors) or format="dcp". For a '
             "file, name it .safetensors or .pt"
         )
-    if suffix not in _SUFFIXES:
+    if suffix not in SUFFIXES:
         raise ValueError(
             f"{path}: the suffix {suffix!r} does not select a format. Name the file "
             f".safetensors or .pt, or pass format= one of {', '.join(map(repr, known))}"
         )
-    return _SUFFIXES[suffix]
+    return SUFFIXES[suffix]
 
 
 def is_unicode(text: str) -> bool:

@@ -7,10 +7,9 @@ Both say where each slice lies. The files of llama and Megatron do not.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from torchlift._system.text import clipped_list
@@ -38,18 +37,16 @@ from torchlift.formats.unpickle import ENTRY, STEP, Budget
 
 _FSDP = re.compile(r"(model|optim)_world_size_(\d{1,9})_rank_(\d{1,9})\.pt", re.ASCII)
 _SHARD = re.compile(r"shard-(\d{5,9})-model-(\d{5,9})-of-(\d{5,9})\.safetensors", re.ASCII)
-#: Names of slices without a layout, with the number of the rank: of llama and Mistral, Megatron,
-#: DeepSpeed with Megatron, NeMo, vLLM, TensorRT-LLM, metaseq and nanotron.
-_BARE = re.compile(
-    r"consolidated\.(\d\d+)\.(?:pth?|safetensors)"
-    r"|mp_rank_(\d\d+)(?:_\d{3})*(?:_model_states\.pt)?"
-    r"|tp_rank_(\d\d+)(?:_pp_rank_\d{3})?"
-    r"|model-rank-(\d+)-part-\d+\.safetensors"
-    r"|rank(\d+)\.safetensors"
-    r"|.+-model_part-(\d+)(?:-shard\d+)?\.pt"
-    r"|.+_tp-rank-(\d+)-of-\d+\.safetensors",
+#: Words around the number of a slice, for which ``#`` stands.
+_SLICE_WORDS = re.compile(
+    r"(?<![a-z])(?:rank|part|mp|tp|pp|consolidated|layer_\d+-model)[-_.]?#"
+    r"|#[-_.]?(?:mp|tp)[-_.]?\d"
+    r"|(?<![a-z])layer_#-model_\d",
     re.ASCII,
 )
+#: Names of rank's files that say how they are joined.
+_LAID_OUT = re.compile(r".*(?:_world_size_|zero_pp_rank_)\d", re.ASCII)
+_NUMBER = re.compile(r"\d{1,9}", re.ASCII)
 #: Key in the metadata of slices: the version of their notes.
 _VERSION = "DCP_VERSION"
 
@@ -106,8 +103,8 @@ def read_slices(path: str, names: Iterable[str]) -> Index:
     """Read the index of a folder of safetensors that hold one rank's slices each.
 
     The files do not say how many ranks there were, nor how large the tensors are. Missing slices
-    of the last ranks cannot be detected. A rank writes a file only if it holds some of its tensors,
-    so a missing file is detected by the gap that it leaves in a tensor.
+    of the last ranks cannot be detected. A rank writes a file only if it holds some of its tensors.
+    A missing file is therefore detected by the gap that it leaves in a tensor.
 
     Raises:
         FormatError: If the slices leave gaps or overlap, all files of one number are missing, or
@@ -290,27 +287,66 @@ def _differ(one: TensorEntry, other: TensorEntry, storages: Mapping[str, Storage
 # -- slices without a layout
 
 
-def bare_slices(names: Collection[str]) -> list[str]:
-    """Return the names in a folder of a model's slices, if there are several.
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Files or folders whose names differ in one number only, which counts up from 0 or 1.
+
+    Attributes:
+        before: the text before the number.
+        after: the text after it.
+        members: number -> name.
+    """
+
+    before: str
+    after: str
+    members: Mapping[int, str]
+
+    @property
+    def are_slices(self) -> bool:
+        """Return whether the names have a word for slices. Their content decides if they are."""
+        match = _SLICE_WORDS.search(f"{self.before}#{self.after}")
+        if match is None or _LAID_OUT.match(f"{self.before}0{self.after}"):
+            return False
+        return 0 in self.members or "rank" not in match[0]  # rank8 may be the rank of a LoRA
+
+    def name(self, number: int) -> str:
+        """Return the name of a member, which may be missing."""
+        width = min(len(name) for name in self.members.values())
+        digits = width - len(self.before) - len(self.after)
+        return f"{self.before}{number:0{digits}}{self.after}"
+
+
+def families(names: Iterable[str]) -> list[Family]:
+    """Return the groups of names that differ in one number, those with words for slices first.
+
+    A name with several numbers is in several groups. At most half of the numbers are missing.
 
     Example:
-        >>> bare_slices(["consolidated.01.pth", "params.json", "consolidated.00.pth"])
-        ['consolidated.00.pth', 'consolidated.01.pth']
-        >>> bare_slices(["consolidated.00.pth", "params.json"])
+        >>> [[*each.members.values()] for each in families(["a1.pt", "a2.pt", "b1.pt", "a700.pt"])]
         []
-        >>> bare_slices(["rank8.safetensors", "rank16.safetensors"])
-        []
+        >>> [[*each.members.values()] for each in families(["a_1.pt", "a_2.pt", "x_1.pt"])]
+        [['a_1.pt', 'a_2.pt']]
     """
-    found = {name: match for name in sorted(names) if (match := _BARE.fullmatch(name))}
-    ranks = {(match.lastindex, int(match[match.lastindex or 0])) for match in found.values()}
-    # Several ranks of one kind: vLLM's files may be parts of one rank. LoRA files are named after
-    # the rank of their matrices.
-    several = len(ranks) > 1 and len({kind for kind, _ in ranks}) == 1
-    is_lora = several and min(found).startswith("rank") and min(ranks)[1] > 0
-    return [*found] if several and not is_lora else []
+    groups: dict[tuple[str, str], dict[int, str]] = {}
+    for name in sorted(names):
+        for number in _NUMBER.finditer(name):
+            group = groups.setdefault((name[: number.start()], name[number.end() :]), {})
+            group[int(number[0])] = name
+    found = [
+        Family(*place, members)
+        for place, members in groups.items()
+        if len(members) > 1 and min(members) < 2 and max(members) < 2 * len(members)
+    ]
+    return sorted(found, key=lambda each: not each.are_slices)
 
 
-def refuse_slices(names: list[str], path: str) -> NoReturn:
+def has_slice_words(name: str) -> bool:
+    """Return whether a name has a word for slices next to a number."""
+    places = (number.span() for number in _NUMBER.finditer(name))
+    return any(_SLICE_WORDS.search(f"{name[:start]}#{name[end:]}") for start, end in places)
+
+
+def refuse_slices(names: Collection[str], path: str) -> NoReturn:
     """Raise the error for a model's slices without a layout."""
     raise FormatError(
         "the files are slices of a model, and do not say how to join them",
@@ -318,18 +354,6 @@ def refuse_slices(names: list[str], path: str) -> NoReturn:
         found=clipped_list(names),
         hint="Open each one with torchlift.open. Put the tensors of all into one dict, with the "
         "number of the slice before their names. Pass the dict with a rename for each kind of "
-        'weight: torchlift.remap.merge("{n}.*.wq.weight", "*.wq.weight", cat=0).',
+        'weight: torchlift.remap.merge("{n}.*.wq.weight", "*.wq.weight", cat=0). '
+        "If each file is a complete model, pass torchlift.open(file).",
     )
-
-
-def refuse_bare_slice(path: str) -> None:
-    """Refuse a file or folder that is one of several slices of a model.
-
-    Raises:
-        FormatError: If it is one.
-    """
-    for _ in range(2):  # Megatron has a folder for each file
-        path, name = os.path.split(path)
-        names = os.listdir(path) if _BARE.fullmatch(name) and os.path.isdir(path) else []
-        if several := bare_slices(names):
-            refuse_slices(several, os.path.join(path, name))

@@ -15,24 +15,41 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torchlift._store.places import exists, in_parallel, inside, is_url, open_place, parent
 from torchlift._store.url import Url
-from torchlift._system.text import count_of, printable
+from torchlift._system.text import clipped_list, count_of, printable
 from torchlift.errors import FormatError, UnsafeError
 from torchlift.formats.index import Index, TensorEntry, join
-from torchlift.formats.source import Source, parse_json
+from torchlift.formats.source import Source, errors_name, parse_json
 from torchlift.formats.unpickle import Budget
+
+#: The name of one file of a set.
+SHARD = re.compile(r"(.+)-(\d{2,9})-of-(\d{2,9})((?:\.\w+)+)", re.ASCII)
+#: The way out if an index and its shards do not fit together.
+AS_LIST = "pass the files as a list to torchlift.load or torchlift.convert."
+#: Most files beside a set that are looked for.
+_MOST_LOOKED = 10_000
 
 #: Most bytes of an index: that of a million tensors has about 100 MB.
 _MAX_INDEX = 1 << 28
 
-_CACHE_ROOT = re.compile(r"(models|datasets|spaces)--.+")
+#: The name of a repository's folder in the cache of the Hub.
+CACHE_ROOT = re.compile(r"(models|datasets|spaces)--.+")
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 
 _Number = TypeVar("_Number")
+
+
+class ParsedIndex(NamedTuple):
+    """The content of an index."""
+
+    weight_map: Mapping[str, str]  # key -> file
+    metadata: dict[str, str]
+
+
 #: Reads one of several files of a checkpoint, which share a budget.
 ReadFile = Callable[[str, Budget], Index]
 
@@ -50,7 +67,35 @@ def read_sharded(source: Source, read_file: ReadFile) -> Index:
         FormatError: If the index is malformed, a shard is missing, or a shard lacks its key.
         UnsafeError: If a shard lies outside of the index's directory.
     """
-    content = parse_json(source.read_all(_MAX_INDEX, "the index"), "the index")
+    weight_map, metadata = parse_index(source)
+    directory = parent(source.path)
+    shards = read_shards(directory, weight_map.values(), read_file, source.budget)
+    for key, name in weight_map.items():
+        shard = shards[name]
+        if key not in shard.entries and key not in shard.objects and key not in shard.blocked_keys:
+            raise FormatError(
+                f"the index maps this key to {name}, which lacks it",
+                file=source.path,
+                entry=key,
+                hint=f"The index is of another checkpoint. Fetch it again, or {AS_LIST}",
+            )
+    _refuse_forgotten(source.path, shards)
+    # One name for each shard: an index may spell one file in a thousand ways.
+    names = {id(shard): name for name, shard in reversed(shards.items())}
+    claims = {key: names[id(shards[name])] for key, name in weight_map.items()}
+    shards = {name: shards[name] for name in dict.fromkeys(claims.values())}
+    made = put_together(source.path, shards, claims, metadata)
+    return replace(made, guides={source.path: source.stamp})
+
+
+def parse_index(source: Source) -> ParsedIndex:
+    """Return what an ``*.index.json`` says.
+
+    Raises:
+        FormatError: If it is malformed, or JSON of another kind.
+    """
+    with errors_name(source.path):
+        content = parse_json(source.read_all(_MAX_INDEX, "the index"), "the index")
     weight_map = content.get("weight_map", content)
     is_whole = weight_map is content  # accelerate also writes the map itself
     if not _is_map(weight_map) or (is_whole and not _names_weights(weight_map)):
@@ -63,24 +108,35 @@ def read_sharded(source: Source, read_file: ReadFile) -> Index:
     metadata = {} if is_whole else content.get("metadata") or {}
     if not isinstance(metadata, dict):
         raise FormatError("the index's metadata is not a map", entry="metadata")
-    directory = parent(source.path)
-    shards = read_shards(directory, weight_map.values(), read_file, source.budget)
-    for key, name in weight_map.items():
-        shard = shards[name]
-        if key not in shard.entries and key not in shard.objects and key not in shard.blocked_keys:
-            raise FormatError(
-                f"the index maps this key to {name}, which lacks it",
-                file=source.path,
-                entry=key,
-                hint="The index and the shards are of different checkpoints. Fetch both again.",
-            )
     text = {k: v if type(v) is str else json.dumps(v) for k, v in metadata.items()}
-    # One name for each shard: an index may spell one file in a thousand ways.
-    names = {id(shard): name for name, shard in reversed(shards.items())}
-    claims = {key: names[id(shards[name])] for key, name in weight_map.items()}
-    shards = {name: shards[name] for name in dict.fromkeys(claims.values())}
-    made = put_together(source.path, shards, claims, text)
-    return replace(made, guides={source.path: source.stamp})
+    return ParsedIndex(weight_map, text)
+
+
+def _refuse_forgotten(index: str, named: Iterable[str]) -> None:
+    """Refuse an index that names some files of a set ``x-1-of-N``, if others lie beside them.
+
+    Raises:
+        FormatError: If there is such a file.
+    """
+    sets: dict[tuple[str, ...], dict[int, str]] = {}
+    for match in filter(None, map(SHARD.fullmatch, named)):
+        sets.setdefault((match[1], match[3], match[4]), {})[int(match[2])] = match[2]
+    folder, most = parent(index), MOST_MISSING if is_url(index) else _MOST_LOOKED
+    for (stem, total, suffix), known in sets.items():
+        first = min(1, *known)
+        others = (n for n in range(first, first + int(total)) if n not in known)
+        width = len(next(iter(known.values())))
+        names = [f"{stem}-{n:0{width}}-of-{total}{suffix}" for n in itertools.islice(others, most)]
+        is_there = in_parallel(folder, exists, [inside(folder, name) for name in names])
+        if forgotten := [*itertools.compress(names, is_there)]:
+            raise FormatError(
+                "the index leaves out a file of the set that it names",
+                file=index,
+                entry=forgotten[0],
+                expected=count_of(int(total), "file"),
+                found=f"{len(known)}, without {clipped_list(forgotten)}",
+                hint=f"Fetch the index again, or {AS_LIST}",
+            )
 
 
 def _is_map(content: object) -> bool:
@@ -89,21 +145,6 @@ def _is_map(content: object) -> bool:
 
 def _names_weights(content: Mapping[str, str]) -> bool:
     return bool(content) and all(name.endswith(_WEIGHTS) for name in content.values())
-
-
-def read_set(path: str, names: Iterable[str], read_file: ReadFile) -> Index:
-    """Read the complete set ``x-00001-of-0000N`` of a directory without an index.
-
-    Args:
-        path: Absolute path of the directory.
-        names: File names of the shards.
-        read_file: Reads one shard.
-
-    Raises:
-        FormatError: If two shards hold the same key.
-        UnsafeError: If a shard is a link that leaves the directory.
-    """
-    return put_together(path, read_shards(path, sorted(names), read_file, Budget()), {}, {})
 
 
 def locate(directory: str, name: str) -> str:
@@ -181,10 +222,9 @@ def locate_all(directory: str, names: Iterable[str], *, is_sure: bool = False) -
             raise _unsafe("a shard's name leaves the directory", name)
         plain[name] = posixpath.normpath(name)  # before a system call for each spelling
     paths = {name: inside(directory, name) for name in dict.fromkeys(plain.values())}
-    for name, path in paths.items():
-        if not _inside(directory, path):
-            what = "a shard is a link that leaves the directory"
-            raise _unsafe(what, name, os.path.realpath(path))
+    if outside := {n: os.path.realpath(p) for n, p in paths.items() if not _inside(directory, p)}:
+        what = "a shard is a link that leaves the directory"
+        raise _unsafe(what, *next(iter(outside.items())), _way_to(outside, len(paths)))
     there = [True] * len(paths)
     if not (is_sure and is_url(directory)):
         there = in_parallel(directory, exists, list(paths.values()))
@@ -201,14 +241,29 @@ def locate_all(directory: str, names: Iterable[str], *, is_sure: bool = False) -
     return {name: found[plain[name]] for name in plain}
 
 
-def _unsafe(what: str, name: str, found: str | None = None) -> UnsafeError:
+def _unsafe(what: str, name: str, found: str | None = None, way_out: str = AS_LIST) -> UnsafeError:
     return UnsafeError(
         what,
         entry=name,
         expected="a file in the same directory",
         found=found,
-        hint="If you trust it, open that file itself, or copy it next to the index.",
+        hint=f"If you trust it, {way_out}",
     )
+
+
+def _way_to(outside: Mapping[str, str], count: int) -> str:
+    """Return how to open links that leave their directory.
+
+    Args:
+        outside: Name of a link -> the file that it leads to.
+        count: Number of files of the checkpoint.
+    """
+    folders = {os.path.dirname(path) for path in outside.values()}
+    same = all(os.path.basename(path) == name for name, path in outside.items())
+    if len(outside) < count or (count > 1 and not (same and len(folders) == 1)):
+        return AS_LIST  # one of the files alone would be a part of the checkpoint
+    place = next(iter(outside.values() if count == 1 else folders))
+    return f"open {printable(place, 300)!r}."
 
 
 def _inside(directory: str, path: str) -> bool:
@@ -219,7 +274,7 @@ def _inside(directory: str, path: str) -> bool:
     if real.startswith(os.path.join(base, "")):
         return True
     root, _, below = base.rpartition(f"{os.sep}snapshots{os.sep}")
-    is_cache = bool(below) and _CACHE_ROOT.fullmatch(os.path.basename(root)) is not None
+    is_cache = bool(below) and CACHE_ROOT.fullmatch(os.path.basename(root)) is not None
     return is_cache and os.path.dirname(real) == os.path.join(root, "blobs")
 
 
@@ -239,14 +294,18 @@ def read_shards(
 
 
 def put_together(
-    path: str, shards: Mapping[str, Index], weight_map: Mapping[str, str], metadata: dict[str, str]
+    path: str,
+    shards: Mapping[str, Index],
+    weight_map: Mapping[str, str],
+    metadata: dict[str, str],
+    format: str = "sharded",
 ) -> Index:
     """Join shards to one index."""
     for shard in shards.values():
         metadata = {**shard.metadata, **metadata}
     mine = [claimed(name, shard, weight_map) for name, shard in shards.items()]
     conflict = "two shards hold this key and no index says which one counts"
-    return join(path, "sharded", mine, metadata, conflict)
+    return join(path, format, mine, metadata, conflict)
 
 
 def claimed(name: str, shard: Index, weight_map: Mapping[str, str]) -> Index:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import codecs
 import copy
 import json
 import math
@@ -234,6 +235,14 @@ def parse_json(
         FormatError: If it is not JSON, not an object, nests too deep, or repeats a name in one
             object. Programs disagree on which of two values counts.
     """
+    if encoding := marked_encoding(data):
+        raise FormatError(
+            f"{what} starts with a byte order mark",
+            expected="UTF-8 without one",
+            found=encoding,
+            hint="Write it again without the mark: "
+            f"path.write_text(path.read_text({encoding!r}), 'utf-8').",
+        )
     try:
         found = json.loads(
             data.decode(), object_pairs_hook=hook or unique, parse_constant=_no_constant
@@ -248,6 +257,12 @@ def parse_json(
     if not isinstance(found, dict):
         raise FormatError(f"{what} is not a JSON object", found=f"a {type(found).__name__}")
     return found
+
+
+def marked_encoding(data: bytes) -> str | None:
+    """Return the encoding of text that starts with a byte order mark, or None without one."""
+    marks = (codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_LE, "utf-16"), (codecs.BOM_BE, "utf-16")
+    return next((encoding for mark, encoding in marks if data.startswith(mark)), None)
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
