@@ -49,10 +49,6 @@ _RIGHTS = (
     "Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs",
     "Seccomp", "Seccomp_filters", "Mems_allowed_list", "THP_enabled",
 )  # fmt: skip
-_NAMESPACES = (
-    "cgroup", "ipc", "mnt", "net", "pid", "pid_for_children", "time", "time_for_children", "user",
-    "uts",
-)  # fmt: skip
 _READY, _FORK, _REAP = b"ready", b"f", b"r"
 _LONGEST = 64  # bytes of a message; a request lies in a file
 
@@ -197,11 +193,10 @@ def _read_rights() -> tuple[object, ...]:
     Raises:
         OSError: If the system does not show it.
     """
-    status, root = _read_status(), os.stat("/")
-    places = [f"/proc/thread-self/ns/{name}" for name in _NAMESPACES]
+    status, root, spaces = _read_status(), os.stat("/"), "/proc/thread-self/ns"
     return (
         [status.get(name) for name in _RIGHTS],
-        [os.readlink(place) for place in places if os.path.lexists(place)],
+        [os.readlink(os.path.join(spaces, name)) for name in sorted(os.listdir(spaces))],
         [_read_own(name) for name in ("cgroup", "oom_score_adj")],
         (root.st_dev, root.st_ino),
         (os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0), os.sched_getparam(0)),
