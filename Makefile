@@ -41,7 +41,7 @@ SPHINX := -m sphinx -c . -n -T -W --keep-going -j auto
 # Checkpoints that tests and recipes write go when their target ends: a full disk is no result.
 SCRATCH := export TMPDIR="$$(mktemp -d)"; trap 'rm -rf "$$TMPDIR"' EXIT;
 
-.PHONY: help venv gallery test slow lint types unit unit-slow timed touched compat doctest html site nbval notebooks page html-noplot linkcheck \
+.PHONY: help venv gallery test slow lint types unit unit-slow timed touched skipped compat doctest html site nbval notebooks page html-noplot linkcheck \
 	cheatsheet serve pins clean
 
 help:  ## this list
@@ -73,14 +73,21 @@ test: lint $(WHEEL)  ## what everyone runs on each change: lint, types, the fast
 	@mkdir -p build; set -m; \
 	  $(MAKE) --no-print-directory site doctest types touched > build/beside.log 2>&1 < /dev/null & \
 	  beside=$$!; set +m; trap 'kill -TERM -- -$$beside 2> build/kill.log; wait $$beside || :' EXIT; \
-	  $(MAKE) --no-print-directory unit; \
+	  $(MAKE) --no-print-directory unit | tee build/unit.log; \
 	  status=0; wait $$beside || status=$$?; trap - EXIT; \
 	  if [ $$status != 0 ]; then cat build/beside.log; exit $$status; fi; \
 	  grep -hE '[0-9]+ passed|^Success' build/beside.log
 	@echo "make test: everything passed"
+	@$(MAKE) --no-print-directory skipped LOGS="build/unit.log build/beside.log"
 
 slow: unit-slow timed nbval  ## the rest: worlds of four ranks, kills, faults, fuzz, many models, all notebooks
 	@echo "make slow: everything passed"
+	@$(MAKE) --no-print-directory skipped LOGS=build/unit-slow.log
+
+# A reason says what this machine lacks, and how to get it.
+skipped:
+	@sed -nE 's/^SKIPPED \[([0-9]+)\] [^ ]+ /\1 /p' $(LOGS) | awk '{n = $$1; $$1 = ""; tests[$$0] += n} \
+	  END {for (reason in tests) printf "%d skipped:%s\n", tests[reason], reason}' | sort -rn
 
 lint: $(VENV)  ## ruff: rules and format; import-linter: the house; codespell: words; prose: sentences
 	$(PY) -m ruff check $(CODE)
@@ -112,7 +119,8 @@ unit: $(WHEEL)  ## the tests of the fast lane, against the built wheel
 	$(UNIT) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "$(FAST_LANE)" $(PYTEST_ARGS)
 
 unit-slow: $(WHEEL)  ## the tests of the slow lane
-	$(UNIT) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "$(SLOW_LANE)" $(PYTEST_ARGS)
+	$(UNIT) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "$(SLOW_LANE)" $(PYTEST_ARGS) \
+	  | tee build/unit-slow.log
 
 timed: $(WHEEL)  ## the tests that measure seconds, beside nothing else
 	$(UNIT) -m "$(TIMED_LANE)" $(PYTEST_ARGS)
@@ -153,7 +161,7 @@ docs/_build/fresh.stamp: $(VENV) $(SOURCES) $(NAMES) conf.py $(wildcard \
 html: $(WHEEL) docs/_build/fresh.stamp  ## the site with warnings as errors, on the built wheel
 	$(SCRATCH) rm docs/_build/fresh.stamp; $(ON_WHEEL) $(PY) $(SPHINX) -q docs docs/_build/html; touch docs/_build/fresh.stamp
 
-# Where there is no chromium, the checks that need one are skipped.
+# Without chromium, the checks that need one are skipped. make test ends with what was skipped.
 site: html  ## the built site: links, pictures, weight, validity; in chromium: accessibility, search, theme
 	$(SCRATCH) TORCHLIFT_HTML="$(CURDIR)/docs/_build/html" $(ON_WHEEL) $(PY) -m pytest -q tests/test_site.py
 

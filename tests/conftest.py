@@ -49,7 +49,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     if not torch.accelerator.is_available():
         for item in marked:
-            item.add_marker(pytest.mark.skip(reason="no accelerator on this machine"))
+            item.add_marker(
+                pytest.mark.skip(reason="no accelerator here: run them where torch finds one")
+            )
 
 
 @pytest.fixture(scope="session")

@@ -265,7 +265,7 @@ def address() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     if PROGRAM is None:
-        pytest.skip("no chromium on this machine")
+        pytest.skip("no browser on this machine: apt-get install chromium")
     browser = Browser(tmp_path_factory.mktemp("profile"))
     yield browser
     browser.close()

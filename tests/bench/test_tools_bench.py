@@ -78,7 +78,7 @@ def test_a_way_that_takes_too_long_goes_no_further(monkeypatch) -> None:
     """What it did at smaller sizes stays, and the table says where it was left out."""
     growth = grow("modules", sizes=[2, 4], repeat=1, timeout=0.001)
     assert all(sizes == [] for sizes in growth.seconds.values())
-    assert "still running" in growth.left_out["torchlift.skeleton, load"]
+    assert "not done" in growth.left_out["torchlift.skeleton, load"]
     assert "left out: torchlift.skeleton, load: at 2 modules" in str(growth)
     assert growth.to_dict()["exponents"]["torchlift.skeleton, load"] is None
 

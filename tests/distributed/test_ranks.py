@@ -16,7 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from torchlift._system import zygote
 from torchlift.distributed import on_ranks
+from torchlift.measure import ChildError, in_child
 
 pytestmark = pytest.mark.distributed
 
@@ -40,7 +42,9 @@ import torch
 import torch.distributed as dist
 import beside
 import torchlift
+from torchlift._system import zygote
 from torchlift.distributed import on_ranks
+from torchlift.measure import ChildError, in_child
 
 OFFSET = 10
 
@@ -145,15 +149,47 @@ def test_a_rank_that_ends_early_leaves_no_result() -> None:
 def test_ranks_that_hang_are_ended_after_the_timeout(tmp_path, fork) -> None:
     """The error names those that were not done, and no process is left."""
     seconds = 4 if fork else 30
+    in_child(os.getpid)  # the process that forks takes some of the time to start
     with pytest.raises(TimeoutError, match=f"^ranks 0, 1 of 2 not done after {seconds} s$"):
         on_ranks(2, leave_their_numbers, str(tmp_path), timeout=seconds, fork=fork)
     assert len([*tmp_path.iterdir()]) == 2
     assert running(tmp_path) == set()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="nothing forks elsewhere")
+def test_the_time_counts_from_the_call(monkeypatch) -> None:
+    """Also while the process that forks imports torch, which takes seconds, or for ever."""
+    monkeypatch.setattr(zygote, "_zygote", None)
+    with monkeypatch.context() as patched:
+        endless = [sys.executable, "-c", "import time; time.sleep(200)"]
+        patched.setattr(zygote, "_command", lambda *_: endless)
+        start = time.monotonic()
+        with pytest.raises(TimeoutError, match=r"^ranks 0, 1 of 2 not done after 0\.5 s$"):
+            on_ranks(2, dist.get_rank, timeout=0.5)
+        with pytest.raises(ChildError, match=r"not done after 0\.5 s"):
+            in_child(os.getpid, timeout=0.5)
+        assert time.monotonic() - start < 100
+        zygote._end_zygote()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nothing forks elsewhere")
+@pytest.mark.slow
+def test_a_call_that_was_too_short_does_not_stop_the_start(monkeypatch) -> None:
+    """The next one waits for the same process."""
+    monkeypatch.setattr(zygote, "_zygote", None)
+    with pytest.raises(TimeoutError):
+        on_ranks(1, dist.get_rank, timeout=0.01)
+    started = zygote._zygote
+    assert on_ranks(2, dist.get_rank) == [0, 1]
+    assert zygote._zygote is started
+    zygote._end_zygote()
+
+
 KILLED = """
 import os, pathlib, sys, time
+from torchlift._system import zygote
 from torchlift.distributed import on_ranks
+from torchlift.measure import ChildError, in_child
 
 def hang(path):
     pathlib.Path(path, str(os.getpid())).touch()

@@ -28,7 +28,8 @@ def test_timms_models_load_as_timm_loads_them() -> None:
     """Four architectures: a whole checkpoint, its features, another head, a skeleton's replay."""
     found = in_child(str(Path(__file__).with_name("worker_timm.py")))
     if found.returncode and "import timm" in found.stderr:
-        pytest.skip(f"timm cannot be imported: {found.stderr.splitlines()[-1]}")
+        reason = found.stderr.splitlines()[-1]
+        pytest.skip(f"timm needs requirements/vision.txt, for Python 3.11: {reason}")
     assert found.returncode == 0, found.stderr
     checks = json.loads(found.stdout)
     assert len(checks) == 16

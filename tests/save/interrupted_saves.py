@@ -18,7 +18,7 @@ import torchlift
 
 FILES = (
     "_transfer/write.py", "_save/files.py", "_save/mesh.py", "_save/saving.py", "_model/ranks.py",
-    "_system/interrupts.py", "contextlib.py",
+    "_save/pickling.py", "_system/interrupts.py", "contextlib.py",
 )  # fmt: skip
 WAYS = {
     "torch-zip": ("x.pt", {}),

@@ -7,9 +7,11 @@ import gzip
 import io
 import lzma
 import mmap
+import os
+import signal
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,17 +52,136 @@ class Full(io.BytesIO):
         return super().write(bytes(data)[:10])  # type: ignore[call-overload]
 
 
-def test_after_an_error_it_has_its_former_length_and_position() -> None:
-    """Where the file is full, and where the state is refused before a byte is written."""
+class Refused:
+    """An object of a class that no checkpoint stores."""
+
+
+@pytest.mark.parametrize(
+    ("value", "format"),
+    [(3, "safetensors"), (torch.empty(2, device="meta"), "torch-zip"), (Refused(), "torch-zip")],
+)
+def test_a_value_that_is_refused_is_refused_before_the_first_byte(
+    value: object, format: str
+) -> None:
+    """The object sees no write but that of nothing, which finds out what kind it is."""
+    file = Full(b"headtail")
+    file.seek(4)
+    with pytest.raises(PlacementError) as caught:
+        torchlift.save({**STATE, "step": value}, file, format=format)
+    assert (file.getvalue(), file.tell(), caught.value.entry) == (b"headtail", 4, "step")
+
+
+OLD = bytes(range(256)) * 16  # longer than the checkpoint
+MODES = {"r+b": 7, "w+b": 7, "a+b": 7, "r+b at its end": len(OLD), "wb": 0, "ab": len(OLD)}
+
+
+class Fails(io.FileIO):
+    """Raises at its third write, whatever is written. After Ctrl-C another one comes."""
+
+    error: BaseException
+    left = 3
+
+    def write(self, data: Any) -> int:
+        self.left -= 1
+        if self.left == 0:
+            raise self.error
+        if self.left == -1 and isinstance(self.error, KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        return super().write(bytes(data)[:100])
+
+
+def opened(path: Path, mode: str, buffering: int, kind: type[io.FileIO] = io.FileIO) -> Any:
+    """Open a file with old content, as far as the mode leaves it, at the position of the mode."""
+    path.write_bytes(OLD)
+    raw = kind(path, mode.split()[0].replace("b", ""))
+    readable, writer = raw.readable(), io.BufferedWriter
+    file: Any = raw if not buffering else (io.BufferedRandom if readable else writer)(raw)
+    if mode.startswith("w+"):
+        os.write(file.fileno(), OLD)
+    file.seek(MODES[mode])
+    return file
+
+
+@pytest.mark.parametrize("buffering", [0, -1])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), ValueError("x"), None])
+def test_after_a_failed_write_a_file_has_its_old_content_and_position(
+    mode: str, buffering: int, error: BaseException | None, tmp_path: Path
+) -> None:
+    """Whatever the write raises, also a Ctrl-C and a second one while the content is restored.
+
+    Nothing of the save waits in a buffer.
+    """
+    path = tmp_path / "x"
+    with opened(path, mode, buffering, Fails) as file:
+        raw = file.raw if buffering else file
+        raw.error, raw.left = error or KeyboardInterrupt(), 3
+        with pytest.raises(CheckpointError if error else KeyboardInterrupt):
+            torchlift.save(STATE, file)
+        assert file.tell() == MODES[mode]
+    assert path.read_bytes() == (b"" if mode == "wb" else OLD)
+
+
+@pytest.mark.parametrize("buffering", [0, -1])
+@pytest.mark.parametrize("mode", MODES)
+def test_after_a_save_a_file_goes_on_behind_it(mode: str, buffering: int, tmp_path: Path) -> None:
+    """What the caller wrote before is in front of it, and what follows it is as it was."""
+    path, saved = tmp_path / "x", io.BytesIO()
+    torchlift.save(STATE, saved)
+    with opened(path, mode, buffering) as file:
+        before = b"before"[: MODES[mode]]
+        file.write(before)
+        torchlift.save(STATE, file)
+        file.write(b"after")
+    start = len(OLD) if mode.startswith("a") else MODES[mode]
+    old = b"" if mode == "wb" else OLD
+    written = before + saved.getvalue() + b"after"
+    assert path.read_bytes() == old[:start] + written + old[start + len(written) :]
+
+
+@pytest.fixture
+def limit_size() -> Iterator[Callable[[int], None]]:
+    """Limit the size of files, which a disk that gets full looks like."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("buffering", [0, -1])
+@pytest.mark.parametrize("lacking", [1, 100, 9000, 60000])
+@pytest.mark.parametrize("behind", [0, 500, 5000])
+def test_on_a_full_disk_a_file_keeps_its_old_content(
+    buffering: int, lacking: int, behind: int, limit_size: Callable[[int], None], tmp_path: Path
+) -> None:
+    """Whichever byte is the first without room, and however much old content is overwritten."""
+    state, saved, path = {"w": torch.ones(16384)}, io.BytesIO(), tmp_path / "x"
+    torchlift.save(state, saved)
+    start, old = 70000, OLD * 17 + OLD[:368] + OLD[: behind % 4096] + OLD * (behind // 4096)
+    path.write_bytes(old)
+    with path.open("r+b", buffering=buffering) as file:
+        file.seek(start)
+        limit_size(start + len(saved.getvalue()) - lacking)
+        with pytest.raises(CheckpointError) as caught:
+            torchlift.save(state, file)
+        assert caught.value.file == str(path)
+        assert file.tell() == start
+    assert path.read_bytes() == old
+
+
+def test_objects_in_memory_keep_their_old_content() -> None:
+    """BytesIO, one that takes ten bytes at a time, and a map without room for all of it."""
     file = Full(b"headtail")
     file.seek(4)
     with pytest.raises(CheckpointError, match=r"a Full.*No space left"):
         torchlift.save(STATE, file)
-    assert (len(file.getvalue()), file.getvalue()[:4], file.tell()) == (8, b"head", 4)
-    plain = io.BytesIO(b"headtail")
-    with pytest.raises(PlacementError, match="step"):
-        torchlift.save({**STATE, "step": 3}, plain, format="safetensors")
-    assert (plain.getvalue(), plain.tell()) == (b"headtail", 0)
+    assert (file.getvalue(), file.tell()) == (b"headtail", 4)
+    with mmap.mmap(-1, 100) as room:
+        room.write(b"before")
+        room.seek(3)
+        with pytest.raises(CheckpointError, match="room for the file"):
+            torchlift.save(STATE, room)
+        assert (room.tell(), room[:10]) == (3, b"before\0\0\0\0")
 
 
 def test_text_and_sets_of_files_are_refused() -> None:

@@ -11,9 +11,12 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy
@@ -23,6 +26,7 @@ from torch import nn
 
 from torchlift import load, skeleton
 from torchlift._system import zygote
+from torchlift._system.memory import c_function
 from torchlift.measure import ChildError, in_child, mark
 
 MIB = 1 << 20
@@ -103,6 +107,135 @@ def test_a_child_has_the_limits_and_the_cores_of_the_caller() -> None:
     finally:
         os.sched_setaffinity(0, cores)
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+
+
+def test_a_child_has_the_masks_of_the_caller() -> None:
+    """Of new files and of signals, and the signals that it ignores: also as they are now."""
+
+    def look() -> tuple[int, set[int], bool]:
+        ignored = signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN
+        return os.umask(0), signal.pthread_sigmask(signal.SIG_BLOCK, ()), ignored
+
+    before = in_child(look).value
+    mask = os.umask(0o27)
+    handler = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    try:
+        assert [in_child(look, fork=fork).value for fork in (True, False)] == [
+            (0o27, {*blocked, signal.SIGUSR1}, True)
+        ] * 2
+        assert in_child(os.getppid).value != os.getpid(), "it is forked all the same"
+    finally:
+        os.umask(mask)
+        signal.signal(signal.SIGUSR2, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    assert in_child(look).value == before
+
+
+def test_a_child_has_the_time_zone_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The C library reads the variable once."""
+    in_child(time.localtime)
+    monkeypatch.setenv("TZ", "XYZ-9")
+    assert in_child(lambda: time.localtime(0).tm_hour).value == 9
+
+
+def give_up_privileges() -> None:
+    """Call what a sandbox calls: no program that this process starts may get more rights."""
+    assert c_function("prctl")(38, 1, 0, 0, 0) == 0
+
+
+def lower_a_limit() -> None:
+    """Lower the hard limit, which a child of another process could not raise again."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300))
+
+
+def change_user() -> None:
+    """Give up root, but for the way back."""
+    os.setgroups([4242])
+    os.setresgid(65534, 65534, 65534)
+    os.setresuid(65534, 65534, 0)
+
+
+IS_ROOT = hasattr(os, "geteuid") and os.geteuid() == 0
+CHANGES = {
+    "privileges": give_up_privileges,
+    "limit": lower_a_limit,
+    "nice": partial(os.nice, 3),
+    "out of memory": partial(Path("/proc/self/oom_score_adj").write_text, "900", "utf-8"),
+    "groups": partial(os.setgroups, [4242]),
+    "user": change_user,
+}
+OF_ROOT = {"groups", "user"}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_right_that_the_caller_gave_up_is_seen(name: str) -> None:
+    """Each of them alone."""
+    if name in OF_ROOT and not IS_ROOT:
+        pytest.skip("needs root")
+
+    def inside() -> int:
+        pid = os.fork()
+        if not pid:
+            before = zygote._read_rights()
+            CHANGES[name]()
+            with suppress(PermissionError):  # or they are not shown any more
+                os._exit(before == zygote._read_rights())
+            os._exit(0)
+        return os.waitpid(pid, 0)[1]
+
+    assert in_child(inside).value == 0
+
+
+FACTS = """
+import os, resource
+lines = open("/proc/self/status").read().splitlines()
+rights = [line for line in lines if line.startswith(("Cap", "NoNewPrivs", "Groups"))]
+ids = os.getresuid()[:2] + os.getresgid()[:2]
+facts = str([rights, ids, os.nice(0), resource.getrlimit(resource.RLIMIT_NOFILE)])
+print(facts, flush=True)
+"""
+
+
+def test_a_child_has_no_right_that_the_caller_gave_up() -> None:
+    """The zygote has them still, so a new interpreter starts, or none if it may not be run."""
+
+    def look(out: int) -> str:
+        with zygote.start("builtins:exec", FACTS, stdout=out, stderr=out) as child:
+            assert child.wait() == 0
+        return os.pread(out, 4096, 0).decode().splitlines()[-1]
+
+    def inside() -> list[str]:
+        with tempfile.TemporaryFile() as file:  # this user may not open one later
+            found, scope = [look(file.fileno())], dict[str, str]()
+            for name, change in CHANGES.items():
+                if IS_ROOT or name not in OF_ROOT:
+                    change()
+            exec(FACTS, scope)
+            try:
+                found.append(look(file.fileno()))
+            except PermissionError:
+                found.append(scope["facts"])
+        if IS_ROOT:
+            os.seteuid(0)  # to hand back the result
+        return [*found, scope["facts"]]
+
+    before, found, expected = in_child(inside).value
+    assert before != found == expected
+
+
+@pytest.mark.parametrize("fork", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_caller_that_ignores_the_end_of_children_gets_their_results(fork: bool) -> None:
+    """The system then keeps no status of them, not even for the zygote, unless it asks for it."""
+
+    def inside() -> list[object]:
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # before the zygote starts
+        found = [in_child(abs, -number, fork=fork).value for number in (1, 2)]
+        with pytest.raises(ChildError, match="ZeroDivisionError") as caught:
+            in_child(divmod, 1, 0, fork=fork)
+        return [*found, caught.value.returncode if fork else 1]
+
+    assert in_child(inside).value == [1, 2, 1]
 
 
 def test_a_path_among_the_folders_of_modules_does_no_harm(
@@ -195,7 +328,7 @@ def test_a_child_that_fails_is_one_error_with_its_last_output(fork: bool) -> Non
         ("raise", "LookupError: nothing here", 1),
         ("leave", "exited with status 3", 3),
         ("die", "killed by signal 15", -15),
-        ("hang", "still running after", None),
+        ("hang", "not done after", None),
     ]:
         with pytest.raises(ChildError, match=text) as caught:
             in_child(end, how, fork=fork, timeout=60 if how != "hang" else 1 if fork else 20)
@@ -354,8 +487,7 @@ def test_numpy_is_not_needed() -> None:
         "import os, pickle, tempfile, torch, torchlift._system.zygote as z\n"
         "descriptors = [os.open(os.devnull, os.O_RDWR) for _ in range(2)]\n"
         "file = tempfile.TemporaryFile()\n"
-        "cores = os.sched_getaffinity(0)\n"
-        "here = dict(os.environ), sys.path, os.getcwd(), cores, {}\n"
+        "here = dict(os.environ), sys.path, os.getcwd(), z.Settings.read()\n"
         "pickle.dump(z.Request('builtins:abs', (-1,), *here), file); file.flush()\n"
         "z._be_child([*descriptors, file.fileno()])\n"
     )

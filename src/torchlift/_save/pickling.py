@@ -100,9 +100,16 @@ def lay_out_torch_file(
         >>> layout.payloads[0].offset % 64, layout.payloads[0].tensor.nbytes, order
         (0, 12, [0])
     """
-    file, filling = _Holes(), _Filling(tensors, values)
+    file, filling, outer = _Holes(), _Filling(tensors, values), sys.exception()
     with torch.serialization.skip_data():
-        torch.save(filling.copy(saved), file)  # type: ignore[arg-type]
+        try:
+            torch.save(filling.copy(saved), file)  # type: ignore[arg-type]
+        except RuntimeError as error:
+            # torch completes the archive after any exception. If `file` has raised it, such as for
+            # Ctrl-C, that fails, too, and the new error hides the cause.
+            if error.__context__ is None or error.__context__ is outer:
+                raise
+            raise error.__context__ from None
     order = [*filling.order]
     layout = archive_layout(file.gaps, [tensors[number] for number in order], checked=checked)
     if read_back:

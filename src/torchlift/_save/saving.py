@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO, Any, Literal
 
 import torch
@@ -161,7 +162,8 @@ def save(
 
     The save is atomic: data is written to a temporary file next to `path`, flushed to disk, then
     renamed. If the save fails or is killed, the old file is unchanged. You can therefore save to
-    the same file that the weights are mapped from.
+    the same file that the weights are mapped from. A file object that can be read and can seek gets
+    its old content back if the save fails.
 
     The suffix selects the format: ``.pt``, ``.pth``, ``.bin`` and ``.ckpt`` for a torch file,
     ``.safetensors``, and ``.index.json`` for sharded safetensors. Pass ``format="dcp"`` for a DCP
@@ -390,7 +392,7 @@ def _save_to_file(
     max_shard_size: int | str | None,
     **options: Any,
 ) -> SaveReport:
-    """Save to a file object. If that fails, restore its content if the object can seek.
+    """Save to a file object. See `_restoring` for its content if that fails.
 
     Args:
         file: the file object.
@@ -418,37 +420,87 @@ def _save_to_file(
         raise _not_written(shown, error) from error
     with TemporaryDirectory() as folder:
         whole = os.path.join(folder, "saved")
-        report = save(obj, whole, format=format or "torch-zip", **options)
-        start, end = _extent(file)
         try:
-            with open(whole, "rb") as source:
-                if start is not None:
-                    file.seek(start)
-                while data := source.read(_BLOCK):
-                    left = memoryview(data)
-                    while left:  # a raw file may write a part of it
-                        left = left[file.write(left) or len(left) :]
-                if hasattr(file, "flush"):
-                    file.flush()
-        except BaseException as error:
-            if start is not None:
-                with suppress(Exception):  # it cannot be written
-                    file.truncate(end)
-                with suppress(Exception):
-                    file.seek(start)
-            if isinstance(error, Exception):
-                raise _not_written(shown, error) from error
+            report = save(obj, whole, format=format or "torch-zip", **options)
+        except CheckpointError as error:
+            if error.file == whole:
+                error.file = shown
+                error.hint = (
+                    "The file is made complete in the folder of temporary files first. Name a "
+                    "folder with room in the environment variable TMPDIR."
+                )
             raise
+        try:
+            with open(whole, "rb") as source, _restoring(file, os.path.getsize(whole)) as to:
+                _copy(source, to)
+        except Exception as error:
+            raise _not_written(shown, error) from error
     return replace(report, path=shown, files=(shown,))
 
 
-def _extent(file: Any) -> tuple[int | None, int | None]:
+@contextmanager
+def _restoring(file: Any, nbytes: int) -> Iterator[Any]:
+    """Yield an object that writes at the position of a file object. An error undoes what it wrote.
+
+    Args:
+        file: the file object. If it cannot seek, nothing is undone. If it cannot be read, what was
+            overwritten stays so.
+        nbytes: number of bytes that will be written.
+    """
+    start, end = _extent(file)
+    raw = getattr(file, "raw", None)
+    # A buffer would keep bytes for which there is no room, and try again at each later call.
+    to = raw if start is not None and isinstance(raw, io.FileIO) else file
+    with TemporaryFile() as old:
+        try:
+            if start is not None:
+                to.seek(start)
+                while data := _read(to, min(nbytes - old.tell(), end - start - old.tell(), _BLOCK)):
+                    old.write(data)
+                to.seek(start)
+            yield to
+            if hasattr(to, "flush"):
+                to.flush()
+        except BaseException:
+            if start is None:
+                raise
+            with uninterrupted():
+                with suppress(Exception):  # it cannot be written
+                    old.seek(0)
+                    to.seek(start)
+                    _copy(old, to)
+                with suppress(Exception):
+                    to.truncate(end)
+                with suppress(Exception):
+                    file.seek(0, os.SEEK_END)
+                    file.seek(start)
+            raise
+    if to is not file:
+        position = to.tell()
+        file.seek(0, os.SEEK_END)  # its buffer is empty, and it asks where the raw file is
+        file.seek(position)
+
+
+def _copy(source: IO[bytes], to: Any) -> None:
+    while data := source.read(_BLOCK):
+        left = memoryview(data)
+        while left:  # a raw file may write a part of it
+            left = left[to.write(left) or len(left) :]
+
+
+def _read(file: Any, nbytes: int) -> bytes:
+    with suppress(Exception):  # it is open for writing only
+        return bytes(file.read(nbytes))
+    return b""
+
+
+def _extent(file: Any) -> tuple[int | None, int]:
     """Return the position and the end of a file object. None if it cannot seek, as in gzip."""
     with suppress(Exception):  # each class that compresses raises another error
         start = file.tell()
         file.seek(0, os.SEEK_END)
         return start, file.tell()
-    return None, None
+    return None, 0
 
 
 def _not_written(file: str, error: Exception) -> CheckpointError:

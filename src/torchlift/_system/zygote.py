@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -43,8 +44,42 @@ _PRELOADED = (
 )
 #: Children write UTF-8 without a buffer, so that what their own children print keeps its place.
 _DEFAULTS = {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8:backslashreplace"}
+#: Lines of ``/proc/thread-self/status`` that a process inherits and cannot undo.
+_RIGHTS = (
+    "Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs",
+    "Seccomp", "Seccomp_filters", "Mems_allowed_list", "THP_enabled",
+)  # fmt: skip
 _READY, _FORK, _REAP = b"ready", b"f", b"r"
 _LONGEST = 64  # bytes of a message; a request lies in a file
+
+
+class Settings(NamedTuple):
+    """Settings of the caller that a forked child makes for itself. A new interpreter has them.
+
+    Attributes:
+        cores: The cores that it may use, which may be fewer than the zygote's.
+        limits: Names of resource limits -> soft and hard limit.
+        umask: The permissions that new files do not get.
+        blocked: The signals that are held back.
+        ignored: The signals that are ignored.
+    """
+
+    cores: set[int]
+    limits: dict[str, tuple[int, int]]
+    umask: int
+    blocked: set[int]
+    ignored: set[int]
+
+    @classmethod
+    def read(cls) -> Settings:
+        """Return the settings of this thread."""
+        return cls(
+            os.sched_getaffinity(0),
+            _read_limits(),
+            int(_read_status()["Umask"], 8),  # os.umask would change it for all threads
+            signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+            {each for each in signal.valid_signals() if signal.getsignal(each) == signal.SIG_IGN},
+        )
 
 
 class Request(NamedTuple):
@@ -56,8 +91,7 @@ class Request(NamedTuple):
         environment: All variables of the child.
         path: The ``sys.path`` of the child.
         folder: The working directory of the child.
-        cores: The cores that a forked child may use, which may be fewer than the zygote's.
-        limits: Names of resource limits -> soft and hard limit.
+        settings: The settings of a forked child. None for a new interpreter.
     """
 
     target: str
@@ -65,8 +99,7 @@ class Request(NamedTuple):
     environment: dict[str, str]
     path: list[str]
     folder: str
-    cores: set[int]
-    limits: dict[str, tuple[int, int]]
+    settings: Settings | None
 
 
 class Child:
@@ -104,8 +137,11 @@ def start(
     stdout: int,
     stderr: int,
     fork: bool = True,
+    timeout: float | None = None,
 ) -> Child:
     """Start a process that calls a function. Its standard input is empty.
+
+    It has the rights, the limits and the masks of this thread at the time of the call.
 
     Args:
         target: ``"module:function"``, which the child imports and calls.
@@ -115,15 +151,18 @@ def start(
         stderr: A file descriptor.
         fork: Whether the zygote may fork it. Libraries of a forked child do not read its variables
             again. A new interpreter starts all the same outside of Linux, or with an accelerator,
-            which a forked process cannot use.
+            which a forked process cannot use. It also starts if this thread has other rights or
+            hard limits than the zygote.
+        timeout: Seconds to wait until the zygote can fork. None waits without limit.
+
+    Raises:
+        TimeoutError: If the zygote is not ready in time. It will be for a later call.
     """
     variables = {**os.environ, **_DEFAULTS, **(environment or {})}
-    has_cores = hasattr(os, "sched_getaffinity")
-    cores = os.sched_getaffinity(0) if has_cores else set()
     path = [*map(str, sys.path)]  # some notebooks put a Path there
-    zygote = _find_zygote() if fork else None
-    limits = _read_limits() if zygote is not None else {}  # a new interpreter inherits them
-    request = Request(target, arguments, variables, path, os.getcwd(), cores, limits)
+    zygote = _find_zygote(timeout) if fork else None
+    settings = None if zygote is None else Settings.read()
+    request = Request(target, arguments, variables, path, os.getcwd(), settings)
     if zygote is None:
         return _NewInterpreter(request, stdout, stderr)
     return _Forked(zygote, request, stdout, stderr)
@@ -135,6 +174,34 @@ def _read_limits() -> dict[str, tuple[int, int]]:
 
     names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
     return {name: resource.getrlimit(getattr(resource, name)) for name in names}
+
+
+def _read_status() -> dict[str, str]:
+    """Return what the system shows of this thread. Threads may have different rights."""
+    lines = _read_own("status").splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def _read_own(name: str) -> str:
+    with open(f"/proc/thread-self/{name}", encoding="utf-8") as file:
+        return file.read()
+
+
+def _read_rights() -> tuple[object, ...]:
+    """Return what this thread passes to its children, and what a child of the zygote cannot set.
+
+    Raises:
+        OSError: If the system does not show it.
+    """
+    status, root, spaces = _read_status(), os.stat("/"), "/proc/thread-self/ns"
+    return (
+        [status.get(name) for name in _RIGHTS],
+        [os.readlink(os.path.join(spaces, name)) for name in sorted(os.listdir(spaces))],
+        [_read_own(name) for name in ("cgroup", "oom_score_adj")],
+        (root.st_dev, root.st_ino),
+        (os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0), os.sched_getparam(0)),
+        [hard for _, hard in _read_limits().values()],
+    )
 
 
 def packed(content: object, what: str, caller: str = "on_ranks") -> bytes:
@@ -202,8 +269,10 @@ def format_error(error: BaseException, *files: str) -> str:
 class _Zygote:
     """The caller's end: it requests forks, and the exit statuses of what was forked."""
 
-    def __init__(self) -> None:
+    def __init__(self, rights: tuple[object, ...]) -> None:
+        self.rights = rights
         self._lock = threading.Lock()
+        self._can_fork: bool | None = None  # None until it has started
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # NumPy's BLAS starts its threads when it is imported, and a fork needs a process without.
         variables = {**os.environ, **_DEFAULTS, "OPENBLAS_NUM_THREADS": "1"}
@@ -217,13 +286,24 @@ class _Zygote:
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for the caller, which then ends the children
             )
-        self.is_ready = False
-        try:
-            self.is_ready = self._socket.recv(_LONGEST) == _READY
-        finally:
-            if not self.is_ready:  # it cannot fork here, or somebody pressed Ctrl-C
-                self._process.kill()
-                self.close()
+
+    def await_start(self, timeout: float | None) -> bool:
+        """Wait until it has started, and return whether it can fork.
+
+        Raises:
+            TimeoutError: If it has not started in time. It goes on.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        # Not one long wait: another thread may read the message.
+        while self._can_fork is None and not _is_readable(self._socket.fileno(), 0.05):
+            if end is not None and time.monotonic() > end:
+                raise TimeoutError(f"the process that forks has not started within {timeout:g} s")
+        with self._lock, uninterrupted():
+            if self._can_fork is None:
+                self._can_fork = self._socket.recv(_LONGEST) == _READY
+                if not self._can_fork:
+                    self.close()
+        return self._can_fork
 
     def exchange(self, message: bytes, descriptors: list[int]) -> int:
         """Send a message with descriptors, and return the number that answers it."""
@@ -239,13 +319,15 @@ class _Zygote:
         return int(answer)
 
     @property
-    def is_running(self) -> bool:
-        """Whether it still runs."""
-        return self._process.poll() is None
+    def was_killed(self) -> bool:
+        """Whether it could fork, and somebody has ended it."""
+        return bool(self._can_fork) and self._process.poll() is not None
 
     def close(self) -> None:
         """End the zygote, and with it all that it has forked."""
         self._socket.close()
+        if not self._can_fork:  # it reads the socket when it has imported everything
+            self._process.kill()
         self._process.wait()
 
     def leave(self) -> None:
@@ -271,18 +353,22 @@ class _Forked(Child):
                 self._ended = os.pidfd_open(self.pid)
 
     def wait(self, timeout: float | None = None) -> int | None:
-        if self._status is None:
-            poll = select.poll()  # select() takes no descriptor above 1023
-            poll.register(self._ended, select.POLLIN)
-            if poll.poll(None if timeout is None else max(0, 1000 * timeout)):
-                try:
-                    self._status = self._zygote.exchange(b"%s%d" % (_REAP, self.pid), [])
-                except OSError:  # the zygote and its children are killed, not what they started
-                    self._status = -signal.SIGKILL
-                    with suppress(ProcessLookupError):
-                        os.killpg(self.pid, signal.SIGKILL)
-                os.close(self._ended)
+        if self._status is None and _is_readable(self._ended, timeout):
+            try:
+                self._status = self._zygote.exchange(b"%s%d" % (_REAP, self.pid), [])
+            except OSError:  # the zygote and its children are killed, not what they started
+                self._status = -signal.SIGKILL
+                with suppress(ProcessLookupError):
+                    os.killpg(self.pid, signal.SIGKILL)
+            os.close(self._ended)
         return self._status
+
+
+def _is_readable(descriptor: int, timeout: float | None) -> bool:
+    """Wait until a descriptor can be read, and return whether it can."""
+    poll = select.poll()  # select() takes no descriptor above 1023
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(None if timeout is None else max(0, 1000 * timeout)))
 
 
 class _NewInterpreter(Child):
@@ -320,23 +406,30 @@ _zygote: _Zygote | None = None
 _making = threading.Lock()
 
 
-def _find_zygote() -> _Zygote | None:
-    """Return the zygote of this process, or None if it cannot fork. Start it if needed."""
+def _find_zygote(timeout: float | None) -> _Zygote | None:
+    """Return the zygote of this process, or None if it cannot fork. Start it if needed.
+
+    Raises:
+        TimeoutError: If it has not started in time.
+    """
     global _zygote
     if sys.platform != "linux":
         return None
+    try:
+        rights = _read_rights()
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):  # a kernel from before 5.3, or a sandbox
+        return None
     with _making:
-        if _zygote is not None and _zygote.is_ready and not _zygote.is_running:
-            _zygote.close()  # somebody has killed it
+        if _zygote is not None and _zygote.was_killed:
+            _zygote.close()
             _zygote = None
         if _zygote is None:
-            try:
-                os.close(os.pidfd_open(os.getpid()))
-            except (AttributeError, OSError):  # a kernel from before 5.3, or a sandbox
-                return None
-            _zygote = _Zygote()
+            _zygote = _Zygote(rights)
             atexit.register(_end_zygote)
-        return _zygote if _zygote.is_ready else None
+        zygote = _zygote
+    # A child would have rights that this thread has given up, or limits that it has not.
+    return zygote if zygote.rights == rights and zygote.await_start(timeout) else None
 
 
 def _end_zygote() -> None:
@@ -372,6 +465,7 @@ def serve(descriptor: int) -> NoReturn:
     """Fork a child for each request, until the socket closes."""
     import torch
 
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, children would leave no status
     requests = socket.socket(fileno=descriptor)
     if torch.accelerator.is_available():  # asking already makes it unusable after a fork
         os._exit(1)
@@ -456,12 +550,19 @@ def _be_child(descriptors: list[int]) -> NoReturn:
     with open(file, "rb") as opened:
         opened.seek(0)
         request: Request = pickle.load(opened)
-    os.sched_setaffinity(0, request.cores)
-    for name, limit in request.limits.items():
-        with suppress(ValueError):  # the zygote started with a lower hard limit
-            resource.setrlimit(getattr(resource, name), limit)
+    assert request.settings is not None
+    cores, limits, umask, blocked, ignored = request.settings
+    os.sched_setaffinity(0, cores)
+    for name, limit in limits.items():
+        resource.setrlimit(getattr(resource, name), limit)
+    os.umask(umask)
+    for number in ignored ^ Settings.read().ignored:
+        heard = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN if number in ignored else heard)
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     os.environ.clear()
     os.environ.update(request.environment)
+    time.tzset()
     tempfile.tempdir = None
     sys.modules["__main__"] = ModuleType("__main__")
     # As in new processes, no two of which draw the same numbers. Python's own does it by itself.
@@ -470,7 +571,7 @@ def _be_child(descriptors: list[int]) -> NoReturn:
         sys.modules["numpy.random"].seed()
     threads = request.environment.get("OMP_NUM_THREADS", "")  # which torch read in the zygote
     count = int(threads) if threads.isdecimal() else 0
-    torch.set_num_threads(min(count or len(request.cores), len(request.cores)))
+    torch.set_num_threads(min(count or len(cores), len(cores)))
     _end(_call(request))
 
 

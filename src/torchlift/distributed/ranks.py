@@ -13,7 +13,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple, TypeVar, TypeVarTuple
@@ -72,14 +72,14 @@ def on_ranks(
         [0, 1]
     """
     _check(count, timeout, environment or {})
-    timeout = min(timeout, _LONGEST)
+    end = time.monotonic() + min(timeout, _LONGEST)
     name = getattr(function, "__qualname__", repr(function))
     call = packed((function, args), f"{name}, what it refers to, or an argument")
     with tempfile.TemporaryDirectory(prefix="torchlift-", ignore_cleanup_errors=True) as place:
         folder = Path(place)
         folder.joinpath("call").write_bytes(call)
         try:
-            died, results = _run(folder, timeout, count, environment or {}, fork)
+            died, results = _run(folder, end, count, environment or {}, fork)
         finally:
             for rank in range(count):
                 print(_text(folder / f"{rank}.stdout"), end="")
@@ -123,7 +123,7 @@ class _Outcome(NamedTuple):
 
 
 def _run(
-    folder: Path, timeout: float, count: int, environment: Mapping[str, str], fork: bool
+    folder: Path, end: float, count: int, environment: Mapping[str, str], fork: bool
 ) -> _Outcome:
     """Run all ranks, and end them."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -138,9 +138,10 @@ def _run(
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # else rank 0 would listen on that port
         "WORLD_SIZE": str(count),
     }
-    with ExitStack() as stack:
-        ranks = []
+    ranks: list[Child] = []
+    with ExitStack() as stack, suppress(TimeoutError):  # it is up before all of them have started
         for rank in range(count):
+            left = end - time.monotonic()
             with (
                 open(folder / f"{rank}.stdout", "wb") as stdout,
                 open(folder / f"{rank}.stderr", "wb") as stderr,
@@ -148,19 +149,21 @@ def _run(
                 child = start(
                     f"{__name__}:_serve",
                     str(folder),
-                    timeout,
+                    left,
                     environment={**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                     stdout=stdout.fileno(),
                     stderr=stderr.fileno(),
                     fork=fork and not environment,
+                    timeout=left,
                 )
             ranks.append(stack.enter_context(child))
-        return _wait(folder, timeout, ranks)
+        return _wait(folder, end, ranks)
+    return _Outcome({}, {})
 
 
-def _wait(folder: Path, timeout: float, ranks: Sequence[Child]) -> _Outcome:
+def _wait(folder: Path, end: float, ranks: Sequence[Child]) -> _Outcome:
     """Return when all ranks have written a result, one has died, or the time is up."""
-    end, in_grace = time.monotonic() + timeout, False
+    in_grace = False
     while True:
         results = _results(folder)
         codes = {rank: child.wait(0) for rank, child in enumerate(ranks) if rank not in results}

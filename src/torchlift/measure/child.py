@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from mmap import PAGESIZE
 from pathlib import Path
@@ -78,7 +79,7 @@ def in_child(
     Args:
         function: Called with the arguments.
         *args: Anything that pickle can send.
-        timeout: Seconds until the child is killed.
+        timeout: Seconds for everything, including the start. Then the child is killed.
         env: Environment variables to add. They start a new interpreter, because libraries read
             some variables only once.
         fork: Whether the child may be forked from a process that has imported torch, which takes
@@ -108,11 +109,15 @@ def in_child(
     """
     name = getattr(function, "__qualname__", repr(function))
     call = packed((function, args), f"{name}, an object it refers to, or an argument", "in_child")
+    end, status = time.monotonic() + min(timeout, _LONGEST), None
     with tempfile.TemporaryDirectory(prefix="torchlift-", ignore_cleanup_errors=True) as place:
         folder = Path(place)
         printed = folder / "stdout", folder / "stderr"
-        with open(printed[0], "wb") as stdout, open(printed[1], "wb") as stderr:
-            child = start(
+        with (
+            open(printed[0], "wb") as stdout,
+            open(printed[1], "wb") as stderr,
+            suppress(TimeoutError),  # the time is up before the child has started
+            start(
                 f"{__name__}:_measure",
                 call,
                 str(folder / "answer"),
@@ -120,12 +125,13 @@ def in_child(
                 stdout=stdout.fileno(),
                 stderr=stderr.fileno(),
                 fork=fork and not env,
-            )
-            with child:
-                status = child.wait(min(timeout, _LONGEST))
+                timeout=end - time.monotonic(),
+            ) as child,
+        ):
+            status = child.wait(end - time.monotonic())
         texts = [path.read_text(encoding="utf-8", errors="replace") for path in printed]
         if status is None:
-            how = f"was still running after {timeout:g} s"
+            how = f"was not done after {timeout:g} s"
         elif status < 0:
             how = f"was killed by signal {-status}"
         else:
