@@ -282,7 +282,7 @@ MARKDOWN = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/guide/
 
 @pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: page.name)
 def test_relative_links_lead_somewhere(page: Path) -> None:
-    """A renamed file takes its links with it, and a heading those to its anchor, on a forge, too."""
+    """A renamed file takes its links with it, and a heading the links to its anchor."""
     for link in re.findall(r"\]\((?!https?://)([^)]+)\)", page.read_text(encoding="utf-8")):
         path, _, anchor = link.partition("#")
         target = page.parent.joinpath(path).resolve() if path else page
