@@ -13,16 +13,13 @@ sys.path[:0] = [str(ROOT / "docs" / "_ext"), str(ROOT / "tools")]
 
 import public_names  # noqa: E402
 
-# Markdown is read where a page includes it. As an extension it would make pages of all ``.md``
-# files, and sphinx-gallery a chapter of recipes/notebooks.
-from myst_parser.sphinx_ext.main import setup_sphinx as setup  # noqa: E402, F401
-
 project = "torchlift"
 author = "the torchlift maintainers"
 copyright = "the torchlift maintainers"
 release = version = importlib.metadata.version("torchlift")
 
 extensions = [
+    "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx.ext.intersphinx",
@@ -31,6 +28,7 @@ extensions = [
     "sphinx_design",
     "sphinx_gallery.gen_gallery",
     "sphinxcontrib.programoutput",
+    "markdown_pages",
     "mending",
     "public_names",
     "recipe_cards",
@@ -58,6 +56,9 @@ nitpick_ignore_regex = [
     # The types of arguments that are passed on.
     ("py:class", r"typing_extensions\.Unpack|Ts|P(\.args|\.kwargs)?"),
 ]
+# Anchors and alerts as on a forge, for the pages of Markdown.
+myst_heading_anchors = 3
+myst_enable_extensions = ["alert"]
 # Absolute, because autosummary looks below the pages and Sphinx below this file.
 templates_path = [str(ROOT / "docs" / "_templates")]
 exclude_patterns = [

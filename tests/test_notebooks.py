@@ -87,7 +87,7 @@ def test_first_cell_names_what_the_recipe_imports(script: Path) -> None:
     assert not re.search(r"pip install.*\btorchlift\b", first)
 
 
-#: Each measures in a process of its own, for which torchlift needs cloudpickle.
+#: Each measures in a process of its own, for which pip installs cloudpickle with torchlift.
 STARTED_FROM_NOTHING = [
     "01_loading/plot_01_memory_twice",
     "02_files/plot_02_what_is_inside",

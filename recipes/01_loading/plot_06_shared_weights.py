@@ -5,8 +5,8 @@ Tied weights that come apart after loading
 Your language model uses one matrix twice, to read tokens and to predict them. After a load with
 ``assign=True`` it has one parameter more, and the optimizer takes more memory. What came apart?
 
-The model's code decides which names are one tensor. The file does not record it. `torchlift.load`
-looks at the model and leaves one tensor.
+The model's code decides which names are one tensor. A file may record that two names share bytes,
+but ``assign=True`` makes a parameter of each. `torchlift.load` looks at the model and leaves one.
 """
 
 # %%

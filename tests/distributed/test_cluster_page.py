@@ -1,4 +1,4 @@
-"""The script of docs/cluster.rst, started as the page says, killed, and started again."""
+"""The script of docs/cluster.md, started as the page says, killed, and started again."""
 
 from __future__ import annotations
 
@@ -145,8 +145,8 @@ def test_a_run_that_is_killed_and_preempted_ends_as_one_that_never_stopped(
     monkeypatch.syspath_prepend(str(place))
     import cluster_train
 
-    page = DOCS.joinpath("cluster.rst").read_text(encoding="utf-8")
-    (lines,) = re.findall(r"^   (torchrun --standalone (?:.*\\\n)*.*)$", page, re.MULTILINE)
+    page = DOCS.joinpath("cluster.md").read_text(encoding="utf-8")
+    (lines,) = re.findall(r"^(torchrun --standalone (?:.*\\\n)*.*)$", page, re.MULTILINE)
     line = " ".join(lines.replace("\\\n", " ").split())
     sizes = f"--steps {STEPS} --every {EVERY} --show 1"
     sizes += f" --batch {BATCH} --width {WIDTH} --layers {LAYERS}"

@@ -251,11 +251,3 @@ def test_a_function_that_cannot_be_sent_is_refused_by_its_name() -> None:
         on_ranks(2, locked)
     with pytest.raises(TypeError, match="or an argument cannot be sent to another process"):
         on_ranks(2, torch.is_tensor, lock)
-
-
-def test_without_cloudpickle_the_error_says_how_to_get_it(monkeypatch) -> None:
-    """It is an optional dependency."""
-    monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    with pytest.raises(ModuleNotFoundError, match=r'pip install "torchlift\[recipes\]"') as caught:
-        on_ranks(2, lambda: dist.get_rank())
-    assert caught.value.name == "cloudpickle"

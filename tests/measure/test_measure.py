@@ -209,14 +209,6 @@ def test_a_child_returns_its_value_output_and_time() -> None:
     assert 0 < child.seconds < 60
 
 
-def test_a_function_that_can_be_imported_needs_no_cloudpickle(monkeypatch) -> None:
-    """It travels by its name; what a script or a function defines cannot."""
-    monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    assert measure.in_child(os.path.join, "a", "b").value == os.path.join("a", "b")
-    with pytest.raises(ModuleNotFoundError, match="in_child sends functions"):
-        measure.in_child(lambda: 1)
-
-
 def test_a_child_finds_the_modules_that_its_parent_finds(tmp_path, monkeypatch) -> None:
     """A folder that the parent put on sys.path is on the child's too."""
     (tmp_path / "my_recipe_helpers.py").write_text("def answer():\n    return 42\n")

@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module, invalidate_caches
 from types import ModuleType
@@ -204,37 +204,24 @@ def _read_rights() -> tuple[object, ...]:
     )
 
 
-def packed(content: object, what: str, caller: str = "on_ranks") -> bytes:
+def packed(content: object, what: str) -> bytes:
     """Return what another process unpickles, functions and all that they refer to by value.
 
     Raises:
         TypeError: some of it cannot be sent.
-        ModuleNotFoundError: it takes cloudpickle, which is not installed.
     """
-    try:
-        dumps: Callable[[object], bytes] = _cloud_dumps()
-    except ModuleNotFoundError:  # what can be imported by name travels by name
-        dumps = pickle.dumps
-    reason: Exception = AttributeError("it is in a script or a notebook")
-    try:
-        found: bytes = dumps(content)
-        if dumps is not pickle.dumps or b"__main__" not in found:
-            return found
-    except Exception as error:
-        reason = error
-    if dumps is pickle.dumps:
-        raise ModuleNotFoundError(
-            f"{caller} sends functions to other processes with cloudpickle, and cloudpickle is not "
-            'installed: pip install "torchlift[recipes]"',
-            name="cloudpickle",
-        ) from reason
-    raise TypeError(
-        f"{what} cannot be sent to another process: {type(reason).__name__}: {reason}"
-    ) from None
+    with io.BytesIO() as file:
+        try:
+            _pickler(file).dump(content)
+        except Exception as error:
+            raise TypeError(
+                f"{what} cannot be sent to another process: {type(error).__name__}: {error}"
+            ) from None
+        return file.getvalue()
 
 
-def _cloud_dumps() -> Callable[[object], bytes]:
-    """Return cloudpickle's ``dumps``, which also sends modules of torch's own class by name.
+def _pickler(file: io.BytesIO) -> pickle.Pickler:
+    """Return cloudpickle's pickler, which also sends modules of torch's own class by name.
 
     A function that uses `torch.distributed` and a global with the name of one of its submodules,
     such as ``config``, refers to that submodule for cloudpickle.
@@ -247,12 +234,8 @@ def _cloud_dumps() -> Callable[[object], bytes]:
                 return import_module, (item.__name__,)
             return super().reducer_override(item)
 
-    def dumps(content: object) -> bytes:
-        with io.BytesIO() as file:
-            Pickler(file).dump(content)
-            return file.getvalue()
-
-    return dumps
+    pickler: pickle.Pickler = Pickler(file)
+    return pickler
 
 
 def format_error(error: BaseException, *files: str) -> str:

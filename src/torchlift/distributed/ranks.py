@@ -41,9 +41,9 @@ def on_ranks(
     """Run ``function(*args)`` on processes of this machine that form a process group.
 
     The function may be defined in a notebook cell, in a script or inside another function. It is
-    sent with everything that it refers to, by cloudpickle (``pip install "torchlift[recipes]"``).
-    The group is ``gloo``, on the CPU, and each process has one thread. The output of all ranks is
-    printed at the end. Their stderr is shown only if a rank dies.
+    sent with everything that it refers to, by cloudpickle. The group is ``gloo``, on the CPU, and
+    each process has one thread. The output of all ranks is printed at the end. Their stderr is
+    shown only if a rank dies.
 
     Args:
         count: Number of processes.
@@ -61,7 +61,6 @@ def on_ranks(
     Raises:
         ValueError: If `count` is below 1 or not an integer, or `timeout` is not above 0.
         TypeError: If the function or an argument cannot be sent, or a variable is not text.
-        ModuleNotFoundError: If cloudpickle is not installed.
         RuntimeError: If a rank raised or died. The message has its number and its traceback.
         TimeoutError: If a rank was not done in time.
 

@@ -98,7 +98,7 @@ def simulate(
 
     A child process for each rank runs `parallelize` with torch's fake process group, then
     `torchlift.plan`. No weights are read. A function from a notebook or a script is sent with
-    cloudpickle (``pip install "torchlift[recipes]"``).
+    cloudpickle.
 
     Args:
         source: A checkpoint or its path.

@@ -69,8 +69,7 @@ def in_child(
     """Run a function in a new process and measure its time and memory from outside.
 
     The function may be defined in a notebook cell, in a script or inside another function. It is
-    sent with everything that it refers to, by cloudpickle (``pip install "torchlift[recipes]"``). A
-    function that can be imported needs no cloudpickle.
+    sent with everything that it refers to, by cloudpickle.
 
     The measurement begins when the libraries are imported and their pages are mapped. File-backed
     memory therefore counts the files that the function maps. To measure a part of the function, use
@@ -94,7 +93,6 @@ def in_child(
         ChildError: If the child raised (the message has its traceback), was killed by a signal, or
             ran out of time.
         TypeError: If the function, an argument or the result cannot be sent.
-        ModuleNotFoundError: If the function needs cloudpickle, which is not installed.
 
     Example:
         >>> import time
@@ -108,7 +106,7 @@ def in_child(
         (16777216, True)
     """
     name = getattr(function, "__qualname__", repr(function))
-    call = packed((function, args), f"{name}, an object it refers to, or an argument", "in_child")
+    call = packed((function, args), f"{name}, an object it refers to, or an argument")
     end, status = time.monotonic() + min(timeout, _LONGEST), None
     with tempfile.TemporaryDirectory(prefix="torchlift-", ignore_cleanup_errors=True) as place:
         folder = Path(place)
@@ -155,7 +153,7 @@ def _measure(call: bytes, answer: str) -> None:
             start = time.perf_counter()
             value = function(*args)
             seconds = time.perf_counter() - start
-        sent = packed(value, "the returned value", "in_child")
+        sent = packed(value, "the returned value")
     except Exception as error:
         print(format_error(error, __file__), end="", file=sys.stderr)
         sys.exit(1)
