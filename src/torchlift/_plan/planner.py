@@ -282,12 +282,16 @@ def decide(matched: Match, tree: ModuleTree, source: Origin, options: Options) -
     Raises:
         PlacementError: If a tensor cannot be placed as the options want, or cannot be made.
     """
-    steps = decide_steps(matched, source.path, options)
+    canonical, steps = matched.canonical, None
     try:
+        steps = decide_steps(matched, source.path, options)
         lacking = [*matched.unmatched, *tree.meta_attributes]
-        makings = tuple(decide_makings(lacking, options, steps))
+        makings = tuple(decide_makings(lacking, options, steps, canonical))
     except PlacementError as error:
-        if matched.on_meta is not None and error.entry not in matched.on_meta:
+        names = {name: canonical(name) for group in tree.groups for name in group.names}
+        error.entry = names.get(error.entry or "", error.entry)
+        made_by_code = matched.on_meta is not None and steps is not None
+        if made_by_code and error.entry not in {*map(canonical, matched.on_meta or ())}:
             error.hint = (
                 "The model's own loading code made it from tensors on meta. Build the model with "
                 "torchlift.skeleton, and call torchlift.materialize(model) before you load."
@@ -296,7 +300,7 @@ def decide(matched: Match, tree: ModuleTree, source: Origin, options: Options) -
     replayed = [item.group for item in makings if item.group.tensor.is_meta]
     moved = [step for step in steps if not step.plain]
     kept = {
-        matched.canonical(name): _describe_kept(matched.canonical(name), one, source)
+        canonical(name): _describe_kept(canonical(name), one, source)
         for name, one in matched.kept.items()
     }
     extra = sum(item.nbytes for item in kept.values())
@@ -311,10 +315,10 @@ def decide(matched: Match, tree: ModuleTree, source: Origin, options: Options) -
         dropped=matched.dropped,
         mismatched=matched.mismatched,
         hint=matched.hint,
-        tied=tuple(tuple(map(matched.canonical, g.names)) for g in tree.groups if len(g.slots) > 1),
-        replayed=[matched.canonical(name) for group in replayed for name in group.names],
+        tied=tuple(tuple(map(canonical, g.names)) for g in tree.groups if len(g.slots) > 1),
+        replayed=[canonical(name) for group in replayed for name in group.names],
         renamed=matched.renamed,
-        deferred=[matched.canonical(name) for group in left for name in group.names],
+        deferred=[canonical(name) for group in left for name in group.names],
         peak_bytes=_peak(matched, moved, makings, source) + extra,
         bytes_to_read=sum(step.span for step in moved if step.owned or step.in_place),
         requests=source.requests + _count_requests(steps),
@@ -342,8 +346,6 @@ def _name_tensors(tree: ModuleTree, origin: Origin, options: Options, *, wrapped
     check_rename(options.rename, keys, origin.path)
     gone = origin.leave_out(options.include, options.exclude)
     left_out = names_of_left_out(gone, options.rename, origin.path) if gone else set()
-    for rule in filter(callable, (options.device, options.dtype)):
-        check_rule(rule, [name for g in tree.groups for name in g.names], present=options.present)
     made: dict[str, SourceTensor] = {}
     if isinstance(options.rename, Rewriting):
         origin.resolve(dict.fromkeys(origin.candidates))
@@ -358,6 +360,9 @@ def _name_tensors(tree: ModuleTree, origin: Origin, options: Options, *, wrapped
     blocked = apply_rename(origin.blocked, options.rename)
     naming = wrapped_names(tree) if wrapped else None
     canonical = naming.canonical if naming is not None else str
+    for rule in filter(callable, (options.device, options.dtype)):
+        reported = [canonical(name) for g in tree.groups for name in g.names]
+        check_rule(rule, reported, present=options.present)
     own = own_loaders(tree)
     if naming is not None:
         given = [*names.values(), *made, *objects.values()]
@@ -509,7 +514,7 @@ def _describe_steps(steps: Iterable[Step], matched: Match, source: Origin) -> di
         route: Route = "compute" if target.handled and step.route == "view" else step.route
         becomes, stored = (str(t).removeprefix("torch.") for t in (target.dtype, seen.dtype))
         report = KeyReport(
-            canonical(step.key), one.key, _path_of(one, source), seen.nbytes, step.mode,
+            step.key, one.key, _path_of(one, source), seen.nbytes, step.mode,
             step.source, route, str(target.device), becomes, None if stored == becomes else stored,
             step.note, one.keys or (one.key,), bool(one.keys),
         )  # fmt: skip
