@@ -317,25 +317,29 @@ def run_on_two(folder: str) -> list[bool]:
         saving = KINDS[name](sharded.parameters())
         train(sharded, saving)
         states = copy.deepcopy(ours.get_state_dict(sharded, saving))
-        for make in ("file", "set", "both"):
+        full = ours.StateDictOptions(full_state_dict=True)
+        sent = ours.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        whole = ours.get_optimizer_state_dict(sharded, saving, options=full)
+        for make in ("file", "set", "both", "broadcast"):
             other = fully_shard(two_layers().bfloat16(), mesh=mesh)
             loaded = KINDS[name](other.parameters())
             if make == "file":
                 ours.load_optimizer(other, loaded, one)
             elif make == "set":
                 ours.set_optimizer_state_dict(other, loaded, states[1])
+            elif make == "broadcast":
+                given = whole if mesh.get_rank() == 0 else {}
+                ours.set_optimizer_state_dict(other, loaded, given, options=sent)
             else:
                 ours.set_state_dict(
                     other, loaded, model_state_dict=states[0], optim_state_dict=states[1]
                 )
-            whole = ours.get_optimizer_state_dict(
-                other, loaded, options=ours.StateDictOptions(full_state_dict=True)
-            )
+            result = ours.get_optimizer_state_dict(other, loaded, options=full)
             half = two_layers().bfloat16()
             expected = KINDS[name](half.parameters())
             expected.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             like = ours.get_optimizer_state_dict(half, expected)
-            found.append(equal(whole["state"], like["state"]))
+            found.append(equal(result["state"], like["state"]))
             train(other, loaded)
     return found
 
@@ -346,4 +350,4 @@ def test_shards_of_moments_follow_the_dtype_of_their_parameter(
 ) -> None:
     """From one file and from a mesh, with torch's values."""
     monkeypatch.syspath_prepend(Path(__file__).parent)
-    assert on_ranks(2, run_on_two, str(tmp_path)) == [[True] * 6] * 2
+    assert on_ranks(2, run_on_two, str(tmp_path)) == [[True] * 8] * 2
