@@ -52,7 +52,7 @@ from torchlift._plan.rules import (
     check_rule,
     rename_keys,
 )
-from torchlift._plan.suggest import empty_hint, suggest_rename
+from torchlift._plan.suggest import empty_hint, find_patterns, suggest_rename
 from torchlift._sources.opening import Given, Origin, open_source, state_hint
 from torchlift._sources.tensors import FileTensor, MemoryTensor, SourceTensor
 from torchlift._store.url import Url
@@ -66,6 +66,7 @@ from torchlift.errors import (
     Hint,
     MismatchError,
     PlacementError,
+    did_you_mean,
     explain_calls,
     wrong_call,
 )
@@ -84,6 +85,9 @@ _OTHER_SIZES = (
     "checkpoint, or load the checkpoint of a model of these sizes."
 )
 
+
+#: A longer list of patterns is not an answer that somebody reads.
+_SHOWN = 5
 
 #: Called with a match, the path of the source and the options. Raises an error if names differ.
 CheckNames = Callable[[Match, str, Options], None]
@@ -172,7 +176,8 @@ def plan(
         strict: Whether missing and unexpected keys are an error. See :ref:`arg-strict`.
         allow_missing: Glob patterns of model names that may be missing, such as ``["head.*"]``.
         allow_unexpected: Glob patterns of checkpoint keys that may be unexpected.
-        ignore_mismatched: Whether a key with another shape counts as missing.
+        ignore_mismatched: Whether a key with another shape counts as missing. If `allow_missing`
+            names some, it must name this key.
         mode: ``"assign"``, ``"copy"``, ``"swap"`` or ``"auto"``. See :ref:`arg-mode`.
         source: ``"mmap"``, ``"read"`` or ``"auto"``. See :ref:`arg-source`.
         allow_classes: Tensor subclasses that may be rebuilt. See :ref:`arg-allow-classes`.
@@ -461,12 +466,33 @@ def _match_named(
     matched.hint = _hint(matched, tree.modules[0], options, named)
     matched.open = options.strict and has_hooks
     matched.left_out = named.left_out
+    if check is None and options.allow_missing:
+        paths = [name for group in tree.groups for name in group.names]
+        paths += [f"{prefix}_extra_state" for prefix, _ in tree.paths]
+        names = {*map(matched.canonical, [*paths, *found]), *matched.missing, *matched.left_out}
+        _require_names(options.allow_missing, names, source.path)
     (check or check_names)(
         matched, source.path, replace(options, strict=False) if matched.open else options
     )
     # From here on, a mismatch that ignore_mismatched allows counts as missing.
     matched.missing += matched.mismatched
     return matched
+
+
+def _require_names(patterns: Patterns, names: Collection[str], path: str) -> None:
+    """Refuse a pattern of names that may be missing if nothing has such a name.
+
+    Raises:
+        MismatchError: If there is one.
+    """
+    for pattern in patterns:
+        if pattern != "*" and not allowed(names, [pattern]):
+            raise MismatchError(
+                "no name of the model matches this pattern of allow_missing",
+                file=path,
+                entry=pattern,
+                hint=did_you_mean(pattern, names) or "Correct it, or leave it out.",
+            )
 
 
 def _has_any(pairs: Iterable[Pair], keys: Collection[str]) -> bool:
@@ -704,7 +730,10 @@ def check_names(matched: Match, path: str, options: Options) -> None:
     misshapen = matched.mismatched.keys() - allowed(matched.mismatched, options.allow_missing)
     left_out = [name for name in matched.missing if name in matched.left_out]
     nothing = bool(missing or misshapen or left_out) and not (matched.fits or matched.open)
-    wrong = matched.mismatched if nothing or not options.ignore_mismatched else {}
+    wrong = matched.mismatched
+    if options.ignore_mismatched and not nothing:
+        # As soon as a name is given, others are not skipped: a body of another width is a mistake.
+        wrong = {k: wrong[k] for k in wrong if options.allow_missing and k in misshapen}
     # The checkpoint has a value under such a name, and it is not a tensor.
     there = {*matched.unexpected}
     odd = [name for name in missing if name in there]
@@ -732,7 +761,7 @@ def check_names(matched: Match, path: str, options: Options) -> None:
     raise MismatchError(
         f"{fits} the model",
         file=path,
-        hint=hint or _way_out(names, skips=bool(wrong) and not options.ignore_mismatched),
+        hint=hint or _way_out(names, options, matched if wrong else None),
         lists=lists,
         missing_keys=matched.missing,
         unexpected_keys=matched.unexpected,
@@ -740,8 +769,16 @@ def check_names(matched: Match, path: str, options: Options) -> None:
     )
 
 
-def _way_out(names: Mapping[str, list[str]], *, skips: bool) -> Hint | None:
-    """Return the arguments with which the load succeeds, with one for shapes if `skips`."""
+def _way_out(
+    names: Mapping[str, list[str]], options: Options, matched: Match | None
+) -> Hint | None:
+    """Return the arguments with which the load succeeds.
+
+    Args:
+        names: The names that do not match.
+        options: The caller's options.
+        matched: The match, if a shape is wrong.
+    """
     may_be = "[...] with the names that may be"
     ways: dict[str, str | Argument] = {
         "not a tensor in the checkpoint": (
@@ -755,9 +792,16 @@ def _way_out(names: Mapping[str, list[str]], *, skips: bool) -> Hint | None:
     if names["missing"] and names["unexpected"]:
         # Less would be loaded than anybody means: the names have to be brought together first.
         found = [Hint(Argument("rename"), " with the rule that brings the names together")]
-    if skips:
-        skip = Argument("ignore_mismatched", "True")
-        found.append(Hint(skip, " to skip what has another shape"))
+    if matched is not None:
+        loaded = (name for pair in matched.pairs for name in pair.group.names)
+        patterns = find_patterns(matched.mismatched, map(matched.canonical, loaded))
+        is_short, by_name = len(patterns) < _SHOWN, ways["missing"]
+        if not options.ignore_mismatched:
+            found.append(Argument("ignore_mismatched", "True"))
+        if by_name not in found and (is_short or options.allow_missing):
+            listed = dict.fromkeys([*options.allow_missing, *patterns])
+            found.append(Argument("allow_missing", repr([*listed])) if is_short else by_name)
+        found[-1] = Hint(found[-1], " to skip what has another shape")
     if not found:
         return None
     return Hint("Pass ", found[0], *(f for way in found[1:] for f in (" and ", way)), ".")
