@@ -30,8 +30,8 @@ print("from the file:", list(report.loaded))
 print("made now:", list(report.replayed))
 
 # %%
-# ``allow_missing`` names the tensors that may be new. ``ignore_mismatched`` treats a tensor of
-# another shape as missing. Everything else is still an error.
+# ``allow_missing`` names the tensors that may be new. ``ignore_mismatched`` also permits another
+# shape, but only for these names, so that a body of another width is still an error.
 #
 # Size mismatch, although strict=False
 # ------------------------------------
@@ -200,7 +200,8 @@ plt.show()
 # Use this when
 # -------------
 #
-# - **You want a new head:** `torchlift.load` with ``allow_missing`` and ``ignore_mismatched``.
+# - **You want a new head:** `torchlift.load` with ``allow_missing`` and ``ignore_mismatched``. In a
+#   live model, ``exclude=["head.*"]`` also keeps the head that it has.
 # - **Names come from a wrapper:** `torchlift.remap.strip`, or `torchlift.remap.rules` for several
 #   rules.
 # - **You do not have a file:** `torchlift.materialize`, for the complete model or for some names.

@@ -165,8 +165,9 @@ plt.show()
 #
 # - `torchlift.load` is strict, and complete: before anything is loaded, one error lists every
 #   missing key and every other shape.
-# - ``allow_missing=["head.*"]`` lets these keys be missing, ``ignore_mismatched=True`` lets shapes
-#   differ, and ``strict=False`` lets any key be missing. The report lists what was left.
+# - ``allow_missing=["head.*"]`` lets these keys be missing. ``ignore_mismatched=True`` lets their
+#   shapes differ, too, or all shapes if no key is named. ``strict=False`` lets any key be missing.
+#   The report lists what was left.
 # - On several ranks all of them load, or all raise the same error.
 #
 # Use this when

@@ -73,21 +73,6 @@ def test_a_parameter_without_saved_state_or_group_is_missing() -> None:
     assert report.loaded == ["0.weight", "0.bias", "1.weight"]
 
 
-def test_moments_keep_the_dtype_they_were_saved_with() -> None:
-    """torch casts them to the dtype of the weights (pytorch/pytorch#43706), hooks or not."""
-    for hook in (False, True):
-        model = two_layers().bfloat16()
-        optimizer = torch.optim.Adam(model.parameters())
-        seen: list[object] = []
-        if hook:
-            optimizer.register_load_state_dict_post_hook(seen.append)
-        saved = copy.deepcopy(ours.get_optimizer_state_dict(*trained()))
-        ours.set_optimizer_state_dict(model, optimizer, saved)
-        assert optimizer.state[model[0].weight]["exp_avg"].dtype is torch.float32
-        assert equal(ours.get_optimizer_state_dict(model, optimizer)["state"], saved["state"])
-        assert bool(seen) == hook
-
-
 @pytest.mark.parametrize("options", [StateDictOptions(), FLAT], ids=["nested", "flat"])
 def test_the_state_of_frozen_parameters_is_kept(options: Any) -> None:
     """Those that were trained and then frozen (pytorch/pytorch#192202)."""

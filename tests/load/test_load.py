@@ -310,7 +310,8 @@ def test_a_strict_error_lists_everything_and_changes_nothing(tmp_path, kind):
     assert error.mismatched == {"scale": ((3,), (4,)), "inner.0.weight": ((4, 3), (3, 4))}
     assert str(error) == (
         f"{path}: the checkpoint does not fit the model. Pass rename= with the rule that brings "
-        "the names together and ignore_mismatched=True to skip what has another shape.\n"
+        "the names together and ignore_mismatched=True and allow_missing=['scale', "
+        "'inner.0.weight'] to skip what has another shape.\n"
         "  missing (1): steps\n"
         "  unexpected (2): extra, epoch\n"
         "  mismatched (2): scale: model [3], checkpoint [4]; "

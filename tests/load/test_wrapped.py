@@ -105,7 +105,7 @@ def test_errors_and_warnings_name_what_the_bare_model_has(way: str) -> None:
             strict=False,
         )
     report = torchlift.load(
-        WAYS[way](), state, allow_missing=["norm.*"], allow_unexpected=["mo*"],
+        WAYS[way](), state, allow_missing=["norm.*", "module.*"], allow_unexpected=["mo*"],
         ignore_mismatched=True,
     )  # fmt: skip
     assert report.missing_keys == ["norm.weight", "module.bias"]

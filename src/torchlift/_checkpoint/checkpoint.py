@@ -80,6 +80,10 @@ class Checkpoint(Mapping[str, torch.Tensor]):
     writing never changes the file. Two kinds of tensors take allocated memory: compressed ones,
     and those that torch makes of others (sparse or quantised).
 
+    As in a dict of tensors, a value that you write shows in the next ``ckpt[key]`` and
+    ``state_dict()``. Clone a tensor first to avoid this. All other functions that get the
+    checkpoint, such as `load`, `convert`, `save` and `diff`, use the values of the file.
+
     Do not overwrite the file in place while its tensors are mapped. A checkpoint that was opened
     by a path can be pickled: the other process opens that path again and checks the files.
 
@@ -226,11 +230,22 @@ class Checkpoint(Mapping[str, torch.Tensor]):
             )
         return self._views
 
+    def _anew(self) -> Checkpoint:
+        """Return the same checkpoint over maps of its own, which have the values of the files.
+
+        The caller may have written to tensors of this one.
+
+        Raises:
+            CheckpointError: If the checkpoint is closed.
+        """
+        self._mapped()
+        return Checkpoint(self._index, allowed=self._allowed)
+
     def _view(self, entry: TensorEntry) -> torch.Tensor:
         return self._mapped().view(entry)
 
     def stats(self, key: str) -> TensorStats:
-        """Compute statistics of a tensor's values, block by block.
+        """Compute statistics of a tensor's values in the file, block by block.
 
         Args:
             key: Key of a tensor of any dtype.
@@ -246,7 +261,9 @@ class Checkpoint(Mapping[str, torch.Tensor]):
             >>> torchlift.open(path).stats("w")
             TensorStats(min=1.0, max=3.0, mean=2.0, std=1.0, nan=1, inf=0)
         """
-        return stats_of(self._mapped().blocks(self._entry(key)))
+        entry = self._entry(key)
+        with self._anew() as ckpt:
+            return stats_of(ckpt._mapped().blocks(entry))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return all tensors as a dict of mapped views. Aliases still share their storage.

@@ -274,6 +274,7 @@ class _Side:
         if not isinstance(side, Mapping):
             side = stack.enter_context(open(side, storage_options=storage_options))
         if isinstance(side, Checkpoint):
+            side = stack.enter_context(side._anew())
             specs = {
                 key: _Spec(entry.shape, entry.dtype, entry.location, entry.nbytes)
                 for key, entry in side.entries.items()

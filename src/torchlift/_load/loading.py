@@ -99,7 +99,8 @@ def load(
         strict: Whether missing and unexpected keys are an error. See :ref:`arg-strict`.
         allow_missing: Glob patterns of model names that may be missing, such as ``["head.*"]``.
         allow_unexpected: Glob patterns of checkpoint keys that may be unexpected.
-        ignore_mismatched: Whether a key with another shape counts as missing. Default: an error.
+        ignore_mismatched: Whether a key with another shape counts as missing. If `allow_missing`
+            names some, it must name this key. Default: another shape is an error.
         mode: ``"assign"``, ``"copy"``, ``"swap"`` or ``"auto"``: whether a tensor is replaced, is
             written in place, or stays the same object with new content. See :ref:`arg-mode`.
         source: ``"mmap"``, ``"read"`` or ``"auto"``: whether weights stay in the file, or are read

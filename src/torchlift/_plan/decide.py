@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -48,6 +48,9 @@ _RELEASE = (
 )
 
 
+#: Returns the name that is reported for a name of the model.
+Canonical = Callable[[str], str]
+
 _SHARES = "shares bytes with another key of the file, which the model does not tie"
 
 
@@ -92,7 +95,7 @@ class Step:
 
     Attributes:
         group: The tensor.
-        key: The name in the model under which the source has the values.
+        key: The name in the model under which the source has the values, as it is reported.
         candidate: The values: of a sharded tensor, this rank's slice of an entry.
         alternatives: Candidates under the other names of a tie. Their values must be equal.
         target: The goal for the tensor.
@@ -177,7 +180,7 @@ def decide_steps(matched: Match, path: str, options: rules.Options) -> list[Step
     known: dict[object, Target] = {}
     for pair in matched.pairs:
         kind = _kind_of(pair, options)
-        target = known.get(kind) or _target(pair, kind, options, path)
+        target = known.get(kind) or _target(pair, kind, options, path, matched.canonical)
         if target is not None:
             slices = target.candidates
             pairs.append(pair if slices is None else pair._replace(candidates=slices))
@@ -216,30 +219,37 @@ def owns_all(source: rules.AnySource, *, live: bool) -> bool:
 
 
 def decide_makings(
-    groups: Iterable[Group], options: rules.Options, steps: Iterable[Step]
+    groups: Iterable[Group], options: rules.Options, steps: Iterable[Step], canonical: Canonical
 ) -> Iterator[Making]:
     """Decide how tensors without values in the source are made or moved.
 
     A new head gets the dtype of all other parameters of the load, as in transformers.
 
+    Args:
+        groups: The tensors.
+        options: The caller's options.
+        steps: The steps of the tensors with values.
+        canonical: Returns the reported name for a name of the model.
+
     Raises:
         PlacementError: If a tensor is on meta and no skeleton recorded how it is made.
     """
     asked = [
-        (group, rules.apply_device_rule(options.device, rules.entry_like(group.fqn, group), group))
+        (group, seen, rules.apply_device_rule(options.device, seen, map(canonical, group.names)))
         for group in groups
         if not is_lazy(group.tensor)  # they stay as they are
+        for seen in [rules.entry_like(canonical(group.fqn), group)]
     ]
-    asked = [(group, device) for group, device in asked if not rules.is_deferred(device)]
-    constructions_of(group for group, _ in asked if group.tensor.is_meta)
+    asked = [one for one in asked if not rules.is_deferred(one[-1])]
+    constructions_of(group for group, *_ in asked if group.tensor.is_meta)
     around = {
         step.target.dtype
         for step in steps
         if step.group.tensor.is_meta and isinstance(step.group.tensor, nn.Parameter)
         if step.target.dtype.is_floating_point
     }
-    for group, where in asked:
-        tensor, seen = group.tensor, rules.entry_like(group.fqn, group)
+    for group, seen, where in asked:
+        tensor = group.tensor
         device = rules.target_device(where, seen.key, tensor, present=options.present)
         dtype = tensor.dtype
         if tensor.is_meta and group.persistent:
@@ -276,7 +286,9 @@ def _kind_of(pair: Pair, options: rules.Options) -> object | None:
     return changed_on_meta(pair.group), *kinds, aligned, chunks[0].file
 
 
-def _target(pair: Pair, kind: object | None, options: rules.Options, path: str) -> Target | None:
+def _target(
+    pair: Pair, kind: object | None, options: rules.Options, path: str, canonical: Canonical
+) -> Target | None:
     """Decide the goal for a tensor. None: it is left for a later load.
 
     Args:
@@ -284,6 +296,7 @@ def _target(pair: Pair, kind: object | None, options: rules.Options, path: str) 
         kind: All that the decision depends on, or None.
         options: The caller's options.
         path: The path of the source, for errors.
+        canonical: Returns the reported name for a name of the model.
     """
     group, key, tensor = pair.group, pair.key, pair.group.tensor
     candidates = [_without_kind(one) for one in pair.candidates]
@@ -294,7 +307,7 @@ def _target(pair: Pair, kind: object | None, options: rules.Options, path: str) 
         seen = rules.entry_like(key, Group(like, group.slots))
     if seen.key != key:
         seen = seen._replace(key=key)
-    asked = rules.apply_device_rule(options.device, seen, group)
+    asked = rules.apply_device_rule(options.device, seen, map(canonical, group.names))
     if asked is not None and rules.is_deferred(asked):
         return None
     if isinstance(one, MemoryTensor) and options.transform is None:

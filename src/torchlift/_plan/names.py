@@ -60,7 +60,7 @@ class Pair(NamedTuple):
 
     Attributes:
         group: The tensor, with all its names.
-        key: The first of these names that the source has.
+        key: The first of these names that the source has, as it is reported.
         candidates: Its candidates in the source, one for each of these names.
     """
 
@@ -113,13 +113,14 @@ class Match:
     own_calls: tuple[OwnLoading, ...] = ()
 
     def report_canonical(self, naming: Names) -> None:
-        """Give the names that are reported the form without wrappers."""
+        """Give all names that callers and their rules get the form without wrappers."""
         self.naming, self.canonical = naming, naming.canonical
         self.missing = list(map(naming.canonical, self.missing))
         self.unexpected = list(map(naming.canonical, self.unexpected))
         self.dropped = list(map(naming.canonical, self.dropped))
         items = {naming.canonical(key): item for key, item in self.mismatched.items()}
         self.mismatched = {key: replace(item, key=key) for key, item in items.items()}
+        self.pairs = [pair._replace(key=naming.canonical(pair.key)) for pair in self.pairs]
 
 
 class Made(NamedTuple):

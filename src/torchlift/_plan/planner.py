@@ -52,7 +52,7 @@ from torchlift._plan.rules import (
     check_rule,
     rename_keys,
 )
-from torchlift._plan.suggest import empty_hint, suggest_rename
+from torchlift._plan.suggest import empty_hint, find_patterns, suggest_rename
 from torchlift._sources.opening import Given, Origin, open_source, state_hint
 from torchlift._sources.tensors import FileTensor, MemoryTensor, SourceTensor
 from torchlift._store.url import Url
@@ -66,6 +66,7 @@ from torchlift.errors import (
     Hint,
     MismatchError,
     PlacementError,
+    did_you_mean,
     explain_calls,
     wrong_call,
 )
@@ -84,6 +85,9 @@ _OTHER_SIZES = (
     "checkpoint, or load the checkpoint of a model of these sizes."
 )
 
+
+#: A longer list of patterns is not an answer that somebody reads.
+_SHOWN = 5
 
 #: Called with a match, the path of the source and the options. Raises an error if names differ.
 CheckNames = Callable[[Match, str, Options], None]
@@ -172,7 +176,8 @@ def plan(
         strict: Whether missing and unexpected keys are an error. See :ref:`arg-strict`.
         allow_missing: Glob patterns of model names that may be missing, such as ``["head.*"]``.
         allow_unexpected: Glob patterns of checkpoint keys that may be unexpected.
-        ignore_mismatched: Whether a key with another shape counts as missing.
+        ignore_mismatched: Whether a key with another shape counts as missing. If `allow_missing`
+            names some, it must name this key.
         mode: ``"assign"``, ``"copy"``, ``"swap"`` or ``"auto"``. See :ref:`arg-mode`.
         source: ``"mmap"``, ``"read"`` or ``"auto"``. See :ref:`arg-source`.
         allow_classes: Tensor subclasses that may be rebuilt. See :ref:`arg-allow-classes`.
@@ -282,12 +287,16 @@ def decide(matched: Match, tree: ModuleTree, source: Origin, options: Options) -
     Raises:
         PlacementError: If a tensor cannot be placed as the options want, or cannot be made.
     """
-    steps = decide_steps(matched, source.path, options)
+    canonical, steps = matched.canonical, None
     try:
+        steps = decide_steps(matched, source.path, options)
         lacking = [*matched.unmatched, *tree.meta_attributes]
-        makings = tuple(decide_makings(lacking, options, steps))
+        makings = tuple(decide_makings(lacking, options, steps, canonical))
     except PlacementError as error:
-        if matched.on_meta is not None and error.entry not in matched.on_meta:
+        names = {name: canonical(name) for group in tree.groups for name in group.names}
+        error.entry = names.get(error.entry or "", error.entry)
+        made_by_code = matched.on_meta is not None and steps is not None
+        if made_by_code and error.entry not in {*map(canonical, matched.on_meta or ())}:
             error.hint = (
                 "The model's own loading code made it from tensors on meta. Build the model with "
                 "torchlift.skeleton, and call torchlift.materialize(model) before you load."
@@ -296,7 +305,7 @@ def decide(matched: Match, tree: ModuleTree, source: Origin, options: Options) -
     replayed = [item.group for item in makings if item.group.tensor.is_meta]
     moved = [step for step in steps if not step.plain]
     kept = {
-        matched.canonical(name): _describe_kept(matched.canonical(name), one, source)
+        canonical(name): _describe_kept(canonical(name), one, source)
         for name, one in matched.kept.items()
     }
     extra = sum(item.nbytes for item in kept.values())
@@ -311,10 +320,10 @@ def decide(matched: Match, tree: ModuleTree, source: Origin, options: Options) -
         dropped=matched.dropped,
         mismatched=matched.mismatched,
         hint=matched.hint,
-        tied=tuple(tuple(map(matched.canonical, g.names)) for g in tree.groups if len(g.slots) > 1),
-        replayed=[matched.canonical(name) for group in replayed for name in group.names],
+        tied=tuple(tuple(map(canonical, g.names)) for g in tree.groups if len(g.slots) > 1),
+        replayed=[canonical(name) for group in replayed for name in group.names],
         renamed=matched.renamed,
-        deferred=[matched.canonical(name) for group in left for name in group.names],
+        deferred=[canonical(name) for group in left for name in group.names],
         peak_bytes=_peak(matched, moved, makings, source) + extra,
         bytes_to_read=sum(step.span for step in moved if step.owned or step.in_place),
         requests=source.requests + _count_requests(steps),
@@ -342,8 +351,6 @@ def _name_tensors(tree: ModuleTree, origin: Origin, options: Options, *, wrapped
     check_rename(options.rename, keys, origin.path)
     gone = origin.leave_out(options.include, options.exclude)
     left_out = names_of_left_out(gone, options.rename, origin.path) if gone else set()
-    for rule in filter(callable, (options.device, options.dtype)):
-        check_rule(rule, [name for g in tree.groups for name in g.names], present=options.present)
     made: dict[str, SourceTensor] = {}
     if isinstance(options.rename, Rewriting):
         origin.resolve(dict.fromkeys(origin.candidates))
@@ -358,6 +365,9 @@ def _name_tensors(tree: ModuleTree, origin: Origin, options: Options, *, wrapped
     blocked = apply_rename(origin.blocked, options.rename)
     naming = wrapped_names(tree) if wrapped else None
     canonical = naming.canonical if naming is not None else str
+    for rule in filter(callable, (options.device, options.dtype)):
+        reported = [canonical(name) for g in tree.groups for name in g.names]
+        check_rule(rule, reported, present=options.present)
     own = own_loaders(tree)
     if naming is not None:
         given = [*names.values(), *made, *objects.values()]
@@ -456,12 +466,33 @@ def _match_named(
     matched.hint = _hint(matched, tree.modules[0], options, named)
     matched.open = options.strict and has_hooks
     matched.left_out = named.left_out
+    if check is None and options.allow_missing:
+        paths = [name for group in tree.groups for name in group.names]
+        paths += [f"{prefix}_extra_state" for prefix, _ in tree.paths]
+        names = {*map(matched.canonical, [*paths, *found]), *matched.missing, *matched.left_out}
+        _require_names(options.allow_missing, names, source.path)
     (check or check_names)(
         matched, source.path, replace(options, strict=False) if matched.open else options
     )
     # From here on, a mismatch that ignore_mismatched allows counts as missing.
     matched.missing += matched.mismatched
     return matched
+
+
+def _require_names(patterns: Patterns, names: Collection[str], path: str) -> None:
+    """Refuse a pattern of names that may be missing if nothing has such a name.
+
+    Raises:
+        MismatchError: If there is one.
+    """
+    for pattern in patterns:
+        if pattern != "*" and not allowed(names, [pattern]):
+            raise MismatchError(
+                "no name of the model matches this pattern of allow_missing",
+                file=path,
+                entry=pattern,
+                hint=did_you_mean(pattern, names) or "Correct it, or leave it out.",
+            )
 
 
 def _has_any(pairs: Iterable[Pair], keys: Collection[str]) -> bool:
@@ -509,7 +540,7 @@ def _describe_steps(steps: Iterable[Step], matched: Match, source: Origin) -> di
         route: Route = "compute" if target.handled and step.route == "view" else step.route
         becomes, stored = (str(t).removeprefix("torch.") for t in (target.dtype, seen.dtype))
         report = KeyReport(
-            canonical(step.key), one.key, _path_of(one, source), seen.nbytes, step.mode,
+            step.key, one.key, _path_of(one, source), seen.nbytes, step.mode,
             step.source, route, str(target.device), becomes, None if stored == becomes else stored,
             step.note, one.keys or (one.key,), bool(one.keys),
         )  # fmt: skip
@@ -699,7 +730,10 @@ def check_names(matched: Match, path: str, options: Options) -> None:
     misshapen = matched.mismatched.keys() - allowed(matched.mismatched, options.allow_missing)
     left_out = [name for name in matched.missing if name in matched.left_out]
     nothing = bool(missing or misshapen or left_out) and not (matched.fits or matched.open)
-    wrong = matched.mismatched if nothing or not options.ignore_mismatched else {}
+    wrong = matched.mismatched
+    if options.ignore_mismatched and not nothing:
+        # As soon as a name is given, others are not skipped: a body of another width is a mistake.
+        wrong = {k: wrong[k] for k in wrong if options.allow_missing and k in misshapen}
     # The checkpoint has a value under such a name, and it is not a tensor.
     there = {*matched.unexpected}
     odd = [name for name in missing if name in there]
@@ -727,7 +761,7 @@ def check_names(matched: Match, path: str, options: Options) -> None:
     raise MismatchError(
         f"{fits} the model",
         file=path,
-        hint=hint or _way_out(names, skips=bool(wrong) and not options.ignore_mismatched),
+        hint=hint or _way_out(names, options, matched if wrong else None),
         lists=lists,
         missing_keys=matched.missing,
         unexpected_keys=matched.unexpected,
@@ -735,8 +769,16 @@ def check_names(matched: Match, path: str, options: Options) -> None:
     )
 
 
-def _way_out(names: Mapping[str, list[str]], *, skips: bool) -> Hint | None:
-    """Return the arguments with which the load succeeds, with one for shapes if `skips`."""
+def _way_out(
+    names: Mapping[str, list[str]], options: Options, matched: Match | None
+) -> Hint | None:
+    """Return the arguments with which the load succeeds.
+
+    Args:
+        names: The names that do not match.
+        options: The caller's options.
+        matched: The match, if a shape is wrong.
+    """
     may_be = "[...] with the names that may be"
     ways: dict[str, str | Argument] = {
         "not a tensor in the checkpoint": (
@@ -750,9 +792,16 @@ def _way_out(names: Mapping[str, list[str]], *, skips: bool) -> Hint | None:
     if names["missing"] and names["unexpected"]:
         # Less would be loaded than anybody means: the names have to be brought together first.
         found = [Hint(Argument("rename"), " with the rule that brings the names together")]
-    if skips:
-        skip = Argument("ignore_mismatched", "True")
-        found.append(Hint(skip, " to skip what has another shape"))
+    if matched is not None:
+        loaded = (name for pair in matched.pairs for name in pair.group.names)
+        patterns = find_patterns(matched.mismatched, map(matched.canonical, loaded))
+        is_short, by_name = len(patterns) < _SHOWN, ways["missing"]
+        if not options.ignore_mismatched:
+            found.append(Argument("ignore_mismatched", "True"))
+        if by_name not in found and (is_short or options.allow_missing):
+            listed = dict.fromkeys([*options.allow_missing, *patterns])
+            found.append(Argument("allow_missing", repr([*listed])) if is_short else by_name)
+        found[-1] = Hint(found[-1], " to skip what has another shape")
     if not found:
         return None
     return Hint("Pass ", found[0], *(f for way in found[1:] for f in (" and ", way)), ".")

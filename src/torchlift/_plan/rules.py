@@ -145,12 +145,12 @@ def dtype_named(name: str) -> torch.dtype | None:
 
 
 def apply_device_rule(
-    rule: DeviceRule, seen: TensorEntry, group: Group
+    rule: DeviceRule, seen: TensorEntry, names: Iterable[str]
 ) -> torch.device | str | int | None:
     """Return the first answer of a device rule for the names of a tensor."""
     if not callable(rule):
         return rule
-    for name in dict.fromkeys([seen.key, *group.names]):
+    for name in dict.fromkeys([seen.key, *names]):
         answer = rule(seen._replace(key=name))
         if answer is not None:
             return answer

@@ -22,6 +22,22 @@ _NO_VALUES = (
 _WRAPPERS = ("module", COMPILED, CHECKPOINTED, FULLY_SHARDED)
 
 
+def find_patterns(names: Iterable[str], others: Iterable[str]) -> list[str]:
+    """Return patterns that match all of the names, and none of the others.
+
+    Example:
+        >>> find_patterns(["head.weight", "head.bias", "body.scale"], ["body.weight"])
+        ['head.*', 'body.scale']
+    """
+    taken = {name[:at] for name in others for at, sign in enumerate(name) if sign == "."}
+    found = dict[str, None]()
+    for name in names:
+        parents = (name[:at] for at, sign in enumerate(name) if sign == ".")
+        top = next((parent for parent in parents if parent not in taken), None)
+        found[name if top is None else f"{top}.*"] = None
+    return list(found)
+
+
 def suggest_rename(
     missing: Iterable[str], unexpected: Iterable[str], root: str | None = None
 ) -> Hint | None:

@@ -137,8 +137,8 @@ def checkpoint(
         CheckpointError: If it was closed, or is the path of one slice of a model.
     """
     if isinstance(given, Checkpoint):
-        given._mapped()  # raises an error if it is closed, which only some loads would notice
-        yield _chosen(given, root, whole, allow_classes)
+        with given._anew() as own:
+            yield _chosen(own, root, whole, allow_classes)
         return
     if isinstance(given, Mapping):
         raise TypeError("expected a checkpoint, not a state dict in memory")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -153,6 +153,8 @@ class OptimizerSlots:
         saved: Their saved state.
         options: How to load.
         device: The device for the state of a parameter on meta.
+        weights: The weights that were saved beside the state, by canonical name, if they are known.
+        undecided: The ids of parameters on meta that get the dtype of the checkpoint.
 
     Raises:
         StateDictMismatch: If a shape or a layout does not match. With ``strict``, also if a
@@ -166,12 +168,15 @@ class OptimizerSlots:
         saved: Saved,
         options: StateDictOptions,
         device: torch.device,
+        weights: Mapping[str, Any],
+        undecided: Container[int],
     ) -> None:
         self.module = nn.Module()
         self.buffers: dict[str, Any] = self.module._buffers
         self.values: dict[str, Stored] = {}
         self._devices: dict[str, torch.device] = {}
         self._holders, self._saved, self._options, self._device = holders, saved, options, device
+        self._weights, self._undecided = weights, undecided
         self.report, self._left_alone = OptimizerReport(), set[str]()
         self.states = [self._match(each) for each in holders]
         known = {fqn for each in holders for held in each.params for fqn in held.fqns}
@@ -223,6 +228,8 @@ class OptimizerSlots:
             new.hyper.append(self._match_group(group, params))
             if strict and new.hyper[-1] and params:
                 _require_kind(holder.optimizer, group, new.hyper[-1])
+            if new.hyper[-1]:
+                new.hyper[-1].update(_fill_in(holder.optimizer, group, new.hyper[-1]))
             loaded, needs = {**group, **new.hyper[-1]}, dict[Any, dict[Any, int]]()
             for held in params:
                 name = held.name_in(saved.state)
@@ -356,6 +363,8 @@ class OptimizerSlots:
         like = self._layout(owner, value, live, path)
         check_value(key, like, value, self._options)
         device, dtype = _goal(owner, value, live, path, self._device)
+        if path[-1] != "step":
+            dtype = self._dtype_of(owner, value, live, path)
         if isinstance(value, torch.Tensor) and is_wrapper(local_tensor(value)):
             if value is live:
                 return live
@@ -364,18 +373,34 @@ class OptimizerSlots:
         needed = tuple(value.shape), device, dtype, spread_of(like)
         if live is not None and _can_take(live) and _form(live) == needed:
             slot = live
-        elif is_dtensor(like):
-            local = torch.empty(local_shape(spans_of(like)), dtype=dtype, device="meta")
-            slot = wrap(like, local)
         else:
+            shape = local_shape(spans_of(like)) if is_dtensor(like) else value.shape
             # On meta a tensor gets the saved dtype.
             where = "meta" if dtype == value.dtype else device
-            slot = torch.empty(value.shape, dtype=dtype, device=where)
+            slot = torch.empty(shape, dtype=dtype, device=where)
+            slot = wrap(like, slot) if is_dtensor(like) else slot
         while key in self.values:  # a dict may have the keys 0 and "0"
             key += "'"
         self.buffers[key] = slot
         self.values[key], self._devices[key] = value, device
         return Slot(key)
+
+    def _dtype_of(
+        self, owner: _Owner, value: Stored, live: torch.Tensor | None, path: Path
+    ) -> torch.dtype:
+        """Return the dtype for a state: the parameter's, unless the optimizer keeps another one."""
+        saved, goal = value.dtype, owner.param.dtype
+        if saved == goal or not (saved.is_floating_point and goal.is_floating_point):
+            return saved
+        if id(owner.param) in self._undecided or not _is_plain(owner.held.optimizer):
+            return saved  # or a method of the optimizer decides it
+        # Other optimizers than torch's may make state in float32 for parameters of any dtype.
+        own = owner.initial.get(path, live)
+        if own is not None:
+            return own.dtype
+        # Only a step can make it, and it was made in this dtype for a weight of the same dtype.
+        weight = self._weights.get(owner.held.name_in(self._weights) or "")
+        return saved if getattr(weight, "dtype", None) == goal else goal
 
     def _layout(
         self, owner: _Owner, value: Stored, live: torch.Tensor | None, path: Path
@@ -545,10 +570,9 @@ def _needed_by(held: Held) -> dict[Any, int]:
     dtype = held.param.dtype
     if not (dtype.is_floating_point or dtype.is_complex):  # it takes no step
         return {}
-    # On meta, where it takes no memory. A fused optimizer refuses this device.
+    # On meta, where it takes no memory.
     like = torch.empty(held.param.shape, dtype=dtype, device="meta")
-    group = {**held.group, "fused": False}
-    found = initial_state(replace(held, param=like.requires_grad_(), group=group)) or {}
+    found = initial_state(replace(held, param=like.requires_grad_())) or {}
     return {key: value.dim() if torch.is_tensor(value) else 0 for key, value in found.items()}
 
 
@@ -669,6 +693,23 @@ def _require_kind(
         )
 
 
+def _fill_in(optimizer: Any, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that a saved group lacks, with the values of the optimizer's own code.
+
+    A file may be older than an option. ``__setstate__`` then adds what the optimizer did before it
+    had the option, not what the caller selected. It is called on a copy without parameters.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer) or group.keys() <= {*saved, "params"}:
+        return {}
+    copied, made = object.__new__(type(optimizer)), {**saved, "params": []}
+    vars(copied).update(vars(optimizer), defaults={**optimizer.defaults})  # torch adds to it
+    try:
+        copied.__setstate__({"state": defaultdict(dict), "param_groups": [made]})
+    except Exception:  # the load calls it again, and raises the error there
+        return {}
+    return {key: made[key] for key in made.keys() - saved.keys() - {"params"}}
+
+
 def _require_same(a: dict[str, Any], b: dict[str, Any], first: str, second: str) -> None:
     for key in sorted((a.keys() & b.keys()) - {"param_names"}, key=str):
         same = a[key] is b[key] or bool(torch.as_tensor(a[key] == b[key]).all())
@@ -737,8 +778,8 @@ def set_states(slots: OptimizerSlots, commit: Commit, *, own_code: bool) -> None
         if not is_left_to_us(optimizer):
             _let_load(new, slots, state)
             continue
-        # Optimizer.load_state_dict would cast every moment to its parameter's dtype: float32
-        # moments of bfloat16 weights would lose precision (pytorch/pytorch#43706).
+        # Optimizer.load_state_dict would cast state that the optimizer keeps in float32 for
+        # bfloat16 weights (pytorch/pytorch#43706).
         for group, hyper in zip(optimizer.param_groups, new.hyper, strict=True):
             group.update(hyper)
         kept = {"state": defaultdict(dict, state), "param_groups": optimizer.param_groups}

@@ -294,6 +294,8 @@ def initial_state(held: Held) -> dict[Any, Any] | None:
         return None
     stand_in = param.detach().clone().requires_grad_()
     stand_in.grad = moment
+    if param.is_meta:  # a fused optimizer refuses this device
+        group = {**group, "fused": False}
     state: dict[torch.Tensor, dict[Any, Any]] = defaultdict(dict)
     shadow = object.__new__(type(optimizer))
     vars(shadow).update(vars(optimizer), state=state, param_groups=[{**group, _PARAMS: [stand_in]}])

@@ -306,7 +306,7 @@ class Selection:
             Part.OPTIMIZERS if state is None else Part.BOTH,
             self.run.holder(self.run.owners[names[0]] if state is None else None),
             [self.run.optimizers[name] for name in names],
-            state,
+            self.tensors if state is None else state,
             saved if names else {},
             StateDictOptions(full_state_dict=True),
             process_group=group,

@@ -43,6 +43,7 @@ from torchlift._save.replicas import (
     difference_error,
     find_differences,
 )
+from torchlift._skeleton.construction import changed_on_meta
 from torchlift._sources.opening import (
     IN_MEMORY,
     Given,
@@ -294,9 +295,11 @@ def set_optimizer_state_dict(
 ) -> OptimizerReport:
     """Load optimizer state by the canonical names of parameters, with groups in any order.
 
-    No step is taken. Tensors keep the dtype that they were saved with (pytorch/pytorch#43706). The
-    state of frozen parameters is loaded, too (pytorch/pytorch#192202). With ``strict=False``, state
-    that is missing stays as it was (pytorch/pytorch#34660, pytorch/pytorch#132628).
+    No step is taken. Floating-point state gets the dtype of its parameter as in torch, unless the
+    optimizer keeps it in another one (pytorch/pytorch#43706). Options that the saved groups lack
+    get the values of the optimizer's ``__setstate__``. The state of frozen parameters is loaded,
+    too (pytorch/pytorch#192202). With ``strict=False``, state that is missing stays as it was
+    (pytorch/pytorch#34660, pytorch/pytorch#132628).
 
     Args:
         model: The model whose parameters the optimizers hold.
@@ -781,7 +784,12 @@ class _Job:
         """Match the optimizers' state with the optimizers, once. Nothing changes."""
         if self.slots is None and self.state.optimizer is not None:
             saved = self.state.optimizer
-            self.slots = OptimizerSlots(self.holders, saved, self.options, self.device)
+            weights = self.call.model_state if self.state.model is None else self.state.model
+            blank = (group for group in self.tree.groups if group.tensor.is_meta)
+            undecided = {id(group.tensor) for group in blank if not changed_on_meta(group)[0]}
+            self.slots = OptimizerSlots(
+                self.holders, saved, self.options, self.device, weights or {}, undecided
+            )
 
     def source(self, values: Mapping[str, Any], versions: Any = None) -> StateSource:
         """Return values as the source of a load."""

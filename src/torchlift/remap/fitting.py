@@ -19,7 +19,8 @@ from torch import nn
 
 from torchlift._checkpoint.checkpoint import Checkpoint
 from torchlift._model.devices import Device, checked_device, spelled_device
-from torchlift._model.slots import collect, is_lazy, walk
+from torchlift._model.names import Names
+from torchlift._model.slots import ModuleTree, is_lazy
 from torchlift._model.torch_private import storage_key
 from torchlift._plan.names import rewrite_entries
 from torchlift._plan.rules import DtypeRule, Rename, entry_like, stored_dtype, target_dtype
@@ -217,19 +218,21 @@ class _Tensor:
 
 
 def _of_model(model: nn.Module, dtype: DtypeRule) -> list[_Tensor]:
-    """List the tensors of a module in the order of registration."""
-    tensors = []
-    for group in collect(model):
+    """List the tensors of a module in the order of registration, under reported names."""
+    tensors, tree = [], ModuleTree(model)
+    reported = Names(tree).canonical
+    for group in tree.groups:
+        names = tuple(map(reported, group.names))
         tensor, becomes = group.tensor, group.tensor.dtype
         if is_lazy(tensor):
             continue
         if group.persistent:
-            becomes = target_dtype(dtype, entry_like(group.fqn, group), tensor, becomes)
+            becomes = target_dtype(dtype, entry_like(names[0], group), tensor, becomes)
         # Some tensor subclasses have no storage.
         is_plain = type(tensor) in (torch.Tensor, nn.Parameter)
         storage = storage_key(tensor) if is_plain else id(tensor)
         nbytes = tensor.numel() * becomes.itemsize
-        tensors.append(_Tensor(group.names, nbytes, becomes, storage))
+        tensors.append(_Tensor(names, nbytes, becomes, storage))
     return tensors
 
 
@@ -338,10 +341,13 @@ def _find_whole(
     Raises:
         PlacementError: If an item of `no_split` matches nothing.
     """
-    kinds = {
-        prefix.removesuffix("."): {kind.__name__ for kind in type(module).__mro__}
-        for prefix, module in (() if model is None else walk(model))
-    }
+    kinds: dict[str, set[str]] = {}  # path -> names of the classes of its module and its wrappers
+    if model is not None:
+        tree = ModuleTree(model)
+        reported = Names(tree).canonical
+        for prefix, module in tree.paths:
+            path = reported(prefix).removesuffix(".")
+            kinds.setdefault(path, set()).update(kind.__name__ for kind in type(module).__mro__)
     sizes: Counter[str] = Counter()  # path -> bytes below it
     for tensor in tensors:
         for path in prefixes(name.rpartition(".")[0] for name in tensor.names) - {""}:
