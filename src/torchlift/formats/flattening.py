@@ -374,6 +374,8 @@ def name_text(name: object) -> str:
         >>> name_text("a"), name_text(1), name_text((1, "b"))
         ('a', '1', "(1, 'b')")
     """
+    if type(name) is int and name.bit_length() > 64:
+        return hex(name)  # Python refuses to print more than 4,300 decimal digits
     return name if type(name) is str else str(name)
 
 
@@ -593,10 +595,11 @@ def blocked_error(
             without = Hint(f"Load without {them}: ", left_out)
             without = without if loading else Hint("Take the tensors by their keys")
             hint = Hint(without, ", or ", Argument("root"), " for a part of the file. ")
+        numpy, torch = "numpy.load(path, allow_pickle=True)", "torch.load(path, weights_only=False)"
         hint = Hint(
             hint,
-            "torch.load(path, weights_only=False) rebuilds it and can run any code. Call that "
-            "only if you trust the author of the file.",
+            f"{numpy if index.format == 'npz' else torch} rebuilds it and can run any code. Call "
+            "that only if you trust the author of the file.",
         )
     return UnsafeError(
         f"only unpickling could rebuild it, through {name}, and that can run code",
