@@ -24,7 +24,7 @@ from torchlift._model.torch_private import REBUILD_SPARSE, key_of
 from torchlift._save.blocks import Block, Workspace, entry_blocks, tensor_blocks
 from torchlift._save.pickling import MAX_DEPTH, Rebuilt, Shared, is_array, require_plain
 from torchlift._system.text import clipped_list, printable
-from torchlift.errors import Argument, Hint, PlacementError
+from torchlift.errors import Argument, FormatError, Hint, PlacementError
 from torchlift.formats.flattening import (
     ROOT_OBJECT,
     ROOT_TENSOR,
@@ -36,6 +36,7 @@ from torchlift.formats.flattening import (
 from torchlift.formats.index import ITEMSIZE, Chunk, Leaf, TensorEntry, is_row_major
 from torchlift.formats.layout import Stored, is_unicode
 from torchlift.formats.torch_zip import repeats_too_often
+from torchlift.formats.unpickle import check_key
 
 #: Callable from a tensor of a checkpoint to the dtype that it is saved with.
 Becomes = Callable[[TensorEntry], torch.dtype]
@@ -394,11 +395,14 @@ class _Walk:
         if is_array(value) and self._plain:  # `weights_only=True` refuses the class of arrays
             found, lost = value.tolist(), f"a numpy array of {value.dtype} {list(value.shape)}"
         elif is_kind or type(value) in (*_PAIR, list, tuple):
+            is_dict = isinstance(value, Mapping)
+            for name in value if is_dict and self._plain else ():
+                if type(name) is not str:
+                    _require_readable_key(name, key)
             items = {
                 name: self._resolve(item, _join(key, name_text(name), depth), depth + 1)
                 for name, item in items_of(value)
             }
-            is_dict = isinstance(value, Mapping)
             kind: Any = type(value) if not is_kind else dict if is_dict else tuple
             found = kind(items if is_dict else items.values())
             if is_kind:
@@ -461,6 +465,23 @@ def _is_kind(value: object) -> bool:
 def _join(key: str, name: str, above: object) -> str:
     """Return the key of an item. `above` is empty only for items of the outermost container."""
     return f"{key}.{name}" if above else name
+
+
+def _require_readable_key(name: object, key: str) -> None:
+    """Refuse a dictionary key that the reader refuses, because it is costly to hash or to print.
+
+    Raises:
+        PlacementError: If it is such a key. Its container has the key `key`.
+    """
+    try:
+        check_key(name)
+    except FormatError as error:
+        raise PlacementError(
+            f"{error.reason}, which would not be read back",
+            entry=key or None,
+            found=name_text(name),
+            hint="Rename it in the state.",
+        ) from error
 
 
 def _text(name: object) -> str:
