@@ -143,8 +143,8 @@ DOORS: dict[str, Callable[[str], object]] = {
     "save a folder": lambda url: torchlift.save({"w": _linear().weight}, url, format="dcp"),
     "Keeper": torchlift.Keeper,
     "reader": lambda url: torchlift.distributed.CheckpointReader(url).read_metadata(),
-    "reader's check": lambda url: (
-        torchlift.distributed.CheckpointReader.validate_checkpoint_id(url)
+    "reader's check": lambda url: torchlift.distributed.CheckpointReader.validate_checkpoint_id(
+        url
     ),
     "bench": lambda url: torchlift.bench.compare(url, repeat=1),
 }

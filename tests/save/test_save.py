@@ -709,6 +709,32 @@ def test_a_key_of_any_size_is_compared_in_memory() -> None:
     assert torchlift.digest(a) != torchlift.digest(b)
 
 
+@each_format
+def test_a_skeleton_without_values_says_how_it_gets_them(tmp_path: Path, format: str) -> None:
+    """Both ways that the hint names work, for a state dict too. Nothing advises to_dense()."""
+    torchlift.save(nn.Linear(2, 2), tmp_path / "values.pt")
+    path = tmp_path / "out" / NAMES[format]
+    for fill in (lambda m: torchlift.load(m, tmp_path / "values.pt"), torchlift.materialize):
+        model = torchlift.skeleton(nn.Linear, 2, 2)
+        for state in model, model.state_dict(), {"model": model}:
+            with pytest.raises(PlacementError) as met:
+                torchlift.save(state, path, format=format)
+            assert "without values" in str(met.value.found)
+            assert "torchlift.load" in str(met.value.hint)
+        with pytest.raises(PlacementError):
+            torchlift.convert(model.state_dict(), path, format=format, overwrite=True)
+        with pytest.raises(PlacementError), torchlift.Keeper(tmp_path / "runs") as keeper:
+            keeper.save(1, model=model)
+        fill(model)
+        torchlift.save(model, path, format=format)
+        assert torch.equal(torchlift.open(path)["weight"], model.weight)
+    odd = torch.empty(2, 2, device="meta", layout=torch.sparse_coo)
+    with pytest.raises(PlacementError) as met:
+        torchlift.save({"odd": odd}, path, format=format)
+    assert met.value.entry == "odd"
+    assert "to_dense" not in str(met.value.hint)
+
+
 class Moments(NamedTuple):
     """A named tuple, as optimizers in functional style have."""
 

@@ -320,6 +320,8 @@ class _Walk:
         if isinstance(value, torch.Tensor) and (attributes := _attributes_of(value)):
             state.lost[key or "(all)"] = attributes
         call = call_of(value) if self._plain and is_tensor else None
+        if call is not None and isinstance(value, torch.Tensor) and value.is_meta:
+            raise kind_error(key, _kind_of(value))
         if call is not None:
             return self._rebuild(value, call, key if path else ROOT_TENSOR, path or (ROOT_TENSOR,))
         if not path:
@@ -626,11 +628,13 @@ class TensorKind(NamedTuple):
         name: for messages.
         dense: the call that makes dense tensors of it, or an empty text.
         is_kept: whether a torch file keeps it.
+        fix: how it gets values, if it has none.
     """
 
     name: str
     dense: str = ""
     is_kept: bool = False
+    fix: str = ""
 
 
 def _kind_of(value: object) -> TensorKind:
@@ -643,7 +647,13 @@ def _kind_of(value: object) -> TensorKind:
     elif not isinstance(value, torch.Tensor):
         return TensorKind(name)
     elif is_lazy(value):
-        return TensorKind(f"a {name}, which gets its shape when the module is first called")
+        name = f"a {name}, which gets its shape when the module is first called"
+        return TensorKind(name, fix="Call the module once.")
+    elif value.is_meta:
+        return TensorKind(
+            f"a {_name(value.layout)} tensor on meta, without values",
+            fix="Load its values with torchlift.load, or make them with torchlift.materialize.",
+        )
     else:
         kind, dtype = _name(value.layout).replace("_", " "), _name(value.dtype)
         is_quantised, is_sparse = value.is_quantized, value.layout is not torch.strided
@@ -669,7 +679,7 @@ def kind_error(key: str, kind: TensorKind, path: str | None = None) -> Placement
     """
     ways = ["save as a torch file, which keeps it"] if kind.is_kept else []
     ways += [f"save {kind.dense}"] if kind.dense else []
-    hint = Hint(", or ".join(ways).capitalize(), ".") if ways else None
+    hint = Hint(", or ".join(ways).capitalize(), ".") if ways else Hint(kind.fix or "") or None
     if path is not None:
         leave = Argument("exclude", f"[{key!r}]", (key,))
         made = f", or return {kind.dense} from transform=." if kind.dense else "."

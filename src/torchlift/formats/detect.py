@@ -65,6 +65,7 @@ _EXPECTED = (
     "a file of torch (TorchScript and pt2, too), safetensors, GGUF or numpy, or an *.index.json"
 )
 _TENSORFLOW = "Read it with tf.train.load_checkpoint, and save its arrays with numpy.savez."
+_REPACK = "If it was unpacked, run this in the parent folder: zip -0 -r -D model.pt"
 #: (pattern of the first bytes, name of the format, hint). The first match counts.
 _FOREIGN: tuple[tuple[bytes, str, str], ...] = (
     (rb"version https://git-lfs\.github\.com/spec/",
@@ -78,14 +79,19 @@ _FOREIGN: tuple[tuple[bytes, str, str], ...] = (
      "Open the file of the same name without the ._ in front."),
     (rb"tjgg|lmgg|fmgg|algg", "a ggml file from before GGUF",
      "Convert it to GGUF with the llama.cpp of its time, or fetch the model as GGUF."),
-    (rb".{4}ET1\d", "an ExecuTorch program (.pte)",
-     "Its weights are compiled into it: save the state dict of the model it was made from."),
+    (rb".{4}(?:ET1\d|FT01)", "an ExecuTorch program (.pte), or the weights of one (.ptd)",
+     "It was compiled from a model: save the state dict of that model."),
     (rb".{4}TFL3", "a TensorFlow Lite model", "Read it with tf.lite.Interpreter."),
     (rb"ptrt|ftrt", "an engine of TensorRT",
      "Its weights are compiled into it: use the model that it was made from."),
     (rb"\x08\x01\x12", "a TensorFlow SavedModel", _TENSORFLOW),
     (rb"\x08[\x03-\x1f](?:\x12(?:\0|[\x01-\x7f][ -~])|[\x1a\x22\x28\x32\x3a\x42])", "an ONNX model",
      "Read it with onnx: its numpy_helper gives each initializer as an array."),
+    (rb"\x80[\2-\5].*[\0\7]storage[q\x94]", "the data.pkl of a torch file, without its values",
+     f"Open the torch file itself. {_REPACK} model"),
+    (rb"\x80[\2-\5].*(?:c|\x8c.)numpy[.\n]", "a pickle of NumPy arrays",
+     "Only unpickling reads it, which can run any code. If you trust its author, load it with "
+     "pickle.load, make tensors with torch.from_numpy, and save these with torchlift.save."),
     (rb"\x80[\2-\5]", "a pickle that torch.save did not write",
      "Only unpickling could read it, which can run any code: ask for a file written by "
      "torch.save or safetensors."),
@@ -94,12 +100,13 @@ _FOREIGN: tuple[tuple[bytes, str, str], ...] = (
      "a msgpack file, such as flax writes",
      "Load it with flax.serialization.msgpack_restore, and save its arrays with safetensors.flax."),
 )  # fmt: skip
+_TENSORFLOW_DATA = r".*\.data-\d{5}-of-\d{5}"
 #: The same with the name of a record of a zip archive, or of a file in a directory.
 _FOREIGN_NAMES: tuple[tuple[str, str, str], ...] = (
     (r"model\.weights\.h5", "a Keras model (.keras)",
      "Read it with keras, or take model.weights.h5 out of it and read that with h5py."),
     (r"(?:.*/)?saved_model\.pb", "a TensorFlow SavedModel", _TENSORFLOW),
-    (r".*\.data-\d{5}-of-\d{5}", "a TensorFlow checkpoint", _TENSORFLOW),
+    (_TENSORFLOW_DATA, "a TensorFlow checkpoint", _TENSORFLOW),
     (r"_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt", "a checkpoint of orbax (jax)",
      "Read it with orbax, and save its arrays with numpy.savez or safetensors."),
     (r"(?:.*/)?\.data/extern_modules", "a package of torch.package",
@@ -191,6 +198,8 @@ def read_index(
     except CheckpointError:
         raise
     except FileNotFoundError as error:
+        with errors_name(absolute):
+            _refuse_part(absolute)
         hint = _elsewhere(name)
         raise NotFound("no such file or directory", file=absolute, hint=hint) from error
     except PermissionError as error:
@@ -244,6 +253,8 @@ def _read_file(path: str, budget: Budget | None = None) -> Index:
             return read_sharded(source, _read_file)
         if _called(head) == _OF_DCP:
             raise _part_of_dcp(path)
+        if budget is None:  # else it is a part of another checkpoint, or a temporary copy
+            _refuse_part(path)
         raise _foreign(head, source.size)
 
 
@@ -268,6 +279,31 @@ def _read_archive(source: Source) -> Index:
             hint="Save again. The error names the object that torch.save cannot write.",
         )
     return read_torch_zip(source, records=records)  # raises the error that names what is missing
+
+
+def _refuse_part(path: str) -> None:
+    """Refuse a path that names a part of a checkpoint which the files next to it show."""
+    if is_url(path):
+        return
+    import glob  # late: a checkpoint does not need it
+
+    _refuse_unpacked([parent(path), parent(parent(path))])
+    stem = re.sub(r"\.(?:index|data-\d{5}-of-\d{5})$", "", path)
+    parts = map(os.path.basename, glob.glob(f"{glob.escape(stem)}.data-*"))
+    _refuse_foreign(parts, [each for each in _FOREIGN_NAMES if each[0] == _TENSORFLOW_DATA])
+
+
+def _refuse_unpacked(folders: Iterable[str]) -> None:
+    """Refuse a torch file that was unpacked. macOS unpacks downloads without being asked."""
+    for folder in folders:
+        if all(exists(inside(folder, name)) for name in ("data.pkl", "version")):
+            raise FormatError(
+                "this is a torch file that was unpacked into a folder",
+                file=folder,
+                expected="the file itself",
+                hint=f"Run this in the parent folder: zip -0 -r -D model.pt "
+                f"{shlex.quote(os.path.basename(folder))}",
+            )
 
 
 def _refuse_foreign(names: Iterable[str], known: Iterable[tuple[str, str, str]]) -> None:
@@ -378,16 +414,7 @@ def _read_directory(path: str) -> Index:
         return read()
     if components := _components(path, names):
         raise _several("the directory holds several directories with checkpoints", components, path)
-    # macOS unpacks downloads without being asked, and torch cannot read the folder.
-    for folder in [path, *_folders(path, names)]:
-        if {"data.pkl", "version"} <= {*names_in(folder)}:
-            top = shlex.quote(os.path.basename(folder))
-            raise FormatError(
-                "this is a torch file that was unpacked into a folder",
-                file=folder,
-                expected="the file itself",
-                hint=f"Run this in the parent folder: zip -0 -r -D model.pt {top}",
-            )
+    _refuse_unpacked([path, *_folders(path, names), *([] if is_url(path) else [parent(path)])])
     _refuse_foreign(names, _FOREIGN_NAMES[:-1])
     if found := [name for name in names if _may_be_weights(inside(path, name))]:
         _read_file(locate(path, found[0]), Budget())  # raises the error that names the format
