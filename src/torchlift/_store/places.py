@@ -70,6 +70,19 @@ def place_of(
     return os.path.abspath(name)
 
 
+def readable(place: str) -> str:
+    """Return the place whose bytes are read: the hub's cache for ``hf``, if that is offline.
+
+    Raises:
+        NotFound: If the cache does not contain it.
+    """
+    if isinstance(place, Url) and place.startswith("hf://"):
+        from torchlift._store.hub import cached
+
+        return cached(place) or place
+    return place
+
+
 def _url(target: str, options: Mapping[str, Any]) -> Url:
     scheme, _, rest = target.partition("://")
     return Url(f"{scheme.lower()}://{rest}", Store(transport_of(scheme.lower()), options))

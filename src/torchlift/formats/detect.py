@@ -26,6 +26,7 @@ from torchlift._store.places import (
     names_in,
     parent,
     place_of,
+    readable,
 )
 from torchlift._system.memory import collection_paused
 from torchlift._system.text import printable
@@ -186,7 +187,7 @@ def read_index(
     name = os.fsdecode(path)
     if not name:  # an unset variable: nobody means the current directory
         raise FormatError("the path is empty", hint="Pass the path of a file or directory.")
-    absolute = place_of(name, storage_options)
+    absolute = readable(place_of(name, storage_options))
     try:
         with collection_paused(), errors_name(absolute):
             # HTTP cannot list a folder, but the metadata names every file of it.
@@ -195,7 +196,11 @@ def read_index(
             if is_folder(absolute):
                 return _read_directory(absolute)
             return _read_file(absolute, Budget() if alone else None)
-    except CheckpointError:
+    except CheckpointError as error:
+        if type(error) is FormatError and is_url(absolute) and "/blob/" in absolute:
+            # A hub or a forge shows this address as a page.
+            bytes_at = absolute.replace("/blob/", "/resolve/", 1)
+            error.hint = f"If this is the page of a file on a hub, open its bytes: {bytes_at}"
         raise
     except FileNotFoundError as error:
         with errors_name(absolute):
@@ -587,7 +592,7 @@ def optimizer_in(
         FormatError: If the folder has several optimizer states.
         UnsafeError: If a link leads out of the folder.
     """
-    place = place_of(path, storage_options) if os.fspath(path) else ""
+    place = readable(place_of(path, storage_options)) if os.fspath(path) else ""
     if not place or not is_folder(place):
         return place
     names = _checkpoint_names(names_in(place))
