@@ -281,7 +281,7 @@ def _choose(source: _Source, options: Options, target: Target) -> Index:
     hint = state_hint(index.objects) if any(map(is_state, source.given)) else None
     if hint:
         raise PlacementError("an object cannot be converted", file=index.path, hint=hint)
-    arrays = {key: value for key, value in index.objects.items() if is_array(value)}
+    arrays: dict[str, Any] = {k: value for k, value in index.objects.items() if is_array(value)}
     if target.only_tensors and arrays:  # of memory: those of a file are records
         key, value = arrays.popitem()
         raise PlacementError(

@@ -678,9 +678,9 @@ def _hint(
     if matched.fits:  # allowed names are intended, unless nothing matches
         missing, unexpected = _find_disallowed(matched, options)
     if not _is_of(model, "peft.peft_model", "PeftModel") and (
-        hint := hint_of_computed(missing, unexpected)
+        computed := hint_of_computed(missing, unexpected)
     ):
-        return hint
+        return computed
     if not missing or not unexpected:
         return None
     names = {*unexpected}

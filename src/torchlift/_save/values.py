@@ -628,7 +628,7 @@ class TensorKind(NamedTuple):
         name: for messages.
         dense: the call that makes dense tensors of it, or an empty text.
         is_kept: whether a torch file keeps it.
-        fix: how it gets values, if it has none.
+        fix: How to give values to a tensor without any.
     """
 
     name: str

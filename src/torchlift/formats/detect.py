@@ -66,6 +66,9 @@ _EXPECTED = (
     "a file of torch (TorchScript and pt2, too), safetensors, GGUF or numpy, or an *.index.json"
 )
 _TENSORFLOW = "Read it with tf.train.load_checkpoint, and save its arrays with numpy.savez."
+#: The start of a checkpoint's index, with the number of its shards, and the name of a shard.
+_TENSORFLOW_INDEX = rb"\0\0[\4-\x0f]\x08[\1-\xff]{1,3}\x1a[\2]\x08"
+_TENSORFLOW_DATA = r".*\.data-\d{5}-of-\d{5}"
 _REPACK = "If it was unpacked, run this in the parent folder: zip -0 -r -D model.pt"
 #: (pattern of the first bytes, name of the format, hint). The first match counts.
 _FOREIGN: tuple[tuple[bytes, str, str], ...] = (
@@ -86,6 +89,7 @@ _FOREIGN: tuple[tuple[bytes, str, str], ...] = (
     (rb"ptrt|ftrt", "an engine of TensorRT",
      "Its weights are compiled into it: use the model that it was made from."),
     (rb"\x08\x01\x12", "a TensorFlow SavedModel", _TENSORFLOW),
+    (_TENSORFLOW_INDEX, "a TensorFlow checkpoint", _TENSORFLOW),
     (rb"\x08[\x03-\x1f](?:\x12(?:\0|[\x01-\x7f][ -~])|[\x1a\x22\x28\x32\x3a\x42])", "an ONNX model",
      "Read it with onnx: its numpy_helper gives each initializer as an array."),
     (rb"\x80[\2-\5].*[\0\7]storage[q\x94]", "the data.pkl of a torch file, without its values",
@@ -101,7 +105,6 @@ _FOREIGN: tuple[tuple[bytes, str, str], ...] = (
      "a msgpack file, such as flax writes",
      "Load it with flax.serialization.msgpack_restore, and save its arrays with safetensors.flax."),
 )  # fmt: skip
-_TENSORFLOW_DATA = r".*\.data-\d{5}-of-\d{5}"
 #: The same with the name of a record of a zip archive, or of a file in a directory.
 _FOREIGN_NAMES: tuple[tuple[str, str, str], ...] = (
     (r"model\.weights\.h5", "a Keras model (.keras)",
@@ -290,12 +293,11 @@ def _refuse_part(path: str) -> None:
     """Refuse a path that names a part of a checkpoint which the files next to it show."""
     if is_url(path):
         return
-    import glob  # late: a checkpoint does not need it
-
     _refuse_unpacked([parent(path), parent(parent(path))])
-    stem = re.sub(r"\.(?:index|data-\d{5}-of-\d{5})$", "", path)
-    parts = map(os.path.basename, glob.glob(f"{glob.escape(stem)}.data-*"))
-    _refuse_foreign(parts, [each for each in _FOREIGN_NAMES if each[0] == _TENSORFLOW_DATA])
+    index = f"{path}.index"
+    is_prefix = os.path.isfile(index) and re.match(_TENSORFLOW_INDEX, head_of(index, HEAD))
+    if is_prefix or re.fullmatch(_TENSORFLOW_DATA, name_of(path)):
+        raise FormatError("this is a TensorFlow checkpoint", expected=_EXPECTED, hint=_TENSORFLOW)
 
 
 def _refuse_unpacked(folders: Iterable[str]) -> None:
