@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import functools
 import io
@@ -10,16 +11,20 @@ import os
 import pickle
 import resource
 import struct
+import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from checkpoint_files import Call, deflated, same_bits, tensor, write_safetensors, write_zip
 from damaged_files import damage, flip
 from hypothesis import given, settings
@@ -28,6 +33,7 @@ from int8_weights import Int8
 from safetensors.torch import save_file
 from small_models import Mixed, saved, tensors_of
 from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import torchlift
 from torchlift.errors import CheckpointError, FormatError, IntegrityError, UnsafeError
@@ -394,6 +400,42 @@ def test_what_would_run_code_is_listed_and_refused(tmp_path):
     assert "root= for a part" in str(e.value)
     assert list(ckpt.state_dict()) == ["w"]
     assert not witness.exists()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [argparse.Namespace(lr=0.1), [Fraction(1, 2), Decimal(3)], {"a": argparse.Namespace(b=[1])}],
+)
+@pytest.mark.parametrize("zipped", [True, False])
+def test_the_classes_that_hold_data_are_named_for_torch(tmp_path, value, zipped):
+    """A load with these classes allowed gives the value, and runs no other code of the file."""
+    path = tmp_path / "x.pt"
+    torch.save({"w": torch.ones(2), "args": value}, path, _use_new_zipfile_serialization=zipped)
+    ckpt = torchlift.open(path)
+    (key,) = ckpt.blocked_keys
+    with pytest.raises(UnsafeError) as caught:
+        ckpt[key]
+    call = f"torch.serialization.safe_globals([{', '.join(ckpt.blocked)}]): torch.load(path)"
+    assert call in str(caught.value.hint)
+    classes = [getattr(sys.modules[m], n) for m, _, n in (c.rpartition(".") for c in ckpt.blocked)]
+    with torch.serialization.safe_globals(classes):
+        assert torch.load(path)["args"] == value
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_function_is_not_offered_as_a_class(tmp_path):
+    """Neither is a folder of DCP, or a class among functions, a file for torch.load."""
+    trap = {"w": tensor(), "trap": Call(os.mkdir, "witness"), "args": Call(Fraction, "1/2")}
+    ckpt = torchlift.open(write_zip(tmp_path / "x.pt", trap))
+    dcp.save({"args": argparse.Namespace(a=1)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    folder = torchlift.open(tmp_path / "dcp")
+    for one, key in (ckpt, "trap"), (ckpt, "args"), (folder, "args"):
+        with pytest.raises(UnsafeError) as caught:
+            one[key]
+        assert "safe_globals" not in str(caught.value.hint)
+    assert "format_utils.dcp_to_torch_save(path, file)" in str(caught.value.hint)
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "dcp.pt")
+    assert torch.load(tmp_path / "dcp.pt", weights_only=False)["args"].a == 1
 
 
 def test_a_checkpoint_equals_itself_only(tmp_path):

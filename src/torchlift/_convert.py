@@ -33,6 +33,7 @@ from torchlift._plan.rules import (
     stored_dtype,
 )
 from torchlift._save.blocks import memory_of
+from torchlift._save.pickling import AS_TENSOR, is_array
 from torchlift._save.saving import (
     SaveOptions,
     SaveReport,
@@ -174,7 +175,7 @@ def convert(
         source = _Source(given, layers, index if root == above else select(index, str(root)))
         _require_free(target, overwrite)
         lost = dict[str, str]()
-        chosen = _keep_model(_choose(source, options), target, lost)
+        chosen = _keep_model(_choose(source, options, target), target, lost)
         named = _rename(chosen, rename, source, target)
         with Checkpoint(named.index) as found:
             check_rule(options.dtype, list(found.entries), present=False)
@@ -265,12 +266,13 @@ def _without(index: Index, keys: Collection[str]) -> Index:
     return renamed(index, lambda key: None if key in keys else key) if keys else index
 
 
-def _choose(source: _Source, options: Options) -> Index:
+def _choose(source: _Source, options: Options, target: Target) -> Index:
     """Return the index of the keys that the caller's patterns choose.
 
     Raises:
         MismatchError: If a pattern matches nothing, or the patterns leave no tensor.
-        PlacementError: If a state in memory contains an object that is not plain data.
+        PlacementError: If a state in memory contains an object that is not plain data, or an array
+            where only tensors are stored.
     """
     index = source.index
     others = [*index.objects, *index.blocked_keys]
@@ -279,6 +281,17 @@ def _choose(source: _Source, options: Options) -> Index:
     hint = state_hint(index.objects) if any(map(is_state, source.given)) else None
     if hint:
         raise PlacementError("an object cannot be converted", file=index.path, hint=hint)
+    arrays: dict[str, Any] = {k: value for k, value in index.objects.items() if is_array(value)}
+    if target.only_tensors and arrays:  # of memory: those of a file are records
+        key, value = arrays.popitem()
+        raise PlacementError(
+            "an array of NumPy is not a tensor",
+            file=index.path,
+            entry=key,
+            expected="a tensor",
+            found=f"a numpy array of {value.dtype} {list(value.shape)}",
+            hint=AS_TENSOR,
+        )
     return index
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import pickle
 import shlex
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ import warnings
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -22,7 +24,7 @@ from safetensors.torch import save_file
 from torch.package import PackageExporter, PackageImporter
 
 import torchlift
-from torchlift.errors import CheckpointError, FormatError, UnsafeError
+from torchlift.errors import CheckpointError, FormatError, NotFound, UnsafeError
 from torchlift.formats.detect import read_index
 
 
@@ -284,7 +286,9 @@ def test_a_torch_file_that_was_unpacked_is_named_and_its_way_back_works(
     torch.save(state, tmp_path / f"{top}.pt")
     with zipfile.ZipFile(tmp_path / f"{top}.pt") as archive:
         archive.extractall(tmp_path / "x")
-    for folder in (tmp_path / "x" / top, tmp_path / "x"):
+    unpacked = tmp_path / "x" / top
+    parts = [unpacked / name for name in ("data.pkl", "version", "byteorder", "data", "data/0")]
+    for folder in (unpacked, tmp_path / "x", *filter(Path.exists, parts)):
         for call in (torchlift.open, torchlift.verify):
             with pytest.raises(FormatError, match="unpacked into a folder") as caught:
                 call(folder)
@@ -312,6 +316,7 @@ def test_a_torch_file_that_was_unpacked_is_named_and_its_way_back_works(
         ("ggml-model.bin", b"tjgg" + bytes(99), "ggml"),
         ("adapter.bin", b"algg" + bytes(99), "ggml"),
         ("model.pte", bytes(4) + b"ET12" + bytes(99), "ExecuTorch"),
+        ("model.ptd", b"@\0\0\0FT01FH01" + bytes(99), "ExecuTorch"),
         ("model.ckpt", b"<html>Sign in</html>", "web page"),
         ("model.7z", b"7z\xbc\xaf\x27\x1c" + bytes(99), "7z or rar"),
         ("model.tflite", bytes(4) + b"TFL3" + bytes(99), "TensorFlow Lite"),
@@ -377,6 +382,52 @@ def test_what_is_no_checkpoint_is_named_for_what_it_is(
         with pytest.raises(FormatError, match=what) as caught:
             torchlift.open(tmp_path / name)
         assert caught.value.hint
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_the_pickle_of_a_torch_file_alone_is_named(tmp_path: Path, protocol: int) -> None:
+    """Taken out of its archive, it has no values. The file that it is from has."""
+    torch.save({"w": torch.ones(2)}, tmp_path / "m.pt", pickle_protocol=protocol)
+    with zipfile.ZipFile(tmp_path / "m.pt") as archive:
+        (tmp_path / "x").write_bytes(archive.read("m/data.pkl"))
+    with pytest.raises(CheckpointError, match=r"the data\.pkl of a torch file") as caught:
+        torchlift.open(tmp_path / "x")
+    assert str(caught.value.hint).startswith("Open the torch file itself.")
+    assert len(torchlift.open(tmp_path / "m.pt")) == 1
+
+
+def test_a_checkpoint_of_tensorflow_is_named_by_its_prefix(tmp_path: Path) -> None:
+    """Which is what TensorFlow's users pass, and no file. So are its files, and its folder."""
+    for name in "ckpt-1[a].index", "ckpt-1[a].data-00000-of-00001", "checkpoint":
+        (tmp_path / name).write_bytes(b"\0\0\6\x08\1\x1a\2\x08\1" + bytes(99))
+    for name in "ckpt-1[a]", "ckpt-1[a].index", "ckpt-1[a].data-00000-of-00001", "":
+        for call in (torchlift.open, torchlift.verify, torchlift.digest):
+            with pytest.raises(FormatError, match="a TensorFlow checkpoint") as caught:
+                call(tmp_path / name)
+            assert "tf.train.load_checkpoint" in str(caught.value.hint)
+            assert caught.value.file == str(tmp_path / name).rstrip("/")
+    with pytest.raises(NotFound):
+        torchlift.open(tmp_path / "ckpt")
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("form", ["dict", "array", "nested"])
+def test_a_pickle_of_arrays_is_named_and_its_way_out_works(
+    tmp_path: Path, protocol: int, form: str
+) -> None:
+    """Nothing of it is unpickled by us."""
+    array = np.arange(3.0)
+    state = {"dict": {"w": array}, "array": array, "nested": {"model": {"w": array}, "n": 1}}[form]
+    path = tmp_path / "m.pkl"
+    path.write_bytes(pickle.dumps(state, protocol))
+    with pytest.raises(UnsafeError, match="a pickle of NumPy arrays") as caught:
+        torchlift.open(path)
+    assert all(name in str(caught.value.hint) for name in ("pickle.load", "torch.from_numpy"))
+    with path.open("rb") as file:
+        found = pickle.load(file)
+    found = found if form == "array" else found.get("model", found)["w"]
+    torchlift.save({"w": torch.from_numpy(found)}, tmp_path / "m.safetensors")
+    assert torchlift.open(tmp_path / "m.safetensors")["w"].tolist() == [0, 1, 2]
 
 
 def test_a_package_of_torch_is_named(tmp_path: Path) -> None:

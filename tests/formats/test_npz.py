@@ -73,16 +73,92 @@ def test_a_wrong_bit_in_an_array_fails_its_checksum(tmp_path):
 
 
 def test_what_only_unpickling_could_rebuild_is_listed(tmp_path):
-    """Objects, texts and records are no tensors."""
+    """Objects, alone or in records. NumPy needs a pickle for these alone."""
     np.savez(
         tmp_path / "m.npz", w=np.ones(2), objects=np.array([print], dtype=object),
-        text=np.array(["a"]), record=np.zeros(2, dtype=[("a", "f4")]),
+        record=np.zeros(2, dtype=[("a", "f4"), ("b", "O")]),
     )  # fmt: skip
     with torchlift.open(tmp_path / "m.npz") as ckpt:
         assert list(ckpt) == ["w"]
-        assert ckpt.blocked == ("numpy.dtype(|O)", "numpy.dtype(<U1)", "numpy.dtype(structured)")
-        with pytest.raises(UnsafeError):
-            ckpt["objects"]
+        assert ckpt.blocked == ("numpy.dtype(|O)",)
+        for key in "objects", "record":
+            with pytest.raises(UnsafeError) as caught:
+                ckpt[key]
+            assert "numpy.load(path, allow_pickle=True)" in caught.value.hint
+
+
+@pytest.mark.parametrize("order", "<>|")
+def test_bfloat16_is_read(tmp_path, order):
+    """NumPy writes ml_dtypes' bfloat16 as two raw bytes, in each byte order and layout."""
+    values = torch.randn(2, 3).to(torch.bfloat16)
+    raw = values.view(torch.int16).numpy().astype((">" if order == ">" else "<") + "i2")
+    header = "{'descr': '%sV2', 'fortran_order': %s, 'shape': (2, 3)}"
+    with zipfile.ZipFile(tmp_path / "m.npz", "w") as archive:
+        archive.writestr("c.npy", npy(header % (order, False), raw.tobytes()))
+        archive.writestr("f.npy", npy(header % (order, True), raw.tobytes("F")))
+    (tmp_path / "tensor.npy").write_bytes(npy(header % (order, False), raw.tobytes()))
+    torchlift.convert(tmp_path / "m.npz", tmp_path / "m.safetensors")
+    for name in "m.npz", "m.safetensors", "tensor.npy":
+        with torchlift.open(tmp_path / name) as ckpt:
+            for key in ckpt:
+                assert ckpt[key].dtype == torch.bfloat16
+                assert torch.equal(ckpt[key], values), (name, key)
+
+
+def test_the_one_float8_with_a_code_of_its_own_is_read(tmp_path):
+    """Other dtypes of one byte are raw bytes for NumPy, and could be any of a dozen."""
+    values = torch.tensor([0.5, 1.0, -2.0]).to(torch.float8_e5m2)
+    header = "{'descr': '<f1', 'fortran_order': False, 'shape': (3,)}"
+    (tmp_path / "a.npy").write_bytes(npy(header, bytes(values.view(torch.uint8).tolist())))
+    assert torch.equal(torchlift.open(tmp_path / "a.npy")["tensor"].float(), values.float())
+
+
+#: Name -> an array without a dtype of torch, and the numbers that it holds.
+FOREIGN = {
+    "records": (
+        np.array([(1.5, 2)], dtype=[("x", "f4"), ("y", "i2")]), lambda a: a["x"].copy(), "records"
+    ),
+    "raw bytes": (np.zeros(3, "V3"), lambda a: a.view("uint8"), "raw bytes"),
+    "float8": (np.zeros(3, "V1"), lambda a: a.view("uint8"), "raw bytes"),
+    "dates": (np.array(["2020-01-01"], "M8[D]"), lambda a: a.view("int64"), "dates and times"),
+    "long doubles": (np.ones(2, "g"), lambda a: a.astype("float64"), "real numbers of this size"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_numbers_without_a_dtype_of_torch_are_named_and_never_left_out(tmp_path, name):
+    """Nothing of them is a pickle. The ways out work: a tensor of the numbers, and exclude."""
+    array, to_numbers, what = FOREIGN[name]
+    path, out = tmp_path / "m.npz", tmp_path / "m.safetensors"
+    np.savez(path, w=np.ones(2), other=array)
+    with torchlift.open(path) as ckpt, pytest.raises(FormatError) as caught:
+        ckpt["other"]
+    assert caught.value.entry == "other"
+    assert what in caught.value.reason
+    assert "torch.from_numpy" in caught.value.hint
+    assert ckpt.blocked == ()
+    for target in "m.safetensors", "m.pt", "m.index.json":
+        with pytest.raises(FormatError) as caught:
+            torchlift.convert(path, tmp_path / target)
+        assert caught.value.entry == "other"
+        assert "exclude=['other']" in caught.value.hint
+    numbers = torch.from_numpy(to_numbers(np.load(path)["other"]))
+    torchlift.convert([path, {"other": numbers}], out)
+    assert torch.equal(torchlift.open(out)["other"], numbers)
+    assert torchlift.convert(path, tmp_path / "w.pt", exclude=["other"]).tensors == 1
+
+
+def test_text_is_no_tensor_and_the_report_says_that_it_is_left_out(tmp_path):
+    """Text is plain data, which safetensors never keep. A torch file has to be told."""
+    np.savez(tmp_path / "m.npz", w=np.ones(2), words=np.array(["a"]), codes=np.array([b"b"]))
+    report = torchlift.convert(tmp_path / "m.npz", tmp_path / "m.safetensors")
+    assert {key: "text" in why for key, why in report.lost.items()} == {"words": 1, "codes": 1}
+    with pytest.raises(FormatError) as caught:
+        torchlift.load(torch.nn.Linear(1, 2), tmp_path / "m.npz")
+    assert caught.value.entry == "words"
+    with pytest.raises(FormatError) as caught:
+        torchlift.convert(tmp_path / "m.npz", tmp_path / "m.pt")
+    assert "exclude=['words']" in caught.value.hint
 
 
 def test_a_compressed_archive_is_inflated(tmp_path):

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import socket
 import struct
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from safetensors.torch import save_file
 
 import torchlift
 from torchlift._store.places import exists, inside, is_folder, open_place, place_of
-from torchlift.errors import FormatError, IntegrityError
+from torchlift.errors import FormatError, IntegrityError, PlacementError
 from torchlift.formats.dcp import resolved
 from torchlift.formats.detect import read_index
 from torchlift.formats.index import UNRESOLVED, Index, TensorEntry
@@ -309,6 +310,47 @@ for url in sys.argv[2:]:
     assert len(ranged) == 3 * 2
     assert {asked.headers.get("authorization") for asked in ranged} == {"Bearer hf_secret"}
     assert "hf_secret" not in done.stderr
+
+
+def test_the_cache_of_the_hub_is_read_if_it_is_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By each reader, without a request. Nothing is written into it."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(socket.socket, "connect", None)
+    commit, state = "0" * 40, {f"w{n}": torch.ones(2) for n in range(4)}
+    for kind in "models", "datasets":
+        root = tmp_path / "cache" / f"{kind}--org--name"
+        folder = root / "snapshots" / commit
+        for part in root / "refs", root / "blobs", folder / "sub":
+            part.mkdir(parents=True)
+        (root / "refs" / "main").write_text(commit)
+        torchlift.save(state, folder / "model.safetensors.index.json", max_shard_size=16)
+        torchlift.save(state, folder / "sub" / "x.bin")
+        for path in [*folder.glob("*.*"), folder / "sub" / "x.bin"]:
+            path.rename(blob := root / "blobs" / f"{path.name}.blob")
+            path.symlink_to(blob)
+    names = "", "@main", f"@{commit}", "/model.safetensors.index.json", "/sub", "/sub/x.bin"
+    urls = [f"hf://{kind}org/name{n}" for n in names for kind in ("", "models/", "datasets/")]
+    for url in urls:
+        with torchlift.open(url) as ckpt:
+            assert {*ckpt} == {*state}
+            assert ckpt.path.startswith(str(tmp_path / "cache"))
+            assert len(pickle.loads(pickle.dumps(ckpt))) == 4
+        assert torchlift.verify(url).ok
+        assert torchlift.digest(url) == torchlift.digest(state)
+        assert torchlift.convert(url, tmp_path / "x.pt", overwrite=True).tensors == 4
+    before = sorted((tmp_path / "cache").rglob("*"))
+    with pytest.raises(PlacementError):
+        torchlift.save(state, "hf://org/name/model.safetensors")
+    for url in "hf://org/none", "hf://org/name@v2", "hf://org/name/none.bin", "hf://no name/x":
+        with pytest.raises(FileNotFoundError) as caught:
+            torchlift.open(url)
+        assert caught.value.filename == url
+        assert "HF_HUB_OFFLINE=0" in str(caught.value.hint)  # type: ignore[attr-defined]
+    assert sorted((tmp_path / "cache").rglob("*")) == before
 
 
 def test_a_folder_that_was_removed_is_not_remembered() -> None:

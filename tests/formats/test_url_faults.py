@@ -225,6 +225,31 @@ def test_a_page_that_asks_to_log_in_is_refused_for_what_it_is(server: RangeServe
     assert found["w"].tolist() == [1.0, 1.0, 1.0]
 
 
+@pytest.mark.parametrize("has_ranges", [True, False])
+def test_the_page_of_a_file_names_the_address_of_its_bytes(
+    server: RangeServer, has_ranges: bool
+) -> None:
+    """As a browser shows it for a file of a hub. The address of the hint is opened."""
+    for kind, content in ("resolve", None), ("blob", b"<!doctype html><html>a page</html>"):
+        path = server.folder / "org/name" / kind / "main/m.npz"
+        path.parent.mkdir(parents=True)
+        np.savez(path, w=np.ones(3))
+        if content:
+            path.write_bytes(content)
+
+    def page(asked: Asked, answer: Answer) -> None:
+        if "/blob/" in asked.path and not has_ranges:
+            answer.status, answer.headers = 200, {"Content-Type": "text/html; charset=utf-8"}
+
+    server.fault = page
+    for call in torchlift.open, torchlift.verify, torchlift.digest:
+        with pytest.raises(FormatError) as caught:
+            call(server.url("org/name/blob/main/m.npz?download=true"))
+        url = str(caught.value.hint).rpartition(" ")[2]
+        assert url == server.url("org/name/resolve/main/m.npz")
+    assert torchlift.open(url)["w"].tolist() == [1, 1, 1]
+
+
 def replaced_after(server: RangeServer, number: int) -> None:
     """Replace every file by another one of its size after some answers."""
 

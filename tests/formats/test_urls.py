@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,8 @@ from range_server import RangeServer, facts, serving
 from valid_files import FORMATS
 
 import torchlift
+import torchlift.bench
+import torchlift.distributed
 from torchlift.errors import FormatError, NotFound
 from torchlift.formats.dcp import resolved
 from torchlift.formats.detect import read_index
@@ -107,12 +111,66 @@ def test_a_url_without_a_host_or_a_port_makes_no_sense(url: str) -> None:
         torchlift.open(url)
 
 
-def test_the_url_of_a_file_is_its_path(tmp_path: Path) -> None:
-    """However many slashes and quoted characters are in it."""
+@pytest.mark.parametrize("start", ["file://", "file://localhost", "FILE://LocalHost"])
+def test_the_url_of_a_file_is_its_path(tmp_path: Path, start: str) -> None:
+    """Whatever characters are in it: what starts a query or a fragment elsewhere is a name here."""
     import torch
 
-    torch.save({"w": torch.ones(2)}, tmp_path / "a b.pt")
-    assert torchlift.open((tmp_path / "a b.pt").as_uri()).path == str(tmp_path / "a b.pt")
+    for name in "a b.pt", "a?b.pt", "a#b.pt", "a%3Fb.pt":
+        place = tmp_path / name
+        url = start + str(place).replace("%", "%25")
+        torchlift.save({"w": torch.ones(2)}, url)
+        torchlift.convert(url, f"{url}.safetensors")
+        assert torchlift.open(url).path == str(place)
+        assert torchlift.open(place.as_uri()).path == str(place)
+        assert torchlift.open(f"{url}.safetensors").path == f"{place}.safetensors"
+        with torchlift.Keeper(f"{url}.runs") as keeper:
+            keeper.save(1, model=_linear())
+        assert list(Path(f"{place}.runs").glob("*.pt"))
+
+
+#: Each way to pass a place.
+DOORS: dict[str, Callable[[str], object]] = {
+    "open": torchlift.open,
+    "verify": torchlift.verify,
+    "digest": torchlift.digest,
+    "diff": lambda url: torchlift.diff(url, "model.pt"),
+    "load": lambda url: torchlift.load(_linear(), url),
+    "load from a list": lambda url: torchlift.load(_linear(), ["model.pt", url]),
+    "convert from": lambda url: torchlift.convert(url, "new.safetensors"),
+    "convert to": lambda url: torchlift.convert("model.pt", url, overwrite=True),
+    "save": lambda url: torchlift.save({"w": _linear().weight}, url),
+    "save a folder": lambda url: torchlift.save({"w": _linear().weight}, url, format="dcp"),
+    "Keeper": torchlift.Keeper,
+    "reader": lambda url: torchlift.distributed.CheckpointReader(url).read_metadata(),
+    "reader's check": lambda url: torchlift.distributed.CheckpointReader.validate_checkpoint_id(
+        url
+    ),
+    "bench": lambda url: torchlift.bench.compare(url, repeat=1),
+}
+
+
+def _linear() -> Any:
+    import torch
+
+    return torch.nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("url", ["file://model.pt", "file://host/model.pt", "file://", "file:///"])
+def test_the_url_of_a_file_on_another_machine_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, door: str, url: str
+) -> None:
+    """The folder where a program runs has other files, which nobody means. The hint is followed."""
+    monkeypatch.chdir(tmp_path)
+    torchlift.save(_linear(), "model.pt")
+    with pytest.raises(FormatError) as caught:
+        DOORS[door](url)
+    assert caught.value.file == url
+    assert "three slashes" in str(caught.value.hint)
+    assert os.listdir() == ["model.pt"]
+    assert len(torchlift.open("model.pt")) == 2
+    assert len(torchlift.open(f"file://{tmp_path}/model.pt")) == 2
 
 
 def test_verify_takes_the_options_of_open(tmp_path: Path, server: RangeServer) -> None:

@@ -6,6 +6,9 @@ import pytest
 import torch
 from small_models import Mixed, Scalar, Tied, Two, saved
 from torch import nn
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
+from torch.nn.utils.parametrize import remove_parametrizations
 
 import torchlift
 from torchlift import remap
@@ -256,3 +259,45 @@ def test_collecting_changes_nothing():
     }
     assert all(tensors[key] is value for key, value in model.named_parameters())
     assert all(isinstance(value, torch.Tensor) for value in tensors.values())
+
+
+def layers(*pruned: str) -> nn.Sequential:
+    """Two layers, of which some tensors are pruned."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2))
+    for name in pruned:
+        module, _, tensor = name.rpartition(".")
+        prune.random_unstructured(model.get_submodule(module), tensor, 0.5)
+    return model
+
+
+@pytest.mark.parametrize("pruned", [("0.weight",), ("0.weight", "2.weight", "2.bias")])
+def test_a_pruned_checkpoint_loads_by_its_hint(pruned):
+    """The masks count: a rename of the values before them would bring the zeros back to life."""
+    saved_one, model = layers(*pruned), layers()
+    with pytest.raises(MismatchError) as caught:
+        torchlift.load(model, saved_one.state_dict())
+    for call in "identity", "remove":
+        assert f"prune.{call}(model.get_submodule('0'), 'weight')" in str(caught.value.hint)
+    parts = [(model.get_submodule(name[0]), name[2:]) for name in pruned]
+    for part in parts:
+        prune.identity(*part)
+    torchlift.load(model, saved_one.state_dict())
+    for part in parts:
+        prune.remove(*part)
+    x = torch.randn(4, 3)
+    assert torch.equal(model(x), saved_one(x))
+    assert model.state_dict().keys() == layers().state_dict().keys()
+
+
+@pytest.mark.parametrize("parametrize", [weight_norm, spectral_norm, orthogonal])
+def test_a_checkpoint_with_parametrizations_loads_by_its_hint(parametrize):
+    """The weight is computed from several tensors, by a function that no name states."""
+    saved_one, model = parametrize(nn.Linear(3, 3)).eval(), nn.Linear(3, 3)
+    with pytest.raises(MismatchError) as caught:
+        torchlift.load(model, saved_one.state_dict())
+    call = "remove_parametrizations(model.get_submodule(''), 'weight')"
+    assert call in str(caught.value.hint)
+    parametrize(model).eval()
+    torchlift.load(model, saved_one.state_dict())
+    remove_parametrizations(model.get_submodule(""), "weight")
+    torch.testing.assert_close(model.weight, saved_one.weight)

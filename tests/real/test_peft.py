@@ -107,6 +107,39 @@ def test_the_error_for_a_base_names_the_rename_that_loads_it(saved: tuple[Path, 
     torchlift.load(model, [*saved], rename=torchlift.integrations.peft.peft_names(model))
 
 
+@pytest.mark.parametrize("source", ["adapter", "both", "whole"])
+def test_a_plain_model_is_not_advised_to_leave_the_adapter_out(
+    saved: tuple[Path, Path], source: str, tmp_path: Path
+) -> None:
+    """What the hint says, step by step, gives the plain model that computes what PEFT's does."""
+    expected = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(saved[0]), saved[1])
+    torchlift.save(expected, tmp_path / "whole.pt")
+    given = {"adapter": saved[1], "both": [*saved], "whole": tmp_path / "whole.pt"}[source]
+    with pytest.raises(torchlift.MismatchError) as caught:
+        torchlift.load(LlamaForCausalLM(CONFIG), given)
+    hint = str(caught.value.hint)
+    assert "strip" not in hint
+    assert "allow_unexpected" not in hint
+    assert "rename=torchlift.integrations.peft.peft_names(model)" in hint
+    model = adapted()
+    given = [*saved] if source == "adapter" else given  # "needs the base before it"
+    torchlift.load(model, given, rename=peft_names(model))
+    plain = model.merge_and_unload()
+    assert type(plain) is LlamaForCausalLM
+    with torch.no_grad():
+        torch.testing.assert_close(plain.eval()(IDS).logits, expected.eval()(IDS).logits)
+
+
+def test_a_wrapper_without_an_adapter_is_a_prefix(tmp_path: Path) -> None:
+    """Only what would be lost needs more than a rename."""
+    model = nn.Linear(2, 2)
+    torchlift.save(
+        {f"base_model.model.{k}": v for k, v in model.state_dict().items()}, tmp_path / "m.pt"
+    )
+    with pytest.raises(torchlift.MismatchError, match=r"remap\.strip"):
+        torchlift.load(nn.Linear(2, 2), tmp_path / "m.pt")
+
+
 def test_peft_itself_says_which_names_are_the_adapter_s(saved: tuple[Path, Path]) -> None:
     """The mapping of `peft_names` loads both, and the adapter alone."""
     base, adapter = saved

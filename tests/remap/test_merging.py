@@ -691,6 +691,40 @@ def test_single_names_are_renamed_too() -> None:
     assert (back("x.b"), back("x.w")) == ("x.0.w", "x.0.w")
 
 
+@pytest.mark.parametrize(("heads", "groups"), [(4, 2), (6, 1), (3, 3), (8, 4)])
+def test_megatrons_fused_queries_keys_and_values_are_separated(
+    tmp_path: Path, heads: int, groups: int
+) -> None:
+    """By its definition: (groups, queries of the group + key + value, channels), for a bias too.
+
+    The rule is that of the guide, page "Inside your framework".
+    """
+    channels, shared, numbers = 3, heads // groups, range(groups)
+    rule = remap.split("*.linear_qkv.*", [f"*.linear_qkv.{g}.*" for g in numbers], chunk=0)
+    each = ["*.q.*.*", "*.k.*.*", "*.v.*.*"]
+    rule |= remap.split("*.linear_qkv.*.*", each, chunk=0, sizes=(shared, 1, 1))
+    for name in "qkv":
+        rule |= remap.merge([f"*.{name}.{g}.*" for g in numbers], f"*.{name}_proj.*", cat=0)
+    state, expected = {"a.norm.weight": torch.ones(2)}, {"a.norm.weight": torch.ones(2)}
+    for tensor, shape in ("weight", (5,)), ("bias", ()):
+        fused = torch.randn((shared + 2) * groups * channels, *shape)
+        state[f"a.linear_qkv.{tensor}"] = fused
+        parts = fused.view(groups, shared + 2, channels, *shape).split([shared, 1, 1], dim=1)
+        for name, part in zip("qkv", parts, strict=True):
+            expected[f"a.{name}_proj.{tensor}"] = part.flatten(0, 2)
+    path = tmp_path / "megatron.pt"
+    torchlift.save(state, path)
+    torchlift.convert(path, tmp_path / "m.safetensors", rename=rule)
+    found = torchlift.open(tmp_path / "m.safetensors").state_dict()
+    assert found.keys() == expected.keys()
+    for source in path, state:
+        model = Bag({key: torch.zeros_like(tensor) for key, tensor in expected.items()})
+        torchlift.load(model, source, rename=rule)
+        for key, tensor in expected.items():
+            assert same_bits(model.state_dict()[key], tensor), key
+            assert same_bits(found[key], tensor), key
+
+
 @pytest.mark.distributed
 def test_each_rank_reads_its_shard_of_a_merged_tensor() -> None:
     """FSDP2 and tensor parallel on two ranks: the values of torch, a shard's bytes each."""

@@ -753,3 +753,19 @@ def test_a_transform_takes_no_descriptor_for_each_tensor(tmp_path: Path, memory:
         assert found.keys() == state.keys()
         for key, value in state.items():
             assert torch.equal(found[key], value.double() * 2), key
+
+
+@pytest.mark.parametrize("name", ["x.safetensors", "x.safetensors.index.json"])
+def test_an_array_in_memory_is_not_left_out(tmp_path: Path, name: str) -> None:
+    """Alone, beside tensors, and in place of a file's tensor. What the hint names works."""
+    torchlift.save({"w": torch.ones(2)}, tmp_path / "w.pt")
+    array = np.zeros(2, "f4")
+    for source in {"w": array}, {"w": array, "v": torch.ones(1)}, [tmp_path / "w.pt", {"w": array}]:
+        with pytest.raises(PlacementError) as caught:
+            torchlift.convert(source, tmp_path / name)  # type: ignore[arg-type]
+        assert caught.value.entry == "w"
+        assert "torch.from_numpy" in str(caught.value.hint)
+    torchlift.convert([tmp_path / "w.pt", {"w": torch.from_numpy(array)}], tmp_path / name)
+    assert torchlift.open(tmp_path / name)["w"].tolist() == [0, 0]
+    # A torch file keeps it as a list, and the report says so, as that of a save does.
+    assert [*torchlift.convert({"w": array, "v": torch.ones(1)}, tmp_path / "a.pt").lost] == ["w"]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
+import shutil
 import warnings
 from collections import OrderedDict, defaultdict
 from functools import partial
@@ -634,6 +636,103 @@ def test_what_no_file_can_hold_is_refused_by_name(
         torchlift.save(state, tmp_path / NAMES[format], format=format)
     assert entry in str(met.value.entry)
     assert os.listdir(tmp_path) == []
+
+
+#: Keys of dictionaries that a program may use, the limits of each format among them.
+KEYS = st.one_of(
+    st.text(max_size=8),
+    st.sampled_from(["", ".", "__metadata__", "tensor", "_metadata", "param_groups", "a.b"]),
+    st.sampled_from([2**63, 2**64 - 1, 2**64, -(2**63) - 1, 2**70, 10**5000, -(10**5000)]),
+    st.integers(), st.floats(), st.booleans(), st.none(), st.complex_numbers(),
+    st.binary(max_size=3),
+    st.tuples(st.integers() | st.text(max_size=2)), st.just((2**70,)), st.just(torch.float32),
+    st.frozensets(st.integers(), max_size=2),
+)  # fmt: skip
+
+
+@each_format
+@settings(max_examples=60, deadline=None, suppress_health_check=[*HealthCheck])
+@given(key=KEYS, inner=KEYS, nests=st.booleans())
+def test_a_key_that_is_saved_can_be_read(
+    tmp_path: Path, format: str, key: Any, inner: Any, nests: bool
+) -> None:
+    """Or nothing is written, and the error names it. What torch loads of it is the same."""
+    path = tmp_path / NAMES[format]
+    state: dict[Any, Any] = {key: {inner: torch.ones(2)} if nests else torch.ones(2)}
+    if format in ("torch-zip", "dcp"):
+        state = {"model": state, "plain": {inner: 1}, "list": [{key: {inner: 2}}]}
+    try:
+        torchlift.save(state, path, format=format)
+    except PlacementError:
+        assert os.listdir(tmp_path) == []
+        return
+    try:
+        with torchlift.open(path) as ckpt:
+            assert [tensor.tolist() for tensor in ckpt.values()] == [[1.0, 1.0]]
+            assert not ckpt.blocked_keys
+            assert len(ckpt.tree()) == len(state)
+            assert str(ckpt)
+            assert len(ckpt.objects) == 2 * ("list" in state)
+        if format == "torch-zip":
+            assert len(torch.load(path)) == len(state)
+    finally:
+        shutil.rmtree(tmp_path)
+        tmp_path.mkdir()
+
+
+@pytest.mark.parametrize("format", ["torch-zip", "dcp"])
+@pytest.mark.parametrize(
+    "key", [2**64, -(2**63) - 1, 2**70, pytest.param(10**5000, id="huge"), (2**70,)]
+)
+def test_a_key_that_no_reader_takes_is_refused(tmp_path: Path, format: str, key: object) -> None:
+    """Before anything is written, to a file object and by a Keeper too. The hint is followed."""
+    for state in {key: torch.ones(2)}, {"a": {"b": {key: torch.ones(2)}}}, {"a": {"b": {key: 1}}}:
+        with pytest.raises(PlacementError) as met:
+            torchlift.save(state, tmp_path / NAMES[format], format=format)
+        assert met.value.hint == "Rename it in the state."
+        assert met.value.entry in (None, "a.b")
+        with pytest.raises(PlacementError):
+            torchlift.save(state, io.BytesIO())
+    with pytest.raises(PlacementError), torchlift.Keeper(tmp_path / "runs") as keeper:
+        keeper.save(1, weights={key: torch.ones(2)})
+    shutil.rmtree(tmp_path / "runs", ignore_errors=True)
+    assert os.listdir(tmp_path) == []
+    torchlift.save({str(hash(key)): torch.ones(2)}, tmp_path / NAMES[format], format=format)
+    assert len(torchlift.open(tmp_path / NAMES[format])) == 1
+
+
+def test_a_key_of_any_size_is_compared_in_memory() -> None:
+    """Python refuses to print it, but it is no file."""
+    a, b = {10**5000: torch.ones(2)}, {10**5000: torch.zeros(2)}
+    assert torchlift.diff(a, a).equal
+    assert not torchlift.diff(a, b).equal
+    assert torchlift.digest(a) != torchlift.digest(b)
+
+
+@each_format
+def test_a_skeleton_without_values_says_how_it_gets_them(tmp_path: Path, format: str) -> None:
+    """Both ways that the hint names work, for a state dict too. Nothing advises to_dense()."""
+    torchlift.save(nn.Linear(2, 2), tmp_path / "values.pt")
+    path = tmp_path / "out" / NAMES[format]
+    for fill in (lambda m: torchlift.load(m, tmp_path / "values.pt"), torchlift.materialize):
+        model = torchlift.skeleton(nn.Linear, 2, 2)
+        for state in model, model.state_dict(), {"model": model}:
+            with pytest.raises(PlacementError) as met:
+                torchlift.save(state, path, format=format)
+            assert "without values" in str(met.value.found)
+            assert "torchlift.load" in str(met.value.hint)
+        with pytest.raises(PlacementError):
+            torchlift.convert(model.state_dict(), path, format=format, overwrite=True)
+        with pytest.raises(PlacementError), torchlift.Keeper(tmp_path / "runs") as keeper:
+            keeper.save(1, model=model)
+        fill(model)
+        torchlift.save(model, path, format=format)
+        assert torch.equal(torchlift.open(path)["weight"], model.weight)
+    odd = torch.empty(2, 2, device="meta", layout=torch.sparse_coo)
+    with pytest.raises(PlacementError) as met:
+        torchlift.save({"odd": odd}, path, format=format)
+    assert met.value.entry == "odd"
+    assert "to_dense" not in str(met.value.hint)
 
 
 class Moments(NamedTuple):

@@ -52,7 +52,12 @@ from torchlift._plan.rules import (
     check_rule,
     rename_keys,
 )
-from torchlift._plan.suggest import empty_hint, find_patterns, suggest_rename
+from torchlift._plan.suggest import (
+    empty_hint,
+    find_patterns,
+    hint_of_computed,
+    suggest_rename,
+)
 from torchlift._sources.opening import Given, Origin, open_source, state_hint
 from torchlift._sources.tensors import FileTensor, MemoryTensor, SourceTensor
 from torchlift._store.url import Url
@@ -708,6 +713,10 @@ def _hint(
     missing, unexpected = matched.missing, matched.unexpected
     if matched.fits:  # allowed names are intended, unless nothing matches
         missing, unexpected = _find_disallowed(matched, options)
+    if not _is_of(model, "peft.peft_model", "PeftModel") and (
+        computed := hint_of_computed(missing, unexpected)
+    ):
+        return computed
     if not missing or not unexpected:
         return None
     names = {*unexpected}
@@ -889,6 +898,11 @@ def _fits(tensor: torch.Tensor, shape: tuple[int, ...]) -> bool:
     return tuple(tensor.shape) == shape or (tensor.dim() == 0 and shape == (1,))
 
 
+def _is_of(model: nn.Module, module: str, name: str) -> bool:
+    """Return whether a class of this name is a base of the model's, without an import of it."""
+    return any((base.__module__, base.__name__) == (module, name) for base in type(model).__mro__)
+
+
 def _library_hint(
     model: nn.Module, unexpected: Sequence[str], suggested: Hint | None
 ) -> Hint | None:
@@ -896,11 +910,10 @@ def _library_hint(
 
     A simple prefix may be the reason for names that transformers would convert, but not for others.
     """
-    bases = {(base.__module__, base.__name__) for base in type(model).__mro__}
-    if ("peft.peft_model", "PeftModel") in bases:
+    if _is_of(model, "peft.peft_model", "PeftModel"):
         rename = Argument("rename", "torchlift.integrations.peft.peft_names(model)")
         return Hint("PEFT renames the modules that it adapts: pass ", rename, ".")
-    if ("transformers.modeling_utils", "PreTrainedModel") not in bases:
+    if not _is_of(model, "transformers.modeling_utils", "PreTrainedModel"):
         return suggested
     if "token_embd.weight" in unexpected:
         rename = Argument("rename", 'remap.from_to("gguf->transformers", model)')

@@ -18,6 +18,8 @@ _NO_VALUES = (
     "elsewhere. Pass the folder of the DeepSpeed checkpoint that contains zero_to_fp32.py, or the "
     "output of that script. Or save again with stage3_gather_16bit_weights_on_model_save."
 )
+#: The names of a model that PEFT wrapped.
+_PEFT = "base_model.model."
 #: Names of the child in which a wrapper of PyTorch holds its module.
 _WRAPPERS = ("module", COMPILED, CHECKPOINTED, FULLY_SHARDED)
 
@@ -81,6 +83,41 @@ def suggest_rename(
         return None
     reasons = ", ".join(f"{name!r} is in the checkpoint's names only" for name in inner)
     return Hint(f"{reasons}: pass ", _rename(inner), ".")
+
+
+def hint_of_computed(lacking: Sequence[str], extra: Sequence[str]) -> Hint | None:
+    """Return the way out if another library computes weights of the model from several tensors.
+
+    No rename can do that: it would leave out what was trained, such as an adapter, or a mask.
+    """
+    missing, found = {*lacking}, {*extra}
+    peft = [name for name in extra if name.startswith(_PEFT)]
+    if peft and any(name.removeprefix(_PEFT) not in missing for name in peft):
+        return Hint(
+            "PEFT wrote these names, with weights of an adapter. Load into the model that "
+            "peft.get_peft_model(model, config) returns, and pass ",
+            Argument("rename", "torchlift.integrations.peft.peft_names(model)"),
+            ". An adapter's own file needs the base before it: [base, adapter]. After the load, "
+            "merge_and_unload() returns the plain model.",
+        )
+    for name in lacking:
+        module, _, tensor = name.rpartition(".")
+        of = f"model.get_submodule({module!r}), {tensor!r}"
+        if {f"{name}_orig", f"{name}_mask"} <= found:
+            return Hint(
+                f"The checkpoint is of a pruned model. Call torch.nn.utils.prune.identity({of}) "
+                f"before the load and torch.nn.utils.prune.remove({of}) after it, for each "
+                "tensor with a mask."
+            )
+        if any(
+            other.startswith(f"{module}.parametrizations.{tensor}.".lstrip(".")) for other in extra
+        ):
+            return Hint(
+                "The checkpoint is of a model with parametrizations. Register the same ones "
+                "before the load. After it, call torch.nn.utils.parametrize."
+                f"remove_parametrizations({of}), for each tensor with one."
+            )
+    return None
 
 
 def is_empty(expected: tuple[int, ...], found: tuple[int, ...]) -> bool:

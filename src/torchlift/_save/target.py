@@ -70,23 +70,23 @@ class Target:
             ValueError: If the format is unknown, or the arguments contradict each other.
         """
         given = os.fsdecode(path)
-        if is_url(given):
-            given = place_of(given, storage_options)
-            require_writable(given)
+        with write_errors(given):  # there may be no current folder
+            place = place_of(given, storage_options)
+        if is_url(place):
+            require_writable(place)
+            given = place  # without its secrets
         found = format_for(given, format, (*FORMATS, *SETS))
         limit = None if size is None else parse_size(size)
         if limit is not None and found in ("torch-zip", "dcp"):
             raise ValueError(f"max_shard_size={size!r}: only safetensors have shards")
         if limit is not None and limit < 1:
             raise ValueError(f"max_shard_size={size!r}: expected a size such as '5GB'")
-        with write_errors(given):  # there may be no current folder
-            given = place_of(given)
-        if found == "safetensors" and _is_folder(given):
-            given = inside(given, _IN_FOLDER)  # as save_pretrained does
-        if found == "sharded" and not given.lower().endswith(INDEX_SUFFIX):
-            is_file = given.lower().endswith(".safetensors") and not _is_folder(given)
-            given = _with_suffix(given if is_file else inside(given, _IN_FOLDER))
-        return cls(given, found, limit)
+        if found == "safetensors" and _is_folder(place):
+            place = inside(place, _IN_FOLDER)  # as save_pretrained does
+        if found == "sharded" and not place.lower().endswith(INDEX_SUFFIX):
+            is_file = place.lower().endswith(".safetensors") and not _is_folder(place)
+            place = _with_suffix(place if is_file else inside(place, _IN_FOLDER))
+        return cls(place, found, limit)
 
     @property
     def head(self) -> str:

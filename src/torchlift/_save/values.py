@@ -24,7 +24,7 @@ from torchlift._model.torch_private import REBUILD_SPARSE, key_of
 from torchlift._save.blocks import Block, Workspace, entry_blocks, tensor_blocks
 from torchlift._save.pickling import MAX_DEPTH, Rebuilt, Shared, is_array, require_plain
 from torchlift._system.text import clipped_list, printable
-from torchlift.errors import Argument, Hint, PlacementError
+from torchlift.errors import Argument, FormatError, Hint, PlacementError
 from torchlift.formats.flattening import (
     ROOT_OBJECT,
     ROOT_TENSOR,
@@ -36,6 +36,7 @@ from torchlift.formats.flattening import (
 from torchlift.formats.index import ITEMSIZE, Chunk, Leaf, TensorEntry, is_row_major
 from torchlift.formats.layout import Stored, is_unicode
 from torchlift.formats.torch_zip import repeats_too_often
+from torchlift.formats.unpickle import check_key
 
 #: Callable from a tensor of a checkpoint to the dtype that it is saved with.
 Becomes = Callable[[TensorEntry], torch.dtype]
@@ -319,6 +320,8 @@ class _Walk:
         if isinstance(value, torch.Tensor) and (attributes := _attributes_of(value)):
             state.lost[key or "(all)"] = attributes
         call = call_of(value) if self._plain and is_tensor else None
+        if call is not None and isinstance(value, torch.Tensor) and value.is_meta:
+            raise kind_error(key, _kind_of(value))
         if call is not None:
             return self._rebuild(value, call, key if path else ROOT_TENSOR, path or (ROOT_TENSOR,))
         if not path:
@@ -394,11 +397,14 @@ class _Walk:
         if is_array(value) and self._plain:  # `weights_only=True` refuses the class of arrays
             found, lost = value.tolist(), f"a numpy array of {value.dtype} {list(value.shape)}"
         elif is_kind or type(value) in (*_PAIR, list, tuple):
+            is_dict = isinstance(value, Mapping)
+            for name in value if is_dict and self._plain else ():
+                if type(name) is not str:
+                    _require_readable_key(name, key)
             items = {
                 name: self._resolve(item, _join(key, name_text(name), depth), depth + 1)
                 for name, item in items_of(value)
             }
-            is_dict = isinstance(value, Mapping)
             kind: Any = type(value) if not is_kind else dict if is_dict else tuple
             found = kind(items if is_dict else items.values())
             if is_kind:
@@ -461,6 +467,23 @@ def _is_kind(value: object) -> bool:
 def _join(key: str, name: str, above: object) -> str:
     """Return the key of an item. `above` is empty only for items of the outermost container."""
     return f"{key}.{name}" if above else name
+
+
+def _require_readable_key(name: object, key: str) -> None:
+    """Refuse a dictionary key that the reader refuses, because it is costly to hash or to print.
+
+    Raises:
+        PlacementError: If it is such a key. Its container has the key `key`.
+    """
+    try:
+        check_key(name)
+    except FormatError as error:
+        raise PlacementError(
+            f"{error.reason}, which would not be read back",
+            entry=key or None,
+            found=name_text(name),
+            hint="Rename it in the state.",
+        ) from error
 
 
 def _text(name: object) -> str:
@@ -605,11 +628,13 @@ class TensorKind(NamedTuple):
         name: for messages.
         dense: the call that makes dense tensors of it, or an empty text.
         is_kept: whether a torch file keeps it.
+        fix: How to give values to a tensor without any.
     """
 
     name: str
     dense: str = ""
     is_kept: bool = False
+    fix: str = ""
 
 
 def _kind_of(value: object) -> TensorKind:
@@ -622,7 +647,13 @@ def _kind_of(value: object) -> TensorKind:
     elif not isinstance(value, torch.Tensor):
         return TensorKind(name)
     elif is_lazy(value):
-        return TensorKind(f"a {name}, which gets its shape when the module is first called")
+        name = f"a {name}, which gets its shape when the module is first called"
+        return TensorKind(name, fix="Call the module once.")
+    elif value.is_meta:
+        return TensorKind(
+            f"a {_name(value.layout)} tensor on meta, without values",
+            fix="Load its values with torchlift.load, or make them with torchlift.materialize.",
+        )
     else:
         kind, dtype = _name(value.layout).replace("_", " "), _name(value.dtype)
         is_quantised, is_sparse = value.is_quantized, value.layout is not torch.strided
@@ -648,7 +679,7 @@ def kind_error(key: str, kind: TensorKind, path: str | None = None) -> Placement
     """
     ways = ["save as a torch file, which keeps it"] if kind.is_kept else []
     ways += [f"save {kind.dense}"] if kind.dense else []
-    hint = Hint(", or ".join(ways).capitalize(), ".") if ways else None
+    hint = Hint(", or ".join(ways).capitalize(), ".") if ways else Hint(kind.fix or "") or None
     if path is not None:
         leave = Argument("exclude", f"[{key!r}]", (key,))
         made = f", or return {kind.dense} from transform=." if kind.dense else "."

@@ -23,6 +23,7 @@ from torchlift._sources.tensors import (
     describe,
     resolve,
 )
+from torchlift._store.places import place_of
 from torchlift._store.url import Url
 from torchlift._system.containers import leaves
 from torchlift.errors import CheckpointError, FormatError
@@ -143,7 +144,7 @@ def checkpoint(
     if isinstance(given, Mapping):
         raise TypeError("expected a checkpoint, not a state dict in memory")
     if isinstance(given, (str, os.PathLike)):
-        refuse_slice(os.path.abspath(given))
+        refuse_slice(place_of(given))
     with open_checkpoint(given, storage_options=storage_options) as found:
         yield _chosen(found, root, whole, allow_classes)
 

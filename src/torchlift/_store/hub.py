@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from torchlift._store.http import Http
@@ -67,6 +69,34 @@ class Hub(Http):
         return dict.fromkeys(self._names.stamps_in(url))
 
 
+def cached(url: Url) -> str | None:
+    """Return the path of a file or folder in the hub's cache if ``HF_HUB_OFFLINE`` is set.
+
+    Raises:
+        NotFound: If the cache does not contain it.
+    """
+    hub, parts = _import_hub(url), _parse(url)
+    kind = parts.kind.rstrip("s") or "model"
+    constants, errors = (_import_hub(url, part) for part in (".constants", ".errors"))
+    if not constants.HF_HUB_OFFLINE:
+        return None
+    with suppress(errors.LocalEntryNotFoundError, errors.HFValidationError):
+        folder = hub.snapshot_download(
+            parts.repository,
+            repo_type=kind,
+            revision=parts.revision or None,
+            local_files_only=True,
+        )
+        path = os.path.join(folder, *filter(None, parts.name.split("/")))
+        if os.path.exists(path):
+            return path
+    raise NotFound(
+        "HF_HUB_OFFLINE is set, and the cache of the hub does not contain this",
+        file=url,
+        hint=f"Fetch it with HF_HUB_OFFLINE=0: hf download --repo-type {kind} {parts.repository}",
+    )
+
+
 class _HubPath(NamedTuple):
     """The parts of a ``hf://`` URL. Each can be empty, except `repository`."""
 
@@ -85,9 +115,9 @@ def _parse(url: Url) -> _HubPath:
     return _HubPath(kind, repository, revision.replace("%2F", "/"), name)
 
 
-def _import_hub(url: Url) -> Any:
+def _import_hub(url: Url, part: str = "") -> Any:
     try:
-        return importlib.import_module("huggingface_hub")
+        return importlib.import_module(f"huggingface_hub{part}")
     except ImportError as error:
         what = "hf:// needs the package huggingface_hub"
         raise FormatError(what, file=url, hint="pip install huggingface_hub") from error

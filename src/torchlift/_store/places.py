@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from torchlift._store.files import FileStamp, LocalFile, Opened
 from torchlift._store.url import RemoteFile, Seen, Store, Transport, Url, UrlStamp
+from torchlift.errors import FormatError
 
 _A = TypeVar("_A")
 _T = TypeVar("_T")
@@ -44,7 +45,7 @@ def place_of(
             options of fsspec for the scheme.
 
     Raises:
-        FormatError: If the URL cannot be parsed.
+        FormatError: If the URL cannot be parsed, or a ``file`` URL names another machine.
         TypeError, ValueError: If an option has a wrong type or value.
     """
     name = os.fsdecode(path)
@@ -53,10 +54,33 @@ def place_of(
     if is_url(name):
         return _url(name, storage_options or {})
     if match := _URL.match(name):
-        from urllib.parse import unquote, urlsplit
+        from urllib.parse import unquote
 
-        name = unquote(urlsplit(name[match.end() - 2 :]).path)
+        # Not by urlsplit: a file's name may contain "?" and "#".
+        host, slash, path = name[match.end() :].partition("/")
+        if host.lower() not in ("", "localhost") or not path:
+            raise FormatError(
+                "the URL does not name a file of this machine",
+                file=name,
+                expected="file:/// and an absolute path",
+                found=f"the host {host!r}" if host else "only a folder that contains everything",
+                hint=f"Pass the path without {name[: match.end()]}, or write three slashes.",
+            )
+        name = slash + unquote(path)
     return os.path.abspath(name)
+
+
+def readable(place: str) -> str:
+    """Return the place whose bytes are read: the hub's cache for ``hf``, if that is offline.
+
+    Raises:
+        NotFound: If the cache does not contain it.
+    """
+    if isinstance(place, Url) and place.startswith("hf://"):
+        from torchlift._store.hub import cached
+
+        return cached(place) or place
+    return place
 
 
 def _url(target: str, options: Mapping[str, Any]) -> Url:

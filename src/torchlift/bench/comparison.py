@@ -213,7 +213,7 @@ def compare(
     for turn in range(repeat):
         for result in results.values():
             if not result.error:
-                _run(result, os.fspath(path), root, cold, device, cast)
+                _run(result, place_of(path), root, cold, device, cast)
                 if progress:
                     _print_progress(result, turn)
     size = len(index.entries), index.nbytes

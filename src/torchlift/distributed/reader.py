@@ -25,7 +25,7 @@ from torchlift._checkpoint.checkpoint import open as open_checkpoint
 from torchlift._model.dtensor import Spans
 from torchlift._model.ranks import portable, world_of
 from torchlift._sources.tensors import Copy, FileTensor, copy_values, resolve
-from torchlift._store.places import is_url
+from torchlift._store.places import is_url, place_of
 from torchlift._system.containers import leaves
 from torchlift.errors import CheckpointError, PlacementError
 from torchlift.formats.index import TensorEntry
@@ -174,7 +174,7 @@ class CheckpointReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether the file or folder exists. A URL is only checked when it is opened."""
-        return is_url(checkpoint_id) or os.path.exists(checkpoint_id)
+        return is_url(checkpoint_id) or os.path.exists(place_of(checkpoint_id))
 
     def _open(self, path: str | os.PathLike[str] | Checkpoint) -> None:
         self._problem: CheckpointError | None = None

@@ -26,6 +26,7 @@ from torchlift._store.places import (
     names_in,
     parent,
     place_of,
+    readable,
 )
 from torchlift._system.memory import collection_paused
 from torchlift._system.text import printable
@@ -72,6 +73,10 @@ _EXPECTED = (
     "a file of torch (TorchScript and pt2, too), safetensors, GGUF or numpy, or an *.index.json"
 )
 _TENSORFLOW = "Read it with tf.train.load_checkpoint, and save its arrays with numpy.savez."
+#: The start of a checkpoint's index, with the number of its shards, and the name of a shard.
+_TENSORFLOW_INDEX = rb"\0\0[\4-\x0f]\x08[\1-\xff]{1,3}\x1a[\2]\x08"
+_TENSORFLOW_DATA = r".*\.data-\d{5}-of-\d{5}"
+_REPACK = "If it was unpacked, run this in the parent folder: zip -0 -r -D model.pt"
 #: (pattern of the first bytes, name of the format, hint). The first match counts.
 _FOREIGN: tuple[tuple[bytes, str, str], ...] = (
     (rb"version https://git-lfs\.github\.com/spec/",
@@ -85,14 +90,20 @@ _FOREIGN: tuple[tuple[bytes, str, str], ...] = (
      "Open the file of the same name without the ._ in front."),
     (rb"tjgg|lmgg|fmgg|algg", "a ggml file from before GGUF",
      "Convert it to GGUF with the llama.cpp of its time, or fetch the model as GGUF."),
-    (rb".{4}ET1\d", "an ExecuTorch program (.pte)",
-     "Its weights are compiled into it: save the state dict of the model it was made from."),
+    (rb".{4}(?:ET1\d|FT01)", "an ExecuTorch program (.pte), or the weights of one (.ptd)",
+     "It was compiled from a model: save the state dict of that model."),
     (rb".{4}TFL3", "a TensorFlow Lite model", "Read it with tf.lite.Interpreter."),
     (rb"ptrt|ftrt", "an engine of TensorRT",
      "Its weights are compiled into it: use the model that it was made from."),
     (rb"\x08\x01\x12", "a TensorFlow SavedModel", _TENSORFLOW),
+    (_TENSORFLOW_INDEX, "a TensorFlow checkpoint", _TENSORFLOW),
     (rb"\x08[\x03-\x1f](?:\x12(?:\0|[\x01-\x7f][ -~])|[\x1a\x22\x28\x32\x3a\x42])", "an ONNX model",
      "Read it with onnx: its numpy_helper gives each initializer as an array."),
+    (rb"\x80[\2-\5].*[\0\7]storage[q\x94]", "the data.pkl of a torch file, without its values",
+     f"Open the torch file itself. {_REPACK} model"),
+    (rb"\x80[\2-\5].*(?:c|\x8c.)numpy[.\n]", "a pickle of NumPy arrays",
+     "Only unpickling reads it, which can run any code. If you trust its author, load it with "
+     "pickle.load, make tensors with torch.from_numpy, and save these with torchlift.save."),
     (rb"\x80[\2-\5]", "a pickle that torch.save did not write",
      "Only unpickling could read it, which can run any code: ask for a file written by "
      "torch.save or safetensors."),
@@ -106,7 +117,7 @@ _FOREIGN_NAMES: tuple[tuple[str, str, str], ...] = (
     (r"model\.weights\.h5", "a Keras model (.keras)",
      "Read it with keras, or take model.weights.h5 out of it and read that with h5py."),
     (r"(?:.*/)?saved_model\.pb", "a TensorFlow SavedModel", _TENSORFLOW),
-    (r".*\.data-\d{5}-of-\d{5}", "a TensorFlow checkpoint", _TENSORFLOW),
+    (_TENSORFLOW_DATA, "a TensorFlow checkpoint", _TENSORFLOW),
     (r"_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt", "a checkpoint of orbax (jax)",
      "Read it with orbax, and save its arrays with numpy.savez or safetensors."),
     (r"(?:.*/)?\.data/extern_modules", "a package of torch.package",
@@ -197,7 +208,7 @@ def read_index(
     name = os.fsdecode(path)
     if not name:  # an unset variable: nobody means the current directory
         raise FormatError("the path is empty", hint="Pass the path of a file or directory.")
-    absolute = place_of(name, storage_options)
+    absolute = readable(place_of(name, storage_options))
     try:
         with collection_paused(), errors_name(absolute):
             # HTTP cannot list a folder, but the metadata names every file of it.
@@ -210,8 +221,14 @@ def read_index(
         is_cut = not alone and _CUT.fullmatch(name_of(absolute))
         if is_cut and not isinstance(error, OSError) and not is_folder(absolute):
             raise _cut_error(absolute) from error
+        if type(error) is FormatError and is_url(absolute) and "/blob/" in absolute:
+            # A hub or a forge shows this address as a page.
+            bytes_at = absolute.replace("/blob/", "/resolve/", 1)
+            error.hint = f"If this is the page of a file on a hub, open its bytes: {bytes_at}"
         raise
     except FileNotFoundError as error:
+        with errors_name(absolute):
+            _refuse_part(absolute)
         hint = _elsewhere(name)
         raise NotFound("no such file or directory", file=absolute, hint=hint) from error
     except PermissionError as error:
@@ -271,6 +288,8 @@ def _read_file(path: str, budget: Budget | None = None) -> Index:
             return read_sharded(source, _read_file)
         if _called(head) == _OF_DCP:
             raise _part_of_dcp(path)
+        if budget is None:  # else it is a part of another checkpoint, or a temporary copy
+            _refuse_part(path)
         raise _foreign(head, source.size)
 
 
@@ -295,6 +314,30 @@ def _read_archive(source: Source) -> Index:
             hint="Save again. The error names the object that torch.save cannot write.",
         )
     return read_torch_zip(source, records=records)  # raises the error that names what is missing
+
+
+def _refuse_part(path: str) -> None:
+    """Refuse a path that names a part of a checkpoint which the files next to it show."""
+    if is_url(path):
+        return
+    _refuse_unpacked([parent(path), parent(parent(path))])
+    index = f"{path}.index"
+    is_prefix = os.path.isfile(index) and re.match(_TENSORFLOW_INDEX, head_of(index, HEAD))
+    if is_prefix or re.fullmatch(_TENSORFLOW_DATA, name_of(path)):
+        raise FormatError("this is a TensorFlow checkpoint", expected=_EXPECTED, hint=_TENSORFLOW)
+
+
+def _refuse_unpacked(folders: Iterable[str]) -> None:
+    """Refuse a torch file that was unpacked. macOS unpacks downloads without being asked."""
+    for folder in folders:
+        if all(exists(inside(folder, name)) for name in ("data.pkl", "version")):
+            raise FormatError(
+                "this is a torch file that was unpacked into a folder",
+                file=folder,
+                expected="the file itself",
+                hint=f"Run this in the parent folder: zip -0 -r -D model.pt "
+                f"{shlex.quote(os.path.basename(folder))}",
+            )
 
 
 def _refuse_foreign(names: Iterable[str], known: Iterable[tuple[str, str, str]]) -> None:
@@ -409,16 +452,7 @@ def _read_directory(path: str) -> Index:
         return replace(_read_directory(snapshot), path=path)
     if components := _components(path, names):
         raise _several("the directory holds several directories with checkpoints", components, path)
-    # macOS unpacks downloads without being asked, and torch cannot read the folder.
-    for folder in [path, *_folders(path, names)]:
-        if {"data.pkl", "version"} <= {*names_in(folder)}:
-            top = shlex.quote(os.path.basename(folder))
-            raise FormatError(
-                "this is a torch file that was unpacked into a folder",
-                file=folder,
-                expected="the file itself",
-                hint=f"Run this in the parent folder: zip -0 -r -D model.pt {top}",
-            )
+    _refuse_unpacked([path, *_folders(path, names), *([] if is_url(path) else [parent(path)])])
     _refuse_foreign(names, _FOREIGN_NAMES[:-1])
     if cut := next(filter(_CUT.fullmatch, names), None):
         raise _cut_error(inside(path, cut))
@@ -717,7 +751,7 @@ def optimizer_in(
         FormatError: If the folder has several optimizer states.
         UnsafeError: If a link leads out of the folder.
     """
-    place = place_of(path, storage_options) if os.fspath(path) else ""
+    place = readable(place_of(path, storage_options)) if os.fspath(path) else ""
     if not place or not is_folder(place):
         return place
     names = _checkpoint_names(names_in(place))

@@ -374,6 +374,8 @@ def name_text(name: object) -> str:
         >>> name_text("a"), name_text(1), name_text((1, "b"))
         ('a', '1', "(1, 'b')")
     """
+    if type(name) is int and name.bit_length() > 64:
+        return hex(name)  # Python refuses to print more than 4,300 decimal digits
     return name if type(name) is str else str(name)
 
 
@@ -563,6 +565,27 @@ def no_container(path: str, root: str, keys: Collection[str]) -> FormatError:
     )
 
 
+#: Format -> the call that unpickles everything in a file of it, if that is not torch.load.
+_UNPICKLERS = {
+    "npz": "numpy.load(path, allow_pickle=True)",
+    "dcp": "torch.distributed.checkpoint.format_utils.dcp_to_torch_save(path, file)",
+}
+_MOST_CLASSES = 5  # that a hint names: more are those of a program, not of data
+
+
+def _if_data(index: Index) -> str:
+    """Return the hint for a torch file of classes that may hold data only, or an empty text."""
+    names = [name.split(".") for name in index.blocked]
+    # Functions have small letters: a call of one may do anything.
+    are_classes = all(all(map(str.isidentifier, n)) and n[-1][0].isupper() for n in names)
+    if not are_classes or len(names) > _MOST_CLASSES or not index.format.startswith("torch-"):
+        return ""
+    return (
+        "If you know these classes, and that they hold data only: with torch.serialization."
+        f"safe_globals([{', '.join(index.blocked)}]): torch.load(path). "
+    )
+
+
 def blocked_error(
     index: Index, key: str, *, loading: bool = False, several: bool = False
 ) -> CheckpointError:
@@ -595,8 +618,9 @@ def blocked_error(
             hint = Hint(without, ", or ", Argument("root"), " for a part of the file. ")
         hint = Hint(
             hint,
-            "torch.load(path, weights_only=False) rebuilds it and can run any code. Call that "
-            "only if you trust the author of the file.",
+            _if_data(index),
+            f"{_UNPICKLERS.get(index.format, 'torch.load(path, weights_only=False)')} rebuilds it "
+            "and can run any code. Call that only if you trust the author of the file.",
         )
     return UnsafeError(
         f"only unpickling could rebuild it, through {name}, and that can run code",

@@ -65,6 +65,21 @@ NESTED = (
 )  # fmt: skip
 #: The reasons that depend on ranks.
 OF_RANKS = (SLICED, UNEQUAL)
+#: The reasons of arrays that NumPy reads without unpickling, and torch has no dtype for -> the call
+#: that makes numbers of such an array, if it holds any.
+ARRAYS = {
+    f"a dtype of torch for {what}": call
+    for what, call in (
+        ("text", ""),
+        ("dates and times", ".view('int64')"),
+        ("raw bytes", ".view('uint8')"),
+        ("records", "['name of a field'].copy()"),
+        ("real numbers of this size", ".astype('float64')"),
+        ("complex numbers of this size", ".astype('complex128')"),
+        ("this type", ""),
+    )
+}
+TEXT, DATES, RAW, RECORDS, REAL, COMPLEX, UNKNOWN = ARRAYS
 
 #: The encoding of numbers that lie somewhere inside the bytes of their chunks, see `resolved`.
 UNRESOLVED = "unresolved"
@@ -618,6 +633,19 @@ _LACKING: Mapping[str, tuple[str, Hint]] = {
             ),
         ),
     ),
+    **{
+        why: (
+            f"the array needs {why}, which does not exist",
+            Hint(
+                _LEAVE_OUT,
+                f"make a tensor of it with torch.from_numpy(array{call}), and pass "
+                "[path, {name: tensor}]. numpy.load(path) reads the array."
+                if call
+                else "read it with numpy.load(path).",
+            ),
+        )
+        for why, call in ARRAYS.items()
+    },
     PARTITIONED: (
         "torchlift reads only the weights of a DeepSpeed ZeRO checkpoint",
         Hint(

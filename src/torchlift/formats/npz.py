@@ -15,12 +15,20 @@ from typing import NamedTuple
 from torchlift.errors import FormatError
 from torchlift.formats.flattening import ROOT_TENSOR
 from torchlift.formats.index import (
+    COMPLEX,
+    DATES,
     ITEMSIZE,
+    RAW,
+    REAL,
+    RECORDS,
+    TEXT,
+    UNKNOWN,
     Chunk,
     Index,
     Record,
     Storage,
     TensorEntry,
+    globals_in,
     row_major,
 )
 from torchlift.formats.source import Source, dense_shape
@@ -36,12 +44,25 @@ _MAX_HEADER = 10_000
 _MOST = 12 + _MAX_HEADER
 _HEAD = 1 << 10  # bytes to fetch from a URL for a header of the usual length
 _FIELDS = {"descr", "fortran_order", "shape"}
-#: Kind and size of numpy's type codes -> torch's name.
+#: Kind and size of NumPy's type codes -> torch's name. NumPy knows ml_dtypes' bfloat16 as two raw
+#: bytes, and vision_transformer reads such an array as bfloat16, too. One raw byte may be any of a
+#: dozen dtypes.
 _DTYPES = {
     "b1": "bool", "u1": "uint8", "i1": "int8", "u2": "uint16", "i2": "int16", "u4": "uint32",
     "i4": "int32", "u8": "uint64", "i8": "int64", "f2": "float16", "f4": "float32", "f8": "float64",
-    "c8": "complex64", "c16": "complex128",
+    "c8": "complex64", "c16": "complex128", "V2": "bfloat16", "f1": "float8_e5m2",
 }  # fmt: skip
+#: Kind of a type code -> the reason why torch has no tensor for it.
+_KINDS = {
+    "U": TEXT,
+    "S": TEXT,
+    "M": DATES,
+    "m": DATES,
+    "V": RAW,
+    "f": REAL,
+    "c": COMPLEX,
+    "[": RECORDS,
+}
 
 
 def read_npy(source: Source) -> Index:
@@ -82,9 +103,12 @@ def _index(source: Source, records: Mapping[str, Record]) -> Index:
         if record.crc32:  # it covers the header, too
             whole[key] = Storage(source.path, begin, record.size, "", record.crc32, packed)
         dtype = _DTYPES.get(code[1:]) if code[:1] in "<>|=" else None
-        if dtype is None:
+        if dtype is None and code[1:2] == "O":
             blocked[key] = f"numpy.dtype({code})"
-            if code[1:2] in ("f", "c"):  # numbers with more bits than torch supports
+            continue
+        if dtype is None:
+            blocked[key] = why = _KINDS.get(code[1:2], UNKNOWN)
+            if why != TEXT:  # numbers: no conversion may leave them out by itself
                 inside[key] = 1
             continue
         nbytes = math.prod(shape) * ITEMSIZE[dtype]
@@ -113,7 +137,7 @@ def _index(source: Source, records: Mapping[str, Record]) -> Index:
         entries,
         storages,
         files,
-        blocked=tuple(dict.fromkeys(blocked.values())),
+        blocked=globals_in(blocked),
         blocked_keys=blocked,
         blocked_tensors=inside,
         records=whole,
@@ -160,5 +184,5 @@ def _header(source: Source, key: str, record: Record) -> _Header:
     code = fields["descr"]
     if not isinstance(code, str):
         # numpy.load reads structured arrays, but those with objects are a pickle.
-        code = "structured with |O" if "|O" in repr(code) else "structured"
+        code = "|O" if "|O" in repr(code) else "|[]"
     return _Header(code, shape, fields["fortran_order"], start)

@@ -61,6 +61,15 @@ TIED_KEYS = "torchlift.ties"
 #: The size of the tensor is not recorded (pytorch/pytorch#155566).
 _SLICES = "DCP_SHARDING_INFO"
 
+#: A command that writes another header of the same length, and what it writes.
+_REWRITE = (
+    "python -c \"import sys; f = open(sys.argv[1], 'r+b'); "
+    "n = int.from_bytes(f.read(8), 'little'); h = f.read(n); f.seek(8); "
+    'f.write({})" model.safetensors'
+)
+_PAD = "h.rstrip(bytes(1)).ljust(n)"
+_RENAME = "h.replace(b'%c__metadata__' % 34, b'%cmetadata____' % 34, 1)"
+
 
 def read_safetensors(source: Source, *, sliced: bool = False) -> Index:
     """Read the index of a safetensors file, with the checksums and ties that torchlift notes.
@@ -78,6 +87,13 @@ def read_safetensors(source: Source, *, sliced: bool = False) -> Index:
     is_last = bool(header) and next(reversed(header)) == "__metadata__"
     metadata = header.pop("__metadata__", None)
     metadata = {} if metadata is None else metadata
+    if type(metadata) is tuple:
+        raise FormatError(
+            "a tensor has the name under which the format stores texts",
+            entry="__metadata__",
+            expected="another name",
+            hint=f"Rename it: {_REWRITE.format(_RENAME)}",
+        )
     if not isinstance(metadata, dict) or not all(type(v) is str for v in metadata.values()):
         raise FormatError(
             "the metadata does not map text to text",
@@ -190,7 +206,15 @@ def _read_header(source: Source) -> tuple[dict[str, Any], int]:
             found=f"{length} bytes",
             hint="The file is truncated.",
         )
-    return parse_json(source.read(8, length), "the header", _described), 8 + length
+    header = source.read(8, length)
+    if padding := len(header) - len(header.rstrip(b"\0")):
+        raise FormatError(
+            "the header is padded with bytes that are not JSON",
+            expected="spaces",
+            found=f"{padding} zero bytes",
+            hint=f"Write spaces in their place: {_REWRITE.format(_PAD)}",
+        )
+    return parse_json(header, "the header", _described), 8 + length
 
 
 def _described(pairs: list[tuple[str, Any]]) -> object:
@@ -327,7 +351,14 @@ def safetensors_layout(
     for tensor in sorted(tensors, key=lambda tensor: (-ITEMSIZE[tensor.dtype], tensor.key)):
         is_pair = tensor.dtype == _PAIR
         is_half = is_pair and tensor.shape == ()  # its two elements would need a dimension
-        if tensor.dtype not in _CODES or is_half or tensor.key == "__metadata__":
+        if tensor.key == "__metadata__":
+            raise PlacementError(
+                "a safetensors file stores texts under this name, not a tensor",
+                entry=tensor.key,
+                expected="another name",
+                hint='Rename it, or save a torch file, which can hold it: format="torch-zip".',
+            )
+        if tensor.dtype not in _CODES or is_half:
             raise PlacementError(
                 "a safetensors file cannot store this tensor",
                 entry=tensor.key,
