@@ -167,10 +167,10 @@ def test_inspect_has_status_3_when_something_would_have_run_code(tmp_path) -> No
     assert (done.returncode, done.stdout) == (3, "")
     torch.save({"w": torch.ones(2), "args": {"lr": 0.1}}, path)
     assert torchlift("inspect", path).returncode == 0
-    for array, status in (np.array(["a"]), 0), (np.array([{}]), 3):
+    for array, status, why in (np.array(["a"]), 0, "for text"), (np.array([{}]), 3, "numpy.dtype"):
         np.savez(tmp_path / "a.npz", array=array)
         done = torchlift("inspect", tmp_path / "a.npz")
-        assert (done.returncode, "numpy.dtype" in done.stdout) == (status, True)
+        assert (done.returncode, why in done.stdout) == (status, True)
 
 
 def test_inspect_as_json_is_one_document(small) -> None:

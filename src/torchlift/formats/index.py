@@ -671,9 +671,8 @@ def lacking(path: str, key: str, why: str | None) -> FormatError | None:
     return FormatError(what, file=path, entry=key, hint=hint) if what else None
 
 
-#: Globals that cannot become entries, but are data: kinds of tensors, NumPy's numbers and texts. A
-#: NumPy array of objects is a pickle, so it counts as code.
-_DATA = re.compile(r"torch\.(Tensor|UntypedStorage|_utils\._rebuild_\w+)$|numpy\.dtype\((?!.*\|O)")
+#: Globals that cannot become entries, but are data: kinds of tensors.
+_DATA = re.compile(r"torch\.(Tensor|UntypedStorage|_utils\._rebuild_\w+)$")
 
 
 def globals_in(blocked_keys: Mapping[str, str]) -> tuple[str, ...]:
