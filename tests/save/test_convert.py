@@ -753,3 +753,22 @@ def test_a_transform_takes_no_descriptor_for_each_tensor(tmp_path: Path, memory:
         assert found.keys() == state.keys()
         for key, value in state.items():
             assert torch.equal(found[key], value.double() * 2), key
+
+
+@pytest.mark.parametrize("dst", ["x.pt", "x.safetensors"])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_parts_and_joined_tensors_are_not_reported_as_lost_ties(
+    tmp_path: Path, dst: str, axis: int
+) -> None:
+    """Only keys that were one tensor in the source can lose their tie."""
+    fused = torch.randn(12, 3)
+    state = {"a.qkv": fused, "b.qkv": fused, "c.qkv": torch.randn(12, 3)}
+    torch.save(state, tmp_path / "src.pt")
+    cut = remap.split("*.qkv", ["*.q", "*.k", "*.v"], chunk=axis)
+    report = torchlift.convert(tmp_path / "src.pt", tmp_path / dst, rename=cut)
+    assert not report.lost
+    assert report.tied == {f"b.{name}": f"a.{name}" for name in "qkv"}
+    made = torchlift.open(tmp_path / dst)
+    assert torch.equal(torch.cat([made[f"c.{name}"] for name in "qkv"], axis), state["c.qkv"])
+    joined = torchlift.convert(tmp_path / dst, tmp_path / "back.pt", rename=cut.reversed())
+    assert not joined.lost and joined.tied == {"b.qkv": "a.qkv"}

@@ -130,7 +130,8 @@ class Value:
     @property
     def storage(self) -> Hashable:
         """Return what identifies the bytes that contain it, whatever their dtype."""
-        return self.memory[0] if isinstance(self.memory, tuple) else self.memory
+        # A box that a rename has cut out of a tensor has no storage of its own: its chunks count.
+        return (isinstance(self.memory, tuple) and self.memory[0]) or self.memory
 
     @property
     def source_dtype(self) -> str:
