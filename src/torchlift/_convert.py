@@ -33,6 +33,7 @@ from torchlift._plan.rules import (
     stored_dtype,
 )
 from torchlift._save.blocks import memory_of
+from torchlift._save.files import write_errors
 from torchlift._save.saving import (
     SaveOptions,
     SaveReport,
@@ -83,8 +84,8 @@ _TEXTS = ("safetensors", "sharded", "gguf")
 _BYTES_ONLY = ("format", "total_size")
 #: Bytes of results between two releases of freed memory.
 _BETWEEN = 16 * 2**20
-#: Bytes of results that are mapped at once, and the alignment of a result.
-_AREA, _ALIGNED = 256 * 2**20, 64
+#: Bytes of results that are mapped at once, at most and as a multiple, and the alignment of one.
+_AREA, _STEP, _ALIGNED = 256 * 2**20, mmap.ALLOCATIONGRANULARITY, 64
 _NOT_OF_MODEL = "it does not belong to the model: convert it by itself with root="
 
 
@@ -405,7 +406,9 @@ class _Results:
         if self._transform is None:
             return made
         seen = entry._replace(key=key, dtype=str(made.dtype).removeprefix("torch."))
-        return self._kept(made.detach().to("cpu", self._becomes(seen)).contiguous())
+        made = made.detach().to("cpu", self._becomes(seen)).contiguous()
+        with write_errors(self._head):
+            return self._kept(made)
 
     def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor in a file on disk, mapped: it does not take memory of this process."""
@@ -418,9 +421,11 @@ class _Results:
                 folder = os.path.dirname(folder)
             self._file = self._stack.enter_context(TemporaryFile(dir=folder))  # noqa: SIM115
         if self._area is None or self._at + tensor.nbytes > len(self._area):
-            # Each map has a descriptor: one for each tensor would be too many.
+            # Each map has a descriptor: one for each tensor would be too many. A map of a fixed size
+            # would need a limit on file sizes above that size, whatever the results need.
             self._start += len(self._area or ())
-            size = max(_AREA, -(-tensor.nbytes // _AREA) * _AREA)
+            size = max(tensor.nbytes, min(_AREA, self._start // 4))
+            size = -(-size // _STEP) * _STEP
             self._file.truncate(self._start + size)  # it takes space on the disk when it is written
             self._area, self._at = mmap.mmap(self._file.fileno(), size, offset=self._start), 0
         self._file.seek(self._start + self._at)

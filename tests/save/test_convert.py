@@ -755,6 +755,37 @@ def test_a_transform_takes_no_descriptor_for_each_tensor(tmp_path: Path, memory:
             assert torch.equal(found[key], value.double() * 2), key
 
 
+def _convert_below(src: str, dst: str, limit: int) -> str:
+    """Double all values while a file of this process may have `limit` bytes. Return the error."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    try:
+        torchlift.convert(src, dst, transform=lambda _, tensor: tensor * 2)
+    except CheckpointError as error:
+        return str(error.file)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "sizes", [[10], [50_000] * 40, [1, 2_000_000, 3], [300_000, 0, 7, 1_000_000]]
+)
+def test_a_transform_needs_a_file_limit_in_proportion_to_its_results(
+    tmp_path: Path, sizes: list[int]
+) -> None:
+    """A quarter more than the results. If the file itself is too large, the error names it."""
+    state = {f"w{at}": torch.full((size,), float(at)) for at, size in enumerate(sizes)}
+    src, dst = str(tmp_path / "m.pt"), str(tmp_path / "new.safetensors")
+    torch.save(state, src)
+    total = 4 * sum(sizes)
+    assert not in_child(_convert_below, src, dst, total * 5 // 4 + 32_768).value
+    assert all(torch.equal(torchlift.open(dst)[key], 2 * state[key]) for key in state)
+    if total > 65_536:
+        small = str(tmp_path / "small.safetensors")
+        assert in_child(_convert_below, src, small, total // 2).value == small
+        assert not os.path.exists(small)
+
+
 @pytest.mark.parametrize("dst", ["x.pt", "x.safetensors"])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_parts_and_joined_tensors_are_not_reported_as_lost_ties(
