@@ -13,7 +13,7 @@ from typing import IO, Any
 
 import torch
 
-from torchlift._checkpoint.checkpoint import Checkpoint
+from torchlift._checkpoint.checkpoint import Checkpoint, dtype_of
 from torchlift._checkpoint.kinds import Allow, call_of
 from torchlift._checkpoint.tree import Tree, arranged, gathered, objects_as_saved
 from torchlift._load.checks import require_intact
@@ -74,6 +74,7 @@ from torchlift.formats.index import (
     renamed,
     used_by,
 )
+from torchlift.formats.scales import Quantised, find_quantised
 from torchlift.formats.source import errors_name
 
 #: Why safetensors do not keep a value.
@@ -182,7 +183,10 @@ def convert(
             _require_something(found, source, root, target)
             index = _leave_out_blocked(found, target, lost)
         ckpt = stack.enter_context(Checkpoint(index if verify else _without_checksums(index)))
-        becomes = partial(stored_dtype, options.dtype, path=ckpt.path)
+        quantised = Quantised() if dtype is None else find_quantised(source.index.entries)
+        if named.keys is not None:
+            quantised = quantised.renamed(named.keys)
+        becomes = partial(_stored_dtype, options.dtype, quantised, path=ckpt.path)
         results = _Results(ckpt, transform, becomes, target, stack)
         if verify and not dry_run and transform is not None:
             require_intact(source.checkpoints)  # before the transform gets their values
@@ -210,7 +214,10 @@ def convert(
 
         planning.close()
         written = SaveOptions(checksum, progress, lost=lost, check=check, dry_run=dry_run)
-        return replace(write_state(target, state, written), hint=hint)
+        made = write_state(target, state, written)
+        left = quantised.scales if transform is None else {}
+        left = {key: left[key] for key in state.tensors if key in left}
+        return replace(made, hint=hint, quantised=left)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,10 +252,12 @@ class _Renamed:
     Attributes:
         index: the keys.
         containers: those of the file with the new names, if the new file keeps them.
+        keys: new name -> the keys of the tensors that it is made of. None: nothing was renamed.
     """
 
     index: Index
     containers: Any = None
+    keys: Mapping[str, tuple[str, ...]] | None = None
 
 
 def _to_list(src: Given | Sequence[Given], storage_options: Mapping[str, Any] | None) -> list[Any]:
@@ -318,8 +327,26 @@ def _rename(index: Index, rename: Rename | None, source: _Source, target: Target
     index = replace(index, objects={**index.objects, **objects_as_saved(index)})
     made = _rename_keys(index, rename)
     if index.tree is None or target.only_tensors:
-        return _Renamed(made)
-    return _Renamed(made, _rename_containers(index, made, _keys_of(source.index)))
+        return made
+    containers = _rename_containers(index, made.index, _keys_of(source.index))
+    return replace(made, containers=containers)
+
+
+def _stored_dtype(
+    rule: DtypeRule, quantised: Quantised, entry: TensorEntry, *, path: str
+) -> torch.dtype:
+    """Return the dtype that a rule gives a tensor, which may be quantised or be a scale.
+
+    Raises:
+        PlacementError: If the rule would cast codes without their scales.
+    """
+    stored, made = dtype_of(entry, path), stored_dtype(rule, entry, path)
+    if made != stored and entry.key in quantised.of_scales:
+        return stored
+    # A transform that applies the scales returns other numbers than codes.
+    if made != stored and quantised.needs_scale(entry.key, entry.dtype):
+        raise quantised.cast_error(entry.key, entry.dtype, path)
+    return made
 
 
 def _without_checksums(index: Index) -> Index:
@@ -508,8 +535,8 @@ def _require_free(target: Target, overwrite: bool) -> None:
             )
 
 
-def _rename_keys(index: Index, rename: Rename) -> Index:
-    """Return an index with new names, and without containers.
+def _rename_keys(index: Index, rename: Rename) -> _Renamed:
+    """Give an index new names, without containers.
 
     Raises:
         MismatchError: If two keys get one name.
@@ -522,7 +549,7 @@ def _rename_keys(index: Index, rename: Rename) -> Index:
         if name in made:
             raise same_name_error(name, made[name].keys[0], key, index.path)
     new_names = {key: name for name, item in made.items() for key in item.keys} | names
-    return replace(
+    renamed = replace(
         index,
         tensors={name: item.entry._replace(key=name) for name, item in made.items()},
         objects=_select(index.objects, names),
@@ -532,6 +559,7 @@ def _rename_keys(index: Index, rename: Rename) -> Index:
         templates=templates_by_name(index.templates, new_names),
         tree=None,
     )
+    return _Renamed(renamed, keys={name: item.keys for name, item in made.items()})
 
 
 def _rename_containers(before: Index, index: Index, saved: set[str]) -> Any:

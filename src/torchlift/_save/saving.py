@@ -90,6 +90,8 @@ class SaveReport(Summary):
         written: Bytes of tensors that this process wrote. On a mesh, this rank.
         blocked: Seconds until `Keeper.save` returned on this rank.
         hint: A problem that readers of the file may have, and its fix, or None.
+        quantised: Key -> keys of its scales, of quantised tensors. ``convert(dtype=)`` leaves both
+            as they are.
     """
 
     path: str
@@ -104,6 +106,7 @@ class SaveReport(Summary):
     written: int = 0
     blocked: float = 0.0
     hint: str | None = None
+    quantised: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def _summary(self) -> tuple[str, Facts]:
         facts: Facts = [("format", self.format)]
@@ -111,6 +114,9 @@ class SaveReport(Summary):
             facts.append(("files", f"{len(self.files):,}"))
         if self.cast:
             facts.append(("cast", count_of(len(self.cast), "tensor")))
+        if self.quantised:
+            some = count_of(len(self.quantised), "tensor")
+            facts.append(("quantised", f"{some}, left as they are with their scales"))
         for label, found in (("tied", self.tied), ("not kept", self.lost)):
             rows = list(found.items())
             facts += [(label, f"{printable(key, 80)}: {text}") for key, text in rows[:_SHOWN]]
