@@ -363,6 +363,15 @@ def apply_transform(
 
 def _transform_step(step: Step, transform: Transform, raw: torch.Tensor, path: str) -> torch.Tensor:
     made = apply_transform(transform, step.key, raw, path, step.candidate.key)
+    if step.target.needs_scale and made.dtype == raw.dtype:
+        raise PlacementError(
+            "transform returned the codes of a quantised tensor, which are not its values",
+            file=path,
+            entry=step.candidate.key,
+            expected="values that are multiplied by their scales",
+            found=made.dtype,
+            hint="Let transform apply the scales of this tensor.",
+        )
     # Such a tensor would raise while it is placed, with the model half loaded.
     if odd := oddity(made):
         raise PlacementError(

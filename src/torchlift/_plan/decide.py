@@ -48,6 +48,7 @@ _RELEASE = (
 )
 
 
+_SCALE = "the scale of a quantised tensor keeps its dtype"
 _SHARES = "shares bytes with another key of the file, which the model does not tie"
 
 
@@ -69,6 +70,8 @@ class Target:
         spans: The slice of the candidate that this rank takes. None: all of it.
         candidates: They replace the candidates of the pair, unless None. A sharded tensor has
             this rank's slice of each.
+        needs_scale: Whether its values are codes, which only a transform can make values of.
+        note: Why its dtype is not the one that the caller wants, or None.
     """
 
     device: torch.device
@@ -83,6 +86,8 @@ class Target:
     kind: object | None
     spans: Spans | None
     candidates: list[SourceTensor] | None
+    needs_scale: bool = False
+    note: str | None = None
 
 
 # Neither frozen nor changed once it is made: 90,000 frozen records take 0.3 s more.
@@ -176,8 +181,8 @@ def decide_steps(matched: Match, path: str, options: rules.Options) -> list[Step
     pairs, targets = list[Pair](), list[Target]()
     known: dict[object, Target] = {}
     for pair in matched.pairs:
-        kind = _kind_of(pair, options)
-        target = known.get(kind) or _target(pair, kind, options, path)
+        kind = None if _is_quantised(pair, matched) else _kind_of(pair, options)
+        target = known.get(kind) or _target(pair, kind, options, path, matched)
         if target is not None:
             slices = target.candidates
             pairs.append(pair if slices is None else pair._replace(candidates=slices))
@@ -276,7 +281,19 @@ def _kind_of(pair: Pair, options: rules.Options) -> object | None:
     return changed_on_meta(pair.group), *kinds, aligned, chunks[0].file
 
 
-def _target(pair: Pair, kind: object | None, options: rules.Options, path: str) -> Target | None:
+def _is_quantised(pair: Pair, matched: Match) -> bool:
+    """Return whether a pair is a quantised tensor, or a scale."""
+    found = matched.quantised
+    return bool(found.scales) and any(
+        key in found.scales or key in found.of_scales
+        for one in pair.candidates
+        for key in one.keys or (one.key,)
+    )
+
+
+def _target(
+    pair: Pair, kind: object | None, options: rules.Options, path: str, matched: Match
+) -> Target | None:
     """Decide the goal for a tensor. None: it is left for a later load.
 
     Args:
@@ -284,6 +301,10 @@ def _target(pair: Pair, kind: object | None, options: rules.Options, path: str) 
         kind: All that the decision depends on, or None.
         options: The caller's options.
         path: The path of the source, for errors.
+        matched: The match that the pair is of.
+
+    Raises:
+        PlacementError: If the caller's dtype would cast codes without their scales.
     """
     group, key, tensor = pair.group, pair.key, pair.group.tensor
     candidates = [_without_kind(one) for one in pair.candidates]
@@ -308,6 +329,15 @@ def _target(pair: Pair, kind: object | None, options: rules.Options, path: str) 
         mode = "swap" if mode == "auto" else mode
     else:
         dtype = rules.target_dtype(options.dtype, seen, tensor, file_dtype, is_cast=is_cast)
+    needs_scale, note = matched.unscaled.needs_scale(one.key, file_dtype), None
+    if asked != DISK and matched.quantised.scales and options.dtype is not None:
+        own = rules.target_dtype(None, seen, tensor, file_dtype, is_cast=is_cast)
+        if dtype != own and one.key in matched.quantised.of_scales:
+            dtype, note = own, _SCALE
+        elif dtype != own and matched.quantised.needs_scale(one.key, file_dtype):
+            needs_scale = True
+            if options.transform is None:
+                raise matched.quantised.cast_error(one.key, file_dtype, path)
     device = rules.target_device(asked, seen.key, tensor, present=options.present)
     spans: Spans | None = None
     if is_dtensor(tensor):
@@ -339,6 +369,8 @@ def _target(pair: Pair, kind: object | None, options: rules.Options, path: str) 
         kind=kind,
         spans=spans,
         candidates=candidates if kind is None else None,
+        needs_scale=needs_scale,
+        note=note,
     )
 
 
@@ -405,7 +437,7 @@ def _decide(
         mode=mode,
         source=source,
         route=route,
-        note="; ".join(filter(None, [note, *notes])) or None,
+        note="; ".join(filter(None, [note, *notes, target.note])) or None,
         plain=target.kind is not None and route == "view" and not (target.stride or target.raw),
     )
 

@@ -24,6 +24,7 @@ from torchlift._sources.tensors import SourceTensor, describe, tensor_of
 from torchlift._system.text import clipped_list
 from torchlift.errors import MismatchError
 from torchlift.formats.index import TensorEntry
+from torchlift.formats.scales import Quantised
 from torchlift.formats.source import errors_name
 
 
@@ -41,6 +42,7 @@ class Named(NamedTuple):
         naming: The names of a wrapped model, or None.
         hooked: (prefix, module) of modules with their own loading code for these names.
         own_loaders: (prefix, module) of modules whose class overrides `load_state_dict`.
+        quantised: The quantised tensors of the source by key, also those that are left out.
     """
 
     candidates: Mapping[str, SourceTensor]
@@ -53,6 +55,7 @@ class Named(NamedTuple):
     naming: Names | None
     hooked: Sequence[tuple[str, nn.Module]]
     own_loaders: Sequence[tuple[str, nn.Module]]
+    quantised: Quantised
 
 
 class Pair(NamedTuple):
@@ -90,6 +93,8 @@ class Match:
         extra: (module, state) for ``set_extra_state``.
         kept: Name -> what the model's own code keeps outside of parameters and buffers.
         own_calls: Calls of a class's own `load_state_dict`. They wait for the result.
+        quantised: The quantised tensors of the source by key.
+        unscaled: Those of them of which the model does not take all scales.
     """
 
     pairs: list[Pair] = field(default_factory=list)
@@ -111,6 +116,8 @@ class Match:
     extra: tuple[tuple[nn.Module, object], ...] = ()
     kept: Mapping[str, SourceTensor] = field(default_factory=dict)
     own_calls: tuple[OwnLoading, ...] = ()
+    quantised: Quantised = Quantised()
+    unscaled: Quantised = Quantised()
 
     def report_canonical(self, naming: Names) -> None:
         """Give the names that are reported the form without wrappers."""

@@ -71,6 +71,7 @@ from torchlift.errors import (
 )
 from torchlift.formats.boxes import as_blocks
 from torchlift.formats.index import TensorEntry
+from torchlift.formats.scales import Quantised
 
 #: The way out if a load needs more memory than is free.
 _LEAVE_IN_FILE = (
@@ -84,6 +85,9 @@ _OTHER_SIZES = (
     "checkpoint, or load the checkpoint of a model of these sizes."
 )
 
+
+#: The way out for a quantised checkpoint that does not fit.
+_QUANTISED = "Build the model as the library that quantised it does."
 
 #: Called with a match, the path of the source and the options. Raises an error if names differ.
 CheckNames = Callable[[Match, str, Options], None]
@@ -340,6 +344,7 @@ def _name_tensors(tree: ModuleTree, origin: Origin, options: Options, *, wrapped
     """
     keys = {*origin.candidates, *origin.objects, *origin.blocked} if options.rename else ()
     check_rename(options.rename, keys, origin.path)
+    quantised = origin.find_quantised()  # before a scale is left out
     gone = origin.leave_out(options.include, options.exclude)
     left_out = names_of_left_out(gone, options.rename, origin.path) if gone else set()
     for rule in filter(callable, (options.device, options.dtype)):
@@ -408,6 +413,7 @@ def _name_tensors(tree: ModuleTree, origin: Origin, options: Options, *, wrapped
         naming,
         hooked,
         own,
+        quantised,
     )
 
 
@@ -437,6 +443,7 @@ def _match_named(
     matched.given = frozenset(found if has_hooks else ())
     matched.missing = [name for name in matched.missing if name not in outcome.excused]
     matched.missing = list(dict.fromkeys([*matched.missing, *outcome.missing]))
+    matched.quantised, matched.unscaled = named.quantised, _find_unscaled(matched, named)
     if check is None:  # for torch's own functions, such a name is unexpected
         computed = {s.fqn for group in tree.groups for s in group.slots if not s.persistent}
         matched.dropped = [name for name in matched.unexpected if name in computed]
@@ -459,9 +466,49 @@ def _match_named(
     (check or check_names)(
         matched, source.path, replace(options, strict=False) if matched.open else options
     )
+    if options.transform is None:
+        _require_scales(matched, source.path)
     # From here on, a mismatch that ignore_mismatched allows counts as missing.
     matched.missing += matched.mismatched
     return matched
+
+
+def _find_unscaled(matched: Match, named: Named) -> Quantised:
+    """Return the quantised tensors of which the model does not take all scales."""
+    scales = named.quantised.scales
+    if not scales:
+        return named.quantised
+    left = {*matched.unexpected}
+    taken = {
+        key
+        for name, one in named.candidates.items()
+        if name not in left
+        for key in one.keys or (one.key,)
+    }
+    return Quantised({key: some for key, some in scales.items() if not taken.issuperset(some)})
+
+
+def _require_scales(matched: Match, path: str) -> None:
+    """Refuse codes that would become values of the model without their scales.
+
+    Raises:
+        MismatchError: If there are some.
+    """
+    for pair in matched.pairs if matched.unscaled.scales else ():
+        for one in pair.candidates:
+            for key in one.keys or (one.key,):
+                if key in matched.unscaled.scales:
+                    raise MismatchError(
+                        "it is quantised with scales that the model does not take",
+                        file=path,
+                        entry=key,
+                        expected="a model with tensors for its scales",
+                        found=str(one.dtype).removeprefix("torch."),
+                        hint=matched.unscaled.hint(_QUANTISED),
+                        lists=[matched.unscaled.line],
+                        missing_keys=matched.missing,
+                        unexpected_keys=matched.unexpected,
+                    )
 
 
 def _has_any(pairs: Iterable[Pair], keys: Collection[str]) -> bool:
@@ -684,6 +731,8 @@ def _hint(
     if hint := state_hint(values):
         return hint
     suggested = suggest_rename(missing, unexpected, options.root)
+    if suggested is None and matched.unscaled.scales:
+        return None  # no rename makes values of codes
     return suggested if options.rename else _library_hint(model, unexpected, suggested)
 
 
@@ -714,8 +763,13 @@ def check_names(matched: Match, path: str, options: Options) -> None:
     }
     misnamed = len(left_out) + min(len(names["missing"]), len(names["unexpected"]))
     hint = empty_hint(shapes) or matched.hint
+    unscaled = matched.unscaled
+    is_quantised = hint is None and (
+        not unscaled.of_scales.isdisjoint(unexpected)
+        or (bool(unscaled.scales) and options.transform is None)
+    )
     differing = sum(item.note is None for item in wrong.values())
-    if hint is None and differing > 3 * matched.fits + misnamed:
+    if hint is None and not is_quantised and differing > 3 * matched.fits + misnamed:
         # To skip nearly all shapes would leave the model as it was made.
         hint = _OTHER_SIZES
     lists = [
@@ -724,8 +778,13 @@ def check_names(matched: Match, path: str, options: Options) -> None:
     if wrong:
         lists.append(f"mismatched ({len(wrong)}): {clipped_list(map(str, wrong.values()), '; ')}")
     fits = "nothing in the checkpoint fits" if nothing else "the checkpoint does not fit"
+    reason = f"{fits} the model"
+    if is_quantised:
+        reason += ", because its weights are quantised with scales that the model does not take"
+        hint = unscaled.hint(_QUANTISED)
+        lists.append(unscaled.line)
     raise MismatchError(
-        f"{fits} the model",
+        reason,
         file=path,
         hint=hint or _way_out(names, skips=bool(wrong) and not options.ignore_mismatched),
         lists=lists,

@@ -38,6 +38,7 @@ from torchlift.formats.flattening import (
 )
 from torchlift.formats.index import Index, left_out, of_model
 from torchlift.formats.ranks import refuse_bare_slice
+from torchlift.formats.scales import Quantised, find_quantised
 from torchlift.formats.sharded import put_together
 from torchlift.formats.source import errors_name
 
@@ -292,6 +293,15 @@ class Origin:
         self.candidates = candidates
         self.objects = objects
         self.versions = versions
+
+    def find_quantised(self) -> Quantised:
+        """Return the quantised tensors of the source, with their scales."""
+        return find_quantised(
+            {
+                key: one.value if isinstance(one, MemoryTensor) else one.entry or one
+                for key, one in self.candidates.items()
+            }
+        )
 
     def leave_out(
         self, include: Collection[str], exclude: Collection[str]
