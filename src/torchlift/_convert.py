@@ -9,14 +9,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from tempfile import TemporaryFile
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import torch
 
 from torchlift._checkpoint.checkpoint import Checkpoint, dtype_of
 from torchlift._checkpoint.kinds import Allow, call_of
 from torchlift._checkpoint.tree import Tree, arranged, gathered, objects_as_saved
-from torchlift._load.checks import require_intact
+from torchlift._load.checks import not_finite_error, require_intact
 from torchlift._load.fetch import apply_transform
 from torchlift._model.dtensor import is_dtensor
 from torchlift._model.hooks import templates_by_name, versions_by_name
@@ -54,6 +54,7 @@ from torchlift._sources.opening import (
 from torchlift._sources.tensors import FileTensor, tensor_of
 from torchlift._store.places import exists, is_url, place_of
 from torchlift._system.memory import collection_paused, trim
+from torchlift._transfer.casting import Checked, NotFinite, count_overflows, is_narrower
 from torchlift.errors import (
     Argument,
     CheckpointError,
@@ -109,6 +110,7 @@ def convert(
     checksum: bool = True,
     verify: bool = True,
     dry_run: bool = False,
+    check: Literal["finite"] | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> SaveReport:
     """Convert a checkpoint to another format, dtype or naming, without loading all of it.
@@ -139,12 +141,13 @@ def convert(
         checksum: Record checksums in the destination.
         verify: Compare the checksums of the source before the destination appears.
         dry_run: Report what would be written, and write nothing.
+        check: ``"finite"`` refuses NaN and infinite values after the cast. Default: no check.
         storage_options: Options of URLs. See `torchlift.open`.
 
     Raises:
         MismatchError: If a pattern matches nothing, two keys get one name, or no tensor is left.
         PlacementError, UnsafeError: If the format does not store a value, or code would run.
-        FormatError, IntegrityError: If the source is damaged.
+        FormatError, IntegrityError: If the source is damaged, or `check` finds a value.
         CheckpointError: If the destination exists without `overwrite`, or cannot be written.
 
     Example:
@@ -156,8 +159,9 @@ def convert(
         1
     """
     options = Options(
-        rename=rename, dtype=dtype, include=include, exclude=exclude, transform=transform
-    )
+        rename=rename, dtype=dtype, include=include, exclude=exclude, transform=transform,
+        check=check,
+    )  # fmt: skip
     if dtype == "model":  # which would leave everything as it is
         raise ValueError("dtype='model': a conversion has no model. Pass the name of a dtype.")
     if not isinstance(dst, (str, bytes, os.PathLike)):
@@ -206,18 +210,25 @@ def convert(
         elif texts:
             lost["(metadata)"] = f"the format has no place for {', '.join(sorted(texts))}"
         hint = _root_hint(source, root, target, state.tensors)
+        for value in state.values:
+            stored = getattr(torch, value.source_dtype)
+            if check is not None or is_narrower(stored, value.dtype):
+                value.checked = Checked()
 
-        def check() -> None:
+        def check_written() -> None:
             require_unchanged(ckpt)
             # Another program may have made it in the meantime.
             _require_free(target, overwrite)
+            if check is not None and (found := _find_not_finite(state)):
+                raise not_finite_error(found, ckpt.path, "convert")
 
         planning.close()
-        written = SaveOptions(checksum, progress, lost=lost, check=check, dry_run=dry_run)
+        written = SaveOptions(checksum, progress, lost=lost, check=check_written, dry_run=dry_run)
         made = write_state(target, state, written)
         left = quantised.scales if transform is None else {}
         left = {key: left[key] for key in state.tensors if key in left}
-        return replace(made, hint=hint, quantised=left)
+        overflowed = {**results.overflowed, **_count_overflows(state)}
+        return replace(made, hint=hint, quantised=left, overflowed=overflowed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,6 +360,20 @@ def _stored_dtype(
     return made
 
 
+def _count_overflows(state: State) -> dict[str, int]:
+    """Return key -> the number of its values that overflowed in the cast."""
+    found = ((state.name_of(value.key), value.checked) for value in state.values)
+    return {key: checked.overflowed for key, checked in found if checked and checked.overflowed}
+
+
+def _find_not_finite(state: State) -> dict[str, NotFinite]:
+    """Return key -> the numbers of its values that are not finite."""
+    found = ((state.name_of(value.key), value.checked) for value in state.values)
+    return {
+        key: checked.not_finite for key, checked in found if checked and any(checked.not_finite)
+    }
+
+
 def _without_checksums(index: Index) -> Index:
     bare = {name: found._replace(crc32=None) for name, found in index.storages.items()}
     return replace(index, storages=bare)
@@ -404,6 +429,7 @@ class _Results:
         self._area: mmap.mmap | None = None  # a part of that file, from `_start` on
         self._start = self._at = 0
         self._passed = 0  # bytes of results since freed memory was last released
+        self.overflowed = dict[str, int]()  # key -> values that overflowed in the cast
 
     def of(self, key: str, entry: TensorEntry) -> torch.Tensor | None:
         """Return the tensor to save under a key; None for the one in the file.
@@ -433,7 +459,9 @@ class _Results:
         if self._transform is None:
             return made
         seen = entry._replace(key=key, dtype=str(made.dtype).removeprefix("torch."))
-        made = made.detach().to("cpu", self._becomes(seen)).contiguous()
+        before, made = made, made.detach().to("cpu", self._becomes(seen)).contiguous()
+        if count := count_overflows(before.detach(), made):
+            self.overflowed[key] = count
         with write_errors(self._head):
             return self._kept(made)
 
@@ -448,8 +476,8 @@ class _Results:
                 folder = os.path.dirname(folder)
             self._file = self._stack.enter_context(TemporaryFile(dir=folder))  # noqa: SIM115
         if self._area is None or self._at + tensor.nbytes > len(self._area):
-            # Each map has a descriptor: one for each tensor would be too many. A map of a fixed size
-            # would need a limit on file sizes above that size, whatever the results need.
+            # Each map has a descriptor: one for each tensor would be too many. A first map of a
+            # fixed size would need a limit on file sizes above it, whatever the results need.
             self._start += len(self._area or ())
             size = max(tensor.nbytes, min(_AREA, self._start // 4))
             size = -(-size // _STEP) * _STEP

@@ -90,11 +90,21 @@ def test_other_tensors_are_not_taken_for_scales() -> None:
     """A scale of something else, a parameter that has the word, or codes without a scale."""
     assert not find_quantised(
         tensors(
-            l__weight=(F8, (4, 8)), l__input_scale=(F32, ()), l__upscale=(F32, ()),
-            n__weight=(F32, (8,)), n__weight_scale=(F32, ()), n__scale=(F32, (8,)),
-            a__relative_index=(I32, (64,)), a__scale=(F32, (1,)), a__logit_scale=(F32, (1,)),
-            s__mask=(U8, (4,)), s__scale__weight=(F32, (1,)), other__weight_scale=(F32, (1,)),
-            t__weight=(I8, (4,)), t__weight_scale=(F32, (4,)), u__weight=(I8, (8,)),
+            l__weight=(F8, (4, 8)),
+            l__input_scale=(F32, ()),
+            l__upscale=(F32, ()),
+            n__weight=(F32, (8,)),
+            n__weight_scale=(F32, ()),
+            n__scale=(F32, (8,)),
+            a__relative_index=(I32, (64,)),
+            a__scale=(F32, (1,)),
+            a__logit_scale=(F32, (1,)),
+            s__mask=(U8, (4,)),
+            s__scale__weight=(F32, (1,)),
+            other__weight_scale=(F32, (1,)),
+            t__weight=(I8, (4,)),
+            t__weight_scale=(F32, (4,)),
+            u__weight=(I8, (8,)),
             u__scales=(torch.int64, (1,)),
-        )  # fmt: skip
+        )
     ).scales

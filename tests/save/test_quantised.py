@@ -63,7 +63,8 @@ def test_codes_are_not_cast_without_their_scales(
         exclude=["*weight_scale_inv"],
     )  # fmt: skip
     made = torchlift.open(tmp_path / dst)
-    assert {*made} == {*values} and not report.quantised
+    assert {*made} == {*values}
+    assert not report.quantised
     for key, value in values.items():
         assert torch.equal(made[key], value.bfloat16()), key
 
@@ -108,7 +109,8 @@ def test_integers_and_their_scales_stay_as_they_are(tmp_path: Path, kind: str, d
         rename = remap.rules([(r"^l\.", "layers.0.")]) if door == "renamed" else None
         given = sources.get(door, src)
         report = torchlift.convert(given, dst, dtype="bfloat16", rename=rename)
-        assert len(report.quantised) == 1 and "quantised" in str(report)
+        assert len(report.quantised) == 1
+        assert "quantised" in str(report)
     found = load_file(dst)
     assert found["norm"].dtype == torch.bfloat16
     for key, value in INTEGERS[kind].items():
@@ -136,5 +138,6 @@ def test_the_command_names_the_codes_and_its_own_options(
     assert main(words) == 1
     out, err = capsys.readouterr()
     assert json.loads(out)["error"]["entry"] == "l.weight"
-    assert "--exclude '*weight_scale_inv'" in err and "transform=" in err
+    assert "--exclude '*weight_scale_inv'" in err
+    assert "transform=" in err
     assert main([*words[:-1], "--exclude", "l.*"]) == 0

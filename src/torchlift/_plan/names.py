@@ -116,8 +116,8 @@ class Match:
     extra: tuple[tuple[nn.Module, object], ...] = ()
     kept: Mapping[str, SourceTensor] = field(default_factory=dict)
     own_calls: tuple[OwnLoading, ...] = ()
-    quantised: Quantised = Quantised()
-    unscaled: Quantised = Quantised()
+    quantised: Quantised = field(default_factory=Quantised)
+    unscaled: Quantised = field(default_factory=Quantised)
 
     def report_canonical(self, naming: Names) -> None:
         """Give the names that are reported the form without wrappers."""

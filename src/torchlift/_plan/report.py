@@ -100,6 +100,8 @@ class LoadReport(Summary):
         bytes_read: Bytes copied out of the files. Mapped bytes do not count.
         requests: Range requests to URLs after the checkpoint was opened.
         unchecked_nbytes: Bytes for which ``verify=True`` found no checksum.
+        overflowed: Name in the model -> the number of finite values that its cast made infinite or
+            NaN. ``check="finite"`` refuses them.
     """
 
     path: str
@@ -117,6 +119,7 @@ class LoadReport(Summary):
     bytes_read: int = 0
     unchecked_nbytes: int = 0
     requests: int = 0
+    overflowed: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -192,6 +195,7 @@ class LoadReport(Summary):
         if self.unchecked_nbytes:
             size = human(self.unchecked_nbytes)
             facts.append(("not verified", f"{size}: the file records no checksum of these bytes"))
+        facts += list_overflows(self.overflowed)
         return f"loaded {self._size}", [*facts, *summarise(self)]
 
 
@@ -244,3 +248,9 @@ def _bytes_of(reports: Iterable[KeyReport]) -> int:
 def list_names(title: str, items: list[str]) -> Facts:
     """Return a fact with the number of names and the first of them, or nothing without names."""
     return [(f"{title} ({len(items)})", clipped_list(items))] if items else []
+
+
+def list_overflows(counts: Mapping[str, int]) -> Facts:
+    """Return a fact with the tensors whose values overflowed in a cast, or nothing."""
+    lines = [f"{name}: {count_of(count, 'value')}" for name, count in counts.items()]
+    return list_names("overflowed in the cast", lines)

@@ -90,6 +90,7 @@ class SaveReport(Summary):
         written: Bytes of tensors that this process wrote. On a mesh, this rank.
         blocked: Seconds until `Keeper.save` returned on this rank.
         hint: A problem that readers of the file may have, and its fix, or None.
+        overflowed: Key -> the number of finite values that its cast made infinite or NaN.
         quantised: Key -> keys of its scales, of quantised tensors. ``convert(dtype=)`` leaves both
             as they are.
     """
@@ -106,6 +107,7 @@ class SaveReport(Summary):
     written: int = 0
     blocked: float = 0.0
     hint: str | None = None
+    overflowed: Mapping[str, int] = field(default_factory=dict)
     quantised: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def _summary(self) -> tuple[str, Facts]:
@@ -114,6 +116,10 @@ class SaveReport(Summary):
             facts.append(("files", f"{len(self.files):,}"))
         if self.cast:
             facts.append(("cast", count_of(len(self.cast), "tensor")))
+        if self.overflowed:
+            some = count_of(sum(self.overflowed.values()), "value")
+            where = clipped_list(self.overflowed)
+            facts.append(("overflowed in the cast", f"{some} of {where}"))
         if self.quantised:
             some = count_of(len(self.quantised), "tensor")
             facts.append(("quantised", f"{some}, left as they are with their scales"))

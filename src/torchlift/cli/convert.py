@@ -52,6 +52,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-shard-size", metavar="SIZE", help="write files of at most this size, such as 5GB"
     )
+    parser.add_argument(
+        "--check",
+        metavar="finite",
+        choices=["finite"],
+        help="refuse NaN and infinite values after the cast; the only check is: finite",
+    )
     parser.add_argument("--no-checksum", action="store_true", help="do not record checksums")
     parser.add_argument(
         "--no-verify", action="store_true", help="do not compare the checksums of SRC"
@@ -78,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
         checksum=not args.no_checksum,
         verify=not args.no_verify,
         dry_run=args.dry_run,
+        check=args.check,
     )
     made = replace(made, hint=spelled(made.hint, args.parser._option_string_actions))
     text = f"{'would write ' * args.dry_run}{made}"

@@ -97,7 +97,7 @@ class Quantised:
             Argument("transform", "a function that applies the scales"),
             " and ",
             Argument("exclude", repr([*patterns]), patterns),
-            ", as \"Quantised weights\" in the guide shows.",
+            ', as "Quantised weights" in the guide shows.',
         )
 
     @property
