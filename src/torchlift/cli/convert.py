@@ -26,7 +26,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "nothing to write, or if DST exists. 2 for wrong usage. 3 if a value needs code of the\n"
         "file to run: leave it out with --exclude."
     )
-    parser.add_argument("src", metavar="SRC", help="a checkpoint file, directory or URL")
+    parser.add_argument(
+        "src",
+        metavar="SRC",
+        nargs="+",
+        help="a checkpoint file, directory or URL; of several, a later one wins",
+    )
     parser.add_argument("dst", metavar="DST", help="the file, folder or URL to write")
     parser.add_argument("--format", metavar="FORMAT", help="torch-zip, safetensors, sharded or dcp")
     parser.add_argument(
