@@ -173,7 +173,11 @@ def _by_route(steps: Sequence[Step], origin: Origin, advance: Advance) -> list[V
 def _new(step: Step, entry: TensorEntry) -> torch.Tensor:
     """Return new memory for a tensor of a file. A dense one keeps its strides."""
     device, dtype = step.fetched_as
-    flat = allocate(entry.numel, dtype, device)
+    flat, stride = allocate(entry.numel, dtype, device), step.target.stride
+    if stride is not None and not step.target.raw and entry.numel:
+        span = 1 + sum((size - 1) * n for size, n in zip(entry.shape, stride, strict=True))
+        if span == entry.numel:  # without gaps: read straight into the strides of the model
+            return flat.as_strided(entry.shape, stride)
     if is_dense(entry):  # the same number of elements
         return flat.as_strided(entry.shape, entry.stride)
     return flat.view(entry.shape)

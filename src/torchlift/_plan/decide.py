@@ -33,6 +33,7 @@ from torchlift._plan.report import Mode, Route, Source
 from torchlift._skeleton.construction import changed_on_meta, constructions_of
 from torchlift._sources.tensors import (
     FileTensor,
+    JoinedTensor,
     MemoryTensor,
     SourceTensor,
 )
@@ -276,7 +277,7 @@ def _kind_of(pair: Pair, options: rules.Options) -> object | None:
     shape, chunks = entry.shape, entry.chunks
     if len(chunks) != 1 or entry.encoding or entry.kind is not None or shape != tensor.shape:
         return None
-    if chunks[0].stride is not None or entry.stride != row_major(shape):
+    if chunks[0].stride is not None or not entry.stride == row_major(shape) == tensor.stride():
         return None
     aligned = chunks[0].offset % ITEMSIZE.get(entry.dtype, 1) == 0
     kinds = type(tensor), tensor.dtype, entry.dtype
@@ -322,8 +323,13 @@ def _target(
         return None
     if isinstance(one, MemoryTensor) and options.transform is None:
         _require_values(group, one.value, path)
-    is_cast, stride = changed_on_meta(group)
+    is_cast, changed = changed_on_meta(group)
     mode, source = options.mode, options.source
+    stride = None
+    if changed is not None or (mode != "assign" and source != "mmap"):
+        stride = _own_stride(tensor, one)
+    if changed is not None and one.shape != tensor.shape:  # before a transform
+        stride = changed
     if asked == DISK:
         rules.check_on_disk(options, group, seen, file_dtype, is_cast=is_cast)
         # Mapped as it is, on any file system.
@@ -374,6 +380,25 @@ def _target(
         needs_scale=needs_scale,
         note=note,
     )
+
+
+def _own_stride(tensor: torch.Tensor, one: SourceTensor) -> tuple[int, ...] | None:
+    """Return the strides of a model's tensor, if those of the source differ, else None.
+
+    As in torch, a load without ``assign`` keeps the strides of the model: of a transposed matrix
+    that the file has, each row would be read from many places.
+    """
+    if not is_plain(tensor) or is_lazy(tensor) or isinstance(one, JoinedTensor):
+        return None
+    value = one.entry if isinstance(one, FileTensor) else one.value
+    if isinstance(value, torch.Tensor) and not is_plain(value):
+        return None
+    own, found = tensor.stride(), tuple(value.stride() if callable(value.stride) else value.stride)
+    is_same = own == found or tensor.numel() < 2 or tuple(value.shape) != tuple(tensor.shape)
+    apart = (a != b for size, a, b in zip(tensor.shape, own, found, strict=False) if size > 1)
+    if is_same or not any(apart) or repeats(tensor.shape, own):
+        return None
+    return own
 
 
 def _without_kind(one: SourceTensor) -> SourceTensor:

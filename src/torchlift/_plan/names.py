@@ -43,6 +43,8 @@ class Named(NamedTuple):
         hooked: (prefix, module) of modules with their own loading code for these names.
         own_loaders: (prefix, module) of modules whose class overrides `load_state_dict`.
         quantised: The quantised tensors of the source by key, also those that are left out.
+        of_program: Names that a program has besides the state of its modules. None: the source is
+            not a program.
     """
 
     candidates: Mapping[str, SourceTensor]
@@ -56,6 +58,7 @@ class Named(NamedTuple):
     hooked: Sequence[tuple[str, nn.Module]]
     own_loaders: Sequence[tuple[str, nn.Module]]
     quantised: Quantised
+    of_program: set[str] | None
 
 
 class Pair(NamedTuple):

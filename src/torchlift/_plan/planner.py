@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -414,6 +414,9 @@ def _name_tensors(tree: ModuleTree, origin: Origin, options: Options, *, wrapped
         hooked,
         own,
         quantised,
+        {name for key, name in (*names.items(), *objects.items()) if key in origin.of_program}
+        if origin.of_program is not None
+        else None,
     )
 
 
@@ -449,6 +452,10 @@ def _match_named(
         matched.dropped = [name for name in matched.unexpected if name in computed]
         matched.unexpected = [name for name in matched.unexpected if name not in computed]
     matched.unexpected += [*outcome.unexpected, *named.ignored]
+    if named.of_program is not None:
+        known = {*named.of_program, *_attributes_among(matched.unexpected, tree)}
+        matched.dropped += [name for name in matched.unexpected if name in known]
+        matched.unexpected = [name for name in matched.unexpected if name not in known]
     # A hook may add values, as BatchNorm adds its counter. They do not show that a name matches.
     known_keys = {one.key for one in named.candidates.values()} if named.hooked else None
     if own_calls or known_keys is None or _has_any(matched.pairs, known_keys):
@@ -471,6 +478,15 @@ def _match_named(
     # From here on, a mismatch that ignore_mismatched allows counts as missing.
     matched.missing += matched.mismatched
     return matched
+
+
+def _attributes_among(names: Iterable[str], tree: ModuleTree) -> Iterator[str]:
+    """Yield names of plain tensor attributes of the model, which a program saves with its state."""
+    modules = dict(tree.modules[0].named_modules())
+    for name in names:
+        path, _, attribute = name.rpartition(".")
+        if path in modules and isinstance(vars(modules[path]).get(attribute), torch.Tensor):
+            yield name
 
 
 def _find_unscaled(matched: Match, named: Named) -> Quantised:

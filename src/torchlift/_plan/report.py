@@ -89,7 +89,8 @@ class LoadReport(Summary):
             Values that a module's own loading code keeps, such as packed weights, count.
         missing_keys: Names of the model that the checkpoint lacks.
         unexpected_keys: Names of the checkpoint that the model lacks.
-        dropped: Names of the checkpoint that are non-persistent buffers of the model.
+        dropped: Names of the checkpoint that are non-persistent buffers of the model, or constants
+            and attributes of a TorchScript program.
         mismatched: Name -> `Mismatch`, for keys that ``ignore_mismatched=True`` skipped.
         tied: Groups of names that are one tensor in the model.
         replayed: Names whose value was made by replaying their construction.
@@ -218,7 +219,7 @@ def summarise(report: LoadReport) -> Facts:
         facts += [(f"from {path}", str(n)) for path, n in paths.items()]
     facts += list_names("missing", report.missing_keys)
     facts += list_names("unexpected", report.unexpected_keys)
-    facts += list_names("dropped, the model makes them itself", report.dropped)
+    facts += list_names("dropped, not a part of the model's state", report.dropped)
     facts += list_names("mismatched", [str(item) for item in report.mismatched.values()])
     facts += list_names("replayed", report.replayed)
     facts += list_names("left for later", report.deferred)
