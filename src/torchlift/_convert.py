@@ -263,7 +263,7 @@ class _Renamed:
     Attributes:
         index: the keys.
         containers: those of the file with the new names, if the new file keeps them.
-        keys: new name -> the keys of the tensors that it is made of. None: nothing was renamed.
+        keys: New name -> keys of its tensors. None: nothing was renamed.
     """
 
     index: Index

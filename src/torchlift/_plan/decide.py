@@ -385,8 +385,8 @@ def _target(
 def _own_stride(tensor: torch.Tensor, one: SourceTensor) -> tuple[int, ...] | None:
     """Return the strides of a model's tensor, if those of the source differ, else None.
 
-    As in torch, a load without ``assign`` keeps the strides of the model: of a transposed matrix
-    that the file has, each row would be read from many places.
+    As in torch, a load without ``assign`` keeps the strides of the model. With those of a
+    transposed matrix in the file, each row would be read from many places.
     """
     if not is_plain(tensor) or is_lazy(tensor) or isinstance(one, JoinedTensor):
         return None

@@ -97,7 +97,7 @@ class Match:
         kept: Name -> what the model's own code keeps outside of parameters and buffers.
         own_calls: Calls of a class's own `load_state_dict`. They wait for the result.
         quantised: The quantised tensors of the source by key.
-        unscaled: Those of them of which the model does not take all scales.
+        unscaled: The quantised tensors whose scales the model does not take.
     """
 
     pairs: list[Pair] = field(default_factory=list)

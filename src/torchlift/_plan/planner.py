@@ -490,7 +490,7 @@ def _attributes_among(names: Iterable[str], tree: ModuleTree) -> Iterator[str]:
 
 
 def _find_unscaled(matched: Match, named: Named) -> Quantised:
-    """Return the quantised tensors of which the model does not take all scales."""
+    """Return the quantised tensors whose scales the model does not take."""
     scales = named.quantised.scales
     if not scales:
         return named.quantised

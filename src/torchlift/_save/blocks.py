@@ -118,7 +118,7 @@ def tensor_blocks(
         tensor: on any device.
         dtype: of the bytes.
         work: memory for blocks that must be cast or rearranged.
-        checked: receives what is found in the values, unless it is None.
+        checked: Counts values that are not finite, unless it is None.
     """
     if tensor.nbytes <= FEW:
         yield _few_bytes(tensor, dtype, checked)
@@ -154,7 +154,7 @@ def entry_blocks(
         dtype: of the bytes.
         work: memory for the values.
         views: the files.
-        checked: receives what is found in the values, unless it is None.
+        checked: Counts values that are not finite, unless it is None.
 
     Raises:
         IntegrityError: If the file cannot be read, or has changed.

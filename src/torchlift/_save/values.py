@@ -69,7 +69,7 @@ class Value:
         views: the file that it is in, or None.
         stored: its place in a file of its own.
         numel: its number of elements.
-        checked: receives what is found in its values as they are written, unless it is None.
+        checked: Counts values that are not finite as they are written, unless it is None.
     """
 
     key: str

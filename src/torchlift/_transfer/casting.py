@@ -1,8 +1,8 @@
 """Count values that are not finite, and values that are too large for a cast.
 
-A cast is checked by its result, which takes one pass. On one core, a load of 0.8 GB with a cast to
-bfloat16 took 1.07 times the processor time that it took without this, and 1.14 times to float16.
-Only if a result is not finite is its source compared, which takes 25 ns a value.
+A cast is checked by its result, which takes one pass. With this check a load of 0.8 GB on one core
+took 1.07 times the processor time for a cast to bfloat16, and 1.14 times for float16. The source is
+compared only if a result is not finite, which takes 25 ns a value.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _limit(dtype: torch.dtype) -> float:
 
 @dataclass(slots=True)
 class Checked:
-    """What was found in the values of a tensor, block by block.
+    """Counts of a tensor's values, block by block.
 
     Attributes:
         not_finite: The numbers of values that are not finite.

@@ -16,9 +16,9 @@ from torchlift.formats.integrity import checksums, parse_sha256, verify_index
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.epilog = (
-        "Exit status: 0 if the structure is right and every known checksum matches. 1 if a checksum\n"
-        "does not match, or the file is damaged or missing. 2 for wrong usage. 3 if the file would\n"
-        "run code or leave its directory.\n"
+        "Exit status: 0 if the structure is right and every known checksum matches. 1 if one\n"
+        "does not match, or the file is damaged or missing. 2 for wrong usage. 3 if the file\n"
+        "would run code or leave its directory.\n"
         "Status 0 does not mean that bytes without a checksum are intact. They are listed as not\n"
         "checked: a changed value there is not found. Most safetensors files and all GGUF files\n"
         "lack checksums. Compare such a file with a number that its author has published:\n"

@@ -1,9 +1,9 @@
 """Find the scales of quantised tensors: without its scale, the values of such a tensor are wrong.
 
 A quantised tensor holds codes, which are small integers or 8-bit floats. Another tensor next to it
-holds one scale for the tensor, a row, a group or a block. Its name contains the word for it, and
-the rest is the name of the codes or of their module: ``weight_scale_inv`` and ``weight.absmax``
-next to ``weight``, ``scales`` next to ``qweight``. Libraries have nothing else in common.
+holds one scale for the tensor, a row, a group or a block. Its name contains a word for a scale. The
+rest of it is the name of the codes or of their module. Examples are ``weight_scale_inv`` and
+``weight.absmax`` next to ``weight``, and ``scales`` next to ``qweight``.
 """
 
 from __future__ import annotations
