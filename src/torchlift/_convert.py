@@ -118,8 +118,8 @@ def convert(
     The conversion needs about 32 MiB of memory for any size. The destination appears when it is
     complete, as with `torchlift.save`. The source is only read.
 
-    Safetensors store the tensors of a model only, with keys joined by dots. The report lists what
-    the format does not keep. See "Convert" in the guide.
+    Safetensors store tensors only, with keys joined by dots. Other values, and containers such as
+    ``optimizer``, are left out and listed in the report. See "Convert" in the guide.
 
     Args:
         src: A path, a URL, an open `Checkpoint`, a state dict in memory, or a list of these. In a
@@ -132,6 +132,7 @@ def convert(
         rename: A dict of keys, a callable from a key to a new key or None, or a rule of
             `torchlift.remap`.
         dtype: A dtype or its name for all floating-point tensors, or a callable from `TensorEntry`.
+            Scales of quantised tensors keep theirs.
         transform: A callable from (new key, tensor) to a tensor, called once for each key. Results
             wait in a temporary file next to `dst`. Tied keys are not tied any more.
         allow_classes: Tensor subclasses that may be rebuilt. See `torchlift.open`.
@@ -146,7 +147,8 @@ def convert(
 
     Raises:
         MismatchError: If a pattern matches nothing, two keys get one name, or no tensor is left.
-        PlacementError, UnsafeError: If the format does not store a value, or code would run.
+        PlacementError, UnsafeError: If the format does not store a value, a cast would separate
+            codes from their scales, or code would run.
         FormatError, IntegrityError: If the source is damaged, or `check` finds a value.
         CheckpointError: If the destination exists without `overwrite`, or cannot be written.
 

@@ -388,17 +388,17 @@ def _own_stride(tensor: torch.Tensor, one: SourceTensor) -> tuple[int, ...] | No
     As in torch, a load without ``assign`` keeps the strides of the model. With those of a
     transposed matrix in the file, each row would be read from many places.
     """
-    if not is_plain(tensor) or is_lazy(tensor) or isinstance(one, JoinedTensor):
+    if is_lazy(tensor) or isinstance(one, JoinedTensor) or one.shape != tensor.shape:
         return None
-    value = one.entry if isinstance(one, FileTensor) else one.value
-    if isinstance(value, torch.Tensor) and not is_plain(value):
+    values = [tensor, one.value] if isinstance(one, MemoryTensor) else [tensor]
+    # A tensor that is not strided has no strides.
+    is_odd = any(not is_plain(v) or v.layout is not torch.strided or v.is_nested for v in values)
+    if is_odd or tensor.numel() < 2:
         return None
-    own, found = tensor.stride(), tuple(value.stride() if callable(value.stride) else value.stride)
-    is_same = own == found or tensor.numel() < 2 or tuple(value.shape) != tuple(tensor.shape)
-    apart = (a != b for size, a, b in zip(tensor.shape, own, found, strict=False) if size > 1)
-    if is_same or not any(apart) or repeats(tensor.shape, own):
-        return None
-    return own
+    own = tensor.stride()
+    found = one.entry.stride if isinstance(one, FileTensor) else one.value.stride()
+    differ = (a != b for size, a, b in zip(tensor.shape, own, found, strict=True) if size > 1)
+    return own if own != found and any(differ) and not repeats(tensor.shape, own) else None
 
 
 def _without_kind(one: SourceTensor) -> SourceTensor:

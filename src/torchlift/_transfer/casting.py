@@ -1,7 +1,7 @@
 """Count values that are not finite, and values that are too large for a cast.
 
-A cast is checked by its result, which takes one pass. With this check a load of 0.8 GB on one core
-took 1.07 times the processor time for a cast to bfloat16, and 1.14 times for float16. The source is
+A cast is checked by its result, which takes one pass. A load of 0.8 GB on one core took 7 % more
+processor time with this check. That was a cast to bfloat16, and 14 % to float16. The source is
 compared only if a result is not finite, which takes 25 ns a value.
 """
 
