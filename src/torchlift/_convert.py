@@ -9,14 +9,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from tempfile import TemporaryFile
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import torch
 
-from torchlift._checkpoint.checkpoint import Checkpoint
+from torchlift._checkpoint.checkpoint import Checkpoint, dtype_of
 from torchlift._checkpoint.kinds import Allow, call_of
 from torchlift._checkpoint.tree import Tree, arranged, gathered, objects_as_saved
-from torchlift._load.checks import require_intact
+from torchlift._load.checks import not_finite_error, require_intact
 from torchlift._load.fetch import apply_transform
 from torchlift._model.dtensor import is_dtensor
 from torchlift._model.hooks import templates_by_name, versions_by_name
@@ -33,6 +33,7 @@ from torchlift._plan.rules import (
     stored_dtype,
 )
 from torchlift._save.blocks import memory_of
+from torchlift._save.files import write_errors
 from torchlift._save.pickling import AS_TENSOR, is_array
 from torchlift._save.saving import (
     SaveOptions,
@@ -54,6 +55,7 @@ from torchlift._sources.opening import (
 from torchlift._sources.tensors import FileTensor, tensor_of
 from torchlift._store.places import exists, is_url, place_of
 from torchlift._system.memory import collection_paused, trim
+from torchlift._transfer.casting import Checked, NotFinite, count_overflows, is_narrower
 from torchlift.errors import (
     Argument,
     CheckpointError,
@@ -74,6 +76,7 @@ from torchlift.formats.index import (
     renamed,
     used_by,
 )
+from torchlift.formats.scales import Quantised, find_quantised
 from torchlift.formats.source import errors_name
 
 #: Why safetensors do not keep a value.
@@ -84,8 +87,8 @@ _TEXTS = ("safetensors", "sharded", "gguf")
 _BYTES_ONLY = ("format", "total_size")
 #: Bytes of results between two releases of freed memory.
 _BETWEEN = 16 * 2**20
-#: Bytes of results that are mapped at once, and the alignment of a result.
-_AREA, _ALIGNED = 256 * 2**20, 64
+#: Bytes of results that are mapped at once, at most and as a multiple, and the alignment of one.
+_AREA, _STEP, _ALIGNED = 256 * 2**20, mmap.ALLOCATIONGRANULARITY, 64
 _NOT_OF_MODEL = "it does not belong to the model: convert it by itself with root="
 
 
@@ -108,6 +111,7 @@ def convert(
     checksum: bool = True,
     verify: bool = True,
     dry_run: bool = False,
+    check: Literal["finite"] | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> SaveReport:
     """Convert a checkpoint to another format, dtype or naming, without loading all of it.
@@ -115,8 +119,8 @@ def convert(
     The conversion needs about 32 MiB of memory for any size. The destination appears when it is
     complete, as with `torchlift.save`. The source is only read.
 
-    Safetensors store the tensors of a model only, with keys joined by dots. The report lists what
-    the format does not keep. See "Convert" in the guide.
+    Safetensors store tensors only, with keys joined by dots. Other values, and containers such as
+    ``optimizer``, are left out and listed in the report. See "Convert" in the guide.
 
     Args:
         src: A path, a URL, an open `Checkpoint`, a state dict in memory, or a list of these. In a
@@ -129,6 +133,7 @@ def convert(
         rename: A dict of keys, a callable from a key to a new key or None, or a rule of
             `torchlift.remap`.
         dtype: A dtype or its name for all floating-point tensors, or a callable from `TensorEntry`.
+            Scales of quantised tensors keep theirs.
         transform: A callable from (new key, tensor) to a tensor, called once for each key. Results
             wait in a temporary file next to `dst`. Tied keys are not tied any more.
         allow_classes: Tensor subclasses that may be rebuilt. See `torchlift.open`.
@@ -138,12 +143,14 @@ def convert(
         checksum: Record checksums in the destination.
         verify: Compare the checksums of the source before the destination appears.
         dry_run: Report what would be written, and write nothing.
+        check: ``"finite"`` refuses NaN and infinite values after the cast. Default: no check.
         storage_options: Options of URLs. See `torchlift.open`.
 
     Raises:
         MismatchError: If a pattern matches nothing, two keys get one name, or no tensor is left.
-        PlacementError, UnsafeError: If the format does not store a value, or code would run.
-        FormatError, IntegrityError: If the source is damaged.
+        PlacementError, UnsafeError: If the format does not store a value, a cast would separate
+            codes from their scales, or code would run.
+        FormatError, IntegrityError: If the source is damaged, or `check` finds a value.
         CheckpointError: If the destination exists without `overwrite`, or cannot be written.
 
     Example:
@@ -155,8 +162,9 @@ def convert(
         1
     """
     options = Options(
-        rename=rename, dtype=dtype, include=include, exclude=exclude, transform=transform
-    )
+        rename=rename, dtype=dtype, include=include, exclude=exclude, transform=transform,
+        check=check,
+    )  # fmt: skip
     if dtype == "model":  # which would leave everything as it is
         raise ValueError("dtype='model': a conversion has no model. Pass the name of a dtype.")
     if not isinstance(dst, (str, bytes, os.PathLike)):
@@ -182,7 +190,10 @@ def convert(
             _require_something(found, source, root, target)
             index = _leave_out_blocked(found, target, lost)
         ckpt = stack.enter_context(Checkpoint(index if verify else _without_checksums(index)))
-        becomes = partial(stored_dtype, options.dtype, path=ckpt.path)
+        quantised = Quantised() if dtype is None else find_quantised(source.index.entries)
+        if named.keys is not None:
+            quantised = quantised.renamed(named.keys)
+        becomes = partial(_stored_dtype, options.dtype, quantised, path=ckpt.path)
         results = _Results(ckpt, transform, becomes, target, stack)
         if verify and not dry_run and transform is not None:
             require_intact(source.checkpoints)  # before the transform gets their values
@@ -202,15 +213,25 @@ def convert(
         elif texts:
             lost["(metadata)"] = f"the format has no place for {', '.join(sorted(texts))}"
         hint = _root_hint(source, root, target, state.tensors)
+        for value in state.values:
+            stored = getattr(torch, value.source_dtype)
+            if check is not None or is_narrower(stored, value.dtype):
+                value.checked = Checked()
 
-        def check() -> None:
+        def check_written() -> None:
             require_unchanged(ckpt)
             # Another program may have made it in the meantime.
             _require_free(target, overwrite)
+            if check is not None and (found := _find_not_finite(state)):
+                raise not_finite_error(found, ckpt.path, "convert")
 
         planning.close()
-        written = SaveOptions(checksum, progress, lost=lost, check=check, dry_run=dry_run)
-        return replace(write_state(target, state, written), hint=hint)
+        written = SaveOptions(checksum, progress, lost=lost, check=check_written, dry_run=dry_run)
+        made = write_state(target, state, written)
+        left = quantised.scales if transform is None else {}
+        left = {key: left[key] for key in state.tensors if key in left}
+        overflowed = {**results.overflowed, **_count_overflows(state)}
+        return replace(made, hint=hint, quantised=left, overflowed=overflowed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,10 +266,12 @@ class _Renamed:
     Attributes:
         index: the keys.
         containers: those of the file with the new names, if the new file keeps them.
+        keys: New name -> keys of its tensors. None: nothing was renamed.
     """
 
     index: Index
     containers: Any = None
+    keys: Mapping[str, tuple[str, ...]] | None = None
 
 
 def _to_list(src: Given | Sequence[Given], storage_options: Mapping[str, Any] | None) -> list[Any]:
@@ -330,8 +353,40 @@ def _rename(index: Index, rename: Rename | None, source: _Source, target: Target
     index = replace(index, objects={**index.objects, **objects_as_saved(index)})
     made = _rename_keys(index, rename)
     if index.tree is None or target.only_tensors:
-        return _Renamed(made)
-    return _Renamed(made, _rename_containers(index, made, _keys_of(source.index)))
+        return made
+    containers = _rename_containers(index, made.index, _keys_of(source.index))
+    return replace(made, containers=containers)
+
+
+def _stored_dtype(
+    rule: DtypeRule, quantised: Quantised, entry: TensorEntry, *, path: str
+) -> torch.dtype:
+    """Return the dtype that a rule gives a tensor, which may be quantised or be a scale.
+
+    Raises:
+        PlacementError: If the rule would cast codes without their scales.
+    """
+    stored, made = dtype_of(entry, path), stored_dtype(rule, entry, path)
+    if made != stored and entry.key in quantised.of_scales:
+        return stored
+    # A transform that applies the scales returns other numbers than codes.
+    if made != stored and quantised.needs_scale(entry.key, entry.dtype):
+        raise quantised.cast_error(entry.key, entry.dtype, path)
+    return made
+
+
+def _count_overflows(state: State) -> dict[str, int]:
+    """Return key -> the number of its values that overflowed in the cast."""
+    found = ((state.name_of(value.key), value.checked) for value in state.values)
+    return {key: checked.overflowed for key, checked in found if checked and checked.overflowed}
+
+
+def _find_not_finite(state: State) -> dict[str, NotFinite]:
+    """Return key -> the numbers of its values that are not finite."""
+    found = ((state.name_of(value.key), value.checked) for value in state.values)
+    return {
+        key: checked.not_finite for key, checked in found if checked and any(checked.not_finite)
+    }
 
 
 def _without_checksums(index: Index) -> Index:
@@ -389,6 +444,7 @@ class _Results:
         self._area: mmap.mmap | None = None  # a part of that file, from `_start` on
         self._start = self._at = 0
         self._passed = 0  # bytes of results since freed memory was last released
+        self.overflowed = dict[str, int]()  # key -> values that overflowed in the cast
 
     def of(self, key: str, entry: TensorEntry) -> torch.Tensor | None:
         """Return the tensor to save under a key; None for the one in the file.
@@ -418,7 +474,11 @@ class _Results:
         if self._transform is None:
             return made
         seen = entry._replace(key=key, dtype=str(made.dtype).removeprefix("torch."))
-        return self._kept(made.detach().to("cpu", self._becomes(seen)).contiguous())
+        before, made = made, made.detach().to("cpu", self._becomes(seen)).contiguous()
+        if count := count_overflows(before.detach(), made):
+            self.overflowed[key] = count
+        with write_errors(self._head):
+            return self._kept(made)
 
     def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor in a file on disk, mapped: it does not take memory of this process."""
@@ -431,9 +491,11 @@ class _Results:
                 folder = os.path.dirname(folder)
             self._file = self._stack.enter_context(TemporaryFile(dir=folder))  # noqa: SIM115
         if self._area is None or self._at + tensor.nbytes > len(self._area):
-            # Each map has a descriptor: one for each tensor would be too many.
+            # Each map has a descriptor: one for each tensor would be too many. A first map of a
+            # fixed size would need a limit on file sizes above it, whatever the results need.
             self._start += len(self._area or ())
-            size = max(_AREA, -(-tensor.nbytes // _AREA) * _AREA)
+            size = max(tensor.nbytes, min(_AREA, self._start // 4))
+            size = -(-size // _STEP) * _STEP
             self._file.truncate(self._start + size)  # it takes space on the disk when it is written
             self._area, self._at = mmap.mmap(self._file.fileno(), size, offset=self._start), 0
         self._file.seek(self._start + self._at)
@@ -516,8 +578,8 @@ def _require_free(target: Target, overwrite: bool) -> None:
             )
 
 
-def _rename_keys(index: Index, rename: Rename) -> Index:
-    """Return an index with new names, and without containers.
+def _rename_keys(index: Index, rename: Rename) -> _Renamed:
+    """Give an index new names, without containers.
 
     Raises:
         MismatchError: If two keys get one name.
@@ -530,7 +592,7 @@ def _rename_keys(index: Index, rename: Rename) -> Index:
         if name in made:
             raise same_name_error(name, made[name].keys[0], key, index.path)
     new_names = {key: name for name, item in made.items() for key in item.keys} | names
-    return replace(
+    renamed = replace(
         index,
         tensors={name: item.entry._replace(key=name) for name, item in made.items()},
         objects=_select(index.objects, names),
@@ -540,6 +602,7 @@ def _rename_keys(index: Index, rename: Rename) -> Index:
         templates=templates_by_name(index.templates, new_names),
         tree=None,
     )
+    return _Renamed(renamed, keys={name: item.keys for name, item in made.items()})
 
 
 def _rename_containers(before: Index, index: Index, saved: set[str]) -> Any:

@@ -598,3 +598,51 @@ def test_a_root_that_could_mean_two_containers_names_options_that_work(tmp_path)
     assert "Leave --root out, and choose by keys: --include 'a.*' and --strip a." in done.stderr
     assert torchlift(*words, "--include", "a.*", "--strip", "a").returncode == 0
     assert list(open_index(tmp_path / "y.safetensors")) == ["x", "y"]
+
+
+def test_convert_joins_several_sources(tmp_path):
+    """As a shell expands a pattern. A later file wins, as in a list."""
+    for name, keys in (("a", ("x", "y")), ("b", ("z",))):
+        write_safetensors(tmp_path / f"{name}.safetensors", *keys)
+    sources = sorted(tmp_path.glob("*.safetensors"))
+    made = torchlift("convert", *sources, tmp_path / "out.pt", "--json")
+    assert made.returncode == 0, made.stderr
+    assert {*open_index(tmp_path / "out.pt")} == {"x", "y", "z"}
+    assert torchlift("convert", sources[0]).returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("fp16", torch.float16), ("bf16", torch.bfloat16), ("fp32", torch.float32)],
+)
+def test_dtypes_have_short_names(tmp_path, name, dtype):
+    """Those that everybody writes."""
+    torch.save({"w": torch.ones(2, dtype=torch.float64)}, tmp_path / "m.pt")
+    made = torchlift("convert", tmp_path / "m.pt", tmp_path / "new.pt", "--dtype", name)
+    assert made.returncode == 0
+    assert torch.load(tmp_path / "new.pt")["w"].dtype == dtype
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["convert", "--dtype", "int8"], ["convert", "--dtype", "nonsense"],
+        ["convert", "--dtype", "a=cpu"], ["convert", "--format", "zip"],
+        ["convert", "--max-shard-size", "abc"], ["convert", "--drop", "("],
+        ["convert", "--check", "all"], ["plan", "--device", "abc"], ["plan", "--dtype", "int8"],
+        ["plan", "--device", "bf16"], ["plan", "--budget", "abc=1GB"],
+        ["plan", "--device-map", '{"": "abc"}'], ["plan", "--mesh", "abc"],
+        ["inspect", "--sort", "abc"], ["diff", "--rtol", "abc"], ["bench", "--repeat", "abc"],
+    ],
+)  # fmt: skip
+def test_a_wrong_value_of_an_option_is_wrong_usage(tmp_path, words):
+    """Status 2, not the status of a bad file."""
+    torch.save({"w": torch.ones(2)}, tmp_path / "m.pt")
+    command, option, value = words
+    paths = [tmp_path / "m.pt"]
+    paths += [tmp_path / "m.pt" if command == "diff" else tmp_path / "new.pt"] * (
+        command in ("convert", "diff")
+    )
+    done = torchlift(command, *paths, option, value)
+    assert done.returncode == 2, done.stderr
+    assert any(part in done.stderr for part in re.findall(r"\w+", value) or [value])

@@ -12,6 +12,7 @@ from checkpoint_files import assert_as_loaded, same_as
 from torch import nn
 
 import torchlift
+from torchlift import MismatchError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch.jit, which is deprecated
 
@@ -194,3 +195,46 @@ def test_quantised_modules_are_listed_as_blocked(tmp_path):
     ckpt = torchlift.open(path)
     assert state_of(ckpt) == ["1.weight", "1.bias"]
     assert any("torch.classes.quantized" in name for name in ckpt.blocked)
+
+
+class Program(nn.Module):
+    """A module with attributes of many kinds, and constants in its program."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 4)
+        self.inner.note = torch.ones(2)
+        self.table = torch.ones(4)
+        self.size, self.sizes, self.name = 3, [1, 2], "x"
+
+    def forward(self, x):
+        return self.inner(x) * self.table + torch.tensor(2.0) + self.size + len(self.sizes)
+
+
+@pytest.mark.parametrize("compile", ["script", "trace"])
+@pytest.mark.parametrize("door", ["file", "list", "checkpoint", "renamed"])
+@pytest.mark.parametrize("is_live", [True, False])
+def test_constants_and_attributes_are_not_unexpected(tmp_path, compile, door, is_live):
+    """A program has them besides the state of its modules. The model need not have them."""
+    path = tmp_path / "m.pt"
+    made = Program()
+    program = (
+        torch.jit.script(made) if compile == "script" else torch.jit.trace(made, torch.ones(3))
+    )
+    program.save(path)
+    model = Program() if is_live else torchlift.skeleton(Program)
+    given = {"list": [path], "checkpoint": torchlift.open(path)}.get(door, path)
+    rename = (lambda key: key) if door == "renamed" else None
+    report = torchlift.load(model, given, rename=rename)
+    assert not report.unexpected_keys
+    assert {"size", "CONSTANTS.c0"} & {*report.dropped}
+    assert torch.equal(model.inner.weight, made.inner.weight)
+
+
+def test_a_weight_that_the_model_lacks_is_still_unexpected(tmp_path):
+    """A program does not say which of its tensors are weights."""
+    path = tmp_path / "m.pt"
+    torch.jit.script(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))).save(path)
+    with pytest.raises(MismatchError) as error:
+        torchlift.load(nn.Sequential(nn.Linear(3, 4)), path)
+    assert error.value.unexpected_keys == ["1.weight", "1.bias"]

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from small_models import saved
 
 import torchlift
+from torchlift.cli import main
 from torchlift.errors import FormatError, IntegrityError
 from torchlift.formats.integrity import verify_index
 
@@ -81,7 +82,7 @@ def test_what_has_no_checksum_is_said_to_be_unchecked(tmp_path):
         assert (report.ok, report.checked, report.unchecked) == (True, (), (name,))
         assert (report.nbytes, report.unchecked_nbytes) == (0, 12)
         assert str(report) == (
-            f"{path}: nothing is wrong with its structure\n"
+            f"{path}: the structure is right, and there are no checksums to compare\n"
             "  not checked: 1 storage, 12 B: the file records no checksum of these bytes"
         )
 
@@ -268,3 +269,44 @@ def test_only_links_into_blobs_name_their_checksum(tmp_path: Path) -> None:
         assert (report.ok, report.records, len(report.unchecked)) == (True, (), 1)
     (tmp_path / "named").symlink_to(blobs / ("0" * 64))
     assert not torchlift.verify(tmp_path / "named").ok
+
+
+@pytest.mark.parametrize("door", ["path", "object", "command"])
+@pytest.mark.parametrize("name", ["m.safetensors", "m.pt"])
+def test_a_published_number_finds_a_flipped_byte(tmp_path: Path, door: str, name: str) -> None:
+    """Also in a file that records no checksum, where the structure alone looks right."""
+    path = tmp_path / name
+    state = {"w": torch.arange(4.0)}
+    save_file(state, path) if name.endswith("s") else torch.save(state, path)
+    right = hashlib.sha256(path.read_bytes()).hexdigest()
+
+    def is_right(number: str) -> bool:
+        if door == "command":
+            return main(["verify", str(path), "--sha256", number]) == 0
+        if door == "object":
+            with open(path, "rb") as file:
+                return torchlift.verify(file, sha256=number).ok
+        return torchlift.verify(path, sha256=number).ok
+
+    assert is_right(right)
+    assert is_right(f"sha256:{right.upper()}")
+    assert not is_right("0" * 64)
+    data = bytearray(path.read_bytes())
+    data[torchlift.open(path).entries["w"].chunks[0].offset] ^= 1
+    path.write_bytes(data)
+    assert not is_right(right)
+    assert torchlift.verify(path).ok is name.endswith("s")
+
+
+def test_a_number_that_is_not_one_file_s_sha256_is_refused(tmp_path: Path) -> None:
+    """The command returns 2: its option is wrong."""
+    path = tmp_path / "m.safetensors"
+    save_file({"w": torch.ones(1)}, path)
+    for number in ("abc", "z" * 64, ""):
+        with pytest.raises(ValueError, match="64 hexadecimal digits"):
+            torchlift.verify(path, sha256=number)
+        assert main(["verify", str(path), "--sha256", number]) == 2
+    index = tmp_path / "set.safetensors.index.json"
+    torchlift.save({"a": torch.ones(1000), "b": torch.ones(1000)}, index, max_shard_size=5000)
+    with pytest.raises(ValueError, match="one file"):
+        torchlift.verify(index, sha256="0" * 64)

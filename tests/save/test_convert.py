@@ -769,3 +769,54 @@ def test_an_array_in_memory_is_not_left_out(tmp_path: Path, name: str) -> None:
     assert torchlift.open(tmp_path / name)["w"].tolist() == [0, 0]
     # A torch file keeps it as a list, and the report says so, as that of a save does.
     assert [*torchlift.convert({"w": array, "v": torch.ones(1)}, tmp_path / "a.pt").lost] == ["w"]
+
+
+def _convert_below(src: str, dst: str, limit: int) -> str:
+    """Double all values while a file of this process may have `limit` bytes. Return the error."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    try:
+        torchlift.convert(src, dst, transform=lambda _, tensor: tensor * 2)
+    except CheckpointError as error:
+        return str(error.file)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "sizes", [[10], [50_000] * 40, [1, 2_000_000, 3], [300_000, 0, 7, 1_000_000]]
+)
+def test_a_transform_needs_a_file_limit_in_proportion_to_its_results(
+    tmp_path: Path, sizes: list[int]
+) -> None:
+    """A quarter more than the results. If the file itself is too large, the error names it."""
+    state = {f"w{at}": torch.full((size,), float(at)) for at, size in enumerate(sizes)}
+    src, dst = str(tmp_path / "m.pt"), str(tmp_path / "new.safetensors")
+    torch.save(state, src)
+    total = 4 * sum(sizes)
+    assert not in_child(_convert_below, src, dst, total * 5 // 4 + 32_768).value
+    assert all(torch.equal(torchlift.open(dst)[key], 2 * state[key]) for key in state)
+    if total > 65_536:
+        small = str(tmp_path / "small.safetensors")
+        assert in_child(_convert_below, src, small, total // 2).value == small
+        assert not os.path.exists(small)
+
+
+@pytest.mark.parametrize("dst", ["x.pt", "x.safetensors"])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_parts_and_joined_tensors_are_not_reported_as_lost_ties(
+    tmp_path: Path, dst: str, axis: int
+) -> None:
+    """Only keys that were one tensor in the source can lose their tie."""
+    fused = torch.randn(12, 3)
+    state = {"a.qkv": fused, "b.qkv": fused, "c.qkv": torch.randn(12, 3)}
+    torch.save(state, tmp_path / "src.pt")
+    cut = remap.split("*.qkv", ["*.q", "*.k", "*.v"], chunk=axis)
+    report = torchlift.convert(tmp_path / "src.pt", tmp_path / dst, rename=cut)
+    assert not report.lost
+    assert report.tied == {f"b.{name}": f"a.{name}" for name in "qkv"}
+    made = torchlift.open(tmp_path / dst)
+    assert torch.equal(torch.cat([made[f"c.{name}"] for name in "qkv"], axis), state["c.qkv"])
+    joined = torchlift.convert(tmp_path / dst, tmp_path / "back.pt", rename=cut.reversed())
+    assert not joined.lost
+    assert joined.tied == {"b.qkv": "a.qkv"}

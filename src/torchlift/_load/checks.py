@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import ChainMap
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -15,6 +15,7 @@ from torchlift._model.dtensor import blocks, local_tensor
 from torchlift._model.ranks import RankGroup, StepResult, rank
 from torchlift._sources.tensors import JoinedTensor
 from torchlift._system.text import count_of
+from torchlift._transfer.casting import NotFinite, count_not_finite, count_overflows
 from torchlift.errors import IntegrityError
 from torchlift.formats.integrity import Checksum, VerifyReport, checksums, compared, sums_of
 
@@ -28,7 +29,7 @@ def require_finite(fetched: Fetched, path: str) -> None:
     Raises:
         IntegrityError: If there are such values.
     """
-    found: dict[str, tuple[int, int]] = {}
+    found: dict[str, NotFinite] = {}
     for step, value in (*fetched.plain, *fetched.steps):
         slices = [one for one, _ in value.slices] if isinstance(value, JoinedTensor) else [value]
         dtype = local_tensor(step.group.tensor).dtype if step.in_place else None
@@ -37,40 +38,39 @@ def require_finite(fetched: Fetched, path: str) -> None:
             assert isinstance(each, torch.Tensor)  # `load` does not broadcast
             for dense in dense_of(local_tensor(each).detach(), indices=False):
                 for block in blocks(dense.shape, _VALUES):
-                    some = _count_not_finite(dense[tuple(slice(*span) for span in block)], dtype)
-                    nan, inf = nan + some[0], inf + some[1]
+                    part = dense[tuple(slice(*span) for span in block)]
+                    # The cast comes first: integers and complex numbers may become infinite, too.
+                    made = part.to(dtype or part.dtype)
+                    some = count_not_finite(made)
+                    # Some dtypes have no infinity.
+                    lost = 0 if any(some) else count_overflows(part, made)
+                    nan, inf = nan + some.nan, inf + some.inf + lost
+        inf = inf if nan or inf else step.overflowed
         if nan or inf:
-            found[step.key] = nan, inf
-    if not found:
-        return
+            found[step.key] = NotFinite(nan, inf)
+    if found:
+        raise not_finite_error(found, path, "load")
+
+
+def not_finite_error(found: Mapping[str, NotFinite], path: str, verb: str) -> IntegrityError:
+    """Return the error for values that are not finite.
+
+    Args:
+        found: Name -> the numbers of such values.
+        path: The source.
+        verb: ``"load"`` or ``"convert"``.
+    """
     lines = [f"{key}: {nan:,} NaN, {inf:,} infinite" for key, (nan, inf) in found.items()]
     more = len(lines) - _SHOWN
     error = IntegrityError(
-        f"{count_of(len(found), 'tensor')} to load with NaN or infinite values",
+        f"{count_of(len(found), 'tensor')} to {verb} with NaN or infinite values",
         file=path,
         hint="If torchlift.open(path).stats(key) shows finite values, pass a larger dtype=. "
-        "Otherwise load an older checkpoint. check=None loads these values.",
+        f"Otherwise {verb} an older checkpoint. check=None {verb}s these values.",
         lists=lines if more <= 0 else [*lines[:_SHOWN], f"and {more:,} more"],
     )
     error.not_finite = found
-    raise error
-
-
-def _count_not_finite(values: torch.Tensor, dtype: torch.dtype | None) -> tuple[int, int]:
-    """Count the NaN values and the infinite values of a block after a cast."""
-    # The cast comes first: integers and complex numbers may become infinite, too.
-    values = values.to(dtype or values.dtype)
-    if values.is_complex():
-        values = torch.view_as_real(values.resolve_conj())
-    if not values.is_floating_point() or values.dtype == torch.float4_e2m1fn_x2:
-        return 0, 0
-    if values.itemsize == 1:  # aminmax does not support 8-bit floats
-        values = values.float()
-    # One pass without a copy: aminmax returns NaN if there is one.
-    low, high = values.aminmax()
-    if bool(low.isfinite()) and bool(high.isfinite()):
-        return 0, 0
-    return int(values.isnan().sum()), int(values.isinf().sum())
+    return error
 
 
 def require_intact(

@@ -33,8 +33,10 @@ from torchlift._sources.tensors import (
     SourceTensor,
     Values,
     copy_values,
+    count_cast,
     is_dense,
     is_in_place,
+    whole_copy,
 )
 from torchlift._system.memory import trim
 from torchlift._transfer.pages import allocate
@@ -142,6 +144,7 @@ def _by_route(steps: Sequence[Step], origin: Origin, advance: Advance) -> list[V
     """Return the tensors of the steps. Those that are read or copied are so all together."""
     tensors: list[Values] = []
     reads, copies = list[Copy](), list[Copy]()
+    cast: list[tuple[Step, Copy]] = []
     for step in steps:
         one = step.candidate
         if step.route == "view":
@@ -149,6 +152,7 @@ def _by_route(steps: Sequence[Step], origin: Origin, advance: Advance) -> list[V
         elif isinstance(one, FileTensor):
             reads.append(Copy(one, _new(step, one.entry), everything(one.shape)))
             tensors.append(reads[-1].target)
+            cast.append((step, reads[-1]))
         else:
             value = one.value if isinstance(one, MemoryTensor) and not step.target.spans else None
             if value is not None and (is_wrapper(value) or oddity(value)):
@@ -157,16 +161,23 @@ def _by_route(steps: Sequence[Step], origin: Origin, advance: Advance) -> list[V
             else:
                 copies.append(_copy(step))
                 tensors.append(copies[-1].target)
+                cast.append((step, copies[-1]))
             advance(step.span)
     copy_values(reads, advance)
     copy_values(copies)
+    for step, copy in cast:
+        step.overflowed = count_cast(copy)
     return tensors
 
 
 def _new(step: Step, entry: TensorEntry) -> torch.Tensor:
     """Return new memory for a tensor of a file. A dense one keeps its strides."""
     device, dtype = step.fetched_as
-    flat = allocate(entry.numel, dtype, device)
+    flat, stride = allocate(entry.numel, dtype, device), step.target.stride
+    if stride is not None and not step.target.raw and entry.numel:
+        span = 1 + sum((size - 1) * n for size, n in zip(entry.shape, stride, strict=True))
+        if span == entry.numel:  # without gaps: read straight into the strides of the model
+            return flat.as_strided(entry.shape, stride)
     if is_dense(entry):  # the same number of elements
         return flat.as_strided(entry.shape, entry.stride)
     return flat.view(entry.shape)
@@ -328,7 +339,10 @@ def _cast(step: Step, made: torch.Tensor, path: str) -> torch.Tensor:
         return made.detach()
     floating = made.is_floating_point() and step.target.dtype.is_floating_point
     dtype = step.target.dtype if step.target.dtype_is_fixed and floating else made.dtype
-    return _to(made.detach(), step.target.device, dtype)
+    moved = _to(made.detach(), step.target.device, dtype)
+    if is_plain(moved):
+        step.overflowed = count_cast(whole_copy(made.detach(), moved))
+    return moved
 
 
 def _to(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
@@ -363,6 +377,15 @@ def apply_transform(
 
 def _transform_step(step: Step, transform: Transform, raw: torch.Tensor, path: str) -> torch.Tensor:
     made = apply_transform(transform, step.key, raw, path, step.candidate.key)
+    if step.target.needs_scale and made.dtype == raw.dtype:
+        raise PlacementError(
+            "transform returned the codes of a quantised tensor, which are not its values",
+            file=path,
+            entry=step.candidate.key,
+            expected="values that are multiplied by their scales",
+            found=made.dtype,
+            hint="Let transform apply the scales of this tensor.",
+        )
     # Such a tensor would raise while it is placed, with the model half loaded.
     if odd := oddity(made):
         raise PlacementError(

@@ -41,7 +41,7 @@ from torchlift._plan.rules import (
 )
 from torchlift._skeleton.construction import forget
 from torchlift._sources.opening import Given, open_source
-from torchlift._sources.tensors import Copy, copy_overlapping_sources, copy_values
+from torchlift._sources.tensors import Copy, copy_overlapping_sources, copy_values, count_cast
 from torchlift._system.interrupts import Interruptible, uninterrupted
 from torchlift._system.memory import collection_paused
 from torchlift._system.text import clipped_list, count_of, printable, progress_bar
@@ -318,10 +318,12 @@ def copy_in_place(
             commit.keep_values(step.group.tensor, step.key)
         spans = everything(local.shape) if step.target.spans is None else step.target.spans
         copies.append(Copy(value, local, spans))
-    copies = copy_overlapping_sources(copies)
-    copy_values([copy for copy in copies if not is_plain(copy.target)])
-    copy_values([copy for copy in copies if is_plain(copy.target)])
-    for step, _ in steps:
+    needed = copy_overlapping_sources(copies)
+    copy_values([copy for copy in needed if not is_plain(copy.target)])
+    copy_values([copy for copy in needed if is_plain(copy.target)])
+    for (step, _), copy in zip(steps, copies, strict=True):
+        if is_plain(copy.target):
+            step.overflowed += count_cast(copy)
         advance(0 if step.owned else step.span)
 
 
@@ -354,9 +356,16 @@ def _report(plan: LoadPlan, placed: Placed, unchecked: int, requests: int) -> Lo
         "unexpected_keys": placed.unexpected,
         "bytes_read": plan.bytes_to_read,
         "unchecked_nbytes": unchecked,
+        "overflowed": _count_overflows(plan),
         "requests": requests,
     }
     return LoadReport(**{**shared, **changed})
+
+
+def _count_overflows(plan: LoadPlan) -> dict[str, int]:
+    """Return name in the model -> the number of its values that overflowed in the cast."""
+    steps = (step for step in plan._steps if step.overflowed)
+    return {plan._match.canonical(step.key): step.overflowed for step in steps}
 
 
 def _warn_of_missing(

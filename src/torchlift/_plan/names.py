@@ -24,6 +24,7 @@ from torchlift._sources.tensors import SourceTensor, describe, tensor_of
 from torchlift._system.text import clipped_list
 from torchlift.errors import MismatchError
 from torchlift.formats.index import TensorEntry
+from torchlift.formats.scales import Quantised
 from torchlift.formats.source import errors_name
 
 
@@ -41,6 +42,9 @@ class Named(NamedTuple):
         naming: The names of a wrapped model, or None.
         hooked: (prefix, module) of modules with their own loading code for these names.
         own_loaders: (prefix, module) of modules whose class overrides `load_state_dict`.
+        quantised: The quantised tensors of the source by key, also those that are left out.
+        of_program: Names that a program has besides the state of its modules. None: the source is
+            not a program.
     """
 
     candidates: Mapping[str, SourceTensor]
@@ -53,6 +57,8 @@ class Named(NamedTuple):
     naming: Names | None
     hooked: Sequence[tuple[str, nn.Module]]
     own_loaders: Sequence[tuple[str, nn.Module]]
+    quantised: Quantised
+    of_program: set[str] | None
 
 
 class Pair(NamedTuple):
@@ -90,6 +96,8 @@ class Match:
         extra: (module, state) for ``set_extra_state``.
         kept: Name -> what the model's own code keeps outside of parameters and buffers.
         own_calls: Calls of a class's own `load_state_dict`. They wait for the result.
+        quantised: The quantised tensors of the source by key.
+        unscaled: The quantised tensors whose scales the model does not take.
     """
 
     pairs: list[Pair] = field(default_factory=list)
@@ -111,6 +119,8 @@ class Match:
     extra: tuple[tuple[nn.Module, object], ...] = ()
     kept: Mapping[str, SourceTensor] = field(default_factory=dict)
     own_calls: tuple[OwnLoading, ...] = ()
+    quantised: Quantised = field(default_factory=Quantised)
+    unscaled: Quantised = field(default_factory=Quantised)
 
     def report_canonical(self, naming: Names) -> None:
         """Give all names that callers and their rules get the form without wrappers."""

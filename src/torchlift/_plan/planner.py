@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -77,6 +77,7 @@ from torchlift.errors import (
 )
 from torchlift.formats.boxes import as_blocks
 from torchlift.formats.index import TensorEntry
+from torchlift.formats.scales import Quantised
 
 #: The way out if a load needs more memory than is free.
 _LEAVE_IN_FILE = (
@@ -93,6 +94,9 @@ _OTHER_SIZES = (
 
 #: A longer list of patterns is not an answer that somebody reads.
 _SHOWN = 5
+
+#: The way out for a quantised checkpoint that does not fit.
+_QUANTISED = "Build the model as the library that quantised it does."
 
 #: Called with a match, the path of the source and the options. Raises an error if names differ.
 CheckNames = Callable[[Match, str, Options], None]
@@ -354,6 +358,7 @@ def _name_tensors(tree: ModuleTree, origin: Origin, options: Options, *, wrapped
     """
     keys = {*origin.candidates, *origin.objects, *origin.blocked} if options.rename else ()
     check_rename(options.rename, keys, origin.path)
+    quantised = origin.find_quantised()  # before a scale is left out
     gone = origin.leave_out(options.include, options.exclude)
     left_out = names_of_left_out(gone, options.rename, origin.path) if gone else set()
     made: dict[str, SourceTensor] = {}
@@ -423,6 +428,10 @@ def _name_tensors(tree: ModuleTree, origin: Origin, options: Options, *, wrapped
         naming,
         hooked,
         own,
+        quantised,
+        {name for key, name in (*names.items(), *objects.items()) if key in origin.of_program}
+        if origin.of_program is not None
+        else None,
     )
 
 
@@ -452,11 +461,16 @@ def _match_named(
     matched.given = frozenset(found if has_hooks else ())
     matched.missing = [name for name in matched.missing if name not in outcome.excused]
     matched.missing = list(dict.fromkeys([*matched.missing, *outcome.missing]))
+    matched.quantised, matched.unscaled = named.quantised, _find_unscaled(matched, named)
     if check is None:  # for torch's own functions, such a name is unexpected
         computed = {s.fqn for group in tree.groups for s in group.slots if not s.persistent}
         matched.dropped = [name for name in matched.unexpected if name in computed]
         matched.unexpected = [name for name in matched.unexpected if name not in computed]
     matched.unexpected += [*outcome.unexpected, *named.ignored]
+    if named.of_program is not None:
+        known = {*named.of_program, *_attributes_among(matched.unexpected, tree)}
+        matched.dropped += [name for name in matched.unexpected if name in known]
+        matched.unexpected = [name for name in matched.unexpected if name not in known]
     # A hook may add values, as BatchNorm adds its counter. They do not show that a name matches.
     known_keys = {one.key for one in named.candidates.values()} if named.hooked else None
     if own_calls or known_keys is None or _has_any(matched.pairs, known_keys):
@@ -479,6 +493,8 @@ def _match_named(
     (check or check_names)(
         matched, source.path, replace(options, strict=False) if matched.open else options
     )
+    if options.transform is None:
+        _require_scales(matched, source.path)
     # From here on, a mismatch that ignore_mismatched allows counts as missing.
     matched.missing += matched.mismatched
     return matched
@@ -498,6 +514,53 @@ def _require_names(patterns: Patterns, names: Collection[str], path: str) -> Non
                 entry=pattern,
                 hint=did_you_mean(pattern, names) or "Correct it, or leave it out.",
             )
+
+
+def _attributes_among(names: Iterable[str], tree: ModuleTree) -> Iterator[str]:
+    """Yield names of plain tensor attributes of the model, which a program saves with its state."""
+    modules = dict(tree.modules[0].named_modules())
+    for name in names:
+        path, _, attribute = name.rpartition(".")
+        if path in modules and isinstance(vars(modules[path]).get(attribute), torch.Tensor):
+            yield name
+
+
+def _find_unscaled(matched: Match, named: Named) -> Quantised:
+    """Return the quantised tensors whose scales the model does not take."""
+    scales = named.quantised.scales
+    if not scales:
+        return named.quantised
+    left = {*matched.unexpected}
+    taken = {
+        key
+        for name, one in named.candidates.items()
+        if name not in left
+        for key in one.keys or (one.key,)
+    }
+    return Quantised({key: some for key, some in scales.items() if not taken.issuperset(some)})
+
+
+def _require_scales(matched: Match, path: str) -> None:
+    """Refuse codes that would become values of the model without their scales.
+
+    Raises:
+        MismatchError: If there are some.
+    """
+    for pair in matched.pairs if matched.unscaled.scales else ():
+        for one in pair.candidates:
+            for key in one.keys or (one.key,):
+                if key in matched.unscaled.scales:
+                    raise MismatchError(
+                        "it is quantised with scales that the model does not take",
+                        file=path,
+                        entry=key,
+                        expected="a model with tensors for its scales",
+                        found=str(one.dtype).removeprefix("torch."),
+                        hint=matched.unscaled.hint(_QUANTISED),
+                        lists=[matched.unscaled.line],
+                        missing_keys=matched.missing,
+                        unexpected_keys=matched.unexpected,
+                    )
 
 
 def _has_any(pairs: Iterable[Pair], keys: Collection[str]) -> bool:
@@ -724,6 +787,8 @@ def _hint(
     if hint := state_hint(values):
         return hint
     suggested = suggest_rename(missing, unexpected, options.root)
+    if suggested is None and matched.unscaled.scales:
+        return None  # no rename makes values of codes
     return suggested if options.rename else _library_hint(model, unexpected, suggested)
 
 
@@ -757,8 +822,13 @@ def check_names(matched: Match, path: str, options: Options) -> None:
     }
     misnamed = len(left_out) + min(len(names["missing"]), len(names["unexpected"]))
     hint = empty_hint(shapes) or matched.hint
+    unscaled = matched.unscaled
+    is_quantised = hint is None and (
+        not unscaled.of_scales.isdisjoint(unexpected)
+        or (bool(unscaled.scales) and options.transform is None)
+    )
     differing = sum(item.note is None for item in wrong.values())
-    if hint is None and differing > 3 * matched.fits + misnamed:
+    if hint is None and not is_quantised and differing > 3 * matched.fits + misnamed:
         # To skip nearly all shapes would leave the model as it was made.
         hint = _OTHER_SIZES
     lists = [
@@ -767,8 +837,13 @@ def check_names(matched: Match, path: str, options: Options) -> None:
     if wrong:
         lists.append(f"mismatched ({len(wrong)}): {clipped_list(map(str, wrong.values()), '; ')}")
     fits = "nothing in the checkpoint fits" if nothing else "the checkpoint does not fit"
+    reason = f"{fits} the model"
+    if is_quantised:
+        reason += ", because its weights are quantised with scales that the model does not take"
+        hint = unscaled.hint(_QUANTISED)
+        lists.append(unscaled.line)
     raise MismatchError(
-        f"{fits} the model",
+        reason,
         file=path,
         hint=hint or _way_out(names, options, matched if wrong else None),
         lists=lists,

@@ -89,7 +89,8 @@ class LoadReport(Summary):
             Values that a module's own loading code keeps, such as packed weights, count.
         missing_keys: Names of the model that the checkpoint lacks.
         unexpected_keys: Names of the checkpoint that the model lacks.
-        dropped: Names of the checkpoint that are non-persistent buffers of the model.
+        dropped: Names of the checkpoint that are non-persistent buffers of the model, or constants
+            and attributes of a TorchScript program.
         mismatched: Name -> `Mismatch`, for keys that ``ignore_mismatched=True`` skipped.
         tied: Groups of names that are one tensor in the model.
         replayed: Names whose value was made by replaying their construction.
@@ -100,6 +101,8 @@ class LoadReport(Summary):
         bytes_read: Bytes copied out of the files. Mapped bytes do not count.
         requests: Range requests to URLs after the checkpoint was opened.
         unchecked_nbytes: Bytes for which ``verify=True`` found no checksum.
+        overflowed: Name in the model -> the number of finite values that its cast made infinite or
+            NaN. ``check="finite"`` refuses them.
     """
 
     path: str
@@ -117,6 +120,7 @@ class LoadReport(Summary):
     bytes_read: int = 0
     unchecked_nbytes: int = 0
     requests: int = 0
+    overflowed: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -192,6 +196,7 @@ class LoadReport(Summary):
         if self.unchecked_nbytes:
             size = human(self.unchecked_nbytes)
             facts.append(("not verified", f"{size}: the file records no checksum of these bytes"))
+        facts += list_overflows(self.overflowed)
         return f"loaded {self._size}", [*facts, *summarise(self)]
 
 
@@ -214,7 +219,7 @@ def summarise(report: LoadReport) -> Facts:
         facts += [(f"from {path}", str(n)) for path, n in paths.items()]
     facts += list_names("missing", report.missing_keys)
     facts += list_names("unexpected", report.unexpected_keys)
-    facts += list_names("dropped, the model makes them itself", report.dropped)
+    facts += list_names("dropped, not a part of the model's state", report.dropped)
     facts += list_names("mismatched", [str(item) for item in report.mismatched.values()])
     facts += list_names("replayed", report.replayed)
     facts += list_names("left for later", report.deferred)
@@ -244,3 +249,9 @@ def _bytes_of(reports: Iterable[KeyReport]) -> int:
 def list_names(title: str, items: list[str]) -> Facts:
     """Return a fact with the number of names and the first of them, or nothing without names."""
     return [(f"{title} ({len(items)})", clipped_list(items))] if items else []
+
+
+def list_overflows(counts: Mapping[str, int]) -> Facts:
+    """Return a fact with the tensors whose values overflowed in a cast, or nothing."""
+    lines = [f"{name}: {count_of(count, 'value')}" for name, count in counts.items()]
+    return list_names("overflowed in the cast", lines)

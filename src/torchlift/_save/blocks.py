@@ -5,14 +5,16 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from torchlift._checkpoint.checkpoint import MappedViews, dtype_of
 from torchlift._model.dtensor import blocks
-from torchlift._sources.tensors import Copy, FileTensor, requests_of
+from torchlift._sources.tensors import Copy, FileTensor, copy_values, requests_of
 from torchlift._store.places import is_url
+from torchlift._transfer.casting import Checked
 from torchlift._transfer.files import Files
 from torchlift._transfer.pages import allocate
 from torchlift._transfer.reading import read, read_values
@@ -94,15 +96,20 @@ def memory_of(values: torch.Tensor) -> memoryview:
     return memoryview(data).cast("B")
 
 
-def _few_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> bytes:
+def _few_bytes(tensor: torch.Tensor, dtype: torch.dtype, checked: Checked | None) -> bytes:
     """Return the bytes of a small tensor in row-major order, on any device and of any strides."""
+    before = tensor
     is_plain = tensor.is_cpu and tensor.is_contiguous() and tensor.dtype == dtype
     if not is_plain or tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg().to("cpu", dtype).contiguous()
+    if checked is not None and tensor.numel():
+        checked.add(tensor, lambda: before)
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
-def tensor_blocks(tensor: torch.Tensor, dtype: torch.dtype, work: Workspace) -> Iterator[Block]:
+def tensor_blocks(
+    tensor: torch.Tensor, dtype: torch.dtype, work: Workspace, checked: Checked | None = None
+) -> Iterator[Block]:
     """Yield the bytes of a tensor in row-major order, in blocks.
 
     No more than a block is ever copied, whatever the strides.
@@ -111,23 +118,34 @@ def tensor_blocks(tensor: torch.Tensor, dtype: torch.dtype, work: Workspace) -> 
         tensor: on any device.
         dtype: of the bytes.
         work: memory for blocks that must be cast or rearranged.
+        checked: Counts values that are not finite, unless it is None.
     """
     if tensor.nbytes <= FEW:
-        yield _few_bytes(tensor, dtype)
+        yield _few_bytes(tensor, dtype, checked)
         return
     limit = max(1, work.limit // max(tensor.itemsize, dtype.itemsize))
     for block in blocks(tensor.shape, limit):
-        values = tensor[tuple(slice(*span) for span in block)]
+        source = values = tensor[tuple(slice(*span) for span in block)]
         plain = values.is_contiguous() and not values.is_conj() and not values.is_neg()
         if not plain or values.dtype != dtype:
             room = work.room(values.numel(), dtype, values.device)
             values = room.view(values.shape).copy_(values)
+        if checked is not None:
+            checked.add(values, partial(_same, source))
         values = values.cpu()
         yield memory_of(values)
 
 
+def _same(values: torch.Tensor) -> torch.Tensor:
+    return values
+
+
 def entry_blocks(
-    entry: TensorEntry, dtype: torch.dtype, work: Workspace, views: MappedViews
+    entry: TensorEntry,
+    dtype: torch.dtype,
+    work: Workspace,
+    views: MappedViews,
+    checked: Checked | None = None,
 ) -> Iterator[Block]:
     """Yield the bytes of a tensor of a file in row-major order, in blocks.
 
@@ -136,6 +154,7 @@ def entry_blocks(
         dtype: of the bytes.
         work: memory for the values.
         views: the files.
+        checked: Counts values that are not finite, unless it is None.
 
     Raises:
         IntegrityError: If the file cannot be read, or has changed.
@@ -145,13 +164,17 @@ def entry_blocks(
     stored = dtype_of(entry, views.index.path)
     if entry.chunks and entry.nbytes <= FEW and not entry.needs_assembly and entry.is_contiguous:
         data = work.read(entry.chunks[0], views.files)
-        same = dtype == stored
-        yield data if same else _few_bytes(torch.frombuffer(data, dtype=stored), dtype)
+        as_it_is = dtype == stored and checked is None
+        values = None if as_it_is else torch.frombuffer(data, dtype=stored)
+        yield data if values is None else _few_bytes(values, dtype, checked)
         return
     if not entry.is_plain:
         for values in views.blocks(entry):
             room = work.room(values.numel(), dtype, values.device)
-            yield memory_of(room.copy_(values))
+            made = room.copy_(values)
+            if checked is not None:
+                checked.add(made, partial(_same, values))
+            yield memory_of(made)
         return
     source = FileTensor(entry.key, entry, views)
     limit = max(1, work.limit // max(stored.itemsize, dtype.itemsize))
@@ -159,6 +182,15 @@ def entry_blocks(
         shape = [stop - start for start, stop in block]
         values = work.room(math.prod(shape), dtype, torch.device("cpu")).view(shape)
         # Read, if possible: a map of a file that is truncated meanwhile ends in a SIGBUS.
-        reads = requests_of(Copy(source, values, tuple((span,) for span in block)), source)
-        read([*reads], views.files, stages=work.stages)
+        item = Copy(source, values, tuple((span,) for span in block))
+        read([*requests_of(item, source)], views.files, stages=work.stages)
+        if checked is not None:
+            checked.add(values, partial(_read_again, item))
         yield memory_of(values)
+
+
+def _read_again(item: Copy) -> torch.Tensor:
+    """Return the values of a block before its cast."""
+    values = torch.empty(item.target.shape, dtype=item.source.dtype, device="cpu")
+    copy_values([item._replace(target=values)])
+    return values

@@ -91,6 +91,9 @@ class SaveReport(Summary):
         written: Bytes of tensors that this process wrote. On a mesh, this rank.
         blocked: Seconds until `Keeper.save` returned on this rank.
         hint: A problem that readers of the file may have, and its fix, or None.
+        overflowed: Key -> the number of finite values that its cast made infinite or NaN.
+        quantised: Key -> keys of its scales, of quantised tensors. ``convert(dtype=)`` leaves both
+            as they are.
     """
 
     path: str
@@ -105,6 +108,8 @@ class SaveReport(Summary):
     written: int = 0
     blocked: float = 0.0
     hint: str | None = None
+    overflowed: Mapping[str, int] = field(default_factory=dict)
+    quantised: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def _summary(self) -> tuple[str, Facts]:
         facts: Facts = [("format", self.format)]
@@ -112,6 +117,13 @@ class SaveReport(Summary):
             facts.append(("files", f"{len(self.files):,}"))
         if self.cast:
             facts.append(("cast", count_of(len(self.cast), "tensor")))
+        if self.overflowed:
+            some = count_of(sum(self.overflowed.values()), "value")
+            where = clipped_list(self.overflowed)
+            facts.append(("overflowed in the cast", f"{some} of {where}"))
+        if self.quantised:
+            some = count_of(len(self.quantised), "tensor")
+            facts.append(("quantised", f"{some}, left as they are with their scales"))
         for label, found in (("tied", self.tied), ("not kept", self.lost)):
             rows = list(found.items())
             facts += [(label, f"{printable(key, 80)}: {text}") for key, text in rows[:_SHOWN]]

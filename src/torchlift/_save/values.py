@@ -24,6 +24,7 @@ from torchlift._model.torch_private import REBUILD_SPARSE, key_of
 from torchlift._save.blocks import Block, Workspace, entry_blocks, tensor_blocks
 from torchlift._save.pickling import MAX_DEPTH, Rebuilt, Shared, is_array, require_plain
 from torchlift._system.text import clipped_list, printable
+from torchlift._transfer.casting import Checked
 from torchlift.errors import Argument, FormatError, Hint, PlacementError
 from torchlift.formats.flattening import (
     ROOT_OBJECT,
@@ -69,6 +70,7 @@ class Value:
         views: the file that it is in, or None.
         stored: its place in a file of its own.
         numel: its number of elements.
+        checked: Counts values that are not finite as they are written, unless it is None.
     """
 
     key: str
@@ -80,6 +82,7 @@ class Value:
     first: int
     plain: bool
     views: MappedViews | None = None
+    checked: Checked | None = None
     stored: Stored = field(init=False)
     numel: int = field(init=False)
 
@@ -131,7 +134,8 @@ class Value:
     @property
     def storage(self) -> Hashable:
         """Return what identifies the bytes that contain it, whatever their dtype."""
-        return self.memory[0] if isinstance(self.memory, tuple) else self.memory
+        # A box that a rename has cut out of a tensor has no storage of its own: its chunks count.
+        return (isinstance(self.memory, tuple) and self.memory[0]) or self.memory
 
     @property
     def source_dtype(self) -> str:
@@ -185,9 +189,9 @@ class Value:
     def blocks(self, work: Workspace) -> Iterator[Block]:
         """Yield its bytes as they are saved, in row-major order, in blocks."""
         if isinstance(self.source, torch.Tensor):
-            return tensor_blocks(self.source, self.dtype, work)
+            return tensor_blocks(self.source, self.dtype, work, self.checked)
         assert self.views is not None
-        return entry_blocks(self.source, self.dtype, work, self.views)
+        return entry_blocks(self.source, self.dtype, work, self.views, self.checked)
 
     @property
     def is_dense(self) -> bool:

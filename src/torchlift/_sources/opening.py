@@ -39,8 +39,10 @@ from torchlift.formats.flattening import (
     no_container,
 )
 from torchlift.formats.index import Index, left_out, of_model
+from torchlift.formats.scales import Quantised, find_quantised
 from torchlift.formats.sharded import put_together
 from torchlift.formats.source import errors_name
+from torchlift.formats.torchscript import CONSTANTS
 
 #: The types that a caller may pass as a checkpoint.
 Given = Checkpoint | str | os.PathLike[str] | BinaryIO | Mapping[str, Any]
@@ -272,6 +274,8 @@ class Origin:
         templates: Key of a nested extra state, a list or a tuple -> its containers as saved.
         views: Tensors over the files, if there are any.
         noted: Name that a file leaves out -> key of its values. See `Index`.
+        of_program: Keys that a program has besides the state of its modules: constants, and
+            attributes that are not tensors. None: the source is not a program.
         opened_with: How many requests to URLs it took to open the source.
     """
 
@@ -283,6 +287,7 @@ class Origin:
     blocked: Mapping[str, str] = {}
     templates: Mapping[str, object] = {}
     noted: Mapping[str, str] = {}
+    of_program: Collection[str] | None = None
 
     def __init__(
         self,
@@ -293,6 +298,15 @@ class Origin:
         self.candidates = candidates
         self.objects = objects
         self.versions = versions
+
+    def find_quantised(self) -> Quantised:
+        """Return the quantised tensors of the source, with their scales."""
+        return find_quantised(
+            {
+                key: one.value if isinstance(one, MemoryTensor) else one.entry or one
+                for key, one in self.candidates.items()
+            }
+        )
 
     def leave_out(
         self, include: Collection[str], exclude: Collection[str]
@@ -370,6 +384,7 @@ class FileSource(Origin):
         self.blocked = ckpt.blocked_keys
         self.templates = ckpt._index.templates
         self.noted = ckpt._index.noted
+        self.of_program = _keys_of_program(ckpt)
         self._ckpt = ckpt
 
     def receive(self, keys: Sequence[str]) -> None:
@@ -381,6 +396,13 @@ class FileSource(Origin):
 
     def close(self) -> None:
         self.views.close()
+
+
+def _keys_of_program(ckpt: Checkpoint) -> set[str] | None:
+    """Return the keys of a TorchScript archive that are not the state of a module, or None."""
+    if ckpt.format != "torchscript":
+        return None
+    return {*ckpt.objects, *(key for key in ckpt.entries if key.startswith(f"{CONSTANTS}."))}
 
 
 def _objects_of(ckpt: Checkpoint) -> Mapping[str, object]:
@@ -411,6 +433,13 @@ class _Layers(FileSource):
                 if one and is_last and (other is None or other.shape == one.shape):
                     noted[name] = key
         self.noted = noted
+        programs = {
+            str(number): keys
+            for number, layer in enumerate(layers)
+            if isinstance(layer, Checkpoint) and (keys := _keys_of_program(layer)) is not None
+        }
+        if programs:
+            self.of_program = {k for n, keys in programs.items() for k in keys if owners[k] == n}
         self.candidates = {k: one for k, one in self.candidates.items() if k not in noted}
         self.checkpoints = [layer for layer in layers if isinstance(layer, Checkpoint)]
 

@@ -16,7 +16,7 @@ import torch
 from torchlift._checkpoint.checkpoint import MappedViews, dtype_of
 from torchlift._checkpoint.kinds import calculated
 from torchlift._model.commit import repeats
-from torchlift._model.dtensor import Span, Spans, everything, is_dtensor, overlaps
+from torchlift._model.dtensor import Span, Spans, blocks, everything, is_dtensor, overlaps
 from torchlift._model.handlers import (
     clone_of,
     has_memory,
@@ -25,6 +25,7 @@ from torchlift._model.handlers import (
     oddity,
     slice_of,
 )
+from torchlift._transfer.casting import count_overflows, is_narrower, may_overflow
 from torchlift._transfer.files import Files
 from torchlift._transfer.pinned import is_worth_pinning
 from torchlift._transfer.reading import Held, Request, is_readable, read, requests_for
@@ -144,6 +145,9 @@ class JoinedTensor:
             made[tuple(slice(*span) for span in block)].copy_(values)
         return made
 
+
+#: Values of a cast that are checked at a time.
+_CHECKED = 1 << 22
 
 #: The sources of a copy.
 Values = torch.Tensor | FileTensor | JoinedTensor
@@ -299,6 +303,30 @@ def copy_values(copies: Sequence[Copy], advance: Callable[[int], object] | None 
             read(requests, views.files, advance=advance)
         if sent:
             send(sent)
+
+
+def count_cast(item: Copy) -> int:
+    """Return how many finite values a copy made infinite or NaN."""
+    source, target, spans = item
+    if not is_narrower(source.dtype, target.dtype):
+        return 0
+    parts = list(blocks(target.shape, _CHECKED))
+    if not any(may_overflow(target[_slices_of(block)]) for block in parts):
+        return 0
+    if spans != everything(target.shape):  # of a DTensor, whose ranges a block may cut
+        parts = [tuple((0, size) for size in target.shape)]
+    count = 0
+    for block in parts:
+        made = target[_slices_of(block)]
+        values = torch.empty(made.shape, dtype=source.dtype, device="cpu")
+        of_block = tuple((span,) for span in block) if len(parts) > 1 else spans
+        copy_values([Copy(source, values, of_block)])
+        count += count_overflows(values.to(made.device), made)
+    return count
+
+
+def _slices_of(block: Sequence[Span]) -> tuple[slice, ...]:
+    return tuple(slice(*span) for span in block)
 
 
 class Part(NamedTuple):

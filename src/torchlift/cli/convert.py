@@ -26,7 +26,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "nothing to write, or if DST exists. 2 for wrong usage. 3 if a value needs code of the\n"
         "file to run: leave it out with --exclude."
     )
-    parser.add_argument("src", metavar="SRC", help="a checkpoint file, directory or URL")
+    parser.add_argument(
+        "src",
+        metavar="SRC",
+        nargs="+",
+        help="a checkpoint file, directory or URL; of several, a later one wins",
+    )
     parser.add_argument("dst", metavar="DST", help="the file, folder or URL to write")
     parser.add_argument("--format", metavar="FORMAT", help="torch-zip, safetensors, sharded or dcp")
     parser.add_argument(
@@ -51,6 +56,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_dtype(parser)
     parser.add_argument(
         "--max-shard-size", metavar="SIZE", help="write files of at most this size, such as 5GB"
+    )
+    parser.add_argument(
+        "--check",
+        metavar="finite",
+        choices=["finite"],
+        help="refuse NaN and infinite values after the cast; the only check is: finite",
     )
     parser.add_argument("--no-checksum", action="store_true", help="do not record checksums")
     parser.add_argument(
@@ -78,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
         checksum=not args.no_checksum,
         verify=not args.no_verify,
         dry_run=args.dry_run,
+        check=args.check,
     )
     made = replace(made, hint=spelled(made.hint, args.parser._option_string_actions))
     text = f"{'would write ' * args.dry_run}{made}"

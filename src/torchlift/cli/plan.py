@@ -12,7 +12,7 @@ from torchlift._system.memory import free_memory
 from torchlift._system.text import human
 from torchlift.cli import UsageError
 from torchlift.cli.output import report, spelled
-from torchlift.cli.rules import add_dtype, add_names, check_names, dtype_of, rename_of
+from torchlift.cli.rules import add_dtype, add_names, check_device, check_names, dtype_of, rename_of
 
 if TYPE_CHECKING:
     from torchlift.remap import ByKey, Fit
@@ -178,6 +178,10 @@ def _read_devices(args: argparse.Namespace) -> dict[str, str | None] | ByKey[str
     Raises:
         UsageError: If a device occurs twice.
     """
+    for text in args.budget or ():
+        check_device("--budget", text.partition("=")[0])
+    if args.device is not None:
+        check_device("--device", args.device)
     if args.budget:
         split = [text.partition("=") for text in args.budget]
         budgets = {device: size if equals else None for device, equals, size in split}
@@ -185,5 +189,7 @@ def _read_devices(args: argparse.Namespace) -> dict[str, str | None] | ByKey[str
             raise UsageError("--budget: a device occurs twice")
         return budgets
     if args.device_map is not None:
+        for device in args.device_map.values():
+            check_device("--device-map", device)
         return torchlift.remap.by_key(args.device_map)
     return torchlift.remap.by_key({"": "cpu" if args.device is None else args.device})

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torchlift.cli import UsageError
+from torchlift.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torchlift.remap import ByPattern
@@ -36,7 +37,7 @@ def add_dtype(parser: argparse.ArgumentParser) -> None:
         metavar="[REGEX=]DTYPE",
         action="append",
         default=[],
-        help="cast to this dtype, or only keys that match: 'mlp=bfloat16'",
+        help="cast to this dtype, such as bf16, or only keys that match: 'mlp=bfloat16'",
     )
 
 
@@ -62,9 +63,40 @@ def rename_of(args: argparse.Namespace) -> Rename | None:
 
 
 def dtype_of(args: argparse.Namespace) -> ByPattern[Any] | None:
-    """Make the rule for dtypes from the options."""
+    """Make the rule for dtypes from the options.
+
+    Raises:
+        UsageError: If a value is not a dtype of floats.
+    """
     from torchlift.remap import by_pattern
 
     named = [text.rpartition("=")[::2] for text in args.dtype]
     named.sort(key=lambda pair: not pair[0])  # the general one is last
+    for _, name in named:
+        if not getattr(_parse_rule("--dtype", name), "is_floating_point", False):
+            raise UsageError(f"--dtype {name!r}: expected a dtype of floats, such as bf16")
     return by_pattern(dict(named)) if named else None
+
+
+def check_device(option: str, name: str) -> None:
+    """Refuse the value of an option that is not a device of any machine.
+
+    Raises:
+        UsageError: If it is not one.
+    """
+    if hasattr(_parse_rule(option, name), "is_floating_point"):
+        raise UsageError(f"{option} {name!r}: expected a device, such as cuda:1, cpu or disk")
+
+
+def _parse_rule(option: str, name: str) -> object:
+    """Return a dtype, or the text of a device.
+
+    Raises:
+        UsageError: If the text is neither.
+    """
+    from torchlift.remap import by_key
+
+    try:
+        return by_key({"": name})[""]
+    except CheckpointError as error:
+        raise UsageError(f"{option} {name!r}: expected {error.expected}") from error

@@ -66,8 +66,8 @@ class Failure:
         name: Name of the storage, of the record or of the file.
         expected: The recorded checksum.
         found: The checksum of the bytes, or None if compressed bytes cannot be inflated.
-        algorithm: ``"crc32"``, which the file records, or ``"sha256"`` for a complete file of the
-            Hugging Face Hub.
+        algorithm: ``"crc32"``, which the file records, or ``"sha256"`` for a complete file, as the
+            Hugging Face Hub or the caller has it.
     """
 
     name: str
@@ -102,7 +102,7 @@ class VerifyReport(Summary):
         nbytes: Number of bytes whose checksum was recomputed.
         unchecked_nbytes: Number of bytes of ``unchecked``.
         records: Names of other records that were checked: the pickle, the code of a program. Paths
-            of files whose SHA-256 the cache of the Hugging Face Hub records.
+            of files whose SHA-256 the cache of the Hugging Face Hub records, or the caller passed.
     """
 
     path: str
@@ -121,7 +121,9 @@ class VerifyReport(Summary):
     def _summary(self) -> tuple[str, Facts]:
         checked, unchecked = len(self.checked), len(self.unchecked)
         total = checked + len(self.records)
-        verdict = "every checksum is right" if total else "nothing is wrong with its structure"
+        verdict = "every checksum is right"
+        if not total and unchecked:
+            verdict = "the structure is right, and there are no checksums to compare"
         if self.failed:
             verdict = f"damaged: {len(self.failed):,} of {count_of(total, 'checksum')} wrong"
         facts: Facts = []
@@ -139,19 +141,24 @@ class VerifyReport(Summary):
 
 
 def verify(
-    path: str | os.PathLike[str] | BinaryIO, *, storage_options: Mapping[str, Any] | None = None
+    path: str | os.PathLike[str] | BinaryIO,
+    *,
+    sha256: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> VerifyReport:
     """Check the structure of a checkpoint and recompute every checksum that it records.
 
     A torch file has a CRC-32 for each record, which torch never reads. So do safetensors files
     that torchlift wrote. Other safetensors files and GGUF files lack checksums: torchlift checks
-    only their structure, and lists their tensors as ``unchecked``.
+    only their structure, and lists their tensors as ``unchecked``. A changed value there is not
+    found.
 
     The cache of the Hugging Face Hub records the SHA-256 of each large file. torchlift compares it
     if the file itself lacks a checksum.
 
     Args:
         path: A file, a directory, a URL or a file object, as for `torchlift.open`.
+        sha256: The SHA-256 of the complete file, as published, to compare.
         storage_options: Options for a URL. See :ref:`arg-storage-options`.
 
     Returns:
@@ -160,6 +167,7 @@ def verify(
     Raises:
         FormatError: If the structure is wrong.
         IntegrityError: If the file cannot be read, or changes during the check.
+        ValueError: If `sha256` is not 64 hexadecimal digits, or the checkpoint is several files.
 
     Example:
         >>> import torch, torchlift, tempfile, os
@@ -168,14 +176,42 @@ def verify(
         >>> torchlift.verify(path).ok
         True
     """
+    published = None if sha256 is None else parse_sha256(sha256)
     if isinstance(path, (str, bytes, os.PathLike)):
-        return verify_index(resolved(read_index(path, storage_options=storage_options)))
+        index = resolved(read_index(path, storage_options=storage_options))
+        return verify_index(index, known=checksums(index, published))
     with index_of_object(path) as index:
-        return verify_index(resolved(index))
+        index = resolved(index)
+        return verify_index(index, known=checksums(index, published))
 
 
-def checksums(index: Index) -> list[Checksum]:
-    """Return the checksums of storages, of other records of archives, and of complete files."""
+def parse_sha256(text: str) -> int:
+    """Return a SHA-256 from its text, which may begin with ``sha256:``.
+
+    Raises:
+        ValueError: If it is not 64 hexadecimal digits.
+    """
+    digits = text.strip().lower().removeprefix("sha256:")
+    if not _BLOB.fullmatch(digits):
+        raise ValueError(f"sha256={text!r}: expected 64 hexadecimal digits")
+    return int(digits, 16)
+
+
+def checksums(index: Index, published: int | None = None) -> list[Checksum]:
+    """Return the checksums of storages, of other records of archives, and of complete files.
+
+    Args:
+        index: Index of the checkpoint.
+        published: The SHA-256 of its only file, as somebody else has published it.
+
+    Raises:
+        ValueError: If there is one, and the checkpoint is several files.
+    """
+    if published is not None and len({*index.files, *index.guides}) != 1:
+        raise ValueError(
+            f"sha256=: {index.path} is {count_of(len({*index.files, *index.guides}), 'file')}, and "
+            "a SHA-256 is of one file. Pass the path of that file."
+        )
     places = {name: s for name, s in index.storages.items() if s.crc32 is not None}
     places |= {name: s for name, s in index.records.items() if s.crc32 is not None}
     every = [
@@ -183,7 +219,8 @@ def checksums(index: Index) -> list[Checksum]:
         for name, place in places.items()
     ]
     for path in index.files:  # another file in the cache may have right checksums of its own
-        if (digest := _hub_checksum(path)) is not None:
+        digest = published if published is not None else _hub_checksum(path)
+        if digest is not None:
             place = Storage(path, 0, index.files[path].size, "")
             every.append(Checksum("file", path, place, digest))
     return every

@@ -1,0 +1,170 @@
+"""A load of quantised weights: their scales are taken, applied by the caller, or the load fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import torchlift
+from torchlift import MismatchError, PlacementError
+
+F8 = torch.float8_e4m3fn
+
+
+def fp8(path: Path) -> torch.Tensor:
+    """Write a linear layer with a scale for each block of 128 rows and columns."""
+    codes = (torch.randn(300, 200) * 20).to(F8)
+    scale = torch.rand(3, 2) / 1e4
+    save_file({"0.weight": codes, "0.weight_scale_inv": scale, "0.bias": torch.rand(300)}, path)
+    return apply_scale(codes, scale)
+
+
+def apply_scale(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Multiply codes by the scales of their blocks."""
+    spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return codes.float() * spread[: codes.shape[0], : codes.shape[1]]
+
+
+def plain(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    return nn.Sequential(nn.Linear(200, 300, dtype=dtype))
+
+
+class Scaled(nn.Module):
+    """A layer that applies the scales itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(300, 200, dtype=F8), requires_grad=False)
+        self.weight_scale_inv = nn.Parameter(torch.empty(3, 2))
+        self.bias = nn.Parameter(torch.empty(300, dtype=torch.bfloat16))
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "strict": {},
+    "allowed": {"allow_unexpected": ["*_scale_inv"]},
+    "not strict": {"strict": False},
+    "left out": {"exclude": ["*_scale_inv"]},
+    "dropped": {"rename": {"0.weight_scale_inv": None}},
+    "dtype": {"dtype": "float32", "strict": False},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("is_live", [True, False])
+@pytest.mark.parametrize("call", [torchlift.load, torchlift.plan])
+def test_codes_never_become_values_of_a_plain_model(
+    tmp_path: Path, way: str, is_live: bool, call: Any
+) -> None:
+    """Whatever the caller allows. The error never advises to allow the scales."""
+    path = tmp_path / "model.safetensors"
+    fp8(path)
+    model = plain() if is_live else torchlift.skeleton(plain)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(MismatchError) as error:
+        call(model, path, **WAYS[way])
+    assert "allow_unexpected" not in str(error.value.hint)
+    assert "exclude=['*weight_scale_inv']" in str(error.value.hint)
+    assert any("0.weight with 0.weight_scale_inv" in line for line in error.value.lists)
+    after = model.state_dict()
+    assert not is_live or all(torch.equal(after[key], before[key]) for key in before)
+
+
+@pytest.mark.parametrize("is_live", [True, False])
+@pytest.mark.parametrize("memory", [True, False])
+def test_the_way_out_loads_the_values(tmp_path: Path, is_live: bool, memory: bool) -> None:
+    """A transform that applies the scales, and a pattern that leaves them out."""
+    path = tmp_path / "model.safetensors"
+    values = fp8(path)
+    with torchlift.open(path) as ckpt:
+        given: Any = ckpt.state_dict() if memory else ckpt
+        model = plain() if is_live else torchlift.skeleton(plain)
+
+        def transform(key: str, tensor: torch.Tensor) -> torch.Tensor:
+            scale = ckpt.get(f"{key}_scale_inv")
+            return tensor if scale is None else apply_scale(tensor, scale)
+
+        torchlift.load(
+            model, given, transform=transform, exclude=["*weight_scale_inv"], dtype="bfloat16"
+        )
+    assert torch.equal(model[0].weight, values.bfloat16())
+
+
+def test_a_transform_that_leaves_the_codes_is_refused(tmp_path: Path) -> None:
+    """It would put codes into the model, with or without a cast."""
+    path = tmp_path / "model.safetensors"
+    fp8(path)
+    for model in (plain(), torchlift.skeleton(plain)):
+        with pytest.raises(PlacementError) as error:
+            torchlift.load(model, path, transform=lambda _, t: t, exclude=["*_scale_inv"])
+        assert error.value.entry == "0.weight"
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16", lambda _: "bfloat16", "model"])
+def test_a_model_with_the_scales_gets_both(tmp_path: Path, dtype: Any) -> None:
+    """Codes are not cast, and the scales keep their dtype, which the report says."""
+    path = tmp_path / "model.safetensors"
+    fp8(path)
+    model = torchlift.skeleton(lambda: nn.Sequential(Scaled()))
+    if dtype in (None, "model"):
+        torchlift.load(model, path, dtype=dtype)
+    else:
+        with pytest.raises(PlacementError) as error:
+            torchlift.load(model, path, dtype=dtype)
+        assert error.value.entry == "0.weight"
+        rule = lambda entry: None if entry.dtype == "float8_e4m3fn" else "bfloat16"  # noqa: E731
+        report = torchlift.load(model, path, dtype=rule)
+        assert report.loaded["0.weight_scale_inv"].note
+        assert model[0].bias.dtype == torch.bfloat16
+    state = torchlift.open(path).state_dict()
+    assert torch.equal(model[0].weight.view(torch.uint8), state["0.weight"].view(torch.uint8))
+    assert model[0].weight_scale_inv.dtype == torch.float32
+
+
+OTHERS = {
+    "gptq": {
+        "0.qweight": torch.ones(25, 300, dtype=torch.int32),
+        "0.qzeros": torch.ones(2, 38, dtype=torch.int32),
+        "0.scales": torch.ones(2, 300, dtype=torch.float16),
+        "0.g_idx": torch.ones(200, dtype=torch.int32), "0.bias": torch.ones(300),
+    },
+    "nf4": {
+        "0.weight": torch.ones(30_000, 1, dtype=torch.uint8),
+        "0.weight.absmax": torch.ones(938), "0.weight.quant_map": torch.ones(16),
+        "0.weight.quant_state.bitsandbytes__nf4": torch.ones(90, dtype=torch.uint8),
+        "0.bias": torch.ones(300),
+    },
+    "torchao": {
+        "0._weight_qdata": torch.ones(300, 200, dtype=torch.int8),
+        "0._weight_scale": torch.ones(300), "0.bias": torch.ones(300),
+    },
+    "int8": {
+        "0.weight": torch.ones(300, 200, dtype=torch.int8), "0.SCB": torch.ones(300),
+        "0.weight_format": torch.ones((), dtype=torch.uint8), "0.bias": torch.ones(300),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("options", [{}, {"allow_unexpected": ["*"]}])
+def test_other_quantised_weights_are_named(kind: str, options: dict[str, Any]) -> None:
+    """A plain model takes none of them. The error says so, and what they are."""
+    with pytest.raises(MismatchError) as error:
+        torchlift.load(plain(), OTHERS[kind], **options)
+    assert any(line.startswith("quantised (1)") for line in error.value.lists)
+    assert "allow_unexpected" not in str(error.value.hint)
+
+
+def test_names_that_only_need_a_rename_still_get_that_hint(tmp_path: Path) -> None:
+    """A quantised model and its own file, saved from inside of a wrapper."""
+    path = tmp_path / "model.safetensors"
+    fp8(path)
+    state = {f"module.{key}": value for key, value in torchlift.open(path).state_dict().items()}
+    model = torchlift.skeleton(lambda: nn.Sequential(Scaled()))
+    with pytest.raises(MismatchError) as error:
+        torchlift.load(model, state)
+    assert "remap.strip('module.')" in str(error.value.hint)

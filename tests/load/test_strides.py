@@ -1,0 +1,91 @@
+"""The strides of a loaded tensor: those of the model, or of the file if torch keeps these."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchlift
+
+
+class Net(nn.Module):
+    """A convolution, a matrix and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 6, 3, bias=False)
+        self.linear = nn.Linear(130, 70, bias=False)
+        self.register_buffer("table", torch.zeros(5, 3))
+
+
+def transposed(path: Path) -> dict[str, torch.Tensor]:
+    """Save tensors whose dimensions lie in another order than in the model."""
+    state = {
+        "conv.weight": torch.randn(6, 4, 3, 3).contiguous(memory_format=torch.channels_last),
+        "linear.weight": torch.randn(130, 70).t(), "table": torch.randn(3, 5).t(),
+    }  # fmt: skip
+    torch.save(state, path)
+    return state
+
+
+@pytest.mark.parametrize("door", ["file", "memory", "transform"])
+@pytest.mark.parametrize("options", [{}, {"source": "read"}, {"mode": "swap"}, {"dtype": "half"}])
+@pytest.mark.parametrize("is_live", [True, False])
+def test_a_load_keeps_the_strides_of_the_model(
+    tmp_path: Path, door: str, options: dict[str, Any], is_live: bool
+) -> None:
+    """As ``load_state_dict`` does, which copies into the parameters."""
+    path = tmp_path / "m.pt"
+    state = transposed(path)
+    model = Net() if is_live else torchlift.skeleton(Net)
+    if door == "transform":
+        options = {**options, "transform": lambda _, tensor: tensor}
+    torchlift.load(model, state if door == "memory" else path, **options)
+    like = Net()
+    like.load_state_dict(torch.load(path))
+    like = like.half() if "dtype" in options else like
+    for key, value in like.state_dict().items():
+        found = model.state_dict()[key]
+        assert torch.equal(found, value), key
+        assert found.stride() == value.stride(), key
+
+
+@pytest.mark.parametrize("is_live", [True, False])
+@pytest.mark.parametrize("options", [{"mode": "assign"}, {"mode": "assign", "source": "mmap"}])
+def test_assign_keeps_the_strides_of_the_file(
+    tmp_path: Path, is_live: bool, options: dict[str, Any]
+) -> None:
+    """As ``load_state_dict(assign=True)`` does."""
+    path = tmp_path / "m.pt"
+    state = transposed(path)
+    model, like = Net() if is_live else torchlift.skeleton(Net), Net()
+    report = torchlift.load(model, path, **options)
+    like.load_state_dict(torch.load(path), assign=True)
+    for key, value in like.state_dict().items():
+        assert model.state_dict()[key].stride() == value.stride() == state[key].stride()
+    if "source" in options:
+        assert report.bytes_read == 0
+
+
+def test_a_map_keeps_the_strides_of_the_file(tmp_path: Path) -> None:
+    """A caller who passes ``source="mmap"`` wants the bytes to stay in the file."""
+    path = tmp_path / "m.pt"
+    state = transposed(path)
+    model = torchlift.skeleton(Net)
+    report = torchlift.load(model, path, source="mmap")
+    assert report.bytes_read == 0
+    assert model.linear.weight.stride() == state["linear.weight"].stride()
+
+
+def test_a_model_with_such_strides_is_still_mapped(tmp_path: Path) -> None:
+    """A file of the same layout is not read."""
+    path = tmp_path / "m.pt"
+    like = Net().to(memory_format=torch.channels_last)
+    torch.save(like.state_dict(), path)
+    model = torchlift.skeleton(Net).to(memory_format=torch.channels_last)
+    assert torchlift.load(model, path).bytes_read == 0
+    assert model.conv.weight.is_contiguous(memory_format=torch.channels_last)

@@ -1,0 +1,139 @@
+"""Casts that overflow: counted in the report, and refused with ``check="finite"``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import torchlift
+from torchlift import IntegrityError
+from torchlift.cli import main
+
+INF = float("inf")
+
+
+def large(path: Path) -> dict[str, torch.Tensor]:
+    """Write small and large tensors. Three finite values are too large for float16."""
+    w = torch.zeros(3000, 2000)
+    w[0, 0], w[2999, 1999], w[1, 1], w[2, 2] = 1e5, -1e5, INF, float("nan")
+    state = {"w": w, "small": torch.tensor([70000.0, 65519.0, -INF]), "fits": torch.ones(5)}
+    torch.save(state, path)
+    return state
+
+
+class Vector(nn.Module):
+    """Two numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.empty(2))
+
+
+DOORS = ["file", "memory", "transform", "transposed", "safetensors"]
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_conversion_counts_values_that_overflow(tmp_path: Path, door: str) -> None:
+    """Infinite values and NaN of the source do not count. The values are those of torch."""
+    src, dst = tmp_path / "m.pt", tmp_path / "new.pt"
+    state = large(src)
+    if door == "transposed":
+        state["w"] = state["w"].t()
+        torch.save(state, src)
+    if door == "safetensors":
+        src = tmp_path / "m.safetensors"
+        torchlift.save(state, src)
+    transform = (lambda _, tensor: tensor) if door == "transform" else None
+    given: Any = state if door == "memory" else src
+    report = torchlift.convert(given, dst, dtype="float16", transform=transform)
+    assert report.overflowed == {"w": 2, "small": 1}
+    assert "overflowed" in str(report)
+    made = torch.load(dst)
+    for key, value in state.items():
+        assert torch.equal(made[key].nan_to_num(7), value.half().nan_to_num(7)), key
+    assert not torchlift.convert(src, tmp_path / "same.pt").overflowed
+
+
+@pytest.mark.parametrize(
+    ("stored", "becomes", "value"),
+    [
+        ("float32", "bfloat16", torch.finfo(torch.float32).min), ("float64", "float32", 1e300),
+        ("bfloat16", "float16", 1e38), ("float32", "float8_e4m3fn", 1000.0),
+        ("float16", "float8_e5m2", 60000.0 + 5000), ("float8_e5m2", "float8_e4m3fn", 1024.0),
+    ],
+)  # fmt: skip
+def test_each_narrower_dtype_counts(
+    tmp_path: Path, stored: str, becomes: str, value: float
+) -> None:
+    """Also if the dtype has no infinity: torch then takes its largest value."""
+    w = torch.tensor([1.0, value], dtype=torch.float64).to(getattr(torch, stored))
+    path, model = tmp_path / "m.pt", torchlift.skeleton(Vector)
+    torch.save({"w": w}, path)
+    report = torchlift.convert(path, tmp_path / "new.pt", dtype=becomes)
+    assert report.overflowed == {"w": 1}
+    assert torchlift.load(model, path, dtype=becomes).overflowed == {"w": 1}
+    with pytest.raises(IntegrityError) as error:
+        torchlift.convert(path, tmp_path / "no.pt", dtype=becomes, check="finite")
+    assert sum(error.value.not_finite["w"]) == 1
+    with pytest.raises(IntegrityError) as error:
+        torchlift.load(torchlift.skeleton(Vector), path, dtype=becomes, check="finite")
+    assert sum(error.value.not_finite["w"]) == 1
+
+
+@pytest.mark.parametrize("format", ["new.pt", "new.safetensors", "folder"])
+def test_a_check_refuses_what_is_not_finite_before_the_file_appears(
+    tmp_path: Path, format: str
+) -> None:
+    """With the counts of each tensor. The way out of the hint, another dtype, works."""
+    src, dst = tmp_path / "m.pt", tmp_path / format
+    torch.save({"w": torch.tensor([1e5, 1.0]), "v": torch.ones(3)}, src)
+    how: Any = {"format": "dcp"} if format == "folder" else {}
+    with pytest.raises(IntegrityError) as error:
+        torchlift.convert(src, dst, dtype="float16", check="finite", **how)
+    assert error.value.not_finite == {"w": (0, 1)}
+    assert not dst.exists()
+    assert len([*tmp_path.iterdir()]) == 1
+    report = torchlift.convert(src, dst, dtype="bfloat16", check="finite", **how)
+    assert not report.overflowed
+    torch.save({"w": torch.tensor([float("nan")])}, src)
+    with pytest.raises(IntegrityError) as error:
+        torchlift.convert(src, tmp_path / "other.pt", check="finite")
+    assert error.value.not_finite == {"w": (1, 0)}
+
+
+def test_the_command_checks_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Status 1, and nothing is written."""
+    src, dst = tmp_path / "m.pt", tmp_path / "new.safetensors"
+    torch.save({"w": torch.tensor([1e5])}, src)
+    words = ["convert", str(src), str(dst), "--dtype", "float16"]
+    assert main([*words, "--check", "finite"]) == 1
+    assert not dst.exists()
+    assert main(words) == 0
+    assert "overflowed" in capsys.readouterr().out
+    assert load_file(dst)["w"].isinf().all()
+    assert main([*words, "--check", "infinite"]) == 2
+
+
+@pytest.mark.parametrize("is_live", [True, False])
+@pytest.mark.parametrize("door", ["file", "memory", "transform", "in place"])
+def test_a_load_counts_values_that_overflow(tmp_path: Path, door: str, is_live: bool) -> None:
+    """In the report, under the names of the model."""
+    path = tmp_path / "m.pt"
+    state = {"weight": torch.tensor([[1e5, 1.0], [INF, -7e4]]), "bias": torch.zeros(2)}
+    torch.save(state, path)
+    given: Any = state if door == "memory" else path
+    is_half = door == "in place"
+    model = nn.Linear(2, 2) if is_live else torchlift.skeleton(nn.Linear, 2, 2)
+    model = model.half() if is_half else model
+    options: Any = {} if door == "in place" else {"dtype": "float16"}
+    if door == "transform":
+        options["transform"] = lambda _, tensor: tensor
+    report = torchlift.load(model, given, **options)
+    assert report.overflowed == {"weight": 2}
+    assert "overflowed" in str(report)
+    assert torch.equal(model.weight, state["weight"].half())

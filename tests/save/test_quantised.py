@@ -1,0 +1,143 @@
+"""Quantised tensors and their scales in a conversion: never cast apart from each other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import torchlift
+from torchlift import PlacementError, remap
+from torchlift.cli import main
+
+F8 = torch.float8_e4m3fn
+
+
+def deepseek(path: Path) -> dict[str, torch.Tensor]:
+    """Write a matrix with a scale for each block of 128 times 128. Return what the values are."""
+    values = torch.randn(300, 200) / 50
+    rows, columns = -(-300 // 128), -(-200 // 128)
+    scale = torch.rand(rows, columns) / 1e4 + 1e-5
+    spread = scale.repeat_interleave(128, 0)[:300].repeat_interleave(128, 1)[:, :200]
+    codes = (values / spread).clamp(-448, 448).to(F8)
+    norm = torch.rand(200)
+    save_file({"l.weight": codes, "l.weight_scale_inv": scale, "norm.weight": norm}, path)
+    return {"l.weight": codes.float() * spread, "norm.weight": norm}
+
+
+def by_block(ckpt: torchlift.Checkpoint) -> Any:
+    """Return the transform that the guide shows."""
+
+    def apply_scale(key: str, tensor: torch.Tensor) -> torch.Tensor:
+        scale = ckpt.get(f"{key}_scale_inv")
+        if scale is None:
+            return tensor
+        scale = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        return tensor.float() * scale[: tensor.shape[0], : tensor.shape[1]]
+
+    return apply_scale
+
+
+@pytest.mark.parametrize("dst", ["new.pt", "new.safetensors", "new.safetensors.index.json"])
+@pytest.mark.parametrize("is_left_out", [False, True])
+def test_codes_are_not_cast_without_their_scales(
+    tmp_path: Path, dst: str, is_left_out: bool
+) -> None:
+    """Whatever is written, and also if the scales are left out. The way out is followed."""
+    src = tmp_path / "model.safetensors"
+    values = deepseek(src)
+    without = ["*_scale_inv"] if is_left_out else []
+    with pytest.raises(PlacementError) as error:
+        torchlift.convert(src, tmp_path / dst, dtype="bfloat16", exclude=without)
+    assert (error.value.entry, error.value.found) == ("l.weight", "float8_e4m3fn")
+    assert "l.weight_scale_inv" in error.value.reason
+    assert "exclude=['*weight_scale_inv']" in str(error.value.hint)
+    assert not (tmp_path / dst).exists()
+    ckpt = torchlift.open(src)
+    report = torchlift.convert(
+        ckpt, tmp_path / dst, dtype="bfloat16", transform=by_block(ckpt),
+        exclude=["*weight_scale_inv"],
+    )  # fmt: skip
+    made = torchlift.open(tmp_path / dst)
+    assert {*made} == {*values}
+    assert not report.quantised
+    for key, value in values.items():
+        assert torch.equal(made[key], value.bfloat16()), key
+
+
+def test_a_rule_that_leaves_codes_leaves_their_scales(tmp_path: Path) -> None:
+    """The other way out: the file stays quantised, and only other tensors are cast."""
+    src, dst = tmp_path / "model.safetensors", tmp_path / "new.safetensors"
+    deepseek(src)
+    rule = lambda entry: None if entry.dtype == "float8_e4m3fn" else "float16"  # noqa: E731
+    report = torchlift.convert(src, dst, dtype=rule)
+    old, new = load_file(src), load_file(dst)
+    assert [*report.cast] == ["norm.weight"]
+    assert report.quantised == {"l.weight": ("l.weight_scale_inv",)}
+    for key in ("l.weight", "l.weight_scale_inv"):
+        assert new[key].dtype == old[key].dtype
+        assert torch.equal(new[key].view(torch.uint8), old[key].view(torch.uint8))
+
+
+INTEGERS = {
+    "bitsandbytes": {"l.weight": torch.ones(4, 8, dtype=torch.int8), "l.SCB": torch.ones(4)},
+    "nf4": {
+        "l.weight": torch.ones(512, 1, dtype=torch.uint8), "l.weight.absmax": torch.ones(16),
+    },
+    "gptq": {
+        "l.qweight": torch.ones(8, 16, dtype=torch.int32),
+        "l.scales": torch.ones(2, 16, dtype=torch.float16),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", INTEGERS)
+@pytest.mark.parametrize("door", ["file", "memory", "list", "renamed", "command"])
+def test_integers_and_their_scales_stay_as_they_are(tmp_path: Path, kind: str, door: str) -> None:
+    """A kernel takes the scale in the dtype in which its library saved it."""
+    state = {**INTEGERS[kind], "norm": torch.ones(8)}
+    src, dst = tmp_path / "m.safetensors", tmp_path / "new.safetensors"
+    save_file(state, src)
+    if door == "command":
+        assert main(["convert", str(src), str(dst), "--dtype", "bfloat16", "--json"]) == 0
+    else:
+        sources: Any = {"memory": state, "list": [src, {"other": torch.ones(1)}]}
+        rename = remap.rules([(r"^l\.", "layers.0.")]) if door == "renamed" else None
+        given = sources.get(door, src)
+        report = torchlift.convert(given, dst, dtype="bfloat16", rename=rename)
+        assert len(report.quantised) == 1
+        assert "quantised" in str(report)
+    found = load_file(dst)
+    assert found["norm"].dtype == torch.bfloat16
+    for key, value in INTEGERS[kind].items():
+        assert found[key.replace("l.", "layers.0.", door == "renamed")].dtype == value.dtype
+
+
+def test_a_transform_that_leaves_the_codes_is_refused(tmp_path: Path) -> None:
+    """It may change other tensors only. The codes would then be cast without their scales."""
+    src = tmp_path / "model.safetensors"
+    deepseek(src)
+    with pytest.raises(PlacementError) as error:
+        torchlift.convert(
+            src, tmp_path / "new.pt", dtype="bfloat16", transform=lambda _, tensor: tensor
+        )
+    assert error.value.entry == "l.weight"
+
+
+def test_the_command_names_the_codes_and_its_own_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the option that leaves out the scales, and the argument that only Python has."""
+    src = tmp_path / "model.safetensors"
+    deepseek(src)
+    words = ["convert", str(src), str(tmp_path / "new.pt"), "--dtype", "bfloat16", "--json"]
+    assert main(words) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out)["error"]["entry"] == "l.weight"
+    assert "--exclude '*weight_scale_inv'" in err
+    assert "transform=" in err
+    assert main([*words[:-1], "--exclude", "l.*"]) == 0
