@@ -29,6 +29,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -314,24 +315,26 @@ def _fetch(job: Job, stage: torch.Tensor | None, transfer: _Transfer) -> None:
     Values for a device stay in the stage. Readers cast values that stay on the host.
     """
     file, pages = transfer.opened[job.file], transfer.pages
-    if stage is None:
-        for part in job.slices:
+    is_here, is_rows = isinstance(file, OpenFile), job.slices[0].request.rows > 1
+    if stage is None and (job.is_cold or is_rows or not is_here):
+        for part in filter(_is_large, job.slices):
             into = part.request.destination
-            if part.request.direct and part.nbytes >= HUGE_PAGE and into.is_contiguous():
-                pages.back(into.data_ptr() + part.start - part.request.offset, part.nbytes)
+            pages.back(into.data_ptr() + part.start - part.request.offset, part.nbytes)
     if job.is_cold and isinstance(file, OpenFile):
         _fetch_cold(job, file, stage, transfer)
         return
-    if isinstance(file, OpenFile) and job.slices[0].request.rows > 1:
+    if isinstance(file, OpenFile) and is_rows:
         _fetch_rows(job, file, stage)
     else:
         for run in _split_at_gaps(job):
             start, stop = run[0].start, run[-1].end
-            if stage is None:
-                buffers = _destinations(run)
-            else:
+            if stage is not None:
                 buffers = [buffer(stage.data_ptr() + start - job.offset, stop - start)]
-            _read_run(job, file, buffers, start, stop)
+                _read_run(job, file, buffers, start, stop)
+            elif isinstance(file, OpenFile):
+                _read_direct(job, file, run, pages)
+            else:
+                _read_run(job, file, _destinations(run), start, stop)
     if stage is not None and job.on_host:
         _deliver(job, job.slices, stage, job.offset, pages)
 
@@ -348,6 +351,29 @@ def _split_at_gaps(job: Job) -> Iterator[list[Slice]]:
             run = []
         run.append(part)
     yield run
+
+
+def _is_large(part: Slice) -> bool:
+    """Return whether a part is worth pages of its own. No other bytes are read into its memory."""
+    into = part.request.destination
+    return part.request.direct and part.nbytes >= HUGE_PAGE and into.is_contiguous()
+
+
+def _read_direct(job: Job, file: OpenFile, run: Sequence[Slice], pages: HugePages) -> None:
+    """Read a run into its destinations. Large slices are prepared, and perhaps filled, by `pages`.
+
+    A slice that is filled is copied once, out of a map of the file.
+    """
+    for is_large, parts in groupby(run, _is_large):
+        if not is_large:
+            small = list(parts)
+            _read_run(job, file, _destinations(small), small[0].start, small[-1].end)
+            continue
+        for start, end, request in parts:
+            into, at = request.destination, request.offset
+            for first, last in pages.fill(into, start - at, end - at, file.map, start):
+                room = buffer(into.data_ptr() + first, last - first)
+                _read_run(job, file, [room], at + first, at + last)
 
 
 def _destinations(run: Sequence[Slice]) -> list[memoryview]:
