@@ -444,6 +444,7 @@ class MappedViews:
             # As the bytes lie: read across its columns, a transposed one took 20 times as long.
             dims = sorted(range(box.dim()), key=box.stride, reverse=True)
             yield from blocks_of(box.permute(dims))
+            self.files.check([chunk.file])
 
     def _computed(self, entry: TensorEntry) -> Iterator[torch.Tensor]:
         """Yield the elements of an entry that is not plain in flat blocks, in order."""

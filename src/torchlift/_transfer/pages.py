@@ -45,10 +45,16 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
     """Allocate a one-dimensional uninitialised tensor.
 
     A large tensor on the CPU starts at a huge-page boundary, so that `HugePages` can back it.
+
+    Raises:
+        MemoryError: If the process cannot have the memory.
+        torch.OutOfMemoryError: If the device does not have it.
     """
     nbytes = numel * dtype.itemsize
-    if device.type != "cpu" or nbytes < HUGE_PAGE or _MADV_HUGEPAGE is None:
+    if device.type != "cpu":
         return torch.empty(numel, dtype=dtype, device=device)
+    if nbytes < HUGE_PAGE or _MADV_HUGEPAGE is None:
+        return _allocate_small(numel, dtype)
     pages = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     # Linux aligns an anonymous map of this size to 2 MiB since 6.7. The extra address space ensures
     # the alignment on older kernels. It is too small for one more huge page at the end.
@@ -57,7 +63,7 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
         area = mmap.mmap(-1, pages + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError):
         # vm.max_map_count is reached after about 65,000 maps. malloc still finds memory then.
-        return torch.empty(numel, dtype=dtype, device=device)
+        return _allocate_small(numel, dtype)
     raw = torch.frombuffer(area, dtype=torch.uint8)
     start = -raw.data_ptr() % HUGE_PAGE
     # Touch one spare page. In a map without any page, each `madvise` of a part splits the map, and
@@ -65,6 +71,13 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
     raw[0 if start else -1] = 0
     _areas[raw.data_ptr() + start] = area
     return torch.frombuffer(area, dtype=dtype, count=numel, offset=start)
+
+
+def _allocate_small(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    try:
+        return torch.empty(numel, dtype=dtype, device="cpu")
+    except RuntimeError as error:  # the only reason for which torch raises it here
+        raise MemoryError(f"{numel * dtype.itemsize} bytes cannot be allocated") from error
 
 
 class HugePages:
@@ -128,10 +141,13 @@ class HugePages:
                     values = source(offset + first, last - first)
                     if values is None:
                         break
-                    if filled := self._filler.fill(base + first, values.data_ptr(), last - first):
-                        if start < first:
-                            yield start, first
-                        start = first + filled
+                    filled = self._filler.fill(base + first, values.data_ptr(), last - first)
+                    if not filled:  # its pages exist, as of a live tensor that is loaded again
+                        _areas.pop(target.untyped_storage().data_ptr(), None)
+                        break
+                    if start < first:
+                        yield start, first
+                    start = first + filled
         if start < end:
             yield start, end
 
