@@ -15,7 +15,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -298,25 +298,85 @@ def test_a_checkpoint_that_nobody_closes_keeps_no_descriptor(tmp_path):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_many_shards_need_one_descriptor_each(tmp_path):
-    """Where even that is too many, the error says so, and nothing has changed."""
-    names = {f"w{i}": f"{i}.safetensors" for i in range(40)}
-    for key, name in names.items():
-        save_file({key: torch.ones(1)}, tmp_path / name)
+@pytest.fixture
+def shards(tmp_path) -> Path:
+    """A set of 150 shards. Every fourth tensor is large enough to be read by a job of its own."""
+    names = {f"w{i}": f"{i}.safetensors" for i in range(150)}
+    for number, (key, name) in enumerate(names.items()):
+        save_file({key: torch.full((300_000 if number % 4 == 0 else 3,), float(number))},
+                  tmp_path / name)  # fmt: skip
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    model = nn.ParameterDict({key: torch.zeros(1) for key in names})
+    return tmp_path
+
+
+def _parameters(path: Path) -> nn.Module:
+    with torchlift.open(path) as ckpt:
+        return nn.ParameterDict({key: torch.zeros(e.shape) for key, e in ckpt.entries.items()})
+
+
+MANY: dict[str, Callable[[Path], Any]] = {
+    "load": lambda path: torchlift.load(_parameters(path).to("meta"), path),
+    "load, live": lambda path: torchlift.load(_parameters(path), path),
+    "load, read": lambda path: torchlift.load(_parameters(path).to("meta"), path, source="read"),
+    "load, cast": lambda path: torchlift.load(_parameters(path), path, dtype="float16",
+                                              mode="assign"),
+    "load, verify": lambda path: torchlift.load(_parameters(path), path, verify=True),
+    "convert": lambda path: torchlift.convert(path, path / "new.pt", overwrite=True),
+    "convert, shards": lambda path: torchlift.convert(
+        path, path / "new" / "m.safetensors.index.json", max_shard_size=100_000),
+    "convert, cast": lambda path: torchlift.convert(
+        path, path / "new.pt", dtype="float16", overwrite=True),
+    "save": lambda path: torchlift.save(torchlift.open(path), path / "new.pt"),
+    "diff": lambda path: torchlift.diff(path, path),
+    "digest": torchlift.digest,
+    "verify": torchlift.verify,
+    "state_dict": lambda path: torchlift.open(path).state_dict(),
+    "stats": lambda path: [torchlift.open(path).stats(f"w{i}") for i in range(150)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("door", MANY)
+def test_a_set_of_shards_takes_a_fixed_number_of_descriptors(shards, door):
+    """With 40 descriptors free, although each of 150 files is read or mapped."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = len(os.listdir("/proc/self/fd"))
+    MANY["load"](shards)  # what a first load leaves open
+    used = max(map(int, os.listdir("/proc/self/fd")))
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 20, limits[1]))
-        with pytest.raises(IntegrityError, match=r"\(Too many open files\)\. Allow more"):
-            torchlift.load(model, tmp_path)
-        assert not any(tensor.item() for tensor in model.values())
-        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 60, limits[1]))
-        torchlift.load(model, tmp_path)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 40, limits[1]))
+        found = MANY[door](shards)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert all(tensor.item() == 1 for tensor in model.values())
+    if door == "diff":
+        assert found.equal
+    elif "load" in door:
+        assert found.bytes_read in (0, torchlift.open(shards).nbytes)
+
+
+@pytest.mark.parametrize("door", ["load, read", "convert", "digest", "verify"])
+def test_too_few_descriptors_are_no_damage(shards, door):
+    """The error says how to get more, and that works."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    MANY[door](shards)  # imports, which need descriptors, too
+    used, taken = max(map(int, os.listdir("/proc/self/fd"))), []
+    ckpt = torchlift.open(shards)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 8, limits[1]))
+        with suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        with pytest.raises(torchlift.CheckpointError) as caught:
+            MANY[door](shards)
+        assert type(caught.value) is torchlift.CheckpointError
+        assert "ulimit -n" in caught.value.hint
+        with pytest.raises(torchlift.CheckpointError) as caught:
+            ckpt.state_dict()
+        assert type(caught.value) is torchlift.CheckpointError
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        while taken:
+            os.close(taken.pop())
+    MANY[door](shards)
+    assert len(ckpt.state_dict()) == 150
 
 
 @pytest.mark.parametrize("how", ["shorter", "replaced", "overwritten", "gone", "a pipe"])

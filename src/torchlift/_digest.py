@@ -120,6 +120,7 @@ def _hash_file(ckpt: Checkpoint) -> _Hashes:
     found = {key: _hash_tensor(key, array, ckpt.path) for key, array in arrays.items()}
     for key in in_transfers(ckpt, [ckpt]):
         found[key] = _hash_tensor(key, ckpt[key], ckpt.path)
+    ckpt._mapped().files.check()
     return found
 
 

@@ -1,15 +1,30 @@
-"""`pages`: memory that is filled with as few page faults as the machine allows."""
+"""`pages` and `userfault`: memory that is filled with as few page faults as the machine allows."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import gc
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 from forked import run
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from torchlift._transfer import pages
+import torchlift
+from torchlift._transfer import pages, userfault
+from torchlift._transfer.direct import OpenFile
 from torchlift._transfer.pages import HugePages, allocate
+from torchlift._transfer.userfault import Filler, open_filler
+from torchlift.errors import IntegrityError
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.complex128])
@@ -69,3 +84,295 @@ def test_huge_pages_stay_inside_the_range(monkeypatch):
     made = allocate(8 << 20, torch.uint8, torch.device("cpu"))
     HugePages().back(made.data_ptr() + 1, made.nbytes - 2)
     assert [(page - made.data_ptr()) >> 21 for page in taken] == [1, 2]
+
+
+PAGE = mmap.PAGESIZE
+MIB = 1 << 20
+needs_filler = pytest.mark.skipif(
+    open_filler() is None, reason="this kernel or sandbox has no userfaultfd"
+)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Huge pages are slow: one is requested, and the next 32 pages are left to small ones."""
+    monkeypatch.setattr(pages, "_has_huge_pages", lambda: True)
+    monkeypatch.setattr(pages, "_SLOW", -1.0)
+
+
+@pytest.fixture
+def no_huge_pages(monkeypatch):
+    """The kernel has none, so that all pages are small."""
+    monkeypatch.setattr(pages, "_has_huge_pages", lambda: False)
+
+
+def new_memory(nbytes: int) -> torch.Tensor:
+    return allocate(nbytes, torch.uint8, torch.device("cpu"))
+
+
+def pattern(nbytes: int) -> torch.Tensor:
+    """Bytes that differ from page to page and inside a page."""
+    return (torch.arange(nbytes) % 251).to(torch.uint8)
+
+
+def write(target: torch.Tensor, start: int, content: torch.Tensor) -> list[tuple[int, int]]:
+    """Fill a range of a tensor. Return the parts that were left to the caller."""
+    parts = []
+    for first, last in HugePages().fill(
+        target,
+        start,
+        start + len(content),
+        lambda offset, nbytes: content[offset - 7 : offset - 7 + nbytes],
+        7,
+    ):
+        target[first:last] = content[first - start : last - start]
+        parts.append((first, last))
+    return parts
+
+
+@pytest.mark.parametrize("fixture", ["small", "no_huge_pages"])
+@settings(max_examples=30, deadline=None)
+@given(
+    start=st.integers(0, 3 * MIB),
+    length=st.integers(0, 5 * MIB),
+    touched=st.lists(st.integers(0, 8 * MIB - 1), max_size=3),
+)
+def test_any_range_gets_its_bytes_and_nothing_else_changes(fixture, start, length, touched):
+    """A range may start and end anywhere, and pages of it may exist."""
+    area = new_memory(8 * MIB)
+    expected = torch.zeros(8 * MIB, dtype=torch.uint8)
+    for at in touched:
+        area[at] = expected[at] = 7
+    content = pattern(length)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pages, "_has_huge_pages", lambda: fixture == "small")
+        patch.setattr(pages, "_SLOW", -1.0)
+        write(area, start, content)
+    expected[start : start + length] = content
+    assert torch.equal(area, expected)
+
+
+@needs_filler
+def test_after_a_slow_huge_page_small_ones_are_filled(small):
+    """The caller writes the huge page, and what is not a complete page at the ends."""
+    area = new_memory(8 * MIB)
+    assert write(area, 100, pattern(7 * MIB)) == [
+        (100, PAGE),
+        (2 * MIB, 4 * MIB),
+        (7 * MIB, 7 * MIB + 100),
+    ]
+
+
+@needs_filler
+def test_without_huge_pages_all_complete_pages_are_filled(no_huge_pages):
+    """The switch of the kernel may say never."""
+    assert write(new_memory(4 * MIB), 0, pattern(4 * MIB)) == []
+
+
+def test_fast_huge_pages_need_no_filler(monkeypatch):
+    """One write for the complete range, as always, and no descriptor."""
+    monkeypatch.setattr(pages, "_has_huge_pages", lambda: True)
+    monkeypatch.setattr(pages, "_SLOW", 1e9)
+    monkeypatch.setattr(pages, "open_filler", lambda: pytest.fail("opened"))
+    assert write(new_memory(8 * MIB), 100, pattern(7 * MIB)) == [(100, 7 * MIB + 100)]
+
+
+@needs_filler
+def test_pages_that_exist_are_left_to_the_caller(no_huge_pages):
+    """The kernel does not replace a page, for example of a live tensor that is loaded again."""
+    area = new_memory(4 * MIB)
+    area[2 * MIB + 5 * PAGE] = 1
+    assert write(area, 0, pattern(4 * MIB)) == [(2 * MIB + 5 * PAGE, 4 * MIB)]
+    assert torch.equal(area, pattern(4 * MIB))
+
+
+def test_memory_of_others_is_never_filled(no_huge_pages, monkeypatch):
+    """A thread that touches it, with Python's lock, would wait for a copy that needs this lock."""
+    monkeypatch.setattr(Filler, "fill", lambda *_: pytest.fail("filled"))
+    live = torch.empty(8 * MIB, dtype=torch.uint8)
+    assert write(live, 0, pattern(8 * MIB)) == [(0, 8 * MIB)]
+
+
+@pytest.mark.parametrize("missing", ["call", "machine", "version", "registration", "copy", "map"])
+def test_without_the_kernels_help_the_bytes_are_the_same(monkeypatch, no_huge_pages, missing):
+    """A sandbox may forbid the call, and some memory or files cannot be used."""
+    if missing == "call":
+        monkeypatch.setattr(userfault, "c_function", lambda _: lambda *_: -1)
+    elif missing == "machine":
+        monkeypatch.setattr(userfault.platform, "machine", lambda: "vax")
+    elif missing == "version":
+        monkeypatch.setattr(userfault, "_VERSION", 1)
+    elif missing == "registration":
+        monkeypatch.setattr(userfault, "_REGISTER", 0)
+    elif missing == "copy":
+        monkeypatch.setattr(userfault, "_COPY", 0)
+    area, content = new_memory(4 * MIB), pattern(4 * MIB)
+    if missing == "map":
+        parts = HugePages().fill(area, 0, 4 * MIB, lambda *_: None, 0)
+        assert list(parts) == [(0, 4 * MIB)]
+        return
+    assert write(area, 0, content) == [(0, 4 * MIB)]
+    assert torch.equal(area, content)
+
+
+@needs_filler
+def test_a_file_that_is_cut_while_it_is_copied_is_left_to_the_read(tmp_path, no_huge_pages):
+    """The kernel stops at the end of the file. A copy of the process would be killed (SIGBUS)."""
+    path = tmp_path / "x"
+    path.write_bytes(bytes(pattern(4 * MIB)))
+    area = new_memory(4 * MIB)
+    with path.open("rb") as file:
+        opened = OpenFile(str(path), file.fileno(), 4 * MIB)
+
+        def cut(offset: int, nbytes: int) -> torch.Tensor | None:
+            found = opened.map(offset, nbytes)
+            os.truncate(path, MIB)
+            return found
+
+        assert list(HugePages().fill(area, 0, 4 * MIB, cut, 0)) == [(MIB, 4 * MIB)]
+    assert torch.equal(area[:MIB], pattern(MIB))
+    assert ends(lambda: area.sum().item())
+    assert area[MIB:].count_nonzero() == 0
+
+
+def ends(action: Callable[[], object]) -> bool:
+    """Whether it ends. A thread that touches registered memory would wait for ever."""
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    thread.join(30)
+    return not thread.is_alive()
+
+
+@needs_filler
+@pytest.mark.parametrize("at", ["_REGISTER", "_COPY", "_UNREGISTER"])
+def test_an_interrupt_leaves_nothing_registered(monkeypatch, no_huge_pages, at):
+    """Memory that was not filled is zeros, as all new memory."""
+    control, area = Filler._control, new_memory(4 * MIB)
+
+    def interrupted(self: Filler, number: int, argument: object) -> bool:
+        found = control(self, number, argument)
+        if number == getattr(userfault, at):
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(Filler, "_control", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write(area, 0, pattern(4 * MIB))
+    gc.collect()
+    assert ends(lambda: area.sum().item())
+
+
+@needs_filler
+def test_memory_that_stays_registered_is_an_error(monkeypatch, no_huge_pages):
+    """The kernel needs one more map to divide a registered range, and a process has a limit."""
+    control = Filler._control
+    monkeypatch.setattr(
+        Filler,
+        "_control",
+        lambda self, number, argument: (
+            number != userfault._UNREGISTER and control(self, number, argument)
+        ),
+    )
+    with pytest.raises(MemoryError, match="too many maps"):
+        write(new_memory(4 * MIB), 0, pattern(4 * MIB))
+
+
+@needs_filler
+def test_threads_fill_neighbouring_ranges_of_one_map(no_huge_pages):
+    """It is one map afterwards, because a process may have 65,530 of them."""
+    area, content = new_memory(32 * MIB), pattern(32 * MIB)
+    with ThreadPoolExecutor(4) as pool:
+        parts = pool.map(
+            lambda start: write(area, start, content[start : start + 2 * MIB]),
+            range(0, 32 * MIB, 2 * MIB),
+        )
+        assert not any(parts)
+    assert torch.equal(area, content)
+    end, count = area.data_ptr() + area.nbytes, 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(part, 16) for part in line.split()[0].split("-"))
+        count += first < end and last > area.data_ptr()
+    assert count == 1
+
+
+@needs_filler
+def test_a_child_that_is_forked_meanwhile_can_touch_all_of_the_memory(no_huge_pages):
+    """Missing pages are zeros there, and those of the parent are filled."""
+    area, children = new_memory(4 * MIB), []
+
+    def source(offset: int, nbytes: int) -> torch.Tensor:
+        return pattern(4 * MIB)[offset : offset + nbytes]
+
+    control = Filler._control
+
+    def fork_before_the_copy(self: Filler, number: int, argument: object) -> bool:
+        if number == userfault._COPY:
+            child = os.fork()
+            if not child:
+                os._exit(any(ctypes.string_at(area.data_ptr(), area.nbytes)))
+            children.append(os.waitpid(child, 0)[1])
+        return control(self, number, argument)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Filler, "_control", fork_before_the_copy)
+        assert not list(HugePages().fill(area, 0, 4 * MIB, source, 0))
+    assert children == [0]
+    assert torch.equal(area, pattern(4 * MIB))
+
+
+LOAD = """
+import os, sys, torch, torchlift
+from torchlift._transfer import pages
+from torchlift._transfer.userfault import Filler
+path, user = sys.argv[1], int(sys.argv[2])
+model = torch.nn.Linear(1024, 4096, bias=False, device="meta")
+torchlift.load(model, path, source="read")  # imports, which another user may not read
+pages._has_huge_pages = lambda: False
+filled, fill = [], Filler.fill
+Filler.fill = lambda self, *some: filled.append(fill(self, *some)) or filled[-1]
+if user:
+    os.setgid(user), os.setuid(user)
+before = len(os.listdir("/proc/self/fd"))
+torchlift.load(model.to("meta"), path, source="read")
+print(sum(filled), len(os.listdir("/proc/self/fd")) - before)
+assert model.weight.eq(torch.arange(4096.0)[:, None]).all()
+"""
+
+
+@needs_filler
+@pytest.mark.parametrize("user", [0, 65534])
+def test_a_load_is_filled_for_every_user(user):
+    """The mode for faults of user code needs no privilege. No descriptor stays open."""
+    if user and os.getuid():
+        pytest.skip("only root can become another user")
+    with TemporaryDirectory() as folder:  # other users cannot open tmp_path
+        Path(folder).chmod(0o755)
+        weight = torch.arange(4096.0)[:, None].expand(4096, 1024).contiguous()
+        torchlift.save({"weight": weight}, Path(folder, "x.safetensors"))
+        filled, opened = map(int, run(LOAD, Path(folder, "x.safetensors"), user).stdout.split())
+    assert filled > 15 * MIB
+    assert opened == 0
+
+
+def test_a_read_that_fails_leaves_memory_that_can_be_touched(tmp_path, monkeypatch, no_huge_pages):
+    """The file is cut after it was mapped, so that a part of the memory is filled."""
+    path = tmp_path / "x.safetensors"
+    torchlift.save({"weight": torch.ones(4, MIB)}, path)
+    seen, whole = [], OpenFile.map
+
+    def watched(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        seen.append(allocate(numel, dtype, device))
+        return seen[-1]
+
+    def cut(self: OpenFile, offset: int, nbytes: int) -> torch.Tensor | None:
+        found = whole(self, offset, nbytes)
+        os.truncate(path, MIB)
+        return found
+
+    monkeypatch.setattr("torchlift._load.fetch.allocate", watched)
+    monkeypatch.setattr(OpenFile, "map", cut)
+    model = torch.nn.Linear(MIB, 4, bias=False, device="meta")
+    with pytest.raises(IntegrityError) as caught:
+        torchlift.load(model, path, source="read")
+    assert caught.value.file == str(path)
+    assert ends(lambda: seen[0].sum().item())

@@ -78,7 +78,7 @@ def test_only_what_dead_writers_of_the_same_path_left_is_removed(tmp_path: Path)
     for name in [*others, ours]:
         (tmp_path / name).touch()
     (tmp_path / ".x.pt.torchlift-aaaaaaaa.part").symlink_to("elsewhere")
-    remove_debris(str(tmp_path / "x.pt"))
+    remove_debris(str(tmp_path / "z.pt"), str(tmp_path / "x.pt"))
     assert not (tmp_path / ours).exists()
     assert len(os.listdir(tmp_path)) == 1 + len(others) + 1
     live.commit()

@@ -222,6 +222,8 @@ def diff(
             change = _change(key, one, two, rtol, atol)
             if change is not None:
                 changed[key] = change
+        for ckpt in opened:
+            ckpt._mapped().files.check()
         removed = tuple(key for key in keys if key not in others)
         added = tuple(key for key in others if key not in keys)
         return CheckpointDiff(

@@ -115,9 +115,17 @@ def fetch_all(
 
 @contextmanager
 def _explain_full_device(path: str) -> Iterator[None]:
-    """Turn an out-of-memory error of a device into one that names the way out."""
+    """Turn an out-of-memory error of the process or a device into one that names the way out."""
     try:
         yield
+    except MemoryError as error:
+        raise PlacementError(
+            "the process does not have enough memory for the tensors",
+            file=path,
+            found=str(error) or None,
+            hint='Pass a smaller dtype, such as dtype="bfloat16", or raise the limit of the '
+            "process (ulimit -v).",
+        ) from error
     except torch.OutOfMemoryError as error:
         raise PlacementError(
             "a device does not have enough memory for its tensors",

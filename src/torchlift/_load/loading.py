@@ -41,7 +41,13 @@ from torchlift._plan.rules import (
 )
 from torchlift._skeleton.construction import forget
 from torchlift._sources.opening import Given, open_source
-from torchlift._sources.tensors import Copy, copy_overlapping_sources, copy_values, count_cast
+from torchlift._sources.tensors import (
+    Copy,
+    FileTensor,
+    copy_overlapping_sources,
+    copy_values,
+    count_cast,
+)
 from torchlift._system.interrupts import Interruptible, uninterrupted
 from torchlift._system.memory import collection_paused
 from torchlift._system.text import clipped_list, count_of, printable, progress_bar
@@ -310,7 +316,11 @@ def put_new(fetched: Fetched, commit: Commit) -> list[Prepared]:
 def copy_in_place(
     steps: Sequence[Prepared], commit: Commit, *, backup: bool, advance: Advance
 ) -> None:
-    """Copy values in place. Subclasses come first: they run their own code and are backed up."""
+    """Copy values in place. Subclasses come first: they run their own code and are backed up.
+
+    Raises:
+        IntegrityError: If a file was overwritten meanwhile. The tensors then have mixed values.
+    """
     copies: list[Copy] = []
     for step, value in steps:
         local = local_tensor(step.group.tensor)
@@ -321,6 +331,9 @@ def copy_in_place(
     needed = copy_overlapping_sources(copies)
     copy_values([copy for copy in needed if not is_plain(copy.target)])
     copy_values([copy for copy in needed if is_plain(copy.target)])
+    found = {step.candidate.views for step, _ in steps if isinstance(step.candidate, FileTensor)}
+    for views in found:
+        views.files.check()
     for (step, _), copy in zip(steps, copies, strict=True):
         if is_plain(copy.target):
             step.overflowed += count_cast(copy)

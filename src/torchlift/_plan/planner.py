@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -601,15 +602,16 @@ def _describe_steps(steps: Iterable[Step], matched: Match, source: Origin) -> di
     """Return name in the model -> how its tensor is loaded."""
     loaded: dict[str, KeyReport] = {}
     canonical = matched.canonical
+    text = cache(lambda kind: str(kind).removeprefix("torch."))  # few kinds, many steps
     for step in steps:
         one, target = step.candidate, step.target
         # An entry has the name of its dtype.
         seen = one.entry if isinstance(one, FileTensor) else one
         route: Route = "compute" if target.handled and step.route == "view" else step.route
-        becomes, stored = (str(t).removeprefix("torch.") for t in (target.dtype, seen.dtype))
+        becomes, stored = text(target.dtype), text(seen.dtype)
         report = KeyReport(
             step.key, one.key, _path_of(one, source), seen.nbytes, step.mode,
-            step.source, route, str(target.device), becomes, None if stored == becomes else stored,
+            step.source, route, text(target.device), becomes, None if stored == becomes else stored,
             step.note, one.keys or (one.key,), bool(one.keys),
         )  # fmt: skip
         for slot in step.group.slots:

@@ -79,9 +79,10 @@ class Files:
         make_folders(os.path.dirname(self.head), self._made)
         if self._kind is not None:
             self._set = AtomicSet(self.head, self._names, self._kind, self._running)
+            remove_debris(*map(self._set.path_of, self.names))
         for laid_out, name in zip(self._names, self.names, strict=True):
             path = self.head if self._set is None else self._set.path_of(name)
-            file = AtomicFile(path, running=self._running)
+            file = AtomicFile(path, alone=self._set is None, running=self._running)
             self._files.append(file)
             self.temporary[laid_out] = os.path.basename(file.temporary)
             if self._set is not None:
@@ -100,9 +101,10 @@ class Files:
             PlacementError: If a file does not exist or has another size.
             OSError: If it does not appear. `NotDurable` and `NotRemoved`: If it does.
         """
-        for file, size in zip(self._files, sizes, strict=True):
-            folder, temporary = os.path.split(file.temporary)
-            require_sizes(folder, {temporary: size})
+        names = [os.path.basename(file.temporary) for file in self._files]
+        folder = os.path.dirname(place_of_head(self.head, self._kind))
+        require_sizes(folder, dict(zip(names, sizes, strict=True)))
+        for file in self._files:
             file.open(file.temporary, os.O_RDWR)
             file.commit(durable=self._set is None)
             file.close()

@@ -409,6 +409,7 @@ def requests_of(
         yield from requests_for(entry, target, source.dtype)
         return
     source.views.fill(target, entry)
+    source.views.files.check({chunk.file for chunk in entry.chunks})
     if advance is not None:
         advance(entry.nbytes)
 

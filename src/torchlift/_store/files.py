@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchlift.errors import FormatError, IntegrityError
+from torchlift.errors import CheckpointError, FormatError, IntegrityError, PlacementError
 
 _KINDS = {
     stat.S_IFDIR: "directory", stat.S_IFIFO: "named pipe", stat.S_IFSOCK: "socket",
@@ -21,6 +22,44 @@ def _read_at(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int
     data = os.read(descriptor, len(buffers[0]))
     buffers[0][: len(data)] = data
     return len(data)
+
+
+_FILES_HINT = "Allow more open files with ulimit -n, or close some."
+#: Errors of a process that lacks something. The file is intact.
+_LACKING: Mapping[int | None, tuple[type[CheckpointError], str]] = {
+    errno.EMFILE: (CheckpointError, _FILES_HINT),
+    errno.ENFILE: (CheckpointError, _FILES_HINT),
+    errno.ENOMEM: (
+        PlacementError,
+        'Load with source="read" and a smaller dtype, such as dtype="bfloat16", or raise the limit '
+        "of the process (ulimit -v).",
+    ),
+}
+
+
+def read_error(
+    reason: str,
+    cause: OSError,
+    file: str,
+    hint: str | None = None,
+    kind: type[CheckpointError] = IntegrityError,
+) -> CheckpointError:
+    """Return the error for a file that cannot be opened, read or mapped.
+
+    Args:
+        reason: What failed.
+        cause: The error of the system.
+        file: The path in the error.
+        hint: The fix, unless the process lacks memory or descriptors.
+        kind: The class of the error, unless the process lacks memory or descriptors.
+
+    Example:
+        >>> error = read_error("cannot be read", OSError(errno.EMFILE, "Too many open files"), "x")
+        >>> type(error).__name__, error.reason
+        ('CheckpointError', 'cannot be read (Too many open files)')
+    """
+    kind, hint = _LACKING.get(cause.errno, (kind, hint))
+    return kind(f"{reason} ({cause.strerror})", file=file, hint=hint)
 
 
 def change_error(file: str, before: str, now: str) -> IntegrityError:
@@ -74,7 +113,7 @@ class FileStamp:
         """
         found = FileStamp.of(file if descriptor is None else descriptor)
         if found != self:
-            raise change_error(self.shown or file, self._describe(), found._describe())
+            raise change_error(self.shown or file, str(self), str(found))
 
     def open(self, file: str) -> Opened:
         """Open the file that was indexed.
@@ -92,7 +131,7 @@ class FileStamp:
             raise
         return opened
 
-    def _describe(self) -> str:
+    def __str__(self) -> str:
         return f"{self.size} bytes, modified at {self.mtime_ns} ns, inode {self.inode}"
 
 
@@ -179,3 +218,8 @@ class LocalFile(Opened):
     def close(self) -> None:
         """Close the descriptor."""
         self._file.close()
+
+    def __del__(self) -> None:
+        # The owner of many files drops some of them, which other threads may still read.
+        if hasattr(self, "_file"):
+            self._file.close()

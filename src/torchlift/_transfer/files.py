@@ -5,22 +5,23 @@
 
 from __future__ import annotations
 
-import errno
+import ctypes
 import mmap
 import os
 import re
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
-from torchlift._store.files import Opened
+from torchlift._store.files import FileStamp, Opened, change_error, read_error
 from torchlift._store.places import Stamp
+from torchlift._system.memory import c_function
 from torchlift.errors import CheckpointError, FormatError, IntegrityError
 from torchlift.formats.index import Record
 from torchlift.formats.zip_archive import inflated
@@ -34,6 +35,9 @@ _NETWORK = (
 )
 _MOUNTS = "/proc/self/mountinfo"
 _STEP = 8 << 20  # bytes of a compressed record in one read
+#: Files of one checkpoint that are open at a time. A process may have 100, and sets have thousands.
+MOST_OPEN = 16
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # Linux. Python 3.13 names the second one.
 
 
 class Place(NamedTuple):
@@ -45,10 +49,11 @@ class Place(NamedTuple):
 
 
 class Files:
-    """The data files of one checkpoint, opened once and checked against their stamps.
+    """The data files of one checkpoint, checked against their stamps.
 
-    A file that was truncated, replaced or overwritten raises an error. Its offsets would be wrong,
-    and a read from a map past its end would kill the process (SIGBUS).
+    At most `MOST_OPEN` local files stay open. Maps do not need a descriptor on Linux. A file that
+    was truncated, replaced or overwritten raises an error. Its offsets would be wrong, and a read
+    from a map past its end would kill the process (SIGBUS).
 
     Args:
         stamps: The stamp of each file.
@@ -96,7 +101,33 @@ class Files:
                 hint = "Keep the files of a checkpoint in place until it is loaded."
                 with _translate_errors("cannot be opened any more", file, stamp, hint):
                     found = self._opened[file] = stamp.open(file)
+                local = [name for name, each in self._opened.items() if each.is_local]
+                if len(local) > MOST_OPEN:
+                    # Not closed: another thread may read it, and the last reader closes it.
+                    del self._opened[local[0]]
             return found
+
+    def check(self, files: Iterable[str] | None = None) -> None:
+        """Raise an error if a local file was overwritten since it was indexed.
+
+        Call this after all reads. A file that another file replaced keeps its content for those who
+        have it open or mapped.
+
+        Args:
+            files: The files that were read. None checks all that are open or mapped.
+
+        Raises:
+            IntegrityError: If a file was overwritten.
+        """
+        for file in {*self._opened, *self._maps} if files is None else files:
+            stamp, opened = self.stamps[file], self._opened.get(file)
+            if not isinstance(stamp, FileStamp):
+                continue
+            with suppress(FileNotFoundError):  # the file was removed, but is open or mapped
+                found = FileStamp.of(file if opened is None else opened.descriptor)
+                is_same = (found.device, found.inode) == (stamp.device, stamp.inode)
+                if is_same and found != stamp:
+                    raise change_error(stamp.shown or file, str(stamp), str(found))
 
     def map(
         self, file: str, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8
@@ -117,22 +148,20 @@ class Files:
         return torch.frombuffer(area, dtype=dtype, count=nbytes // dtype.itemsize, offset=offset)
 
     def read(self, file: str, offset: int, nbytes: int) -> bytearray:
-        """Read a few bytes of a file, with one system call if the file is open.
-
-        The stamp is compared when the file is opened, but not in each call as in `descriptor`.
+        """Read a few bytes of a file.
 
         Raises:
             IntegrityError: If the file cannot be read or changed.
         """
-        opened = self._opened.get(file)
-        descriptor = self.descriptor(file) if opened is None else opened.descriptor
-        data, at = bytearray(nbytes), 0
+        opened = self._opened.get(file) or self.open(file)
+        descriptor, data, at = opened.descriptor, bytearray(nbytes), 0
         while at < nbytes:
             with _translate_errors("cannot be read", file, self.stamps[file]):
                 got = os.preadv(descriptor, [memoryview(data)[at:] if at else data], offset + at)
             if not got:
                 raise IntegrityError("the file ends early", file=self.stamps[file].shown or file)
             at += got
+        self.stamps[file].check(file, descriptor)
         return data
 
     def inflate(self, file: str, record: Record) -> bytearray:
@@ -148,6 +177,7 @@ class Files:
                 for block in inflated(self.open(file).read, record, _STEP):
                     content[at : at + len(block)] = block
                     at += len(block)
+            self.check([file])
         except FormatError as error:
             raise IntegrityError(
                 error.reason,
@@ -167,21 +197,31 @@ class Files:
             self.ahead.clear()
 
     def _map(self, file: str) -> mmap.mmap:
-        was_open = file in self._opened
         descriptor, stamp = self.descriptor(file), self.stamps[file]
         hint = 'Load with source="read", which needs no map.'
         with _translate_errors("cannot be mapped", file, stamp, hint):
-            # Without MAP_NORESERVE the kernel refuses a private writable map larger than RAM and
-            # swap together, although most of it is never written. Python 3.13 names the constant.
-            flags = mmap.MAP_PRIVATE | (0x4000 if sys.platform == "linux" else 0)
-            area = self._maps[file] = mmap.mmap(
-                descriptor, stamp.size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE
-            )
-        if not was_open:
-            # The map has its own descriptor. Two for each of a thousand shards would exceed the
-            # limit of most systems.
-            self._opened.pop(file).close()
+            area = self._maps[file] = _map_file(descriptor, stamp.size)
         return area
+
+
+def _map_file(descriptor: int, nbytes: int) -> mmap.mmap:
+    """Map a file, private and writable. On Linux the map does not need a descriptor.
+
+    `mmap.mmap` duplicates the descriptor of a file. A thousand shards would exceed the limit. So it
+    gets an anonymous map, and the file is mapped in its place.
+    """
+    prot = mmap.PROT_READ | mmap.PROT_WRITE
+    if sys.platform != "linux" or not nbytes:
+        return mmap.mmap(descriptor, nbytes, flags=mmap.MAP_PRIVATE, prot=prot)
+    # Without MAP_NORESERVE the kernel refuses a private writable map larger than RAM and swap
+    # together, although most of it is never written.
+    flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
+    area = mmap.mmap(-1, nbytes, flags=flags | mmap.MAP_ANONYMOUS, prot=prot)
+    place = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(area)))
+    options = (ctypes.c_size_t(nbytes), prot, flags | _MAP_FIXED, descriptor, ctypes.c_long(0))
+    if c_function("mmap")(place, *options) == -1:
+        return mmap.mmap(descriptor, nbytes, flags=flags, prot=prot)  # raises the error
+    return area
 
 
 def _close_all(opened: dict[str, Opened]) -> None:
@@ -193,16 +233,13 @@ def _close_all(opened: dict[str, Opened]) -> None:
 def _translate_errors(
     what: str, file: str, stamp: Stamp, hint: str | None = None
 ) -> Iterator[None]:
-    """Turn an `OSError` into an `IntegrityError` that names the file and what failed."""
+    """Turn an `OSError` into an error that names the file and what failed."""
     try:
         yield
     except CheckpointError:  # some of these are an OSError too, such as NotFound
         raise
     except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            hint = "Allow more open files with ulimit -n. Each file of the checkpoint needs one."
-        reason = f"{what} ({error.strerror})"
-        raise IntegrityError(reason, file=stamp.shown or file, hint=hint) from error
+        raise read_error(what, error, stamp.shown or file, hint) from error
 
 
 @lru_cache(maxsize=4096)  # called for each tensor, but with few different files

@@ -29,16 +29,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 
-from torchlift._store.files import Opened
+from torchlift._store.files import Opened, read_error
 from torchlift._store.places import in_parallel
 from torchlift._store.url import Store, Url
 from torchlift._transfer.direct import DEPTH, MOST, OpenFile, borrowed, buffer
-from torchlift._transfer.files import Files, Place
+from torchlift._transfer.files import MOST_OPEN, Files, Place
 from torchlift._transfer.pages import HUGE_PAGE, HugePages, allocate
 from torchlift._transfer.pinned import COUNT, STAGE, THREADS, Stages, allocate_pinned
 from torchlift.errors import CheckpointError, IntegrityError
@@ -137,6 +138,42 @@ def read(
             then hold undefined bytes.
     """
     wanted = list(requests)
+    left = total = sum(request.nbytes for request in wanted)
+    free, own, pages = [] if stages is None else stages, list[torch.Tensor](), HugePages()
+
+    def report(nbytes: int) -> None:
+        """Report bytes that were requested, but not those that were read between them."""
+        nonlocal left
+        nbytes = min(nbytes, left)
+        left -= nbytes
+        if advance is not None:
+            advance(nbytes)
+
+    for some in _split_by_files(wanted):
+        _read_files(some, files, free, own, pages, report)
+    return total
+
+
+def _split_by_files(requests: Sequence[Request]) -> Iterator[list[Request]]:
+    """Split requests so that each part needs at most `MOST_OPEN` files of this machine."""
+    by_file: dict[str, list[Request]] = {}
+    for request in requests:
+        is_local = not isinstance(request.file, (Held, Url))
+        by_file.setdefault(request.file if is_local else "", []).append(request)
+    names = sorted(by_file)
+    for first in range(0, len(names), MOST_OPEN):
+        yield [each for name in names[first : first + MOST_OPEN] for each in by_file[name]]
+
+
+def _read_files(
+    wanted: Sequence[Request],
+    files: Files,
+    free: list[torch.Tensor],
+    own: list[torch.Tensor],
+    pages: HugePages,
+    report: Callable[[int], object],
+) -> None:
+    """Read requests whose files may all be open at once. The arguments are those of `_Transfer`."""
     jobs = [
         job
         for direct in (True, False)
@@ -148,17 +185,8 @@ def read(
     requested: Counter[str] = Counter()
     for job in here:
         requested[job.file] += job.nbytes
-    left = total = sum(request.nbytes for request in wanted)
-
-    def report(nbytes: int) -> None:
-        """Report bytes that were requested, but not those that were read between them."""
-        nonlocal left
-        nbytes = min(nbytes, left)
-        left -= nbytes
-        if advance is not None:
-            advance(nbytes)
-
     with ExitStack() as stack:
+        kept = [files.open(file) for file in requested]  # other threads open files, too
         local = {
             file: stack.enter_context(OpenFile(file, files.descriptor(file), nbytes))
             for file, nbytes in requested.items()
@@ -175,7 +203,6 @@ def read(
         # Each thread that reads past the page cache has one more stage. Stay in the budget.
         depth = DEPTH // 2 if cold and is_sent else DEPTH
         most = min(len(staged), most, BUDGET // STAGE - depth if cold else most)
-        free = [] if stages is None else stages
         # Pinned memory takes long to set up: it does not pay for a single read.
         is_pinned = len(jobs) > 1 and any(job.cuda_devices for job in staged)
         while len(free) < most:
@@ -187,7 +214,7 @@ def read(
         opened: dict[str, OpenFile | Opened | Held] = {**local}
         opened |= {file: file for file in held}
         opened |= {job.file: files.open(job.file) for job in away}
-        transfer = _Transfer(opened, ring, [], HugePages(), report)
+        transfer = _Transfer(opened, ring, own, pages, report)
         stores = [job.file.store for job in away if isinstance(job.file, Url)]
         far = min((store.transport.at_once for store in stores), default=1)
         _run_all(cold, depth, transfer)
@@ -196,9 +223,10 @@ def read(
         _run_all([job for job in here if not job.is_cold], warm, transfer)
         _run_all(away, far, transfer)
         _run_all([job for job in jobs if job.file in held], THREADS, transfer)
+        for each in kept:
+            files.stamps[each.place].check(each.place, each.descriptor)
     if urls := sorted({job.file for job in away}):
         in_parallel(urls[0], lambda file: files.open(file).check(), urls)
-    return total
 
 
 def read_values(
@@ -314,24 +342,26 @@ def _fetch(job: Job, stage: torch.Tensor | None, transfer: _Transfer) -> None:
     Values for a device stay in the stage. Readers cast values that stay on the host.
     """
     file, pages = transfer.opened[job.file], transfer.pages
-    if stage is None:
-        for part in job.slices:
+    is_here, is_rows = isinstance(file, OpenFile), job.slices[0].request.rows > 1
+    if stage is None and (job.is_cold or is_rows or not is_here):
+        for part in filter(_is_large, job.slices):
             into = part.request.destination
-            if part.request.direct and part.nbytes >= HUGE_PAGE and into.is_contiguous():
-                pages.back(into.data_ptr() + part.start - part.request.offset, part.nbytes)
+            pages.back(into.data_ptr() + part.start - part.request.offset, part.nbytes)
     if job.is_cold and isinstance(file, OpenFile):
         _fetch_cold(job, file, stage, transfer)
         return
-    if isinstance(file, OpenFile) and job.slices[0].request.rows > 1:
+    if isinstance(file, OpenFile) and is_rows:
         _fetch_rows(job, file, stage)
     else:
         for run in _split_at_gaps(job):
             start, stop = run[0].start, run[-1].end
-            if stage is None:
-                buffers = _destinations(run)
-            else:
+            if stage is not None:
                 buffers = [buffer(stage.data_ptr() + start - job.offset, stop - start)]
-            _read_run(job, file, buffers, start, stop)
+                _read_run(job, file, buffers, start, stop)
+            elif isinstance(file, OpenFile):
+                _read_direct(job, file, run, pages)
+            else:
+                _read_run(job, file, _destinations(run), start, stop)
     if stage is not None and job.on_host:
         _deliver(job, job.slices, stage, job.offset, pages)
 
@@ -348,6 +378,29 @@ def _split_at_gaps(job: Job) -> Iterator[list[Slice]]:
             run = []
         run.append(part)
     yield run
+
+
+def _is_large(part: Slice) -> bool:
+    """Return whether a part is worth pages of its own. No other bytes are read into its memory."""
+    into = part.request.destination
+    return part.request.direct and part.nbytes >= HUGE_PAGE and into.is_contiguous()
+
+
+def _read_direct(job: Job, file: OpenFile, run: Sequence[Slice], pages: HugePages) -> None:
+    """Read a run into its destinations. Large slices are prepared, and perhaps filled, by `pages`.
+
+    A slice that is filled is copied once, out of a map of the file.
+    """
+    for is_large, parts in groupby(run, _is_large):
+        if not is_large:
+            small = list(parts)
+            _read_run(job, file, _destinations(small), small[0].start, small[-1].end)
+            continue
+        for start, end, request in parts:
+            into, at = request.destination, request.offset
+            for first, last in pages.fill(into, start - at, end - at, file.map, start):
+                room = buffer(into.data_ptr() + first, last - first)
+                _read_run(job, file, [room], at + first, at + last)
 
 
 def _destinations(run: Sequence[Slice]) -> list[memoryview]:
@@ -382,7 +435,7 @@ def _read_cold(job: Job, file: OpenFile, own: torch.Tensor, start: int, end: int
     try:
         lead = file.read_direct(own, start, nbytes)
     except OSError as error:
-        raise _read_error(job, f"reading failed ({error.strerror})") from error
+        raise _system_error(job, error) from error
     if lead is None:
         lead = 0
         _read_run(job, file, [buffer(own.data_ptr(), nbytes)], start, end)
@@ -434,9 +487,15 @@ def _read_run(
         except CheckpointError:  # some of these are an OSError too, such as NotFound
             raise
         except OSError as error:
-            raise _read_error(job, f"reading failed ({error.strerror})") from error
+            raise _system_error(job, error) from error
         if got == 0:
-            raise _read_error(job, "the file ends early", found=f"end at byte {start}")
+            raise IntegrityError(
+                "the file ends early",
+                file=job.file,
+                expected=f"bytes {job.offset} to {job.end}",
+                found=f"end at byte {start}",
+                hint=_READ_HINT,
+            )
         start += got
         if start == end:  # the usual case: to remove 500 buffers takes as long as to read them
             break
@@ -729,14 +788,13 @@ def _is_far(gap: int, nbytes: int) -> bool:
     return gap > min(_MAX_GAP, 256 + nbytes * _MAX_WASTE)
 
 
-def _read_error(job: Job, reason: str, found: str | None = None) -> IntegrityError:
-    return IntegrityError(
-        reason,
-        file=job.file,
-        expected=f"bytes {job.offset} to {job.end}",
-        found=found,
-        hint="Check the disk and that nobody writes to the file, then load again.",
-    )
+_READ_HINT = "Check the disk and that nobody writes to the file, then load again."
+
+
+def _system_error(job: Job, cause: OSError) -> CheckpointError:
+    error = read_error("reading failed", cause, job.file, _READ_HINT)
+    error.expected = f"bytes {job.offset} to {job.end}"
+    return error
 
 
 #: Shorter runs of bytes are copied as numbers by torch, in any order.

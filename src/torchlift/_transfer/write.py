@@ -341,7 +341,7 @@ class AtomicSet:
             token = secrets.token_hex(4)
             self.names = [with_token(name, token) for name in names]
         self._journal = AtomicFile(self._journals, alone=False, running=self._running)
-        self._known: list[str] = []
+        self._known: dict[str, None] = {}
         try:
             self._note(self.names)
         except BaseException:
@@ -422,7 +422,7 @@ class AtomicSet:
         data = "".join(f"{json.dumps(name)}\n" for name in new).encode()
         write_at(self._journal.descriptor, data, end)
         os.fsync(self._journal.descriptor)
-        self._known += new
+        self._known |= dict.fromkeys(new)
 
     def _list_needed(self) -> set[str] | None:
         """Return the names that all heads of the folder list, or None if one cannot be read."""
@@ -443,8 +443,9 @@ class AtomicSet:
         return needed is not None
 
     def _remove(self, names: Iterable[str]) -> None:
-        for name in filter(re.compile(self._kind.ours).fullmatch, names):
-            remove_debris(self.path_of(name))
+        ours = list(filter(re.compile(self._kind.ours).fullmatch, names))
+        remove_debris(*map(self.path_of, ours))
+        for name in ours:
             with suppress(FileNotFoundError):  # a journal lists files before they are created
                 os.unlink(self.path_of(name))
 
@@ -490,22 +491,29 @@ def with_token(name: str, token: str) -> str:
 
 
 def remove_debris(
-    path: str,
-    *,
+    *paths: str,
     dead: Callable[[str], bool] = lambda _: True,
     live: Callable[[str], object] = lambda _: None,
 ) -> None:
-    """Remove the temporary files of a path whose writers were killed.
+    """Remove the temporary files of paths whose writers were killed.
+
+    The folder is listed once for all paths. A set can have thousands of files.
 
     Args:
-        path: The absolute path of the final file, with links resolved.
+        *paths: The absolute paths of the final files in one folder, with links resolved.
         dead: Called with the path of each file before it is removed. Returns whether to remove it.
         live: Called with the path of each file that a live writer has locked.
     """
     _release_abandoned()
-    folder, prefix = os.path.split(_prefix(path))
-    pattern = re.compile(re.escape(prefix) + r"[a-z0-9_]{8}\.part")
-    for name in filter(pattern.fullmatch, os.listdir(folder)):
+    if not paths:
+        return
+    folder = os.path.dirname(paths[0])
+    prefixes = {os.path.basename(_prefix(path)) for path in paths}
+    pattern = re.compile(r"(.+)[a-z0-9_]{8}\.part", re.DOTALL)
+    for name in os.listdir(folder):
+        found = pattern.fullmatch(name)
+        if found is None or found[1] not in prefixes:
+            continue
         # A file of another user cannot be opened: it is not ours to remove.
         with suppress(OSError):
             file = LockedFile()

@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
+from torchlift._store.files import read_error
 from torchlift._store.places import (
     exists,
     head_of,
@@ -234,7 +235,7 @@ def read_index(
     except PermissionError as error:
         raise NotAllowed("the file cannot be read", file=absolute, found=str(error)) from error
     except OSError as error:
-        raise FormatError("the file cannot be read", file=absolute, found=str(error)) from error
+        raise read_error("the file cannot be read", error, absolute, kind=FormatError) from error
     except _DAMAGE as error:
         raise FormatError(
             "the file is damaged", file=absolute, found=f"{type(error).__name__}: {error}"

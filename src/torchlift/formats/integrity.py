@@ -15,7 +15,7 @@ from itertools import groupby
 from typing import Any, BinaryIO, NamedTuple
 from zlib import crc32
 
-from torchlift._store.files import Opened
+from torchlift._store.files import Opened, read_error
 from torchlift._store.url import Url
 from torchlift._system.text import Facts, Summary, count_of, human, printable
 from torchlift.errors import CheckpointError, FormatError, IntegrityError
@@ -394,11 +394,10 @@ def _opened(index: Index, path: str) -> Iterator[Opened]:
         file = index.files[path].open(path)
         try:
             yield file
+            file.check()
         finally:
             file.close()
     except CheckpointError:
         raise
     except OSError as error:
-        raise IntegrityError(
-            f"the file cannot be read ({error.strerror})", file=path, hint="Check the disk."
-        ) from error
+        raise read_error("the file cannot be read", error, path, "Check the disk.") from error
