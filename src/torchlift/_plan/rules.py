@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, get_args
 
 import torch
@@ -133,9 +134,35 @@ def target_dtype(
 
 
 def stored_dtype(rule: DtypeRule, entry: TensorEntry, path: str) -> torch.dtype:
-    """Return the dtype that `rule` gives a tensor of the file at `path`, without a model."""
+    """Return the dtype that `rule` gives a tensor of the file at `path`, without a model.
+
+    Raises:
+        PlacementError: If torch cannot cast it, or the rule does not give a floating-point dtype.
+    """
     stored = dtype_of(entry, path)
-    return target_dtype(rule, entry, torch.empty(0, dtype=stored, device="meta"), stored)
+    made = target_dtype(rule, entry, torch.empty(0, dtype=stored, device="meta"), stored)
+    if made != stored and not can_cast(stored, made):
+        raise PlacementError(
+            "torch cannot cast between these dtypes",
+            file=path,
+            entry=entry.key,
+            expected=made,
+            found=stored,
+            hint="Pass a callable as dtype=, which returns None for this entry.",
+        )
+    return made
+
+
+@cache
+def can_cast(source: torch.dtype, target: torch.dtype) -> bool:
+    """Return whether torch can cast values of a dtype to another one."""
+    # torch does not have a function for this. Packed 4-bit floats cannot be cast, for example.
+    try:
+        one = torch.zeros(16, dtype=torch.uint8, device="cpu")[: source.itemsize].view(source)
+        torch.empty(1, dtype=target, device="cpu").copy_(one)
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
 
 
 def dtype_named(name: str) -> torch.dtype | None:
