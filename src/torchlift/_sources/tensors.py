@@ -455,7 +455,9 @@ def is_in_place(one: Values, two: torch.Tensor) -> bool:
         pairs = zip(inner_tensors(one), inner_tensors(two), strict=False)
         return type(one) is type(two) and all(is_in_place(a, b) for a, b in pairs)
     return (
-        one.data_ptr() == two.data_ptr()
+        has_memory(one)
+        and has_memory(two)
+        and one.data_ptr() == two.data_ptr()
         and (one.dtype, one.device, one.shape, one.stride())
         == (two.dtype, two.device, two.shape, two.stride())
         and (one.is_conj(), one.is_neg()) == (two.is_conj(), two.is_neg())
