@@ -19,6 +19,7 @@ import torch
 from torchlift._checkpoint.checkpoint import Checkpoint, TensorEntry, blocks_of, open
 from torchlift._checkpoint.kinds import dense_of, meta_error, readable_parts
 from torchlift._model.dtensor import is_dtensor
+from torchlift._model.handlers import shape_of
 from torchlift._system.memory import collection_paused
 from torchlift._system.text import Facts, Summary, count_of, human, printable
 from torchlift._transfer.reading import BUDGET
@@ -245,10 +246,10 @@ class _Spec(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Spec:
-        """Return the spec of a tensor in memory. A nested tensor has the shape of its values."""
-        shown: Any = tensor.values() if tensor.is_nested else tensor
-        name, nbytes = _name(tensor.dtype), shown.numel() * tensor.itemsize
-        return cls(tuple(shown.shape), name, str(tensor.device), nbytes)
+        """Return the spec of a tensor in memory."""
+        shape = shape_of(tensor)
+        nbytes = math.prod(shape) * tensor.itemsize
+        return cls(shape, _name(tensor.dtype), str(tensor.device), nbytes)
 
 
 @dataclass(frozen=True, slots=True)

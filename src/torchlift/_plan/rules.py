@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -13,6 +14,7 @@ from torchlift._checkpoint.checkpoint import dtype_of
 from torchlift._checkpoint.kinds import Allow
 from torchlift._model.devices import usable_device
 from torchlift._model.dtensor import default_device, is_dtensor
+from torchlift._model.handlers import shape_of
 from torchlift._model.slots import Group
 from torchlift._system.text import clipped_list
 from torchlift.errors import MismatchError, PlacementError, did_you_mean, note
@@ -243,14 +245,14 @@ def check_rule(rule: object, names: Collection[str], *, present: bool) -> None:
 
 def entry_like(key: str, group: Group) -> TensorEntry:
     """Describe a tensor that no file contains, for a device rule."""
-    tensor = group.tensor
-    shape = tuple(tensor.shape)
+    tensor, shape = group.tensor, shape_of(group.tensor)
+    is_strided = tensor.layout is torch.strided and not tensor.is_nested
     return TensorEntry(
         key=key,
         dtype=str(tensor.dtype).removeprefix("torch."),
         shape=shape,
-        stride=tuple(tensor.stride()) if tensor.layout is torch.strided else row_major(shape),
-        nbytes=tensor.numel() * tensor.itemsize,
+        stride=tuple(tensor.stride()) if is_strided else row_major(shape),
+        nbytes=math.prod(shape) * tensor.itemsize,
         location=str(tensor.device),
         storage="",
         chunks=(),

@@ -23,6 +23,7 @@ from torchlift._model.handlers import (
     inner_tensors,
     is_wrapper,
     oddity,
+    shape_of,
     slice_of,
 )
 from torchlift._transfer.files import Files
@@ -90,7 +91,7 @@ class MemoryTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """Sizes in elements."""
-        return tuple(self.value.shape)
+        return shape_of(self.value)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -100,7 +101,7 @@ class MemoryTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor in the source."""
-        return _nbytes(self.value) if self.entry is None else self.entry.nbytes
+        return _nbytes(self) if self.entry is None else self.entry.nbytes
 
     def tensor(self) -> torch.Tensor:
         """Return the tensor itself."""
@@ -150,7 +151,7 @@ Values = torch.Tensor | FileTensor | JoinedTensor
 SourceTensor = FileTensor | MemoryTensor | JoinedTensor
 
 
-def _nbytes(one: Values) -> int:
+def _nbytes(one: Values | MemoryTensor) -> int:
     return math.prod(one.shape) * one.dtype.itemsize
 
 
