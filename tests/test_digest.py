@@ -334,7 +334,7 @@ def test_the_shape_and_the_layout_of_a_tensor_of_others_count() -> None:
 
 def test_what_has_no_values_is_refused_by_name(tmp_path: Path) -> None:
     """On meta, lazy, or only to be had by running code: no number is better than a wrong one."""
-    with pytest.raises(PlacementError, match=r"'0\.weight': a tensor without values.*on meta"):
+    with pytest.raises(PlacementError, match=r"'0\.weight': .*not have values.*on meta"):
         torchlift.digest(torchlift.skeleton(lambda: nn.Sequential(nn.Linear(2, 2))))
     with pytest.raises(CheckpointError, match=r"weight.*lazy"):
         torchlift.digest(nn.LazyLinear(2))

@@ -13,10 +13,10 @@ from torch import nn
 
 from torchlift._checkpoint.checkpoint import Checkpoint
 from torchlift._checkpoint.comparison import hash_content, in_transfers
-from torchlift._checkpoint.kinds import readable_parts
+from torchlift._checkpoint.kinds import meta_error, readable_parts
 from torchlift._model.dtensor import is_dtensor, spans_of
 from torchlift._model.names import uses_fsdp1
-from torchlift._model.ranks import RankGroup, StepResult, tensors_of
+from torchlift._model.ranks import RankGroup, StepResult, gather_whole, tensors_of
 from torchlift._save.pickling import is_array
 from torchlift._save.values import take_apart
 from torchlift._sources.opening import IN_MEMORY, checkpoint, container
@@ -143,7 +143,8 @@ def _hash_memory(obj: Any, root: str | None, process_group: Any) -> _Hashes:
             sharded = {key: each for key, each in taken.tensors.items() if is_dtensor(each)}
             meshes = {}
             for key, tensor in sharded.items():
-                _require_values(key, tensor, IN_MEMORY)
+                if tensor.is_meta:
+                    raise meta_error(key, IN_MEMORY)
                 spans_of(tensor, key)  # raises an error for partial sums
                 meshes[key] = tuple(sorted(tensor.device_mesh.mesh.flatten().tolist()))
             plain = {**taken.tensors, **_find_arrays(taken.objects, IN_MEMORY)}
@@ -160,7 +161,9 @@ def _hash_memory(obj: Any, root: str | None, process_group: Any) -> _Hashes:
         found = {}
         for key in sorted(sharded):  # the order of names may differ between ranks
             if sharded[key].device_mesh.get_coordinate() is not None:
-                found[key] = _hash_tensor(key, _gather(sharded[key]), IN_MEMORY)
+                with torch.no_grad():
+                    whole = gather_whole(sharded[key])
+                found[key] = _hash_tensor(key, whole, IN_MEMORY)
         return StepResult(None, found)
 
     gathered, found = ranks.run(hash_gathered).by_rank, _Hashes()
@@ -183,15 +186,6 @@ def _require_same_names(messages: Mapping[int, _PlainMessage]) -> None:
                         found=f"another one, or none, on rank {peer}",
                         hint="Pass the same state on each rank of the mesh.",
                     )
-
-
-def _gather(tensor: Any) -> torch.Tensor:
-    """Gather a DTensor. All ranks of its mesh call this."""
-    with torch.no_grad():
-        # FSDP2 may offload parameters to the host. The collective needs them on the mesh.
-        moved = tensor.detach().to(tensor.device_mesh.device_type)
-        whole: torch.Tensor = moved.full_tensor()
-    return whole
 
 
 def _list_tensors(leaf: object) -> Iterable[torch.Tensor]:
@@ -231,21 +225,8 @@ def _find_arrays(objects: Mapping[str, Any], path: str) -> dict[str, torch.Tenso
 def _hash_tensor(key: str, tensor: torch.Tensor, path: str) -> bytes:
     """Return the hash of a tensor that is not a DTensor."""
     parts = readable_parts(tensor, path, key)
-    _require_values(key, tensor, path)
     # The parts of a sparse tensor do not tell its layout and shape, and there may be no part.
     shape = () if tensor.is_nested else tuple(tensor.shape)
     parts_of = [(str(part.dtype), tuple(part.shape)) for part in parts]
     text = repr((key, str(tensor.dtype), str(tensor.layout), shape, parts_of))
     return blake2b(text.encode() + hash_content(parts), digest_size=16).digest()
-
-
-def _require_values(key: str, tensor: torch.Tensor, path: str) -> None:
-    """Refuse a tensor on meta."""
-    if tensor.is_meta:
-        raise PlacementError(
-            "a tensor without values cannot be digested",
-            file=path,
-            entry=key,
-            found="a tensor on meta",
-            hint="Load the model first.",
-        )

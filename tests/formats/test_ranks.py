@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import json
+import math
 import pickle
 import re
 import shutil
@@ -404,6 +405,25 @@ def test_partial_sums_that_torch_saved_are_refused(saved: Path) -> None:
     with pytest.raises(FormatError, match=r"shards or replicas: not Partial") as caught:
         torchlift.open(saved / "partial")
     assert caught.value.entry == "w"
+
+
+def test_not_a_number_on_all_ranks_is_one_value(tmp_path: Path) -> None:
+    """Also within containers. It does not equal itself, but all ranks saved it."""
+    plain = {"loss": math.nan, "seen": [1.0, {"a": (math.nan, 2)}]}
+    for rank in range(2):
+        torch.save(
+            {"w": torch.tensor([math.nan, 1.0]), **plain},
+            tmp_path / f"model_world_size_2_rank_{rank}.pt",
+        )
+    with torchlift.open(tmp_path) as ckpt:
+        assert not ckpt.blocked_keys
+        assert torchlift.diff(ckpt, {"w": torch.tensor([math.nan, 1.0]), **plain}).equal
+    for other in ({"loss": 1.0}, {"seen": [1.0, {"a": (math.nan, 3)}]}, {"seen": [1.0]}):
+        torch.save(
+            {"w": torch.tensor([math.nan, 1.0]), **plain, **other},
+            tmp_path / "model_world_size_2_rank_1.pt",
+        )
+        assert torchlift.open(tmp_path).blocked_keys.keys() == other.keys()
 
 
 @pytest.mark.distributed

@@ -278,7 +278,11 @@ def test_tensors_made_of_others_are_those_of_torch_load(path, options):
     if ckpt.format == "torch-zip":  # of old files torch reads no untyped storages
         assert_as_loaded(torch.load(path, weights_only=False), ckpt)
     with torchlift.open(path) as again:
-        assert torchlift.diff(ckpt, again).equal
+        one, two = (
+            {key: value for key, value in each.items() if not value.is_meta}
+            for each in (ckpt, again)
+        )
+        assert torchlift.diff(one, two).equal
 
 
 @of_others

@@ -6,6 +6,7 @@ import re
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from types import SimpleNamespace
 from typing import Any
 
@@ -130,6 +131,22 @@ def test_names_that_may_be_missing_or_unexpected_keep_the_rest_strict():
 def test_a_pattern_that_ends_with_a_star_is_a_prefix(names, prefix):
     """As in a shell, but a star takes dots as well."""
     assert allowed(names, [prefix + "*"]) == {name for name in names if name.startswith(prefix)}
+
+
+@given(
+    st.lists(st.text("ab[].", min_size=1, max_size=4)),
+    st.lists(st.text("ab[]*?!.-", min_size=1, max_size=5)),
+)
+def test_names_match_patterns_as_in_a_shell_or_as_they_are_written(
+    names: list[str], patterns: list[str]
+) -> None:
+    """The reference compares each name with each pattern."""
+
+    def fits(name: str, pattern: str) -> bool:
+        return any(fnmatchcase(name, each) for each in (pattern, pattern.replace("[", "[[]")))
+
+    expected = {name for name in names if any(fits(name, each) for each in patterns)}
+    assert allowed(names, patterns) == expected
 
 
 def test_a_checkpoint_of_which_nothing_fits_is_an_error_even_without_strict():

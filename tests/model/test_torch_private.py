@@ -68,6 +68,19 @@ def test_fits_data_says_what_data_can_be_set() -> None:
     assert not private.fits_data(torch.zeros(2), torch.zeros(2).to_sparse())
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("layout", sorted(private.COMPRESSED, key=str))
+def test_data_of_a_compressed_sparse_tensor_cannot_be_set(layout: torch.layout) -> None:
+    """torch raises no error, and leaves the values as they are."""
+    blocks = (1, 1) if layout in (torch.sparse_bsr, torch.sparse_bsc) else None
+    old, new = (
+        (torch.eye(2) * number).to_sparse(layout=layout, blocksize=blocks) for number in (1, 3)
+    )
+    assert not private.fits_data(old, new)
+    old.data = new
+    assert old.values().flatten().tolist() == [1, 1]
+
+
 def test_make_subclass_keeps_the_memory() -> None:
     """The parameter is over the tensor's own bytes."""
     tensor = torch.zeros(2)

@@ -108,6 +108,12 @@ def test_what_must_not_be_split_is_not(no_split) -> None:
     assert all(len({found.at(f"blocks.{i}.{n}") for n in ("up", "down")}) == 1 for i in range(4))
 
 
+def test_a_bracket_in_the_name_of_a_module_matches_itself() -> None:
+    """As in all other patterns."""
+    model = nn.ModuleDict({"a[0]": nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))})
+    assert [*remap.fit(model, {"cpu": "1MiB"}, ["a[0]"])] == [""]
+
+
 def test_a_module_s_own_tensors_are_never_separated() -> None:
     """It could not run."""
     with pytest.raises(PlacementError, match="does not fit"):

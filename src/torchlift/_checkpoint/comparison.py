@@ -16,15 +16,17 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from torchlift._checkpoint.checkpoint import Checkpoint, blocks_of, open
-from torchlift._checkpoint.kinds import dense_of, readable_parts
+from torchlift._checkpoint.checkpoint import Checkpoint, TensorEntry, blocks_of, open
+from torchlift._checkpoint.kinds import dense_of, meta_error, readable_parts
 from torchlift._model.dtensor import is_dtensor
+from torchlift._model.handlers import shape_of
 from torchlift._system.memory import collection_paused
 from torchlift._system.text import Facts, Summary, count_of, human, printable
 from torchlift._transfer.reading import BUDGET
 from torchlift.errors import PlacementError, explain_calls
 from torchlift.formats.boxes import row_major
 from torchlift.formats.flattening import Containers, flatten_state, items_of, name_text
+from torchlift.formats.index import ITEMSIZE
 from torchlift.formats.source import errors_name
 
 #: What errors call a state dict.
@@ -177,7 +179,7 @@ def diff(
 
     Raises:
         FormatError, UnsafeError: If one of the files is not a checkpoint.
-        PlacementError: If a state dict in memory has DTensors.
+        PlacementError: If a state dict in memory has DTensors, or a tensor is on meta.
         IntegrityError: If a file cannot be read, or changes during the comparison.
         ValueError: If a tolerance is negative or not finite.
 
@@ -246,10 +248,10 @@ class _Spec(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Spec:
-        """Return the spec of a tensor in memory. A nested tensor has the shape of its values."""
-        shown: Any = tensor.values() if tensor.is_nested else tensor
-        name, nbytes = _name(tensor.dtype), shown.numel() * tensor.itemsize
-        return cls(tuple(shown.shape), name, str(tensor.device), nbytes)
+        """Return the spec of a tensor in memory."""
+        shape = shape_of(tensor)
+        nbytes = math.prod(shape) * tensor.itemsize
+        return cls(shape, _name(tensor.dtype), str(tensor.device), nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +283,9 @@ class _Side:
                 key: _Spec(entry.shape, entry.dtype, entry.location, entry.nbytes)
                 for key, entry in side.entries.items()
             }
+            for key, entry in side.entries.items():
+                if _is_on_meta(entry):
+                    raise meta_error(key, side.path)
             return cls(side, specs, side.objects, side.blocked_keys)
         with errors_name(_IN_MEMORY):
             flat = flatten_state(side, Containers((torch.Tensor,), Mapping))
@@ -320,6 +325,12 @@ class _Side:
     def keys(self) -> dict[str, None]:
         """Return all keys, in order."""
         return dict.fromkeys((*self.specs, *self.objects, *self.blocked))
+
+
+def _is_on_meta(entry: TensorEntry) -> bool:
+    """Return whether a tensor was saved from meta, or is made of one that was."""
+    kind = entry.kind
+    return kind is not None and (kind.name == "meta" or any(map(_is_on_meta, kind.tensors)))
 
 
 def in_transfers(
@@ -450,8 +461,8 @@ def _values(a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> Value
             continue
         x, y = _numbers(one), _numbers(two)
         if x.is_floating_point() or x.is_complex() or y.is_floating_point() or y.is_complex():
-            kind = torch.promote_types(x.dtype, y.dtype)
-            x, y = (each.to(torch.promote_types(kind, torch.float64)) for each in (x, y))
+            wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
+            x, y = x.to(wide), y.to(wide)
             far, gap = ~torch.isclose(x, y, rtol, atol, equal_nan=True), (x - y).abs()
         else:
             gap, size = _integer_gap(x, y)
@@ -492,24 +503,31 @@ def _places(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the flat indices at which a sparse tensor stores values, and these values."""
     tensor = tensor.to_sparse_coo().coalesce()  # type: ignore[no-untyped-call]
     dims, inner = tensor.sparse_dim(), math.prod(tensor.shape[tensor.sparse_dim() :])
-    steps = torch.tensor(row_major(tuple(tensor.shape[:dims])))
+    # The device is named, because a caller may have set another default.
+    steps = torch.tensor(row_major(tuple(tensor.shape[:dims])), device="cpu")
     first = (tensor.indices().cpu() * steps[:, None]).sum(0) * inner
-    return (first[:, None] + torch.arange(inner)).flatten(), tensor.values().cpu().flatten()
+    within = torch.arange(inner, device="cpu")
+    return (first[:, None] + within).flatten(), tensor.values().cpu().flatten()
 
 
 def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the elements in order, in blocks on the CPU."""
     for part in dense_of(tensor):
-        for block in blocks_of(part.detach()):
+        for block in blocks_of(_stored_numbers(part.detach())):
             yield block.resolve_conj().resolve_neg().cpu()
+
+
+def _stored_numbers(values: torch.Tensor) -> torch.Tensor:
+    """Return values of a dtype that torch only stores, such as uint4, as whole numbers."""
+    if _name(values.dtype) in ITEMSIZE and values.dtype != torch.float4_e2m1fn_x2:
+        return values
+    return values.view(torch.uint8 if values.itemsize == 1 else torch.uint16)
 
 
 def _numbers(values: torch.Tensor) -> torch.Tensor:
     """Return values in a dtype that holds them exactly and that torch can compare."""
     if values.is_complex():
         return values.to(torch.complex128)
-    if values.dtype == torch.float4_e2m1fn_x2:  # two in a byte, which torch only stores
-        values = values.view(torch.uint8)
     if values.dtype == torch.uint64:  # int64 does not hold all of them
         return values
     return values.to(torch.float64 if values.is_floating_point() else torch.int64)

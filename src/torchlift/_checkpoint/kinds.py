@@ -124,21 +124,24 @@ def _quantized(
     entry: TensorEntry, dtype: torch.dtype, numbers: torch.Tensor, *rest: torch.Tensor
 ) -> torch.Tensor:
     """Return a quantised tensor over the stored numbers."""
-    # Made from one element, or one per channel: only its scales and zero points are kept.
-    shape, kind = [1] * numbers.dim(), entry.kind
+    # Made from one element, or one per channel: only its scales and zero points are kept. Each
+    # dtype is named, because a caller may have set another default.
+    one, kind = torch.zeros([1] * numbers.dim(), dtype=torch.float32, device="cpu"), entry.kind
     assert kind is not None
     if kind.name == "per_tensor_affine":
         scale, zero = kind.facts
-        made = torch.quantize_per_tensor(torch.zeros(shape, device="cpu"), scale, zero, dtype)
+        made = torch.quantize_per_tensor(one, scale, zero, dtype)
     else:
         axis, *listed = kind.facts
-        scales, zeros = rest or [torch.tensor(x, device="cpu") for x in listed]
-        shape[axis] = scales.numel()
+        types = torch.float64, torch.int64 if kind.name == "per_channel_affine" else torch.float32
+        scales, zeros = rest or [
+            torch.tensor(values, dtype=each, device="cpu")
+            for values, each in zip(listed, types, strict=True)
+        ]
         if scales.numel() != entry.shape[axis]:
             raise ValueError(f"{scales.numel()} scales for {entry.shape[axis]} channels")
-        made = torch.quantize_per_channel(
-            torch.zeros(shape, device="cpu"), scales, zeros, axis, dtype
-        )
+        some = one.repeat_interleave(scales.numel(), axis)
+        made = torch.quantize_per_channel(some, scales, zeros, axis, dtype)
     whole = numbers.untyped_storage()
     return made.set_(whole, numbers.storage_offset(), numbers.shape, numbers.stride())
 
@@ -169,6 +172,8 @@ def call_of(value: torch.Tensor | TensorEntry) -> TensorCall | None:
     """
     if isinstance(value, TensorEntry):
         return None if value.kind is None else _call_of_entry(value, value.kind)
+    if value.is_meta:  # torch pickles it as a tensor without parts
+        return None
     is_wrapper = hasattr(value, "__tensor_flatten__") and not is_dtensor(value)
     if value.is_nested or not (value.is_quantized or value.layout in _INDICES or is_wrapper):
         return None
@@ -312,8 +317,8 @@ def readable_parts(tensor: torch.Tensor, path: str, key: str) -> list[torch.Tens
     """Return the result of `dense_of`, if the values can be read.
 
     Raises:
-        PlacementError: If torch cannot show its values: of a lazy module, a FakeTensor, or a layout
-            of oneDNN.
+        PlacementError: If torch cannot show its values: on meta, of a lazy module, a FakeTensor, or
+            a layout of oneDNN.
     """
     if is_lazy(tensor):
         raise PlacementError(
@@ -322,8 +327,12 @@ def readable_parts(tensor: torch.Tensor, path: str, key: str) -> list[torch.Tens
             entry=key,
             hint="Run the module once before you take its state dict.",
         )
+    if tensor.is_meta:
+        raise meta_error(key, path)
     parts = dense_of(tensor)
     for each in parts:
+        if each.is_meta:
+            raise meta_error(key, path)
         if not has_memory(each):
             raise PlacementError(
                 "the values of a tensor cannot be read",
@@ -335,6 +344,18 @@ def readable_parts(tensor: torch.Tensor, path: str, key: str) -> list[torch.Tens
                 "of a layout of its own.",
             )
     return parts
+
+
+def meta_error(key: str, path: str | None = None) -> PlacementError:
+    """Return the error for a tensor on meta whose values are needed."""
+    return PlacementError(
+        "the tensor does not have values",
+        file=path,
+        entry=key,
+        found="a tensor on meta",
+        hint="Load the model first. Or leave the tensor out: pass "
+        "{k: v for k, v in state.items() if not v.is_meta}.",
+    )
 
 
 def values_of(entry: TensorEntry, tensor: torch.Tensor, path: str) -> list[torch.Tensor]:

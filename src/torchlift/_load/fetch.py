@@ -5,11 +5,11 @@ from __future__ import annotations
 import copyreg
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import NamedTuple
 
 import torch
 
+from torchlift._checkpoint.kinds import dense_of
 from torchlift._model.commit import ordinary_tensors
 from torchlift._model.dtensor import (
     everything,
@@ -23,7 +23,7 @@ from torchlift._model.handlers import apply, clone_of, handles, is_plain, is_wra
 from torchlift._model.slots import Group, is_lazy
 from torchlift._plan.decide import Making, Step
 from torchlift._plan.planner import LoadPlan
-from torchlift._plan.rules import Advance, Transform
+from torchlift._plan.rules import Advance, Transform, can_cast
 from torchlift._skeleton.construction import make, strided
 from torchlift._sources.opening import Origin
 from torchlift._sources.tensors import (
@@ -425,7 +425,7 @@ def _check_cast(step: Step, dtype: torch.dtype, path: str) -> None:
     if dtype.is_complex and not step.target.dtype.is_complex:
         reason = "complex values cannot become real without losing their imaginary part"
         hint = "Pass transform= to say what to keep, such as tensor.real or tensor.abs()."
-    elif dtype != step.target.dtype and not _can_cast(dtype, step.target.dtype):
+    elif dtype != step.target.dtype and not can_cast(dtype, step.target.dtype):
         reason = "torch cannot cast between these dtypes"
         hint = 'Load without dtype=, and with mode="assign" if the model is live.'
     else:
@@ -433,17 +433,6 @@ def _check_cast(step: Step, dtype: torch.dtype, path: str) -> None:
     raise PlacementError(
         reason, file=path, entry=step.key, expected=step.target.dtype, found=dtype, hint=hint
     )
-
-
-@cache
-def _can_cast(source: torch.dtype, target: torch.dtype) -> bool:
-    # torch does not have a function for this. Packed 4-bit floats cannot be cast, for example.
-    try:
-        one = torch.zeros(16, dtype=torch.uint8, device="cpu")[: source.itemsize].view(source)
-        torch.empty(1, dtype=target, device="cpu").copy_(one)
-    except (NotImplementedError, RuntimeError):
-        return False
-    return True
 
 
 def _check_ties(step: Step, origin: Origin) -> None:
@@ -466,9 +455,11 @@ def _same_values(one: SourceTensor, two: SourceTensor) -> bool:
     left, right = one.tensor(), two.tensor()
     if left is right or is_in_place(left, right):
         return True
-    if (left.dtype, left.shape) != (right.dtype, right.shape):
+    if (left.dtype, left.shape, left.layout) != (right.dtype, right.shape, right.layout):
         return False
-    return torch.equal(_bytes_of(left), _bytes_of(right))  # as bytes: a NaN equals itself
+    # As bytes: a NaN equals itself. A sparse tensor has several parts.
+    parts, others = ([*map(_bytes_of, dense_of(each))] for each in (left, right))
+    return len(parts) == len(others) and all(map(torch.equal, parts, others))
 
 
 def _content(entry: TensorEntry) -> tuple[object, ...]:

@@ -115,6 +115,17 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the sizes of a tensor. A nested tensor has those of all its rows together.
+
+    Example:
+        >>> shape_of(torch.ones(2, 3))
+        (2, 3)
+    """
+    shown: Any = tensor.values() if tensor.is_nested else tensor
+    return tuple(shown.shape)
+
+
 def has_memory(tensor: torch.Tensor) -> bool:
     """Return whether its elements lie in one memory of its own, and not in that of others.
 

@@ -91,8 +91,17 @@ def read_model(
 
     Raises:
         StateDictMismatch: If two keys have one canonical name.
+        StateDictMismatch: If the ``state_dict`` of the model does not return a dict.
     """
-    raw = own(model, "state_dict")()
+    raw: Any = own(model, "state_dict")()
+    if not isinstance(raw, Mapping):
+        raise StateDictMismatch(
+            "state_dict() of the model does not return a dict",
+            entry=type(model).__name__,
+            expected="a dict of names and values",
+            found=f"a {type(raw).__name__}",
+            hint="Return super().state_dict(*args, **kwargs) from the method, changed if need be.",
+        )
     found = unique((names.canonical(key), value) for key, value in raw.items())
     versions = versions_of(raw, names.canonical)
     if not frozen:

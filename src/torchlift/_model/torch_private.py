@@ -140,9 +140,14 @@ def storage_uses(key: int) -> int:
     return int(torch._C._storage_Use_Count(key))
 
 
+#: Layouts of sparse tensors with compressed indices.
+COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
+
+
 def fits_data(old: torch.Tensor, new: torch.Tensor) -> bool:
     """Say whether ``old.data = new`` is possible."""
-    return bool(torch._has_compatible_shallow_copy_type(old, new))
+    # torch allows it for compressed sparse tensors, but leaves their values as they are.
+    return old.layout not in COMPRESSED and torch._has_compatible_shallow_copy_type(old, new)
 
 
 def make_subclass(kind: Any, tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:

@@ -941,6 +941,15 @@ def match(
                     entry=name,
                     hint="Run the module once before you take its state dict.",
                 )
+            if isinstance(one, MemoryTensor) and one.value.is_nested:
+                leave_out = Argument("exclude", f"[{name!r}]", (name,))
+                raise PlacementError(
+                    "a nested tensor cannot be loaded",
+                    entry=name,
+                    expected="a tensor with one shape",
+                    found="a nested tensor",
+                    hint=Hint("Leave it out with ", leave_out, ", and set it yourself."),
+                )
         wrong = [
             Mismatch(name, tuple(group.tensor.shape), candidate.shape)
             for name, candidate in found

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, get_args
 
 import torch
@@ -12,6 +14,7 @@ from torchlift._checkpoint.checkpoint import dtype_of
 from torchlift._checkpoint.kinds import Allow
 from torchlift._model.devices import usable_device
 from torchlift._model.dtensor import default_device, is_dtensor
+from torchlift._model.handlers import shape_of
 from torchlift._model.slots import Group
 from torchlift._system.text import clipped_list
 from torchlift.errors import MismatchError, PlacementError, did_you_mean, note
@@ -135,9 +138,35 @@ def target_dtype(
 
 
 def stored_dtype(rule: DtypeRule, entry: TensorEntry, path: str) -> torch.dtype:
-    """Return the dtype that `rule` gives a tensor of the file at `path`, without a model."""
+    """Return the dtype that `rule` gives a tensor of the file at `path`, without a model.
+
+    Raises:
+        PlacementError: If torch cannot cast it, or the rule does not give a floating-point dtype.
+    """
     stored = dtype_of(entry, path)
-    return target_dtype(rule, entry, torch.empty(0, dtype=stored, device="meta"), stored)
+    made = target_dtype(rule, entry, torch.empty(0, dtype=stored, device="meta"), stored)
+    if made != stored and not can_cast(stored, made):
+        raise PlacementError(
+            "torch cannot cast between these dtypes",
+            file=path,
+            entry=entry.key,
+            expected=made,
+            found=stored,
+            hint="Pass a callable as dtype=, which returns None for this entry.",
+        )
+    return made
+
+
+@cache
+def can_cast(source: torch.dtype, target: torch.dtype) -> bool:
+    """Return whether torch can cast values of a dtype to another one."""
+    # torch does not have a function for this. Packed 4-bit floats cannot be cast, for example.
+    try:
+        one = torch.zeros(16, dtype=torch.uint8, device="cpu")[: source.itemsize].view(source)
+        torch.empty(1, dtype=target, device="cpu").copy_(one)
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
 
 
 def dtype_named(name: str) -> torch.dtype | None:
@@ -218,14 +247,14 @@ def check_rule(rule: object, names: Collection[str], *, present: bool) -> None:
 
 def entry_like(key: str, group: Group) -> TensorEntry:
     """Describe a tensor that no file contains, for a device rule."""
-    tensor = group.tensor
-    shape = tuple(tensor.shape)
+    tensor, shape = group.tensor, shape_of(group.tensor)
+    is_strided = tensor.layout is torch.strided and not tensor.is_nested
     return TensorEntry(
         key=key,
         dtype=str(tensor.dtype).removeprefix("torch."),
         shape=shape,
-        stride=tuple(tensor.stride()) if tensor.layout is torch.strided else row_major(shape),
-        nbytes=tensor.numel() * tensor.itemsize,
+        stride=tuple(tensor.stride()) if is_strided else row_major(shape),
+        nbytes=math.prod(shape) * tensor.itemsize,
         location=str(tensor.device),
         storage="",
         chunks=(),

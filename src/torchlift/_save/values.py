@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torchlift._checkpoint.checkpoint import MappedViews, dtype_of
-from torchlift._checkpoint.kinds import TensorCall, call_of
+from torchlift._checkpoint.kinds import TensorCall, call_of, meta_error
 from torchlift._model.dtensor import is_dtensor, local_tensor, reshard
 from torchlift._model.handlers import has_memory
 from torchlift._model.names import Names
@@ -396,7 +396,7 @@ class _Walk:
             return value
         if id(value) in self._states:
             return self._states[id(value)][1]
-        given, value = value, _state_of(value)
+        given, value = value, _state_of(value, key)
         found, lost, is_kind = value, "", _is_kind(value)
         if is_array(value) and self._plain:  # `weights_only=True` refuses the class of arrays
             found, lost = value.tolist(), f"a numpy array of {value.dtype} {list(value.shape)}"
@@ -430,16 +430,30 @@ def _check_depth(depth: int, key: str) -> None:
         )
 
 
-def _state_of(value: Any) -> Any:
-    """Return the state of a module, an optimizer or another object that has one."""
+def _state_of(value: Any, key: str) -> Any:
+    """Return the state of a module, an optimizer or another object that has one.
+
+    Raises:
+        PlacementError: If ``state_dict`` never returns a value without a ``state_dict``.
+    """
     if isinstance(value, nn.Module):
         tree = ModuleTree(value)
         reshard(tree.modules)
         return read_model(value, Names(tree))
     is_state = isinstance(value, (torch.Tensor, TensorEntry, type))
-    while not is_state and callable(getattr(value, "state_dict", None)):
-        value = value.state_dict()
-    return value
+    for _ in range(MAX_DEPTH):
+        if is_state or not callable(getattr(value, "state_dict", None)):
+            return value
+        given, value = value, value.state_dict()
+        if value is given and isinstance(value, Mapping):
+            return value
+    raise PlacementError(
+        "the state of an object is an object with a state of its own, without end",
+        entry=key or None,
+        expected="a state_dict() that returns a dict",
+        found=f"a {type(value).__name__}",
+        hint="Leave the object out, or pass the values to save as a dict.",
+    )
 
 
 def _is_bare(value: Any) -> bool:
@@ -705,7 +719,9 @@ def stored_as(key: str, value: object) -> Stored:
     Raises:
         PlacementError: If it is not a dense tensor with values.
     """
-    if isinstance(value, torch.Tensor) and not is_lazy(value) and not value.is_meta:
+    if isinstance(value, torch.Tensor) and not is_lazy(value):
+        if value.is_meta:
+            raise meta_error(key)
         name = _name(value.dtype)
         # A wrapper has no memory of its own: its bytes would be read from nowhere.
         if has_memory(local_tensor(value)) and name in ITEMSIZE:

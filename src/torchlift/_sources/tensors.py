@@ -23,6 +23,7 @@ from torchlift._model.handlers import (
     inner_tensors,
     is_wrapper,
     oddity,
+    shape_of,
     slice_of,
 )
 from torchlift._transfer.casting import count_overflows, is_narrower, may_overflow
@@ -91,7 +92,7 @@ class MemoryTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """Sizes in elements."""
-        return tuple(self.value.shape)
+        return shape_of(self.value)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -101,7 +102,7 @@ class MemoryTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor in the source."""
-        return _nbytes(self.value) if self.entry is None else self.entry.nbytes
+        return _nbytes(self) if self.entry is None else self.entry.nbytes
 
     def tensor(self) -> torch.Tensor:
         """Return the tensor itself."""
@@ -154,7 +155,7 @@ Values = torch.Tensor | FileTensor | JoinedTensor
 SourceTensor = FileTensor | MemoryTensor | JoinedTensor
 
 
-def _nbytes(one: Values) -> int:
+def _nbytes(one: Values | MemoryTensor) -> int:
     return math.prod(one.shape) * one.dtype.itemsize
 
 
@@ -484,7 +485,9 @@ def is_in_place(one: Values, two: torch.Tensor) -> bool:
         pairs = zip(inner_tensors(one), inner_tensors(two), strict=False)
         return type(one) is type(two) and all(is_in_place(a, b) for a, b in pairs)
     return (
-        one.data_ptr() == two.data_ptr()
+        has_memory(one)
+        and has_memory(two)
+        and one.data_ptr() == two.data_ptr()
         and (one.dtype, one.device, one.shape, one.stride())
         == (two.dtype, two.device, two.shape, two.stride())
         and (one.is_conj(), one.is_neg()) == (two.is_conj(), two.is_neg())

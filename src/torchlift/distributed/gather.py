@@ -20,7 +20,7 @@ from torchlift._model.dtensor import (
     spread_of,
     wrap,
 )
-from torchlift._model.ranks import rank
+from torchlift._model.ranks import gather_whole, rank, with_sent_dtype
 from torchlift._system.containers import leaves, map_leaves
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions
 
@@ -117,11 +117,11 @@ def finish(state: dict[str, Any], options: StateDictOptions, *, keeps: bool) -> 
 
 def relaid(value: Any, like: Any) -> Any:
     """Lay a DTensor out like another one on its mesh. All ranks of the mesh take part."""
-    made = value.redistribute(placements=like.placements)
+    made = with_sent_dtype(value).redistribute(placements=like.placements)
     if spread_of(made) == spread_of(like):
-        return made
+        return made if made.dtype == value.dtype else wrap(made, made.to_local().view(value.dtype))
     # redistribute cannot change the order in which mesh dimensions shard.
-    return wrap(like, shard_of_value(value.full_tensor(), like, "a value"))
+    return wrap(like, shard_of_value(gather_whole(value), like, "a value"))
 
 
 def map_tensors(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:
@@ -153,11 +153,8 @@ def require_within(state: Any) -> None:
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     if not is_dtensor(tensor):
         return tensor
-    kind = tensor.device_mesh.device_type
-    here = tensor if tensor.device.type == kind else tensor.to(kind)
-    assert is_dtensor(here)
     try:
-        return here.full_tensor()
+        return gather_whole(tensor)
     # A ValueError: strided shards of a mesh of one dimension, which torch 2.11 does not know.
     except (NotImplementedError, ValueError) as error:
         raise StateDictMismatch(

@@ -671,6 +671,9 @@ def lacking(path: str, key: str, why: str | None) -> FormatError | None:
     return FormatError(what, file=path, entry=key, hint=hint) if what else None
 
 
+#: What a glob pattern has, and a name does not.
+_WILDCARD = re.compile(r"[*?[]")
+
 #: Globals that cannot become entries, but are data: kinds of tensors.
 _DATA = re.compile(r"torch\.(Tensor|UntypedStorage|_utils\._rebuild_\w+)$")
 
@@ -686,9 +689,34 @@ def allowed(names: Iterable[str], patterns: Collection[str]) -> set[str]:
 
     A bracket also matches itself: ``blocks[0].*`` matches ``blocks[0].w`` and ``blocks0.w``.
     """
-    both = {text for each in patterns for text in (each, each.replace("[", "[[]"))}
-    fits = [re.compile(fnmatch.translate(text)).match for text in both]
-    return {name for name in names if any(fit(name) for fit in fits)}
+    return set[str]().union(*_find_matches(names, patterns).values())
+
+
+def _find_matches(names: Iterable[str], patterns: Iterable[str]) -> dict[str, set[str]]:
+    """Return pattern -> the names that it matches.
+
+    A name is looked up, and a pattern is compared only with names that begin as it does. Each of
+    2,000 names compared with each of 100,000 took 116 s.
+    """
+    known, found = {*names}, dict[str, set[str]]()
+    ordered = list[str]()
+    for pattern in patterns:
+        found[pattern] = known & {pattern}
+        start = _WILDCARD.split(pattern, 1)[0]
+        if start == pattern:
+            continue
+        ordered = ordered or sorted(known)
+        near = _names_starting_with(start, ordered)
+        for text in {pattern, pattern.replace("[", "[[]")}:
+            found[pattern].update(filter(re.compile(fnmatch.translate(text)).match, near))
+    return found
+
+
+def _names_starting_with(start: str, ordered: list[str]) -> list[str]:
+    """Return the names of a sorted list that start with a text."""
+    first = bisect.bisect_left(ordered, start)
+    last = bisect.bisect_right(ordered, start, first, key=lambda name: name[: len(start)])
+    return ordered[first:last]
 
 
 def left_out(
@@ -713,14 +741,18 @@ def left_out(
     if not exclude and "*" in include:
         return set()
     keys = [*tensors, *others]
-    for pattern in (*include, *exclude):
-        if pattern != "*" and not allowed(keys, [pattern]):
+    found = _find_matches(keys, (*include, *exclude))
+    for pattern, fitting in found.items():
+        if pattern != "*" and not fitting:
             raise MismatchError(
                 f"no key fits the pattern {pattern!r}",
                 file=path,
                 hint=did_you_mean(pattern, keys) or "Look at the keys with torchlift inspect.",
             )
-    left = allowed(keys, include) - allowed(keys, exclude)
+    left, excluded = (
+        {name for pattern in patterns for name in found[pattern]} for patterns in (include, exclude)
+    )
+    left -= excluded
     filters = f"include={list(include)!r}, exclude={list(exclude)!r}"
     kept = [key for key in tensors if key in left], left
     require_kept(path, (tensors, keys), kept, "the patterns leave out", filters)

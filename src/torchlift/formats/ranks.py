@@ -176,7 +176,7 @@ def _join(path: str, files: Mapping[str, Index], budget: Budget, *, grows: bool 
             parts.setdefault(key, []).append(entry)
         blocked |= {key: why for key, why in one.blocked_keys.items() if why != SLICED}
         for key, value in one.objects.items():
-            if objects.setdefault(key, value) != value:
+            if not _is_same(objects.setdefault(key, value), value):
                 blocked[key] = UNEQUAL
     first: dict[tuple[Chunk, ...], str] = {}
     for key, found in parts.items():
@@ -211,6 +211,18 @@ def _join(path: str, files: Mapping[str, Index], budget: Budget, *, grows: bool 
         # The containers of one rank may lack keys that other ranks saved.
         tree=ranks[0].tree if same else None,
     )
+
+
+def _is_same(one: object, other: object) -> bool:
+    """Return whether two ranks saved one value. NaN, which does not equal itself, is one."""
+    if one == other or (one != one and other != other):
+        return True
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
+    for kind in (list, tuple):
+        if isinstance(one, kind) and isinstance(other, kind):
+            return len(one) == len(other) and all(map(_is_same, one, other))
+    return False
 
 
 def _whole(

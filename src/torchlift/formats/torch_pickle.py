@@ -352,7 +352,8 @@ class TorchWorld:
         known = self.storages.setdefault(key, made)
         if known is made or not (known.numel or numel):  # torch makes empty storages each time
             return made
-        if (known.dtype, known.numel) != (dtype, numel):
+        # torch reads a storage without a dtype as uint8: of float8 and its view as uint8, for one.
+        if (known.dtype or "uint8", known.numel) != (dtype or "uint8", numel):
             raise FormatError(
                 "one storage is described in two ways",
                 entry=key,
@@ -360,7 +361,7 @@ class TorchWorld:
                 found=f"{numel} of {dtype or 'bytes'}",
                 hint="torch would read all of it as the first one. Write the file again.",
             )
-        return known
+        return made if known.dtype != dtype else known
 
     def build(self, target: object, state: object) -> None:
         """Keep the state of a record, or refuse a state that torch would read differently."""

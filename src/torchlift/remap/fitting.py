@@ -11,7 +11,6 @@ import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from torchlift._plan.rules import DtypeRule, Rename, entry_like, stored_dtype, t
 from torchlift._sources.opening import checkpoint
 from torchlift._system.text import Facts, Summary, clipped_list, count_of, human, parse_size
 from torchlift.errors import Argument, Hint, PlacementError, did_you_mean
+from torchlift.formats.index import allowed
 from torchlift.remap.maps import ByKey, ancestors, is_accelerator, prefixes
 
 _Limits = Mapping[str, "int | None"]
@@ -363,7 +363,7 @@ def _find_whole(
     for asked in (no_split,) if isinstance(no_split, (str, type)) else no_split:
         text = asked if isinstance(asked, str) else asked.__name__
         found = {path for path, names in kinds.items() if text in names}
-        found |= {path for path in sizes if fnmatchcase(path, text)}
+        found |= allowed(sizes, [text])
         if not found:
             raise PlacementError(
                 "no_split matches no class and no path of the model",

@@ -5,7 +5,6 @@ A rule is a callable of a `TensorEntry`. It returns a device or dtype, or None f
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -91,7 +90,9 @@ class ByPattern(_Map[V]):
 
     def __call__(self, entry: TensorEntry) -> V | None:
         """Return the value of the first pattern that matches the tensor's name, or None."""
-        return next((value for text, value in self.items() if re.search(text, entry.key)), None)
+        return next(
+            (v for text, v in self.items() if compile_pattern(text).search(entry.key)), None
+        )
 
     def __repr__(self) -> str:
         return f"by_pattern({dict.__repr__(self)})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from torchlift._plan.names import Made, Rewriting
 from torchlift._plan.rules import Rename, rename_keys
@@ -190,8 +191,9 @@ def rules(pairs: Iterable[tuple[str | re.Pattern[str], Replacement]]) -> Renamin
     )
 
 
+@cache
 def compile_pattern(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
-    """Compile a pattern.
+    """Compile a pattern. Python itself keeps only 512, and compiles more of them for each name.
 
     Raises:
         ValueError: If it does not compile.

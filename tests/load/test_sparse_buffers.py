@@ -1,0 +1,114 @@
+"""Sparse and quantised buffers of live models, also of two layers: their values and their ties."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchlift
+from torchlift.distributed import get_model_state_dict, set_model_state_dict
+from torchlift.errors import MismatchError
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Sparse", "ignore:torch.quantize_per", "ignore:TypedStorage"
+)
+
+KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "coo": torch.Tensor.to_sparse,
+    "csr": torch.Tensor.to_sparse_csr,
+    "csc": torch.Tensor.to_sparse_csc,
+    "bsr": lambda dense: dense.to_sparse_bsr((2, 2)),
+    "quantised": lambda dense: torch.quantize_per_tensor(dense, 1.0, 0, torch.qint8),
+}
+
+
+class Layer(nn.Module):
+    def __init__(self, mask: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mask", mask)
+
+
+class Net(nn.Module):
+    """Two layers with a mask, perhaps the same one."""
+
+    def __init__(self, kind: str, value: float, tied: bool) -> None:
+        super().__init__()
+        made = [KINDS[kind](torch.eye(4) * value) for _ in range(2)]
+        self.a = Layer(made[0])
+        self.b = Layer(made[0 if tied else 1])
+
+
+def shown(model: Any) -> tuple[Any, ...]:
+    """Return the values of both masks, and whether they are one tensor."""
+    masks = model.a.mask, model.b.mask
+    dense = [(each.dequantize() if each.is_quantized else each.to_dense()) for each in masks]
+    return *(each.tolist() for each in dense), masks[0] is masks[1]
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "apart"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_live_buffer_gets_the_values_and_keeps_its_tie(
+    tmp_path: Path, kind: str, tied: bool
+) -> None:
+    """From a file and from memory. torch sets ``.data`` of a compressed tensor without effect."""
+    source = Net(kind, 3.0, tied)
+    state, expected = source.state_dict(), shown(source)
+    torch.save(state, tmp_path / "x.pt")
+    clones = {key: value.clone() for key, value in state.items()}
+    given: list[Any] = [state, clones, tmp_path / "x.pt", torch.load(tmp_path / "x.pt")]
+    given += [torchlift.open(tmp_path / "x.pt").state_dict()]
+    for one in given:
+        for mode in ("auto", "assign", "copy", "swap"):
+            model = Net(kind, 1.0, tied)
+            torchlift.load(model, one, mode=mode)  # type: ignore[arg-type]
+            assert shown(model) == expected
+    model = Net(kind, 1.0, tied)
+    set_model_state_dict(model, get_model_state_dict(source))
+    assert shown(model) == expected
+    keeper, model = torchlift.Keeper(tmp_path / "run", background=False), Net(kind, 1.0, tied)
+    keeper.save(1, model=source)
+    keeper.resume(model=model)
+    keeper.close()
+    assert shown(model) == expected
+    assert shown(source) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tie_of_different_values_is_refused(kind: str) -> None:
+    """No matter of which parts the tensors are made. The model stays as it was."""
+    apart = Net(kind, 3.0, False)
+    apart.b.mask = KINDS[kind](torch.eye(4) * 2)
+    model = Net(kind, 1.0, True)
+    before = shown(model)
+    with pytest.raises(MismatchError) as caught:
+        torchlift.load(model, apart.state_dict())
+    assert caught.value.entry == "a.mask"
+    assert shown(model) == before
+    model = Net(kind, 1.0, False)  # the way out: untie the model
+    torchlift.load(model, apart.state_dict())
+    assert shown(model) == shown(apart)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_failed_load_leaves_a_sparse_buffer_as_it_was(kind: str) -> None:
+    """An error after the values are placed gives the live tensor its values back."""
+
+    class Late(Net):
+        def __init__(self) -> None:
+            super().__init__(kind, 1.0, False)
+            self.register_load_state_dict_post_hook(self._raise)
+
+        def _raise(self, *_: object) -> None:
+            raise RuntimeError("too late")
+
+    model = Late()
+    before, held = shown(model), model.a.mask
+    with pytest.raises(RuntimeError, match="too late"):
+        torchlift.load(model, Net(kind, 3.0, False).state_dict())
+    assert shown(model) == before
+    assert model.a.mask is held
