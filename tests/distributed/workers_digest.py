@@ -213,7 +213,7 @@ def what_one_rank_cannot_add_ends_all() -> None:
     tensors = {"w": distribute_tensor(torch.ones(8), mesh, [Shard(0)]), "b": torch.ones(2)}
     if who == 1:
         tensors["b"] = torch.ones(2, device="meta")
-    with pytest.raises(CheckpointError, match=r"on rank 1: .*without values|without values"):
+    with pytest.raises(CheckpointError, match=r"does not have values"):
         torchlift.digest(tensors)
     partial = DTensor.from_local(torch.ones(2), mesh, [Partial()])
     with pytest.raises(CheckpointError, match="partial sum"):
