@@ -413,7 +413,7 @@ def a_transform_gets_a_tensor_of_the_same_layout() -> None:
 
 @check
 def what_the_file_lacks_is_replayed_in_shards() -> None:
-    path = SHARED / f"part-{dist.get_world_size()}.pt"
+    path = SHARED / f"of-{dist.get_world_size()}-ranks.pt"
     whole = net().state_dict()
     if dist.get_rank() == 0:
         torch.save({k: v for k, v in whole.items() if not k.startswith("up.")}, path)
@@ -660,7 +660,7 @@ def loads_what_any_number_of_ranks_saved() -> None:
 @check
 def a_part_of_a_checkpoint_is_the_same_part_on_all_ranks() -> None:
     """What is left out keeps its local values; a pattern that fits nothing is an error of all."""
-    path = SHARED / f"part-{dist.get_world_size()}.pt"
+    path = SHARED / f"of-{dist.get_world_size()}-ranks.pt"
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     for value in model.parameters():
         nn.init.zeros_(value)
