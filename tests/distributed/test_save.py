@@ -76,7 +76,7 @@ def test_what_cannot_be_stored_is_refused_before_anything_is_written(
     path = tmp_path / "x.safetensors"
     save_consolidated({"w": torch.ones(2)}, path)
     before = path.read_bytes()
-    with pytest.raises(PlacementError, match=r"'bad': .*cannot (be stored|store this tensor)"):
+    with pytest.raises(PlacementError, match=r"'bad': .*(not have values|cannot store this)"):
         save_consolidated({"w": torch.zeros(2), "bad": bad}, path)
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["x.safetensors"]

@@ -118,11 +118,11 @@ def test_casts_on_the_way_are_those_of_torch(tmp_path_factory, wanted, piece):
     kind=st.sampled_from([torch.uint8, torch.int16, torch.float32]),
     wish=st.sampled_from([torch.uint8, torch.int16, torch.float32, torch.float64]),
     piece=st.sampled_from([64, 256, 8 << 20]),
-    short_rows=st.sampled_from([0, 8 << 10]),
+    close=st.sampled_from([0, 64 << 10]),
     seed=st.integers(0, 99),
 )
 def test_rows_of_a_matrix_arrive_as_one_range(
-    tmp_path_factory, rows, row, gap, apart, start, kind, wish, piece, short_rows, seed
+    tmp_path_factory, rows, row, gap, apart, start, kind, wish, piece, close, seed
 ):
     """Apart, close or overlapping, on both sides, mapped or read, cast, in small pieces."""
     values = torch.randint(0, 100, (3000,), generator=torch.Generator().manual_seed(seed))
@@ -145,7 +145,7 @@ def test_rows_of_a_matrix_arrive_as_one_range(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transfer, "_STAGED", piece)
         patch.setattr(transfer, "_DIRECT", piece)
-        patch.setattr(transfer, "_SHORT", short_rows)
+        patch.setattr(transfer, "_CLOSE", close)
         patch.setattr(os, "preadv", short)
         total = read([wanted, other], opened(path), advance=arrived.append)
     assert total == sum(arrived) == wanted.nbytes + 70

@@ -446,7 +446,7 @@ def _fetch_rows(job: Job, file: OpenFile, stage: torch.Tensor | None) -> None:
     """Read the rows of a job's only request, without the bytes between them.
 
     Rows in a stage follow each other. A system call for each short row takes longer than its bytes,
-    so short rows are copied out of a map. Long rows are read one by one, and so are short rows that
+    so close rows are copied out of a map. Others are read one by one, and so are close rows that
     cannot be mapped, as on a network file system.
     """
     request = job.slices[0].request
@@ -578,14 +578,12 @@ _NOWHERE = memoryview(bytearray(_NEAR))
 _MAX_BUFFERS = 512  # a gap needs a buffer too, and the kernel accepts 1024 in one preadv
 _WORTH_A_REQUEST = 4096  # bytes
 _MAX_GAP = 4096  # bytes between two small tensors that are faster to read than to skip
-#: Rows shorter than `_SHORT` bytes, at most `_CLOSE` bytes apart, are copied out of a map. Measured
-#: for 1.05 GiB under `dcp.load`: 2 ranks with a half of each row took 109 to 128 ms, and 145 to 151
-#: with reads that included the bytes between the rows. 4 ranks with a quarter took 163 to 256 ms,
-#: and 275 to 314 with reads. The file was in the page cache in huge pages. In small pages a map is
-#: slower for long rows: rows of 16 KiB took 310 ms in a C loop, and 104 ms with a call for each.
-#: One call for 256 rows gained nothing: half of 512 MiB in rows of 8 KiB took 212 to 250 ms of CPU
-#: time (medians of nine), and 220 to 237 ms with a call for each row.
-_SHORT, _CLOSE = 8 << 10, 64 << 10
+#: Rows that start at most so many bytes apart are copied out of a map, and others are read one by
+#: one. Half of each row of 256 MiB in the page cache, alternated on 2 busy cores (medians of five):
+#: rows of 16 KiB took 0.17 s from the map and 0.22 s by reads. Rows of 8 KiB took 0.17 and 0.21 s.
+#: From a cold disk they took 0.37 and 0.79 s, and 0.50 and 1.28 s. On tmpfs, whose pages are small,
+#: both took 0.11 s of CPU time.
+_CLOSE = 64 << 10
 _MAPPED = 32 << 20  # bytes of one map, with the bytes between the rows
 _MAX_WASTE = 0.01  # the largest share of gaps in what is read, once it is more than a header
 
@@ -631,7 +629,7 @@ class Request:
     @property
     def is_mappable(self) -> bool:
         """Return whether a copy from a map is faster than a read for each row."""
-        return self.row < _SHORT and self.row <= self.step <= _CLOSE
+        return self.row <= self.step <= _CLOSE
 
 
 class Slice(NamedTuple):
