@@ -22,6 +22,7 @@ def large(path: Path) -> dict[str, torch.Tensor]:
     w = torch.zeros(3000, 2000)
     w[0, 0], w[2999, 1999], w[1, 1], w[2, 2] = 1e5, -1e5, INF, float("nan")
     state = {"w": w, "small": torch.tensor([70000.0, 65519.0, -INF]), "fits": torch.ones(5)}
+    state["empty"] = torch.ones(0, 3)
     torch.save(state, path)
     return state
 

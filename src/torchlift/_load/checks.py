@@ -45,7 +45,7 @@ def require_finite(fetched: Fetched, path: str) -> None:
                     # Some dtypes have no infinity.
                     lost = 0 if any(some) else count_overflows(part, made)
                     nan, inf = nan + some.nan, inf + some.inf + lost
-        inf = inf if nan or inf else step.overflowed
+        inf = inf if nan or inf else fetched.overflowed.get(step.key, 0)
         if nan or inf:
             found[step.key] = NotFinite(nan, inf)
     if found:

@@ -58,11 +58,13 @@ class Fetched(NamedTuple):
         plain: Each plain step of the plan with its tensor.
         steps: Each other step with its values.
         made: The tensors without values in the source.
+        overflowed: Key of a step -> the number of values that overflowed in its cast.
     """
 
     plain: list[tuple[Step, torch.Tensor]]
     steps: list[Prepared]
     made: list[tuple[Group, torch.Tensor]]
+    overflowed: dict[str, int]
 
 
 def fetch_all(
@@ -94,7 +96,8 @@ def fetch_all(
         plain = [(step, step.candidate.tensor()) for step in steps if step.plain]
         found: list[Prepared] = []
         ready = [step for step in others if not step.target.raw]
-        values = _by_route(ready, origin, advance)
+        overflowed = dict[str, int]()
+        values = _by_route(ready, origin, advance, overflowed)
         for step, value in zip(ready, values, strict=True):
             if isinstance(value, torch.Tensor):
                 value = _wrap_like_target(step, _restride(step, _drop_old_dim(step, value)))
@@ -103,14 +106,14 @@ def fetch_all(
         rest = [step for step in others if step.target.raw]
         for batch in _split_into_batches(rest):
             # Popped one by one, so that an untransformed tensor is freed as soon as it is used.
-            raw = _by_route(batch, origin, lambda _: None)
+            raw = _by_route(batch, origin, lambda _: None, overflowed)
             for step in batch:
                 tensor = raw.pop(0)
                 assert isinstance(tensor, torch.Tensor)
-                found.append(_make_value(step, transform, tensor, path))
+                found.append(_make_value(step, transform, tensor, path, overflowed))
                 advance(step.span if step.owned else 0)
             trim()  # memory that a transform or a handler freed
-        return Fetched(plain, found, _make(plan._makings))
+        return Fetched(plain, found, _make(plan._makings), overflowed)
 
 
 @contextmanager
@@ -148,8 +151,17 @@ def _make(makings: Sequence[Making]) -> list[tuple[Group, torch.Tensor]]:
     ]
 
 
-def _by_route(steps: Sequence[Step], origin: Origin, advance: Advance) -> list[Values]:
-    """Return the tensors of the steps. Those that are read or copied are so all together."""
+def _by_route(
+    steps: Sequence[Step], origin: Origin, advance: Advance, overflowed: dict[str, int]
+) -> list[Values]:
+    """Return the tensors of the steps. Those that are read or copied are so all together.
+
+    Args:
+        steps: The steps.
+        origin: The source of the values.
+        advance: Called with a number of bytes as they arrive.
+        overflowed: Receives the number of values that overflow, by the key of a step.
+    """
     tensors: list[Values] = []
     reads, copies = list[Copy](), list[Copy]()
     cast: list[tuple[Step, Copy]] = []
@@ -174,7 +186,8 @@ def _by_route(steps: Sequence[Step], origin: Origin, advance: Advance) -> list[V
     copy_values(reads, advance)
     copy_values(copies)
     for step, copy in cast:
-        step.overflowed = count_cast(copy)
+        if count := count_cast(copy):
+            overflowed[step.key] = count
     return tensors
 
 
@@ -225,7 +238,13 @@ def _split_into_batches(steps: Sequence[Step]) -> Iterator[list[Step]]:
         yield batch
 
 
-def _make_value(step: Step, transform: Transform | None, raw: torch.Tensor, path: str) -> Prepared:
+def _make_value(
+    step: Step,
+    transform: Transform | None,
+    raw: torch.Tensor,
+    path: str,
+    overflowed: dict[str, int],
+) -> Prepared:
     """Apply the transform, and the handler of the class, to one tensor."""
     like = step.group.tensor
     if is_dtensor(like) and not step.target.handled:
@@ -234,14 +253,14 @@ def _make_value(step: Step, transform: Transform | None, raw: torch.Tensor, path
         assert transform is not None
         whole = _transform_step(step, transform, wrap(like, raw), path)
         local = unwrap(whole, like, step.key).contiguous()
-        return step, _wrap_like_target(step, _cast(step, local, path))
+        return step, _wrap_like_target(step, _cast(step, local, path, overflowed))
     made = raw if transform is None else _transform_step(step, transform, raw, path)
     registered = handles(type(like), type(made))
     if step.target.handled or registered:
         made = _convert(step, made, path)
         if not is_plain(made):
             return step, made if made.device == step.target.device else made.to(step.target.device)
-    made = _restride(step, _cast(step, made, path))
+    made = _restride(step, _cast(step, made, path, overflowed))
     if step.in_place or not registered:  # a caller's handler may return a plain tensor
         _check_class(step, made, path)
     return step, made
@@ -340,7 +359,7 @@ def _slots(tensor: torch.Tensor) -> list[str]:
     return sorted(set(copyreg._slotnames(type(tensor))))  # type: ignore[attr-defined]
 
 
-def _cast(step: Step, made: torch.Tensor, path: str) -> torch.Tensor:
+def _cast(step: Step, made: torch.Tensor, path: str, overflowed: dict[str, int]) -> torch.Tensor:
     """Return the result of a transform with the dtype and on the device of its step."""
     if step.in_place:
         _check_cast(step, made.dtype, path)
@@ -348,8 +367,9 @@ def _cast(step: Step, made: torch.Tensor, path: str) -> torch.Tensor:
     floating = made.is_floating_point() and step.target.dtype.is_floating_point
     dtype = step.target.dtype if step.target.dtype_is_fixed and floating else made.dtype
     moved = _to(made.detach(), step.target.device, dtype)
-    if is_plain(moved):
-        step.overflowed = count_cast(whole_copy(made.detach(), moved))
+    count = count_cast(whole_copy(made.detach(), moved)) if is_plain(moved) else 0
+    if count:
+        overflowed[step.key] = count
     return moved
 
 

@@ -222,11 +222,13 @@ class Placed(NamedTuple):
     Attributes:
         missing, unexpected: Names that are missing and unexpected after the post-hooks.
         asks_again: Whether the ranks agree once more when the rest is done.
+        overflowed: Key of a step -> the number of values that overflowed in a cast.
     """
 
     missing: list[str]
     unexpected: list[str]
     asks_again: bool
+    overflowed: dict[str, int]
 
 
 def place(plan: LoadPlan, values: Fetched, turn: Turn) -> Placed:
@@ -246,25 +248,29 @@ def place(plan: LoadPlan, values: Fetched, turn: Turn) -> Placed:
         placed = {id(step.group.tensor) for step in plan._steps}
         placed |= {id(item.group.tensor) for item in plan._makings}
         commit.keep_live(tree, placed)
-    in_place = put_new(values, commit)
+    in_place, overflowed = put_new(values, commit), dict(values.overflowed)
     if matched.extra:
-        in_place = _set_extra_states(matched, in_place, turn)
+        in_place = _set_extra_states(matched, in_place, turn, overflowed)
     # Copies in place come last, because they cannot be undone without a backup. Everything that can
     # raise has run by now, and a Ctrl-C is delivered before.
     if again or not has_group():
         turn.deliver()
     again = again and turn.agree(later)
     backup = matched.hooked or again
-    copy_in_place(in_place, commit, backup=backup, advance=turn.advance)
+    overflowed |= copy_in_place(in_place, commit, backup=backup, advance=turn.advance)
     if matched.hooked:
         tree.walk()
-    return Placed(*_run_post_hooks(plan, turn), again)
+    missing, unexpected = _run_post_hooks(plan, turn)
+    return Placed(missing, unexpected, again, overflowed)
 
 
-def _set_extra_states(matched: Match, in_place: list[Prepared], turn: Turn) -> list[Prepared]:
+def _set_extra_states(
+    matched: Match, in_place: list[Prepared], turn: Turn, overflowed: dict[str, int]
+) -> list[Prepared]:
     """Call `set_extra_state` of modules. Return the values that are not yet copied in place.
 
-    As in torch, the code sees the new values of its module's own tensors.
+    As in torch, the code sees the new values of its module's own tensors. `overflowed` receives
+    the numbers of values that overflow.
     """
     takers = {id(module) for module, _ in matched.extra}
     seen, rest = list[Prepared](), list[Prepared]()
@@ -272,7 +278,7 @@ def _set_extra_states(matched: Match, in_place: list[Prepared], turn: Turn) -> l
         is_seen = any(id(slot.module) in takers for slot in item[0].group.slots)
         (seen if is_seen else rest).append(item)
     if seen:
-        copy_in_place(seen, turn.commit, backup=True, advance=turn.advance)
+        overflowed |= copy_in_place(seen, turn.commit, backup=True, advance=turn.advance)
     late = Untouched((step.group.fqn, step.group.tensor) for step, _ in rest)
     for module, state in matched.extra:
         turn.commit.extra_state(module, state)
@@ -315,8 +321,10 @@ def put_new(fetched: Fetched, commit: Commit) -> list[Prepared]:
 
 def copy_in_place(
     steps: Sequence[Prepared], commit: Commit, *, backup: bool, advance: Advance
-) -> None:
-    """Copy values in place. Subclasses come first: they run their own code and are backed up.
+) -> dict[str, int]:
+    """Copy values in place. Return key -> the number of values that overflowed in the cast.
+
+    Subclasses come first: they run their own code and are backed up.
 
     Raises:
         IntegrityError: If a file was overwritten meanwhile. The tensors then have mixed values.
@@ -334,10 +342,11 @@ def copy_in_place(
     found = {step.candidate.views for step, _ in steps if isinstance(step.candidate, FileTensor)}
     for views in found:
         views.files.check()
-    for (step, _), copy in zip(steps, copies, strict=True):
-        if is_plain(copy.target):
-            step.overflowed += count_cast(copy)
+    for step, _ in steps:
         advance(0 if step.owned else step.span)
+    pairs = ((step.key, copy) for (step, _), copy in zip(steps, copies, strict=True))
+    counts = {key: count_cast(copy) for key, copy in pairs if is_plain(copy.target)}
+    return {key: count for key, count in counts.items() if count}
 
 
 def _check_hooked_names(
@@ -369,16 +378,10 @@ def _report(plan: LoadPlan, placed: Placed, unchecked: int, requests: int) -> Lo
         "unexpected_keys": placed.unexpected,
         "bytes_read": plan.bytes_to_read,
         "unchecked_nbytes": unchecked,
-        "overflowed": _count_overflows(plan),
+        "overflowed": {plan._match.canonical(k): n for k, n in placed.overflowed.items()},
         "requests": requests,
     }
     return LoadReport(**{**shared, **changed})
-
-
-def _count_overflows(plan: LoadPlan) -> dict[str, int]:
-    """Return name in the model -> the number of its values that overflowed in the cast."""
-    steps = (step for step in plan._steps if step.overflowed)
-    return {plan._match.canonical(step.key): step.overflowed for step in steps}
 
 
 def _warn_of_missing(

@@ -94,7 +94,7 @@ class Target:
     note: str | None = None
 
 
-# Not frozen: 90,000 frozen records take 0.3 s more. The decision does not change once it is made.
+# Neither frozen nor changed once it is made: 90,000 frozen records take 0.3 s more.
 @dataclass(slots=True, eq=False)
 class Step:
     """One tensor of the model and the values that it gets.
@@ -111,7 +111,6 @@ class Step:
         note: Why the tensor is loaded in another way than the caller wants.
         plain: Whether a dense tensor of a file becomes, without a copy, a plain tensor on meta.
             Such a step needs no further check.
-        overflowed: The number of finite values that its cast made infinite or NaN.
     """
 
     group: Group
@@ -124,7 +123,6 @@ class Step:
     route: Route
     note: str | None
     plain: bool
-    overflowed: int = 0
 
     @property
     def entry(self) -> TensorEntry | None:

@@ -30,7 +30,8 @@ def count_not_finite(values: torch.Tensor) -> NotFinite:
     """Count the NaN values and the infinite values of a block."""
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
-    if not values.is_floating_point() or values.dtype == torch.float4_e2m1fn_x2:
+    is_packed = values.dtype == torch.float4_e2m1fn_x2
+    if is_packed or not values.is_floating_point() or not values.numel():
         return _NONE
     if _is_small_float(values):  # which aminmax does not support
         values = values.float()
@@ -60,7 +61,7 @@ def may_overflow(made: torch.Tensor) -> bool:
         return any(count_not_finite(made))
     # Some 8-bit floats have no infinity, and torch takes their largest value.
     largest = torch.finfo(made.dtype).max
-    return not bool(made.float().abs().amax() < largest)
+    return made.numel() > 0 and not bool(made.float().abs().amax() < largest)
 
 
 @cache
