@@ -375,7 +375,8 @@ def reads_its_shards_and_no_more() -> None:
             contiguous = wrap is not split_columns
             if source == "read":
                 assert report.bytes_read == shards, (report.bytes_read, shards)
-                assert abs(asked[0] - shards) < 0.01 * shards + (1 << 16), (asked, shards)
+                # The rest is copied from a map of the file.
+                assert asked[0] < 1.01 * shards + (1 << 16), (asked, shards)
                 assert use.added_anonymous < shards + (64 << 20), use
             elif contiguous:
                 assert report.bytes_read == 0, report

@@ -203,7 +203,7 @@ def test_a_dtype_may_be_a_name(dtype, expected):
     torchlift.load(model, Model().double().state_dict(), dtype=lambda entry: dtype)
     assert model.body.weight.dtype == expected
     with pytest.raises(ValueError, match='expected a name such as "bfloat16", or "model"'):
-        torchlift.load(model, {}, dtype="bf17")
+        torchlift.load(model, {}, dtype="bf16")
 
 
 def test_stages_leave_to_a_later_load_what_is_not_theirs():

@@ -72,7 +72,7 @@ def test_a_mapped_tensor_takes_few_calls(tmp_path: Path, suffix: str) -> None:
         return ckpt.state_dict
 
     found = price(run)
-    assert found["frombuffer"] == found["set_"] == 1
+    assert (found["frombuffer"], found.get("set_", 0)) == (1, 0)
     assert found["python"] < 16
 
 

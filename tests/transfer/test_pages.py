@@ -345,7 +345,7 @@ def test_a_load_is_filled_for_every_user(user):
     """The mode for faults of user code needs no privilege. No descriptor stays open."""
     if user and os.getuid():
         pytest.skip("only root can become another user")
-    with TemporaryDirectory() as folder:  # other users cannot open tmp_path
+    with TemporaryDirectory(dir="/var/tmp") as folder:  # others cannot open TMPDIR, nor tmp_path
         Path(folder).chmod(0o755)
         weight = torch.arange(4096.0)[:, None].expand(4096, 1024).contiguous()
         torchlift.save({"weight": weight}, Path(folder, "x.safetensors"))

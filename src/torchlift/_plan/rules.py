@@ -31,8 +31,6 @@ Rename = Callable[[str], str | None] | Mapping[str, str | None]
 Transform = Callable[[str, torch.Tensor], torch.Tensor]
 #: Called with a number of bytes as they arrive.
 Advance = Callable[[int], object]
-#: Names of dtypes that other commands take.
-_SHORT = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 #: The dtype that keeps the dtype of the model, also on meta.
 MODEL = "model"
 AnyMode = Literal["auto", "assign", "copy", "swap"]
@@ -170,8 +168,8 @@ def can_cast(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def dtype_named(name: str) -> torch.dtype | None:
-    """Return torch's dtype of a name, such as ``"bfloat16"`` or ``"bf16"``, or None."""
-    found = getattr(torch, _SHORT.get(name, name.removeprefix("torch.")), None)
+    """Return torch's dtype of a name, such as ``"bfloat16"``, or None."""
+    found = getattr(torch, name.removeprefix("torch."), None)
     return found if isinstance(found, torch.dtype) else None
 
 

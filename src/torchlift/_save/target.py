@@ -115,7 +115,10 @@ class Target:
             CheckpointError: If there is one.
         """
         folder, name = parent(head), name_of(head)
-        other = [name_of(each) for each in self.heads if each != head and exists(each)]
+        heads = [each for each in self.heads if each != head]
+        if is_url(head) and self.format not in ("safetensors", "sharded"):
+            heads = []  # which costs a request, and few sets of torch files are in a store
+        other = [name_of(each) for each in heads if exists(each)]
         if (self.format in SETS or name in PREFERRED) and _is_folder(folder):
             names = names_in(folder)
             if self.format == "dcp":

@@ -110,8 +110,12 @@ class Quantised:
 def find_quantised(tensors: Mapping[str, _Tensor]) -> Quantised:
     """Return the quantised tensors among all tensors of a checkpoint."""
     modules: dict[str, list[str]] = {}
+    known: dict[object, bool] = {}  # a model has few dtypes and many tensors
     for key, one in tensors.items():
-        if is_code(one.dtype):
+        dtype = one.dtype
+        if dtype not in known:
+            known[dtype] = is_code(dtype)
+        if known[dtype]:
             modules.setdefault(_module_of(key), []).append(key)
     found: dict[str, list[str]] = {}
     for key, one in tensors.items() if modules else ():
