@@ -152,8 +152,8 @@ for name in "head.bias", "body.encoder.layer.5.output.dense.bias":
     print(f"{name:<40}", *(f"{number:8.4f}" for number in numbers))
 
 # %%
-# The head has the random numbers of its constructor, which the skeleton *replays*. All other
-# weights are mapped from the file.
+# The head has the random numbers of its constructor, which runs once more for it. All other weights
+# are mapped from the file.
 #
 # Train
 # -----

@@ -25,11 +25,11 @@ folder = Path(package.submodule_search_locations[0]) / "model"
 model = torchlift.skeleton(BertModel, BertConfig.from_pretrained(folder)).eval()
 report = torchlift.load(model, folder / "model.safetensors")
 print(len(report.loaded), "tensors loaded,", report.bytes_read, "bytes copied")
-print("not in the file, computed again:", report.replayed)
+print("not in the file, from the constructor:", report.replayed)
 
 # %%
 # You get the real class with all of its methods. Its weights are mapped from the file. The next
-# section explains why two tensors are computed.
+# section explains why two tensors are not in the file.
 #
 # Unexpected key: embeddings.position_ids
 # ---------------------------------------
@@ -57,7 +57,7 @@ print("left on meta:", left)
 
 # %%
 # `torchlift.load` recognises the name: it is a buffer that the class computes. It drops the tensor
-# of the file and *replays* the buffer of the class. An unknown name would be an error here too.
+# of the file and keeps the buffer of the class. An unknown name would be an error here too.
 #
 # Is it the same model?
 # ---------------------

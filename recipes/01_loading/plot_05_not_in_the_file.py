@@ -6,7 +6,7 @@ Every key matches, nothing is missing, and the model computes nonsense. Or it st
 meta, although you loaded the complete file. What does a model have that its file lacks?
 
 Buffers with ``persistent=False``: the constructor computes them, and ``state_dict()`` skips them. A
-`torchlift.skeleton` records how each was made, and `torchlift.load` makes it again.
+`torchlift.skeleton` runs the constructor and puts only what a file contains on meta.
 """
 
 # %%
@@ -30,11 +30,11 @@ class Rotary(torch.nn.Linear):
 path = tempfile.mkdtemp() + "/rotary.pt"
 torch.save(Rotary().state_dict(), path)
 report = torchlift.load(torchlift.skeleton(Rotary), path)
-print("from the file:", *report.loaded, "- computed again:", *report.replayed)
+print("from the file:", *report.loaded, "- from the constructor:", *report.replayed)
 
 # %%
-# ``inv_freq`` is not in the file. torchlift *replayed* it: it ran the constructor's calls for this
-# buffer again.
+# ``inv_freq`` is not in the file. The constructor of the skeleton has computed it, and the report
+# lists it under *replayed*.
 #
 # NotImplementedError: Cannot copy out of meta tensor
 # ---------------------------------------------------
@@ -132,8 +132,8 @@ assert most > torch.pi, (
 # Proof
 # -----
 #
-# A skeleton is on meta too, but it recorded each call that made a tensor. Here is the same load,
-# once as it is and once in bfloat16. ``dtype`` casts weights, and replayed buffers keep their type.
+# The weights of a skeleton are on meta too, but its buffers are real. Here is the same load, once as
+# it is and once in bfloat16. ``dtype`` casts weights, and the buffers keep their type.
 
 model = torchlift.skeleton(Attention)
 torchlift.load(model, path)

@@ -5,8 +5,8 @@ RuntimeError: Tensor.item() cannot be called on meta tensors
 You build a model on the meta device to save its memory, and the constructor fails. It reads the
 value of a tensor, and a tensor on meta lacks one. Must you change the model?
 
-No. A `torchlift.skeleton` computes that one tensor and returns its value. It leaves the weights on
-meta.
+No. A `torchlift.skeleton` runs the constructor as it is. Only the weights go to meta, and each one
+when a module registers it.
 """
 
 # %%
@@ -46,9 +46,9 @@ except RuntimeError as error:
     print(f"{type(error).__name__}: {error}")
 
 # %%
-# If the model is yours, you could change it and make the rates with ``device="cpu"``. A skeleton
-# records each call that makes a tensor. When the constructor reads a value, the skeleton *replays*
-# the calls that led to this one tensor. Other reads work in the same way:
+# If the model is yours, you could change it and make the rates with ``device="cpu"``. In a skeleton
+# all tensors but the weights are real, so the constructor can read their values. Other reads work
+# in the same way:
 
 
 class Curious(torch.nn.Module):
@@ -146,7 +146,7 @@ plt.show()
 # --------
 #
 # - On meta a tensor has a shape, but not a value. Any code that reads a value fails.
-# - A skeleton replays the history of the tensor whose value is read, and no other.
+# - A skeleton runs the constructor for real, and moves each weight to meta when it is registered.
 # - The weights stay on meta until a load fills them or `torchlift.materialize` makes them.
 #
 # Use this when

@@ -544,8 +544,8 @@ def test_a_module_with_hooks_gets_them_too(path: Any, kind: str, live: bool) -> 
     value = other_kinds()[kind]
     saved(path, w=value)
     for given in (path, {"w": value}):
-        zeros = torch.zeros(2, 2)
-        model = Hooked(value.clone()) if live else torchlift.skeleton(Hooked, zeros)
+        blank = torchlift.skeleton(lambda: Hooked(torch.zeros(2, 2)))
+        model = Hooked(value.clone()) if live else blank
         torchlift.load(model, given)
         assert model.w.layout == value.layout
         assert torch.equal(dense_of(model.w), dense_of(value))

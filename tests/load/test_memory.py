@@ -27,7 +27,7 @@ SETUP = """
 import json, os, torch, tqdm, traceback, torchlift
 from torchlift import measure
 from generated import Stack
-import torchlift._load.loading, torchlift._skeleton.replay
+import torchlift._load.loading, torchlift._skeleton.construction
 
 torch.set_num_threads(2)
 half = torch.bfloat16

@@ -129,7 +129,7 @@ def test_every_mode_and_source_gives_the_same_tensors(family: str, tmp_path: Pat
 
 @every_family
 def test_materialize_with_a_seed_is_normal_construction_with_that_seed(family: str) -> None:
-    """Nothing but the recorded construction is needed to get the very same random weights."""
+    """Nothing but the constructor is needed to get the very same random weights."""
     wanted = reference(family)
     model = skeleton(family)
     assert all(tensor.is_meta for tensor in all_tensors(model).values())

@@ -140,14 +140,14 @@ def _explain_full_device(path: str) -> Iterator[None]:
 
 
 def _make(makings: Sequence[Making]) -> list[tuple[Group, torch.Tensor]]:
-    """Replay tensors on meta, and move live tensors to their device."""
-    on_meta = [item for item in makings if item.group.tensor.is_meta]
-    live = [item for item in makings if not item.group.tensor.is_meta]
-    replayed = make([item.group for item in on_meta], [item.device for item in on_meta])
-    tensors = [*replayed, *(item.group.tensor.detach() for item in live)]
+    """Construct tensors on meta, and move live tensors to their device."""
+    lacking = [item for item in makings if item.is_constructed]
+    live = [item for item in makings if not item.is_constructed]
+    made = make([item.group for item in lacking], [item.device for item in lacking])
+    tensors = [*made, *(item.group.tensor.detach() for item in live)]
     return [
         (item.group, tensor.to(item.device, item.dtype))
-        for item, tensor in zip([*on_meta, *live], tensors, strict=True)
+        for item, tensor in zip([*lacking, *live], tensors, strict=True)
     ]
 
 

@@ -22,21 +22,16 @@ from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
-from torch.utils._device import _device_constructors as device_constructors
 
 __all__ = [
     "REBUILD_QUANTIZED", "REBUILD_SPARSE", "REBUILD_V2", "REBUILD_V3", "IncompatibleKeys",
-    "NormBase", "device_constructors",
+    "NormBase",
 ]  # fmt: skip
 
 LAZY: type = UninitializedTensorMixin
 LAZY_HOOK: Any = LazyModuleMixin._lazy_load_hook
 #: The ``__torch_function__`` of a class that asks for none.
 DISABLED: Any = torch._C._disabled_torch_function_impl
-#: What turns gradients on and off, as a function mode sees it.
-SET_GRAD_ENABLED: Any = torch._C._set_grad_enabled
-#: The code of what `torch.nn.init.trunc_normal_` calls.
-TRUNC_NORMAL = torch.nn.init._no_grad_trunc_normal_.__code__
 #: A recurrent layer's weak references to its own weights: their list, and the weights.
 FLAT_REFERENCES, FLAT_WEIGHTS = "_flat_weight_refs", "_flat_weights"
 #: Children in which torch.compile, activation checkpointing and FullyShardedDataParallel hold the
@@ -49,7 +44,9 @@ FLATTENED = "_fsdp_flattened"
 
 #: Exchanges what two tensor objects stand for; see `torch.utils.swap_tensors`.
 swap_content: Callable[[torch.Tensor, torch.Tensor], None] = torch._C._swap_tensor_impl
-#: What tells a storage from others. In C: a recorder asks for every call that it sees.
+#: Makes torch raise if somebody asks for the address of a tensor's memory.
+forbid_address: Callable[[torch.Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
+#: What tells a storage from others. In C, because a skeleton needs it for each tensor.
 key_of: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
 
@@ -80,12 +77,6 @@ def strict_of_caller() -> bool:
     return True if frame is None else bool(frame.f_locals["strict"])
 
 
-def writes_into_leaf(error: Exception) -> bool:
-    """Say whether autograd refused a call for writing into a leaf that wants gradients."""
-    # Only the text tells: it is a RuntimeError as any other.
-    return "leaf Variable" in str(error)
-
-
 #: Tells how many hold a tensor's content, in C++.
 use_count: Callable[[torch.Tensor], int] = methodcaller("_use_count")
 
@@ -114,12 +105,6 @@ def storage_key(tensor: torch.Tensor) -> int:
         NotImplementedError, RuntimeError, ValueError: If it has none (sparse, lazy, a wrapper).
     """
     return key_of(tensor.untyped_storage())
-
-
-def unseen_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """Return the tensor's storage without a function mode, which could answer instead."""
-    with torch._C.DisableTorchFunction():
-        return tensor.untyped_storage()
 
 
 def memory_of(tensor: torch.Tensor) -> int | None:

@@ -164,11 +164,12 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Making:
-    """A tensor without values in the source: it is replayed, or moved if it is live."""
+    """A tensor without values in the source: it is constructed, or moved if it is live."""
 
     group: Group
     device: torch.device
     dtype: torch.dtype
+    is_constructed: bool
 
 
 def decide_steps(matched: Match, path: str, options: rules.Options) -> list[Step]:
@@ -225,7 +226,11 @@ def owns_all(source: rules.AnySource, *, live: bool) -> bool:
 
 
 def decide_makings(
-    groups: Iterable[Group], options: rules.Options, steps: Iterable[Step], canonical: Canonical
+    groups: Iterable[Group],
+    options: rules.Options,
+    steps: Iterable[Step],
+    canonical: Canonical,
+    emptied: Iterable[Group] = (),
 ) -> Iterator[Making]:
     """Decide how tensors without values in the source are made or moved.
 
@@ -236,9 +241,10 @@ def decide_makings(
         options: The caller's options.
         steps: The steps of the tensors with values.
         canonical: Returns the reported name for a name of the model.
+        emptied: Tensors that are constructed although they are not on meta.
 
     Raises:
-        PlacementError: If a tensor is on meta and no skeleton recorded how it is made.
+        PlacementError: If a tensor is on meta and no skeleton made it.
     """
     asked = [
         (group, seen, rules.apply_device_rule(options.device, seen, map(canonical, group.names)))
@@ -248,6 +254,7 @@ def decide_makings(
     ]
     asked = [one for one in asked if not rules.is_deferred(one[-1])]
     constructions_of(group for group, *_ in asked if group.tensor.is_meta)
+    without_values = {id(group.tensor) for group in emptied}
     around = {
         step.target.dtype
         for step in steps
@@ -266,8 +273,9 @@ def decide_makings(
             )
             like = next(iter(around)) if alike and dtype.is_floating_point else dtype
             dtype = rules.target_dtype(options.dtype, seen, tensor, like)
-        if (device, dtype) != (tensor.device, tensor.dtype):
-            yield Making(group, device, dtype)
+        is_constructed = tensor.is_meta or id(tensor) in without_values
+        if is_constructed or (device, dtype) != (tensor.device, tensor.dtype):
+            yield Making(group, device, dtype, is_constructed)
 
 
 def _kind_of(pair: Pair, options: rules.Options) -> object | None:

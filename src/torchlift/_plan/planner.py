@@ -59,6 +59,7 @@ from torchlift._plan.suggest import (
     hint_of_computed,
     suggest_rename,
 )
+from torchlift._skeleton.construction import emptied, is_of_constructor
 from torchlift._sources.opening import Given, Origin, open_source, state_hint
 from torchlift._sources.tensors import FileTensor, MemoryTensor, SourceTensor
 from torchlift._store.url import Url
@@ -301,7 +302,7 @@ def decide(matched: Match, tree: ModuleTree, source: Origin, options: Options) -
     try:
         steps = decide_steps(matched, source.path, options)
         lacking = [*matched.unmatched, *tree.meta_attributes]
-        makings = tuple(decide_makings(lacking, options, steps, canonical))
+        makings = tuple(decide_makings(lacking, options, steps, canonical, emptied(tree)))
     except PlacementError as error:
         names = {name: canonical(name) for group in tree.groups for name in group.names}
         error.entry = names.get(error.entry or "", error.entry)
@@ -312,7 +313,8 @@ def decide(matched: Match, tree: ModuleTree, source: Origin, options: Options) -
                 "torchlift.skeleton, and call torchlift.materialize(model) before you load."
             )
         raise
-    replayed = [item.group for item in makings if item.group.tensor.is_meta]
+    made = {id(item.group.tensor) for item in makings if item.is_constructed}
+    replayed = [g for g in lacking if id(g.tensor) in made or is_of_constructor(g)]
     moved = [step for step in steps if not step.plain]
     kept = {
         canonical(name): _describe_kept(canonical(name), one, source)

@@ -93,7 +93,7 @@ class LoadReport(Summary):
             and attributes of a TorchScript program.
         mismatched: Name -> `Mismatch`, for keys that ``ignore_mismatched=True`` skipped.
         tied: Groups of names that are one tensor in the model.
-        replayed: Names whose value was made by replaying their construction.
+        replayed: Names of a skeleton's tensors whose value is the constructor's.
         deferred: Names that the device rule left for a later load, with ``"meta"``.
         renamed: Name in the checkpoint -> name in the model, if they differ.
         hint: The change that would match more names, or None.

@@ -1,1 +1,1 @@
-"""Record the construction of a module and replay it."""
+"""Construct a module with its parameters on meta, and construct again what is missing."""
