@@ -132,8 +132,8 @@ assert most > torch.pi, (
 # Proof
 # -----
 #
-# The weights of a skeleton are on meta too, but its buffers are real. Here is the same load, once as
-# it is and once in bfloat16. ``dtype`` casts weights, and the buffers keep their type.
+# The weights of a skeleton are on meta too, but its buffers are real. Here is the same load, once
+# as it is and once in bfloat16. ``dtype`` casts weights, and the buffers keep their type.
 
 model = torchlift.skeleton(Attention)
 torchlift.load(model, path)
