@@ -449,6 +449,157 @@ def test_assign_gives_new_objects_and_leaves_the_old_ones_on_meta(tmp_path: Path
     assert held.is_meta
 
 
+# -- what constructors and callers do -----------------------------------------------------------
+
+
+def test_values_that_torch_has_loaded_stay() -> None:
+    """``assign=True`` puts tensors into a skeleton, and so may anybody."""
+    trained = nn.BatchNorm1d(3)
+    trained.running_mean.fill_(5)
+    for way in torchlift.materialize, lambda m: torchlift.load(m, trained.state_dict()):
+        model = torchlift.skeleton(nn.BatchNorm1d, 3)
+        model.load_state_dict(trained.state_dict(), assign=True)
+        way(model)
+        assert model.running_mean.eq(5).all()
+
+
+class OnBackbone(nn.Module):
+    """Has a live layer that no argument leads to, and a new one."""
+
+    live: nn.Linear
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head = OnBackbone.live, nn.Linear(2, 2)
+
+
+def test_a_live_layer_that_a_class_refers_to_stays_live() -> None:
+    """Only what the constructor makes goes to meta."""
+    OnBackbone.live = nn.Linear(2, 2)
+    before = OnBackbone.live.weight.detach().clone()
+    model = torchlift.skeleton(OnBackbone)
+    assert model.head.weight.is_meta
+    assert torchlift.materialize(model) == ["head.weight", "head.bias"]
+    assert torch.equal(OnBackbone.live.weight, before)
+
+
+class Tuned(nn.Module):
+    """Changes the module that it gets, as libraries for adapters do."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        base.fc = nn.Linear(2, 3)
+        self.base, self.extra = base, nn.Linear(2, 2)
+
+
+def test_a_factory_that_changes_a_live_module_runs_once() -> None:
+    """Its tensors are real, and a load fills those of the model."""
+    base = nn.ModuleDict({"fc": nn.Linear(2, 2)})
+    model: Any = torchlift.skeleton(Tuned, base)
+    saved = {name: torch.ones_like(one) for name, one in model.state_dict().items()}
+    del saved["extra.bias"]
+    torchlift.load(model, saved, strict=False, allow_missing=["extra.bias"])
+    assert model.base is base
+    assert base.fc.weight.eq(1).all()
+    assert not model.extra.bias.is_meta
+
+
+def test_tensors_on_meta_share_memory_only_if_those_of_the_model_do() -> None:
+    """Other libraries find ties by the storage."""
+    model = torchlift.skeleton(nn.BatchNorm1d, 3)
+    storages = {tensor.untyped_storage()._cdata for tensor in model.state_dict().values()}
+    assert len(storages) == 5
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_random_buffers_of_a_seed_are_those_of_the_built_model(own: bool) -> None:
+    """No file has them, and the trained weights belong to them."""
+
+    class Projected(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            drawn = torch.Generator() if own else torch.default_generator
+            torch.Generator.manual_seed(drawn, 7) if own else torch.manual_seed(7)
+            self.layer = nn.Linear(3, 3)
+            nn.init.normal_(self.layer.weight, generator=drawn if own else None)
+            self.register_buffer("seen", torch.randn(3, generator=drawn), persistent=False)
+
+    torch.manual_seed(1)
+    model: Any = torchlift.skeleton(Projected)
+    assert torch.equal(model.seen, Projected().seen)
+    assert model.layer.weight.is_meta
+
+
+def test_a_buffer_that_belongs_to_a_parameter_is_of_the_same_run() -> None:
+    """A parameter that the file lacks is drawn again, and what was computed with it."""
+
+    class Doubles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            drawn = torch.randn(4)
+            self.weight, self.head = nn.Parameter(drawn), nn.Linear(2, 2)
+            self.register_buffer("twice", 2 * drawn, persistent=False)
+
+    for way in "load", "materialize":
+        model: Any = torchlift.skeleton(Doubles)
+        if way == "load":
+            saved = {f"head.{name}": one for name, one in nn.Linear(2, 2).state_dict().items()}
+            torchlift.load(model, saved, allow_missing=["weight"])
+        else:
+            torchlift.materialize(model)
+        assert torch.equal(model.twice, 2 * model.weight.detach())
+
+
+def test_a_constructor_sees_the_device_of_the_built_model() -> None:
+    """It keeps the device, makes buffers there, and a dictionary of options has it."""
+
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+            device = self.layer.weight.device
+            self.options, self.text = {"device": device}, str(device)
+            self.register_buffer("table", torch.ones(2, device=device), persistent=False)
+
+    model = torchlift.skeleton(Keeps)
+    assert (model.options, model.text) == ({"device": torch.device("cpu")}, "cpu")
+    assert not model.table.is_meta
+    assert model.layer.weight.is_meta
+    assert model.layer.weight.device == torch.device("meta")
+
+
+class Options(dict):  # type: ignore[type-arg]
+    """Options by attribute, as EasyDict has them."""
+
+    __getattr__ = dict.__getitem__
+
+
+def test_arguments_keep_their_classes_and_an_iterator_is_refused() -> None:
+    """The constructor runs again with them. An iterator would be empty then."""
+    model = torchlift.skeleton(lambda options: nn.Linear(options.width, 2), Options(width=3))
+    torchlift.materialize(model)
+    assert model.weight.shape == (2, 3)
+    with pytest.raises(TypeError, match="pass a list"):
+        torchlift.skeleton(lambda sizes: nn.Linear(*sizes), iter([2, 3]))
+
+
+def test_a_constructor_that_may_run_once_says_why_it_ran_again() -> None:
+    """It needs a value of a parameter, so that it has to run for real."""
+    runs: list[int] = []
+
+    def build() -> nn.Module:
+        runs.append(1)
+        if len(runs) > 1:
+            raise ValueError("a layer of this name exists")
+        model = nn.Linear(2, 2)
+        float(model.weight.detach().sum())
+        return model
+
+    with pytest.raises(ValueError, match="a layer of this name exists") as caught:
+        torchlift.skeleton(build)
+    assert any("a second time" in text for text in caught.value.__notes__)
+
+
 # -- what it costs ----------------------------------------------------------------------------
 
 _LLAMA = """
@@ -564,8 +715,8 @@ def test_buffers_that_to_empty_has_emptied_get_their_values(way: str, half: bool
     """torch's way to give a model on meta its memory leaves noise in what no file contains."""
     model: Any = torchlift.skeleton(Rotary)
     model = (model.half() if half else model).to_empty(device="cpu")
-    model.table.fill_(torch.nan)
-    model.count.fill_(9)
+    model.table.data.fill_(torch.nan)  # noise is not a write that torch counts
+    model.count.data.fill_(9)
     if way == "load":
         report = torchlift.load(model, Rotary().state_dict())
         assert report.replayed == ["table"]

@@ -353,8 +353,8 @@ def meta_error(key: str, path: str | None = None) -> PlacementError:
         file=path,
         entry=key,
         found="a tensor on meta",
-        hint="Load the model first. Or leave the tensor out: pass "
-        "{k: v for k, v in state.items() if not v.is_meta}.",
+        hint="Load its values with torchlift.load, or make them with torchlift.materialize. Or "
+        "leave the tensor out: pass {k: v for k, v in state.items() if not v.is_meta}.",
     )
 
 

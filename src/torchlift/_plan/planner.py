@@ -59,7 +59,7 @@ from torchlift._plan.suggest import (
     hint_of_computed,
     suggest_rename,
 )
-from torchlift._skeleton.construction import emptied, is_of_constructor
+from torchlift._skeleton.construction import emptied, is_of_constructor, made_with
 from torchlift._sources.opening import Given, Origin, open_source, state_hint
 from torchlift._sources.tensors import FileTensor, MemoryTensor, SourceTensor
 from torchlift._store.url import Url
@@ -302,7 +302,9 @@ def decide(matched: Match, tree: ModuleTree, source: Origin, options: Options) -
     try:
         steps = decide_steps(matched, source.path, options)
         lacking = [*matched.unmatched, *tree.meta_attributes]
-        makings = tuple(decide_makings(lacking, options, steps, canonical, emptied(tree)))
+        again = made_with((group for group in lacking if group.tensor.is_meta), tree)
+        again += emptied(tree)
+        makings = tuple(decide_makings(lacking, options, steps, canonical, again))
     except PlacementError as error:
         names = {name: canonical(name) for group in tree.groups for name in group.names}
         error.entry = names.get(error.entry or "", error.entry)

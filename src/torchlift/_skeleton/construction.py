@@ -24,11 +24,11 @@ from torchlift._model.handlers import has_memory
 from torchlift._model.holders import has_holders
 from torchlift._model.slots import CONSTRUCTION, Group, ModuleTree, Slot, is_lazy, read_tree
 from torchlift._model.torch_private import forbid_address, key_of, swap_content, version_of
-from torchlift._system.containers import map_leaves
+from torchlift._system.containers import leaves
 from torchlift._system.interrupts import uninterrupted
-from torchlift._system.memory import collection_paused
+from torchlift._system.memory import collection_paused, live_instances
 from torchlift._system.text import clipped_list
-from torchlift.errors import PlacementError, did_you_mean
+from torchlift.errors import PlacementError, did_you_mean, note
 
 P = ParamSpec("P")
 M = TypeVar("M", bound=nn.Module)
@@ -51,6 +51,9 @@ def skeleton(factory: Callable[P, M], *args: P.args, **kwargs: P.kwargs) -> M:
     such as a new head. These tensors get the values of normal construction. See "A skeleton runs
     the constructor again" in the guide.
 
+    If the factory gets a live module, such as one to adapt, it runs once and all its tensors are
+    real.
+
     Args:
         factory: A module class, or a callable that returns a module. It may run more than once.
         args: Positional arguments of `factory`.
@@ -60,7 +63,7 @@ def skeleton(factory: Callable[P, M], *args: P.args, **kwargs: P.kwargs) -> M:
         The module. A tensor that torch cannot represent on meta is real.
 
     Raises:
-        TypeError: If `factory` does not return a module.
+        TypeError: If `factory` does not return a module, or an argument is an iterator.
 
     Example:
         >>> import torch, torchlift
@@ -73,7 +76,12 @@ def skeleton(factory: Callable[P, M], *args: P.args, **kwargs: P.kwargs) -> M:
             f"skeleton() takes a class or a function that makes a module, not {type(factory)!r}: "
             "write skeleton(Model, config) instead of skeleton(Model(config))"
         )
-    if _building.run is not None:  # a part of the outer skeleton, which can make it again
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Iterator):
+            raise TypeError("an iterator cannot be passed twice: pass a list to skeleton()")
+    # In a constructor it is a part of the outer skeleton, which can make it again. A live module
+    # would be changed by each run, as get_peft_model does, so there is only one.
+    if _building.run is not None or _gets_live_module(factory, args, kwargs):
         return _require_module(factory(*args, **kwargs), factory)
     device = torch.get_default_device()
     recipe = Recipe(
@@ -83,21 +91,21 @@ def skeleton(factory: Callable[P, M], *args: P.args, **kwargs: P.kwargs) -> M:
         # On meta by default is how people spare the memory that a skeleton spares them anyway.
         torch.device("cpu") if device == META else device,
         torch.get_default_dtype(),
-        _tensors_before(factory, args, kwargs),
     )
     with collection_paused(), _random_state_kept(recipe.device):
         model: M
         model, run = recipe.run_first(args, kwargs)
-        memory: dict[int, torch.UntypedStorage] = {}
+        memory: Memory = {}
         for place, group in _places(ModuleTree(model)):
             content = None
             if group.is_parameter and (recipe.is_whole or id(group.tensor) not in run.numbers):
-                _blank(group, recipe.before)  # of a deep copy, say, which registers nothing
+                _blank(group, run.before)  # of a deep copy, say, which registers nothing
             elif group.persistent and not group.is_parameter:
-                content = _blank(group, recipe.before)
+                content = _blank(group, run.before)
             if content is not None and content.nbytes > SMALL:
                 content = None
-            _remember(group, recipe, place, run.numbers.get(id(group.tensor)), content)
+            if id(group.tensor) not in run.before:
+                _remember(group, recipe, place, run.numbers.get(id(group.tensor)), content)
             _finish(group.tensor, memory)
         for tensor in run.tensors:
             if type(tensor) is _Blank:  # the module has replaced it, and somebody may hold it
@@ -149,7 +157,7 @@ def materialize(
     if names is not None:
         groups = _named(groups, [names] if isinstance(names, str) else list(names), tree)
     with ordinary_tensors():
-        rest = [] if names is not None else _made_with(groups, tree)
+        rest = [] if names is not None else made_with(groups, tree)
         wanted = [*groups, *rest]
         made = make(wanted, [where if g.tensor.is_meta else g.tensor.device for g in wanted])
         moved = [] if names is not None or device is None else _constructed(tree)
@@ -176,10 +184,18 @@ class _Blank(nn.Parameter):
     torch would take 0.1 ms for random numbers on meta, and imports sympy for the first ones: 1 s.
     """
 
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Return the device of the built model, because modules keep it."""
+        run = _building.run
+        return META if run is None else run.devices.get(id(self), torch.device("cpu"))
+
 
 def _skipped(initialise: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @wraps(initialise)
     def skip(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("generator") is not None:
+            raise RuntimeError("the next numbers of this generator depend on a parameter")
         # Autograd refuses to write to a leaf that requires gradients.
         if self.is_meta and not (self.requires_grad and torch.is_grad_enabled()):
             return self
@@ -200,15 +216,19 @@ class _Run:
 
     Attributes:
         keep: Numbers of registrations whose tensors stay real. None: all of them.
-        before: Identities of tensors that existed before, and that belong to the caller.
+        live: The tensors that existed before, and that belong to the caller.
+        before: Their identities.
+        devices: Identity of a parameter on meta -> the device that it would have.
         numbers: Identity of a tensor -> the number of its first registration.
         tensors: The tensors by number. They stay alive, so that an identity is unique.
         last: The module that registered a buffer last, and its name.
     """
 
-    def __init__(self, keep: frozenset[int] | None, before: frozenset[int]) -> None:
+    def __init__(self, keep: frozenset[int] | None) -> None:
         self.keep = keep
-        self.before = before
+        self.live = live_instances(torch.Tensor)
+        self.before = frozenset(map(id, self.live))
+        self.devices: dict[int, torch.device] = {}
         self.numbers: dict[int, int] = {}
         self.tensors: list[torch.Tensor] = []
         self.last: tuple[nn.Module, str] | None = None
@@ -232,6 +252,7 @@ class _Run:
 
     def _blank(self, tensor: torch.Tensor, slots: tuple[Slot, ...]) -> None:
         if self.keep is not None and self.numbers.get(id(tensor)) not in self.keep:
+            self.devices[id(tensor)] = tensor.device
             _blank(Group(tensor, slots), self.before)
 
 
@@ -242,13 +263,14 @@ class _Building(threading.local):
 
 
 _building = _Building()
-_lock = threading.Lock()
 _is_hooked = False
 
 
 def _on_registration(module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
     if _building.run is not None:
         _building.run.register(module, name, tensor)
+    elif CONSTRUCTION in module.__dict__:  # somebody gives it another tensor
+        module.__dict__[CONSTRUCTION].pop(name, None)
 
 
 def _add_hooks() -> None:
@@ -259,11 +281,11 @@ def _add_hooks() -> None:
     they cost 0.1 us a tensor.
     """
     global _is_hooked
-    with _lock:
-        if not _is_hooked:
-            register_module_parameter_registration_hook(_on_registration)
-            register_module_buffer_registration_hook(_on_registration)
-            _is_hooked = True
+    if not _is_hooked:
+        # Twice, by two threads or after Ctrl-C, does no harm. A lock could stay locked.
+        register_module_parameter_registration_hook(_on_registration)
+        register_module_buffer_registration_hook(_on_registration)
+        _is_hooked = True
 
 
 def _blank(group: Group, before: frozenset[int]) -> torch.Tensor | None:
@@ -295,14 +317,18 @@ def _blank(group: Group, before: frozenset[int]) -> torch.Tensor | None:
     return content
 
 
-def _finish(tensor: torch.Tensor, memory: dict[int, torch.UntypedStorage]) -> None:
+#: Key of a storage on meta -> itself, so that the key stays unique, and its successor.
+Memory = dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]]
+
+
+def _finish(tensor: torch.Tensor, memory: Memory) -> None:
     """Make a plain tensor on meta of what it was for the constructor.
 
     torch cannot undo `forbid_address`. Tensors that share memory still do.
 
     Args:
         tensor: A tensor of a finished skeleton.
-        memory: Key of a storage -> its successor, for all tensors of the skeleton.
+        memory: The storages of all tensors of the skeleton so far.
     """
     kind: Any = nn.Parameter
     if type(tensor) is _Blank:
@@ -311,11 +337,10 @@ def _finish(tensor: torch.Tensor, memory: dict[int, torch.UntypedStorage]) -> No
         return
     old, view = tensor.untyped_storage(), (tensor.storage_offset(), tensor.shape, tensor.stride())
     if key_of(old) not in memory:
-        memory[key_of(old)] = torch.empty(
-            old.nbytes(), dtype=torch.uint8, device=META
-        ).untyped_storage()
+        new = torch.empty(old.nbytes(), dtype=torch.uint8, device=META)
+        memory[key_of(old)] = old, new.untyped_storage()
     with torch.no_grad():
-        tensor.set_(memory[key_of(old)], *view)
+        tensor.set_(memory[key_of(old)][1], *view)
 
 
 @contextmanager
@@ -345,21 +370,18 @@ def _require_module(made: M, factory: object) -> M:
 
 def _copy_containers(value: Any) -> Any:
     """Copy the containers of arguments, which the constructor or the caller may change later."""
-    return map_leaves(value, lambda leaf, _: leaf)
+    if isinstance(value, dict):
+        copied = copy.copy(value)
+        copied.update((key, _copy_containers(item)) for key, item in value.items())
+        return copied
+    if type(value) in (list, tuple):
+        return type(value)(map(_copy_containers, value))
+    return copy.copy(value) if isinstance(value, (list, set)) else value
 
 
-def _tensors_before(factory: Any, args: object, kwargs: object) -> frozenset[int]:
-    """Return identities of the tensors that a factory gets, which stay as they are."""
+def _gets_live_module(factory: Any, args: object, kwargs: object) -> bool:
+    """Return whether a factory gets a module with values: an argument, or what it refers to."""
     factory = getattr(factory, "__wrapped__", factory)
-    found: set[int] = set()
-
-    def add(value: Any, _: object = None) -> None:
-        if isinstance(value, torch.Tensor):
-            found.add(id(value))
-        elif isinstance(value, nn.Module) and "_modules" in vars(value):
-            tree = ModuleTree(value)
-            found.update(id(group.tensor) for group in [*tree.groups, *tree.attributes])
-
     given = [args, kwargs, getattr(factory, "__self__", None)]
     given += [getattr(factory, name, None) for name in ("args", "keywords")]  # of a partial
     inner = getattr(factory, "func", factory)
@@ -369,8 +391,9 @@ def _tensors_before(factory: Any, args: object, kwargs: object) -> frozenset[int
     code = getattr(inner, "__code__", None)
     known = getattr(inner, "__globals__", {})
     given += [known[name] for name in (code.co_names if code else ()) if name in known]
-    map_leaves(given, add)
-    return frozenset(found)
+    modules = [value for value in leaves(given).values() if isinstance(value, nn.Module)]
+    groups = [group for module in modules for group in ModuleTree(module).groups]
+    return any(not (group.tensor.is_meta or is_lazy(group.tensor)) for group in groups)
 
 
 # -- how a tensor is made -------------------------------------------------------------------------
@@ -387,7 +410,6 @@ class Recipe:
     Attributes:
         factory, args, kwargs: The call.
         device, dtype: The defaults of torch at that time.
-        before: Identities of tensors that existed before.
         is_whole: Whether the constructor needs the values of its parameters.
         numbers: Place of a tensor -> the number of its registration.
     """
@@ -397,7 +419,6 @@ class Recipe:
     kwargs: Any
     device: torch.device
     dtype: torch.dtype
-    before: frozenset[int]
     is_whole: bool = False
     numbers: dict[Place, int] = field(default_factory=dict)
     on_meta: int = 0
@@ -408,19 +429,25 @@ class Recipe:
     def run_first(self, args: Any, kwargs: Any) -> tuple[Any, _Run]:
         """Run the factory. Return the module, and what was registered.
 
-        If the constructor fails because it needs values of a parameter, it runs for real.
+        If the constructor needs the values of a parameter, or the numbers that these take from a
+        seed of its own, it runs for real.
         """
-        state = torch.get_rng_state()
+        state, seed = torch.get_rng_state(), torch.initial_seed()
+        first: Exception | None = None
         try:
             model, run = self.run(frozenset(), args, kwargs)
-            if not _has_meta_device(model):
+            if torch.initial_seed() == seed and not _has_meta_device(model):
                 return model, run
-        except Exception:
-            # Its own error occurs again. What meta tensors cannot do has other words in each call.
-            pass
+        except Exception as error:  # its own one occurs again
+            first = error
         torch.set_rng_state(state)
         self.is_whole = True
-        return self.run_again(None)
+        try:
+            return self.run_again(None)
+        except Exception as error:
+            if first is not None and str(first) != str(error):
+                note(error, f"the constructor ran a second time, because of {first!r}")
+            raise
 
     def run_again(self, keep: frozenset[int] | None) -> tuple[nn.Module, _Run]:
         """Run the factory with its own containers, which it may change."""
@@ -429,7 +456,7 @@ class Recipe:
     def run(self, keep: frozenset[int] | None, args: Any, kwargs: Any) -> tuple[nn.Module, _Run]:
         """Run the factory with all but some parameters on meta, or with none on meta."""
         _add_hooks()
-        run = _Run(keep, self.before)
+        run = _Run(keep)
         outer = _building.run
         # A mode costs a call of Python for each call of torch.
         where = nullcontext() if torch.get_default_device() == self.device else self.device
@@ -459,9 +486,7 @@ class Recipe:
         for keep in self._attempts(wanted):
             state = torch.get_rng_state()
             try:
-                model, _ = self.run(
-                    keep, _copy_containers(self.args), _copy_containers(self.kwargs)
-                )
+                model, run = self.run_again(keep)
             except Exception as error:
                 if keep is not None:
                     torch.set_rng_state(state)
@@ -472,6 +497,9 @@ class Recipe:
                     hint="Build the model without torchlift.skeleton.",
                 ) from error
             found = {place: group.tensor for place, group in _places(ModuleTree(model))}
+            memory: Memory = {}
+            for registered in run.tensors:
+                _finish(registered, memory)
             if keep is None or not any(
                 one.place in found and found[one.place].is_meta for one in wanted
             ):
@@ -481,7 +509,7 @@ class Recipe:
             tensor = found.get(one.place)
             if tensor is not None and tensor.is_meta:
                 raise PlacementError(
-                    "the constructor itself makes it on meta, so it never has a value",
+                    "the constructor itself makes it on meta, or returns a tensor of its first run",
                     entry=one.place[0],
                     hint="Load it from a checkpoint, or make it on the CPU in the constructor.",
                 )
@@ -497,7 +525,7 @@ class Recipe:
 
     def _attempts(self, wanted: Sequence[Construction]) -> Iterator[frozenset[int] | None]:
         """Yield the numbers of parameters to keep, from those that are needed to all."""
-        if not self.is_whole and len(wanted) < self.on_meta:
+        if not self.is_whole and sum(one.value is None for one in wanted) < self.on_meta:
             keep = frozenset(one.number for one in wanted if one.number is not None)
             yield keep
             # A tensor that is made of parameters is most often made of those beside it.
@@ -565,7 +593,7 @@ def _remember(
     calls the class), and so does a buffer that is cast. The module keeps them.
     """
     tensor = group.tensor
-    if is_lazy(tensor) or id(tensor) in recipe.before or not has_memory(tensor):
+    if is_lazy(tensor) or not has_memory(tensor):
         return
     if tensor.is_meta:
         recipe.on_meta += value is None
@@ -652,9 +680,9 @@ def make(groups: Sequence[Group], devices: Sequence[torch.device]) -> list[torch
     constructions = constructions_of(groups)
     made: dict[int, torch.Tensor] = {}
     batches: dict[tuple[int, int], list[int]] = {}
-    whole, memos = _complete(constructions), dict[int, dict[int, Any]]()
+    running, memos = _that_run(constructions), dict[int, dict[int, Any]]()
     for position, (one, group) in enumerate(zip(constructions, groups, strict=True)):
-        if one.value is None or id(one.recipe) in whole:
+        if one.value is None or id(one.recipe) in running:
             batches.setdefault((id(one.recipe), id(one.copy)), []).append(position)
         else:
             # As one copy, so that views of one memory share it in the copy, too.
@@ -700,13 +728,17 @@ def emptied(tree: ModuleTree) -> list[Group]:
     known = [(group, made) for group in tree.groups if (made := construction_of(group)) is not None]
     if any(group.tensor.is_meta for group, _ in known):
         return []
-    changed = [(group, made.value) for group, made in known if made.value is not None]
-    return [group for group, value in changed if not _has_values_of(group.tensor, value)]
+    return [group for group, made in known if _is_emptied(group.tensor, made.value)]
 
 
-def _has_values_of(tensor: torch.Tensor, value: torch.Tensor) -> bool:
-    """Return whether a buffer still has these values, perhaps in another dtype or device."""
-    return tensor is value or torch.equal(tensor, value.to(tensor.device, tensor.dtype))
+def _is_emptied(tensor: torch.Tensor, value: torch.Tensor | None) -> bool:
+    """Return whether a buffer has new memory, to which nobody has written the constructor's values.
+
+    They may be there in another dtype, or on another device.
+    """
+    if value is None or value is tensor or version_of(tensor) > 0:
+        return False
+    return not torch.equal(tensor, value.to(tensor.device, tensor.dtype))
 
 
 def _constructed(tree: ModuleTree) -> list[Group]:
@@ -715,28 +747,25 @@ def _constructed(tree: ModuleTree) -> list[Group]:
     return [group for group in found if construction_of(group) is not None]
 
 
-def _made_with(groups: Iterable[Group], tree: ModuleTree) -> list[Group]:
-    """Return the real tensors to construct again with all others of their skeleton.
+def made_with(groups: Iterable[Group], tree: ModuleTree) -> list[Group]:
+    """Return the real tensors of the skeletons that run again for these groups.
 
-    A random buffer is then the one that belongs to the seed, and to the parameters.
+    A random buffer, or one that belongs to a parameter, is then of the same run. Tensors that
+    somebody has replaced or written to stay.
     """
-    whole, found = _complete(constructions_of(groups)), []
-    for group in [*tree.groups, *tree.attributes]:
-        made = construction_of(group)
-        if made is None or made.value is not group.tensor or id(made.recipe) not in whole:
+    running, found = _that_run(filter(None, map(construction_of, groups))), []
+    for group in [*tree.groups, *tree.attributes] if running else ():
+        made = None if group.tensor.is_meta else construction_of(group)
+        if made is None or made.value is not group.tensor or id(made.recipe) not in running:
             continue
         if version_of(made.value) == made.version:
             found.append(group)
     return found
 
 
-def _complete(constructions: Iterable[Construction]) -> set[int]:
-    """Return identities of the recipes of which all tensors without a value are among these."""
-    recipes: dict[int, list[Recipe]] = {}
-    for one in constructions:
-        if one.value is None:
-            recipes.setdefault(id(one.recipe), []).append(one.recipe)
-    return {known for known, ones in recipes.items() if len(ones) >= ones[0].on_meta}
+def _that_run(constructions: Iterable[Construction]) -> set[int]:
+    """Return identities of the recipes that have to run for some of these."""
+    return {id(one.recipe) for one in constructions if one.value is None}
 
 
 def _named(groups: list[Group], names: list[str], tree: ModuleTree) -> list[Group]:
