@@ -12,7 +12,7 @@ import pytest
 import torch
 from checkpoint_files import same_bits
 from model_families import FAMILIES, floating_outputs
-from same_model import all_tensors, assert_same_tensors, scrambled
+from same_model import assert_same_tensors, scrambled
 from torch import nn
 
 import torchlift
