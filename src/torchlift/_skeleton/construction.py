@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import wraps
+from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -26,7 +27,7 @@ from torchlift._model.slots import CONSTRUCTION, Group, ModuleTree, Slot, is_laz
 from torchlift._model.torch_private import forbid_address, key_of, swap_content, version_of
 from torchlift._system.containers import leaves
 from torchlift._system.interrupts import uninterrupted
-from torchlift._system.memory import collection_paused, live_instances
+from torchlift._system.memory import collection_paused, trim
 from torchlift._system.text import clipped_list
 from torchlift.errors import PlacementError, did_you_mean, note
 
@@ -99,17 +100,17 @@ def skeleton(factory: Callable[P, M], *args: P.args, **kwargs: P.kwargs) -> M:
         for place, group in _places(ModuleTree(model)):
             content = None
             if group.is_parameter and (recipe.is_whole or id(group.tensor) not in run.numbers):
-                _blank(group, run.before)  # of a deep copy, say, which registers nothing
+                _blank(group)  # of a deep copy, say, which registers nothing
             elif group.persistent and not group.is_parameter:
-                content = _blank(group, run.before)
+                content = _blank(group)
             if content is not None and content.nbytes > SMALL:
                 content = None
-            if id(group.tensor) not in run.before:
-                _remember(group, recipe, place, run.numbers.get(id(group.tensor)), content)
+            _remember(group, recipe, place, run.numbers.get(id(group.tensor)), content)
             _finish(group.tensor, memory)
         for tensor in run.tensors:
             if type(tensor) is _Blank:  # the module has replaced it, and somebody may hold it
                 _finish(tensor, memory)
+    trim()  # or it would count as memory that the process owns, although no page was touched
     return model
 
 
@@ -216,8 +217,6 @@ class _Run:
 
     Attributes:
         keep: Numbers of registrations whose tensors stay real. None: all of them.
-        live: The tensors that existed before, and that belong to the caller.
-        before: Their identities.
         devices: Identity of a parameter on meta -> the device that it would have.
         numbers: Identity of a tensor -> the number of its first registration.
         tensors: The tensors by number. They stay alive, so that an identity is unique.
@@ -226,8 +225,6 @@ class _Run:
 
     def __init__(self, keep: frozenset[int] | None) -> None:
         self.keep = keep
-        self.live = live_instances(torch.Tensor)
-        self.before = frozenset(map(id, self.live))
         self.devices: dict[int, torch.device] = {}
         self.numbers: dict[int, int] = {}
         self.tensors: list[torch.Tensor] = []
@@ -253,7 +250,7 @@ class _Run:
     def _blank(self, tensor: torch.Tensor, slots: tuple[Slot, ...]) -> None:
         if self.keep is not None and self.numbers.get(id(tensor)) not in self.keep:
             self.devices[id(tensor)] = tensor.device
-            _blank(Group(tensor, slots), self.before)
+            _blank(Group(tensor, slots))
 
 
 class _Building(threading.local):
@@ -288,13 +285,13 @@ def _add_hooks() -> None:
         _is_hooked = True
 
 
-def _blank(group: Group, before: frozenset[int]) -> torch.Tensor | None:
+def _blank(group: Group) -> torch.Tensor | None:
     """Move a tensor to meta, and return its content. None: it stays real, as it was.
 
     The object stays. A tensor that torch cannot represent on meta, or cannot exchange, is real.
     """
     tensor = group.tensor
-    if tensor.is_meta or is_lazy(tensor) or id(tensor) in before:
+    if tensor.is_meta or is_lazy(tensor):
         return None
     if not has_memory(tensor) or tensor.is_quantized or not tensor.is_leaf:
         return None
@@ -380,20 +377,30 @@ def _copy_containers(value: Any) -> Any:
 
 
 def _gets_live_module(factory: Any, args: object, kwargs: object) -> bool:
-    """Return whether a factory gets a module with values: an argument, or what it refers to."""
+    """Return whether a factory refers to a module or a parameter with values.
+
+    It may be an argument, an attribute of one, a global or a variable around the function. A list
+    of all live tensors would find every one, but takes longer than a load that maps a file.
+    """
     factory = getattr(factory, "__wrapped__", factory)
+    inner: Any = getattr(factory, "func", factory)
+    function = getattr(inner, "__init__", None) if isinstance(inner, type) else inner
     given = [args, kwargs, getattr(factory, "__self__", None)]
     given += [getattr(factory, name, None) for name in ("args", "keywords")]  # of a partial
-    inner = getattr(factory, "func", factory)
-    for cell in getattr(inner, "__closure__", None) or ():
+    for cell in getattr(function, "__closure__", None) or ():
         with suppress(ValueError):  # a recursive function, before it has its name
             given.append(cell.cell_contents)
-    code = getattr(inner, "__code__", None)
-    known = getattr(inner, "__globals__", {})
-    given += [known[name] for name in (code.co_names if code else ()) if name in known]
-    modules = [value for value in leaves(given).values() if isinstance(value, nn.Module)]
-    groups = [group for module in modules for group in ModuleTree(module).groups]
-    return any(not (group.tensor.is_meta or is_lazy(group.tensor)) for group in groups)
+    names = getattr(getattr(function, "__code__", None), "co_names", ())
+    known = getattr(function, "__globals__", {})
+    given += [known[name] for name in names if name in known]
+    found = [*leaves(given).values()]
+    # Of a configuration or a trainer, and of a class that keeps a module.
+    objects = [one for one in found if not isinstance(one, (nn.Module, torch.Tensor, ModuleType))]
+    found += leaves([[*vars(one).values()] for one in objects if hasattr(one, "__dict__")]).values()
+    modules = [one for one in found if isinstance(one, nn.Module) and "_modules" in vars(one)]
+    tensors = [group.tensor for module in modules for group in ModuleTree(module).groups]
+    tensors += [one for one in found if isinstance(one, nn.Parameter)]
+    return any(not (tensor.is_meta or is_lazy(tensor)) for tensor in tensors)
 
 
 # -- how a tensor is made -------------------------------------------------------------------------
