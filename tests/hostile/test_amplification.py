@@ -440,7 +440,7 @@ def test_absurd_names_of_slices_are_refused_at_once(tmp_path: Path) -> None:
         (tmp_path / str(at)).mkdir()
         (tmp_path / str(at) / name).write_bytes(b"x")
     for answer in answers(*(tmp_path / str(at) for at in range(3))):
-        assert "rank's files are missing" in answer.text
+        assert "rank's" in answer.text  # files are missing, or one rank's slices are not all
 
 
 def test_absurd_numbers_of_ranks_are_refused_at_once(tmp_path: Path) -> None:

@@ -43,14 +43,20 @@ class Tree(nn.Module):
                 owner = owner._modules.setdefault(part, nn.Module())  # type: ignore[assignment]
             dtype = getattr(torch, entry.dtype)
             tensor = torch.empty(entry.shape, dtype=dtype)
-            if not dtype.is_floating_point:
-                owner._buffers[name] = tensor.zero_()
-                continue
-            if len(entry.shape) >= 2 and entry.numel and entry.itemsize >= 2:
-                nn.init.kaiming_uniform_(tensor, a=5**0.5)
+            is_parameter = dtype.is_floating_point
+            one: Any = nn.Parameter(tensor) if is_parameter else tensor
+            registered: dict[str, Any] = owner._parameters if is_parameter else owner._buffers
+            if hasattr(owner, name):  # torch refuses to register it
+                registered[name] = one
+            elif is_parameter:
+                owner.register_parameter(name, one)
             else:
-                tensor.zero_()
-            owner._parameters[name] = nn.Parameter(tensor)
+                owner.register_buffer(name, one)
+            # Once it is registered, as modules do it: in a skeleton it is on meta then.
+            if is_parameter and len(entry.shape) >= 2 and entry.numel and entry.itemsize >= 2:
+                nn.init.kaiming_uniform_(one, a=5**0.5)
+            else:
+                nn.init.zeros_(one)
 
 
 class Job:
