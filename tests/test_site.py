@@ -560,7 +560,7 @@ def test_a_picture_is_told_step_by_step(place: int, browser: Browser, address: s
     assert (browser.run(told)[:11], browser.run(later)) == ("Step 1 of 5", 4)
     browser.run(f"{forward}.focus(); {forward}.click()")
     assert (browser.run(told)[:11], browser.run(later)) == ("Step 2 of 5", 3)
-    assert set(browser.run(widths)) == {0}
+    assert max(browser.run(widths)) < 0.01  # the table
     for _ in range(2):
         press(browser, "ArrowRight", 39)
     assert (browser.run(told)[:11], browser.run(later)) == ("Step 4 of 5", 1)

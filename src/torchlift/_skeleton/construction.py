@@ -21,7 +21,7 @@ from torch.nn.modules.module import (
 from torchlift._model.commit import Commit, exchange_content, ordinary_tensors, successor_of
 from torchlift._model.devices import usable_device
 from torchlift._model.dtensor import is_dtensor, shard_of_value, wrap
-from torchlift._model.handlers import has_memory
+from torchlift._model.handlers import clone_of, has_memory, inner_tensors
 from torchlift._model.holders import has_holders
 from torchlift._model.slots import CONSTRUCTION, Group, ModuleTree, Slot, is_lazy, read_tree
 from torchlift._model.torch_private import forbid_address, key_of, swap_content, version_of
@@ -105,6 +105,10 @@ def skeleton(factory: Callable[P, M], *args: P.args, **kwargs: P.kwargs) -> M:
                 content = _blank(group)
             if content is not None and content.nbytes > SMALL:
                 content = None
+            inner = [] if group.tensor.is_meta else inner_tensors(group.tensor)
+            if inner and all(one.is_meta for one in inner):
+                # torchao's classes say that they are where their values seemed to be.
+                exchange_content(group, successor_of(group.tensor, clone_of(group.tensor, META)))
             _remember(group, recipe, place, run.numbers.get(id(group.tensor)), content)
             _finish(group.tensor, memory)
         for tensor in run.tensors:
@@ -185,12 +189,6 @@ class _Blank(nn.Parameter):
     torch would take 0.1 ms for random numbers on meta, and imports sympy for the first ones: 1 s.
     """
 
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        """Return the device of the built model, because modules keep it."""
-        run = _building.run
-        return META if run is None else run.devices.get(id(self), torch.device("cpu"))
-
 
 def _skipped(initialise: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @wraps(initialise)
@@ -217,7 +215,6 @@ class _Run:
 
     Attributes:
         keep: Numbers of registrations whose tensors stay real. None: all of them.
-        devices: Identity of a parameter on meta -> the device that it would have.
         numbers: Identity of a tensor -> the number of its first registration.
         tensors: The tensors by number. They stay alive, so that an identity is unique.
         last: The module that registered a buffer last, and its name.
@@ -225,7 +222,6 @@ class _Run:
 
     def __init__(self, keep: frozenset[int] | None) -> None:
         self.keep = keep
-        self.devices: dict[int, torch.device] = {}
         self.numbers: dict[int, int] = {}
         self.tensors: list[torch.Tensor] = []
         self.last: tuple[nn.Module, str] | None = None
@@ -249,7 +245,6 @@ class _Run:
 
     def _blank(self, tensor: torch.Tensor, slots: tuple[Slot, ...]) -> None:
         if self.keep is not None and self.numbers.get(id(tensor)) not in self.keep:
-            self.devices[id(tensor)] = tensor.device
             _blank(Group(tensor, slots))
 
 
@@ -587,8 +582,18 @@ def _places(tree: ModuleTree) -> Iterator[tuple[Place, Group]]:
 
 def _has_meta_device(model: nn.Module) -> bool:
     """Return whether a module keeps the device of a parameter, which was meta by mistake."""
-    values = (value for module in model.modules() for value in vars(module).values())
-    return any(type(value) is torch.device and value == META for value in values)
+    for module in model.modules():
+        for name, value in vars(module).items():
+            held: Iterable[object] = (value,)
+            if type(value) in (dict, list, tuple) and value and name not in _REGISTRIES:
+                held = leaves(value).values()
+            if any(type(one) in (torch.device, str) and str(one) == "meta" for one in held):
+                return True
+    return False
+
+
+#: Attributes of a module that hold its tensors and modules.
+_REGISTRIES = ("_parameters", "_buffers", "_modules", CONSTRUCTION)
 
 
 def _remember(
