@@ -648,7 +648,8 @@ def take_apart_files(
             this = Argument("exclude", f"[{key!r}]", (key,))
             error.hint = Hint("Leave it out: ", this, ".")
         raise error
-    index, views = ckpt._index, ckpt._mapped()
+    # The caller may have written to tensors of this checkpoint: a map of its own has the file's.
+    index, views = ckpt._index, ckpt._anew()._mapped()
     entries = dict(index.entries.items())
     leaves = {**entries, **index.objects}
     if index.tree is not None:
