@@ -152,7 +152,8 @@ def frameworks_table() -> Iterator[str]:
     data = json.loads(frameworks.FOUND.read_text(encoding="utf-8"))
     runs = max(len(taken) for ways in data["results"].values() for taken in ways.values())
     yield (
-        f"Medians of {runs} rounds, with the lowest and the highest. Each way ran in a new process."
+        f"{'One round' if runs == 1 else f'Medians of {runs} rounds'}, with the lowest and the "
+        "highest. Each way ran in a new process."
         f" MiB is the peak of anonymous memory, RAM that the process owns. {machine_of(data)}"
     )
     yield from table_head(36, 36, 18, 10)
