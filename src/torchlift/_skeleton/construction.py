@@ -414,6 +414,7 @@ class Recipe:
         device, dtype: The defaults of torch at that time.
         is_whole: Whether the constructor needs the values of its parameters.
         numbers: Place of a tensor -> the number of its registration.
+        on_meta: Number of tensors on meta whose values are not kept.
     """
 
     factory: Callable[..., nn.Module]
