@@ -119,8 +119,8 @@ def convert(
     The conversion needs about 32 MiB of memory for any size. The destination appears when it is
     complete, as with `torchlift.save`. The source is only read.
 
-    Safetensors store tensors only, with keys joined by dots. Other values, and containers such as
-    ``optimizer``, are left out and listed in the report. See "Convert" in the guide.
+    Safetensors hold tensors only, with keys joined by dots. Other values are left out and listed in
+    the report. See "Convert" in the guide.
 
     Args:
         src: A path, a URL, an open `Checkpoint`, a state dict in memory, or a list of these. In a

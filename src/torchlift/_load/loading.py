@@ -112,8 +112,8 @@ def load(
         source: ``"mmap"``, ``"read"`` or ``"auto"``: whether weights stay in the file, or are read
             into allocated memory. See :ref:`arg-source`.
         allow_classes: Tensor subclasses that may be rebuilt. See :ref:`arg-allow-classes`.
-        transform: A callable from (name in the model, tensor of the checkpoint) to a tensor. Each
-            result is then cast and placed. A DTensor parameter gets a DTensor with its local shard.
+        transform: A callable from (name in the model, tensor of the checkpoint) to a tensor. For a
+            sharded parameter, the tensor is a DTensor of this rank's shard.
         verify: Whether to verify all checksums first. The file is then read twice.
         check: ``"finite"`` refuses NaN and infinite values after the cast. Default: no check.
         progress: Whether to show a progress bar on stderr.
