@@ -328,13 +328,16 @@ def _check_range(
             return size, length
     names = "Content-Range", "Content-Length", "Content-Encoding", "Content-Type"
     found = [f"{name} {text}" for name in names if (text := response.getheader(name))]
+    is_page = response.getheader("Content-Type", "").startswith("text/html")
     raise FormatError(
         "the server ignores ranges, compresses, or sends other bytes than requested",
         file=url,
         expected=f"HTTP 206 with bytes {offset}-{offset + nbytes - 1}",
         found=", ".join((f"HTTP {response.status}", *found)),
-        hint="Download the file first. If the server sends a web page that asks you to log in, "
-        f'pass credentials in storage_options={{"headers": ...}}. {_NAME_A_FILE}',
+        hint="This is a web page. If it asks you to log in, pass credentials in "
+        f'storage_options={{"headers": ...}}. {_NAME_A_FILE}'
+        if is_page
+        else "Download the file, and pass its path.",
     )
 
 
