@@ -241,7 +241,7 @@ def test_a_plan_prints_what_matters(tmp_path):
         f"plan: 2 tensors, 60 B, from {path}",
         f"  to read 60 B, anonymous memory at the peak {human(made.peak_bytes)}: "
         "it fits into the free memory",
-        "  swap from read: 2",
+        "  how: 2 read, kept as the same objects",
         "  cast float32 to bfloat16: 2",
         "  unexpected (1): extra",
         "  tied (1): embed.weight = head.weight",
