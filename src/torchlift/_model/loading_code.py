@@ -617,7 +617,8 @@ class _Run:
         if made is live or is_lazy(made):
             self._excuse(called)
             return
-        has_blank = _layout(live) != _layout(made)
+        was_filled = live.is_meta and not made.is_meta  # torch swaps on conversion
+        has_blank = not was_filled and _layout(live) != _layout(made)
         # `.data` and NumPy leave no trace in the version.
         is_written = version_of(made) != self._versions[id(made)] or not has_same_bytes(live, made)
         if live.is_meta and made.is_meta:
