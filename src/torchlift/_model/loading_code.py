@@ -337,6 +337,8 @@ class _Run:
         #: Address of a value -> the tensor that got it.
         self._owners: dict[int, int] = {}
         self._begun: set[int] = set()
+        #: Names of lazy tensors that no code changes: they are no concern of torch.
+        self._outside: set[str] = set()
         self._reports: dict[int, _Report] = {}
         self._before_code = [(prefix, m, dict(vars(m))) for prefix, m in code.modules]
 
@@ -357,10 +359,14 @@ class _Run:
                 if writes and not any(one.is_meta or is_lazy(one) for _, one in here):
                     self._copying.add(key)
             yield
-        finally:
-            for place, live, made in self._start.values():
-                if made is not live and place.registry.get(place.name) is made:
+        except BaseException:
+            for place, live, _ in self._start.values():
+                if place.registry.get(place.name) is not live:
                     place.put(live)
+            raise
+        for place, live, made in self._start.values():
+            if made is not live and place.registry.get(place.name) is made:
+                place.put(live)
 
     def _find_writing(self) -> set[int]:
         """Find the modules whose tensors get stand-ins: all names of a tie, or none."""
@@ -508,7 +514,9 @@ class _Run:
         for place, tensor in _places(module):
             name = prefix + place.name
             if not is_inside:
-                if place.is_persistent and not is_lazy(tensor):
+                if is_lazy(tensor):
+                    self._outside.add(name)
+                elif place.is_persistent:
                     values[name] = tensor  # to itself, so that it is not missing
                 continue
             value = values.get(name) if place.is_persistent else None
@@ -548,8 +556,11 @@ class _Run:
             for name, (tensor, value) in aside.items()
             if _is_tensor(value) and not _fits(tensor, value)
         ]
-        missing = [path + n for n in keys.missing_keys if n not in aside or n in others]
-        missing = [name for name in missing if name.startswith(self._inside)]
+        missing = [
+            path + name
+            for name in keys.missing_keys
+            if name not in self._outside and (name not in aside or name in others)
+        ]
         unexpected = [path + name for name in (*keys.unexpected_keys, *others)]
         is_refused = bool(errors) or self._refuses(missing, unexpected, misshapen)
         for each in module.modules():  # of an attempt before this one

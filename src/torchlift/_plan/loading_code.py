@@ -10,7 +10,7 @@ import torch
 
 from torchlift._checkpoint.tree import gathered
 from torchlift._model.commit import Commit, ordinary_tensors
-from torchlift._model.dtensor import is_dtensor
+from torchlift._model.dtensor import is_dtensor, local_tensor
 from torchlift._model.handlers import clone_of, has_memory
 from torchlift._model.loading_code import (
     Outcome,
@@ -19,6 +19,7 @@ from torchlift._model.loading_code import (
     has_same_bytes,
     run_loading_code,
 )
+from torchlift._model.names import wrapped_names
 from torchlift._model.slots import ModuleTree
 from torchlift._model.torch_private import version_of
 from torchlift._plan.names import Named, templates_by_name, versions_by_name
@@ -61,7 +62,7 @@ class _ShownTensors:
             if identity not in self._copies:
                 self._copies[identity] = clone_of(values)
             shown = self._copies[identity]
-        known = _Known(one, values, is_copy, version_of(shown), shown)
+        known = _Known(one, values, is_copy, version_of(local_tensor(shown)), shown)
         self._known.setdefault(_identity_of(shown), known)
         return shown
 
@@ -77,7 +78,7 @@ class _ShownTensors:
             is_new: Whether nobody else uses its memory.
         """
         known = self._known.get(_identity_of(tensor))
-        is_written = known is None or version_of(tensor) != known.version
+        is_written = known is None or version_of(local_tensor(tensor)) != known.version
         if known is not None and known.is_copy:
             # `.data` and NumPy write to a copy without a trace.
             if not is_written and has_same_bytes(tensor, known.values):
@@ -90,6 +91,8 @@ class _ShownTensors:
             tensor = tensor.redistribute(placements=like.placements)
         if known is None:
             return MemoryTensor(name, tensor, is_new=is_new)
+        if is_dtensor(tensor) and not is_written:
+            return known.one
         # The map has what was written to it. Reading the file again would lose that.
         entry = None if is_written else known.one.entry
         return MemoryTensor(known.one.key, tensor, known.one.keys, entry)
@@ -126,6 +129,8 @@ def through_loading_code(
     code, inside = named.code, named.code.prefixes if named.code else ()
     assert code is not None
     like = {slot.fqn: group.tensor for group in tree.groups for slot in group.slots}
+    if (naming := wrapped_names(tree)) is not None:  # keys lack the steps of some wrappers
+        like |= {naming.key(naming.canonical(name)): tensor for name, tensor in like.items()}
     values, on_meta = _ShownTensors(), {group.fqn for group in tree.on_meta}
     tensors, mapped = dict[str, torch.Tensor](), set[str]()
     for name, one in named.candidates.items():
@@ -186,6 +191,7 @@ def through_loading_code(
 
 def _identity_of(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return a key that no other values have as long as the tensor lives."""
+    tensor = local_tensor(tensor)
     if not has_memory(tensor):
         return (id(tensor),)
     # A conjugate is the same numbers in the same place, shown otherwise.

@@ -396,16 +396,10 @@ def _name_tensors(tree: ModuleTree, origin: Origin, options: Options, *, wrapped
         rest = [name for name in there if name not in model_names]
         raise _blocked_error(origin, refused, suggest_rename(here, rest, options.root))
     code = find_loading_code(tree, [*names.values(), *made], inside=inside)
-    # This rank needs its own slices of DTensors alone, unless a method of the model sees all.
+    # This rank needs its own slices of DTensors alone.
     like = {slot.fqn: group.tensor for group in tree.groups for slot in group.slots}
     needed = {key: like[name] for key, name in names.items() if name in like}
-    whole = code is not None and code.is_override
-    origin.resolve(
-        {
-            key: spans_of(t, key) if is_dtensor(t) and not whole else None
-            for key, t in needed.items()
-        }
-    )
+    origin.resolve({k: spans_of(t, k) if is_dtensor(t) else None for k, t in needed.items()})
     if code is not None:  # it sees values, so they are fetched now
         origin.receive([key for key, name in names.items() if name.startswith(code.prefixes)])
     candidates = {name: origin.candidates[key] for key, name in names.items()} | made
