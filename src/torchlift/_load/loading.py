@@ -243,7 +243,7 @@ def put_new(fetched: Fetched, commit: Commit) -> list[Prepared]:
         (in_place if item[0].in_place else new).append(item)
     for group, tensor in fetched.made:
         commit.put(group, tensor)
-    ways = {"assign": commit.assign, "copy": commit.put, "swap": commit.swap}
+    ways = {"assign": commit.assign, "swap": commit.swap}
     commit.fill([(step.group, value) for step, value in fetched.plain if step.mode == "swap"])
     new += [one for one in fetched.plain if one[0].mode != "swap"]
     for step, value in new:
