@@ -324,8 +324,11 @@ class _Run:
         self._code, self._shown, self._refuses, self._strict = code, shown, refuses, strict
         self._inside = code.prefixes
         self._modules = {id(m): m for root in code.roots for _, m in walk(root[1])}
-        # Modules whose code may write to their own tensors: torch copies into stand-ins there.
-        self.writing = self._find_writing()
+        # Modules with code, whose tensors get stand-ins. torch copies there, and assigns elsewhere.
+        self._with_code = self._find_code()
+        # An override may write to all, and torch would exchange the content of live tensors.
+        swaps = torch.__future__.get_swap_module_params_on_conversion()
+        self.writing = {*self._modules} if code.is_override or swaps else self._with_code
         self._copying: set[int] = set()
         self._start: dict[tuple[int, str], _Start] = {}
         self._made: dict[int, torch.Tensor] = {}
@@ -356,7 +359,8 @@ class _Run:
                         self._stand_in(place, live)
                     else:
                         self._note(_Start(place, live, live))
-                if writes and not any(one.is_meta or is_lazy(one) for _, one in here):
+                is_blank = any(one.is_meta or is_lazy(one) for _, one in here)
+                if key in self._with_code and not is_blank:
                     self._copying.add(key)
             yield
         except BaseException:
@@ -368,10 +372,8 @@ class _Run:
             if made is not live and place.registry.get(place.name) is made:
                 place.put(live)
 
-    def _find_writing(self) -> set[int]:
-        """Find the modules whose tensors get stand-ins: all names of a tie, or none."""
-        if self._code.is_override or torch.__future__.get_swap_module_params_on_conversion():
-            return set(self._modules)
+    def _find_code(self) -> set[int]:
+        """Return the modules with code, and those that share a tensor with one of them."""
         found, more = set[int](), {id(module) for _, module in self._code.modules}
         while more:
             found |= more
