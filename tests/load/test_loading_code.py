@@ -162,6 +162,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], STATE]] = {
     "OnlyInner": (OnlyInner, OnlyInner().state_dict()),
     "Aliases": (Aliases, {"a": torch.ones(2), "b": torch.zeros(2)}),
     "FillsAHead": (FillsAHead, FillsAHead().state_dict()),
+    "ClearsItsOwn": (ClearsItsOwn, ClearsItsOwn().state_dict()),
     "ShapesItself": (ShapesItself, {"weight": torch.rand(3, 5)}),
 }
 
@@ -208,7 +209,9 @@ def test_a_hook_that_clears_names_excuses_those_that_are_missing_by_then(live: b
 
 
 @pytest.mark.parametrize("way", ["inference mode", "swap flag", "neither"])
-@pytest.mark.parametrize("kind", ["FillsAHead", "Aliases", "ReadsItsThread", "DropsMetadata"])
+@pytest.mark.parametrize(
+    "kind", ["FillsAHead", "Aliases", "ReadsItsThread", "DropsMetadata", "ClearsItsOwn"]
+)
 @pytest.mark.parametrize("live", [True, False], ids=["live", "skeleton"])
 def test_a_partial_load_ends_as_in_torch(way: str, kind: str, live: bool) -> None:
     """Also of a skeleton that was made in inference mode, or while torch swaps on conversion."""

@@ -327,8 +327,9 @@ class _Run:
         # Modules with code, whose tensors get stand-ins. torch copies there, and assigns elsewhere.
         self._with_code = self._find_code()
         # An override may write to all, and torch would exchange the content of live tensors.
-        swaps = torch.__future__.get_swap_module_params_on_conversion()
-        self.writing = {*self._modules} if code.is_override or swaps else self._with_code
+        self._swaps = torch.__future__.get_swap_module_params_on_conversion()
+        every = code.is_override or self._swaps
+        self.writing = {*self._modules} if every else self._with_code
         self._copying: set[int] = set()
         self._start: dict[tuple[int, str], _Start] = {}
         self._made: dict[int, torch.Tensor] = {}
@@ -340,7 +341,7 @@ class _Run:
         #: Address of a value -> the tensor that got it.
         self._owners: dict[int, int] = {}
         self._begun: set[int] = set()
-        #: Names of lazy tensors that no code changes: they are no concern of torch.
+        #: Names of tensors that no code changes, and that torch could not load into themselves.
         self._outside: set[str] = set()
         self._reports: dict[int, _Report] = {}
         self._before_code = [(prefix, m, dict(vars(m))) for prefix, m in code.modules]
@@ -516,7 +517,7 @@ class _Run:
         for place, tensor in _places(module):
             name = prefix + place.name
             if not is_inside:
-                if is_lazy(tensor):
+                if is_lazy(tensor) or tensor.is_inference() or self._swaps:
                     self._outside.add(name)
                 elif place.is_persistent:
                     values[name] = tensor  # to itself, so that it is not missing
