@@ -440,3 +440,36 @@ def test_a_package_of_torch_is_named(tmp_path: Path) -> None:
             torchlift.open(tmp_path / "p.pt")
         assert "torch.package.PackageImporter" in str(caught.value.hint)
         assert PackageImporter(tmp_path / "p.pt").load_pickle("a", "b.pkl")["w"].sum() == 2
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch.export, about its own use of torch
+def test_an_exported_program_is_named_and_its_way_out_works(tmp_path: Path) -> None:
+    """torch reads the program, and `torchlift.load` takes its state dict."""
+    saved, model = torch.nn.Linear(2, 3), torch.nn.Linear(2, 3)
+    path = tmp_path / "m.pt2"
+    torch.export.save(torch.export.export(saved, (torch.ones(2),)), path)
+    error = refused(path, r"an exported program \(torch\.export\.save\)")
+    line = str(error.hint).partition(": ")[2]
+    assert line == "torchlift.load(model, torch.export.load(path).state_dict)"
+    eval(line, {"torchlift": torchlift, "torch": torch, "model": model, "path": path})
+    assert torch.equal(model.weight, saved.weight)
+    assert torch.equal(model.bias, saved.bias)
+
+
+@pytest.mark.parametrize(
+    ("records", "match"),
+    [
+        (("serialized_exported_program.json", "serialized_state_dict.pt"), "an exported program"),
+        (("m/archive_format", "m/models/model.json", "m/data.pkl"), "an exported program"),
+        (("m/archive_format", "m/data/aotinductor/model/x.so"), "a compiled program.*state dict"),
+    ],
+)
+def test_programs_of_all_kinds_are_named(
+    tmp_path: Path, records: tuple[str, ...], match: str
+) -> None:
+    """An older one, one with a second content for ``torch.load``, and a compiled one."""
+    path = tmp_path / "m.pt2"
+    with zipfile.ZipFile(path, "w") as archive:
+        for record in records:
+            archive.writestr(record, b"")
+    refused(path, match)

@@ -18,7 +18,6 @@ from checkpoint_files import (
     Call,
     pickled,
     tensor,
-    write_program,
     write_safetensors,
     write_script,
     write_zip,
@@ -313,20 +312,6 @@ def test_a_path_that_joins_itself_is_paid_for(tmp_path: Path) -> None:
     """A path of two long texts, made thousands of times."""
     data = _again("pathlib.PosixPath", _LONG, call=b"h\1h\0h\0\x86R")
     ((_, _, answer),) = answers(_as_metadata(tmp_path, data))
-    assert "expands to far more data than it stores" in answer
-
-
-def test_the_name_of_a_program_is_paid_for_with_each_weight(tmp_path: Path) -> None:
-    """Two programs in an archive: the name of each stands before every one of its keys."""
-    names = "n" * 60_000, "m"
-    one = {"path_name": "weight_0", "tensor_meta": {"layout": 1}, "use_pickle": False}
-    many = {str(at): one for at in range(10_000)}
-    records = {"data/constants/weight_0": b"", **{f"models/{name}.json": b"{}" for name in names}}
-    for kind in ("weight", "constant"):
-        for name in names:
-            config = json.dumps({"config": many}).encode()
-            records[f"data/{kind}s/{name}_{kind}s_config.json"] = config
-    ((_, _, answer),) = answers(write_program(tmp_path / "x", {}, records))
     assert "expands to far more data than it stores" in answer
 
 

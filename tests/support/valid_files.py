@@ -27,7 +27,7 @@ import gguf
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint_files import Call, Script, StorageId, pickled, tensor, weight
+from checkpoint_files import Call, Script, StorageId, pickled, tensor
 from rank_files import Era
 from zero_files import Zero
 
@@ -195,21 +195,6 @@ def _small(parts: Parts) -> Parts:
     return [part for pair in pairs if b"debug" not in pair[0] for part in pair] + [b""]
 
 
-def _program_seeds(path: Path) -> Iterator[Parts]:
-    weights = {"w": weight(), "v": weight((2,), (1,), storage_offset={"as_int": 2})}
-    yield _records(cf.write_program(path, weights))
-    torch.save(torch.ones(2), path.with_suffix(".one"))
-    one = path.with_suffix(".one").read_bytes()
-    record = {"data/weights/weight_1": one}
-    pickled_weight = weight(path_name="weight_1", use_pickle=True)
-    listed = {"p": pickled_weight, "o": weight(tensor_meta=None), "s": weight(layout=1)}
-    yield _records(cf.write_program(path, listed, record))
-    yield [b"serialized_state_dict.pt", one, b"serialized_constants.pt", one, b""]
-    models = {f"data/{kind}s/{name}_{kind}s_config.json": b'{"config": {}}'
-              for kind in ("weight", "constant") for name in ("a", "model")}  # fmt: skip
-    yield _records(cf.write_program(path, weights, {**models, "models/a.json": b"{}"}))
-
-
 def _safetensors_seeds(path: Path) -> Iterator[Parts]:
     header = {"__metadata__": {"format": "pt"},
               "a": {"dtype": "F32", "shape": [2, 1], "data_offsets": [0, 8]},
@@ -332,7 +317,6 @@ FORMATS = {
     "torch-zip": ("x", _one(_archive), _zip_seeds),
     "torch-legacy": ("x", _one(_plain), _legacy_seeds),
     "torchscript": ("x", _one(_archive), _script_seeds),
-    "pt2": ("x", _one(_archive), _program_seeds),
     "safetensors": ("x", _one(_safetensors), _safetensors_seeds),
     "sharded": ("x", _shards, _sharded_seeds),
     "dcp": ("", _directory, _dcp_seeds),

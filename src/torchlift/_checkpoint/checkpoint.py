@@ -89,7 +89,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 
     Attributes:
         path: Absolute path of the file or directory, or a name for a file object.
-        format: ``"torch-zip"``, ``"torch-legacy"``, ``"torchscript"``, ``"pt2"``,
+        format: ``"torch-zip"``, ``"torch-legacy"``, ``"torchscript"``,
             ``"safetensors"``, ``"sharded"``, ``"dcp"``, ``"gguf"``, ``"npz"`` or ``"zero"``.
         entries: Key -> `TensorEntry`, in file order.
         objects: Key -> value that is not a tensor.
@@ -667,9 +667,9 @@ def open(
     """Open a checkpoint without running its code or reading its weights.
 
     The content of the file selects the format, not its suffix. torchlift reads files of
-    ``torch.save``, TorchScript, exported programs (weights only), safetensors, Hugging Face
-    indexes, GGUF and NumPy files. It also reads folders of DCP, of DeepSpeed ZeRO (weights only)
-    and of FSDP ranks, whose slices it joins. See :doc:`/formats`.
+    ``torch.save``, TorchScript, safetensors, Hugging Face indexes, GGUF and NumPy files. It also
+    reads folders of DCP, of DeepSpeed ZeRO (weights only) and of FSDP ranks, whose slices it
+    joins. See :doc:`/formats`.
 
     Do not overwrite the file in place while its tensors are mapped. See "How loading works".
 

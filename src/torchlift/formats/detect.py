@@ -36,7 +36,6 @@ from torchlift.formats.dcp import DCP_METADATA, DCP_SUFFIX, metadata_files, read
 from torchlift.formats.gguf import join_parts, read_gguf, with_other_parts
 from torchlift.formats.index import LOCAL_MAGIC, Index
 from torchlift.formats.npz import NPY_MAGIC, read_npy, read_npz
-from torchlift.formats.pt2 import is_pt2, read_pt2
 from torchlift.formats.ranks import (
     Family,
     families,
@@ -70,9 +69,7 @@ from torchlift.formats.zip_archive import END_MAGIC, read_directory
 
 #: Bytes at the start of a file that decide on its format.
 HEAD = 512
-_EXPECTED = (
-    "a file of torch (TorchScript and pt2, too), safetensors, GGUF or numpy, or an *.index.json"
-)
+_EXPECTED = "a file of torch (TorchScript, too), safetensors, GGUF or numpy, or an *.index.json"
 _TENSORFLOW = "Read it with tf.train.load_checkpoint, and save its arrays with numpy.savez."
 #: The start of a checkpoint's index, with the number of its shards, and the name of a shard.
 _TENSORFLOW_INDEX = rb"\0\0[\4-\x0f]\x08[\1-\xff]{1,3}\x1a[\2]\x08"
@@ -113,8 +110,16 @@ _FOREIGN: tuple[tuple[bytes, str, str], ...] = (
      "a msgpack file, such as flax writes",
      "Load it with flax.serialization.msgpack_restore, and save its arrays with safetensors.flax."),
 )  # fmt: skip
+#: A record of exported programs before torch 2.8.
+_OLD_PROGRAM = "serialized_exported_program.json"
 #: The same with the name of a record of a zip archive, or of a file in a directory.
 _FOREIGN_NAMES: tuple[tuple[str, str, str], ...] = (
+    (rf"[^/]+/models/[^/]+\.json|{re.escape(_OLD_PROGRAM)}",
+     "an exported program (torch.export.save)",
+     "If you trust the file, load its weights with torch: "
+     "torchlift.load(model, torch.export.load(path).state_dict)"),
+    (r"[^/]+/archive_format", "a compiled program (AOTInductor), which includes its weights",
+     "Save the state dict of the model that it was compiled from."),
     (r"model\.weights\.h5", "a Keras model (.keras)",
      "Read it with keras, or take model.weights.h5 out of it and read that with h5py."),
     (r"(?:.*/)?saved_model\.pb", "a TensorFlow SavedModel", _TENSORFLOW),
@@ -299,8 +304,8 @@ def _read_archive(source: Source) -> Index:
     records = read_directory(source)
     first = next(iter(records), "")
     top = first[: first.find("/") + 1]  # torch's archives have one folder
-    if is_pt2(records, top):
-        return read_pt2(source, records, top)
+    if any(name in records for name in (f"{top}archive_format", _OLD_PROGRAM)):
+        _refuse_foreign(records, _FOREIGN_NAMES)  # torch.load may find a second content in it
     if f"{top}constants.pkl" in records:
         return read_torchscript(source, records)
     if f"{top}data.pkl" in records:

@@ -378,9 +378,8 @@ class Index:
 
     Attributes:
         path: Absolute path of the file or directory.
-        format: ``"torch-zip"``, ``"torch-legacy"``, ``"torchscript"``, ``"pt2"``,
-            ``"safetensors"``, ``"sharded"``, ``"dcp"``, ``"gguf"``, ``"npz"`` or
-            ``"zero"``.
+        format: ``"torch-zip"``, ``"torch-legacy"``, ``"torchscript"``,
+            ``"safetensors"``, ``"sharded"``, ``"dcp"``, ``"gguf"``, ``"npz"`` or ``"zero"``.
         tensors: Key -> entry, in file order. It includes blocked ones, of one rank's slices and of
             classes that a caller may allow.
         storages: Name of a storage -> its place.
