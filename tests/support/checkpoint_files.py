@@ -244,31 +244,16 @@ def write_script(
     return path
 
 
-def deflated(path: Path, made: Path) -> Path:
-    """The same archive with every record deflated, as one that was unpacked and packed again."""
-    with zipfile.ZipFile(path) as old, zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as new:
-        for info in old.infolist():
-            new.writestr(info.filename, old.read(info))
-    return made
-
-
-def big_endian(path: Path, made: Path, *, swap: bool = False) -> Path:
-    """The same torch zip file as from a big-endian machine.
-
-    Args:
-        path: the file.
-        made: the other one.
-        swap: whether to turn the bytes of float32 numbers around, so that it means the same.
-    """
+def big_endian(path: Path, made: Path) -> Path:
+    """The same torch zip file as from a big-endian machine: its numbers have four bytes."""
     with zipfile.ZipFile(path) as old, zipfile.ZipFile(made, "w") as new:
         for info in old.infolist():
             data = old.read(info)
             if info.filename.endswith("/byteorder"):
                 data = b"big"
-            if swap and "/data/" in info.filename:
-                data = struct.pack(
-                    f">{len(data) // 4}I", *struct.unpack(f"<{len(data) // 4}I", data)
-                )
+            if "/data/" in info.filename:
+                count = len(data) // 4
+                data = struct.pack(f">{count}I", *struct.unpack(f"<{count}I", data))
             new.writestr(info.filename, data)
     return made
 

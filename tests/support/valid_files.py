@@ -161,9 +161,7 @@ def _zip_seeds(path: Path) -> Iterator[Parts]:
     yield _records(cf.write_zip(path, others, storages=storages))
     data = _late(pickled({"a": tensor(), "b": tensor((4,), (1,)), "c": tensor((), ())}))
     yield _records(cf.write_zip(path, data=data))
-    parts = _records(path)
-    yield [b"~" + parts[0], *parts[1:]]
-    yield [b"~" * (b"/data/" in part[:40]) + part for part in parts]
+    yield _records(path)
 
 
 base = torch.arange(6.0).reshape(2, 3)
