@@ -315,6 +315,18 @@ def test_a_rank_that_is_missing_is_named(tmp_path: Path, lost: int) -> None:
         torchlift.open(whole)
 
 
+def test_a_rank_with_two_files_is_refused(tmp_path: Path) -> None:
+    """The weights would be of two saves. The message names both files."""
+    folder = Era().save_rows(tmp_path / "d", torch.zeros(4, 2))
+    stale = folder / "model_world_size_2_rank_00.pt"
+    shutil.copy(folder / "model_world_size_2_rank_0.pt", stale)
+    with pytest.raises(FormatError, match="two files have one number") as caught:
+        torchlift.open(folder)
+    assert caught.value.found == f"model_world_size_2_rank_0.pt, {stale.name}"
+    stale.rename(tmp_path / stale.name)  # as the hint says
+    assert torchlift.open(folder)["w"].shape == (4, 2)
+
+
 def test_files_of_two_saves_are_refused(tmp_path: Path) -> None:
     """By four ranks and by two; and files of different content under one save's names."""
     era = Era()

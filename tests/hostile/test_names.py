@@ -154,7 +154,7 @@ def _in_dcp(name: str) -> Callable[[Path], Path]:
 
 def _in_zero(name: str) -> Callable[[Path], Path]:
     def make(directory: Path) -> Path:
-        return Zero(2, 2, [{"w": torch.ones(3)}]).write(directory) / "global_step3" / name
+        return Zero(2, 2, [{"w": torch.ones(3)}]).write(directory) / name
 
     return make
 

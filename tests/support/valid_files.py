@@ -271,7 +271,7 @@ _FSDP: list[tuple[str, bytes]] = []
 def _zero_seeds(path: Path) -> Iterator[Parts]:
     values = [{"w": base, "b": torch.ones(3)}, {"e": torch.ones(4)}]
     zero = Zero(3, 2, values, {"f": torch.ones(5)}, {"n": torch.ones(2)}, {"t": "w"})
-    yield _folder_parts(zero.write(path.with_suffix(".zero")) / "global_step3", _ZERO)
+    yield _folder_parts(zero.write(path.with_suffix(".zero")), _ZERO)
 
 
 def _fsdp_seeds(path: Path) -> Iterator[Parts]:

@@ -31,7 +31,7 @@ from torchlift.formats.index import (
     used_by,
 )
 from torchlift.formats.safetensors import read_safetensors, slices_error
-from torchlift.formats.sharded import ReadFile, claimed, read_shards, require_files
+from torchlift.formats.sharded import ReadFile, by_number, claimed, read_shards, require_files
 from torchlift.formats.source import Source, errors_name
 from torchlift.formats.unpickle import ENTRY, STEP, Budget
 
@@ -56,23 +56,23 @@ def fsdp_files(names: Iterable[str]) -> list[re.Match[str]]:
     return [match for name in names if (match := _FSDP.fullmatch(name))]
 
 
-def read_fsdp(path: str, names: Iterable[str], read_file: ReadFile) -> Index:
+def read_fsdp(path: str, matches: Sequence[re.Match[str]], read_file: ReadFile) -> Index:
     """Read the index of a folder with files of FSDP's ranks.
 
     The model's tensors have its own names. An optimizer's state is below ``optimizer``.
 
     Raises:
-        FormatError: If a rank's file is missing, the ranks disagree, or a layout is unknown.
+        FormatError: If a rank has no file or two, the ranks disagree, or a layout is unknown.
         UnsafeError: If a link leads out of the folder.
     """
-    kinds: dict[str, dict[int, str]] = {}
-    worlds = set[int]()
-    for match in fsdp_files(names):
-        kinds.setdefault(match[1], {})[int(match[3])] = match[0]
-        worlds.add(int(match[2]))
+    worlds = {int(match[2]) for match in matches}
     world = max(worlds)
-    if len(worlds) > 1 or any(max(there) >= world for there in kinds.values()):
-        raise _several_saves(name for there in kinds.values() for name in there.values())
+    if len(worlds) > 1 or any(int(match[3]) >= world for match in matches):
+        raise _several_saves(match[0] for match in matches)
+    kinds = {
+        kind: by_number((int(match[3]), match[0]) for match in matches if match[1] == kind)
+        for kind in dict.fromkeys(match[1] for match in matches)
+    }
     for kind, there in kinds.items():
         name = f"{kind}_world_size_{world}_rank_{{}}.pt"
         require_files(there, range(world), world, name.format)
