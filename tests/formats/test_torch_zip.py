@@ -32,7 +32,7 @@ from torch.distributed import checkpoint as dcp
 import torchlift
 from torchlift.errors import CheckpointError, FormatError, UnsafeError
 from torchlift.formats.detect import read_index
-from torchlift.formats.index import ITEMSIZE
+from torchlift.formats.index import ITEMSIZE, Lack, globals_in, lacking
 from torchlift.formats.summary import to_json, to_text
 
 
@@ -529,6 +529,18 @@ def test_two_names_for_one_key_leave_that_key_out(path):
     index = read_index(path)
     assert list(index.entries) == ["a.c"]
     assert dict(index.blocked_keys) == {"a.b": "a name of its own"}
+    assert index.blocked_keys["a.b"] is Lack.AMBIGUOUS
+
+
+@pytest.mark.parametrize("lack", Lack)
+def test_a_reason_is_a_member_also_after_a_journey(path, lack):
+    """A text that a file contains is none, whatever it says."""
+    assert pickle.loads(pickle.dumps(lack)) is lack
+    error = lacking(str(path), "w", lack)
+    assert error is not None
+    assert (error.reason, error.hint, error.entry) == (lack.what, lack.hint, "w")
+    assert lacking(str(path), "w", str(lack)) is None
+    assert globals_in({"w": lack, "v": "os.system"}) == ("os.system",)
 
 
 def test_a_reference_to_an_inner_object_is_followed(path):

@@ -17,10 +17,9 @@ from torchlift.errors import FormatError
 from torchlift.formats.boxes import Box, boxed, check_boxes, placed
 from torchlift.formats.index import (
     SLICE,
-    SLICED,
-    UNEQUAL,
     Chunk,
     Index,
+    Lack,
     Storage,
     TensorEntry,
     free_name,
@@ -174,10 +173,10 @@ def _join(path: str, files: Mapping[str, Index], budget: Budget, *, grows: bool 
         budget.grow(16 * len(one.tensors))  # each entry was paid for when its file was read
         for key, entry in one.tensors.items():
             parts.setdefault(key, []).append(entry)
-        blocked |= {key: why for key, why in one.blocked_keys.items() if why != SLICED}
+        blocked |= {key: why for key, why in one.blocked_keys.items() if why is not Lack.SLICED}
         for key, value in one.objects.items():
             if not _is_same(objects.setdefault(key, value), value):
-                blocked[key] = UNEQUAL
+                blocked[key] = Lack.UNEQUAL
     first: dict[tuple[Chunk, ...], str] = {}
     for key, found in parts.items():
         made = None
@@ -186,7 +185,7 @@ def _join(path: str, files: Mapping[str, Index], budget: Budget, *, grows: bool 
             with errors_name(path, key):
                 made = _whole(key, found, len(ranks), storages, budget, grows)
         if made is None:
-            blocked.setdefault(key, UNEQUAL)
+            blocked.setdefault(key, Lack.UNEQUAL)
         else:  # two names of one tensor have the same boxes, and get the same storage
             entries[key] = (
                 made if made.storage else made._replace(storage=first.setdefault(made.chunks, key))

@@ -23,8 +23,8 @@ from torchlift.errors import FormatError
 from torchlift.formats.boxes import flat_entry
 from torchlift.formats.flattening import under
 from torchlift.formats.index import (
-    PARTITIONED,
     Index,
+    Lack,
     TensorEntry,
     free_name,
     still_checked,
@@ -151,7 +151,7 @@ def _join(
         storages=used,
         records=still_checked(used, files),
         files={name: stamp for file in files for name, stamp in file.files.items()},
-        blocked_keys={aside: PARTITIONED, **module.blocked_keys},
+        blocked_keys={aside: Lack.PARTITIONED, **module.blocked_keys},
         metadata={"stage": "3" if is_stage_3 else "1 or 2", "ranks": str(len(optims))},
         aside=(aside,),
     )
