@@ -38,10 +38,7 @@ _FSDP = re.compile(r"(model|optim)_world_size_(\d{1,9})_rank_(\d{1,9})\.pt", re.
 _SHARD = re.compile(r"shard-(\d{5,9})-model-(\d{5,9})-of-(\d{5,9})\.safetensors", re.ASCII)
 #: Words around the number of a slice, for which ``#`` stands.
 _SLICE_WORDS = re.compile(
-    r"(?<![a-z])(?:rank|part|mp|tp|pp|consolidated|layer_\d+-model)[-_.]?#"
-    r"|#[-_.]?(?:mp|tp)[-_.]?\d"
-    r"|(?<![a-z])layer_#-model_\d",
-    re.ASCII,
+    r"(?<![a-z])(?:rank|part|layer|mp|tp|pp|consolidated|\d-model)[-_.]?#|#-mp\d", re.ASCII
 )
 #: Names of rank's files that say how they are joined.
 _LAID_OUT = re.compile(r".*(?:_world_size_|zero_pp_rank_)\d", re.ASCII)
