@@ -259,6 +259,25 @@ def test_a_file_beside_another_checkpoint_is_refused(tmp_path: Path, other: str)
     require_state(torchlift.open(folder / "mine.safetensors"))
 
 
+def test_a_folder_that_cannot_be_read_is_not_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk has one at its top, which only root may read. A file of notes is not one, either."""
+    for name in ("lost+found", "notes"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "._x.safetensors").write_bytes(b"")
+    save_file(STATE, tmp_path / "mine.safetensors")
+    listed = os.listdir
+
+    def list_some(place: str) -> list[str]:
+        if os.path.basename(place) == "lost+found":
+            raise PermissionError(place)
+        return listed(place)
+
+    monkeypatch.setattr(os, "listdir", list_some)
+    require_state(torchlift.open(tmp_path))
+
+
 @pytest.mark.parametrize("name", ["x-0000{}-of-00003.safetensors", "x-0000{}-of-00003.pt"])
 def test_the_only_set_is_read_beside_other_files(tmp_path: Path, name: str) -> None:
     """If it is complete. Of two sets, and of two files of one number, none is guessed."""

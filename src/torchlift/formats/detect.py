@@ -422,7 +422,7 @@ def _read_directory(path: str) -> Index:
         FormatError: If the directory does not have exactly one checkpoint.
         UnsafeError: If a link leads out of the directory.
     """
-    names = sorted(name for name in names_in(path) if not name.startswith("._"))  # of macOS
+    names = _without_notes(names_in(path))
     if (data := [name for name in names if name.endswith(DCP_SUFFIX)]) and not metadata_files(
         names
     ):
@@ -551,7 +551,15 @@ def _has_checkpoint(place: str) -> bool:
     """Return whether a place is a file, or a folder with a checkpoint."""
     if not os.path.isdir(place):
         return os.path.isfile(place)
-    return _reader_of(place, os.listdir(place)) is not None
+    try:
+        return _reader_of(place, _without_notes(os.listdir(place))) is not None
+    except OSError:  # such as lost+found, which only root may read
+        return False
+
+
+def _without_notes(names: Iterable[str]) -> list[str]:
+    """Return names in order, without the notes of macOS about each file."""
+    return sorted(name for name in names if not name.startswith("._"))
 
 
 def _folders(path: str, names: list[str]) -> list[str]:
