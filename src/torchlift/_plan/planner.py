@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchlift._checkpoint.checkpoint import shared_records
 from torchlift._checkpoint.kinds import Allow
 from torchlift._model.commit import Commit, content_bytes
 from torchlift._model.dtensor import is_dtensor, local_shape, local_tensor, spans_of
@@ -664,7 +663,10 @@ def _peak(matched: Match, steps: Sequence[Step], makings: Iterable[Making], orig
     new = sum(_count_new_bytes(step) for step in steps if step.owned)
     is_sent = any(step.route == "read" and step.memory.type != "cpu" for step in steps)
     staged = min(staged, RING if is_sent or origin.is_away else STAGING)
-    return new + made + kept + staged + _count_inflated_bytes(steps, origin)
+    # Compressed arrays are inflated one at a time.
+    chunks = (chunk for step in steps if step.entry for chunk in step.entry.chunks)
+    inflated = max((chunk.packed.size for chunk in chunks if chunk.packed), default=0)
+    return new + made + kept + staged + inflated
 
 
 def _count_requests(steps: Sequence[Step]) -> int:
@@ -692,19 +694,6 @@ def _count_transformed_bytes(steps: Sequence[Step]) -> int:
         for step in stay
         if not is_lazy(step.group.tensor)
     )
-
-
-def _count_inflated_bytes(steps: Sequence[Step], origin: Origin) -> int:
-    """Return the bytes of inflated records that are in memory at a time, besides the tensors."""
-    entries = (step.entry for step in steps if step.entry)
-    records = {chunk.packed for entry in entries for chunk in entry.chunks if chunk.packed}
-    if not records:
-        return 0
-    # A record of several tensors stays until the last of them. Of other records, one is there at
-    # a time.
-    shared = shared_records(one.entry for one in origin.candidates.values() if one.entry)
-    kept = sum(record.size for record in records & shared)
-    return kept + max((record.size for record in records - shared), default=0)
 
 
 def _count_new_bytes(step: Step) -> int:

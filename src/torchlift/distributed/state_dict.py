@@ -107,7 +107,6 @@ from torchlift.errors import (
     explain_calls,
     wrong_call,
 )
-from torchlift.formats.detect import optimizer_in
 from torchlift.formats.index import TensorEntry
 from torchlift.formats.source import errors_name
 
@@ -451,8 +450,6 @@ def load_optimizer(
                 root = _root_in(keys, IN_MEMORY)
             path, saved = IN_MEMORY, container(ckpt, root)
         else:
-            if root is None and isinstance(ckpt, (str, os.PathLike)):
-                ckpt, storage_options = optimizer_in(ckpt, storage_options), None
             opened = stack.enter_context(
                 checkpoint(
                     ckpt,
@@ -532,7 +529,8 @@ def _optimizer_state(saved: Any) -> Any:
         "there is no optimizer state",
         expected="a dict with 'state' and 'param_groups', or a flat one",
         found=f"a {type(saved).__name__}",
-        hint=state_hint({"": saved}) or "Pass the container that holds it as root=.",
+        hint=state_hint({"": saved})
+        or "Pass the container that holds it as root=, or the path of its own file.",
     )
 
 
