@@ -9,6 +9,7 @@ loaded, and the live tensors are back. From there on no code of the model runs.
 from __future__ import annotations
 
 import copy
+from bisect import bisect
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,13 +26,21 @@ from torchlift._model.handlers import clone_of, has_memory, inner_tensors, is_wr
 from torchlift._model.names import wrapped_by
 from torchlift._model.slots import ModuleTree, is_lazy, walk
 from torchlift._model.state import ModuleHolder, own
-from torchlift._model.torch_private import LAZY_HOOK, NormBase, memory_of, version_of
+from torchlift._model.torch_private import (
+    LAZY_HOOK,
+    NormBase,
+    memory_of,
+    strict_of_caller,
+    version_of,
+)
 from torchlift._system.containers import leaves
 from torchlift._system.interrupts import Interruptible
 from torchlift._system.text import clipped_list
 from torchlift.errors import CheckpointError, MismatchError, PlacementError, note
 
 _EXTRA = "_extra_state"
+#: An attribute of such a type keeps no tensor.
+_PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 #: Identities of the models whose loading code runs now.
 _RUNNING: set[int] = set()
 
@@ -47,16 +56,18 @@ class LoadingCode(NamedTuple):
         modules: (prefix, module) of the modules that have code.
         roots: (prefix, module) of the models whose `load_state_dict` is called.
         is_override: Whether a class overrides that method.
+        tied: (prefix, module) of the modules that share a tensor with one of `modules`.
     """
 
     modules: Sequence[tuple[str, nn.Module]]
     roots: Sequence[tuple[str, nn.Module]]
     is_override: bool
+    tied: Sequence[tuple[str, nn.Module]] = ()
 
     @property
     def prefixes(self) -> tuple[str, ...]:
         """The prefixes of the names that code can change."""
-        found = dict.fromkeys(prefix for prefix, _ in self.modules)
+        found = dict.fromkeys(prefix for prefix, _ in (*self.modules, *self.tied))
         return tuple(found if "" not in found else [""])
 
 
@@ -92,7 +103,13 @@ def find_loading_code(
     begins = tuple(prefix for prefix, _ in overriding)
     rest = [root for root in roots if not any(each.startswith(root[0]) for each in begins)]
     with_code = [root for root in rest if any(p.startswith(root[0]) for p, _ in modules)]
-    return LoadingCode(modules, [*overriding, *with_code], bool(overriding))
+    tied = {id(t) for _, module in modules for _, t in _places(module)}
+    sharing = [
+        (prefix, module)
+        for prefix, module in tree.paths
+        if any(id(t) in tied for _, t in _places(module))
+    ]
+    return LoadingCode(modules, [*overriding, *with_code], bool(overriding), sharing)
 
 
 def _overriding(prefix: str, module: nn.Module, *, inside: bool) -> tuple[str, nn.Module] | None:
@@ -120,8 +137,8 @@ def _has_code(module: nn.Module, prefix: str, names: Collection[str]) -> bool:
     return (
         has_own
         or _takes_extra(type(module))
-        or not all(is_fsdp(hook) or _is_lazy_hook(hook) for hook in before)
-        or not all(map(is_fsdp, after))
+        or not all(is_fsdp(hook) or _is_lazy_hook(hook) or _is_ours(hook) for hook in before)
+        or not all(is_fsdp(hook) or _is_ours(hook) for hook in after)
     )
 
 
@@ -131,6 +148,11 @@ def _overrides_load(kind: type[nn.Module]) -> bool:
 
 def _takes_extra(kind: type[nn.Module]) -> bool:
     return kind.set_extra_state is not nn.Module.set_extra_state
+
+
+def _is_ours(hook: Any) -> bool:
+    """Return whether a copy of a module still has a hook of a run that has ended."""
+    return isinstance(getattr(hook, "hook", hook), _Hook)
 
 
 def _is_lazy_hook(hook: Any) -> bool:
@@ -224,7 +246,7 @@ def run_loading_code(
             _keep_extra_state(module, commit)
     run = _Run(code, shown, refuses, strict=strict)
     for group in tree.attributes:
-        if id(group.slots[0].module) in run.writing:
+        if id(group.slots[0].module) in run.writing or group.fqn.startswith(code.prefixes):
             commit.keep_values(group.tensor, group.fqn)
     _RUNNING.add(id(tree.model))
     try:
@@ -247,7 +269,10 @@ def run_loading_code(
 def _keep_extra_state(module: nn.Module, commit: Commit) -> None:
     """Record the extra state of a module, which its code may replace."""
     if type(module).get_extra_state is not nn.Module.get_extra_state:
-        before = copy.deepcopy(module.get_extra_state())
+        try:
+            before = copied(module.get_extra_state())
+        except Exception:  # torch does not ask for it: the attributes of the module are kept
+            return
         name = f"the extra state of {type(module).__name__}"
         commit.when_undone(lambda: module.set_extra_state(before), name)
 
@@ -316,6 +341,23 @@ class _Report(NamedTuple):
     is_refused: bool
 
 
+class _Hook:
+    """A hook of one run. Copies of a module share it, and it does nothing after the run."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self.call: Callable[..., None] | None = call
+
+    def __call__(self, *args: Any) -> None:
+        if self.call is not None:
+            self.call(*args)
+
+    def __deepcopy__(self, memo: object) -> _Hook:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _Hook, (None,)
+
+
 class _Run:
     """A run of the loading code of a model. Modules and places are known by their identity."""
 
@@ -338,8 +380,10 @@ class _Run:
         self._aside: dict[tuple[int, str], Any] = {}
         #: Places with a value from torch.
         self._given: set[tuple[int, str]] = set()
-        #: Address of a value -> the tensor that got it.
-        self._owners: dict[int, int] = {}
+        #: Place -> the value that torch copies there.
+        self._copied: dict[tuple[int, str], torch.Tensor] = {}
+        #: First and last address of a value, the tensor that got it, and its version, in order.
+        self._owners: list[tuple[int, int, int, int]] = []
         self._begun: set[int] = set()
         #: Names of tensors that no code changes, and that torch could not load into themselves.
         self._outside: set[str] = set()
@@ -361,7 +405,7 @@ class _Run:
                     else:
                         self._note(_Start(place, live, live))
                 is_blank = any(one.is_meta or is_lazy(one) for _, one in here)
-                if key in self._with_code and not is_blank:
+                if writes and not is_blank:
                     self._copying.add(key)
             yield
         except BaseException:
@@ -413,15 +457,17 @@ class _Run:
     def hooks(self) -> Iterator[None]:
         """Register the two hooks on each module."""
         handles: list[Any] = []
+        before, after = _Hook(self._before), _Hook(self._after)
         try:
             for module in self._modules.values():
                 untyped: Any = module
-                handles.append(untyped.register_load_state_dict_pre_hook(self._before))
-                handles.append(untyped.register_load_state_dict_post_hook(self._after))
+                handles.append(untyped.register_load_state_dict_pre_hook(before))
+                handles.append(untyped.register_load_state_dict_post_hook(after))
             yield
         finally:
             for handle in handles:
                 handle.remove()
+            before.call = after.call = None
 
     def call(self, prefix: str, root: nn.Module) -> None:
         """Call the `load_state_dict` of a root.
@@ -486,7 +532,8 @@ class _Run:
                 self.outcome.is_lenient = True
         except Exception as error:
             if isinstance(error, RuntimeError) and self._is_refused():
-                self.outcome.error = error  # the verdict of the load has all names
+                # The verdict of the load has all names. Its traceback would keep this run alive.
+                self.outcome.error = error.with_traceback(None)
             elif isinstance(error, CheckpointError) or not self._overrides:
                 raise
             else:
@@ -526,11 +573,12 @@ class _Run:
             self._aside.pop(place.key, None)
             if value is not None and _can_take(tensor, value, copies=copies):
                 self._given.add(place.key)
+                if copies:
+                    self._copied[place.key] = value
                 if not copies and has_memory(value) and value.numel():
                     # If torch copied, two tensors would not share the memory of one value.
                     live = self._start[place.key].live if place.key in self._start else tensor
-                    owner = self._owners.setdefault(value.data_ptr(), id(live))
-                    if owner != id(live) or id(module) in self._again:
+                    if id(module) in self._again or self._find_owner(value, live) != id(live):
                         values[name] = clone_of(value)
                 continue
             if value is not None:
@@ -539,6 +587,26 @@ class _Run:
             is_live = start is not None and tensor is start.live is start.made
             if is_live and not tensor.is_meta:  # post-hooks may write to it
                 self._stand_in(place, tensor)
+
+    def _find_owner(self, value: torch.Tensor, live: torch.Tensor) -> int:
+        """Return the tensor that got a value of the same memory, or note this one."""
+        steps = zip(value.shape, value.stride(), strict=True)
+        first = value.data_ptr()
+        end = first + (1 + sum((size - 1) * step for size, step in steps)) * value.itemsize
+        at = bisect(self._owners, (first, end, 0, 0))
+        for low, high, owner, version in self._owners[max(at - 1, 0) : at + 1]:
+            if low < end and first < high:
+                if owner == id(live) and version != version_of(local_tensor(value)):
+                    raise PlacementError(
+                        "the loading code of the model writes to what it has loaded, and loads it "
+                        "once more",
+                        file=self._shown.path,
+                        hint="Build the model without torchlift.skeleton, or call "
+                        "torchlift.materialize(model) before you load.",
+                    )
+                return owner
+        self._owners.insert(at, (first, end, id(live), version_of(local_tensor(value))))
+        return id(live)
 
     def _after(self, module: nn.Module, keys: Any) -> None:
         """Record the names that one call of torch reports, as the last of all post-hooks."""
@@ -572,9 +640,11 @@ class _Run:
         if is_refused and self._overrides:  # torch raises, and the code may try again
             errors += [f"size mismatch for {name}." for name in misshapen]
             return
+        errors.clear()
+        if self._overrides and not strict_of_caller():
+            return  # torch does not raise, and the code may look at the names
         keys.missing_keys.clear()
         keys.unexpected_keys.clear()
-        errors.clear()
 
     # ---- what it leaves
 
@@ -648,6 +718,10 @@ class _Run:
             if is_written or taken:
                 raise written_on_meta((taken or [*called, place.name])[0], self._shown.path)
         _set_flag(live, made)
+        value = self._copied.get(place.key)
+        if value is not None and not has_blank and _is_cast_of(made, value):
+            self._take(called, value)  # before the cast of the model
+            return
         if has_blank:
             blank = torch.empty(made.shape, dtype=made.dtype, device=made.device)
             commit.set_data(live, blank, place.name)
@@ -674,7 +748,10 @@ class _Run:
             return  # a hook has put it there
         is_known = place.key in self._given or self._is_shown(found)
         if live is None and not is_known:
-            self._excuse(called)
+            if found.is_meta or {*called}.isdisjoint(self._shown.tensors):
+                self._excuse(called)
+            else:  # torch has copied it into a module that the code has made
+                self._take(called, clone_of(found), is_new=True)
             return
         if found.is_meta and not self._is_shown(found):
             if live is None or memory_of(found) != memory_of(live):
@@ -683,6 +760,11 @@ class _Run:
             place.put(live)
             return
         self._take(called, found)
+        # The code may have put one tensor into two slots.
+        home = self._homes.setdefault(id(found), live) if live is not None else None
+        if home is not None and home is not live:
+            place.put(home)
+            return
         if live is not None and (is_lazy(live) or live.shape == found.shape):
             _set_flag(live, found)
             place.put(live)
@@ -707,6 +789,11 @@ class _Run:
         return memory_of(tensor) in self._memories
 
     @cached_property
+    def _homes(self) -> dict[int, torch.Tensor]:
+        """Identity of what is in a slot now -> the live tensor that gets its value."""
+        return {id(start.made): start.live for start in self._start.values()}
+
+    @cached_property
     def _memories(self) -> set[int | None]:
         return {memory_of(one) for one in self._shown.tensors.values()} - {None}
 
@@ -726,13 +813,20 @@ class _Run:
                     attributes[name] = copied(attributes[name], mapped)
             children = tuple(f"{prefix}{name}." for name in module._modules)
             slots = {prefix + place.name for place, _ in _places(module)}
-            is_renamed = any(n in out.tensors and n not in shown.tensors for n in slots)
+            holds = any(
+                not isinstance(leaf, _PLAIN)
+                for name in changed
+                for leaf in leaves(attributes[name]).values()
+            )
+            is_renamed = any(n.startswith(prefix) and n not in shown.tensors for n in out.tensors)
             extra = f"{prefix}{_EXTRA}."
             for name in shown.tensors:
                 is_extra = f"{name}.".startswith(extra) and _takes_extra(type(module))
                 is_own = (
-                    bool(changed) and not is_renamed and name.startswith(prefix)
-                    and not name.startswith(children) and name not in slots
+                    (holds or name[len(prefix) :].partition(".")[0] in attributes)
+                    and bool(changed) and not is_renamed
+                    and name.startswith(prefix) and not name.startswith(children)
+                    and name not in slots
                 )  # fmt: skip
                 if (is_extra or is_own) and name not in gone:
                     out.kept.append(name)
@@ -747,6 +841,14 @@ def _can_take(tensor: torch.Tensor, value: object, *, copies: bool) -> bool:
     # torch cannot assign integers to a parameter that is trained. It copies them, cast.
     trains = tensor.requires_grad and not tensor.is_meta and not copies and not is_lazy(tensor)
     return not trains or value.is_floating_point() or value.is_complex()
+
+
+def _is_cast_of(made: torch.Tensor, value: torch.Tensor) -> bool:
+    """Return whether a stand-in has a value of another dtype as torch has copied it."""
+    odd = is_wrapper(local_tensor(made)) or is_wrapper(local_tensor(value))
+    if made.dtype == value.dtype or odd or made.is_quantized or value.is_quantized:
+        return False
+    return has_same_bytes(made, value.detach().reshape(made.shape).to(made))
 
 
 def _fits(tensor: torch.Tensor, value: torch.Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -155,13 +155,16 @@ def through_loading_code(
         versions=versions_by_name(origin.versions, names),
     )
 
+    canonical = named.naming.canonical if named.naming is not None else str
+    tied = _names_of_ties(tree, named.candidates)
+
     def refuses(
         missing: Sequence[str], unexpected: Sequence[str], misshapen: Sequence[str]
     ) -> bool:
-        canonical = named.naming.canonical if named.naming is not None else str
         lacking, extra = {*map(canonical, missing)}, {*map(canonical, unexpected)}
         computed = {s.fqn for group in tree.groups for s in group.slots if not s.persistent}
         lacking -= allowed(lacking, options.allow_missing) | named.left_out
+        lacking -= {*map(canonical, tied)}
         extra -= allowed(extra, options.allow_unexpected) | {*map(canonical, computed)}
         extra -= {*map(canonical, named.of_program or ())}
         wrong = misshapen if options.transform is None and not options.ignore_mismatched else []
@@ -176,6 +179,8 @@ def through_loading_code(
             before = named.candidates[name]
             source = replace(source, key=before.key, keys=before.keys)
         found[name] = source
+    tied = _names_of_ties(tree, found.keys() - {*outcome.missing})
+    outcome.missing = [name for name in outcome.missing if name not in tied]
     # A container that nobody took has the names of what is in it.
     rule = Containers((torch.Tensor,), Mapping)
     unexpected = list[str]()
@@ -187,6 +192,12 @@ def through_loading_code(
     left_out = named.left_out | outcome.own
     named = named._replace(candidates=found, objects=rest, left_out=left_out)
     return Changed(named, outcome, on_meta)
+
+
+def _names_of_ties(tree: ModuleTree, found: Container[str]) -> set[str]:
+    """Return the names of ties of which one name has a value. One is enough."""
+    ties = (group.names for group in tree.groups if len(group.slots) > 1)
+    return {name for names in ties if any(name in found for name in names) for name in names}
 
 
 def _identity_of(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -119,7 +119,7 @@ class LoadPlan(LoadReport):
     #: The tensors that the source has, and those that are made or moved without it.
     _steps: Sequence[Step] = ()
     _makings: Sequence[Making] = ()
-    #: The names, and what the model's own loading code does after its tensors.
+    #: The names.
     _match: Match = field(default_factory=Match)
 
     def to_dict(self) -> dict[str, Any]:
@@ -476,8 +476,12 @@ def _match_named(
     if changed is not None and changed.outcome.is_lenient:
         options = replace(options, strict=False)
     (check or check_names)(matched, source.path, options)
-    if changed is not None and changed.outcome.error is not None:
-        raise changed.outcome.error
+    if changed is not None and (error := changed.outcome.error) is not None:
+        changed.outcome.error = None
+        try:
+            raise error
+        finally:
+            del error
     if options.transform is None:
         _require_scales(matched, source.path)
     # From here on, a mismatch that ignore_mismatched allows counts as missing.
