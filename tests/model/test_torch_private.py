@@ -296,18 +296,6 @@ def test_require_fsdp1_state_finds_what_a_state_dict_lacks() -> None:
         private.require_fsdp1_state(model, optimizers, {"a": 1}, options)
 
 
-def test_a_shape_that_differs_is_told_by_torch_in_these_words() -> None:
-    """A line of the errors that a module's loading code collects, and a key that it names."""
-    missing, unexpected, errors = list[str](), list[str](), list[str]()
-    state = {"a.weight": torch.ones(3, 3), "a.bias": torch.ones(1)}
-    nn.Linear(2, 1)._load_from_state_dict(state, "a.", {}, True, missing, unexpected, errors)
-    assert len(errors) == 1
-    assert private.differs_in_shape(errors[0])
-    assert private.differs_in_shape(errors[0], "a.weight")
-    assert not private.differs_in_shape(errors[0], "a.bias")
-    assert not private.differs_in_shape("cannot be read, as there is a size mismatch for a.weight")
-
-
 def test_swap_content_exchanges_what_two_objects_stand_for() -> None:
     """Each object keeps its class and its attributes."""
     one, two = nn.Parameter(torch.zeros(2), requires_grad=False), torch.ones(3)

@@ -527,26 +527,33 @@ class _Run:
         method, names = own(root, "load_state_dict"), [*state]
         try:
             # The hooks remove the names that a load refuses, except for an override.
-            method(state) if self._strict and self._overrides else method(state, strict=False)
+            if self._strict and self._overrides:
+                method(state)
+            else:
+                method(state, strict=False)
             if self._overrides and self._is_refused():
                 self.outcome.is_lenient = True
         except Exception as error:
             if isinstance(error, RuntimeError) and self._is_refused():
                 # The verdict of the load has all names. Its traceback would keep this run alive.
                 self.outcome.error = error.with_traceback(None)
-            elif isinstance(error, CheckpointError) or not self._overrides:
-                raise
             else:
-                first = any(start.live.is_meta for start in self._start.values())
-                note(
-                    error,
-                    f"the load_state_dict of {type(root).__name__} raised this. It got "
-                    f"{clipped_list(names)}, under dotted names, as the arguments of the load leave"
-                    f" them. Load as torch does: {'torchlift.materialize(model), then ' * first}"
-                    "model.load_state_dict(torchlift.open(path).tree()), or with the state dict in "
-                    "memory.",
-                )
+                self._explain(error, root, names)
                 raise
+
+    def _explain(self, error: Exception, root: nn.Module, names: Sequence[str]) -> None:
+        """Add to an error of the code what it got, and the way out."""
+        on_meta = any(start.live.is_meta for start in self._start.values())
+        if isinstance(error, CheckpointError) or not (self._overrides or on_meta):
+            return
+        note(
+            error,
+            f"the load_state_dict of {type(root).__name__} raised this. It got "
+            f"{clipped_list(names)}, under dotted names, as the arguments of the load leave "
+            f"them. Load as torch does: {'torchlift.materialize(model), then ' * on_meta}"
+            "model.load_state_dict(torchlift.open(path).tree()), or with the state dict in "
+            "memory.",
+        )
 
     def _is_refused(self) -> bool:
         return any(report.is_refused for report in self._reports.values())
@@ -905,7 +912,8 @@ def written_on_meta(name: str, file: str | None = None) -> PlacementError:
         "its module's own loading code writes into it, and on meta nothing can be written",
         file=file,
         entry=name,
-        hint=f"Call torchlift.materialize(model, names=[{name!r}]) before you load.",
+        hint="Build the model with torchlift.skeleton, and call "
+        f"torchlift.materialize(model, names=[{name!r}]) before you load.",
     )
 
 

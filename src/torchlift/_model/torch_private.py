@@ -59,12 +59,6 @@ def make_wrapper(
     return make(kind, shape, strides=stride, dtype=dtype, device=cpu, requires_grad=grad)
 
 
-def differs_in_shape(error: str, key: str = "") -> bool:
-    """Say whether a line of a module's own loading code is torch's about the shape of a key."""
-    # Only the text tells: of a shape that differs torch keeps a line, and no exception.
-    return error.startswith(f"size mismatch for {key}:" if key else "size mismatch for ")
-
-
 def strict_of_caller() -> bool:
     """Return the `strict` of the ``nn.Module.load_state_dict`` that is being called.
 

@@ -168,10 +168,12 @@ def plan(
     present: bool = True,
     storage_options: Mapping[str, Any] | None = None,
 ) -> LoadPlan:
-    """Plan a load without reading weights or changing the model.
+    """Plan a load without changing the model.
 
     The plan lists what a `load` with the same arguments would load, how, and at what cost. Tensors
     of `allow_classes` are made to see whether they match, and so are sparse and quantised ones.
+    Hooks and overrides of the model run, because they may change the names. They see the values of
+    the file, and what they change is undone. No other weights are read.
 
     Args:
         model: A module, live or on meta.
