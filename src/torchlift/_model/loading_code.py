@@ -544,7 +544,8 @@ class _Run:
     def _explain(self, error: Exception, root: nn.Module, names: Sequence[str]) -> None:
         """Add to an error of the code what it got, and the way out."""
         on_meta = any(start.live.is_meta for start in self._start.values())
-        if isinstance(error, CheckpointError) or not (self._overrides or on_meta):
+        is_of_meta = on_meta and isinstance(error, RuntimeError)  # such as a value that it reads
+        if isinstance(error, CheckpointError) or not (self._overrides or is_of_meta):
             return
         note(
             error,
