@@ -5,19 +5,22 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import logging
 import os
 import socket
 import ssl
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from range_server import Answer, Asked, RangeServer, facts, serving
+import urllib3
+from range_server import Answer, Asked, RangeServer, answering, facts, serving
 from valid_files import FORMATS
 
 import torchlift
@@ -562,6 +565,268 @@ def test_a_certificate_is_trusted_when_the_environment_says_so(
         server.fault = redirect
         with pytest.raises(UnsafeError):
             torchlift.open(url)
+
+
+def test_an_option_that_nobody_knows_is_refused(server: RangeServer) -> None:
+    """A token under a wrong name would not be sent. The hint is followed, and no value is shown."""
+    np.save(server.folder / "w.npy", np.ones(3))
+    for url, name, hint in (
+        (server.url("w.npy"), "header", "headers"),
+        ("hf://org/name", "tokn", "token"),
+    ):
+        for call in torchlift.open, torchlift.verify, torchlift.digest:
+            with pytest.raises(TypeError, match=f"has no '{name}'.*mean '{hint}'") as caught:
+                call(url, storage_options={name: SECRET})
+            shows_no_secret(caught.value)
+    with pytest.raises(TypeError, match="only tries, timeout, headers"):
+        torchlift.open(server.url("w.npy"), storage_options={"anon": True})
+    headers = {"Authorization": SECRET}
+    torchlift.open(server.url("w.npy"), storage_options={"headers": headers})
+    assert {asked.headers["authorization"] for asked in server.asked} == {SECRET}
+
+
+# ---- texts of a server
+
+
+def echo(asked: Asked) -> str:
+    """Everything secret of a request, as a server may repeat it."""
+    return f"{asked.query} {asked.headers.get('authorization')} {SECRET.upper()}"
+
+
+@pytest.mark.parametrize("status", [206, 403, 404, 416, 500, 599])
+@pytest.mark.parametrize(
+    "name", ["reason", "Content-Type", "Content-Encoding", "Content-Range", "Retry-After", "X-Any"]
+)
+def test_no_text_of_a_server_stands_in_an_error(
+    server: RangeServer, tmp_path: Path, name: str, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server that repeats what it was asked would put a secret into our message, or a log."""
+    (tmp_path / "served" / "model.pt").write_bytes(bytes(2_000))
+
+    def repeats(asked: Asked, answer: Answer) -> None:
+        answer.status, answer.reason = status, echo(asked)
+        answer.headers["Content-Range"] = "bytes 7-9/5"
+        if name != "reason":
+            answer.headers[name] = echo(asked)
+
+    server.fault = repeats
+    with caplog.at_level(logging.DEBUG):
+        error = refused(server, tmp_path / "served" / "model.pt", CheckpointError, tries=2)
+    assert f"HTTP {status}" in str(error.found)
+    assert SECRET.upper() not in f"{error} {vars(error)}"
+    assert SECRET not in caplog.text
+
+
+@pytest.mark.parametrize("name", ["ETag", "Last-Modified"])
+def test_no_version_of_a_server_stands_in_a_text(
+    server: RangeServer, tmp_path: Path, name: str
+) -> None:
+    """Neither where an object changed, nor where an index shows what it was made of."""
+    np.savez(path := tmp_path / "served" / "m.npz", w=np.ones(3), v=np.ones(100_000))
+    server.etags = name == "ETag"
+    changes = False
+
+    def repeats(asked: Asked, answer: Answer) -> None:
+        answer.headers[name] = f'"{echo(asked)} {asked.number if changes else 0}"'
+
+    server.fault = repeats
+    index = read_index(f"{server.url('m.npz')}?sig={SECRET}", storage_options=OPTIONS)
+    assert SECRET not in f"{index!r} {index.files!r} {[*map(str, index.files.values())]}"
+    changes = True
+    error = refused(server, path, IntegrityError)
+    assert "version" in str(error.found)
+    assert error.found != error.expected
+
+
+def test_a_redirect_shows_nothing_of_its_target(server: RangeServer, tmp_path: Path) -> None:
+    """Neither its scheme nor its host."""
+    (tmp_path / "served" / "model.pt").write_bytes(bytes(2_000))
+    for scheme in (
+        f"{SECRET}://",
+        f"http://{SECRET}.invalid/",
+        f"http://h:{SECRET}/",
+        f"//{SECRET}@[",
+    ):
+
+        def redirect(asked: Asked, answer: Answer, to: str = scheme) -> None:
+            answer.status, answer.headers = 302, {"Location": to}
+
+        server.fault = redirect
+        refused(server, tmp_path / "served" / "model.pt", CheckpointError, tries=1)
+
+
+def test_headers_that_are_none_are_not_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """urllib3 warns of them, with the URL. What others request by urllib3 is still logged."""
+
+    def odd(connection: socket.socket) -> None:
+        connection.sendall(b"HTTP/1.1 206 OK\r\nContent-Length: 5\r\nno header\r\n\r\nhello")
+
+    with answering(odd) as url, caplog.at_level(logging.DEBUG):
+        with pytest.raises(FormatError):
+            torchlift.open(f"{url}/m.pt?sig={SECRET}", storage_options={"tries": 1})
+        assert SECRET not in caplog.text
+        urllib3.request("GET", f"{url}/m.pt?of=others", preload_content=False).close()
+    assert "of=others" in caplog.text
+
+
+# ---- servers without an end
+
+
+def test_a_server_that_sends_one_byte_in_each_answer_is_given_up(
+    server: RangeServer, tmp_path: Path
+) -> None:
+    """It would take a request for each byte, and a new connection."""
+    (tmp_path / "served" / "f").write_bytes(bytes(161_000))
+    opened = open_place(place_of(server.url("f"), {"tries": 3}))
+
+    def one(asked: Asked, answer: Answer) -> None:
+        answer.sent, answer.reset = 1, False
+
+    server.fault = one
+    server.forget()
+    with pytest.raises(Unreachable, match="the connection ended early"):
+        opened.read(0, 161_000)
+    assert server.requests == 3
+
+    def half(asked: Asked, answer: Answer) -> None:
+        answer.sent, answer.reset = (len(answer.body) + 1) // 2, False
+
+    server.fault = half
+    assert opened.read(0, 161_000) == bytes(161_000)
+
+
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+PARTIAL = b"HTTP/1.1 206 OK\r\nContent-Range: bytes 0-511/512\r\nContent-Length: 512\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("start", "again", "pause"),
+    [(b"", CONTINUE, 0.0), (b"", CONTINUE, 0.05), (b"HTTP/1.1 206 ", b"x", 0.05),
+     (b"HTTP/1.1 206 OK\r\nX-Any: ", b"x", 0.05), (PARTIAL, b"x", 0.05)],
+    ids=["interim answers", "slow ones", "a slow status", "a slow header", "a slow body"],
+)  # fmt: skip
+def test_a_server_without_progress_is_given_up(start: bytes, again: bytes, pause: float) -> None:
+    """Something arrives all the time, and never the answer: one error, in a few timeouts."""
+    over = threading.Event()
+
+    def endless(connection: socket.socket) -> None:
+        connection.sendall(start)
+        while not over.wait(pause):
+            connection.sendall(again)
+
+    options, began = {"tries": 2, "timeout": 0.3}, time.monotonic()
+    with answering(endless) as url:
+        with pytest.raises(TimedOut, match="less than 64 KiB") as caught:
+            torchlift.open(f"{url}/m.pt?sig={SECRET}", storage_options=options)
+        over.set()
+    shows_no_secret(caught.value)
+    assert "timeout" in str(caught.value.hint)
+    assert time.monotonic() - began < 20
+
+
+def test_a_redirect_with_an_endless_body_is_followed(server: RangeServer, tmp_path: Path) -> None:
+    """The body is of no interest, however long it is."""
+    np.save(tmp_path / "served" / "w.npy", np.ones(3))
+
+    def endless(connection: socket.socket) -> None:
+        connection.sendall(
+            b"HTTP/1.1 302 Found\r\nTransfer-Encoding: chunked\r\nLocation: "
+            + server.url("w.npy").encode()
+            + b"\r\n\r\n"
+        )
+        while True:
+            connection.sendall(b"1000\r\n" + bytes(0x1000) + b"\r\n")
+
+    with answering(endless) as url:
+        assert torchlift.open(f"{url}/w.npy")["tensor"].tolist() == [1, 1, 1]
+
+
+# ---- connections and proxies
+
+
+def test_a_kept_connection_that_the_server_closed_is_not_a_failed_try(tmp_path: Path) -> None:
+    """Servers close idle ones after some seconds. The next request takes a new one."""
+    (tmp_path / "f").write_bytes(bytes(1_000))
+    with serving(tmp_path) as server:
+        opened = open_place(place_of(server.url("f"), {"tries": 1}))
+        server.fault = lambda asked, answer: setattr(answer, "sent", len(answer.body))
+        for number in range(3):
+            assert opened.read(number, 10) == bytes(10)
+            time.sleep(0.1)
+
+
+def test_a_redirect_to_the_same_host_with_its_port_gets_the_credentials(
+    server: RangeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``http://h/`` and ``http://H:80/`` are one host. Another port is another one."""
+    np.save(server.folder / "w.npy", np.ones(3))
+    (server.folder / "v.npy").write_bytes((server.folder / "w.npy").read_bytes())
+    monkeypatch.setenv("http_proxy", server.url())
+    monkeypatch.delenv("no_proxy", raising=False)
+    for to, is_own in ("http://H.invalid:80/v.npy", True), ("http://h.invalid:81/v.npy", False):
+
+        def redirect(asked: Asked, answer: Answer, to: str = to) -> None:
+            if asked.path.endswith("w.npy"):
+                answer.status, answer.headers = 302, {"Location": to}
+
+        server.fault = redirect
+        server.forget()
+        found = torchlift.open("http://h.invalid/w.npy", storage_options=OPTIONS)
+        assert found["tensor"].tolist() == [1, 1, 1]
+        assert {"authorization" in asked.headers for asked in server.asked[1:]} == {is_own}
+
+
+@pytest.mark.parametrize(
+    ("proxy", "reason"),
+    [("socks5://127.0.0.1:1", "not an HTTP proxy"), ("", "the proxy of the environment refuses")],
+)
+def test_a_proxy_that_cannot_be_used_is_named(
+    monkeypatch: pytest.MonkeyPatch, proxy: str, reason: str
+) -> None:
+    """Without the text that it sends, which can repeat its password."""
+
+    def refuses(connection: socket.socket) -> None:
+        connection.sendall(f"HTTP/1.1 407 {SECRET}\r\nContent-Length: 0\r\n\r\n".encode())
+        connection.shutdown(socket.SHUT_RDWR)
+
+    with answering(refuses) as url:
+        monkeypatch.setenv("https_proxy", proxy or url.replace("//", f"//me:{SECRET}@"))
+        monkeypatch.delenv("no_proxy", raising=False)
+        with pytest.raises(Unreachable, match=reason) as caught:
+            torchlift.open("https://h.invalid/w.npy", storage_options={"tries": 1})
+    shows_no_secret(caught.value)
+
+
+@pytest.mark.parametrize("text", ["1", "Wed, 21 Oct 2015 07:28:00 GMT", "9" * 5_000, "-1", "soon"])
+def test_a_pause_that_a_server_asks_for_is_kept_or_ignored(
+    server: RangeServer, tmp_path: Path, text: str
+) -> None:
+    """Seconds, or a date, which is over here. What is neither counts as no wish."""
+    np.save(tmp_path / "served" / "w.npy", np.ones(3))
+
+    def waits(asked: Asked, answer: Answer) -> None:
+        if asked.number == 0:
+            answer.status, answer.headers = 503, {"Retry-After": text}
+
+    server.fault, began = waits, time.monotonic()
+    assert torchlift.open(server.url("w.npy"))["tensor"].tolist() == [1, 1, 1]
+    assert (time.monotonic() - began >= 1) == (text == "1")
+
+
+def test_a_file_that_became_shorter_says_how_long_it_is(
+    server: RangeServer, tmp_path: Path
+) -> None:
+    """A range behind its end is refused with the size, or without one."""
+    (tmp_path / "served" / "f").write_bytes(bytes(1_000))
+    opened = open_place(place_of(server.url("f")))
+    (tmp_path / "served" / "f").write_bytes(bytes(10))
+    with pytest.raises(IntegrityError, match="found 10 bytes"):
+        opened.read(500, 10)
+    server.fault = lambda asked, answer: answer.headers.pop("Content-Range", None)
+    with pytest.raises(IntegrityError, match="found a shorter file"):
+        opened.read(500, 10)
 
 
 def test_every_checksum_is_that_of_the_file(server: RangeServer, place: Path) -> None:

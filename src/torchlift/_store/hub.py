@@ -56,20 +56,17 @@ class Hub(Http):
     def stamps_in(self, url: Url) -> dict[str, UrlStamp | None]:
         """Return the names in a folder. The Hub lists other stamps than those that `Http` reads."""
         repository, folder = _parse(url)
-        hub, errors = _import_hub(url), _import_hub(url, ".errors")
+        hub = _import_hub(url)
         self._store.count(1, 0)
         try:
             tree = hub.HfApi(**self._store.rest).list_repo_tree(path_in_repo=folder, **repository)
             return {item.path.rpartition("/")[2]: None for item in tree}
-        except (
-            errors.EntryNotFoundError,
-            errors.RepositoryNotFoundError,
-            errors.RevisionNotFoundError,
-        ):
-            hint = "Check the URL, and pass a token if the repository is private."
-            failed = Failed(NotFound("nothing is there", file=url, hint=hint), None)
         except Exception as error:
             failed = Failed(*Others(self._store).failure(url, error))
+            # Without a token, the Hub answers 401 for what does not exist.
+            if getattr(getattr(error, "response", None), "status_code", 0) in (401, 404):
+                hint = "Check the URL, and pass a token if the repository is private."
+                failed = Failed(NotFound("nothing is there", file=url, hint=hint), None)
         raise failed
 
 
