@@ -535,18 +535,25 @@ def test_the_proxy_of_the_environment_is_asked(
         read_index(f"http://nowhere.invalid/{name}", storage_options={"tries": 1})
 
 
+@pytest.fixture
+def certificate(tmp_path: Path) -> Path:
+    """A certificate and its key, for 127.0.0.1 and host.invalid."""
+    made = tmp_path / "certificate.pem"
+    names = "subjectAltName=IP:127.0.0.1,DNS:host.invalid"
+    command = ["openssl", "req", "-x509", "-days", "2", "-subj", "/CN=host.invalid", "-addext"]
+    command += [names, "-newkey", "rsa:2048", "-nodes", "-keyout", str(made)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    with made.open("a") as file:
+        file.write(done.stdout)
+    return made
+
+
 def test_a_certificate_is_trusted_when_the_environment_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    certificate: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And refused otherwise, with the way out; a redirect from https to http is not followed."""
-    folder, certificate = tmp_path / "served", tmp_path / "certificate.pem"
+    folder = tmp_path / "served"
     folder.mkdir()
-    subject = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
-    made = ["-newkey", "rsa:2048", "-nodes", "-keyout", certificate, "-out", tmp_path / "cert"]
-    command = ["openssl", "req", "-x509", "-days", "2", *made, *subject]
-    subprocess.run(command, check=True, capture_output=True)
-    with certificate.open("a") as file:
-        file.write((tmp_path / "cert").read_text())
     (folder / "w.npy").write_bytes(b"\x93NUMPY")
     with serving(folder, certificate=certificate) as server:
         url = f"{server.url('w.npy')}?sig={SECRET}"
@@ -797,6 +804,41 @@ def test_a_proxy_that_cannot_be_used_is_named(
         with pytest.raises(Unreachable, match=reason) as caught:
             torchlift.open("https://h.invalid/w.npy", storage_options={"tries": 1})
     shows_no_secret(caught.value)
+
+
+def test_a_proxy_passes_what_is_encrypted(
+    certificate: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets its own password and the name of the host, and nothing of the request."""
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    np.save(tmp_path / "w.npy", np.ones(3))
+    heads = []
+
+    def passes(connection: socket.socket) -> None:
+        connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+        with socket.create_connection(("127.0.0.1", server.port)) as other:
+            back = threading.Thread(target=pump, args=(other, connection))
+            back.start()
+            pump(connection, other)
+            back.join()
+
+    def pump(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+            target.shutdown(socket.SHUT_RDWR)
+
+    with serving(tmp_path, certificate=certificate) as server, answering(passes, heads) as proxy:
+        monkeypatch.setenv("https_proxy", proxy.replace("//", "//me:proxy-word@"))
+        monkeypatch.delenv("no_proxy", raising=False)
+        url = f"https://host.invalid/w.npy?sig={SECRET}"
+        assert torchlift.open(url, storage_options=OPTIONS)["tensor"].tolist() == [1, 1, 1]
+        assert {asked.query for asked in server.asked} == {f"sig={SECRET}"}
+        assert all("authorization" in asked.headers for asked in server.asked)
+        assert not any("proxy-authorization" in asked.headers for asked in server.asked)
+    assert all(head.startswith(b"CONNECT host.invalid:443") for head in heads)
+    assert all(b"Proxy-Authorization: Basic" in head for head in heads)
+    assert not any(SECRET.encode() in head for head in heads)
 
 
 @pytest.mark.parametrize("text", ["1", "Wed, 21 Oct 2015 07:28:00 GMT", "9" * 5_000, "-1", "soon"])

@@ -242,13 +242,22 @@ def serving(
 
 
 @contextlib.contextmanager
-def answering(answer: Callable[[socket.socket], None]) -> Iterator[str]:
-    """Call a function with each connection after its request, and yield the URL."""
+def answering(
+    answer: Callable[[socket.socket], None], heads: list[bytes] | None = None
+) -> Iterator[str]:
+    """Call a function with each connection after its request, and yield the URL.
+
+    Args:
+        answer: Sends the answer.
+        heads: Where the requests are kept.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def one(connection: socket.socket) -> None:
             with connection, contextlib.suppress(OSError):
-                while connection.recv(1 << 16):
+                while head := connection.recv(1 << 16):
+                    if heads is not None:
+                        heads.append(head)
                     answer(connection)
 
         def all_of_them() -> None:

@@ -61,8 +61,8 @@ _NAME_A_FILE = (
 
 #: (process, thread) -> the connection that the thread waits for.
 _Busy = dict[tuple[int, int], connection.HTTPConnection]
-#: Of the `Http` whose request this thread makes.
-_busy: ContextVar[_Busy] = ContextVar("_busy")
+#: Set while this thread makes a request.
+_asking: ContextVar[_Busy] = ContextVar("_asking")
 
 
 class Http(Transport):
@@ -140,7 +140,8 @@ class Http(Transport):
         self, url: Url, answer: BaseHTTPResponse, buffers: Sequence[memoryview], nbytes: int
     ) -> int:
         """Receive bytes into the buffers until all arrived or the connection ends."""
-        done, error = 0, Exception()
+        done = 0
+        error: Exception = EOFError()  # urllib3 raises none if the answer has no length
         try:
             for left in clip(buffers, nbytes):
                 while left and (data := answer.read(min(len(left), _BLOCK))):
@@ -202,38 +203,33 @@ class Http(Transport):
         """Request a URL. Return the answer, whose body is not read."""
         parts = urlsplit(at)
         scheme, host = parts.scheme.lower(), parts.netloc.rpartition("@")[2]
-        proxy = _proxy(scheme, host)
-        key = os.getpid(), scheme, proxy
-        if (pool := self._pools.get(key)) is None:
-            # A context takes 20 ms to make.
-            tls = ssl.create_default_context() if scheme == "https" else None
-            options: dict[str, Any] = {"maxsize": _KEPT, "ssl_context": tls}
-            pool = urllib3.PoolManager(**options)
-            if proxy is not None:
-                user = _basic("Proxy-Authorization", proxy)
-                pool = urllib3.ProxyManager(proxy, proxy_headers=user, **options)
-            pool.pool_classes_by_scheme = {"http": _Pool, "https": _TlsPool}
-            self._pools[key] = pool
+        key = os.getpid(), scheme, _proxy(scheme, host)
+        pool = self._pools.get(key) or self._pools.setdefault(key, self._pool(*key[1:]))
+        whole: dict[str, Any] = {"redirect": False, "preload_content": False}
         self._store.count(1, 0)
-        token = _busy.set(self._busy)
+        token = _asking.set(self._busy)
         try:
-            return pool.urlopen(
-                "GET",
-                parts._replace(netloc=host).geturl(),
-                headers=headers,
-                redirect=False,
-                retries=False,
-                timeout=self._store.timeout,
-                preload_content=False,
-                decode_content=False,
-            )
+            address = parts._replace(netloc=host).geturl()
+            return pool.urlopen("GET", address, headers=headers, decode_content=False, **whole)
         finally:
-            _busy.reset(token)
+            _asking.reset(token)
+
+    def _pool(self, scheme: str, proxy: str | None) -> urllib3.PoolManager:
+        options: dict[str, Any] = {"timeout": self._store.timeout, "retries": False}
+        if scheme == "https":  # made once, because it takes 20 ms
+            options["ssl_context"] = ssl.create_default_context()
+        if proxy is None:
+            pool = urllib3.PoolManager(maxsize=_KEPT, **options)
+        else:
+            user = _basic("Proxy-Authorization", proxy)
+            pool = urllib3.ProxyManager(proxy, proxy_headers=user, maxsize=_KEPT, **options)
+        pool.pool_classes_by_scheme = {"http": _Pool, "https": _TlsPool}
+        return pool
 
 
 def _is_of_others(record: logging.LogRecord) -> bool:
     """Return whether a log record is not about a request of ours. It would show the query."""
-    return _busy.get(None) is None
+    return _asking.get(None) is None
 
 
 for _name in ("urllib3.connection", "urllib3.connectionpool"):
@@ -286,16 +282,15 @@ class _Connection(connection.HTTPConnection):
     response_class = _Answer
 
     def connect(self) -> None:
-        _busy.get()[os.getpid(), threading.get_ident()] = self
+        _asking.get()[os.getpid(), threading.get_ident()] = self
         super().connect()
 
     def request(self, *args: Any, **options: Any) -> None:
-        _busy.get()[os.getpid(), threading.get_ident()] = self
+        _asking.get()[os.getpid(), threading.get_ident()] = self
         super().request(*args, **options)
 
 
-class _TlsConnection(_Connection, connection.HTTPSConnection):
-    pass
+class _TlsConnection(_Connection, connection.HTTPSConnection): ...
 
 
 class _Pool(connectionpool.HTTPConnectionPool):
@@ -313,23 +308,18 @@ def _failure(store: Store, url: Url, error: Exception, what: str) -> Failed:
         error = inner[0]
     kind: type[CheckpointError] = Unreachable
     after: float | None = 0.0  # None: another try would fail, too
-    found, hint = None, _LATER
+    found, hint = type(error).__name__, _LATER
     match error:
         case ssl.SSLCertVerificationError():
-            what, found, after = (
-                "the server's certificate is not trusted",
-                error.verify_message,
-                None,
-            )
+            what, after = "the server's certificate is not trusted", None
+            found = error.verify_message
             hint = "If your own authority signed it, set SSL_CERT_FILE to the authority's file."
         case exceptions.ProxySchemeUnknown():
             what, after = "the proxy of the environment is not an HTTP proxy", None
             hint = "Set the variable, such as HTTPS_PROXY, to an http:// URL, or set NO_PROXY."
         case ValueError():
             what, after = "the URL or a header contains characters that HTTP cannot carry", None
-            hint = (
-                "Percent-encode the URL. Use one line of Latin-1 for a header, without a newline."
-            )
+            hint = "Percent-encode the URL. A header is one line of Latin-1, without a newline."
         case socket.gaierror():
             what, found = "the name of the host cannot be resolved", urlsplit(url).netloc
             after = 0.0 if error.errno == socket.EAI_AGAIN else None
@@ -340,7 +330,7 @@ def _failure(store: Store, url: Url, error: Exception, what: str) -> Failed:
                 what = f"the server sent no answer, or less than {_LEAST >> 10} KiB in two timeouts"
             hint = 'Pass storage_options={"timeout": seconds} to wait longer.'
         case ssl.SSLError():
-            found = error.reason
+            found = error.reason or found
         case OSError(errno=int()):
             found = os.strerror(error.errno or 0)
         case OSError() if type(error) is OSError:

@@ -5,7 +5,6 @@ A transport makes the requests: `http` for HTTP, `others` for the schemes of obs
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -177,9 +176,8 @@ class UrlStamp:
     def __str__(self) -> str:
         from hashlib import sha256
 
-        # Not the ETag: a server can repeat the signed query in it.
-        text = f"{self.version} {self.modified}"
-        version = sha256(text.encode()).hexdigest()[:8] if self.version or self.modified else "none"
+        # Not as it came: a server can repeat the signed query in it.
+        version = sha256(f"{self.version} {self.modified}".encode()).hexdigest()[:8]
         return f"{self.size} bytes, version {version}"
 
 
@@ -271,9 +269,10 @@ class Store:
 
     def __init__(self, transport: type[Transport], options: Mapping[str, Any]) -> None:
         self._made_by = transport, dict(options)
-        ours = {name: options.get(name, default) for name, default in _DEFAULTS.items()}
-        self.tries, self.timeout = ours["tries"], ours["timeout"]
-        self.headers = ours["headers"]
+        self.rest = dict(options)
+        self.tries, self.timeout, self.headers = (
+            self.rest.pop(*each) for each in _DEFAULTS.items()
+        )
         if type(self.tries) is not int or self.tries < 1:
             what = "must be an integer from 1"
             raise ValueError(f'storage_options["tries"] {what}, not {self.tries!r}')
@@ -283,12 +282,10 @@ class Store:
         texts = (*self.headers, *self.headers.values()) if isinstance(self.headers, dict) else [0]
         if not all(type(text) is str for text in texts):
             raise TypeError('storage_options["headers"] must be a dict of strings')
-        self.rest = {name: value for name, value in options.items() if name not in _DEFAULTS}
-        if transport.options is not None:
-            known = [*_DEFAULTS, *transport.options]
-            for name in self.rest.keys() - {*known}:
-                what = f"storage_options has no {name!r} for this URL, only {', '.join(known)}"
-                raise TypeError(f"{what}. {did_you_mean(name, known)}".rstrip())
+        known = (*_DEFAULTS, *(self.rest if transport.options is None else transport.options))
+        for name in self.rest.keys() - {*known}:
+            what = f"storage_options has no {name!r} for this URL, only {', '.join(known)}"
+            raise TypeError(f"{what}. {did_you_mean(name, known)}".rstrip())
         self.requests = self.received = 0
         self._lock = threading.Lock()
         self._cancelled = threading.Event()
@@ -371,27 +368,6 @@ class Store:
         cancelled, self._cancelled = self._cancelled, threading.Event()
         cancelled.set()
         self.transport.cancel()
-
-    def remove_secrets(self, url: Url, text: str) -> str:
-        """Remove the secrets of a URL and of the options from a text of another library."""
-        text = text.replace(url.target, url)
-        parts = _split(url.target)
-        pairs, user = parts.query.split("&"), parts.netloc.rpartition("@")[0]
-        secrets = [*pairs, *(pair.partition("=")[2] for pair in pairs), *user.split(":")]
-        secrets += [*_texts(self.rest), *_texts(self.headers)]
-        for secret in sorted((s for s in secrets if len(s) > 3), key=len, reverse=True):
-            text = text.replace(secret, "...")
-        # Other URLs in the text may be signed too: remove their users and queries.
-        return re.sub(r"(\w://)(?:[^/\s@]*@)?([^\s?'\"]*)(?:\?[^\s'\"]*)?", r"\1\2", text)
-
-
-def _texts(options: object) -> list[str]:
-    """Return all texts in nested options."""
-    if isinstance(options, Mapping):
-        return [text for value in options.values() for text in _texts(value)]
-    if isinstance(options, (list, tuple)):
-        return [text for value in options for text in _texts(value)]
-    return [options] if isinstance(options, str) else []
 
 
 class RemoteFile(Opened):
