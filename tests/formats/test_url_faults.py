@@ -587,6 +587,12 @@ def test_an_option_that_nobody_knows_is_refused(server: RangeServer) -> None:
             shows_no_secret(caught.value)
     with pytest.raises(TypeError, match="only tries, timeout, headers"):
         torchlift.open(server.url("w.npy"), storage_options={"anon": True})
+    options = {"skip_instance_cache": True}
+    with pytest.raises(TypeError, match="skip_instance_cache"):
+        torchlift.convert(server.url("w.npy"), "memory://options/w.pt", storage_options=options)
+    source = torchlift.open(server.url("w.npy"))
+    torchlift.convert(source, "memory://options/w.pt", overwrite=True, storage_options=options)
+    server.forget()
     headers = {"Authorization": SECRET}
     torchlift.open(server.url("w.npy"), storage_options={"headers": headers})
     assert {asked.headers["authorization"] for asked in server.asked} == {SECRET}

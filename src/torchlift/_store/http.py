@@ -405,9 +405,10 @@ def _size_of_past(answer: BaseHTTPResponse) -> int | None:
 
 def _follow(url: Url, at: str, location: str) -> str:
     """Return the target of a redirect. Raise `UnsafeError` if it leaves HTTP or drops TLS."""
-    with suppress(ValueError, KeyError):
+    with suppress(ValueError):  # such as a port that is not a number
         target = urljoin(at, location)
-        if _host(target).startswith("https:") or not at.lower().startswith("https:"):
+        scheme, before = (_host(each).partition(":")[0] for each in (target, at))
+        if scheme == "https" or scheme == before == "http":
             return target
     raise UnsafeError(
         "the server redirects to a URL that is not safe to follow",
@@ -419,7 +420,7 @@ def _follow(url: Url, at: str, location: str) -> str:
 def _host(at: str) -> str:
     """Return the scheme, host and port of a URL."""
     parts = urlsplit(at)
-    return f"{parts.scheme}://{parts.hostname}:{parts.port or _PORTS[parts.scheme]}"
+    return f"{parts.scheme}://{parts.hostname}:{parts.port or _PORTS.get(parts.scheme)}"
 
 
 def _proxy(scheme: str, host: str) -> str | None:
