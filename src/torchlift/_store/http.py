@@ -52,7 +52,7 @@ _LEAST = 1 << 16
 _KEPT = 64  # connections to one host
 _PORTS = {"http": 80, "https": 443}
 _RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
-_PAST_THE_END = re.compile(r"bytes ?\*/(\d{1,18})")
+_PAST_END = re.compile(r"bytes ?\*/(\d{1,18})")
 _LATER = "Try again later."
 _NAME_A_FILE = (
     "HTTP cannot list a folder: add the name of a file in it, such as model.safetensors, "
@@ -172,26 +172,23 @@ class Http(Transport):
             headers["User-Agent"] = "torchlift"
             if host == _host(origin):
                 headers |= self.private_headers(url)
-            try:
-                answer = self._send(at, headers)
-            except (exceptions.HTTPError, http.client.HTTPException, OSError, ValueError) as error:
-                raise _failure(self._store, url, error, "the server cannot be reached") from None
+            answer = self._send(url, at, headers)
             try:
                 if location := answer.get_redirect_location():
                     at = _follow(url, at, location)
                     with suppress(exceptions.HTTPError):
-                        answer.read(HEAD)  # an unread body would make the connection useless
+                        answer.read(HEAD, False)  # an unread body would make the connection useless
                 elif answer.status in _EXPIRED and known is not None:
                     # A signed redirect is valid for minutes, but a load can take hours.
                     self._redirects.pop(origin, None)
                     known, at = None, origin
-                elif answer.status in (200, 206) or (stamp is None and _size_of_past(answer) == 0):
+                elif answer.status in (200, 206) or (stamp is None and _read_size(answer) == 0):
                     if at != origin:
                         self._redirects[origin] = at
                     yield answer, host
                     return
                 elif answer.status == 416 and stamp is not None:
-                    size = _size_of_past(answer)
+                    size = _read_size(answer)
                     now = "a shorter file" if size is None else f"{size} bytes"
                     raise stamp.change_error(url, now)
                 else:
@@ -201,22 +198,25 @@ class Http(Transport):
                 answer.close()
         raise FormatError("the URL redirects too many times", file=url)
 
-    def _send(self, at: str, headers: dict[str, str]) -> BaseHTTPResponse:
-        """Request a URL. Return the answer, whose body is not read."""
+    def _send(self, url: Url, at: str, headers: dict[str, str]) -> BaseHTTPResponse:
+        """Request an address of a URL. Return the answer, whose body is not read."""
         parts = urlsplit(at)
         scheme, host = parts.scheme.lower(), parts.netloc.rpartition("@")[2]
         key = os.getpid(), scheme, _proxy(scheme, host)
-        pool = self._pools.get(key) or self._pools.setdefault(key, self._pool(*key[1:]))
-        whole: dict[str, Any] = {"redirect": False, "preload_content": False}
         self._store.count(1, 0)
         token = _asking.set(self._busy)
         try:
+            pool = self._pools.get(key) or self._pools.setdefault(key, self._make_pool(*key[1:]))
             address = parts._replace(netloc=host).geturl()
-            return pool.urlopen("GET", address, headers=headers, decode_content=False, **whole)
+            return pool.urlopen(
+                "GET", address, headers=headers, redirect=False, preload_content=False
+            )
+        except (exceptions.HTTPError, http.client.HTTPException, OSError, ValueError) as error:
+            raise _failure(self._store, url, error, "the server cannot be reached") from None
         finally:
             _asking.reset(token)
 
-    def _pool(self, scheme: str, proxy: str | None) -> urllib3.PoolManager:
+    def _make_pool(self, scheme: str, proxy: str | None) -> urllib3.PoolManager:
         options: dict[str, Any] = {"timeout": self._store.timeout, "retries": False}
         if scheme == "https":  # made once, because it takes 20 ms
             options["ssl_context"] = ssl.create_default_context()
@@ -401,9 +401,9 @@ def _check_range(url: Url, answer: BaseHTTPResponse, offset: int, nbytes: int) -
     )
 
 
-def _size_of_past(answer: BaseHTTPResponse) -> int | None:
+def _read_size(answer: BaseHTTPResponse) -> int | None:
     """Return the size of an object that ends before the range, if the server sends it."""
-    match = _PAST_THE_END.fullmatch(answer.headers.get("Content-Range", "").strip())
+    match = _PAST_END.fullmatch(answer.headers.get("Content-Range", "").strip())
     return int(match[1]) if match and answer.status == 416 else None
 
 
