@@ -356,6 +356,29 @@ def test_a_repository_without_an_owner_is_one(
             torchlift.open(url, storage_options=options)
 
 
+@pytest.mark.parametrize(
+    ("status", "kind"), [(401, FileNotFoundError), (403, PermissionError), (400, ConnectionError)]
+)
+def test_a_hub_that_lists_nothing_is_an_error_without_its_text(
+    server: RangeServer, monkeypatch: pytest.MonkeyPatch, status: int, kind: type[OSError]
+) -> None:
+    """Which can repeat the token of the environment."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+
+    def repeats(asked: Asked, answer: Answer) -> None:
+        answer.status, answer.body = status, memoryview(asked.headers["authorization"].encode())
+        answer.headers = {"X-Error-Message": asked.headers["authorization"]}
+
+    server.fault = repeats
+    options = {"endpoint": server.url()[:-1], "tries": 1}
+    with pytest.raises(kind, match=f"HTTP {status}") as caught:
+        torchlift.open("hf://org/name", storage_options=options)
+    assert "hf_secret" not in f"{caught.value} {vars(caught.value)} {caught.value.__cause__!r}"
+    assert server.asked
+
+
 def test_the_cache_of_the_hub_is_read_if_it_is_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,9 +9,8 @@ from contextlib import suppress
 from typing import Any
 
 from torchlift._store.http import Http
-from torchlift._store.others import Others
 from torchlift._store.url import Failed, Seen, Url, UrlStamp
-from torchlift.errors import FormatError, NotFound
+from torchlift.errors import FormatError, NotAllowed, NotFound, Unreachable
 
 #: A repository without an owner always has a revision here. `place_of` adds it.
 _PATH = re.compile(
@@ -62,12 +61,14 @@ class Hub(Http):
             tree = hub.HfApi(**self._store.rest).list_repo_tree(path_in_repo=folder, **repository)
             return {item.path.rpartition("/")[2]: None for item in tree}
         except Exception as error:
-            failed = Failed(*Others(self._store).failure(url, error))
-            # Without a token, the Hub answers 401 for what does not exist.
-            if getattr(getattr(error, "response", None), "status_code", 0) in (401, 404):
-                hint = "Check the URL, and pass a token if the repository is private."
-                failed = Failed(NotFound("nothing is there", file=url, hint=hint), None)
-        raise failed
+            # Not the text: a server can repeat the token in it.
+            status = getattr(getattr(error, "response", None), "status_code", 0)
+            found = f"HTTP {status}" if status else type(error).__name__
+        # The Hub answers 401 for what does not exist, unless it gets a token.
+        kind = {401: NotFound, 403: NotAllowed, 404: NotFound}.get(status, Unreachable)
+        hint = "Check the URL, and pass a token if the repository is private."
+        failure = kind("the hub does not list this folder", file=url, found=found, hint=hint)
+        raise Failed(failure, None if 400 <= status < 500 else 0.0)
 
 
 def cached(url: Url) -> str | None:
