@@ -274,8 +274,8 @@ class _Answer(http.client.HTTPResponse):
         self.fp = io.BufferedReader(self._paced)
         _asking.get()[os.getpid(), threading.get_ident()].answer = self
 
-    def begin(self) -> None:
-        super().begin()
+    def begin(self, **options: Any) -> None:  # newer Pythons pass a limit
+        super().begin(**options)
         self._paced.is_body = True
 
 
