@@ -57,6 +57,11 @@ FOUND = {
     "diffusers": "guide/frameworks",
     "vLLM": "guide/frameworks",
     "LoRA": "plot_02_lora",
+    "untrusted": "plot_01_is_it_safe",
+    "corrupt": "guide/troubleshooting",
+    "number of classes": "plot_07_new_head",
+    "unified memory": "guide/memory",
+    "prefetch": "plot_13_mapped_or_read",
 }
 #: One click from the first page.
 NEAREST = (

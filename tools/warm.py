@@ -79,6 +79,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--repeat", type=int, default=7, help="number of rounds")
     parser.add_argument("--with", dest="others", action="append", default=[], metavar="SRC",
                         help="the src folder of another version of torchlift")  # fmt: skip
+    parser.add_argument("--pause", type=float, default=0.0,
+                        help="seconds before each run: free memory goes back to the host of a "
+                        "virtual machine, and huge pages become slow")  # fmt: skip
     parser.add_argument("--one", help=argparse.SUPPRESS)  # a child's call, as JSON
     args = parser.parse_args(arguments)
     if args.one:
@@ -88,6 +91,7 @@ def main(arguments: list[str]) -> int:
     runs = [(f"torchlift of {tree}", tree) for tree in trees]
     runs += [("safetensors + clone", _HERE), ("torch mmap + clone", _HERE)]
     found: dict[str, list[list[float]]] = {name: [] for name, _ in runs}
+    time.sleep(args.pause)
     print("huge pages:", machine.huge_pages())
     with tempfile.TemporaryDirectory() as folder:
         os.mkdir(os.path.join(folder, "small"))
@@ -98,8 +102,10 @@ def main(arguments: list[str]) -> int:
                 one = json.dumps([name, folder, size, args.cast])
                 call = [sys.executable, __file__, "--one", one]
                 environment = os.environ | {"PYTHONPATH": tree}
+                time.sleep(args.pause)
                 done = subprocess.run(call, env=environment, check=True, stdout=subprocess.PIPE)
                 found[name].append(json.loads(done.stdout))
+    time.sleep(args.pause)
     print("huge pages:", machine.huge_pages())
     medians = {
         name: [statistics.median(column) for column in zip(*rows, strict=True)]

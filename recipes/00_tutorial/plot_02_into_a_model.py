@@ -22,9 +22,10 @@ file = folder / "model.safetensors"
 # A module with the names of the file
 # -----------------------------------
 #
-# A name in a file is a path of attributes: ``encoder.layer.5.output.dense.weight`` belongs to
-# ``model.encoder["layer"][5].output["dense"]``. So the class decides which file matches it. This
-# class has the names of MiniLM's file:
+# A load has to know which tensor of the file belongs to which parameter, and only the names say so.
+# A name is a path of attributes: ``encoder.layer.5.output.dense.weight`` belongs to
+# ``model.encoder["layer"][5].output["dense"]``. So the attributes of a class decide which file
+# matches it, and this class has those of MiniLM's file:
 
 import torch
 from torch import nn
@@ -86,9 +87,10 @@ class MiniLM(nn.Module):
 # A skeleton, and the plan
 # ------------------------
 #
-# ``MiniLM()`` would take 86 MiB and fill them with random numbers, which the load would overwrite.
-# A *skeleton* is the same module on the device *meta*: it has names and shapes, and no weights are
-# allocated. It remembers how each tensor was made.
+# ``MiniLM()`` would take 86 MiB and fill them with random numbers, only for the load to overwrite
+# them. So you make a *skeleton*: the same module on the device *meta*, which has names and shapes,
+# while no weights are allocated. It remembers how each tensor was made, because a file may lack
+# some of them.
 
 import torchlift
 
@@ -101,9 +103,10 @@ except torchlift.MismatchError as error:
     print(str(error).replace(f"{folder}/", ""))
 
 # %%
-# `torchlift.plan` compares the names on both sides before anything happens. The file has three
-# tensors that this class does not have, and the error lists them. They are a layer for another
-# task, and the numbers from 0 to 511. MiniLM does not need them, so exclude them by name:
+# A load that finds a wrong name after half of the work would leave you with half a model. Therefore
+# `torchlift.plan` compares the names on both sides before anything happens. It lists three tensors
+# that this class does not have: a layer for another task, and the numbers from 0 to 511. MiniLM
+# does not need them, so exclude them by name:
 
 EXTRA = ["pooler.*", "embeddings.position_ids"]
 print(str(torchlift.plan(model, file, exclude=EXTRA)).replace(f"{folder}/", ""))
@@ -112,9 +115,9 @@ print(str(torchlift.plan(model, file, exclude=EXTRA)).replace(f"{folder}/", ""))
 # Load
 # ----
 #
-# The load does what the plan lists, all of it or nothing. It reads 0 bytes. The weights are
-# *mapped*: the module's tensors are views of the file, and the system reads a page of it when you
-# first touch one.
+# The load does what the plan lists, all of it or nothing. It reads 0 bytes, because it *maps* the
+# weights. The module's tensors are then views of the file, and the system reads a page of it when
+# you first touch one.
 
 report = torchlift.load(model, file, exclude=EXTRA)
 print(len(report.loaded), "tensors,", report.bytes_read, "bytes read")
@@ -123,9 +126,9 @@ print(len(report.loaded), "tensors,", report.bytes_read, "bytes read")
 # Compare the meanings of sentences
 # ---------------------------------
 #
-# Here are twelve sentences from a help desk. The tokenizer of the model cuts them into words and
-# looks up the numbers of the words. The product of two vectors measures how close two sentences are
-# in meaning:
+# Correct names do not prove correct values, so let the model do its work on twelve sentences from a
+# help desk. Its tokenizer cuts them into words and looks up a number for each word. The product of
+# two vectors then measures how close two sentences are in meaning:
 
 from tokenizers import Tokenizer
 
@@ -154,15 +157,16 @@ for text, other in zip(texts, closest.tolist(), strict=True):
     print(f"{text:<31} closest: {texts[other]}")
 
 # %%
-# The parcel and the package find each other although they share no word. A single tensor in the
-# wrong place would have spoiled that.
+# The parcel and the package find each other although they share no word, which a single tensor in
+# the wrong place would have spoiled.
 #
 # Mapped pages, and memory of the process
 # ---------------------------------------
 #
-# A new process loads the model, uses it, and then writes to every weight, as a training step does.
-# Two kinds of memory matter. *File-backed* pages belong to the file, and the system may drop them
-# and read them again. *Anonymous* memory is RAM that the process owns.
+# A model that was mapped costs memory later, when you use it. To see how much, a new process loads
+# the model, uses it, and then writes to every weight, as a training step does. Two kinds of memory
+# matter, because the system treats them differently. It may drop *file-backed* pages and read them
+# from the file again, whereas *anonymous* memory is RAM that the process owns.
 
 # fold: How it is measured
 
@@ -214,22 +218,23 @@ plt.show()
 
 # %%
 # *The bars show the memory for MiniLM in a new process after each of three steps: loaded, used, and
-# written to. Loaded, it takes next to nothing. When it is used, pages of the file come in, but only
-# those of the words that occur. Only written pages become the process's own, so a model that you
-# only run needs little memory of its own.*
+# written to. Loaded, it takes next to nothing. When it is used, pages of the file are read, but
+# only those of the words that occur. Only written pages become the process's own, so a model that
+# you only run needs little memory of its own.*
 #
 # What you learned
 # ----------------
 #
 # - Names are paths of attributes. The plan lists matches and mismatches, and changes nothing.
-# - A skeleton takes no memory, and a mapped load reads nothing. Pages are read when you touch them.
-# - Mapped weights belong to the file until you write to them. Never overwrite the file in place.
+# - A skeleton takes no memory, and a mapped load reads nothing, because pages are read when you
+#   touch them.
+# - Mapped weights belong to the file until you write to them, so never overwrite the file in place.
 #
 # Exercises
 # ---------
 #
-# **1.** Make a plan with ``source="read"``. How many bytes does it read? Load a second skeleton in
-# that way. Are its vectors the same?
+# **1.** How many bytes does a plan with ``source="read"`` read? Load a second skeleton in that way,
+# and compare its vectors with those of the first.
 
 # fold: Solution of exercise 1
 
@@ -243,9 +248,9 @@ with torch.inference_mode():
     assert torch.equal(second(ids), vectors)
 
 # %%
-# **2.** The library transformers has a class for this file, ``BertModel``. Do its vectors agree
-# with yours? It returns a vector for each word, as ``last_hidden_state``. Add up the vectors of a
-# sentence.
+# **2.** The library transformers has a class for this file, ``BertModel``, which returns a vector
+# for each word, as ``last_hidden_state``. Add up the vectors of a sentence. Do they agree with
+# yours?
 
 # fold: Solution of exercise 2
 
@@ -264,4 +269,4 @@ print("equal, but for rounding")
 # Next
 # ----
 #
-# The model is right. Now train it on your own task: *3. Train it, be killed, go on*.
+# The model is right, so you can train it on your own task: *3. Train it, be killed, go on*.

@@ -99,8 +99,8 @@ ids = torch.tensor([text.ids for text in tokenizer.encode_batch(texts)])
 # A new layer that no file has
 # ----------------------------
 #
-# The help desk has three topics: account, parcel, money. You put a layer of three outputs on top of
-# MiniLM, and train it together with MiniLM's last layer.
+# The help desk has three topics, account, parcel and money, and MiniLM knows none of them. So you
+# put a layer of three outputs on top, and train it together with MiniLM's last layer.
 
 import torchlift
 
@@ -121,8 +121,9 @@ class Sorter(nn.Module):
 
 
 # %%
-# In the new class every name begins with ``body.``, so ``rename`` adds that to the names of the
-# file. The file does not contain ``head``, so you allow it to be missing by name:
+# MiniLM is a part of the new class, so every name begins with ``body.``, and ``rename`` adds that
+# to the names of the file. The file does not contain ``head``, so you allow it to be missing by
+# name. Any other missing name stays an error:
 
 # Four sentences are about an account, four about a parcel, four about money.
 topics = torch.arange(3).repeat_interleave(4)
@@ -152,13 +153,14 @@ for name in "head.bias", "body.encoder.layer.5.output.dense.bias":
     print(f"{name:<40}", *(f"{number:8.4f}" for number in numbers))
 
 # %%
-# The head has the random numbers of its constructor, which runs once more for it. All other weights
-# are mapped from the file.
+# The head has the random numbers of its constructor, which runs once more for it, while all other
+# weights are mapped from the file.
 #
 # Train
 # -----
 #
-# Each step takes six of the sentences at random. This run is never stopped. It is the reference:
+# To compare a resumed run with one that was never stopped, you need the second one first. Each step
+# takes six of the sentences at random:
 
 torch.set_num_threads(1)  # with one order of sums, losses can be equal
 
@@ -179,9 +181,10 @@ print(f"the loss falls from ~{straight[0]:.3f} to ~{straight[-1]:.3f}")
 # Save, and be killed
 # -------------------
 #
-# A resume needs more than weights. AdamW keeps two numbers for each trained weight, and random
-# numbers choose the sentences. A `torchlift.Keeper` saves all of it, in the background. This run
-# saves after every second step. It is killed right after it has started its save of step eight:
+# A resume needs more than weights, because AdamW keeps two numbers for each trained weight, and
+# random numbers choose the sentences. A `torchlift.Keeper` saves all of it, in the background. This
+# run saves after every second step, and is killed right after it has started its save of step
+# eight:
 
 import os
 import signal
@@ -212,13 +215,13 @@ print("complete:", [name for name in sorted(os.listdir(run)) if name[0] != "."])
 
 # %%
 # The checkpoint of step eight was half written. It does not have its final name yet, so ``resume``
-# ignores it. The next save removes it.
+# ignores it and the next save removes it.
 #
 # Resume from the last complete checkpoint
 # ----------------------------------------
 #
-# Run the same lines again: ``resume`` loads the last complete checkpoint and returns its step.
-# (Here step eight runs in this process, which is not killed.)
+# After a kill you start the same program again, because ``resume`` loads the last complete
+# checkpoint and returns its step. The steps since then are computed again:
 
 model, optimizer = begin()
 keeper = torchlift.Keeper(run)
@@ -262,10 +265,11 @@ plt.show()
 # What you learned
 # ----------------
 #
-# - A checkpoint gets its name when it is complete. A kill costs only the steps since the last one.
-# - A resume needs the weights, the optimizer, the step and the random state. If you forget one, no
-#   error appears.
-# - ``allow_missing`` names the layers that the file does not contain. They have the values of their
+# - A checkpoint gets its name when it is complete, so a kill costs only the steps since the last
+#   one.
+# - A resume needs the weights, the optimizer, the step and the random state. If you forget one, the
+#   losses differ, although no error appears.
+# - ``allow_missing`` names the layers that the file does not contain, which get the values of their
 #   constructor.
 #
 # Exercises
@@ -305,4 +309,4 @@ assert torchlift.open(path).objects["step"] == 12
 # Next
 # ----
 #
-# One process was enough so far. Two can share the work and the weights: *4. Train it on two ranks*.
+# One process was enough so far, but two can share the work: *4. Train it on two ranks*.

@@ -160,14 +160,16 @@ straight = [step(model, optimizer, number) for number in range(6, 12)]
 # ---------------
 #
 # A *rank* is one of several processes that run the same program at the same time and send data to
-# each other. In a job, ``torchrun`` starts them, one for each GPU. Here
-# `torchlift.distributed.on_ranks` starts two on your processor, and calls a function on each.
+# each other. In a job, ``torchrun`` starts them, one for each GPU. This page has to run without a
+# GPU, so `torchlift.distributed.on_ranks` starts two on your processor, and calls a function on
+# each.
 #
 # Divide a skeleton, and load
 # ---------------------------
 #
 # PyTorch's ``fully_shard`` divides every weight of a module by rows, and leaves each rank its
-# share, a *shard*. Apply it to a skeleton, which has no weights allocated yet, and then load:
+# share, a *shard*. Apply it to a skeleton before you load. The complete weights are then never in
+# the memory of a rank, because only its rows are allocated:
 
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -191,15 +193,15 @@ def load_shards(path):
 
 # %%
 # `torchlift.load` and `torchlift.load_optimizer` are the calls that you know. They see that the
-# model is sharded, and read only the rows of this rank from the file of one process.
-# ``source="read"`` is there to count bytes. Without it, the rows are mapped.
+# model is sharded, so they read only the rows of this rank, although one process wrote the file.
+# ``source="read"`` is there to count bytes, because without it the rows are mapped.
 #
 # Train, and save together
 # ------------------------
 #
-# The ranks take steps 7 to 12. For now both take the same six sentences, so that you can compare.
-# Then they save: all of them call `torchlift.save`. Each writes its own rows, and the first rank
-# makes one file of them.
+# The ranks take steps 7 to 12. For now both take the same six sentences, so that you can compare
+# their losses with those of one process. Then all of them call `torchlift.save`, because no rank
+# has the complete model. Each writes its own rows, and the first rank makes one file of them.
 
 
 def train_and_save(path, later):
@@ -237,14 +239,14 @@ plt.show()
 
 # %%
 # *The bars show the bytes of the weights in the file, and the bytes that each of the two ranks
-# reads. Each reads one half. A rank never holds the complete model, so two ranks can train a model
+# reads, which is one half. A rank never holds the complete model, so two ranks can train a model
 # that is too large for one.*
 #
 # Is it the same run?
 # -------------------
 #
-# The run of one process has also continued, and its losses are known. The two ranks left an
-# ordinary checkpoint, which you open without any rank:
+# The run of one process has also continued, so its losses are known. The two ranks left an ordinary
+# checkpoint, which you open without any rank:
 
 assert ranks[0][1] == ranks[1][1] == straight
 with torchlift.open(later) as ckpt:
@@ -257,16 +259,17 @@ print("losses and weights are those of one process, bit for bit")
 # What you learned
 # ----------------
 #
-# - Shard a skeleton, then load. Each rank reads its rows and never holds the complete model.
-# - The calls are the same as on one process. The file does not depend on the number of ranks that
-#   wrote it.
+# - Shard a skeleton, then load, so that each rank reads its rows and never holds the complete
+#   model.
+# - The calls are the same as on one process, because the file does not depend on the number of
+#   ranks that wrote it.
 # - If all ranks compute the same sums, the run is the same to the last bit.
 #
 # Exercises
 # ---------
 #
-# **1.** Let each rank take half of the six sentences: ``step`` has arguments for it. Is the mean of
-# the two losses that of one process, and is it equal to the last bit?
+# **1.** Let each rank take half of the six sentences, for which ``step`` has arguments. Is the mean
+# of the two losses that of one process, and is it equal to the last bit?
 
 # fold: Solution of exercise 1
 
@@ -284,7 +287,7 @@ print("equal, but for rounding")
 
 # %%
 # **2.** How many bytes would each of eight ranks read? You do not need eight processes for the
-# answer. Call `torchlift.distributed.simulate`.
+# answer, because `torchlift.distributed.simulate` computes it.
 
 # fold: Solution of exercise 2
 
@@ -296,4 +299,4 @@ print(f"{min(found.bytes):,} to {max(found.bytes):,} bytes")
 # Next
 # ----
 #
-# Tomorrow you get another number of processes: *5. On three ranks, and back to one*.
+# The file fits any number of ranks, so try another one: *5. On three ranks, and back to one*.

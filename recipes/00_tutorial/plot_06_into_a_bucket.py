@@ -2,9 +2,9 @@
 6. Out into a bucket
 ====================
 
-The training is over. Others need the weights: half as large, in a format that runs no code, and in
-a bucket instead of on your disk. How do you get them there, and how does somebody load one layer
-without fetching everything? On this page you do both.
+The training is over, and others need the weights. They should be half as large, in a format that
+runs no code, and in a bucket instead of on your disk. How do you get them there, and how does
+somebody load one layer without fetching everything? On this page you do both.
 
 The path: *1. Look into the file* → *2. Load it into a model* → *3. Train it, be killed, go on* →
 *4. Train it on two ranks* → *5. On three ranks, and back to one* → **6. Out into a bucket**.
@@ -154,8 +154,9 @@ names = "account", "parcel", "money"
 # ------------------------------------
 #
 # ``job.pt`` is the checkpoint of the training: the model, the optimizer and the step, in float32.
-# Others need the model alone, and *bfloat16* is enough: half of the bytes, with fewer digits. You
-# do not have to load anything for that. `torchlift.convert` reads and writes the file in blocks:
+# Others need the model alone, and *bfloat16* is enough for them, which takes half of the bytes
+# because its numbers have fewer digits. `torchlift.convert` reads and writes the file in blocks, so
+# you do not have to load anything for that:
 
 report = torchlift.convert(
     place / "job.pt", place / "sorter.safetensors", root="model", dtype="bfloat16"
@@ -166,8 +167,9 @@ print(str(report).replace(f"{place}/", ""))
 # Is every byte as it was written?
 # --------------------------------
 #
-# A file travels through disks and networks. torchlift writes a checksum for each tensor, and
-# `torchlift.verify` computes all of them again. Here is the file, and a copy with one wrong byte:
+# A file travels through disks and networks, and a byte that changes on the way is still a valid
+# number. torchlift therefore writes a checksum for each tensor, and `torchlift.verify` computes all
+# of them again. Here is the file, and a copy with one wrong byte:
 
 import shutil
 
@@ -188,8 +190,8 @@ print("damaged:", *(failure.name for failure in report.failed))
 # -------------------
 #
 # A bucket is a store with a URL, such as ``s3://`` or ``gs://``. Here ``memory://`` takes their
-# place: it needs no account and no network, and the calls are the same. A URL works in place of a
-# path, so the conversion can write to the bucket directly:
+# place, because it needs no account and no network, and the calls are the same. A URL works in
+# place of a path, so the conversion can write to the bucket directly:
 
 url = "memory://bucket/sorter.safetensors"
 torchlift.convert(
@@ -201,8 +203,8 @@ print("intact in the bucket:", torchlift.verify(url).ok)
 # Load one layer from the bucket
 # ------------------------------
 #
-# On the first page you saw that the index is small and has the position of each byte. A store
-# returns any range of bytes. So you do not have to fetch the complete file:
+# You do not have to fetch the complete file, because a store returns any range of bytes. On the
+# first page you saw that the index is small and has the position of each byte:
 
 layer = torchlift.skeleton(Layer)
 report = torchlift.load(layer, url, root="body.encoder.layer.5")
@@ -236,8 +238,8 @@ plt.show()
 # Does it still sort?
 # -------------------
 #
-# The user builds the model as you did on the second page, loads it from the URL, and computes in
-# float32 again:
+# Fewer digits change the scores a little, and may change a decision. So the user builds the model
+# as you did on the second page, loads it from the URL, and computes in float32 again:
 
 served = torchlift.skeleton(Sorter)
 torchlift.load(served, url, dtype="float32")
@@ -263,8 +265,8 @@ assert torch.equal(after.argmax(1), topics)
 # Exercises
 # ---------
 #
-# **1.** Norms suffer most from fewer digits. Convert once more, with ``LayerNorm`` in float32 and
-# all other weights in bfloat16: ``dtype`` takes a rule, `torchlift.remap.by_pattern`.
+# **1.** Norms suffer most from fewer digits. So convert once more, with ``LayerNorm`` in float32
+# and all other weights in bfloat16: ``dtype`` takes a rule, `torchlift.remap.by_pattern`.
 
 # fold: Solution of exercise 1
 
@@ -279,7 +281,7 @@ assert all("LayerNorm" in key for key in kept)
 print(f"{len(kept)} of {len(mixed)} tensors are float32")
 
 # %%
-# **2.** You need the head alone. How many bytes come from the bucket, in how many requests, and
+# **2.** If you need the head alone, how many bytes come from the bucket, in how many requests, and
 # what is each request for?
 
 # fold: Solution of exercise 2

@@ -5,8 +5,8 @@ Tied weights that come apart after loading
 Your language model uses one matrix twice, to read tokens and to predict them. After a load with
 ``assign=True`` it has one parameter more, and the optimizer takes more memory. What came apart?
 
-The model's code decides which names are one tensor. A file may record that two names share bytes,
-but ``assign=True`` makes a parameter of each. `torchlift.load` looks at the model and leaves one.
+A file may record that two names share bytes, but ``load_state_dict(assign=True)`` ignores it and
+makes a parameter of each name. `torchlift.load` asks the model which names are one tensor.
 """
 
 # %%

@@ -30,8 +30,9 @@ print("from the file:", list(report.loaded))
 print("made now:", list(report.replayed))
 
 # %%
-# ``allow_missing`` names the tensors that may be new. ``ignore_mismatched`` also permits another
-# shape, but only for these names, so that a body of another width is still an error.
+# ``allow_missing`` names the tensors that may be new, and ``ignore_mismatched`` lets them have
+# another shape in the file. Pass both: without names, ``ignore_mismatched`` skips **every** tensor
+# of another shape, and only ``report.mismatched`` lists what was skipped.
 #
 # Size mismatch, although strict=False
 # ------------------------------------
@@ -200,8 +201,9 @@ plt.show()
 # Use this when
 # -------------
 #
-# - **You want a new head:** `torchlift.load` with ``allow_missing`` and ``ignore_mismatched``. In a
-#   live model, ``exclude=["head.*"]`` also keeps the head that it has.
+# - **You want a new head:** `torchlift.load` with ``allow_missing`` and ``ignore_mismatched``.
+# - **The old head has the shape of the new one:** it would be loaded. Add ``exclude=["head.*"]``,
+#   with the names of the file, to skip it.
 # - **Names come from a wrapper:** `torchlift.remap.strip`, or `torchlift.remap.rules` for several
 #   rules.
 # - **You do not have a file:** `torchlift.materialize`, for the complete model or for some names.

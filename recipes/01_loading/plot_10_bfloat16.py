@@ -160,10 +160,16 @@ plt.show()
 # size, and a cast of the state dict three times. With torchlift, one argument needs little more
 # than the final size, as a loop of map and cast does.*
 #
-# ``dtype`` also takes a rule: *Load in bfloat16, and keep the norms in float32*. It casts the
-# tensors of the file. A buffer that the file does not contain keeps its constructor's type, because
-# some buffers have to be exact. If your model computes with such a buffer in bfloat16,
-# ``model.to(torch.bfloat16)`` casts it too.
+# ``dtype`` also takes a rule: *Load in bfloat16, and keep the norms in float32*.
+#
+# mat1 and mat2 must have the same dtype
+# --------------------------------------
+#
+# ``dtype`` casts the tensors of the file. A buffer that the file does not contain stays in float32,
+# because the constructor makes it, and some buffers have to be exact. If the model multiplies it by
+# bfloat16 values, the forward pass fails with *mat1 and mat2 must have the same dtype*. Cast the
+# skeleton before the load instead, ``torchlift.skeleton(build).bfloat16()``, and leave out
+# ``dtype``: the load then keeps the types of the skeleton, for its buffers also.
 #
 # Change each tensor while it is loaded
 # -------------------------------------

@@ -29,7 +29,8 @@ report = torchlift.load(model, state, rename=rename)
 print(len(report.loaded), "tensors, such as", rename("blk.0.attn_q.weight"))
 
 # %%
-# The dict has the names of llama.cpp. Pass the path of your ``.gguf`` instead.
+# The dict has the names of llama.cpp. Pass the path of your ``.gguf`` instead: its config and its
+# tokenizer are in the file also, as you see below.
 #
 # Everything loads, and the logits are wrong
 # ------------------------------------------
@@ -61,6 +62,11 @@ def write(model, path, kind=Kind.F32):
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     for key, name in FACTS.items():
         writer.add_uint32("llama." + key, getattr(config, name))
+    words = [*map(chr, range(33, 127)), "he", "hey"]
+    words += [f"<{number}>" for number in range(len(words), config.vocab_size)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(words)
+    writer.add_token_merges(["h e", "he y"])
     for name, tensor in model.state_dict().items():
         rows = tensor.numpy()
         if "q_proj" in name or "k_proj" in name:
@@ -116,6 +122,21 @@ print("from_to, same logits:", torch.equal(logits_by(rename), expected))
 # llama.cpp pairs neighbours, and ``transformers`` pairs the first half with the second. So
 # llama.cpp moves the rows of q and k, and of no other matrix.
 #
+# Config and tokenizer out of the file
+# ------------------------------------
+#
+# You do not need another download, because the ``.gguf`` also contains the sizes of the model and
+# its tokenizer. ``transformers`` reads both from it:
+
+where = {"pretrained_model_name_or_path": folder, "gguf_file": "tiny.gguf"}
+config = transformers.AutoConfig.from_pretrained(**where)
+tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
+model = torchlift.skeleton(transformers.AutoModelForCausalLM.from_config, config)
+rule = remap.from_to("gguf->transformers", model)
+report = torchlift.load(model, folder + "/tiny.gguf", rename=rule)
+print(len(report.loaded), "tensors,", tokenizer.tokenize("hey!"))
+
+# %%
 # Other differences in a GGUF file
 # --------------------------------
 #
@@ -198,7 +219,7 @@ plt.show()
 # - A GGUF file is more than its model under other names. Rows, norms and experts differ by
 #   architecture.
 # - Equal shapes prove nothing. Compare logits.
-# - Blocks are computed on their way into the model, so a tensor is never in memory twice.
+# - ``AutoConfig`` and ``AutoTokenizer`` read a ``.gguf``, so the file is all that you need.
 #
 # Use this when
 # -------------

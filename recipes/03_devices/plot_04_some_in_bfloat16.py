@@ -35,7 +35,9 @@ print({name: str(tensor.dtype) for name, tensor in model.named_parameters()})
 
 # %%
 # `torchlift.remap.by_pattern` takes regular expressions. The first one that is found in the name
-# wins, and ``""`` is found in every name.
+# wins, and ``""`` is found in every name. The rule is for tensors of the file, so a buffer that
+# only the constructor makes stays in float32. If that ends in *mat1 and mat2 must have the same
+# dtype*, see *Load a float32 checkpoint in bfloat16, without the float32 copy*.
 #
 # model.bfloat16() rounds the norms
 # ---------------------------------

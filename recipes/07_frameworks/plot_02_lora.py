@@ -56,6 +56,29 @@ for key, item in report.loaded.items():
 # To load only the adapter into a live model, pass ``allow_missing=["*"]``. The weights of the base
 # stay.
 #
+# LoraConfig.from_pretrained leaves nothing to train
+# --------------------------------------------------
+#
+# The folder of an adapter also contains its configuration, so you can read it instead of writing it
+# again. But PEFT marks each adapter that it saves as one for inference. Its weights are then
+# frozen, and an optimizer gets no parameters, unless you set ``config.inference_mode = False``
+# before you build the model:
+
+# fold: Build it with the configuration of the folder
+config = LoraConfig.from_pretrained(adapter)
+
+
+def load_both():
+    model = torchlift.skeleton(lambda: get_peft_model(Layer(64, 4), config))
+    torchlift.load(model, [base, adapter], rename=peft_names(model))
+    return sum(weight.requires_grad for weight in model.parameters())
+
+
+print("to train, as it was saved:", load_both())
+config.inference_mode = False
+print("to train, with the mark cleared:", load_both())
+
+# %%
 # Merge the adapter while the base is loaded
 # ------------------------------------------
 #
@@ -209,7 +232,7 @@ plt.show()
 #
 # - To merge: ``transform=lora_sum(adapter)``, written here. To keep both:
 #   ``rename=peft_names(model)``.
-# - A list of files is one checkpoint, and the report lists the file of each key.
+# - A list of files is one checkpoint. Set ``inference_mode = False`` to train an adapter from it.
 # - To save the adapter alone, put PEFT's state dict and PEFT's configuration into one folder.
 #
 # Use this when

@@ -19,8 +19,13 @@ from torchlift._checkpoint.tree import Tree, arranged, gathered, objects_as_save
 from torchlift._load.checks import not_finite_error, require_intact
 from torchlift._load.fetch import apply_transform
 from torchlift._model.dtensor import is_dtensor
-from torchlift._model.hooks import templates_by_name, versions_by_name
-from torchlift._plan.names import Rewriting, rename_objects, rewrite_entries
+from torchlift._plan.names import (
+    Rewriting,
+    rename_objects,
+    rewrite_entries,
+    templates_by_name,
+    versions_by_name,
+)
 from torchlift._plan.rules import (
     DtypeRule,
     Options,
@@ -119,8 +124,8 @@ def convert(
     The conversion needs about 32 MiB of memory for any size. The destination appears when it is
     complete, as with `torchlift.save`. The source is only read.
 
-    Safetensors store tensors only, with keys joined by dots. Other values, and containers such as
-    ``optimizer``, are left out and listed in the report. See "Convert" in the guide.
+    Safetensors hold tensors only, with keys joined by dots. Other values are left out and listed in
+    the report. See "Convert" in the guide.
 
     Args:
         src: A path, a URL, an open `Checkpoint`, a state dict in memory, or a list of these. In a
@@ -598,7 +603,7 @@ def _rename_keys(index: Index, rename: Rename) -> _Renamed:
         objects=_select(index.objects, names),
         blocked_keys=_select(index.blocked_keys, names),
         blocked_tensors=_select(index.blocked_tensors, names),
-        module_versions=versions_by_name(new_names, index.module_versions),
+        module_versions=versions_by_name(index.module_versions, new_names),
         templates=templates_by_name(index.templates, new_names),
         tree=None,
     )

@@ -93,8 +93,8 @@ class CheckpointError(Exception):
         ... except torchlift.CheckpointError as error:
         ...     print(str(error).replace(path, "model.safetensors"))
         model.safetensors: this is a web page or another XML text; expected a file of torch
-        (TorchScript and pt2, too), safetensors, GGUF or numpy, or an *.index.json. A login
-        or error page was saved instead of the file; fetch it again.
+        (TorchScript, too), safetensors, GGUF or numpy, or an *.index.json. A login or error
+        page was saved instead of the file; fetch it again.
     """
 
     def __init__(

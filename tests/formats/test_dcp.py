@@ -489,7 +489,6 @@ def torch_dist(tmp_path: Path) -> Path:
     }  # fmt: skip
     torch.save(common, path / "common.pt")
     (path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
-    (path.parent / "latest_checkpointed_iteration.txt").write_text("100")
     metadata = metadata_of(path)
     name = "megatron.core.dist_checkpointing.strategies.torch"
     named = [name.rsplit(".", at)[0] for at in range(4, -1, -1)]
@@ -507,22 +506,23 @@ def torch_dist(tmp_path: Path) -> Path:
 
 def test_a_directory_of_megatron_is_read(torch_dist: Path) -> None:
     """Tensors, sharded objects one by one, and what is in ``common.pt``; classes are not needed."""
-    for path in (torch_dist, torch_dist.parent):
-        with torchlift.open(path) as ckpt:
-            assert ckpt.format == "dcp"
-            assert ckpt["decoder.layers.weight"].shape == (2, 4, 3)
-            assert ckpt["optimizer.state.exp_avg.decoder.layers.weight"].shape == (24,)
-            assert torch.equal(ckpt["rng_state/shard_0.0_1.1.0.0.torch"], torch.get_rng_state())
-            assert ckpt.objects["rng_state/shard_0.0_1.1.0.0.seed"] == 5
-            extra = "decoder.layers.core_attention._extra_state/shard_"
-            assert ckpt.objects[extra + "1_2"] == [None]
-            assert ckpt.objects["iteration"] == 100
-            assert ckpt.objects["optimizer.param_groups"] == [{"lr": 0.1}]
-            assert ckpt["optimizer.steps.0"].item() == 3
-            assert ckpt.blocked == ("_io.BytesIO", "argparse.Namespace")
-            with pytest.raises(UnsafeError, match=r"'args': .*argparse\.Namespace"):
-                ckpt["args"]
-        assert torchlift.verify(path).ok
+    with pytest.raises(FormatError, match=f"but in folders; found {torch_dist.name}"):
+        torchlift.open(torch_dist.parent)
+    with torchlift.open(torch_dist) as ckpt:
+        assert ckpt.format == "dcp"
+        assert ckpt["decoder.layers.weight"].shape == (2, 4, 3)
+        assert ckpt["optimizer.state.exp_avg.decoder.layers.weight"].shape == (24,)
+        assert torch.equal(ckpt["rng_state/shard_0.0_1.1.0.0.torch"], torch.get_rng_state())
+        assert ckpt.objects["rng_state/shard_0.0_1.1.0.0.seed"] == 5
+        extra = "decoder.layers.core_attention._extra_state/shard_"
+        assert ckpt.objects[extra + "1_2"] == [None]
+        assert ckpt.objects["iteration"] == 100
+        assert ckpt.objects["optimizer.param_groups"] == [{"lr": 0.1}]
+        assert ckpt["optimizer.steps.0"].item() == 3
+        assert ckpt.blocked == ("_io.BytesIO", "argparse.Namespace")
+        with pytest.raises(UnsafeError, match=r"'args': .*argparse\.Namespace"):
+            ckpt["args"]
+    assert torchlift.verify(torch_dist).ok
     assert "megatron" not in sys.modules
 
 

@@ -242,26 +242,10 @@ def test_a_null_character_in_a_path_is_a_format_error():
 # ---- what people's machines leave
 
 
-def test_notes_of_macos_and_second_downloads_are_no_checkpoints(tmp_path: Path) -> None:
-    """Beside the file itself; without it, a second download is the file."""
-    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
-    copies = (
-        "(1)",
-        " (12)",
-        " copy",
-        " copy 2",
-        " - Copy",
-        " - Copy (2)",
-        " (copy)",
-        " (3rd copy)",
-    )
-    for name in ("._model.safetensors", *(f"model{each}.safetensors" for each in copies)):
-        (tmp_path / name).write_bytes(b"\0\5\x16\7" + bytes(40))
-    assert [*torchlift.open(tmp_path)] == ["w"]
-    (tmp_path / "model.safetensors").rename(tmp_path / "model (1).safetensors")
-    for name in os.listdir(tmp_path):
-        if name != "model (1).safetensors":
-            (tmp_path / name).unlink()
+def test_notes_of_macos_are_no_checkpoints(tmp_path: Path) -> None:
+    """Beside the file that they are about."""
+    save_file({"w": torch.ones(2)}, tmp_path / "x.safetensors")
+    (tmp_path / "._x.safetensors").write_bytes(b"\0\5\x16\7" + bytes(40))
     assert [*torchlift.open(tmp_path)] == ["w"]
 
 
@@ -440,3 +424,36 @@ def test_a_package_of_torch_is_named(tmp_path: Path) -> None:
             torchlift.open(tmp_path / "p.pt")
         assert "torch.package.PackageImporter" in str(caught.value.hint)
         assert PackageImporter(tmp_path / "p.pt").load_pickle("a", "b.pkl")["w"].sum() == 2
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch.export, about its own use of torch
+def test_an_exported_program_is_named_and_its_way_out_works(tmp_path: Path) -> None:
+    """torch reads the program, and `torchlift.load` takes its state dict."""
+    saved, model = torch.nn.Linear(2, 3), torch.nn.Linear(2, 3)
+    path = tmp_path / "m.pt2"
+    torch.export.save(torch.export.export(saved, (torch.ones(2),)), path)
+    error = refused(path, r"an exported program \(torch\.export\.save\)")
+    line = str(error.hint).partition(": ")[2]
+    assert line == "torchlift.load(model, torch.export.load(path).state_dict)"
+    eval(line, {"torchlift": torchlift, "torch": torch, "model": model, "path": path})
+    assert torch.equal(model.weight, saved.weight)
+    assert torch.equal(model.bias, saved.bias)
+
+
+@pytest.mark.parametrize(
+    ("records", "match"),
+    [
+        (("serialized_exported_program.json", "serialized_state_dict.pt"), "an exported program"),
+        (("m/archive_format", "m/models/model.json", "m/data.pkl"), "an exported program"),
+        (("m/archive_format", "m/data/aotinductor/model/x.so"), "a compiled program.*state dict"),
+    ],
+)
+def test_programs_of_all_kinds_are_named(
+    tmp_path: Path, records: tuple[str, ...], match: str
+) -> None:
+    """An older one, one with a second content for ``torch.load``, and a compiled one."""
+    path = tmp_path / "m.pt2"
+    with zipfile.ZipFile(path, "w") as archive:
+        for record in records:
+            archive.writestr(record, b"")
+    refused(path, match)

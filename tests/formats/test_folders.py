@@ -193,7 +193,7 @@ def test_two_checkpoints_are_refused_if_transformers_takes_neither(
     folder, new = tmp_path / "d", {key: value + 1 for key, value in STATE.items()}
     if name == "dcp":
         torchlift.save(STATE, folder, format="dcp")
-        names = [".metadata", "model.safetensors"]
+        names = ["model.safetensors", ".metadata"]
     else:
         folder.mkdir()
         names = [name, save_set(folder, name, STATE).name]
@@ -236,6 +236,65 @@ def test_no_save_makes_a_folder_with_both(tmp_path: Path, name: str) -> None:
     for _ in range(2):
         torchlift.save(STATE, f"{path}{INDEX}", format="sharded")
     require_state(torchlift.open(f"{path}{INDEX}"))
+
+
+@pytest.mark.parametrize(
+    "other",
+    ["mine (1).safetensors", "last.ckpt", "x.gguf", "step_2/model.safetensors", "step_2/x.pt"],
+)
+def test_a_file_beside_another_checkpoint_is_refused(tmp_path: Path, other: str) -> None:
+    """The message lists both, also if one is a folder. The path of one is the way out."""
+    folder = tmp_path / "d"
+    (folder / other).parent.mkdir(parents=True)
+    save_file(STATE, folder / "mine.safetensors")
+    if other.endswith("gguf"):
+        (folder / other).write_bytes(b"GGUF")
+    else:
+        (save_file if other.endswith("safetensors") else torch.save)(STATE, folder / other)
+    error = refused_by_all(folder, tmp_path)
+    assert {*str(error.found).split(", ")} == {"mine.safetensors", other.partition("/")[0]}
+    named = re.search(r"'(.*)'", str(error.hint))
+    assert named is not None
+    assert Path(named[1]).parent == folder
+    require_state(torchlift.open(folder / "mine.safetensors"))
+
+
+def test_a_folder_that_cannot_be_read_is_not_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk has one at its top, which only root may read. A file of notes is not one, either."""
+    for name in ("lost+found", "notes"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "._x.safetensors").write_bytes(b"")
+    save_file(STATE, tmp_path / "mine.safetensors")
+    listed = os.listdir
+
+    def list_some(place: str) -> list[str]:
+        if os.path.basename(place) == "lost+found":
+            raise PermissionError(place)
+        return listed(place)
+
+    monkeypatch.setattr(os, "listdir", list_some)
+    require_state(torchlift.open(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["x-0000{}-of-00003.safetensors", "x-0000{}-of-00003.pt"])
+def test_the_only_set_is_read_beside_other_files(tmp_path: Path, name: str) -> None:
+    """If it is complete. Of two sets, and of two files of one number, none is guessed."""
+    folder = tmp_path / "d"
+    files = save_pieces(folder, *map(name.format, (1, 2, 3)))
+    torch.save({"step": 3}, folder / "trainer.pt")
+    require_state(torchlift.open(folder))
+    stale = folder / name.format(2).replace("00002", "000002")
+    stale.write_bytes(files[1].read_bytes())
+    error = refused_by_all(folder, tmp_path)
+    assert error.found == f"{stale.name}, {files[1].name}"
+    stale.unlink()
+    torchlift.save(STATE, folder / name.format(1).replace("x-", "y-").replace("3", "1"))
+    assert files[0].name in str(refused_by_all(folder, tmp_path).found)
+    (folder / name.format(1).replace("x-", "y-").replace("3", "1")).unlink()
+    files[2].rename(tmp_path / "away")
+    assert refused_by_all(folder, tmp_path).entry == files[2].name
 
 
 # -- the cache of the Hub

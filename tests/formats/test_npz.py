@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import zipfile
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import torchlift
-from torchlift.errors import FormatError, UnsafeError
+from torchlift._transfer.files import Files
+from torchlift.errors import FormatError, IntegrityError, PlacementError, UnsafeError
 from torchlift.formats.detect import read_index
 
 CODES = ["?", "u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8", "c8", "c16"]
@@ -175,6 +177,60 @@ def test_a_compressed_archive_is_inflated(tmp_path):
         native = array.astype(array.dtype.newbyteorder("="))
         assert torch.equal(ckpt[key], torch.from_numpy(native))
     assert ckpt.nbytes < 900_000 > 2 * (tmp_path / "m.npz").stat().st_size
+
+
+def compressed_model(path: Path) -> tuple[torch.nn.Module, dict[str, np.ndarray]]:
+    """A model, and an archive with other values for it."""
+    model = torch.nn.Sequential(torch.nn.Embedding(30, 20), torch.nn.Linear(20, 2))
+    arrays = {
+        key: np.full(tuple(value.shape), number, ">f4" if number else "<f4")
+        for number, (key, value) in enumerate(model.state_dict().items())
+    }
+    np.savez_compressed(path, **arrays)
+    return model, arrays
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"source": "mmap"}, {"source": "read"}, {"mode": "copy"}, {"dtype": torch.bfloat16}],
+)
+def test_a_compressed_archive_is_read_into_memory(tmp_path, options, monkeypatch):
+    """The plan reports it, whatever was asked for. Each array is inflated once."""
+    path = tmp_path / "m.npz"
+    model, arrays = compressed_model(path)
+    plan = torchlift.plan(model, path, **options)
+    assert {item.source for item in plan.loaded.values()} == {"read"}
+    assert "deflated in the file, so that it is inflated into memory (3 tensors)" in str(plan)
+    assert plan.peak_bytes >= 4 * 600
+    records = []
+    whole = Files.inflate
+    monkeypatch.setattr(Files, "inflate", lambda *a: records.append(a[2].name) or whole(*a))
+    torchlift.load(model, path, **options)
+    assert len(records) == len(set(records)) == 3
+    for key, value in model.state_dict().items():
+        array = arrays[key].astype("<f4")
+        assert torch.equal(value.float(), torch.from_numpy(array))
+
+
+def test_what_is_compressed_cannot_stay_on_disk(tmp_path):
+    """It would take memory, which is not what the caller asked for."""
+    model, _ = compressed_model(tmp_path / "m.npz")
+    with pytest.raises(PlacementError, match="cannot stay on disk, where it is deflated"):
+        torchlift.load(model, tmp_path / "m.npz", device="disk")
+
+
+def test_an_array_that_lies_about_its_size_stops_early(tmp_path):
+    """It inflates to the size in its header, and to one byte more at most."""
+    size, real = 0x01020304, 0x01080304
+    head = npy("{'descr': '|u1', 'fortran_order': False, 'shape': (########,)}")
+    head = head.replace(b"########", b"%d" % (size - len(head)))
+    path = tmp_path / "m.npz"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("w.npy", head + bytes(real - len(head)))
+    data = path.read_bytes().replace(struct.pack("<I", real), struct.pack("<I", size))
+    path.write_bytes(data)
+    with pytest.raises(IntegrityError, match="found 16909061 or more"):
+        torchlift.open(path)["w"]
 
 
 def test_a_compression_that_numpy_does_not_use_is_refused(tmp_path):

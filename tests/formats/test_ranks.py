@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 import torchlift
 from torchlift import remap
 from torchlift.distributed import CheckpointReader, on_ranks
-from torchlift.errors import CheckpointError, FormatError
+from torchlift.errors import CheckpointError, FormatError, MismatchError
 
 FSDP, SLICES = ["fsdp", "placed"], ["slices", "buckets", "holes"]
 
@@ -315,6 +315,18 @@ def test_a_rank_that_is_missing_is_named(tmp_path: Path, lost: int) -> None:
         torchlift.open(whole)
 
 
+def test_a_rank_with_two_files_is_refused(tmp_path: Path) -> None:
+    """The weights would be of two saves. The message names both files."""
+    folder = Era().save_rows(tmp_path / "d", torch.zeros(4, 2))
+    stale = folder / "model_world_size_2_rank_00.pt"
+    shutil.copy(folder / "model_world_size_2_rank_0.pt", stale)
+    with pytest.raises(FormatError, match="two files have one number") as caught:
+        torchlift.open(folder)
+    assert caught.value.found == f"model_world_size_2_rank_0.pt, {stale.name}"
+    stale.rename(tmp_path / stale.name)  # as the hint says
+    assert torchlift.open(folder)["w"].shape == (4, 2)
+
+
 def test_files_of_two_saves_are_refused(tmp_path: Path) -> None:
     """By four ranks and by two; and files of different content under one save's names."""
     era = Era()
@@ -563,6 +575,23 @@ def test_slices_that_do_not_fit_are_refused(tmp_path: Path, name: str) -> None:
     slice_file(tmp_path / _name(2), {"w": torch.zeros(2, 2)}, **offsets)
     with pytest.raises(FormatError, match=text):
         torchlift.open(tmp_path)
+
+
+def test_a_load_names_the_shape_if_the_file_of_the_last_rank_is_missing(tmp_path: Path) -> None:
+    """The files record neither the number of ranks nor the sizes. The model knows its own."""
+    for rank in (1, 2, 3):
+        slice_file(tmp_path / _name(rank), {"w": torch.ones(2, 2)}, w=[2 * rank - 2, 0])
+    last = tmp_path / _name(3)
+    last.rename(tmp_path / "away")
+    assert torchlift.open(tmp_path)["w"].shape == (4, 2)
+    model = torch.nn.Module()
+    model.w = torch.nn.Parameter(torch.zeros(6, 2))
+    with pytest.raises(MismatchError, match=r"w.*\(4, 2\)|w.*\[4, 2\]"):
+        torchlift.load(model, tmp_path)
+    assert not model.w.any()
+    (tmp_path / "away").rename(last)
+    torchlift.load(model, tmp_path)
+    assert model.w.all()
 
 
 def test_slices_beside_other_weights_are_refused(tmp_path: Path) -> None:

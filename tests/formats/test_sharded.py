@@ -360,18 +360,19 @@ def test_a_plain_map_of_keys_to_files_is_an_index(tmp_path, suffix):
 
 
 def test_a_variant_counts_only_where_nothing_else_is(tmp_path):
-    """The model that its library loads first; of several variants, none is guessed."""
+    """The model that its library loads first, or an index. Of several variants, none is guessed."""
     save_file({"w": torch.ones(1)}, tmp_path / "model.fp16.safetensors")
     assert list(read_index(tmp_path).entries) == ["w"]
+    save_file({"w3": torch.ones(1)}, tmp_path / "model.fp8.safetensors")
+    match = r"several checkpoints; found model\.fp16\.safetensors, model\.fp8.*path of one"
+    with pytest.raises(FormatError, match=match):
+        read_index(tmp_path)
     save_file({"w2": torch.ones(1)}, tmp_path / "model-00001-of-00001.bf16.safetensors")
     write_index(
         tmp_path, {"w2": "model-00001-of-00001.bf16.safetensors"},
         "model.safetensors.index.bf16.json",
     )  # fmt: skip
-    match = r"several variants of a model; found .*model\.fp16\.safetensors.*path of one"
-    with pytest.raises(FormatError, match=match):
-        read_index(tmp_path)
-    assert list(read_index(tmp_path / "model.safetensors.index.bf16.json").entries) == ["w2"]
+    assert list(read_index(tmp_path).entries) == ["w2"]
     torch.save({"b": torch.ones(1)}, tmp_path / "pytorch_model.bin")
     assert list(read_index(tmp_path).entries) == ["b"]
     save_file({"m": torch.ones(1)}, tmp_path / "model.safetensors")
@@ -390,7 +391,7 @@ def test_a_directory_of_components_names_them(tmp_path):
     save_file({"w": torch.ones(1)}, tmp_path / "unet" / name)
     save_file({"w": torch.ones(1)}, tmp_path / "vae" / name.replace(".", ".fp16.", 1))
     (tmp_path / "scheduler" / "scheduler_config.json").write_text("{}")
-    match = r"directories with checkpoints; found unet, vae\. Pass the path of .*/unet'"
+    match = r"but in folders; found unet, vae\. Pass the path of .*/unet'"
     with pytest.raises(FormatError, match=match):
         read_index(tmp_path)
     assert list(read_index(tmp_path / "vae").entries) == ["w"]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import zipfile
 from collections import Counter, OrderedDict, defaultdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +15,6 @@ from checkpoint_files import (
     Call,
     assert_as_loaded,
     big_endian,
-    deflated,
     other_kinds,
     pickled,
     read_tensor,
@@ -21,19 +22,17 @@ from checkpoint_files import (
     tensor,
     write_zip,
 )
+from damaged_files import refused
+from dcp_files import describe, write_dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed import checkpoint as dcp
 
 import torchlift
-from torchlift._checkpoint.checkpoint import MappedViews
-from torchlift._transfer.files import Files
-from torchlift.distributed import CheckpointReader
-from torchlift.errors import CheckpointError, FormatError, PlacementError, UnsafeError
-from torchlift.formats.boxes import narrowed
+from torchlift.errors import CheckpointError, FormatError, UnsafeError
 from torchlift.formats.detect import read_index
-from torchlift.formats.index import ITEMSIZE
+from torchlift.formats.index import ITEMSIZE, Lack, globals_in, lacking
 from torchlift.formats.summary import to_json, to_text
 
 
@@ -438,49 +437,59 @@ def test_conjugate_and_negative_views_show_what_torch_shows(path):
     assert ckpt.entries["neg"].encoding == ("negative",)
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-def test_big_endian_numbers_are_those_of_torch_load(path, tmp_path):
-    """Files of a machine with the other byte order: every dtype, aliases and strides."""
-    base = torch.arange(12.0).reshape(3, 4)
-    state = {
-        "base": base, "t": base.t(), "row": base[1], "bytes": torch.arange(5, dtype=torch.uint8),
-        "bool": torch.tensor([True, False]), "half": torch.randn(3).bfloat16(),
-        "int": torch.arange(5), "double": torch.randn(3, dtype=torch.float64),
-        "scalar": torch.tensor(3), "empty": torch.empty(0, 3), **lazy_views(),
-    }  # fmt: skip
+def save_again(error: FormatError, path: Path, new: Path) -> None:
+    """Run the line that an error names."""
+    line = re.search(r"torch\.save\(.*\), new\)", str(error.hint))
+    assert line is not None
+    eval(line[0], {"torch": torch, "path": path, "new": new})
+
+
+def test_a_file_of_a_big_endian_machine_is_refused_and_its_way_out_works(path, tmp_path):
+    """torch turns the bytes around, but not those of dtypes that the hint names."""
+    state = {"w": torch.randn(3, 4), "u": torch.tensor([1, 2], dtype=torch.int32).to(torch.uint32)}
     torch.save(state, path)
-    other = big_endian(path, tmp_path / "big.pt")
-    ckpt, loaded = torchlift.open(other), torch.load(other)
-    assert ckpt.metadata["byteorder"] == "big"
-    for key, value in loaded.items():
-        assert same_bits(value.resolve_conj().resolve_neg(), ckpt[key].resolve_conj()), key
-    for key in ("t", "row", "scalar", "empty"):
-        assert ckpt[key].stride() == loaded[key].stride()
-    assert ckpt["base"].untyped_storage().data_ptr() == ckpt["row"].untyped_storage().data_ptr()
-    assert ckpt.entries["base"].encoding == ("big-endian",)
-    assert ckpt.entries["bytes"].encoding == ckpt.entries["bool"].encoding == ()
+    other, new = big_endian(path, tmp_path / "big.pt"), tmp_path / "new.pt"
+    error = refused(other, "saved on a big-endian machine")
+    assert (error.entry, error.expected) == ("checkpoint/byteorder", "little")
+    assert "uint32" in str(error.hint)
+    save_again(error, other, new)
+    with torchlift.open(new) as ckpt:
+        assert torch.equal(ckpt["w"], state["w"])
+        assert ckpt["u"].tolist() == [1 << 24, 2 << 24]
 
 
-def test_big_endian_numbers_of_newer_dtypes_are_turned_around(path, tmp_path):
-    """Torch leaves those as they are whose storage has no type, which makes other numbers."""
-    torch.save({"w": torch.tensor([1, 2], dtype=torch.int32).to(torch.uint32)}, path)
-    other = big_endian(path, tmp_path / "big.pt", swap=True)
-    assert torchlift.open(other)["w"].tolist() == [1, 2]
-    assert torch.load(other)["w"].tolist() == [1 << 24, 2 << 24]
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_folder_of_big_endian_items_is_refused_and_its_way_out_works(path, tmp_path):
+    """torch loads each item as it loads a file."""
+    torch.save(torch.arange(4.0), path)
+    item = big_endian(path, tmp_path / "big.pt").read_bytes()
+    folder = write_dcp(tmp_path / "d", {"w": describe((4,), ((0,), (4,)))}, {("w", (0,)): item})
+    with pytest.raises(FormatError, match="saved on a big-endian machine") as caught:
+        torchlift.open(folder)["w"]
+    assert caught.value.hint == (
+        "Load the folder with torch.distributed.checkpoint, and save it again."
+    )
+    state = {"w": torch.zeros(4)}
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    dcp.save(state, checkpoint_id=tmp_path / "new", no_dist=True)
+    assert torchlift.open(tmp_path / "new")["w"].tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"source": "read"}, {"source": "mmap"}, {"mode": "copy"}, {"mode": "assign"},
-     {"dtype": torch.float64, "mode": "assign"}],
-)  # fmt: skip
-def test_a_big_endian_checkpoint_loads_in_every_way(path, tmp_path, options):
-    """Mapped or read, in place or not, the model gets the numbers."""
-    model, other = nn.Linear(64, 5), nn.Linear(64, 5)
-    torch.save(model.state_dict(), path)
-    torchlift.load(other, big_endian(path, tmp_path / "big.pt", swap=True), **options)
-    for key, value in model.state_dict().items():
-        assert torch.equal(other.state_dict()[key], value.to(other.weight.dtype))
+@pytest.mark.parametrize("name", ["data.pkl", "data/0", "version"])
+def test_a_file_that_another_program_compressed_is_refused_and_its_way_out_works(
+    path, tmp_path, name
+):
+    """One record is enough, whichever it is."""
+    state, other, new = {"w": torch.zeros(300, 20)}, tmp_path / "x.pt", tmp_path / "new.pt"
+    torch.save(state, path)
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(other, "w") as archive:
+        for info in old.infolist():
+            method = zipfile.ZIP_DEFLATED if info.filename.endswith(f"/{name}") else 0
+            archive.writestr(info.filename, old.read(info), method)
+    error = refused(other, "a program other than torch compressed the file")
+    assert error.entry == f"checkpoint/{name}"
+    save_again(error, other, new)
+    assert torch.equal(torchlift.open(new)["w"], state["w"])
 
 
 class Complex(nn.Module):
@@ -503,111 +512,6 @@ def test_a_model_gets_the_values_of_a_conjugate_view(path, options):
     assert not other.w.is_conj()
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_slices_of_big_endian_tensors_are_turned_around(path, tmp_path):
-    """A rank's shard, and what torch's own reader of distributed checkpoints asks for."""
-    value = torch.randn(6, 8)
-    torch.save({"w": value, "t": value.t()}, path)
-    other = big_endian(path, tmp_path / "big.pt", swap=True)
-    ckpt = torchlift.open(other)
-    views = MappedViews(ckpt._index)
-    for key, whole in (("w", value), ("t", value.t())):
-        part = narrowed(ckpt.entries[key], [[(1, 3), (4, 5)], [(2, 5)]])
-        expected = torch.cat([whole[1:3, 2:5], whole[4:5, 2:5]])
-        assert torch.equal(views.fill(torch.empty(part.shape), part), expected)
-    state = {"w": torch.zeros(6, 8), "t": torch.zeros(8, 6)}
-    dcp.load(state, storage_reader=CheckpointReader(other), no_dist=True)
-    assert torch.equal(state["w"], value)
-    assert torch.equal(state["t"], value.t())
-
-
-def test_deflated_metadata_is_inflated(path):
-    """A pickle that is compressed is read, whether its storages are or not."""
-    index = read_index(write_zip(path, {"w": tensor()}, method=zipfile.ZIP_DEFLATED))
-    assert index.entries["w"].shape == (2, 2)
-
-
-DEFLATED = {
-    "w": torch.arange(24_000.0).reshape(120, 200), "t": torch.randn(5, 7).t(),
-    "lazy": torch.randn(4, dtype=torch.cfloat).conj(), "empty": torch.empty(0, 3),
-    "half": torch.randn(9).half(), "sparse": torch.eye(3).to_sparse(),
-}  # fmt: skip
-
-
-def test_deflated_storages_are_those_of_torch_load(path, tmp_path):
-    """Of every kind, and slices of them; what shares a storage shares the memory."""
-    torch.save({**DEFLATED, "row": DEFLATED["w"][3:5]}, path)
-    other = deflated(path, tmp_path / "deflated.pt")
-    loaded, ckpt = torch.load(other), torchlift.open(other)
-    assert list(ckpt) == list(loaded)
-    for key, value in loaded.items():
-        if key == "sparse":
-            assert torch.equal(ckpt[key].to_dense(), value.to_dense())
-        else:
-            assert same_bits(ckpt[key].resolve_conj(), value.resolve_conj())
-            assert ckpt[key].stride() == value.stride()
-    entry = ckpt.entries["w"]
-    assert (entry.encoding, entry.nbytes, entry.chunks[0].offset) == (("deflated",), 96_000, 0)
-    assert ckpt.entries["empty"].encoding == ()
-    assert entry.chunks[0].packed.size == 96_000 > 2 * entry.chunks[0].packed.nbytes
-    assert ckpt["row"].untyped_storage().data_ptr() == ckpt["w"].untyped_storage().data_ptr()
-    assert ckpt["half"].untyped_storage().data_ptr() != ckpt["half"].untyped_storage().data_ptr()
-    part = narrowed(entry, [[(1, 3), (7, 8)], [(5, 9)]])
-    expected = torch.cat([DEFLATED["w"][1:3, 5:9], DEFLATED["w"][7:8, 5:9]])
-    assert torch.equal(MappedViews(ckpt._index).fill(torch.empty(3, 4), part), expected)
-    assert torchlift.diff(path, other).equal
-    swapped = deflated(big_endian(save_floats(path), tmp_path / "big.pt", swap=True), other)
-    assert torch.equal(torchlift.open(swapped)["w"], DEFLATED["w"])
-
-
-def save_floats(path):
-    torch.save({"w": DEFLATED["w"]}, path)
-    return path
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"source": "mmap"}, {"source": "read"}, {"mode": "copy"}, {"dtype": torch.bfloat16}],
-)
-@pytest.mark.parametrize("meta", [False, True])
-def test_a_deflated_file_is_read_into_memory(path, tmp_path, options, meta, monkeypatch):
-    """Whatever was asked for, which the plan says; a storage of two keys is inflated once."""
-
-    def made():
-        return nn.Sequential(nn.Embedding(30, 20), nn.Linear(20, 30, bias=False), nn.Linear(20, 2))
-
-    state = made().state_dict()
-    state["1.weight"] = state["0.weight"]
-    torch.save(state, path)
-    other = deflated(path, tmp_path / "deflated.pt")
-    with torch.device("meta" if meta else "cpu"):
-        target = nn.Sequential(
-            nn.Embedding(30, 20), nn.Linear(20, 30, bias=False), nn.Linear(20, 2)
-        )
-    if meta and options.get("mode") == "copy":
-        options = {"mode": "assign"}
-    plan = torchlift.plan(target, other, **options)
-    assert {item.source for item in plan.loaded.values()} == {"read"}
-    assert "deflated in the file, so that it is inflated into memory (4 tensors)" in str(plan)
-    size = 2 if "dtype" in options else 4
-    assert plan.peak_bytes >= size * (2 * 600 + 42) + 4 * (600 + 40)
-    records = []
-    whole = Files.inflate
-    monkeypatch.setattr(Files, "inflate", lambda *a: records.append(a[2].name) or whole(*a))
-    torchlift.load(target, other, **options)
-    assert len(records) == len(set(records)) == 3
-    for key, value in target.state_dict().items():
-        assert torch.equal(value, state[key].to(value.dtype))
-
-
-def test_what_is_deflated_cannot_stay_on_disk(path, tmp_path):
-    """It would take memory, which is what the caller did not ask for."""
-    torch.save(nn.Linear(2, 2).state_dict(), path)
-    other = deflated(path, tmp_path / "deflated.pt")
-    with pytest.raises(PlacementError, match="cannot stay on disk, where it is deflated"):
-        torchlift.load(nn.Linear(2, 2), other, device="disk")
-
-
 def test_a_directory_in_another_order_than_the_records(path):
     """Some tools list what they changed last; the records stay where they are."""
     saved = {str(number): torch.arange(4) + number for number in range(3)}
@@ -625,6 +529,18 @@ def test_two_names_for_one_key_leave_that_key_out(path):
     index = read_index(path)
     assert list(index.entries) == ["a.c"]
     assert dict(index.blocked_keys) == {"a.b": "a name of its own"}
+    assert index.blocked_keys["a.b"] is Lack.AMBIGUOUS
+
+
+@pytest.mark.parametrize("lack", Lack)
+def test_a_reason_is_a_member_also_after_a_journey(path, lack):
+    """A text that a file contains is none, whatever it says."""
+    assert pickle.loads(pickle.dumps(lack)) is lack
+    error = lacking(str(path), "w", lack)
+    assert error is not None
+    assert (error.reason, error.hint, error.entry) == (lack.what, lack.hint, "w")
+    assert lacking(str(path), "w", str(lack)) is None
+    assert globals_in({"w": lack, "v": "os.system"}) == ("os.system",)
 
 
 def test_a_reference_to_an_inner_object_is_followed(path):

@@ -132,7 +132,7 @@ def test_a_conversion_keeps_the_weights_and_names_the_rest(tmp_path: Path, stage
 @pytest.mark.parametrize("stage", [2, 3])
 def test_other_values_of_the_training_are_in_the_first_file(tmp_path: Path, stage: int) -> None:
     """The file opens by itself."""
-    folder = training(stage, 2)[1].write(tmp_path / "run") / "global_step3"
+    folder = training(stage, 2)[1].write(tmp_path / "run")
     name = "mp_rank_00_model_states.pt"
     with torchlift.open(folder / (f"zero_pp_rank_0_{name}" if stage == 3 else name)) as ckpt:
         assert ckpt.objects["epoch"] == 7
@@ -194,35 +194,43 @@ def test_a_module_that_is_called_optimizer_keeps_its_name(tmp_path: Path) -> Non
         assert list(ckpt.blocked_keys) == ["_optimizer"]
     model = nn.Module()
     model.optimizer = nn.ParameterDict({"net": torch.zeros(3, 2)})
-    torchlift.load(model, tmp_path / "run", rename=lambda key: None if key == "training.x" else key)
+    torchlift.load(
+        model,
+        tmp_path / "run" / "global_step3",
+        rename=lambda key: None if key == "training.x" else key,
+    )
     assert torch.equal(model.optimizer["net"], values["optimizer.net"])
 
 
-def test_the_note_of_the_last_checkpoint_says_which(tmp_path: Path) -> None:
-    """And the folder itself is a checkpoint; beside a model of its own, the note says nothing."""
-    _, zero = training(2, 2)
-    path = zero.write(tmp_path / "run")
-    inside = read_index(path / "global_step3")
-    assert list(inside.entries) == list(read_index(path).entries)
-    (path / "latest").unlink()
-    with pytest.raises(FormatError, match="directories with checkpoints; found global_step3"):
-        read_index(path)
-    (path / "latest").write_text("global_step9\n")
-    with pytest.raises(FormatError, match=r"global_step9.*missing"):
-        read_index(path)
-    (path / "latest").write_text("../run/global_step3")
-    with pytest.raises(UnsafeError, match="leaves the directory"):
-        read_index(path)
-    (path / "latest").write_text("zero_to_fp32.py")
-    with pytest.raises(
-        FormatError, match="the note of the last checkpoint does not name a directory"
-    ):
-        read_index(path)
-    (path / "latest").write_text("global_step3")
-    torch.save({"w": torch.ones(1)}, path / "rng_state_0.pth")
-    assert read_index(path).format == "zero"
-    torch.save({"w": torch.ones(1)}, path / "pytorch_model.bin")
-    assert list(read_index(path).entries) == ["w"]
+def test_a_directory_around_the_folder_names_it(tmp_path: Path) -> None:
+    """Whatever its note of the last checkpoint says. The path that is named is the way out."""
+    folder = training(2, 2)[1].write(tmp_path / "run")
+    assert (tmp_path / "run" / "latest").exists()
+    with pytest.raises(FormatError, match="but in folders; found global_step3") as caught:
+        read_index(tmp_path / "run")
+    assert str(folder) in str(caught.value.hint)
+    assert read_index(folder).format == "zero"
+
+
+def test_a_rank_with_two_files_is_refused(tmp_path: Path) -> None:
+    """One of them is stale, and their numbers are equal."""
+    folder = training(2, 2)[1].write(tmp_path / "run")
+    stale = RANK_1.replace("_1_", "_01_")
+    (folder / stale).write_bytes((folder / RANK_1).read_bytes())
+    with pytest.raises(FormatError, match="two files have one number") as caught:
+        read_index(folder)
+    assert caught.value.found == f"{stale}, {RANK_1}"
+    (folder / stale).rename(tmp_path / stale)  # as the hint says
+    assert read_index(folder).format == "zero"
+
+
+def test_a_model_beside_the_files_of_ranks_is_refused(tmp_path: Path) -> None:
+    """Both claim to be the weights."""
+    folder = training(2, 2)[1].write(tmp_path / "run")
+    torch.save({"w": torch.ones(1)}, folder / "pytorch_model.bin")
+    with pytest.raises(FormatError, match="two checkpoints of one model") as caught:
+        read_index(folder)
+    assert str(folder / "pytorch_model.bin") in str(caught.value.hint)
 
 
 def _remove(name: str) -> Callable[[Path], object]:
@@ -268,7 +276,7 @@ def test_a_directory_that_is_not_complete_is_refused(tmp_path: Path, what: str) 
     edit, kind, text = FOLDERS[what]
     _, zero = training(2, 2)
     path = zero.write(tmp_path / "run")
-    edit(path / "global_step3")
+    edit(path)
     with pytest.raises(kind, match=f"(?s){text}"):
         torchlift.open(path)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import struct
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from checkpoint_files import (
     Call,
     pickled,
     tensor,
-    write_program,
     write_safetensors,
     write_script,
     write_zip,
@@ -168,10 +166,6 @@ def _in_zip(directory: Path, data: bytes) -> Path:
     return write_zip(directory / "stored.pt", data=data)
 
 
-def _deflated(directory: Path, data: bytes) -> Path:
-    return write_zip(directory / "deflated.pt", data=data, method=zipfile.ZIP_DEFLATED)
-
-
 def _as_item(directory: Path, data: bytes) -> Path:
     """A distributed checkpoint with one object, which is that pickle."""
     item = write_zip(directory / "item", data=data).read_bytes()
@@ -198,8 +192,8 @@ _EVERYWHERE = (
 
 @pytest.mark.parametrize("name", PICKLES)
 def test_a_pickle_costs_in_proportion_to_its_bytes(tmp_path: Path, name: str) -> None:
-    """In a torch file, deflated in one, as an object of a directory, and as its metadata."""
-    places = [_in_zip, _deflated] + [_as_item, _as_metadata] * (name in _EVERYWHERE)
+    """In a torch file, as an object of a directory, and as its metadata."""
+    places = [_in_zip] + [_as_item, _as_metadata] * (name in _EVERYWHERE)
     paths = [make(tmp_path, PICKLES[name]()) for make in places]
     assert len(answers(*paths)) == len(paths)
 
@@ -210,19 +204,6 @@ def test_a_pickle_costs_in_proportion_to_its_bytes(tmp_path: Path, name: str) ->
 def _stored(path: Path, value: object) -> bytes:
     torch.save(value, path)
     return path.read_bytes()
-
-
-def test_items_that_inflate_are_paid_for_together(tmp_path: Path) -> None:
-    """A thousand items of a few hundred bytes, each of which would inflate to a megabyte."""
-    data = b"N0" * 450_000 + b"N."
-    item = write_zip(tmp_path / "i", data=data, method=zipfile.ZIP_DEFLATED, storages={})
-    keys = [f"k{at}" for at in range(1_000)]
-    path = write_dcp(
-        tmp_path / "d", dict.fromkeys(keys, BytesStorageMetadata()),
-        dict.fromkeys(keys, item.read_bytes()),
-    )  # fmt: skip
-    ((_, _, answer),) = answers(path)
-    assert "expands to far more data than it stores" in answer
 
 
 def test_an_item_is_read_for_one_name_only(tmp_path: Path) -> None:
@@ -313,20 +294,6 @@ def test_a_path_that_joins_itself_is_paid_for(tmp_path: Path) -> None:
     """A path of two long texts, made thousands of times."""
     data = _again("pathlib.PosixPath", _LONG, call=b"h\1h\0h\0\x86R")
     ((_, _, answer),) = answers(_as_metadata(tmp_path, data))
-    assert "expands to far more data than it stores" in answer
-
-
-def test_the_name_of_a_program_is_paid_for_with_each_weight(tmp_path: Path) -> None:
-    """Two programs in an archive: the name of each stands before every one of its keys."""
-    names = "n" * 60_000, "m"
-    one = {"path_name": "weight_0", "tensor_meta": {"layout": 1}, "use_pickle": False}
-    many = {str(at): one for at in range(10_000)}
-    records = {"data/constants/weight_0": b"", **{f"models/{name}.json": b"{}" for name in names}}
-    for kind in ("weight", "constant"):
-        for name in names:
-            config = json.dumps({"config": many}).encode()
-            records[f"data/{kind}s/{name}_{kind}s_config.json"] = config
-    ((_, _, answer),) = answers(write_program(tmp_path / "x", {}, records))
     assert "expands to far more data than it stores" in answer
 
 

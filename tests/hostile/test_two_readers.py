@@ -448,7 +448,7 @@ def test_the_state_of_a_subclass_is_that_at_the_call(tmp_path: Path) -> None:
 #: Format -> files of it that each test run compares; what takes long to read is compared less.
 _COUNTS = {
     "programs": 500, "wide programs": 500, "legacy programs": 250, "torch-zip": 150,
-    "torch-legacy": 150, "torchscript": 30, "pt2": 12, "safetensors": 300,
+    "torch-legacy": 150, "torchscript": 30, "safetensors": 300,
     "dcp": 20, "gguf": 8, "npz": 100, "npy": 200,
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Folders that trainers write: weights and the optimizer's state, without a name of a file."""
+"""Folders that trainers write: the weights by the folder, the optimizer's state by its file."""
 
 from __future__ import annotations
 
@@ -58,15 +58,17 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def check(folder: Path, theirs: Any, optimizer_of: Any, root: str | None = None) -> None:
+def check(
+    weights: Path, states: Path, theirs: Any, optimizer_of: Any, root: str | None = None
+) -> None:
     """Compare with what the framework itself resumed: state, losses and weights, to the bit."""
     model, optimizer = theirs
     ours = copy.deepcopy(model)
     for param in ours.parameters():
         nn.init.zeros_(param)
     other = optimizer_of(ours)
-    torchlift.load(ours, folder, root=root, source="read")
-    report = torchlift.load_optimizer(ours, other, folder)
+    torchlift.load(ours, weights, root=root, source="read")
+    report = torchlift.load_optimizer(ours, other, states)
     assert len(report.loaded) == len(list(ours.parameters()))
     assert same(other.state_dict()["state"], optimizer.state_dict()["state"])
     assert train(ours, other) == train(model, optimizer)
@@ -100,7 +102,7 @@ def test_a_trainers_folder_gives_both(tmp_path: Path) -> None:
         made.model = model
         return made.create_optimizer()
 
-    check(folder, theirs, optimizer_of)
+    check(folder, folder / "optimizer.pt", theirs, optimizer_of)
 
 
 @pytest.mark.parametrize("safe", [True, False])
@@ -120,13 +122,14 @@ def test_a_folder_of_accelerate_gives_both(tmp_path: Path, safe: bool) -> None:
     again.load_state(str(tmp_path / "state"))
     check(
         tmp_path / "state",
+        tmp_path / "state" / "optimizer.bin",
         (model, optimizer.optimizer),
         lambda model: torch.optim.AdamW(model.parameters()),
     )
 
 
-def test_a_folder_of_accelerate_with_two_models_names_both_states(tmp_path: Path) -> None:
-    """Each is loaded by the path of its own."""
+def test_a_folder_of_accelerate_without_a_state_in_its_weights_says_so(tmp_path: Path) -> None:
+    """The weights are read, and the message says how to pass the state."""
     accelerator = Accelerator(cpu=True)
     models = [Regression(), nn.Linear(2, 2)]
     optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
@@ -134,7 +137,7 @@ def test_a_folder_of_accelerate_with_two_models_names_both_states(tmp_path: Path
     train(models[0], optimizers[0])
     accelerator.save_state(str(tmp_path / "state"))
     before = copy.deepcopy(optimizers[0].state_dict())
-    with pytest.raises(FormatError, match=r"several optimizers.*optimizer\.bin, optimizer_1"):
+    with pytest.raises(FormatError, match=r"no optimizer state.*the path of its own file"):
         torchlift.load_optimizer(models[0], optimizers[0], tmp_path / "state")
     assert same(optimizers[0].state_dict(), before)
     torchlift.load_optimizer(models[0], optimizers[0], tmp_path / "state" / "optimizer.bin")
@@ -154,19 +157,24 @@ def test_a_sharded_folder_of_accelerate_gives_both(tmp_path: Path) -> None:
     dcp.save({"optimizer": named}, checkpoint_id=states, no_dist=True)
     torch.save({"last_epoch": 3}, tmp_path / "scheduler.pt")
     torch.save({"args": 1}, tmp_path / "training_args.bin")
-    assert torchlift.open(tmp_path).path == str(tmp_path)
+    with pytest.raises(FormatError, match="several checkpoints; found scheduler"):
+        torchlift.open(tmp_path)
+    (tmp_path / "training_args.bin").unlink()
+    with pytest.raises(FormatError, match=f"found scheduler.pt, {OPTIMIZER_NAME}_0, pytorch_model"):
+        torchlift.open(tmp_path)
+    (tmp_path / "scheduler.pt").unlink()
+    with pytest.raises(FormatError, match=f"in folders; found {OPTIMIZER_NAME}_0, pytorch_model"):
+        torchlift.open(tmp_path)
     theirs = copy.deepcopy(model), None
     other = torch.optim.AdamW(theirs[0].parameters())
     other.load_state_dict(optimizer.state_dict())
     check(
-        tmp_path,
+        weights,
+        states,
         (theirs[0], other),
         lambda model: torch.optim.AdamW(model.parameters()),
         root="model",
     )
-    dcp.save({"model": {}}, checkpoint_id=tmp_path / f"{FSDP_MODEL_NAME}_1", no_dist=True)
-    with pytest.raises(FormatError, match=f"several.*{FSDP_MODEL_NAME}_0, {FSDP_MODEL_NAME}_1"):
-        torchlift.open(tmp_path)
 
 
 def test_whole_weights_of_a_wrapped_model_are_found(tmp_path: Path) -> None:
@@ -178,13 +186,13 @@ def test_whole_weights_of_a_wrapped_model_are_found(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_deepspeed_gives_the_model(tmp_path: Path) -> None:
-    """By its note of the last checkpoint; the optimizer's state is refused."""
+    """By the path of its step; the optimizer's state is refused."""
     model, other = nn.Linear(3, 2), nn.Linear(3, 2)
-    Zero(2, 2, [dict(model.state_dict())]).write(tmp_path / "run")
-    torchlift.load(other, tmp_path / "run")
+    folder = Zero(2, 2, [dict(model.state_dict())]).write(tmp_path / "run")
+    torchlift.load(other, folder)
     assert torch.equal(model.weight, other.weight)
     with pytest.raises(FormatError, match="universal checkpoint"):
-        torchlift.load_optimizer(other, torch.optim.Adam(other.parameters()), tmp_path / "run")
+        torchlift.load_optimizer(other, torch.optim.Adam(other.parameters()), folder)
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
@@ -204,8 +212,8 @@ def refused(folder: Path, kind: type[Exception] = FormatError) -> str:
     return str(caught.value)
 
 
-def test_folders_that_leave_open_what_is_meant_are_refused(tmp_path: Path) -> None:
-    """Two files, an empty folder, foreign classes, and a checkpoint that has a state, too."""
+def test_folders_without_one_state_are_refused(tmp_path: Path) -> None:
+    """Two files, an empty folder, and foreign classes."""
     state = state_of(nn.Linear(2, 2))
     (tmp_path / "empty").mkdir()
     assert "the directory is empty" in refused(tmp_path / "empty")
@@ -221,14 +229,6 @@ def test_folders_that_leave_open_what_is_meant_are_refused(tmp_path: Path) -> No
     folder.mkdir()
     torch.save({**state, "scale": Fraction(1, 2)}, folder / "optimizer.pt")
     assert "fractions.Fraction" in refused(folder, UnsafeError)
-    folder = tmp_path / "both"
-    dcp.save({"optim": state}, checkpoint_id=folder, no_dist=True)
-    torch.save(state, folder / "optimizer.pt")
-    assert "a separate optimizer state; found optimizer.pt" in refused(folder)
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.Adam(model.parameters())
-    torchlift.load_optimizer(model, optimizer, folder, root="optim")
-    assert same(optimizer.state_dict()["state"], state["state"])
 
 
 def test_a_link_out_of_the_folder_is_refused(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_a_folder_of_a_store_is_one(tmp_path: Path) -> None:
     with files.open("/trained/scheduler.pt", "wb") as file:
         torch.save({"last_epoch": 1}, file)
     optimizer = torch.optim.Adam(model.parameters())
-    torchlift.load_optimizer(model, optimizer, "memory://trained")
+    torchlift.load_optimizer(model, optimizer, "memory://trained/optimizer.pt")
     assert same(optimizer.state_dict()["state"], state["state"])
     assert list(torchlift.open("memory://trained")) == ["weight", "bias"]
     files.rm("/trained", recursive=True)

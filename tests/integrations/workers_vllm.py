@@ -123,8 +123,7 @@ def training() -> None:
 def zero() -> None:
     from zero_files import Zero
 
-    Zero(3, 2, [weights()]).write(path := folder("zero"))
-    check_loaded(path)
+    check_loaded(Zero(3, 2, [weights()]).write(folder("zero")))
 
 
 def safetensors() -> None:

@@ -88,7 +88,7 @@ CASES: dict[str, dict[str, Any]] = {
     "cast few": {"file": "few", "options": {"dtype": "bfloat16"}},
     "cast from the map": {"options": {"dtype": "bfloat16", "source": "mmap"}},
     "cast up": {"file": "small", "options": {"dtype": "float64"}},
-    "copy out of the map": {"options": {"source": "mmap", "mode": "copy"}},
+    "copy": {"options": {"source": "mmap", "mode": "copy"}},
     "live copy from the map": {"kind": "live", "options": {}},
     "live copy of another dtype": {"kind": "live", "file": "bfloat16", "options": {}},
     "live read": {"kind": "live", "options": {"source": "read"}},
@@ -152,7 +152,7 @@ def test_mapping_adds_less_than_20_mib(measured, case):
     "case",
     [
         "read", "read few", "read safetensors", "cast", "cast few", "cast from the map", "cast up",
-        "copy out of the map", "misaligned", "live cast",
+        "misaligned", "live cast",
     ],
 )  # fmt: skip
 def test_new_memory_is_the_destination_and_a_fixed_budget(measured, case):

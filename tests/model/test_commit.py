@@ -231,7 +231,7 @@ def test_what_cannot_be_taken_back_is_named_and_the_rest_is_taken_back():
     def fail() -> None:
         with Commit() as commit:
             commit.keep_values(model.a, "a")
-            commit.extra_state(other, False)
+            commit.when_undone(lambda: other.set_extra_state(True), "the extra state of Stubborn")
             with torch.no_grad():
                 model.a.fill_(7)
             raise Sentinel
@@ -246,6 +246,7 @@ def test_what_cannot_be_taken_back_is_named_and_the_rest_is_taken_back():
 def test_an_undo_that_no_error_asked_for_says_what_is_in_doubt():
     """As a plan's does."""
     commit = Commit()
-    commit.extra_state(Stubborn(1, 1), False)
+    other = Stubborn(1, 1)
+    commit.when_undone(lambda: other.set_extra_state(True), "the extra state of Stubborn")
     with pytest.raises(PlacementError, match=r"not be put back as before: .*of Stubborn: LookupE"):
         commit.undo()

@@ -50,7 +50,7 @@ CASES: dict[str, tuple[bool, str, float]] = {
     "mapped": (False, "dict(source='mmap')", 0),
     "read": (False, "dict(source='read')", 96),
     "read and assigned": (False, "dict(source='read', mode='assign')", 96),
-    "copied": (False, "dict(mode='copy')", 96),
+    "to be copied": (False, "dict(mode='copy')", 0),
     "cast": (False, "dict(dtype=torch.bfloat16)", 48),
     "cast out of the map": (False, "dict(dtype=torch.bfloat16, source='mmap')", 48),
     "live, in place": (True, "dict()", 0),

@@ -15,7 +15,6 @@ from small_models import saved
 from torch import nn
 
 import torchlift
-from torchlift._model.stand_ins import fingerprint, row_factors
 from torchlift.distributed import set_model_state_dict
 from torchlift.errors import MismatchError, PlacementError
 
@@ -98,17 +97,15 @@ def test_what_a_hook_writes_is_gone_after_a_plan_and_after_a_failed_load(
         with pytest.raises(MismatchError, match=r"1\.weight"):
             door()
         assert everything(model) == before
-    if when == "post":
-        assert torchlift.plan(model, path).missing_keys == ["1.weight", "1.bias"]
-    else:
-        torchlift.plan(model, path, strict=False)
+    planned = torchlift.plan(model, path, strict=False)
+    assert planned.missing_keys == ["1.weight", "1.bias"]
     assert everything(model) == before
 
 
-def test_what_a_hook_writes_through_a_closure_to_another_module_is_taken_back(tmp_path) -> None:
-    """Also to one that was loaded by then: its loaded value goes, too."""
+def test_what_a_hook_of_the_model_writes_to_a_module_inside_is_taken_back() -> None:
+    """It was loaded by then: its loaded value goes, too."""
     model = nn.Sequential(Rich(), nn.Linear(2, 2))
-    model[1].register_load_state_dict_post_hook(lambda *_: bump(model[0]))
+    model.register_load_state_dict_post_hook(lambda *_: bump(model[0]))
     before = everything(model)
     with pytest.raises(MismatchError, match=r"1\.weight"):
         torchlift.load(model, {"0.weight": torch.rand(2, 2), "0.bias": torch.rand(2)})
@@ -124,42 +121,35 @@ def test_a_post_hook_runs_once_where_names_may_be_missing() -> None:
     assert model[0].bias.tolist() == [1, 1]
 
 
+@pytest.mark.parametrize("live", [True, False], ids=["live", "skeleton"])
 @pytest.mark.parametrize("how", ["in place", "through data", "other data"])
-@pytest.mark.parametrize("tie", ["module", "later module", "parameter"])
-def test_a_post_hook_that_writes_before_torch_loads_is_refused_with_a_way_out(
-    tie: str, how: str
+@pytest.mark.parametrize("tie", ["module", "parameter"])
+def test_a_post_hook_that_writes_before_torch_loads_again_writes_as_in_torch(
+    tie: str, how: str, live: bool
 ) -> None:
-    """torch would load the tensor again, over what the hook wrote; the root's hook is the last."""
-    if (tie, how) == ("later module", "through data"):
-        pytest.skip("its values are not compared: all of a mapped file would be read for that")
+    """torch loads the tensor again, over what the hook wrote, and calls the hook again."""
 
     def make() -> nn.Sequential:
         model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(3)])
         if tie == "module":
             model[2] = model[0]
-        elif tie == "parameter":
+        else:
             model[2].bias = model[0].bias
+        model[0].register_load_state_dict_post_hook(
+            lambda module, _: (WRITES[how](module), None)[1]
+        )
         return model
 
-    model, target = make(), 2 if tie == "later module" else 0
-    state = {key: torch.full_like(value, 3) for key, value in model.state_dict().items()}
-    hook = model[0].register_load_state_dict_post_hook(
-        lambda *_: (WRITES[how](model[target]), None)[1]
-    )
-    before = look(model)
-    with pytest.raises(PlacementError, match=r"on the model itself") as caught:
-        torchlift.load(model, state)
-    assert caught.value.entry == "2.bias"
-    assert look(model) == before
-    hook.remove()
-    models = model, make()
-    for each in models:
-        each.register_load_state_dict_post_hook(
-            lambda module, _: (WRITES["in place"](module[target]), None)[1]
-        )
-    torchlift.load(models[0], state)
-    models[1].load_state_dict(state)
-    assert models[0][target].bias.tolist() == models[1][target].bias.tolist() == [4, 4]
+    right, model = make(), make() if live else torchlift.skeleton(make)
+    state = {key: torch.full_like(value, 3) for key, value in right.state_dict().items()}
+    right.load_state_dict(state)
+    if tie == "parameter":  # the other name has the value without the write
+        with pytest.raises(MismatchError, match="ties two keys that have different values"):
+            torchlift.load(model, state)
+        return
+    torchlift.load(model, state)
+    assert model[0].bias.tolist() == right[0].bias.tolist()
+    assert model[2].bias.tolist() == right[2].bias.tolist()
 
 
 def test_post_hooks_run_in_the_order_of_torch() -> None:
@@ -175,13 +165,27 @@ def test_post_hooks_run_in_the_order_of_torch() -> None:
     assert orders[0] == orders[1] == ["0", "1.0", "1", "2", ""]
 
 
-def test_a_plan_runs_no_post_hook_and_lists_the_names_that_one_may_excuse(tmp_path) -> None:
-    """They are missing and unexpected, and the plan does not fail for them."""
+def test_a_plan_runs_the_post_hooks_that_may_excuse_names(tmp_path) -> None:
+    """Its verdict is that of the load; it runs each hook once, and the model is as it was."""
+    calls: list[int] = []
+
+    def excuse(module: Any, keys: Any) -> None:
+        calls.append(1)
+        bump(module[0])
+        keys.unexpected_keys.remove("old")
+
     model = nn.Sequential(nn.Linear(2, 2))
-    model.register_load_state_dict_post_hook(lambda *_: pytest.fail("it ran"))
-    path = saved({"0.weight": torch.ones(2, 2), "old": torch.ones(1)}, tmp_path)
-    plan = torchlift.plan(model, path)
-    assert (plan.missing_keys, plan.unexpected_keys) == (["0.bias"], ["old"])
+    model.register_load_state_dict_post_hook(excuse)
+    path, before = (
+        saved({"0.weight": torch.ones(2, 2), "old": torch.ones(1)}, tmp_path),
+        look(model),
+    )
+    plan = torchlift.plan(model, path, strict=False)
+    assert (plan.missing_keys, plan.unexpected_keys, calls) == (["0.bias"], [], [1])
+    assert look(model) == before
+    with pytest.raises(MismatchError, match=r"missing \(1\): 0\.bias"):
+        torchlift.plan(model, path)
+    assert look(model) == before
 
 
 class Reaching(nn.Linear):
@@ -195,13 +199,12 @@ class Reaching(nn.Linear):
 
 
 @pytest.mark.parametrize("code", ["pre-hook", "pre-hook of the root", "override", "raises"])
-@pytest.mark.parametrize("how", ["in place", "through data", "through NumPy", "other data"])
 def test_code_that_writes_into_another_module_before_the_verdict_is_refused(
-    tmp_path, how: str, code: str
+    tmp_path, code: str
 ) -> None:
     """The error names the tensor, no other one has changed, and the way out works."""
     model = nn.Sequential(Rich(), Reaching(2, 2), nn.Linear(2, 2))
-    write = lambda *_: (WRITES[how](model[0]), None)[1]  # noqa: E731
+    write = lambda *_: bump(model[0])  # noqa: E731
     model[1].before = write if code in ("override", "raises") else lambda: None
     hook = None
     if code.startswith("pre-hook"):
@@ -264,8 +267,8 @@ def test_code_of_the_model_never_writes_to_the_tensors_of_a_caller(how: str) -> 
     assert state["weight"].tolist() == [[1, 1], [1, 1]]
 
 
-def test_extra_state_that_writes_into_what_is_loaded_after_it_is_refused() -> None:
-    """Its write would be lost; what it writes to its own module is kept."""
+def test_extra_state_that_writes_into_another_module_is_refused() -> None:
+    """Nothing could take its write back; what it writes to its own module is kept."""
 
     class Stated(nn.Linear):
         def get_extra_state(self) -> object:
@@ -275,7 +278,7 @@ def test_extra_state_that_writes_into_what_is_loaded_after_it_is_refused() -> No
             bump(model[1])
 
     model = nn.Sequential(Stated(2, 2), nn.Linear(2, 2))
-    with pytest.raises(PlacementError, match=r"'1\.bias': set_extra_state"):
+    with pytest.raises(PlacementError, match=r"'1\.bias': loading code"):
         torchlift.load(model, {**model.state_dict(), "1.weight": torch.zeros(2, 2)})
 
 
@@ -314,29 +317,3 @@ def test_a_module_hears_the_version_of_its_own_also_without_tensors_of_its_own(t
     model.register_load_state_dict_pre_hook(lambda m, s, p, metadata, *_: seen.append(metadata))
     torchlift.load(model, saved(model.state_dict(), tmp_path))
     assert [one["version"] for one in seen] == [5]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.uint8])
-@pytest.mark.parametrize("size", [1, 7, 1 << 15, (1 << 17) + 5])
-def test_a_fingerprint_changes_with_any_value(size: int, dtype: torch.dtype) -> None:
-    """One value, a sign, and the order of rows: what a write that nothing counts may change."""
-    plain = torch.arange(1, size + 1).remainder(120).to(dtype)
-    before = fingerprint(plain)
-    assert before == fingerprint(plain.clone())
-    changed = [plain.clone(), -plain if dtype.is_floating_point else plain + 1]
-    changed[0][size // 2] += 1
-    changed += [plain.flip(0)] if size > 1 else []
-    assert all(fingerprint(each) != before for each in changed)
-    if size > 7:  # unaligned, and not in a row
-        assert fingerprint(plain[3:]) == fingerprint(plain[3:].clone())
-        assert fingerprint(plain[::2]) == fingerprint(plain[::2].clone())
-
-
-@pytest.mark.parametrize("device", ["meta", "cpu"])
-def test_a_fingerprint_takes_no_numbers_and_no_device_of_the_caller(device: str) -> None:
-    """Random numbers and the default device are the caller's."""
-    state = torch.get_rng_state()
-    row_factors.cache_clear()
-    with torch.device(device):
-        assert fingerprint(torch.ones(3, device="cpu"))
-    assert torch.equal(state, torch.get_rng_state())

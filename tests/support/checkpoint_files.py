@@ -244,60 +244,16 @@ def write_script(
     return path
 
 
-def weight(sizes: Sequence[object] = (2, 2), strides: Sequence[object] = (2, 1), **changes: object):
-    """What an exported program says of a tensor."""
-    meta = {
-        "dtype": 7, "sizes": [{"as_int": size} for size in sizes], "requires_grad": False,
-        "device": {"type": "cpu", "index": None}, "layout": 7,
-        "strides": [{"as_int": step} for step in strides], "storage_offset": {"as_int": 0},
-    }  # fmt: skip
-    meta.update({key: value for key, value in changes.items() if key in meta})
-    rest = {key: value for key, value in changes.items() if key not in meta}
-    return {"path_name": "weight_0", "is_param": True, "use_pickle": False, "tensor_meta": meta,
-            **rest}  # fmt: skip
-
-
-def write_program(path: Path, weights: object, records: Mapping[str, bytes] | None = None) -> Path:
-    """An exported program's archive; one record of 16 bytes by default."""
-    listed = weights if isinstance(weights, bytes) else json.dumps({"config": weights}).encode()
-    found = {
-        "archive_format": b"pt2", ".data/version": b"6\n", "byteorder": b"little",
-        "models/model.json": b"{}",
-        "data/weights/model_weights_config.json": listed,
-        "data/constants/model_constants_config.json": b'{"config": {}}',
-        "data/weights/weight_0": bytes(16), **(records or {}),
-    }  # fmt: skip
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, content in found.items():
-            archive.writestr(f"m/{name}", content)
-    return path
-
-
-def deflated(path: Path, made: Path) -> Path:
-    """The same archive with every record deflated, as one that was unpacked and packed again."""
-    with zipfile.ZipFile(path) as old, zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as new:
-        for info in old.infolist():
-            new.writestr(info.filename, old.read(info))
-    return made
-
-
-def big_endian(path: Path, made: Path, *, swap: bool = False) -> Path:
-    """The same torch zip file as from a big-endian machine.
-
-    Args:
-        path: the file.
-        made: the other one.
-        swap: whether to turn the bytes of float32 numbers around, so that it means the same.
-    """
+def big_endian(path: Path, made: Path) -> Path:
+    """The same torch zip file as from a big-endian machine: its numbers have four bytes."""
     with zipfile.ZipFile(path) as old, zipfile.ZipFile(made, "w") as new:
         for info in old.infolist():
             data = old.read(info)
             if info.filename.endswith("/byteorder"):
                 data = b"big"
-            if swap and "/data/" in info.filename:
-                data = struct.pack(
-                    f">{len(data) // 4}I", *struct.unpack(f"<{len(data) // 4}I", data)
-                )
+            if "/data/" in info.filename:
+                count = len(data) // 4
+                data = struct.pack(f">{count}I", *struct.unpack(f"<{count}I", data))
             new.writestr(info.filename, data)
     return made
 

@@ -108,7 +108,7 @@ def a_post_hook_that_raises() -> nn.Module:
     return model
 
 
-@trouble("missing 'odd'")
+@trouble("odd")
 def a_post_hook_that_reports() -> nn.Module:
     model = layers()
     reports(model)

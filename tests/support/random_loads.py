@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from small_models import Two
 from torch import nn
-from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrizations import weight_norm
 
 import torchlift
@@ -76,23 +75,15 @@ def _leaf(choose: random.Random) -> nn.Module:
 def _write(choose: random.Random, root: Any, *, before: bool) -> Callable[[Any], None]:
     """Return what a hook does to its module, or to a tensor of the model through a closure.
 
-    What two hooks do to one thing may be done in either order: torch runs a module's post-hooks
-    before the pre-hooks of the next one, torchlift all of those first. So whether something asks
-    for gradients is set, and neither turned over nor handed on: of tied weights, one's post-hook
-    may set it and the other's pre-hook put a new parameter there.
+    Before a module is loaded, nobody sees a write through `.data` into a live tensor of another
+    module, so a pre-hook writes in that way to tensors of its own module only.
     """
     how = choose.choice(["add", "data", "attribute", "list", "parameter", "closure", "grad"])
     paths = [choose.random() for _ in range(2)]
 
     def act(module: Any) -> None:
-        # In torch a lazy module's tensors have their shape when its hooks run, here later.
-        lazy = {
-            id(t)
-            for m in module.modules()
-            if before and isinstance(m, LazyModuleMixin)
-            for t in m.parameters()
-        }
-        tensors = [t for t in (*module.parameters(), *module.buffers()) if id(t) not in lazy]
+        deep = how != "data" or not before
+        tensors = [*module.parameters(deep), *module.buffers(deep)]
         tensors = [t for t in tensors if not nn.parameter.is_lazy(t) and t.is_floating_point()]
         if how == "attribute":
             module.count = getattr(module, "count", 0) + 1
@@ -113,7 +104,7 @@ def _write(choose: random.Random, root: Any, *, before: bool) -> Callable[[Any],
                 tensor.data[..., 0] += 5
             elif how == "grad":
                 if isinstance(tensor, nn.Parameter):
-                    tensor.requires_grad_(False)
+                    tensor.requires_grad_(not tensor.requires_grad)
             elif how == "parameter":
                 for owner in module.modules():
                     for name, one in list(owner._parameters.items()):

@@ -9,7 +9,6 @@ valid ones with something changed (see `valid_files`), or pickles made as progra
 from __future__ import annotations
 
 import collections
-import io
 import json
 import os
 import pickle
@@ -201,12 +200,6 @@ def _script(path: Path) -> Any:
     return dict(torch.jit.load(str(path), map_location="cpu").state_dict())
 
 
-def _program(path: Path) -> Any:
-    with open(path, "rb") as file:
-        program = torch.export.load(io.BytesIO(file.read()))
-    return dict(program.state_dict)
-
-
 def _safetensors(path: Path) -> Any:
     return safetensors.torch.load_file(path)
 
@@ -267,7 +260,6 @@ OWNERS: dict[str, dict[str, Callable[[Path], Any]]] = {
         "pickle": lambda path: _loaded(path, weights_only=False, pickle_module=RESTRICTED),
     },
     "torchscript": {"jit.load": _script},
-    "pt2": {"export.load": _program},
     "safetensors": {"safetensors": _safetensors},
     "dcp": {"dcp.load": _dcp},
     "gguf": {"gguf": _gguf},
@@ -392,40 +384,12 @@ def _is_storage(whole: Any, key: str) -> bool:
 # Files --------------------------------------------------------------------------------------------
 
 
-class _Model(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, bias=False)
-        self.two.weight = self.one.weight
-        self.register_buffer("t", torch.arange(6.0).reshape(3, 2).t())
-        self.plain = torch.full((2,), 2.0)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.one(x) + self.two(x) + self.t.sum() + self.plain
-
-
 def valid(name: str, folder: Path) -> list[Parts]:
     """Valid files of a format that its owner reads, as their parts."""
     if name not in FORMATS:
         return []
-    if name == "pt2":
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            program = torch.export.export(_Model(), (torch.ones(2),))
-            torch.export.save(program, folder / "m.pt2")
-        with zipfile.ZipFile(folder / "m.pt2") as archive:
-            return [[part for info in archive.infolist()
-                     for part in (info.filename.encode(), archive.read(info))] + [b""]]  # fmt: skip
     # The first script is made by hand: torch finds no attributes in the text of its classes.
     return list(FORMATS[name][2](folder / "made"))[name == "torchscript" :]
-
-
-def _part_to_change(name: str, parts: Parts, draw: random.Random) -> int:
-    if name == "pt2" and draw.random() < 0.9:  # and not the program, which takes its time
-        configs = [at for at, part in enumerate(parts) if part.startswith(b'{"config"')]
-        weights = [at for at, part in enumerate(parts) if b"/data/" in part[:40]]
-        return draw.choice(configs * 3 + weights)
-    return draw.randrange(len(parts))
 
 
 def made(name: str, seed: int, folder: Path, seeds: list[Parts]) -> Path:
@@ -440,7 +404,7 @@ def made(name: str, seed: int, folder: Path, seeds: list[Parts]) -> Path:
     opened, make, _ = FORMATS[name]
     parts = list(draw.choice(seeds))
     for _ in range(draw.choice((0, 1, 1, 1, 2, 3))):
-        at = _part_to_change(name, parts, draw)
+        at = draw.randrange(len(parts))
         parts[at] = changed(parts[at], draw)
     if name == "npz":  # zipfile wants checksums
         with zipfile.ZipFile(path, "w") as archive, warnings.catch_warnings():

@@ -58,7 +58,7 @@ class Zero:
         return self.weights()[name] * {"exp_avg": -0.5, "exp_avg_sq": 3.0}[kind]
 
     def write(self, path: Path, edit: Callable[[str, Any], None] | None = None) -> Path:
-        """Write the directory, its note of the last checkpoint and the folder.
+        """Write the folder of a step into a directory, and return its path.
 
         Args:
             path: the directory.
@@ -67,13 +67,12 @@ class Zero:
         folder = path / "global_step3"
         folder.mkdir(parents=True)
         (path / "latest").write_text("global_step3")
-        (path / "zero_to_fp32.py").write_text("raise SystemExit")
         with _foreign_classes() as made:
             for name, content in self._files(made):
                 if edit is not None:
                     edit(name, content)
                 torch.save(content, folder / name)
-        return path
+        return folder
 
     def _files(self, made: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         for rank in range(self.world if self.stage == 3 else 1):

@@ -89,7 +89,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 
     Attributes:
         path: Absolute path of the file or directory, or a name for a file object.
-        format: ``"torch-zip"``, ``"torch-legacy"``, ``"torchscript"``, ``"pt2"``,
+        format: ``"torch-zip"``, ``"torch-legacy"``, ``"torchscript"``,
             ``"safetensors"``, ``"sharded"``, ``"dcp"``, ``"gguf"``, ``"npz"`` or ``"zero"``.
         entries: Key -> `TensorEntry`, in file order.
         objects: Key -> value that is not a tensor.
@@ -374,8 +374,7 @@ class MappedViews:
         self.index = index
         self.files, self._storages = Files(index.files), index.storages
         self.is_away = any(isinstance(file, Url) for file in index.files)
-        self._bases: dict[tuple[str, torch.dtype | None], torch.UntypedStorage] = {}
-        self._inflated: dict[Record, bytearray] = {}
+        self._bases: dict[str, torch.UntypedStorage] = {}
         self._resolved: dict[tuple[str, tuple[Chunk, ...]], TensorEntry] = {}
         self._last: tuple[Record, bytearray] | None = None
         self._lock = threading.Lock()
@@ -420,7 +419,7 @@ class MappedViews:
 
         It takes half as many calls of torch as a later one, which counts for 90,000 tensors.
         """
-        key, size = (entry.storage, None), dtype.itemsize
+        key, size = entry.storage, dtype.itemsize
         if key in self._bases or where.offset % size or where.nbytes % size or where.packed:
             return None
         if isinstance(where.file, Url):
@@ -507,8 +506,7 @@ class MappedViews:
         return _shown(entry, empty.set_(_usable(raw, entry, dtype), 0, chunk.shape, steps))
 
     def _base(self, entry: TensorEntry, where: Storage, dtype: torch.dtype) -> torch.UntypedStorage:
-        # Byte-swapped copies differ between dtypes, so they cannot share one.
-        key = (entry.storage, dtype if "big-endian" in entry.encoding else None)
+        key = entry.storage
         with self._lock:
             base = self._bases.get(key)
             if base is None:
@@ -524,35 +522,28 @@ class MappedViews:
 
         Args:
             place: The place of the bytes.
-            anew: Whether a record of one tensor is inflated again. If False, a slice shares the
-                memory of the slice before it.
+            anew: Whether the record is inflated again. If False, a slice shares the memory of the
+                slice before it.
         """
         record = place.packed
         if record is None:
             return read_values(self.files, place.file, place.offset, place.nbytes).untyped_storage()
         last = self._last
-        whole = self._inflated.get(record)
-        if whole is None and last is not None and last[0] == record and not anew:
+        if last is not None and last[0] == record and not anew:
             whole = last[1]
-        if whole is None:
+        else:
             self._last = last = None  # before there is another one
             whole = self.files.inflate(place.file, record)
-            if record in self._shared:
-                self._inflated[record] = whole
-            elif not anew:
+            if not anew:
                 self._last = record, whole
         count, at = place.nbytes, place.offset
         return torch.frombuffer(whole, dtype=torch.uint8, count=count, offset=at).untyped_storage()
 
     def _is_kept(self, entry: TensorEntry, where: Storage) -> bool:
         """Return whether other entries use the storage that was made for an entry."""
-        if where.packed is not None:
-            return where.packed in self._shared
-        return not isinstance(where.file, Url) or self._counts[entry.storage] > 1
-
-    @cached_property
-    def _shared(self) -> frozenset[Record]:
-        return shared_records(self.index.entries.values())
+        # A compressed array belongs to one entry, and each request inflates it again.
+        is_mapped = where.packed is None and not isinstance(where.file, Url)
+        return is_mapped or self._counts[entry.storage] > 1
 
     @cached_property
     def _counts(self) -> Counter[str]:
@@ -589,7 +580,7 @@ class MappedViews:
             places: Sequence[Chunk | Storage] = entry.chunks
             if where is not None and (entry.is_plain or not entry.encoding):
                 # Several entries may look into it, and the first of them has it made.
-                places = [] if (entry.storage, None) in self._bases else [where]
+                places = [] if entry.storage in self._bases else [where]
             wanted |= {
                 Place(place.file, place.offset, place.nbytes)
                 for place in places
@@ -601,7 +592,6 @@ class MappedViews:
         """Close the files. Tensors that were made stay valid."""
         self.files.close()
         self._bases.clear()
-        self._inflated.clear()
         self._last = None
 
 
@@ -612,13 +602,6 @@ def plain_parts(entries: Iterable[TensorEntry]) -> Iterator[TensorEntry]:
             yield entry
         else:
             yield from plain_parts(entry.kind.tensors)
-
-
-def shared_records(entries: Iterable[TensorEntry]) -> frozenset[Record]:
-    """Return the deflated records that several tensors use, and that are inflated only once."""
-    chunks = (chunk for entry in entries for chunk in entry.chunks)
-    counts = Counter(chunk.packed for chunk in chunks if chunk.packed is not None)
-    return frozenset(packed for packed, count in counts.items() if count > 1)
 
 
 def _usable(
@@ -667,9 +650,9 @@ def open(
     """Open a checkpoint without running its code or reading its weights.
 
     The content of the file selects the format, not its suffix. torchlift reads files of
-    ``torch.save``, TorchScript, exported programs (weights only), safetensors, Hugging Face
-    indexes, GGUF and NumPy files. It also reads folders of DCP, of DeepSpeed ZeRO (weights only)
-    and of FSDP ranks, whose slices it joins. See :doc:`/formats`.
+    ``torch.save``, TorchScript, safetensors, Hugging Face indexes, GGUF and NumPy files. It also
+    reads folders of DCP, of DeepSpeed ZeRO (weights only) and of FSDP ranks, whose slices it
+    joins. See :doc:`/formats`.
 
     Do not overwrite the file in place while its tensors are mapped. See "How loading works".
 

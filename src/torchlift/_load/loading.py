@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,13 +18,10 @@ from torchlift._load.fetch import Fetched, Prepared, fetch_all
 from torchlift._model.commit import Commit
 from torchlift._model.dtensor import everything, is_dtensor, local_tensor, refresh_shards
 from torchlift._model.handlers import is_plain
-from torchlift._model.hooks import run_post_hooks
 from torchlift._model.names import wrapped_names
 from torchlift._model.ranks import Agree, RankGroup, has_group
 from torchlift._model.slots import ModuleTree, is_lazy, read_tree
-from torchlift._model.stand_ins import Untouched
-from torchlift._plan.names import Match
-from torchlift._plan.planner import LoadPlan, check_names, decide, match_names, require_model
+from torchlift._plan.planner import LoadPlan, decide, match_names, require_model
 from torchlift._plan.report import LoadReport
 from torchlift._plan.rules import (
     Advance,
@@ -51,7 +47,7 @@ from torchlift._sources.tensors import (
 from torchlift._system.interrupts import Interruptible, uninterrupted
 from torchlift._system.memory import collection_paused
 from torchlift._system.text import clipped_list, count_of, printable, progress_bar
-from torchlift.errors import MismatchError, explain_calls
+from torchlift.errors import explain_calls
 
 
 @explain_calls
@@ -112,8 +108,8 @@ def load(
         source: ``"mmap"``, ``"read"`` or ``"auto"``: whether weights stay in the file, or are read
             into allocated memory. See :ref:`arg-source`.
         allow_classes: Tensor subclasses that may be rebuilt. See :ref:`arg-allow-classes`.
-        transform: A callable from (name in the model, tensor of the checkpoint) to a tensor. Each
-            result is then cast and placed. A DTensor parameter gets a DTensor with its local shard.
+        transform: A callable from (name in the model, tensor of the checkpoint) to a tensor. For a
+            sharded parameter, the tensor is a DTensor of this rank's shard.
         verify: Whether to verify all checksums first. The file is then read twice.
         check: ``"finite"`` refuses NaN and infinite values after the cast. Default: no check.
         progress: Whether to show a progress bar on stderr.
@@ -180,9 +176,7 @@ def _load(model: nn.Module, ckpt: Given | Sequence[Given], options: Options) -> 
                 values = fetch_all(plan, source, options.transform, advance)
                 if options.check is not None:
                     require_finite(values, source.path)
-            check = partial(check_names, path=source.path, options=options)
-            turn = Turn(tree, commit, agree, deliver, check, advance)
-            placed = place(plan, values, turn)
+            placed = place(tree, values, Turn(commit, agree, deliver, advance))
             if placed.asks_again:
                 agree(False)
             # A Ctrl-C that waited comes after this line. It must not undo anything: values that
@@ -190,28 +184,24 @@ def _load(model: nn.Module, ckpt: Given | Sequence[Given], options: Options) -> 
             commit.finish()
         requests = source.requests
     forget(tree)
-    _warn_of_missing(tree, plan, placed.missing, options)
+    _warn_of_missing(tree, plan, options)
     return _report(plan, placed, unchecked, requests)
 
 
 class Turn(NamedTuple):
-    """The tools of `place`, besides a plan and its values.
+    """The tools of `place`, besides a model and its values.
 
     Attributes:
-        tree: The model.
         commit: Takes back everything that `place` does.
         agree: Called with whether this rank must agree once more. Returns whether any rank must.
         deliver: Delivers an interrupt that was held back.
-        check_names: Raises an error if the names that the hooks leave do not match.
         advance: Called with a number of bytes as they are copied.
         again: Whether something that may fail comes after the model.
     """
 
-    tree: ModuleTree
     commit: Commit
     agree: Agree
     deliver: Callable[[], None]
-    check_names: Callable[[Match], None]
     advance: Advance
     again: bool = False
 
@@ -220,86 +210,29 @@ class Placed(NamedTuple):
     """The result of `place`.
 
     Attributes:
-        missing, unexpected: Names that are missing and unexpected after the post-hooks.
         asks_again: Whether the ranks agree once more when the rest is done.
         overflowed: Key of a step -> the number of values that overflowed in a cast.
     """
 
-    missing: list[str]
-    unexpected: list[str]
     asks_again: bool
     overflowed: dict[str, int]
 
 
-def place(plan: LoadPlan, values: Fetched, turn: Turn) -> Placed:
-    """Place everything, run the post-hooks of the model, and check the names that they leave.
-
-    Raises:
-        MismatchError: If a post-hook of the model reports keys, or excuses too few.
-    """
-    matched, commit, tree = plan._match, turn.commit, turn.tree
-    # The model's own code may still raise on one rank of many: the ranks agree after each part.
-    later = matched.hooked or turn.again
+def place(tree: ModuleTree, values: Fetched, turn: Turn) -> Placed:
+    """Place everything. Nothing of the model runs."""
+    commit = turn.commit
     # A Ctrl-C after the ranks agree would stop this rank alone.
     turn.deliver()
-    again = turn.agree(later or bool(matched.extra))
+    again = turn.agree(turn.again)
     commit.when_undone(lambda: refresh_shards(tree.modules))
-    if matched.extra or matched.hooked:
-        placed = {id(step.group.tensor) for step in plan._steps}
-        placed |= {id(item.group.tensor) for item in plan._makings}
-        commit.keep_live(tree, placed)
     in_place, overflowed = put_new(values, commit), dict(values.overflowed)
-    if matched.extra:
-        in_place = _set_extra_states(matched, in_place, turn, overflowed)
     # Copies in place come last, because they cannot be undone without a backup. Everything that can
     # raise has run by now, and a Ctrl-C is delivered before.
     if again or not has_group():
         turn.deliver()
-    again = again and turn.agree(later)
-    backup = matched.hooked or again
-    overflowed |= copy_in_place(in_place, commit, backup=backup, advance=turn.advance)
-    if matched.hooked:
-        tree.walk()
-    missing, unexpected = _run_post_hooks(plan, turn)
-    return Placed(missing, unexpected, again, overflowed)
-
-
-def _set_extra_states(
-    matched: Match, in_place: list[Prepared], turn: Turn, overflowed: dict[str, int]
-) -> list[Prepared]:
-    """Call `set_extra_state` of modules. Return the values that are not yet copied in place.
-
-    As in torch, the code sees the new values of its module's own tensors. `overflowed` receives
-    the numbers of values that overflow.
-    """
-    takers = {id(module) for module, _ in matched.extra}
-    seen, rest = list[Prepared](), list[Prepared]()
-    for item in in_place:
-        is_seen = any(id(slot.module) in takers for slot in item[0].group.slots)
-        (seen if is_seen else rest).append(item)
-    if seen:
-        overflowed |= copy_in_place(seen, turn.commit, backup=True, advance=turn.advance)
-    late = Untouched((step.group.fqn, step.group.tensor) for step, _ in rest)
-    for module, state in matched.extra:
-        turn.commit.extra_state(module, state)
-    late.check("set_extra_state of the model", "Write to it in a post-hook of the model.")
-    return rest
-
-
-def _run_post_hooks(plan: LoadPlan, turn: Turn) -> tuple[list[str], list[str]]:
-    """Run the post-hooks of the model. Return the missing and the unexpected names after them."""
-    matched = plan._match
-    lists = [list(plan.missing_keys), list(plan.unexpected_keys)]
-    if matched.naming is not None:  # hooks see the names of the wrapped model
-        lists = [list(map(matched.naming.key, names)) for names in lists]
-    # FSDP's own post-hook makes the next forward pass use the loaded values.
-    run_post_hooks(turn.tree, lists[0], lists[1], matched.given)
-    for call in matched.own_calls:
-        call.finish(lists[0], lists[1])
-    missing, unexpected = (list(map(matched.canonical, names)) for names in lists)
-    if matched.open:
-        _check_hooked_names(plan, missing, unexpected, turn.check_names)
-    return missing, unexpected
+    overflowed |= copy_in_place(in_place, commit, backup=again, advance=turn.advance)
+    refresh_shards(tree.modules)
+    return Placed(again, overflowed)
 
 
 def put_new(fetched: Fetched, commit: Commit) -> list[Prepared]:
@@ -310,7 +243,7 @@ def put_new(fetched: Fetched, commit: Commit) -> list[Prepared]:
         (in_place if item[0].in_place else new).append(item)
     for group, tensor in fetched.made:
         commit.put(group, tensor)
-    ways = {"assign": commit.assign, "copy": commit.put, "swap": commit.swap}
+    ways = {"assign": commit.assign, "swap": commit.swap}
     commit.fill([(step.group, value) for step, value in fetched.plain if step.mode == "swap"])
     new += [one for one in fetched.plain if one[0].mode != "swap"]
     for step, value in new:
@@ -349,33 +282,10 @@ def copy_in_place(
     return {key: count for key, count in counts.items() if count}
 
 
-def _check_hooked_names(
-    plan: LoadPlan, missing: list[str], unexpected: list[str], check: Callable[[Match], None]
-) -> None:
-    """Refuse names that the post-hooks have added, and names that they have not excused."""
-    known = set(plan.missing_keys), set(plan.unexpected_keys)
-    lacking = [name for name in missing if name not in known[0]]
-    extra = [name for name in unexpected if name not in known[1]]
-    if lacking or extra:
-        raise MismatchError(
-            "a hook of the model reports keys: "
-            f"missing {clipped_list(map(repr, lacking)) or 'none'}; "
-            f"unexpected {clipped_list(map(repr, extra)) or 'none'}",
-            file=plan.path,
-            missing_keys=lacking,
-            unexpected_keys=extra,
-        )
-    matched = plan._match
-    missing = [name for name in missing if name not in matched.mismatched]
-    check(replace(matched, open=False, missing=missing, unexpected=unexpected))
-
-
 def _report(plan: LoadPlan, placed: Placed, unchecked: int, requests: int) -> LoadReport:
     """Return the report of a load: what its plan has in common with a report, and its costs."""
     shared = {item.name: getattr(plan, item.name) for item in fields(LoadReport)}
     changed: dict[str, Any] = {
-        "missing_keys": placed.missing,
-        "unexpected_keys": placed.unexpected,
         "bytes_read": plan.bytes_to_read,
         "unchecked_nbytes": unchecked,
         "overflowed": {plan._match.canonical(k): n for k, n in placed.overflowed.items()},
@@ -384,10 +294,9 @@ def _report(plan: LoadPlan, placed: Placed, unchecked: int, requests: int) -> Lo
     return LoadReport(**{**shared, **changed})
 
 
-def _warn_of_missing(
-    tree: ModuleTree, plan: LoadPlan, missing: Sequence[str], options: Options
-) -> None:
+def _warn_of_missing(tree: ModuleTree, plan: LoadPlan, options: Options) -> None:
     """Warn of parameters without a value from the checkpoint."""
+    missing = plan.missing_keys
     if not missing:
         return
     parameters = {

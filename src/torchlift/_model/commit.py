@@ -6,10 +6,9 @@ whatever reason, is undone: the model is either loaded or as it was.
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import is_
@@ -238,21 +237,6 @@ class Commit:
                 again = partial(_equip_again, tensor, tensor.requires_grad, tensor.grad)
                 self.when_undone(again, group.fqn)
 
-    def keep_live(self, tree: ModuleTree, placed: Collection[int]) -> None:
-        """Record everything that code of the model may change after the values are placed.
-
-        Args:
-            tree: The model.
-            placed: Identities of tensors that the load replaces. Their values are kept elsewhere.
-        """
-        self.keep_attributes(tree.modules)
-        self.keep_flags(tree)
-        for group in [*tree.groups, *tree.attributes]:
-            if id(group.tensor) not in placed:
-                self.keep_values(group.tensor, group.fqn)
-            if group.tensor.is_leaf and group.tensor.grad is not None:
-                self.keep_values(group.tensor.grad, f"{group.fqn}.grad")
-
     def keep_values(self, tensor: torch.Tensor, name: str) -> None:
         """Copy a tensor's values."""
         if tensor.is_meta or is_lazy(tensor):
@@ -341,14 +325,6 @@ class Commit:
             swap_content(old, new)
             self._undo.append((partial(_exchange_back, group, new), (group.slots[0].fqn,)))
 
-    def extra_state(self, module: nn.Module, state: object) -> None:
-        """Call the module's `set_extra_state`. The undo passes its present state."""
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            before = copy.deepcopy(module.get_extra_state())
-            name = f"the extra state of {type(module).__name__}"
-            self.when_undone(lambda: module.set_extra_state(before), name)
-        module.set_extra_state(state)
-
     def set_data(self, old: torch.Tensor, new: torch.Tensor, name: str) -> None:
         """Give a live tensor other data, of any shape, and keep a gradient that fits."""
         before, grad = old.data, old.grad if old.is_leaf else None
@@ -371,7 +347,7 @@ def _exchange_back(group: Group, other: torch.Tensor) -> None:
 
 def _equip_again(tensor: torch.Tensor, requires_grad: bool, grad: torch.Tensor | None) -> None:
     if tensor.requires_grad is not requires_grad:
-        tensor.requires_grad_(requires_grad)
+        tensor.requires_grad = requires_grad  # the method refuses lazy ones
     if tensor.grad is not grad:
         tensor.grad = grad
 

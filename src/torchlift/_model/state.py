@@ -33,6 +33,27 @@ def own(obj: Any, method: str) -> Any:
     return found
 
 
+class ModuleHolder(nn.ModuleDict):
+    """Several models under any names. Each is saved and loaded as a root."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self._modules.update(modules)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Return the state of each model under its name, from a call without a prefix."""
+        found: OrderedDict[str, Any] = OrderedDict()
+        metadata: OrderedDict[str, Any] = OrderedDict()
+        for name, module in self._modules.items():
+            assert module is not None
+            state = own(module, "state_dict")()
+            found.update({f"{name}.{key}": value for key, value in state.items()})
+            for path, version in (getattr(state, "_metadata", None) or {}).items():
+                metadata[f"{name}.{path}".removesuffix(".")] = version
+        found._metadata = metadata  # type: ignore[attr-defined]
+        return found
+
+
 def call_state_dict(optimizer: torch.optim.Optimizer) -> Any:
     """Call the ``state_dict`` that an optimizer had before it was patched.
 

@@ -147,7 +147,7 @@ class Step:
     @property
     def in_place(self) -> bool:
         """Whether the step writes to the memory of a live tensor."""
-        return self.mode == "copy" and not is_blank(self.group.tensor)
+        return self.mode == "copy"
 
     @property
     def memory(self) -> torch.device:
@@ -371,7 +371,7 @@ def _target(
     elif isinstance(one, MemoryTensor):
         _require_layout(group, one.value)
     wanted = _mode(mode, tensor, device, dtype)
-    in_place = wanted == "copy" and not is_blank(tensor)
+    in_place = wanted == "copy"
     handled = not in_place and is_handled(tensor)
     if wanted == "swap" and is_plain(tensor) and not tensor.is_meta:
         check_mode(group)
@@ -439,10 +439,10 @@ def _decide(
     group, key, candidates = pair
     one, tensor = candidates[0], group.tensor
     mode, notes = _mode_without(blocker, group, target)
-    in_place = mode == "copy" and not is_blank(tensor)
+    in_place = mode == "copy"
     entry, note = one.entry, None
     source: Source = "memory"
-    is_new = not in_place and (target.changes or mode == "copy")
+    is_new = not in_place and target.changes
     if entry is None:
         # A tensor of the caller is never placed: training the model would write to it. A tensor
         # that the model's own code has seen may be placed if it is the file's map: it is private.
@@ -601,9 +601,11 @@ def _check_in_place(group: Group, device: torch.device, dtype: torch.dtype) -> N
 def _mode(
     asked: rules.AnyMode, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype
 ) -> Mode:
+    if is_blank(tensor):  # nothing can be copied into it
+        return "assign" if asked == "assign" else "swap"
     if asked != "auto":
         return asked
-    stays = not is_blank(tensor) and (device, dtype) == (tensor.device, tensor.dtype)
+    stays = (device, dtype) == (tensor.device, tensor.dtype)
     # A sparse tensor can be copied in place only if it keeps its number of values.
     stays = stays and tensor.layout is torch.strided
     if stays and not handles(type(tensor), torch.Tensor):
@@ -626,7 +628,7 @@ def _find_sharing(pairs: Sequence[Pair], targets: Sequence[Target]) -> set[int]:
     """
     runs: list[tuple[str, int, int, int]] = []
     for number, (pair, target) in enumerate(zip(pairs, targets, strict=True)):
-        in_place = target.mode == "copy" and not is_blank(pair.group.tensor)
+        in_place = target.mode == "copy"
         entry = pair.candidates[0].entry
         if entry is not None and entry.chunks and (target.raw or not (target.changes or in_place)):
             chunk = entry.chunks[0]

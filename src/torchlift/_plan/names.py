@@ -8,19 +8,18 @@ distributed writer saved in several files.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from torch import nn
-
+from torchlift._model.loading_code import LoadingCode
 from torchlift._model.names import Names
-from torchlift._model.own_loading import OwnLoading
 from torchlift._model.slots import Group
 from torchlift._plan.report import Mismatch
 from torchlift._plan.rules import Rename, apply_rename, rename_keys
 from torchlift._sources.opening import Origin, extra_state
 from torchlift._sources.tensors import SourceTensor, describe, tensor_of
+from torchlift._system.containers import leaves
 from torchlift._system.text import clipped_list
 from torchlift.errors import MismatchError
 from torchlift.formats.index import TensorEntry
@@ -40,8 +39,7 @@ class Named(NamedTuple):
         left_out: Names whose keys the caller left out: they may be missing.
         ignored: Names of blocked values that the model does not need.
         naming: The names of a wrapped model, or None.
-        hooked: (prefix, module) of modules with their own loading code for these names.
-        own_loaders: (prefix, module) of modules whose class overrides `load_state_dict`.
+        code: The loading code of the model for these names, or None.
         quantised: The quantised tensors of the source by key, also those that are left out.
         of_program: Names that a program has besides the state of its modules. None: the source is
             not a program.
@@ -55,8 +53,7 @@ class Named(NamedTuple):
     left_out: set[str]
     ignored: list[str]
     naming: Names | None
-    hooked: Sequence[tuple[str, nn.Module]]
-    own_loaders: Sequence[tuple[str, nn.Module]]
+    code: LoadingCode | None
     quantised: Quantised
     of_program: set[str] | None
 
@@ -84,18 +81,14 @@ class Match:
         unmatched: The tensors of the model that the source lacks.
         missing, unexpected, dropped, mismatched: As in `LoadReport`.
         fits: The number of pairs. 0 if no pair has a value of the source.
-        open: Whether a post-hook of the model may still excuse names.
         left_out: Names of the model whose keys the caller left out: they may be missing.
         hint: The change that would match more names, or None.
         renamed: Name in the source -> name in the model, if they differ.
         naming: The names of a wrapped model, or None.
         canonical: Returns the reported name for a name of the model.
-        hooked: Whether the model's own code runs after the load, and may refuse the result.
-        on_meta: Names on meta before hooks of the model ran. None: no hook ran.
-        given: Names of the model with values, if the model has post-hooks.
-        extra: (module, state) for ``set_extra_state``.
-        kept: Name -> what the model's own code keeps outside of parameters and buffers.
-        own_calls: Calls of a class's own `load_state_dict`. They wait for the result.
+        on_meta: Names on meta before loading code of the model ran. None: none ran.
+        kept: Name -> what loading code of the model keeps outside of parameters and buffers.
+        copied: Bytes of copies that loading code of the model has made of live tensors.
         quantised: The quantised tensors of the source by key.
         unscaled: The quantised tensors whose scales the model does not take.
     """
@@ -107,18 +100,14 @@ class Match:
     dropped: list[str] = field(default_factory=list)
     mismatched: dict[str, Mismatch] = field(default_factory=dict)
     fits: int = 0
-    open: bool = False
     hint: str | None = None
     left_out: set[str] = field(default_factory=set)
     renamed: Mapping[str, str] = field(default_factory=dict)
     naming: Names | None = None
     canonical: Callable[[str], str] = str
-    hooked: bool = False
     on_meta: set[str] | None = None
-    given: frozenset[str] = frozenset()
-    extra: tuple[tuple[nn.Module, object], ...] = ()
     kept: Mapping[str, SourceTensor] = field(default_factory=dict)
-    own_calls: tuple[OwnLoading, ...] = ()
+    copied: int = 0
     quantised: Quantised = field(default_factory=Quantised)
     unscaled: Quantised = field(default_factory=Quantised)
 
@@ -253,3 +242,42 @@ def assemble_tensors(
         else:
             made[name] = tensor_of(entry, keys, origin.views)
     return names, made
+
+
+def versions_by_name(
+    versions: Mapping[str, Mapping[str, object]], names: Mapping[str, str]
+) -> dict[str, Mapping[str, object]]:
+    """Return path of a module of the model -> its metadata in the state dict.
+
+    Args:
+        versions: Path of a module in the source -> its metadata.
+        names: Key in the source -> name in the model.
+    """
+    found: dict[str, Mapping[str, object]] = {}
+    known: set[tuple[str, str]] = set()
+    for key, name in names.items() if versions else ():
+        old, new, last, other = key, name, "", ""
+        # Also of the modules around it, as far as the two are called alike.
+        while old and new and last == other:
+            old, _, last = old.rpartition(".")
+            new, _, other = new.rpartition(".")
+            if (old, new) in known:
+                break
+            known.add((old, new))
+            if old in versions:
+                found[new] = versions[old]
+    return found
+
+
+def templates_by_name(
+    templates: Mapping[str, object], names: Mapping[str, str]
+) -> dict[str, object]:
+    """Return name of a container in the model -> its containers as saved."""
+    found: dict[str, object] = {}
+    for key, tree in templates.items():
+        for leaf in leaves(tree).values():
+            name = names.get(key + leaf.key)
+            if name is not None and name.endswith(leaf.key):
+                found[name.removesuffix(leaf.key)] = tree
+                break
+    return found

@@ -11,16 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchlift._checkpoint.checkpoint import shared_records
 from torchlift._checkpoint.kinds import Allow
-from torchlift._model.commit import Commit, content_bytes, ordinary_tensors
+from torchlift._model.commit import Commit, content_bytes
 from torchlift._model.dtensor import is_dtensor, local_shape, local_tensor, spans_of
 from torchlift._model.handlers import is_plain
-from torchlift._model.hooks import Outcome, has_post_hooks, hooked_modules, run_hooks
+from torchlift._model.loading_code import find_loading_code
 from torchlift._model.names import wrapped_names
-from torchlift._model.own_loading import OwnLoading, own_loaders
 from torchlift._model.slots import Group, ModuleTree, is_lazy, read_tree
 from torchlift._plan.decide import Making, Step, decide_makings, decide_steps, owns_all
+from torchlift._plan.loading_code import Changed, through_loading_code
 from torchlift._plan.names import (
     Match,
     Named,
@@ -30,7 +29,6 @@ from torchlift._plan.names import (
     names_of_left_out,
     rename_objects,
 )
-from torchlift._plan.own_loading import ShownTensors, call_own_loading, show_source
 from torchlift._plan.report import (
     KeyReport,
     LoadReport,
@@ -277,19 +275,12 @@ def match_names(
         MismatchError: If names or shapes do not match.
         UnsafeError: If a value that the model needs is blocked.
     """
-    named = _name_tensors(tree, source, options, wrapped=check is None)
-    if not named.own_loaders:
-        return _match_named(tree, source, options, commit, named, check)
-    started = call_own_loading(tree, source, named, options, commit)
-    passed = started.passed
-    while True:
-        tree.walk()  # again: the method may have put other tensors and modules there
-        named, asked = started.name_passed(passed, tree, options)
-        try:
-            return _match_named(tree, source, asked, commit, named, check, started.calls)
-        except MismatchError as error:
-            # A class may try other names then, as with torch's RuntimeError.
-            passed = [call.refuse(error) for call in started.calls]
+    named, changed = _name_tensors(tree, source, options, wrapped=check is None), None
+    if named.code is not None:
+        live = not any(group.tensor.is_meta for group in tree.groups)
+        owns = owns_all(options.source, live=live)
+        changed = through_loading_code(tree, source, named, options, commit, owns=owns)
+    return _match_named(tree, source, options, named, check, changed)
 
 
 def decide(matched: Match, tree: ModuleTree, source: Origin, options: Options) -> LoadPlan:
@@ -383,14 +374,13 @@ def _name_tensors(tree: ModuleTree, origin: Origin, options: Options, *, wrapped
     for rule in filter(callable, (options.device, options.dtype)):
         reported = [canonical(name) for g in tree.groups for name in g.names]
         check_rule(rule, reported, present=options.present)
-    own = own_loaders(tree)
+    inside = False
     if naming is not None:
         given = [*names.values(), *made, *objects.values()]
         to_key = dict(zip(given, naming.keys(given), strict=True))
         # torch calls the method of the root alone. A file with the names of the wrapped model is
         # for the method of that model, and a file with the names of the wrapper for the wrapper's.
-        if given != [*to_key.values()]:
-            own = own_loaders(tree, inside=True)
+        inside = given != [*to_key.values()]
         names = {key: to_key[name] for key, name in names.items()}
         objects = {key: to_key[name] for key, name in objects.items()}
         made = {to_key[name]: one for name, one in made.items()}
@@ -404,17 +394,13 @@ def _name_tensors(tree: ModuleTree, origin: Origin, options: Options, *, wrapped
         here = [name for name in dict.fromkeys(map(canonical, known)) if name not in there]
         rest = [name for name in there if name not in model_names]
         raise _blocked_error(origin, refused, suggest_rename(here, rest, options.root))
-    # This rank needs its own slices of DTensors alone, unless a method of the model sees all.
+    code = find_loading_code(tree, [*names.values(), *made], inside=inside)
+    # This rank needs its own slices of DTensors alone.
     like = {slot.fqn: group.tensor for group in tree.groups for slot in group.slots}
     needed = {key: like[name] for key, name in names.items() if name in like}
-    origin.resolve(
-        {key: spans_of(t, key) if is_dtensor(t) and not own else None for key, t in needed.items()}
-    )
-    # Code of the model sees values, so they are fetched now.
-    hooked = hooked_modules(tree, [*names.values(), *made])
-    if hooked or own:
-        prefixes = tuple(prefix for prefix, _ in (*hooked, *own))
-        origin.receive([key for key, name in names.items() if name.startswith(prefixes)])
+    origin.resolve({k: spans_of(t, k) if is_dtensor(t) else None for k, t in needed.items()})
+    if code is not None:  # it sees values, so they are fetched now
+        origin.receive([key for key, name in names.items() if name.startswith(code.prefixes)])
     candidates = {name: origin.candidates[key] for key, name in names.items()} | made
     ties = apply_rename(
         {name: key for name, key in origin.noted.items() if key in names}, options.rename
@@ -431,8 +417,7 @@ def _name_tensors(tree: ModuleTree, origin: Origin, options: Options, *, wrapped
         left_out,
         ignored,
         naming,
-        hooked,
-        own,
+        code,
         quantised,
         {name for key, name in (*names.items(), *objects.items()) if key in origin.of_program}
         if origin.of_program is not None
@@ -444,60 +429,55 @@ def _match_named(
     tree: ModuleTree,
     source: Origin,
     options: Options,
-    commit: Commit,
-    named: Named,
+    given: Named,
     check: CheckNames | None,
-    own_calls: Sequence[OwnLoading] = (),
+    changed: Changed | None,
 ) -> Match:
-    """Match a source with names of the model. See `match_names`."""
-    found, outcome = dict(named.candidates), Outcome(unexpected=list(named.objects.values()))
-    on_meta = None
-    if named.hooked:
-        on_meta = {group.fqn for group in tree.on_meta}
-        found, outcome = _run_hooks(tree, commit, source, named, options)
-    found |= _fill_noted_ties(tree.groups, found, named.noted)
+    """Match a source with names of the model, which its loading code may have changed."""
+    named = given if changed is None else changed.named
+    found = {
+        **named.candidates,
+        **_fill_noted_ties(tree.groups, named.candidates, named.noted),
+    }
     # A transform may still change shapes, or make a tensor dense.
     matched = match(tree.groups, found, check_shapes=options.transform is None)
-    matched.on_meta = on_meta
-    matched.own_calls, matched.extra = tuple(own_calls), tuple(outcome.extra)
-    matched.kept = {name: named.candidates[name] for name in outcome.taken}
-    has_hooks = has_post_hooks(tree)
-    matched.hooked = has_hooks or bool(own_calls)
-    matched.given = frozenset(found if has_hooks else ())
-    matched.missing = [name for name in matched.missing if name not in outcome.excused]
-    matched.missing = list(dict.fromkeys([*matched.missing, *outcome.missing]))
     matched.quantised, matched.unscaled = named.quantised, _find_unscaled(matched, named)
+    matched.unexpected += named.objects.values()
+    if changed is not None:
+        _add_changes(matched, given, changed)
     if check is None:  # for torch's own functions, such a name is unexpected
         computed = {s.fqn for group in tree.groups for s in group.slots if not s.persistent}
         matched.dropped = [name for name in matched.unexpected if name in computed]
         matched.unexpected = [name for name in matched.unexpected if name not in computed]
-    matched.unexpected += [*outcome.unexpected, *named.ignored]
+    matched.unexpected += named.ignored
     if named.of_program is not None:
-        known = {*named.of_program, *_attributes_among(matched.unexpected, tree)}
-        matched.dropped += [name for name in matched.unexpected if name in known]
-        matched.unexpected = [name for name in matched.unexpected if name not in known]
+        extra = {*named.of_program, *_attributes_among(matched.unexpected, tree)}
+        matched.dropped += [name for name in matched.unexpected if name in extra]
+        matched.unexpected = [name for name in matched.unexpected if name not in extra]
+    is_override = given.code is not None and given.code.is_override
+    keys = {one.key for one in given.candidates.values()} if changed is not None else set()
     # A hook may add values, as BatchNorm adds its counter. They do not show that a name matches.
-    known_keys = {one.key for one in named.candidates.values()} if named.hooked else None
-    if own_calls or known_keys is None or _has_any(matched.pairs, known_keys):
+    if changed is None or is_override or _has_any(matched.pairs, keys):
         matched.fits = len(matched.pairs)
-    matched.fits += len(outcome.taken)
+    matched.fits += len(matched.kept)
     if named.naming is not None:
         matched.report_canonical(named.naming)
-    if options.rename is not None or named.naming is not None or own_calls:
+    if options.rename is not None or named.naming is not None or is_override:
         called = {name: one for name, one in named.candidates.items() if not one.keys}
         reported = {one.key: matched.canonical(name) for name, one in called.items()}
         matched.renamed = {key: name for key, name in reported.items() if key != name}
     matched.hint = _hint(matched, tree.modules[0], options, named)
-    matched.open = options.strict and has_hooks
     matched.left_out = named.left_out
     if check is None and options.allow_missing:
         paths = [name for group in tree.groups for name in group.names]
         paths += [f"{prefix}_extra_state" for prefix, _ in tree.paths]
         names = {*map(matched.canonical, [*paths, *found]), *matched.missing, *matched.left_out}
         _require_names(options.allow_missing, names, source.path)
-    (check or check_names)(
-        matched, source.path, replace(options, strict=False) if matched.open else options
-    )
+    if changed is not None and changed.outcome.is_lenient:
+        options = replace(options, strict=False)
+    (check or check_names)(matched, source.path, options)
+    if changed is not None and changed.outcome.error is not None:
+        raise changed.outcome.error
     if options.transform is None:
         _require_scales(matched, source.path)
     # From here on, a mismatch that ignore_mismatched allows counts as missing.
@@ -642,28 +622,15 @@ def _path_of(one: SourceTensor, origin: Origin) -> str:
     return ", ".join(dict.fromkeys(paths))
 
 
-@ordinary_tensors()
-def _run_hooks(
-    tree: ModuleTree,
-    commit: Commit,
-    origin: Origin,
-    named: Named,
-    options: Options,
-) -> tuple[dict[str, SourceTensor], Outcome]:
-    """Run the model's own loading code. Return name -> tensor after it, and its outcome."""
-    candidates, objects, modules = named.candidates, named.objects, named.hooked
-    begins = tuple(prefix for prefix, _ in modules)
-    like = {slot.fqn: group.tensor for group in tree.groups for slot in group.slots}
-    values = ShownTensors()
-    shown = show_source(origin, named, begins, values, like)
-    own = owns_all(options.source, live=not any(tensor.is_meta for tensor in like.values()))
-    outcome = run_hooks(tree, modules, commit, shown, own)
-    found = {name: one for name, one in candidates.items() if name not in shown.tensors}
-    for name, tensor in outcome.tensors.items():
-        found[name] = values.find_source(name, tensor, like.get(name))
-    others = [name for name in objects.values() if not name.startswith(begins)]
-    outcome.unexpected = [*others, *outcome.unexpected]
-    return found, outcome
+def _add_changes(matched: Match, given: Named, changed: Changed) -> None:
+    """Add what the loading code of the model did to a match."""
+    outcome = changed.outcome
+    silent = outcome.excused.difference(outcome.own)
+    matched.missing = [name for name in matched.missing if name not in silent]
+    matched.missing = list(dict.fromkeys([*matched.missing, *outcome.missing]))
+    matched.unexpected += outcome.unexpected
+    matched.kept = {name: given.candidates[name] for name in outcome.kept}
+    matched.on_meta, matched.copied = changed.on_meta, outcome.nbytes
 
 
 def _peak(matched: Match, steps: Sequence[Step], makings: Iterable[Making], origin: Origin) -> int:
@@ -686,18 +653,20 @@ def _peak(matched: Match, steps: Sequence[Step], makings: Iterable[Making], orig
         for item in makings
         if item.device.type == "cpu"
     )
-    # A backup exists while a hook may still raise, or a subclass may fail to copy.
-    backed_up = matched.hooked or bool(matched.extra)
-    kept = sum(
+    # A backup exists while a subclass may fail to copy.
+    kept = matched.copied + sum(
         content_bytes(local_tensor(step.group.tensor))
         for step in steps
-        if step.in_place and (backed_up or not is_plain(local_tensor(step.group.tensor)))
+        if step.in_place and not is_plain(local_tensor(step.group.tensor))
         if step.group.tensor.device.type == "cpu"
     )
     new = sum(_count_new_bytes(step) for step in steps if step.owned)
     is_sent = any(step.route == "read" and step.memory.type != "cpu" for step in steps)
     staged = min(staged, RING if is_sent or origin.is_away else STAGING)
-    return new + made + kept + staged + _count_inflated_bytes(steps, origin)
+    # Compressed arrays are inflated one at a time.
+    chunks = (chunk for step in steps if step.entry for chunk in step.entry.chunks)
+    inflated = max((chunk.packed.size for chunk in chunks if chunk.packed), default=0)
+    return new + made + kept + staged + inflated
 
 
 def _count_requests(steps: Sequence[Step]) -> int:
@@ -725,19 +694,6 @@ def _count_transformed_bytes(steps: Sequence[Step]) -> int:
         for step in stay
         if not is_lazy(step.group.tensor)
     )
-
-
-def _count_inflated_bytes(steps: Sequence[Step], origin: Origin) -> int:
-    """Return the bytes of inflated records that are in memory at a time, besides the tensors."""
-    entries = (step.entry for step in steps if step.entry)
-    records = {chunk.packed for entry in entries for chunk in entry.chunks if chunk.packed}
-    if not records:
-        return 0
-    # A record of several tensors stays until the last of them. Of other records, one is there at
-    # a time.
-    shared = shared_records(one.entry for one in origin.candidates.values() if one.entry)
-    kept = sum(record.size for record in records & shared)
-    return kept + max((record.size for record in records - shared), default=0)
 
 
 def _count_new_bytes(step: Step) -> int:
@@ -809,7 +765,7 @@ def check_names(matched: Match, path: str, options: Options) -> None:
     # ignored: otherwise a load of nothing would succeed.
     misshapen = matched.mismatched.keys() - allowed(matched.mismatched, options.allow_missing)
     left_out = [name for name in matched.missing if name in matched.left_out]
-    nothing = bool(missing or misshapen or left_out) and not (matched.fits or matched.open)
+    nothing = bool(missing or misshapen or left_out) and not matched.fits
     wrong = matched.mismatched
     if options.ignore_mismatched and not nothing:
         # As soon as a name is given, others are not skipped: a body of another width is a mistake.

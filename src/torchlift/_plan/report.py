@@ -200,11 +200,22 @@ class LoadReport(Summary):
         return f"loaded {self._size}", [*facts, *summarise(self)]
 
 
+_SOURCES: Mapping[Source, str] = {"mmap": "mapped", "read": "read", "memory": "from memory"}
+_MODES: Mapping[Mode, str] = {
+    "swap": "kept as the same objects",
+    "copy": "copied into the model's tensors",
+    "assign": "put in as new objects",
+}
+
+
 def summarise(report: LoadReport) -> Facts:
     """Return the facts that a plan and a report have in common."""
     facts: Facts = []
     ways = Counter((item.mode, item.source) for item in report.loaded.values())
-    facts += [(f"{mode} from {source}", str(n)) for (mode, source), n in sorted(ways.items())]
+    facts += [
+        ("how", f"{n} {_SOURCES[source]}, {_MODES[mode]}")
+        for (mode, source), n in sorted(ways.items())
+    ]
     mapped = [item for item in report.loaded.values() if item.is_mapped]
     if mapped:
         size = f"{count_of(len(mapped), 'tensor')}, {human(_bytes_of(mapped))}"

@@ -15,7 +15,7 @@ from torchlift._checkpoint.checkpoint import Checkpoint, MappedViews
 from torchlift._checkpoint.checkpoint import open as open_checkpoint
 from torchlift._checkpoint.kinds import Allow, classes
 from torchlift._checkpoint.tree import objects_as_saved
-from torchlift._model.dtensor import Spans, is_dtensor, shard_of_value, wrap
+from torchlift._model.dtensor import Spans, is_dtensor, shard_of_value, spans_of, wrap
 from torchlift._sources.tensors import (
     FileTensor,
     MemoryTensor,
@@ -333,14 +333,27 @@ class Origin:
         self.noted = {name: key for name, key in self.noted.items() if name not in gone}
         return found
 
+    #: Whether a plain tensor is the complete value of a DTensor, of which a rank takes its slice.
+    is_whole = True
+
     def shown(self, one: SourceTensor, like: torch.Tensor | None) -> torch.Tensor:
-        """Return a tensor for the model's own loading code.
+        """Return a tensor for the model's own loading code: a DTensor if the model has one.
 
         Args:
             one: A tensor of this source.
             like: The model's tensor of that name, if there is one.
         """
-        return one.tensor()
+        value = one.tensor()
+        if not self.is_whole or like is None or not is_dtensor(like):
+            return value
+        if is_dtensor(value) or value.shape != like.shape:
+            return value
+        spans = spans_of(like, one.key)
+        if all(len(runs) == 1 for runs in spans):
+            local = value[tuple(slice(*runs[0]) for runs in spans)]
+            if local.is_contiguous():  # it stays a view of the map
+                return wrap(like, local)
+        return wrap(like, shard_of_value(value, like, one.key))
 
     @property
     def is_away(self) -> bool:
@@ -463,7 +476,7 @@ class StateSource(Origin):
         whole: bool = False,
         is_new: bool = False,
     ) -> None:
-        self._whole = whole
+        self.is_whole = whole
         candidates: dict[str, SourceTensor] = {}
         objects: dict[str, object] = {}
         for key, value in state.items():
@@ -487,15 +500,6 @@ class StateSource(Origin):
         what = "two values have this key once containers are joined by dots"
         hint = "Rename one of them, or pass one of the containers."
         return FormatError(what, file=self.path, entry=key, hint=hint)
-
-    def shown(self, one: SourceTensor, like: torch.Tensor | None) -> torch.Tensor:
-        value = one.tensor()
-        if not self._whole or like is None or not is_dtensor(like):
-            return value
-        if is_dtensor(value) or value.shape != like.shape:
-            return value
-        # As in torch, a module's own code gets a DTensor if the model has one.
-        return wrap(like, shard_of_value(value, like, one.key))
 
     def index(self) -> Index:
         """Return an index of the state dict, with each tensor as if it were a file."""

@@ -384,20 +384,23 @@ def _check_range(url: Url, answer: BaseHTTPResponse, offset: int, nbytes: int) -
         fits = first == offset <= last < min(offset + nbytes, size)
         if fits and total in (None, length):
             return size, length
+    is_page = headers.get("Content-Type", "").lower().startswith("text/html")
     # Numbers and our own words only: a text of the server can repeat a secret.
     facts = {
         f"Content-Range {match and match[0]}": match,
         f"Content-Length {total}": total is not None,
         "a Content-Encoding": not is_plain,
-        "Content-Type text/html": headers.get("Content-Type", "").lower().startswith("text/html"),
+        "Content-Type text/html": is_page,
     }
     raise FormatError(
         "the server ignores ranges, compresses, or sends other bytes than requested",
         file=url,
         expected=f"HTTP 206 with bytes {offset}-{offset + nbytes - 1}",
         found=", ".join([_phrase(answer), *(fact for fact, is_so in facts.items() if is_so)]),
-        hint="Download the file first. If the server sends a web page that asks you to log in, "
-        f'pass credentials in storage_options={{"headers": ...}}. {_NAME_A_FILE}',
+        hint="This is a web page. If it asks you to log in, pass credentials in "
+        f'storage_options={{"headers": ...}}. {_NAME_A_FILE}'
+        if is_page
+        else "Download the file, and pass its path.",
     )
 
 

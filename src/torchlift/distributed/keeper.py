@@ -91,14 +91,14 @@ class Keeper:
 
     Args:
         directory: A folder or a URL. It is created if it does not exist.
-        keep: How many of the last checkpoints to keep. None keeps all. Or one or several policies,
-            such as `LatestN`, or functions of the list of checkpoints. Any of them may keep one.
-            The thread that writes calls them.
+        keep: The number of latest checkpoints to keep, or a function such as `LatestN`, or a list
+            of functions. None keeps all. A checkpoint is kept if any function returns it.
         every: Also keep each checkpoint whose step is a multiple of this number.
         best: Also keep the checkpoint with the best metric of this name.
         best_is: Whether the ``"lowest"`` or the ``"highest"`` metric is the best.
         background: False writes the checkpoint before `save` returns.
-        busy: ``"wait"`` or ``"skip"``, if the last save is not complete.
+        busy: If the last save is still being written, ``"wait"`` for it, or ``"skip"`` this save
+            and return False.
         timeout: Seconds that ranks wait for each other, also for the slowest one to write. None:
             as long as the process group does.
         storage_options: Options of a URL. See `torchlift.open`.

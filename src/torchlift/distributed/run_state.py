@@ -20,9 +20,9 @@ from torchlift._checkpoint.checkpoint import open as open_checkpoint
 from torchlift._checkpoint.kinds import array_of
 from torchlift._model.dtensor import Spans, is_dtensor, local_tensor, spans_of
 from torchlift._model.names import Names, uses_fsdp1
-from torchlift._model.own_loading import ModuleHolder
 from torchlift._model.ranks import RankGroup, StepResult, world_of
 from torchlift._model.slots import ModuleTree
+from torchlift._model.state import ModuleHolder
 from torchlift._save.blocks import Block, Workspace, memory_of
 from torchlift._save.files import pass_bytes
 from torchlift._save.layouts import Output, end_of

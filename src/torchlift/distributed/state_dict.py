@@ -25,9 +25,8 @@ from torchlift._load.fetch import Prepared, fetch_all
 from torchlift._load.loading import Turn, copy_in_place, place, put_new
 from torchlift._model.commit import Commit
 from torchlift._model.dtensor import default_device, is_dtensor, reshard, spread_of
-from torchlift._model.hooks import hooked_modules
+from torchlift._model.loading_code import find_loading_code
 from torchlift._model.names import Names, uses_fsdp1
-from torchlift._model.own_loading import own_loaders
 from torchlift._model.ranks import RankGroup, StepResult, portable, rank, ranks_of
 from torchlift._model.slots import ModuleTree, read_tree
 from torchlift._model.state import PATCH, by_name, read_model, versioned, versions_of
@@ -108,7 +107,6 @@ from torchlift.errors import (
     explain_calls,
     wrong_call,
 )
-from torchlift.formats.detect import optimizer_in
 from torchlift.formats.index import TensorEntry
 from torchlift.formats.source import errors_name
 
@@ -452,8 +450,6 @@ def load_optimizer(
                 root = _root_in(keys, IN_MEMORY)
             path, saved = IN_MEMORY, container(ckpt, root)
         else:
-            if root is None and isinstance(ckpt, (str, os.PathLike)):
-                ckpt, storage_options = optimizer_in(ckpt, storage_options), None
             opened = stack.enter_context(
                 checkpoint(
                     ckpt,
@@ -533,7 +529,8 @@ def _optimizer_state(saved: Any) -> Any:
         "there is no optimizer state",
         expected="a dict with 'state' and 'param_groups', or a flat one",
         found=f"a {type(saved).__name__}",
-        hint=state_hint({"": saved}) or "Pass the container that holds it as root=.",
+        hint=state_hint({"": saved})
+        or "Pass the container that holds it as root=, or the path of its own file.",
     )
 
 
@@ -964,11 +961,9 @@ def _load(job: _Job, group: RankGroup, outer: Commit | None) -> LoadedKeys:
                 # The commit undoes this if a rank fails. Values are copied in place later.
                 set_states(slots, commit, own_code=False)
             if plan is not None and fetched is not None:
-                validate = partial(_check, job, path=source.path, options=rules)
-                turn = Turn(tree, commit, agree, deliver, validate, _ignore, again)
-                placed = place(plan, fetched, turn)
-                missing = [names.canonical(name) for name in placed.missing]
-                unexpected = [names.canonical(name) for name in placed.unexpected]
+                placed = place(tree, fetched, Turn(commit, agree, deliver, _ignore, again))
+                missing = [names.canonical(name) for name in plan.missing_keys]
+                unexpected = [names.canonical(name) for name in plan.unexpected_keys]
                 more = placed.asks_again
             more = more and agree(again and slots is not None)
             if slots is not None:
@@ -1106,11 +1101,12 @@ def _make_room(job: _Job, inbox: Inbox) -> int:
     """
     model, names = job.state.model or {}, job.names
     keys = [names.key(name) for name in model]
-    prefixes = [path for path, _ in (*hooked_modules(job.tree, keys), *own_loaders(job.tree))]
+    code = find_loading_code(job.tree, keys, inside=False)
+    prefixes = code.prefixes if code is not None else ()
     needed = 0
     for at, (name, key) in enumerate(zip([*model], keys, strict=True)):
         value, like = model[name], names.tensors.get(name)
-        if like is None and not key.startswith(tuple(prefixes)):
+        if like is None and not key.startswith(prefixes):
             continue
         needed |= 1 << at
         if isinstance(value, Sent):

@@ -41,7 +41,7 @@ from torchlift.formats.index import (
     join,
     row_major,
 )
-from torchlift.formats.sharded import claimed, locate, locate_all, require_files
+from torchlift.formats.sharded import by_number, claimed, locate, locate_all, require_files
 from torchlift.formats.source import (
     Source,
     dense_shape,
@@ -183,9 +183,11 @@ def _has_common(path: str, metadata: _Metadata) -> bool:
 
 def _check_ranks(path: str, names: Sequence[str]) -> None:
     """Refuse a directory without the metadata of a rank, whose keys would be missing."""
-    ranks = {int(match[1]) for match in map(_OF_RANK.fullmatch, names) if match}
+    ranks = by_number(
+        (int(match[1]), match[0]) for match in map(_OF_RANK.fullmatch, names) if match
+    )
     stored = {int(match[1]) for match in map(_DATA.fullmatch, names_in(path)) if match}
-    count = 1 + max(ranks | stored)
+    count = 1 + max({*ranks} | stored)
     name = f"__{{}}{DCP_METADATA}"
     require_files(ranks, range(count), count, name.format, "rank's metadata")
 

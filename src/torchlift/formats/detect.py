@@ -36,7 +36,6 @@ from torchlift.formats.dcp import DCP_METADATA, DCP_SUFFIX, metadata_files, read
 from torchlift.formats.gguf import join_parts, read_gguf, with_other_parts
 from torchlift.formats.index import LOCAL_MAGIC, Index
 from torchlift.formats.npz import NPY_MAGIC, read_npy, read_npz
-from torchlift.formats.pt2 import is_pt2, read_pt2
 from torchlift.formats.ranks import (
     Family,
     families,
@@ -52,6 +51,7 @@ from torchlift.formats.sharded import (
     AS_LIST,
     CACHE_ROOT,
     SHARD,
+    by_number,
     is_index,
     locate,
     parse_index,
@@ -70,9 +70,7 @@ from torchlift.formats.zip_archive import END_MAGIC, read_directory
 
 #: Bytes at the start of a file that decide on its format.
 HEAD = 512
-_EXPECTED = (
-    "a file of torch (TorchScript and pt2, too), safetensors, GGUF or numpy, or an *.index.json"
-)
+_EXPECTED = "a file of torch (TorchScript, too), safetensors, GGUF or numpy, or an *.index.json"
 _TENSORFLOW = "Read it with tf.train.load_checkpoint, and save its arrays with numpy.savez."
 #: The start of a checkpoint's index, with the number of its shards, and the name of a shard.
 _TENSORFLOW_INDEX = rb"\0\0[\4-\x0f]\x08[\1-\xff]{1,3}\x1a[\2]\x08"
@@ -113,8 +111,16 @@ _FOREIGN: tuple[tuple[bytes, str, str], ...] = (
      "a msgpack file, such as flax writes",
      "Load it with flax.serialization.msgpack_restore, and save its arrays with safetensors.flax."),
 )  # fmt: skip
+#: A record of exported programs before torch 2.8.
+_OLD_PROGRAM = "serialized_exported_program.json"
 #: The same with the name of a record of a zip archive, or of a file in a directory.
 _FOREIGN_NAMES: tuple[tuple[str, str, str], ...] = (
+    (rf"[^/]+/models/[^/]+\.json|{re.escape(_OLD_PROGRAM)}",
+     "an exported program (torch.export.save)",
+     "If you trust the file, load its weights with torch: "
+     "torchlift.load(model, torch.export.load(path).state_dict)"),
+    (r"[^/]+/archive_format", "a compiled program (AOTInductor), which includes its weights",
+     "Save the state dict of the model that it was compiled from."),
     (r"model\.weights\.h5", "a Keras model (.keras)",
      "Read it with keras, or take model.weights.h5 out of it and read that with h5py."),
     (r"(?:.*/)?saved_model\.pb", "a TensorFlow SavedModel", _TENSORFLOW),
@@ -142,10 +148,11 @@ _DAMAGE = (
 _INDEX = ".index.json"
 #: The end of an index's name, with its variant, if any.
 _SUFFIX_OF_INDEX = re.compile(r"(\.\w+)?\.index(\.\w+)?\.json$", re.ASCII)
-#: If a Hugging Face repository has several indexes or files, one of these is the model.
+#: If a folder has several files, one of these is the model.
 PREFERRED = (
     "model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin",
-    "pytorch_model_fsdp.bin",
+    "diffusion_pytorch_model.bin", "pytorch_model_fsdp.bin", "adapter_model.safetensors",
+    "adapter_model.bin",
 )  # fmt: skip
 #: Files that transformers takes before an index of the same name.
 _BEFORE_INDEX = re.compile(r"model(?:\.\w+)?\.safetensors|pytorch_model(?:\.\w+)?\.bin", re.ASCII)
@@ -155,18 +162,8 @@ _CUT = re.compile(
     r"(?:(?:part|split)[-_.]?|(?=\d+$|a[a-z]$))(\d+(?:of\d+)?|[a-z]{1,2})",
     re.DOTALL | re.ASCII,
 )
-#: The folder of a sharded model, as accelerate and transformers' Trainer name it.
-_SHARDED = re.compile(r"pytorch_model_fsdp_\d+", re.ASCII)
-#: The file or folder of an optimizer's state, as both name it.
-_OPTIMIZER = re.compile(r"optimizer(?:_\d+)?(?:\.pt|\.bin)?", re.ASCII)
-#: The name of a model's file or index, with its variant, if any.
-_MODEL = re.compile(
-    r"(?:model|diffusion_pytorch_model|pytorch_model)(?:-\d+-of-\d+)?(?:\.(\w+?))?(?:-\d+-of-\d+)?"
-    r"\.(?:safetensors|bin)(?:\.index(?:\.(\w+))?\.json)?",
-    re.ASCII,
-)
-#: The note of the last checkpoint (DeepSpeed, Megatron) -> its folder, given a number.
-_LAST = {"latest": "{}", "latest_checkpointed_iteration.txt": "iter_{:0>7}"}
+_SEVERAL = "the directory holds several checkpoints"
+_FOLDERS_INSIDE = "the directory does not contain a checkpoint itself, but in folders"
 _MOST_FOLDERS = 1000
 #: Most groups of names that are compared, which reads two files of each.
 _MOST_FAMILIES = 4
@@ -299,8 +296,8 @@ def _read_archive(source: Source) -> Index:
     records = read_directory(source)
     first = next(iter(records), "")
     top = first[: first.find("/") + 1]  # torch's archives have one folder
-    if is_pt2(records, top):
-        return read_pt2(source, records, top)
+    if any(name in records for name in (f"{top}archive_format", _OLD_PROGRAM)):
+        _refuse_foreign(records, _FOREIGN_NAMES)  # torch.load may find a second content in it
     if f"{top}constants.pkl" in records:
         return read_torchscript(source, records)
     if f"{top}data.pkl" in records:
@@ -421,13 +418,11 @@ def _foreign(head: bytes, size: int) -> CheckpointError:
 def _read_directory(path: str) -> Index:
     """Read the checkpoint in a directory.
 
-    A variant (``model.fp16.safetensors``) counts only if the directory holds nothing else.
-
     Raises:
         FormatError: If the directory does not have exactly one checkpoint.
         UnsafeError: If a link leads out of the directory.
     """
-    names = _checkpoint_names(names_in(path))
+    names = _without_notes(names_in(path))
     if (data := [name for name in names if name.endswith(DCP_SUFFIX)]) and not metadata_files(
         names
     ):
@@ -437,22 +432,12 @@ def _read_directory(path: str) -> Index:
             found=_listed(data),
             hint="The save or the copy was interrupted. Save or fetch it again.",
         )
-    variants = {name: variant for name in names if (variant := _variant(name))}
-    # A pipeline of diffusers: its components are different models, so none of them is meant.
-    if "model_index.json" in names and (components := _components(path, names)):
-        what = "the directory holds several components with a checkpoint each"
-        raise _several(what, components, path)
-    # Files without a variant first: a half-precision variant must not replace the model.
-    if read := _reader_of(path, [name for name in names if name not in variants]):
-        return read()
-    if len({*variants.values()}) > 1:
-        raise _several("the directory holds several variants of a model", [*variants], path)
     if read := _reader_of(path, names):
         return read()
     if snapshot := _snapshot_in(path, names):
         return replace(_read_directory(snapshot), path=path)
     if components := _components(path, names):
-        raise _several("the directory holds several directories with checkpoints", components, path)
+        raise _several(_FOLDERS_INSIDE, components, path)
     _refuse_unpacked([path, *_folders(path, names), *([] if is_url(path) else [parent(path)])])
     _refuse_foreign(names, _FOREIGN_NAMES[:-1])
     if cut := next(filter(_CUT.fullmatch, names), None):
@@ -470,58 +455,37 @@ def _read_directory(path: str) -> Index:
 
 def _reader_of(path: str, names: list[str]) -> Callable[[], Index] | None:
     """Return the function that reads the checkpoint of these files, or None without one."""
-    tensors = [name for name in names if name.endswith(".safetensors")]
-    ggufs = [name for name in names if name.endswith(".gguf")]
     indexes = [name for name in names if is_index(name)]
-    if metadata := metadata_files(names):
-        if others := [*indexes, *(name for name in PREFERRED if name in names)]:
-            return partial(_refuse_two, [*metadata, *others], path)
-        return partial(read_dcp, path, metadata)
+    others = [*indexes, *(name for name in PREFERRED if name in names)]
+    metadata, ranks = metadata_files(names), fsdp_files(names)
+    for parts, read in (
+        (metadata, partial(read_dcp, path, metadata)),
+        (zero_files(names), partial(read_zero, path, names, _read_file)),
+        ([match[0] for match in ranks], partial(read_fsdp, path, ranks, _read_file)),
+    ):
+        if parts:
+            return partial(_refuse_two, [*others, parts[0]], path) if others else read
     if indexes:
         return partial(_read_index_in, path, indexes, names)
     if slice_files(names):
         return partial(read_slices, path, names)
-    if tensors:
-        return partial(_read_some, path, tensors)
-    if zero_files(names):
-        return partial(read_zero, path, names, _read_file)
-    if fsdp_files(names):
-        return partial(read_fsdp, path, names, _read_file)
-    if notes := _notes(path, names):
-        return partial(_read_last, path, notes[0])
-    if sharded := list(filter(_SHARDED.fullmatch, names)):
-        return partial(_read_shards, path, sharded)
     # Megatron and NeMo have a folder for each rank.
     for family in families(map(os.path.basename, _folders(path, names))):
         members = [*family.members.values()]
         if family.are_slices and all(_has_checkpoint(inside(path, each)) for each in members[:2]):
             return partial(refuse_slices, members, path)
-    if files := [n for n in names if n.endswith(_PICKLED) and _starts_as_torch(inside(path, n))]:
-        return partial(_read_some, path, files)
-    return partial(_read_some, path, ggufs) if ggufs else None
+    if others:
+        return lambda: _read_whole(locate(path, others[0]), Budget())
+    files = [name for name in names if _is_weights(inside(path, name))]
+    return partial(_read_some, path, files, names) if files else None
 
 
-#: What macOS puts before the name of its notes about a file. What browsers and desktops put into
-#: the name of a second copy, before its suffixes.
-_LEFTOVER = re.compile(
-    r"^\._|(?: ?\(\d+\)| copy(?: \d+)?| - Copy(?: \(\d+\))?| \((?:\w+ )?copy\))(?=\.)"
-)
-
-
-def _checkpoint_names(names: Iterable[str]) -> list[str]:
-    """Return names in order, without notes of macOS and second copies of a file that is there.
-
-    Example:
-        >>> _checkpoint_names(["x.pt", "._x.pt", "x (1).pt", "x copy.pt", "y (2).pt"])
-        ['x.pt', 'y (2).pt']
-    """
-    there = {*names}
-
-    def is_kept(name: str) -> bool:
-        original = _LEFTOVER.sub("", name)
-        return original == name or original not in there
-
-    return sorted(filter(is_kept, there))
+def _is_weights(path: str) -> bool:
+    """Return whether a file has a suffix of weights. A tokenizer may end in ``.bin``, too."""
+    if not path.endswith(_PICKLED):
+        return path.endswith((".safetensors", ".gguf"))
+    head = head_of(path, HEAD) if _is_file(path) else b""
+    return _is_zip(head) or is_legacy(head) or is_tar(head)
 
 
 def _may_be_weights(path: str) -> bool:
@@ -530,12 +494,6 @@ def _may_be_weights(path: str) -> bool:
         return path.endswith(_PICKLED) and _is_file(path)
     head = head_of(path, HEAD) if _is_file(path) else b""
     return any(re.match(magic, head, re.DOTALL) for magic, *_ in _FOREIGN)
-
-
-def _starts_as_torch(path: str) -> bool:
-    """Return whether a file is one of torch: a tokenizer may end in ``.bin``, too."""
-    head = head_of(path, HEAD) if _is_file(path) else b""
-    return _is_zip(head) or is_legacy(head) or is_tar(head)
 
 
 def _cut_error(path: str) -> FormatError:
@@ -584,19 +542,6 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:10]) + (" ..." if len(names) > 10 else "")
 
 
-def _variant(name: str) -> str | None:
-    """Return the variant in the name of a model's file, as Hugging Face's libraries write it.
-
-    Example:
-        >>> _variant("model.fp16.safetensors"), _variant("pytorch_model.bin.index.fp16.json")
-        ('fp16', 'fp16')
-        >>> _variant("model-00001-of-00002.safetensors"), _variant("llama.v2.safetensors")
-        (None, None)
-    """
-    match = _MODEL.fullmatch(name)
-    return match and (match[1] or match[2])
-
-
 def _components(path: str, names: list[str]) -> list[str]:
     """Return the names of folders in a directory that hold a checkpoint."""
     return [os.path.basename(each) for each in _folders(path, names) if _has_checkpoint(each)]
@@ -606,7 +551,15 @@ def _has_checkpoint(place: str) -> bool:
     """Return whether a place is a file, or a folder with a checkpoint."""
     if not os.path.isdir(place):
         return os.path.isfile(place)
-    return _reader_of(place, _checkpoint_names(os.listdir(place))) is not None
+    try:
+        return _reader_of(place, _without_notes(os.listdir(place))) is not None
+    except OSError:  # such as lost+found, which only root may read
+        return False
+
+
+def _without_notes(names: Iterable[str]) -> list[str]:
+    """Return names in order, without the notes of macOS about each file."""
+    return sorted(name for name in names if not name.startswith("._"))
 
 
 def _folders(path: str, names: list[str]) -> list[str]:
@@ -639,13 +592,34 @@ def _read_index_in(path: str, indexes: list[str], names: list[str]) -> Index:
     return _read_whole(locate(path, single), Budget())
 
 
-def _read_some(path: str, names: list[str]) -> Index:
-    """Read one file or one set of files."""
-    if _is_complete_set(names) and len(names) > 1:  # it refuses one shard of a set
-        return _read_set(path, names)
-    if len(names) > 1 and not any(name in names for name in PREFERRED):
-        return _read_pieces(path, names)
-    return _read_whole(locate(path, _preferred(path, names, PREFERRED)), Budget())
+def _read_some(path: str, files: list[str], names: list[str]) -> Index:
+    """Read the only set of files, or the only file if no folder has a checkpoint.
+
+    Args:
+        path: The directory.
+        files: The names of files with weights.
+        names: All names in the directory.
+
+    Raises:
+        FormatError: If there are several checkpoints, or a file of the set is missing.
+    """
+    sets: dict[tuple[str, ...], list[re.Match[str]]] = {}
+    for match in filter(None, map(SHARD.fullmatch, files)):
+        sets.setdefault((match[1], match[3], match[4]), []).append(match)
+    if len(sets) == 1:
+        ((stem, total, suffix), matches), *_ = sets.items()
+        there = by_number((int(match[2]), match[0]) for match in matches)
+        first, width = min(1, *there), len(matches[0][2])
+        every = range(first, first + int(total))
+        require_files(
+            there, every, len(every), lambda n: f"{stem}-{n:0{width}}-of-{total}{suffix}", "shard"
+        )
+        return _read_set(path, there.values())
+    if len(files) > 1:
+        return _read_pieces(path, files)
+    if components := _components(path, names):
+        raise _several(_SEVERAL, [*files, *components], path)
+    return _read_whole(locate(path, files[0]), Budget())
 
 
 def _read_set(path: str, names: Iterable[str]) -> Index:
@@ -675,7 +649,7 @@ def _read_pieces(path: str, names: list[str]) -> Index:
             every = range(first, last + 1)
             require_files(family.members, every, len(every), family.name, "piece")
             return _read_set(path, [family.members[number] for number in every])
-    error = _several("the directory holds several checkpoints", names, path)
+    error = _several(_SEVERAL, names, path)
     if apart and not names[0].endswith(".gguf"):
         members = [*apart[0].members.values()]
         error.hint = (
@@ -710,61 +684,9 @@ def refuse_slice(path: str) -> None:
         path, below = folder, (name, *below)
 
 
-def _notes(path: str, names: list[str]) -> list[str]:
-    """Return the notes of the last checkpoint, unless the directory has a model itself."""
-    notes = [name for name in _LAST if name in names and _is_file(inside(path, name))]
-    return [] if any(name in names for name in PREFERRED) else notes
-
-
 def _is_file(path: str) -> bool:
     """Return whether a path is a file. A URL counts as one."""
     return is_url(path) or os.path.isfile(path)
-
-
-def _read_last(path: str, name: str) -> Index:
-    """Read the last checkpoint of a training, from the folder that a note names."""
-    with Source(locate(path, name)) as source:
-        text = source.read_all(HEAD, "the note of the last checkpoint").decode().strip()
-    folder = locate(path, _LAST[name].format(text) if text.isdecimal() else text)
-    if not is_folder(folder):
-        raise FormatError("the note of the last checkpoint does not name a directory", file=folder)
-    return replace(_read_directory(folder), path=path)
-
-
-def _read_shards(path: str, names: list[str]) -> Index:
-    """Read a sharded model in a trainer's folder, without the optimizer next to it."""
-    return replace(_read_directory(locate(path, _preferred(path, names, ()))), path=path)
-
-
-def optimizer_in(
-    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
-) -> str:
-    """Return the place of an optimizer's state, which a trainer's folder has in its own file.
-
-    transformers writes ``optimizer.pt``, accelerate writes ``optimizer.bin``. For a sharded model,
-    both write a folder, ``optimizer_0``.
-
-    Args:
-        path: The trainer's folder, or any checkpoint, whose own place is returned.
-        storage_options: Options for a URL, as for `torchlift.open`.
-
-    Raises:
-        FormatError: If the folder has several optimizer states.
-        UnsafeError: If a link leads out of the folder.
-    """
-    place = readable(place_of(path, storage_options)) if os.fspath(path) else ""
-    if not place or not is_folder(place):
-        return place
-    names = _checkpoint_names(names_in(place))
-    found = list(filter(_OPTIMIZER.fullmatch, names))
-    if not found:
-        return place
-    if len(found) > 1:
-        raise _several("the directory holds the states of several optimizers", found, place)
-    if metadata_files(names) or zero_files(names) or fsdp_files(names) or _notes(place, names):
-        what = "the folder holds a training checkpoint and a separate optimizer state"
-        raise _several(what, found, place)
-    return locate(place, found[0])
 
 
 def _preferred(path: str, names: list[str], preferred: Sequence[str]) -> str:
@@ -772,30 +694,4 @@ def _preferred(path: str, names: list[str], preferred: Sequence[str]) -> str:
     for name in names if len(names) == 1 else preferred:
         if name in names:
             return name
-    raise _several("the directory holds several checkpoints", names, path)
-
-
-def _is_complete_set(names: list[str]) -> bool:
-    """Return whether the names are exactly ``x-1-of-N`` to ``x-N-of-N``, or count from 0.
-
-    Raises:
-        FormatError: If the names are of one set that is incomplete.
-    """
-    matches = [SHARD.fullmatch(name) for name in names]
-    sets = {(m[1], m[3], m[4]) for m in matches if m}
-    if len(sets) != 1 or not all(matches):
-        return False
-    ((stem, total, suffix),) = sets
-    numbers = {int(m[2]): len(m[2]) for m in matches if m}
-    first, width = min(1, *numbers), max(numbers.values())
-    every = range(first, first + int(total))
-    if not all(number in every for number in numbers):
-        return False
-    require_files(
-        numbers,
-        every,
-        len(every),
-        lambda number: f"{stem}-{number:0{width}}-of-{total}{suffix}",
-        "shard",
-    )
-    return True
+    raise _several(_SEVERAL, names, path)

@@ -19,12 +19,11 @@ from typing import Any, Generic, TypeGuard, TypeVar
 from torchlift._system.text import clipped_list, count_of
 from torchlift.errors import Argument, CheckpointError, FormatError, Hint, UnsafeError, did_you_mean
 from torchlift.formats.index import (
-    AMBIGUOUS,
     QUANTIZED,
     SLICE,
-    SLICED,
     SUBCLASS,
     Index,
+    Lack,
     Leaf,
     lacking,
     renamed,
@@ -188,7 +187,7 @@ class _Flattener:
                 # Two values have this key: a caller who asks for it could mean either.
                 for known in (tensors, objects, self.flat.inside):
                     known.pop(key, None)
-                blocked[key] = AMBIGUOUS
+                blocked[key] = Lack.AMBIGUOUS
             else:
                 self._visit(key, value, depth)
 
@@ -264,12 +263,12 @@ class _RecordFlattener(_Flattener):
     def _file(self, key: str, value: Any, depth: int) -> None:
         if isinstance(value, StorageRef) and value.dtype not in QUANTIZED:
             value = TensorRef(value, value.dtype or "uint8", 0, (value.numel,), (1,))
-        needs = None
+        needs: str | None = None
         if isinstance(value, TensorRef):
             self.budget.spend(value.cost if isinstance(value, KindRef) else ENTRY, key)
             if isinstance(value, KindRef) and value.kind == SLICE:
                 value = located(value, self.budget)
-                needs = SLICED if isinstance(value, KindRef) else None
+                needs = Lack.SLICED if isinstance(value, KindRef) else None
             self.flat.tensors[key] = value
             needs = value.facts[0] if _is_subclass(value) else needs
         else:

@@ -19,8 +19,9 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from functools import lru_cache
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from torchlift._store.places import Stamp
 from torchlift._system.text import clipped_list, printable
@@ -52,34 +53,99 @@ LOCAL = struct.Struct("<4s2xHH4x12xHH")
 LOCAL_MAGIC = b"PK\x03\x04"
 ENCRYPTED = 0x1 | 0x20 | 0x40 | 0x2000
 
-#: Reasons why a value cannot be rebuilt, besides a global: two values have its key, it is one
-#: rank's slice, the ranks differ, or it is the optimizer state of DeepSpeed ZeRO.
-AMBIGUOUS, SLICED, UNEQUAL, PARTITIONED = (
-    "a name of its own", "the slices of the other ranks", "one value on all ranks",
-    "DeepSpeed's universal checkpoint",
-)  # fmt: skip
+_LEAVE_OUT = Hint("Load without it: ", Argument("allow_unexpected", "[...] with its name"), ". Or ")
+
+
+def _of_array(what: str, call: str) -> tuple[str, str, Hint]:
+    """Return the fields of a `Lack` of arrays: torch does not have a dtype for them.
+
+    Args:
+        what: The kind of values.
+        call: The call that makes numbers of such an array. Empty if it does not hold any.
+    """
+    why, way = f"a dtype of torch for {what}", "read it with numpy.load(path)."
+    if call:
+        way = (
+            f"make a tensor of it with torch.from_numpy(array{call}), and pass "
+            "[path, {name: tensor}]. numpy.load(path) reads the array."
+        )
+    return why, f"the array needs {why}, which does not exist", Hint(_LEAVE_OUT, way)
+
+
+class Lack(StrEnum):
+    """What a value needs so that it can be rebuilt, besides a global. The text says it.
+
+    Attributes:
+        what: The error.
+        hint: The way out.
+    """
+
+    what: str
+    hint: Hint
+
+    def __new__(cls, text: str, what: str, hint: Hint) -> Self:
+        """Return a member with its error and its way out."""
+        made = str.__new__(cls, text)
+        made._value_, made.what, made.hint = text, what, hint
+        return made
+
+    AMBIGUOUS = (
+        "a name of its own",
+        "two values have this key after their containers are joined with dots",
+        Hint(_LEAVE_OUT, "rename one of them in the program that saved the file."),
+    )
+    SLICED = (
+        "the slices of the other ranks",
+        "the file holds one rank's slice of this tensor",
+        Hint(
+            "Open the folder with the files of all N ranks, named model_world_size_N_rank_0.pt, "
+            "model_world_size_N_rank_1.pt and so on."
+        ),
+    )
+    UNEQUAL = (
+        "one value on all ranks",
+        "the ranks saved different values for this key, or files without checksums",
+        Hint(
+            "If one rank has the right value, pass [folder, "
+            "{name: torchlift.open(file)[name]}] as the checkpoint, with the file of that rank."
+        ),
+    )
+    PARTITIONED = (
+        "DeepSpeed's universal checkpoint",
+        "torchlift reads only the weights of a DeepSpeed ZeRO checkpoint",
+        Hint(
+            "To resume the training, load the folder with DeepSpeed. To resume on another number "
+            "of ranks, make a universal checkpoint first, with DeepSpeed's ds_to_universal.py. To "
+            "convert the weights, pass ",
+            Argument("exclude", "['optimizer']", ("optimizer",)),
+            ".",
+        ),
+    )
+    NESTED = (
+        "a nested tensor",
+        "torchlift does not read nested tensors",
+        Hint(
+            _LEAVE_OUT,
+            "load the file with torch.load(path), and save the rows of the tensor instead, "
+            "[*tensor.unbind()].",
+        ),
+    )
+    TEXT = _of_array("text", "")
+    DATES = _of_array("dates and times", ".view('int64')")
+    RAW = _of_array("raw bytes", ".view('uint8')")
+    RECORDS = _of_array("records", "['name of a field'].copy()")
+    REAL = _of_array("real numbers of this size", ".astype('float64')")
+    COMPLEX = _of_array("complex numbers of this size", ".astype('complex128')")
+    UNKNOWN = _of_array("this type", "")
+
+
+#: The lacks that depend on ranks.
+OF_RANKS = (Lack.SLICED, Lack.UNEQUAL)
 #: The globals that make a nested tensor, strided and jagged. An error names the tensor instead.
-NESTED = (
+_NESTED = (
     "torch._utils._rebuild_nested_tensor", "torch.nested._internal.nested_tensor._rebuild_njt",
     "torch.nested._internal.nested_tensor.NestedTensor",
 )  # fmt: skip
-#: The reasons that depend on ranks.
-OF_RANKS = (SLICED, UNEQUAL)
-#: The reasons of arrays that NumPy reads without unpickling, and torch has no dtype for -> the call
-#: that makes numbers of such an array, if it holds any.
-ARRAYS = {
-    f"a dtype of torch for {what}": call
-    for what, call in (
-        ("text", ""),
-        ("dates and times", ".view('int64')"),
-        ("raw bytes", ".view('uint8')"),
-        ("records", "['name of a field'].copy()"),
-        ("real numbers of this size", ".astype('float64')"),
-        ("complex numbers of this size", ".astype('complex128')"),
-        ("this type", ""),
-    )
-}
-TEXT, DATES, RAW, RECORDS, REAL, COMPLEX, UNKNOWN = ARRAYS
 
 #: The encoding of numbers that lie somewhere inside the bytes of their chunks, see `resolved`.
 UNRESOLVED = "unresolved"
@@ -378,9 +444,8 @@ class Index:
 
     Attributes:
         path: Absolute path of the file or directory.
-        format: ``"torch-zip"``, ``"torch-legacy"``, ``"torchscript"``, ``"pt2"``,
-            ``"safetensors"``, ``"sharded"``, ``"dcp"``, ``"gguf"``, ``"npz"`` or
-            ``"zero"``.
+        format: ``"torch-zip"``, ``"torch-legacy"``, ``"torchscript"``,
+            ``"safetensors"``, ``"sharded"``, ``"dcp"``, ``"gguf"``, ``"npz"`` or ``"zero"``.
         tensors: Key -> entry, in file order. It includes blocked ones, of one rank's slices and of
             classes that a caller may allow.
         storages: Name of a storage -> its place.
@@ -389,8 +454,7 @@ class Index:
         metadata: The text metadata of the format.
         blocked: Dotted names of globals that only an unpickler could rebuild.
         module_versions: Path of a module -> its local ``_metadata``, as torch saves it.
-        blocked_keys: Key -> why its value cannot be rebuilt: the name of a global, or
-            ``AMBIGUOUS``, ``SLICED``, ``UNEQUAL`` or ``PARTITIONED``.
+        blocked_keys: Key -> why its value cannot be rebuilt: the name of a global, or a `Lack`.
         blocked_tensors: Key of such a value -> the number of tensors in it. A tensor in several
             values counts for the first one. Values without tensors are left out.
         templates: Key of a list, of a tuple or of an extra state with tensors -> its containers,
@@ -601,64 +665,6 @@ def _allowing(entry: TensorEntry, classes: Mapping[str, type]) -> TensorEntry:
     return entry._replace(kind=kind)
 
 
-_LEAVE_OUT = Hint("Load without it: ", Argument("allow_unexpected", "[...] with its name"), ". Or ")
-#: Reason why a value cannot be rebuilt -> message and hint.
-_LACKING: Mapping[str, tuple[str, Hint]] = {
-    AMBIGUOUS: (
-        "two values have this key after their containers are joined with dots",
-        Hint(_LEAVE_OUT, "rename one of them in the program that saved the file."),
-    ),
-    SLICED: (
-        "the file holds one rank's slice of this tensor",
-        Hint(
-            "Open the folder with the files of all N ranks, named model_world_size_N_rank_0.pt, "
-            "model_world_size_N_rank_1.pt and so on."
-        ),
-    ),
-    UNEQUAL: (
-        "the ranks saved different values for this key, or files without checksums",
-        Hint(
-            "If one rank has the right value, pass [folder, "
-            "{name: torchlift.open(file)[name]}] as the checkpoint, with the file of that rank."
-        ),
-    ),
-    **dict.fromkeys(
-        NESTED,
-        (
-            "torchlift does not read nested tensors",
-            Hint(
-                _LEAVE_OUT,
-                "load the file with torch.load(path), and save the rows of the tensor instead, "
-                "[*tensor.unbind()].",
-            ),
-        ),
-    ),
-    **{
-        why: (
-            f"the array needs {why}, which does not exist",
-            Hint(
-                _LEAVE_OUT,
-                f"make a tensor of it with torch.from_numpy(array{call}), and pass "
-                "[path, {name: tensor}]. numpy.load(path) reads the array."
-                if call
-                else "read it with numpy.load(path).",
-            ),
-        )
-        for why, call in ARRAYS.items()
-    },
-    PARTITIONED: (
-        "torchlift reads only the weights of a DeepSpeed ZeRO checkpoint",
-        Hint(
-            "To resume the training, load the folder with DeepSpeed. To resume on another number "
-            "of ranks, make a universal checkpoint first, with DeepSpeed's ds_to_universal.py. To "
-            "convert the weights, pass ",
-            Argument("exclude", "['optimizer']", ("optimizer",)),
-            ".",
-        ),
-    ),
-}  # fmt: skip
-
-
 def lacking(path: str, key: str, why: str | None) -> FormatError | None:
     """Return the error for a value that cannot be rebuilt, or None if a global is the reason.
 
@@ -667,8 +673,10 @@ def lacking(path: str, key: str, why: str | None) -> FormatError | None:
         key: Key of the value.
         why: The reason in `Index.blocked_keys`.
     """
-    what, hint = _LACKING.get(why or "", (None, None))
-    return FormatError(what, file=path, entry=key, hint=hint) if what else None
+    lack = Lack.NESTED if why in _NESTED else why
+    if not isinstance(lack, Lack):
+        return None
+    return FormatError(lack.what, file=path, entry=key, hint=lack.hint)
 
 
 #: What a glob pattern has, and a name does not.
@@ -680,8 +688,8 @@ _DATA = re.compile(r"torch\.(Tensor|UntypedStorage|_utils\._rebuild_\w+)$")
 
 def globals_in(blocked_keys: Mapping[str, str]) -> tuple[str, ...]:
     """Return the globals that blocked values would have needed, each once."""
-    lacks = _LACKING.keys() - NESTED
-    return tuple(dict.fromkeys(name for name in blocked_keys.values() if name not in lacks))
+    names = (why for why in blocked_keys.values() if not isinstance(why, Lack))
+    return tuple(dict.fromkeys(names))
 
 
 def allowed(names: Iterable[str], patterns: Collection[str]) -> set[str]:

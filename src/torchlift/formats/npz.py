@@ -16,16 +16,10 @@ from typing import NamedTuple
 from torchlift.errors import FormatError
 from torchlift.formats.flattening import ROOT_TENSOR
 from torchlift.formats.index import (
-    COMPLEX,
-    DATES,
     ITEMSIZE,
-    RAW,
-    REAL,
-    RECORDS,
-    TEXT,
-    UNKNOWN,
     Chunk,
     Index,
+    Lack,
     Record,
     Storage,
     TensorEntry,
@@ -55,14 +49,14 @@ _DTYPES = {
 }  # fmt: skip
 #: Kind of a type code -> the reason why torch has no tensor for it.
 _KINDS = {
-    "U": TEXT,
-    "S": TEXT,
-    "M": DATES,
-    "m": DATES,
-    "V": RAW,
-    "f": REAL,
-    "c": COMPLEX,
-    "[": RECORDS,
+    "U": Lack.TEXT,
+    "S": Lack.TEXT,
+    "M": Lack.DATES,
+    "m": Lack.DATES,
+    "V": Lack.RAW,
+    "f": Lack.REAL,
+    "c": Lack.COMPLEX,
+    "[": Lack.RECORDS,
 }
 
 
@@ -108,8 +102,8 @@ def _index(source: Source, records: Mapping[str, Record]) -> Index:
             blocked[key] = f"numpy.dtype({code})"
             continue
         if dtype is None:
-            blocked[key] = why = _KINDS.get(code[1:2], UNKNOWN)
-            if why != TEXT:  # numbers: no conversion may leave them out by itself
+            blocked[key] = why = _KINDS.get(code[1:2], Lack.UNKNOWN)
+            if why is not Lack.TEXT:  # numbers: no conversion may leave them out by itself
                 inside[key] = 1
             continue
         nbytes = math.prod(shape) * ITEMSIZE[dtype]

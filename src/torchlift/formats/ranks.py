@@ -17,10 +17,9 @@ from torchlift.errors import FormatError
 from torchlift.formats.boxes import Box, boxed, check_boxes, placed
 from torchlift.formats.index import (
     SLICE,
-    SLICED,
-    UNEQUAL,
     Chunk,
     Index,
+    Lack,
     Storage,
     TensorEntry,
     free_name,
@@ -31,7 +30,7 @@ from torchlift.formats.index import (
     used_by,
 )
 from torchlift.formats.safetensors import read_safetensors, slices_error
-from torchlift.formats.sharded import ReadFile, claimed, read_shards, require_files
+from torchlift.formats.sharded import ReadFile, by_number, claimed, read_shards, require_files
 from torchlift.formats.source import Source, errors_name
 from torchlift.formats.unpickle import ENTRY, STEP, Budget
 
@@ -39,10 +38,7 @@ _FSDP = re.compile(r"(model|optim)_world_size_(\d{1,9})_rank_(\d{1,9})\.pt", re.
 _SHARD = re.compile(r"shard-(\d{5,9})-model-(\d{5,9})-of-(\d{5,9})\.safetensors", re.ASCII)
 #: Words around the number of a slice, for which ``#`` stands.
 _SLICE_WORDS = re.compile(
-    r"(?<![a-z])(?:rank|part|mp|tp|pp|consolidated|layer_\d+-model)[-_.]?#"
-    r"|#[-_.]?(?:mp|tp)[-_.]?\d"
-    r"|(?<![a-z])layer_#-model_\d",
-    re.ASCII,
+    r"(?<![a-z])(?:rank|part|layer|mp|tp|pp|consolidated|\d-model)[-_.]?#|#-mp\d", re.ASCII
 )
 #: Names of rank's files that say how they are joined.
 _LAID_OUT = re.compile(r".*(?:_world_size_|zero_pp_rank_)\d", re.ASCII)
@@ -56,23 +52,23 @@ def fsdp_files(names: Iterable[str]) -> list[re.Match[str]]:
     return [match for name in names if (match := _FSDP.fullmatch(name))]
 
 
-def read_fsdp(path: str, names: Iterable[str], read_file: ReadFile) -> Index:
+def read_fsdp(path: str, matches: Sequence[re.Match[str]], read_file: ReadFile) -> Index:
     """Read the index of a folder with files of FSDP's ranks.
 
     The model's tensors have its own names. An optimizer's state is below ``optimizer``.
 
     Raises:
-        FormatError: If a rank's file is missing, the ranks disagree, or a layout is unknown.
+        FormatError: If a rank has no file or two, the ranks disagree, or a layout is unknown.
         UnsafeError: If a link leads out of the folder.
     """
-    kinds: dict[str, dict[int, str]] = {}
-    worlds = set[int]()
-    for match in fsdp_files(names):
-        kinds.setdefault(match[1], {})[int(match[3])] = match[0]
-        worlds.add(int(match[2]))
+    worlds = {int(match[2]) for match in matches}
     world = max(worlds)
-    if len(worlds) > 1 or any(max(there) >= world for there in kinds.values()):
-        raise _several_saves(name for there in kinds.values() for name in there.values())
+    if len(worlds) > 1 or any(int(match[3]) >= world for match in matches):
+        raise _several_saves(match[0] for match in matches)
+    kinds = {
+        kind: by_number((int(match[3]), match[0]) for match in matches if match[1] == kind)
+        for kind in dict.fromkeys(match[1] for match in matches)
+    }
     for kind, there in kinds.items():
         name = f"{kind}_world_size_{world}_rank_{{}}.pt"
         require_files(there, range(world), world, name.format)
@@ -174,10 +170,10 @@ def _join(path: str, files: Mapping[str, Index], budget: Budget, *, grows: bool 
         budget.grow(16 * len(one.tensors))  # each entry was paid for when its file was read
         for key, entry in one.tensors.items():
             parts.setdefault(key, []).append(entry)
-        blocked |= {key: why for key, why in one.blocked_keys.items() if why != SLICED}
+        blocked |= {key: why for key, why in one.blocked_keys.items() if why is not Lack.SLICED}
         for key, value in one.objects.items():
             if not _is_same(objects.setdefault(key, value), value):
-                blocked[key] = UNEQUAL
+                blocked[key] = Lack.UNEQUAL
     first: dict[tuple[Chunk, ...], str] = {}
     for key, found in parts.items():
         made = None
@@ -186,7 +182,7 @@ def _join(path: str, files: Mapping[str, Index], budget: Budget, *, grows: bool 
             with errors_name(path, key):
                 made = _whole(key, found, len(ranks), storages, budget, grows)
         if made is None:
-            blocked.setdefault(key, UNEQUAL)
+            blocked.setdefault(key, Lack.UNEQUAL)
         else:  # two names of one tensor have the same boxes, and get the same storage
             entries[key] = (
                 made if made.storage else made._replace(storage=first.setdefault(made.chunks, key))

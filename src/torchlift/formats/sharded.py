@@ -183,6 +183,25 @@ def missing(names: Sequence[str], expected: int, found: int, what: str = "shard"
     )
 
 
+def by_number(files: Iterable[tuple[int, str]]) -> dict[int, str]:
+    """Return number -> name of the files of ranks, or of a set, in the order of the numbers.
+
+    Raises:
+        FormatError: If two names have one number, such as ``rank_0`` and a stale ``rank_00``.
+    """
+    found: dict[int, str] = {}
+    for number, name in sorted(files):
+        if other := found.get(number):
+            raise FormatError(
+                "two files have one number, so one of them is of another save",
+                entry=name,
+                found=f"{printable(other, 200)}, {printable(name, 200)}",
+                hint="Move the older file into another folder.",
+            )
+        found[number] = name
+    return found
+
+
 def require_files(
     there: Collection[_Number],
     every: Iterable[_Number],

@@ -92,10 +92,10 @@ def read_torch_zip(
     top = top_directory(records)
     pickled = records[top + "data.pkl"]
     expect_records(source, [pickled])
-    notes = read_notes(source, records, top)
+    notes = read_notes(source, records, top, _DCP_AGAIN if prefix else _AGAIN)
     world = TorchWorld(source.budget)
     root = read_torch_pickle(read_record(source, pickled), world)
-    resolver = zip_resolver(source, records, top + "data/", prefix + "data/", notes)
+    resolver = zip_resolver(source, records, top + "data/", prefix + "data/")
     root = root if key is None else {key: root}
     index = index_of(source, "torch-zip", root, world, resolver, notes)
     # An archive inside of another file has no checksums of its own to list.
@@ -176,9 +176,47 @@ def look_up(records: dict[str, Record], name: str) -> Record | None:
     return records.get(name)
 
 
-def read_notes(source: Source, records: dict[str, Record], top: str) -> dict[str, str]:
-    """Read the small text records of an archive, which must be valid for torch."""
+class Again(NamedTuple):
+    """How to save a file once more, so that its bytes are numbers of this machine.
+
+    Attributes:
+        packed: The hint for a file that another program compressed.
+        swapped: The hint for a file of a big-endian machine.
+    """
+
+    packed: str
+    swapped: str
+
+
+_ONCE_MORE = "Save it once more: torch.save(torch.load(path), new)."
+_AGAIN = Again(
+    _ONCE_MORE,
+    f"{_ONCE_MORE} Check tensors of uint16, uint32, uint64 and complex32: torch.load does not "
+    "swap their bytes.",
+)
+_DCP_AGAIN = Again(*["Load the folder with torch.distributed.checkpoint, and save it again."] * 2)
+
+
+def read_notes(
+    source: Source, records: dict[str, Record], top: str, again: Again
+) -> dict[str, str]:
+    """Read the small text records of an archive, which must be valid for torch.
+
+    Raises:
+        FormatError: If a record is invalid, was compressed after torch wrote it, or is of a
+            big-endian machine. The error names the way of `again`.
+    """
     require_caseless(records)
+    code = (f"{top}code/", f"{top}extra/")  # torch compresses the code of a program itself
+    for name, each in records.items():
+        if each.method != STORED and not name.startswith(code):
+            raise FormatError(
+                "a program other than torch compressed the file",
+                entry=name,
+                expected="records that are stored, as torch writes them",
+                found="a deflated record",
+                hint=again.packed,
+            )
     notes = {}
     for name in (".format_version", ".storage_alignment", "byteorder", "version", ".data/version"):
         record = look_up(records, top + name)
@@ -199,6 +237,14 @@ def read_notes(source: Source, records: dict[str, Record], top: str) -> dict[str
         if not fits:
             what = "a record of the archive has an invalid value"
             raise FormatError(what, entry=record.name, expected=expected, found=text)
+        if text == "big":
+            raise FormatError(
+                "the file was saved on a big-endian machine",
+                entry=record.name,
+                expected="little",
+                found=text,
+                hint=again.swapped,
+            )
     if "version" not in notes:
         raise FormatError(
             "the archive lacks its version, so torch does not read it",
@@ -235,7 +281,6 @@ class Resolver:
         known: Name in the file -> its storage.
         folder: Start of the names in the file.
         prefix: Start of the names of storages in the index.
-        big_endian: Whether the file stores big-endian numbers.
 
     Attributes:
         storages: Name -> storage that the entries use.
@@ -247,12 +292,10 @@ class Resolver:
         known: Mapping[str, Storage],
         folder: str = "",
         prefix: str = "",
-        big_endian: bool = False,
     ) -> None:
         self.storages: dict[str, Storage] = {}
         self._path, self._known = path, known
         self._folder, self._prefix = folder, prefix
-        self._order = ("big-endian",) if big_endian else ()
 
     def entry(self, key: str, ref: TensorRef) -> TensorEntry:
         """Return the checked entry of one tensor."""
@@ -285,17 +328,12 @@ class Resolver:
                 f"a {ref.lazy[0]} view has a dtype that does not support it", entry=key
             )
         chunks: tuple[Chunk, ...] = ()
-        encoding: tuple[str, ...] = ()
         if numel:
             begin, origin = storage.offset + offset * itemsize, (0,) * len(shape)
-            length = span * itemsize
-            chunks = (Chunk(self._path, begin, length, origin, shape, None, storage.packed),)
-            encoding = (self._order if itemsize > 1 else ()) + ref.lazy
-            if storage.packed is not None:
-                encoding = ("deflated", *encoding)
+            chunks = (Chunk(self._path, begin, span * itemsize, origin, shape),)
         return TensorEntry(
             key, ref.dtype, shape, stride, nbytes, stored.location, name, chunks,
-            ref.requires_grad is True, ref.is_parameter, encoding,
+            ref.requires_grad is True, ref.is_parameter, ref.lazy if numel else (),
         )  # fmt: skip
 
     def others(self) -> dict[str, Storage]:
@@ -348,7 +386,6 @@ def zip_resolver(
     records: dict[str, Record],
     folder: str,
     prefix: str,
-    notes: Mapping[str, str],
 ) -> Resolver:
     """Return the resolver of tensors whose storages are records of an archive.
 
@@ -357,10 +394,9 @@ def zip_resolver(
         records: Its directory.
         folder: Folder of the storages in the archive.
         prefix: Prefix of the names of storages.
-        notes: The result of `read_notes`.
     """
     known = {name: _storage_in(source, at) for name, at in records.items()}
-    return Resolver(source.path, known, folder, prefix, notes.get("byteorder") == "big")
+    return Resolver(source.path, known, folder, prefix)
 
 
 def _storage_in(source: Source, record: Record) -> Storage:

@@ -21,6 +21,7 @@ from torchlift.formats.torch_pickle import (
     read_torch_pickle,
 )
 from torchlift.formats.torch_zip import (
+    Again,
     index_of,
     read_notes,
     top_directory,
@@ -31,6 +32,12 @@ from torchlift.formats.zip_archive import expect_records, read_record
 
 #: The container of the tensors that the program names.
 CONSTANTS = "CONSTANTS"
+
+_AGAIN = Again(
+    "Save it once more: torch.jit.save(torch.jit.load(path), new).",
+    "torch.jit.load does not swap its bytes. On a machine like the one that saved it, save its "
+    "state dict as safetensors.",
+)
 
 #: Attributes that torch gives to every module.
 _OF_TORCH = ("training", "_is_full_backward_hook")
@@ -110,7 +117,7 @@ def read_torchscript(source: Source, records: dict[str, Record]) -> Index:
     top = top_directory(records)
     needed = ("data.pkl", "constants.pkl", "version")
     expect_records(source, [at for name, at in records.items() if name.endswith(needed)])
-    notes = read_notes(source, records, top)
+    notes = read_notes(source, records, top, _AGAIN)
     data = read_record(source, records[top + "data.pkl"])
     world = _ScriptWorld("data/", source.budget)
     root = read_torch_pickle(data, world)
@@ -128,6 +135,6 @@ def read_torchscript(source: Source, records: dict[str, Record]) -> Index:
         raise FormatError("a module has the name of the program's constants", entry=CONSTANTS)
     if constants:
         root[CONSTANTS] = {f"c{number}": value for number, value in enumerate(constants)}
-    resolver = zip_resolver(source, records, top, "", notes)
+    resolver = zip_resolver(source, records, top, "")
     index = index_of(source, "torchscript", root, world, resolver, notes)
     return replace(index, records=resolver.others())

@@ -45,8 +45,8 @@ class Budget:
 
     A few bytes of a pickle can refer to one large object many times, and have it copied, hashed,
     joined or printed each time. Examples are a call with a remembered argument, a key, a list in a
-    list, an empty container and a deflated record. All of them pay from one budget, so none needs
-    a limit of its own, and no combination exceeds the sum.
+    list and an empty container. All of them pay from one budget, so none needs a limit of its own,
+    and no combination exceeds the sum.
 
     Attributes:
         left: Bytes that may still be spent. A step of work costs ``STEP`` bytes.

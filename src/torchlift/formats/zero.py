@@ -23,14 +23,14 @@ from torchlift.errors import FormatError
 from torchlift.formats.boxes import flat_entry
 from torchlift.formats.flattening import under
 from torchlift.formats.index import (
-    PARTITIONED,
     Index,
+    Lack,
     TensorEntry,
     free_name,
     still_checked,
     used_by,
 )
-from torchlift.formats.sharded import ReadFile, claimed, locate, require_files
+from torchlift.formats.sharded import ReadFile, by_number, claimed, locate, require_files
 from torchlift.formats.source import dense_shape
 from torchlift.formats.unpickle import ENTRY, STEP, Budget
 
@@ -57,16 +57,18 @@ def read_zero(path: str, names: Iterable[str], read_file: ReadFile) -> Index:
     state, which is blocked. Its error names DeepSpeed's universal checkpoint.
 
     Raises:
-        FormatError: If a rank's file is missing, the model is also split in another way, or the
+        FormatError: If a rank has no file or two, the model is also split in another way, or the
             length of a vector does not match the shapes.
         UnsafeError: If a file is a link that leaves the directory.
     """
     budget = Budget()
-    kinds: dict[str, dict[int, str]] = {"model": {}, "optim": {}}
-    for match in filter(None, map(_FILE.fullmatch, names)):
-        if int(match[3]):
-            raise _split("by tensor or pipeline parallelism", match[0])
-        kinds[match[4]][int(match[2] or 0)] = match[0]
+    matches = [*filter(None, map(_FILE.fullmatch, names))]
+    if other := next((match[0] for match in matches if int(match[3])), None):
+        raise _split("by tensor or pipeline parallelism", other)
+    kinds = {
+        kind: by_number((int(match[2] or 0), match[0]) for match in matches if match[4] == kind)
+        for kind in ("model", "optim")
+    }
 
     def read(kind: str, ranks: Sequence[int]) -> list[Index]:
         files = [locate(path, kinds[kind][rank]) for rank in ranks]
@@ -149,7 +151,7 @@ def _join(
         storages=used,
         records=still_checked(used, files),
         files={name: stamp for file in files for name, stamp in file.files.items()},
-        blocked_keys={aside: PARTITIONED, **module.blocked_keys},
+        blocked_keys={aside: Lack.PARTITIONED, **module.blocked_keys},
         metadata={"stage": "3" if is_stage_3 else "1 or 2", "ranks": str(len(optims))},
         aside=(aside,),
     )

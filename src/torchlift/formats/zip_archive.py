@@ -44,9 +44,6 @@ _LAST, _LONG, _NOTES, _TAIL = 1 << 14, 1 << 9, 1 << 10, 1 << 10
 
 #: Most bytes of a record that describes others, such as a pickle.
 _MAX_RECORD = 1 << 30
-#: Price of a byte that is inflated. Pickles of torch deflate to a fifth, and a byte of a pickle can
-#: become 200 bytes of objects.
-_INFLATED = 8
 #: Bytes to inflate at a time, and most bytes that one compressed byte can become.
 _STEP, _MOST_DEFLATED = 1 << 18, 1032
 
@@ -167,27 +164,23 @@ def _twice(name: str) -> FormatError:
 
 
 def read_record(source: Source, record: Record, limit: int = _MAX_RECORD) -> bytes:
-    """Read a whole record, inflate it if necessary, and check its CRC-32 if it has one.
+    """Read a whole stored record, and check its CRC-32 if it has one.
 
     Args:
         source: The archive.
         record: The record.
-        limit: Most bytes to accept, before and after decompression.
+        limit: Most bytes to accept.
 
     Raises:
-        FormatError: If it is larger than `limit`, damaged, or compressed in an unknown way.
+        FormatError: If it is larger than `limit`, or damaged.
     """
-    if max(record.size, record.nbytes) > limit:
+    if record.nbytes > limit:
         raise FormatError(
             "a record is too large",
             entry=record.name,
             expected=f"at most {limit} bytes",
-            found=f"{max(record.size, record.nbytes)} bytes",
+            found=f"{record.nbytes} bytes",
         )
-    if record.method == DEFLATED:
-        # Each inflated byte is interpreted later, which costs time and memory.
-        source.budget.spend(_INFLATED * record.size, record.name)
-        return b"".join(inflated(source.read, record))
     data = source.read(record.offset, record.nbytes, record.name)
     _check_sum(record, zlib.crc32(data))
     return data

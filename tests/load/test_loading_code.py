@@ -1,0 +1,237 @@
+"""Loading code of a model, run by torch's `load_state_dict`: each model ends as in torch."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchlift
+
+LOCAL, LOCK = threading.local(), threading.RLock()
+STATE = dict[str, Any]
+
+
+class ReadsItsThread(nn.Linear):
+    """Scales by a number that the caller has set for this thread."""
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]
+        scale = getattr(LOCAL, "scale", 1.0)
+        scaled = {key: value * scale for key, value in state_dict.items()}
+        return super().load_state_dict(scaled, strict)
+
+
+class Computes(nn.Linear):
+    """Multiplies matrices, which autocast changes."""
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]
+        weight = state_dict["weight"]
+        return super().load_state_dict({**state_dict, "weight": (weight @ weight).float()}, strict)
+
+
+class TakesALock(nn.Linear):
+    """Takes a lock that the caller has."""
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]
+        with LOCK:
+            return super().load_state_dict(state_dict, strict)
+
+
+class DropsMetadata(nn.Module):
+    """Passes a plain dict on, so that hooks hear of no version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.seen = nn.BatchNorm1d(2), []
+        self.norm.register_load_state_dict_pre_hook(
+            lambda m, s, p, metadata, *_: self.seen.append(metadata.get("version"))
+        )
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]
+        return super().load_state_dict(dict(state_dict), strict)
+
+
+class Assigns(nn.Linear):
+    """Lets torch assign."""
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]
+        return super().load_state_dict(state_dict, strict=strict, assign=True)
+
+
+class OnlyInner(nn.Module):
+    """Calls the method of a child, so that its own hooks do not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module, self.calls = nn.Linear(2, 2), 0
+        self.register_load_state_dict_pre_hook(self.count)
+
+    def count(self, *_: Any) -> None:
+        self.calls += 1
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]
+        inner = {key.removeprefix("module."): value for key, value in state_dict.items()}
+        return self.module.load_state_dict(inner, strict)
+
+
+class Aliases(nn.Module):
+    """Gives one tensor two names, and writes to the first one afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]
+        state = dict(state_dict)
+        state["b"] = state["a"]
+        found = super().load_state_dict(state, strict)
+        with torch.no_grad():
+            self.a.mul_(2)
+        return found
+
+
+class FillsAHead(nn.Module):
+    """A pre-hook drops the keys of a head, which a hook after the load fills."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(2, 2), nn.Linear(2, 3)
+        self.register_load_state_dict_pre_hook(self.drop)
+        self.register_load_state_dict_post_hook(self.fill)
+
+    @staticmethod
+    def drop(module: Any, state: STATE, prefix: str, *_: Any) -> None:
+        for key in [key for key in state if key.startswith(prefix + "head.")]:
+            del state[key]
+
+    @staticmethod
+    def fill(module: Any, keys: Any) -> None:
+        keys.missing_keys[:] = [name for name in keys.missing_keys if "head" not in name]
+        with torch.no_grad():
+            module.head.weight.fill_(3)
+            module.head.bias.zero_()
+
+
+class ClearsItsOwn(nn.Module):
+    """A hook of a child clears all names that are missing by then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.first.register_load_state_dict_post_hook(lambda _, keys: keys.missing_keys.clear())
+
+
+class ShapesItself(nn.Module):
+    """Gets its shape in a pre-hook, as the lazy `Linear` of PyTorch Geometric does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.parameter.UninitializedParameter()
+        self.register_load_state_dict_pre_hook(self.shape_it)
+
+    def shape_it(self, module: Any, state: STATE, prefix: str, *_: Any) -> None:
+        if nn.parameter.is_lazy(self.weight):
+            self.channels = state[prefix + "weight"].size(-1)
+            self.weight.materialize((3, self.channels))
+
+
+@contextmanager
+def setting() -> Iterator[None]:
+    """What a caller may have set, which code of a model must find."""
+    LOCAL.scale = 3.0
+    with LOCK, torch.autocast("cpu", dtype=torch.bfloat16):
+        yield
+    del LOCAL.scale
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], STATE]] = {
+    kind.__name__: (
+        lambda kind=kind: kind(2, 2),
+        {"weight": torch.rand(2, 2), "bias": torch.ones(2)},
+    )  # type: ignore[misc]
+    for kind in (ReadsItsThread, Computes, TakesALock, Assigns)
+} | {
+    "DropsMetadata": (DropsMetadata, DropsMetadata().state_dict()),
+    "OnlyInner": (OnlyInner, OnlyInner().state_dict()),
+    "Aliases": (Aliases, {"a": torch.ones(2), "b": torch.zeros(2)}),
+    "FillsAHead": (FillsAHead, FillsAHead().state_dict()),
+    "ClearsItsOwn": (ClearsItsOwn, ClearsItsOwn().state_dict()),
+    "ShapesItself": (ShapesItself, {"weight": torch.rand(3, 5)}),
+}
+
+
+def look(model: nn.Module) -> list[Any]:
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    facts = {
+        key: value for key, value in vars(model).items() if key in ("seen", "calls", "channels")
+    }
+    return [(name, tensor.dtype, tensor.tolist()) for name, tensor in tensors] + [facts]
+
+
+@pytest.mark.parametrize("door", ["file", "memory"])
+@pytest.mark.parametrize("live", [True, False], ids=["live", "skeleton"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_ends_as_in_torch(kind: str, live: bool, door: str, tmp_path: Path) -> None:
+    """Its code runs in the thread of the caller, with everything that the caller has set."""
+    make, state = MODELS[kind]
+    given: Any = copy.deepcopy(state)
+    if door == "file":
+        torch.save(state, given := tmp_path / "model.pt")
+    right, model = make(), make() if live else torchlift.skeleton(make)
+    with setting():
+        right.load_state_dict(copy.deepcopy(state))
+        if kind == "FillsAHead" and not live:
+            with pytest.raises(torchlift.PlacementError, match=r"head\.weight"):
+                torchlift.load(model, given)
+            torchlift.materialize(model, names="head")
+        torchlift.load(model, given)
+    assert look(model) == look(right)
+
+
+@pytest.mark.parametrize("live", [True, False], ids=["live", "skeleton"])
+def test_a_hook_that_clears_names_excuses_those_that_are_missing_by_then(live: bool) -> None:
+    """Names of a later module are missing, as in torch."""
+    make = ClearsItsOwn
+    model = make() if live else torchlift.skeleton(make)
+    with pytest.raises(torchlift.MismatchError, match=r"missing \(1\): second\.bias"):
+        torchlift.load(model, {"first.weight": torch.ones(2, 2), "second.weight": torch.ones(2, 2)})
+    state = {"first.weight": torch.ones(2, 2), **make().second.state_dict(prefix="second.")}
+    report = torchlift.load(model, state)
+    assert report.missing_keys == []
+    assert model.first.weight.tolist() == [[1, 1], [1, 1]]
+
+
+@pytest.mark.parametrize("way", ["inference mode", "swap flag", "neither"])
+@pytest.mark.parametrize(
+    "kind", ["FillsAHead", "Aliases", "ReadsItsThread", "DropsMetadata", "ClearsItsOwn"]
+)
+@pytest.mark.parametrize("live", [True, False], ids=["live", "skeleton"])
+def test_a_partial_load_ends_as_in_torch(way: str, kind: str, live: bool) -> None:
+    """Also of a skeleton that was made in inference mode, or while torch swaps on conversion."""
+    make, state = MODELS[kind]
+    state = dict(state)
+    state.pop(gone := next(reversed(state)))
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    context: Any = torch.inference_mode() if way == "inference mode" else nullcontext()
+    try:
+        torch.__future__.set_swap_module_params_on_conversion(way == "swap flag")
+        with context:
+            model = make() if live else torchlift.skeleton(make)
+            if not live and kind == "FillsAHead":
+                torchlift.materialize(model, names="head")
+            report = torchlift.load(model, state, strict=False, allow_missing=["*"])
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+    (right := make()).load_state_dict(copy.deepcopy(state), strict=False)
+    assert not any(tensor.is_meta for tensor in model.state_dict().values())
+    found, expected = model.state_dict(), right.state_dict()
+    assert all(found[name].tolist() == expected[name].tolist() for name in report.loaded)
+    # Of these, the code gives the missing name a value.
+    assert gone not in report.loaded or kind in ("Aliases", "FillsAHead", "DropsMetadata")
