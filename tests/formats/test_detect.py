@@ -35,7 +35,7 @@ def test_formats_load_without_torch(tmp_path):
         "import sys, torchlift.formats.detect, torchlift.formats.summary as s\n"
         "index = torchlift.formats.detect.read_index(sys.argv[1])\n"
         "s.to_text(index), s.to_html(index), s.to_json(index)\n"
-        "heavy = {'torch', 'numpy', 'safetensors', 'pickle', '_pickle', 'zipfile'}\n"
+        "heavy = {'torch', 'numpy', 'safetensors', 'pickle', '_pickle', 'zipfile', 'urllib3'}\n"
         "loaded = heavy & set(sys.modules)\n"
         "assert not loaded, loaded\n"
     )

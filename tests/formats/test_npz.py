@@ -241,6 +241,18 @@ def test_a_compression_that_numpy_does_not_use_is_refused(tmp_path):
         read_index(tmp_path / "m.npz")
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_header_of_python_2_is_read(tmp_path, version):
+    """Its sizes are long integers, as ``2L``. numpy reads them up to version 2 of the format."""
+    path = tmp_path / "old.npy"
+    old = GOOD.replace("(2,)", "(2L, 1L)")
+    data = npy(old, bytes(8), version)
+    path.write_bytes(data if version == 1 else data[:10] + bytes(2) + data[10:])
+    assert torchlift.open(path)["tensor"].shape == (2, 1)
+    with pytest.warns(UserWarning, match="Python 2"):
+        assert np.load(path).shape == (2, 1)
+
+
 GOOD = "{'descr': '<f4', 'fortran_order': False, 'shape': (2,)}"
 
 
@@ -260,6 +272,8 @@ GOOD = "{'descr': '<f4', 'fortran_order': False, 'shape': (2,)}"
         (npy(GOOD.replace("(2,)", "(1 << 62,)")), "is malformed"),
         (npy(GOOD.replace("(2,)", f"({2**62}, 8)")), "does not match its shape"),
         (npy(GOOD.replace("False", "1"), bytes(8)), "is malformed"),
+        (npy(GOOD.replace("(2,)", "(2LL,)"), bytes(8)), "is malformed"),
+        (npy(GOOD.replace("(2,)", "(L,)"), bytes(8)), "is malformed"),
     ],
 )
 def test_a_header_that_lies_is_refused(tmp_path, data, message):

@@ -14,6 +14,7 @@ import warnings
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -21,7 +22,16 @@ from range_server import Answer, Asked, RangeServer, facts, serving
 from safetensors.torch import save_file
 
 import torchlift
-from torchlift._store.places import exists, inside, is_folder, open_place, place_of
+from torchlift._store.places import (
+    exists,
+    inside,
+    is_folder,
+    names_in,
+    open_place,
+    place_of,
+    stamp_of,
+)
+from torchlift._store.url import Seen, Store, Transport, Url, UrlStamp
 from torchlift.errors import FormatError, IntegrityError, PlacementError
 from torchlift.formats.dcp import resolved
 from torchlift.formats.detect import read_index
@@ -302,6 +312,63 @@ for url in sys.argv[2:]:
     assert "hf_secret" not in done.stderr
 
 
+def test_a_repository_without_an_owner_is_one(
+    server: RangeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the oldest of the hub are named. A revision separates it from the name of a file."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    tree = [{"type": "file", "path": "model.safetensors", "size": 1, "oid": "1" * 40}]
+    for kind, parts in ("models", ""), ("datasets", "datasets/"):
+        path = server.folder / f"api/{kind}/gpt2/tree/main"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps(tree))
+        path = server.folder / f"{parts}gpt2/resolve/main/model.safetensors"
+        path.parent.mkdir(parents=True)
+        save_file({"w": torch.ones(2)}, path)
+        root = tmp_path / "cache" / f"{kind}--gpt2"
+        (root / "refs").mkdir(parents=True)
+        (root / "refs" / "main").write_text("0" * 40)
+        (root / "snapshots" / ("0" * 40)).mkdir(parents=True)
+        save_file({"c": torch.ones(2)}, root / "snapshots" / ("0" * 40) / "model.safetensors")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    options = {"endpoint": server.url()[:-1], "tries": 1}
+    names = "gpt2", "gpt2/", "gpt2@main", "gpt2@main/model.safetensors"
+    for url in [f"hf://{kind}{name}" for name in names for kind in ("", "models/", "datasets/")]:
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        with torchlift.open(url, storage_options=options) as ckpt:
+            assert [*ckpt] == ["w"]
+            assert ckpt.path.endswith("gpt2@main/model.safetensors")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        assert [*torchlift.open(url)] == ["c"]
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    for url in "hf://gpt2@v2", "hf://gpt3", "hf://org/gpt2/sub":
+        with pytest.raises(FileNotFoundError):
+            torchlift.open(url, storage_options=options)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"), [(401, FileNotFoundError), (403, PermissionError), (400, ConnectionError)]
+)
+def test_a_hub_that_lists_nothing_is_an_error_without_its_text(
+    server: RangeServer, monkeypatch: pytest.MonkeyPatch, status: int, kind: type[OSError]
+) -> None:
+    """Which can repeat the token of the environment."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+
+    def repeats(asked: Asked, answer: Answer) -> None:
+        answer.status, answer.body = status, memoryview(asked.headers["authorization"].encode())
+        answer.headers = {"X-Error-Message": asked.headers["authorization"]}
+
+    server.fault = repeats
+    options = {"endpoint": server.url()[:-1], "tries": 1}
+    with pytest.raises(kind, match=f"HTTP {status}") as caught:
+        torchlift.open("hf://org/name", storage_options=options)
+    assert "hf_secret" not in f"{caught.value} {vars(caught.value)} {caught.value.__cause__!r}"
+    assert server.asked
+
+
 def test_the_cache_of_the_hub_is_read_if_it_is_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -341,6 +408,33 @@ def test_the_cache_of_the_hub_is_read_if_it_is_offline(
         assert caught.value.filename == url
         assert "HF_HUB_OFFLINE=0" in str(caught.value.hint)  # type: ignore[attr-defined]
     assert sorted((tmp_path / "cache").rglob("*")) == before
+
+
+class Listing(Transport):
+    """A folder of objects without bytes."""
+
+    sizes: ClassVar[dict[str, int]] = {}
+
+    def look(self, url: Url) -> Seen:
+        """Return the size."""
+        return Seen(UrlStamp(self.sizes[url.name]))
+
+    def stamps_in(self, url: Url) -> dict[str, UrlStamp | None]:
+        """Return names without sizes."""
+        return dict.fromkeys(self.sizes)
+
+
+@pytest.mark.parametrize("query", ["", "?sig=1"])
+def test_a_new_listing_forgets_what_was_known(query: str) -> None:
+    """Also of a URL with a query, which stands behind the names."""
+    folder = Url(f"x://bucket/step{query}", Store(Listing, {}))
+    Listing.sizes = {"a": 1, "b": 2}
+    assert exists(inside(folder, "a"))
+    assert stamp_of(inside(folder, "a")) == UrlStamp(1)
+    Listing.sizes = {"a": 3}
+    assert names_in(folder) == ["a"]
+    assert stamp_of(inside(folder, "a")) == UrlStamp(-1)
+    assert folder.store.look(inside(folder, "a")).stamp == UrlStamp(3)
 
 
 def test_a_folder_that_was_removed_is_not_remembered() -> None:

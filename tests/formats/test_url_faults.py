@@ -5,19 +5,22 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import logging
 import os
 import socket
 import ssl
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from range_server import Answer, Asked, RangeServer, facts, serving
+import urllib3
+from range_server import Answer, Asked, RangeServer, answering, facts, serving
 from valid_files import FORMATS
 
 import torchlift
@@ -186,9 +189,8 @@ def test_a_server_that_lies_is_refused(
     assert what in refused(server, place, FormatError).reason
 
 
-@pytest.mark.parametrize("options", [{}, {"stream": True}], ids=["plain", "stream"])
 def test_a_server_without_ranges_is_refused_with_a_way_out(
-    server: RangeServer, tmp_path: Path, options: dict[str, object]
+    server: RangeServer, tmp_path: Path
 ) -> None:
     """It sends the whole file for each range. A file that was downloaded first can be opened."""
     np.savez(path := server.folder / "m.npz", w=np.arange(3.0))
@@ -199,7 +201,7 @@ def test_a_server_without_ranges_is_refused_with_a_way_out(
             del answer.headers["Content-Range"]
 
     server.fault = whole
-    error = refused(server, path, FormatError, **options)
+    error = refused(server, path, FormatError)
     assert "ignores ranges" in error.reason
     assert str(error.hint) == "Download the file, and pass its path."
     with urllib.request.urlopen(server.url("m.npz")) as answer:
@@ -407,7 +409,7 @@ def test_a_name_that_nobody_knows_and_a_port_where_nobody_is() -> None:
 
 
 def test_what_http_cannot_carry_is_not_shown(server: RangeServer) -> None:
-    """A token with the end of the line of its file, say, which http.client puts into its error."""
+    """A token with the end of the line of its file, say, which http.client puts into an error."""
     options = {"tries": 3, "headers": {"Authorization": f"{SECRET}\n"}}
     with pytest.raises(CheckpointError, match="HTTP cannot carry") as caught:
         torchlift.open(server.url("m.safetensors"), storage_options=options)
@@ -533,18 +535,25 @@ def test_the_proxy_of_the_environment_is_asked(
         read_index(f"http://nowhere.invalid/{name}", storage_options={"tries": 1})
 
 
+@pytest.fixture
+def certificate(tmp_path: Path) -> Path:
+    """A certificate and its key, for 127.0.0.1 and host.invalid."""
+    made = tmp_path / "certificate.pem"
+    names = "subjectAltName=IP:127.0.0.1,DNS:host.invalid"
+    command = ["openssl", "req", "-x509", "-days", "2", "-subj", "/CN=host.invalid", "-addext"]
+    command += [names, "-newkey", "rsa:2048", "-nodes", "-keyout", str(made)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    with made.open("a") as file:
+        file.write(done.stdout)
+    return made
+
+
 def test_a_certificate_is_trusted_when_the_environment_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    certificate: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And refused otherwise, with the way out; a redirect from https to http is not followed."""
-    folder, certificate = tmp_path / "served", tmp_path / "certificate.pem"
+    folder = tmp_path / "served"
     folder.mkdir()
-    subject = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
-    made = ["-newkey", "rsa:2048", "-nodes", "-keyout", certificate, "-out", tmp_path / "cert"]
-    command = ["openssl", "req", "-x509", "-days", "2", *made, *subject]
-    subprocess.run(command, check=True, capture_output=True)
-    with certificate.open("a") as file:
-        file.write((tmp_path / "cert").read_text())
     (folder / "w.npy").write_bytes(b"\x93NUMPY")
     with serving(folder, certificate=certificate) as server:
         url = f"{server.url('w.npy')}?sig={SECRET}"
@@ -563,6 +572,309 @@ def test_a_certificate_is_trusted_when_the_environment_says_so(
         server.fault = redirect
         with pytest.raises(UnsafeError):
             torchlift.open(url)
+
+
+def test_an_option_that_nobody_knows_is_refused(server: RangeServer) -> None:
+    """A token under a wrong name would not be sent. The hint is followed, and no value is shown."""
+    np.save(server.folder / "w.npy", np.ones(3))
+    for url, name, hint in (
+        (server.url("w.npy"), "header", "headers"),
+        ("hf://org/name", "tokn", "token"),
+    ):
+        for call in torchlift.open, torchlift.verify, torchlift.digest:
+            with pytest.raises(TypeError, match=f"has no '{name}'.*mean '{hint}'") as caught:
+                call(url, storage_options={name: SECRET})
+            shows_no_secret(caught.value)
+    with pytest.raises(TypeError, match="only tries, timeout, headers"):
+        torchlift.open(server.url("w.npy"), storage_options={"anon": True})
+    options = {"skip_instance_cache": True}
+    with pytest.raises(TypeError, match="skip_instance_cache"):
+        torchlift.convert(server.url("w.npy"), "memory://options/w.pt", storage_options=options)
+    source = torchlift.open(server.url("w.npy"))
+    torchlift.convert(source, "memory://options/w.pt", overwrite=True, storage_options=options)
+    server.forget()
+    headers = {"Authorization": SECRET}
+    torchlift.open(server.url("w.npy"), storage_options={"headers": headers})
+    assert {asked.headers["authorization"] for asked in server.asked} == {SECRET}
+
+
+# ---- texts of a server
+
+
+def echo(asked: Asked) -> str:
+    """Everything secret of a request, as a server may repeat it."""
+    return f"{asked.query} {asked.headers.get('authorization')} {SECRET.upper()}"
+
+
+@pytest.mark.parametrize("status", [206, 403, 404, 416, 500, 599])
+@pytest.mark.parametrize(
+    "name", ["reason", "Content-Type", "Content-Encoding", "Content-Range", "Retry-After", "X-Any"]
+)
+def test_no_text_of_a_server_stands_in_an_error(
+    server: RangeServer, tmp_path: Path, name: str, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server that repeats what it was asked would put a secret into our message, or a log."""
+    (tmp_path / "served" / "model.pt").write_bytes(bytes(2_000))
+
+    def repeats(asked: Asked, answer: Answer) -> None:
+        answer.status, answer.reason = status, echo(asked)
+        answer.headers["Content-Range"] = "bytes 7-9/5"
+        if name != "reason":
+            answer.headers[name] = echo(asked)
+
+    server.fault = repeats
+    with caplog.at_level(logging.DEBUG):
+        error = refused(server, tmp_path / "served" / "model.pt", CheckpointError, tries=2)
+    assert f"HTTP {status}" in str(error.found)
+    assert SECRET.upper() not in f"{error} {vars(error)}"
+    assert SECRET not in caplog.text
+
+
+@pytest.mark.parametrize("name", ["ETag", "Last-Modified"])
+def test_no_version_of_a_server_stands_in_a_text(
+    server: RangeServer, tmp_path: Path, name: str
+) -> None:
+    """Neither where an object changed, nor where an index shows what it was made of."""
+    np.savez(path := tmp_path / "served" / "m.npz", w=np.ones(3), v=np.ones(100_000))
+    server.etags = name == "ETag"
+    changes = False
+
+    def repeats(asked: Asked, answer: Answer) -> None:
+        answer.headers[name] = f'"{echo(asked)} {asked.number if changes else 0}"'
+
+    server.fault = repeats
+    index = read_index(f"{server.url('m.npz')}?sig={SECRET}", storage_options=OPTIONS)
+    assert SECRET not in f"{index!r} {index.files!r} {[*map(str, index.files.values())]}"
+    changes = True
+    error = refused(server, path, IntegrityError)
+    assert "version" in str(error.found)
+    assert error.found != error.expected
+
+
+def test_a_redirect_shows_nothing_of_its_target(server: RangeServer, tmp_path: Path) -> None:
+    """Neither its scheme nor its host."""
+    (tmp_path / "served" / "model.pt").write_bytes(bytes(2_000))
+    for scheme in (
+        f"{SECRET}://",
+        f"http://{SECRET}.invalid/",
+        f"http://h:{SECRET}/",
+        f"//{SECRET}@[",
+    ):
+
+        def redirect(asked: Asked, answer: Answer, to: str = scheme) -> None:
+            answer.status, answer.headers = 302, {"Location": to}
+
+        server.fault = redirect
+        refused(server, tmp_path / "served" / "model.pt", CheckpointError, tries=1)
+
+
+def test_headers_that_are_none_are_not_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """urllib3 warns of them, with the URL. What others request by urllib3 is still logged."""
+
+    def odd(connection: socket.socket) -> None:
+        connection.sendall(b"HTTP/1.1 206 OK\r\nContent-Length: 5\r\nno header\r\n\r\nhello")
+
+    with answering(odd) as url, caplog.at_level(logging.DEBUG):
+        with pytest.raises(FormatError):
+            torchlift.open(f"{url}/m.pt?sig={SECRET}", storage_options={"tries": 1})
+        assert SECRET not in caplog.text
+        urllib3.request("GET", f"{url}/m.pt?of=others", preload_content=False).close()
+    assert "of=others" in caplog.text
+
+
+# ---- servers without an end
+
+
+def test_a_server_that_sends_one_byte_in_each_answer_is_given_up(
+    server: RangeServer, tmp_path: Path
+) -> None:
+    """It would take a request for each byte, and a new connection."""
+    (tmp_path / "served" / "f").write_bytes(bytes(161_000))
+    opened = open_place(place_of(server.url("f"), {"tries": 3}))
+
+    def one(asked: Asked, answer: Answer) -> None:
+        answer.sent, answer.reset = 1, False
+
+    server.fault = one
+    server.forget()
+    with pytest.raises(Unreachable, match="the connection ended early"):
+        opened.read(0, 161_000)
+    assert server.requests == 3
+
+    def half(asked: Asked, answer: Answer) -> None:
+        answer.sent, answer.reset = (len(answer.body) + 1) // 2, False
+
+    server.fault = half
+    assert opened.read(0, 161_000) == bytes(161_000)
+
+
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+PARTIAL = b"HTTP/1.1 206 OK\r\nContent-Range: bytes 0-511/512\r\nContent-Length: 512\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("start", "again", "pause"),
+    [(b"", CONTINUE, 0.0), (b"", CONTINUE, 0.05), (b"HTTP/1.1 206 ", b"x", 0.05),
+     (b"HTTP/1.1 206 OK\r\nX-Any: ", b"x", 0.05), (PARTIAL, b"x", 0.05)],
+    ids=["interim answers", "slow ones", "a slow status", "a slow header", "a slow body"],
+)  # fmt: skip
+def test_a_server_without_progress_is_given_up(start: bytes, again: bytes, pause: float) -> None:
+    """Something arrives all the time, and never the answer: one error, in a few timeouts."""
+    over = threading.Event()
+
+    def endless(connection: socket.socket) -> None:
+        connection.sendall(start)
+        while not over.wait(pause):
+            connection.sendall(again)
+
+    options, began = {"tries": 2, "timeout": 0.3}, time.monotonic()
+    with answering(endless) as url:
+        with pytest.raises(TimedOut, match="less than 64 KiB") as caught:
+            torchlift.open(f"{url}/m.pt?sig={SECRET}", storage_options=options)
+        over.set()
+    shows_no_secret(caught.value)
+    assert "timeout" in str(caught.value.hint)
+    assert time.monotonic() - began < 20
+
+
+def test_a_redirect_with_an_endless_body_is_followed(server: RangeServer, tmp_path: Path) -> None:
+    """The body is of no interest, however long it is."""
+    np.save(tmp_path / "served" / "w.npy", np.ones(3))
+
+    def endless(connection: socket.socket) -> None:
+        connection.sendall(
+            b"HTTP/1.1 302 Found\r\nTransfer-Encoding: chunked\r\nLocation: "
+            + server.url("w.npy").encode()
+            + b"\r\n\r\n"
+        )
+        while True:
+            connection.sendall(b"1000\r\n" + bytes(0x1000) + b"\r\n")
+
+    with answering(endless) as url:
+        assert torchlift.open(f"{url}/w.npy")["tensor"].tolist() == [1, 1, 1]
+
+
+# ---- connections and proxies
+
+
+def test_a_kept_connection_that_the_server_closed_is_not_a_failed_try(tmp_path: Path) -> None:
+    """Servers close idle ones after some seconds. The next request takes a new one."""
+    (tmp_path / "f").write_bytes(bytes(1_000))
+    with serving(tmp_path) as server:
+        opened = open_place(place_of(server.url("f"), {"tries": 1}))
+        server.fault = lambda asked, answer: setattr(answer, "sent", len(answer.body))
+        for number in range(3):
+            assert opened.read(number, 10) == bytes(10)
+            time.sleep(0.1)
+
+
+def test_a_redirect_to_the_same_host_with_its_port_gets_the_credentials(
+    server: RangeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``http://h/`` and ``http://H:80/`` are one host. Another port is another one."""
+    np.save(server.folder / "w.npy", np.ones(3))
+    (server.folder / "v.npy").write_bytes((server.folder / "w.npy").read_bytes())
+    monkeypatch.setenv("http_proxy", server.url())
+    monkeypatch.delenv("no_proxy", raising=False)
+    for to, is_own in ("http://H.invalid:80/v.npy", True), ("http://h.invalid:81/v.npy", False):
+
+        def redirect(asked: Asked, answer: Answer, to: str = to) -> None:
+            if asked.path.endswith("w.npy"):
+                answer.status, answer.headers = 302, {"Location": to}
+
+        server.fault = redirect
+        server.forget()
+        found = torchlift.open("http://h.invalid/w.npy", storage_options=OPTIONS)
+        assert found["tensor"].tolist() == [1, 1, 1]
+        assert {"authorization" in asked.headers for asked in server.asked[1:]} == {is_own}
+
+
+@pytest.mark.parametrize(
+    ("proxy", "reason"),
+    [("socks5://127.0.0.1:1", "not an HTTP proxy"), ("", "the proxy of the environment refuses")],
+)
+def test_a_proxy_that_cannot_be_used_is_named(
+    monkeypatch: pytest.MonkeyPatch, proxy: str, reason: str
+) -> None:
+    """Without the text that it sends, which can repeat its password."""
+
+    def refuses(connection: socket.socket) -> None:
+        connection.sendall(f"HTTP/1.1 407 {SECRET}\r\nContent-Length: 0\r\n\r\n".encode())
+        connection.shutdown(socket.SHUT_RDWR)
+
+    with answering(refuses) as url:
+        monkeypatch.setenv("https_proxy", proxy or url.replace("//", f"//me:{SECRET}@"))
+        monkeypatch.delenv("no_proxy", raising=False)
+        with pytest.raises(Unreachable, match=reason) as caught:
+            torchlift.open("https://h.invalid/w.npy", storage_options={"tries": 1})
+    shows_no_secret(caught.value)
+
+
+def test_a_proxy_passes_what_is_encrypted(
+    certificate: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets its own password and the name of the host, and nothing of the request."""
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    np.save(tmp_path / "w.npy", np.ones(3))
+    heads = []
+
+    def passes(connection: socket.socket) -> None:
+        connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+        with socket.create_connection(("127.0.0.1", server.port)) as other:
+            back = threading.Thread(target=pump, args=(other, connection))
+            back.start()
+            pump(connection, other)
+            back.join()
+
+    def pump(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+            target.shutdown(socket.SHUT_RDWR)
+
+    with serving(tmp_path, certificate=certificate) as server, answering(passes, heads) as proxy:
+        monkeypatch.setenv("https_proxy", proxy.replace("//", "//me:proxy-word@"))
+        monkeypatch.delenv("no_proxy", raising=False)
+        url = f"https://host.invalid/w.npy?sig={SECRET}"
+        assert torchlift.open(url, storage_options=OPTIONS)["tensor"].tolist() == [1, 1, 1]
+        assert {asked.query for asked in server.asked} == {f"sig={SECRET}"}
+        assert all("authorization" in asked.headers for asked in server.asked)
+        assert not any("proxy-authorization" in asked.headers for asked in server.asked)
+    assert all(head.startswith(b"CONNECT host.invalid:443") for head in heads)
+    assert all(b"Proxy-Authorization: Basic" in head for head in heads)
+    assert not any(SECRET.encode() in head for head in heads)
+
+
+@pytest.mark.parametrize("text", ["1", "Wed, 21 Oct 2015 07:28:00 GMT", "9" * 5_000, "-1", "soon"])
+def test_a_pause_that_a_server_asks_for_is_kept_or_ignored(
+    server: RangeServer, tmp_path: Path, text: str
+) -> None:
+    """Seconds, or a date, which is over here. What is neither counts as no wish."""
+    np.save(tmp_path / "served" / "w.npy", np.ones(3))
+
+    def waits(asked: Asked, answer: Answer) -> None:
+        if asked.number == 0:
+            answer.status, answer.headers = 503, {"Retry-After": text}
+
+    server.fault, began = waits, time.monotonic()
+    assert torchlift.open(server.url("w.npy"))["tensor"].tolist() == [1, 1, 1]
+    assert (time.monotonic() - began >= 1) == (text == "1")
+
+
+def test_a_file_that_became_shorter_says_how_long_it_is(
+    server: RangeServer, tmp_path: Path
+) -> None:
+    """A range behind its end is refused with the size, or without one."""
+    (tmp_path / "served" / "f").write_bytes(bytes(1_000))
+    opened = open_place(place_of(server.url("f")))
+    (tmp_path / "served" / "f").write_bytes(bytes(10))
+    with pytest.raises(IntegrityError, match="found 10 bytes"):
+        opened.read(500, 10)
+    server.fault = lambda asked, answer: answer.headers.pop("Content-Range", None)
+    with pytest.raises(IntegrityError, match="found a shorter file"):
+        opened.read(500, 10)
 
 
 def test_every_checksum_is_that_of_the_file(server: RangeServer, place: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from stores import Bucket, S3Server, memory_bucket, s3_server
@@ -342,6 +343,23 @@ def _converted(source: str, url: str, options: dict[str, Any]) -> int:
     with torchlift.measure.memory() as used:
         torchlift.convert(source, url, storage_options=options)
     return int(used.added_anonymous)
+
+
+def test_a_version_of_an_object_is_read_and_never_written(s3: Bucket) -> None:
+    """The query names it, and is no part of the key."""
+    s3._fs[0].make_bucket_versioned(s3.url.split("/")[2], True)
+    for number in 1.0, 2.0:
+        torchlift.save({"w": torch.full((3,), number)}, s3 / "x.pt", storage_options=s3.options)
+    aware = fsspec.filesystem("s3", **s3.options, version_aware=True)
+    versions = aware.object_version_info(s3 / "x.pt")
+    urls = {each["IsLatest"]: f"{s3 / 'x.pt'}?versionId={each['VersionId']}" for each in versions}
+    for is_latest, url in urls.items():
+        with torchlift.open(url, storage_options=s3.options) as ckpt:
+            assert ckpt["w"].tolist() == [1.0 + is_latest] * 3
+            assert ckpt.path == s3 / "x.pt"
+    with pytest.raises(PlacementError, match="a version of an object"):
+        torchlift.save({"w": torch.ones(3)}, urls[True], storage_options=s3.options)
+    assert s3.names() == ["x.pt"]
 
 
 @pytest.mark.slow

@@ -53,6 +53,7 @@ class Answer:
         reset: whether it ends so that what is on its way is lost, too.
         wait: seconds before the first byte.
         each: seconds after every `block` bytes.
+        reason: the phrase after the status; None: the usual one.
     """
 
     status: int
@@ -63,6 +64,7 @@ class Answer:
     each: float = 0.0
     reset: bool = True
     block: int = 1 << 16
+    reason: str | None = None
 
 
 #: Changes an answer to a request, or says that there is none.
@@ -148,7 +150,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = answer.body[:0] if only_head else answer.body
         answer.headers.setdefault("Content-Length", str(len(answer.body)))
         with contextlib.suppress(ConnectionError):
-            self.send_response(answer.status)
+            self.send_response(answer.status, answer.reason)
             for name, value in answer.headers.items():
                 self.send_header(name, value)
             self.end_headers()
@@ -237,6 +239,40 @@ def serving(
             with contextlib.suppress(OSError):
                 request.shutdown(socket.SHUT_RDWR)
         server.server_close()
+
+
+@contextlib.contextmanager
+def answering(
+    answer: Callable[[socket.socket], None], heads: list[bytes] | None = None
+) -> Iterator[str]:
+    """Call a function with each connection after its request, and yield the URL.
+
+    Args:
+        answer: Sends the answer.
+        heads: Where the requests are kept.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def one(connection: socket.socket) -> None:
+            with connection, contextlib.suppress(OSError):
+                while head := connection.recv(1 << 16):
+                    if heads is not None:
+                        heads.append(head)
+                    answer(connection)
+
+        def all_of_them() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = listening.accept()
+                    threading.Thread(target=one, args=(connection,), daemon=True).start()
+
+        thread = threading.Thread(target=all_of_them, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            listening.shutdown(socket.SHUT_RDWR)
+            thread.join()
 
 
 def facts(index: Index) -> object:

@@ -6,15 +6,15 @@ import importlib
 import os
 import re
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from torchlift._store.http import Http
-from torchlift._store.others import Others
-from torchlift._store.url import Failed, Seen, Store, Url, UrlStamp
-from torchlift.errors import FormatError, NotFound
+from torchlift._store.url import Failed, Seen, Url, UrlStamp
+from torchlift.errors import FormatError, NotAllowed, NotFound, Unreachable
 
+#: A repository without an owner always has a revision here. `place_of` adds it.
 _PATH = re.compile(
-    r"hf://(?:(datasets|spaces|models)/)?([^/@]+/[^/@]+)"
+    r"hf://(?:(dataset|space|model)s/)?([^/@]+/[^/@]+|[^/@]+(?=@))"
     r"(?:@(refs/(?:pr|convert)/[^/]+|[^/]+))?(?:/(.*))?",
     re.DOTALL,
 )
@@ -23,20 +23,13 @@ _PATH = re.compile(
 class Hub(Http):
     """Reads ``hf://org/name[@revision][/file]``. A URL without a file is a folder."""
 
-    def __init__(self, store: Store) -> None:
-        super().__init__(store)
-        self._names = Others(store)
+    options = ("endpoint", "token")
 
     def address(self, url: Url) -> str:
         """Return the HTTP address of a file on the Hub."""
-        parts = _parse(url)
-        found: str = _import_hub(url).hf_hub_url(
-            parts.repository,
-            parts.name.strip("/"),
-            repo_type=parts.kind.rstrip("s") or None,
-            revision=parts.revision or None,
-            endpoint=self._store.rest.get("endpoint"),
-        )
+        repository, name = _parse(url)
+        endpoint = self._store.rest.get("endpoint")
+        found: str = _import_hub(url).hf_hub_url(filename=name, endpoint=endpoint, **repository)
         return found
 
     def private_headers(self, url: Url) -> dict[str, str]:
@@ -49,24 +42,33 @@ class Hub(Http):
 
     def look(self, url: Url) -> Seen:
         """Return the stamp of a file and its first bytes, or that the URL is a folder."""
-        if not _parse(url).name.strip("/"):
+        if not _parse(url)[1]:
             return Seen(None)
         try:
             return super().look(url)
         except Failed as failed:
-            if isinstance(failed.error, NotFound) and self._is_folder(url):
-                return Seen(None)
+            with suppress(Failed):
+                if isinstance(failed.error, NotFound) and self.stamps_in(url):
+                    return Seen(None)
             raise
 
-    def _is_folder(self, url: Url) -> bool:
-        try:
-            return self._names.look(url).stamp is None
-        except Failed:
-            return False
-
     def stamps_in(self, url: Url) -> dict[str, UrlStamp | None]:
-        """Return the names in a folder. Their stamps differ from those of `Http`."""
-        return dict.fromkeys(self._names.stamps_in(url))
+        """Return the names in a folder. The Hub lists other stamps than those that `Http` reads."""
+        repository, folder = _parse(url)
+        hub = _import_hub(url)
+        self._store.count(1, 0)
+        try:
+            tree = hub.HfApi(**self._store.rest).list_repo_tree(path_in_repo=folder, **repository)
+            return {item.path.rpartition("/")[2]: None for item in tree}
+        except Exception as error:
+            # Not the text: a server can repeat the token in it.
+            status = getattr(getattr(error, "response", None), "status_code", 0)
+            found = f"HTTP {status}" if status else type(error).__name__
+        # The Hub answers 401 for what does not exist, unless it gets a token.
+        kind = {401: NotFound, 403: NotAllowed, 404: NotFound}.get(status, Unreachable)
+        hint = "Check the URL, and pass a token if the repository is private."
+        failure = kind("the hub does not list this folder", file=url, found=found, hint=hint)
+        raise Failed(failure, None if 400 <= status < 500 else 0.0)
 
 
 def cached(url: Url) -> str | None:
@@ -75,44 +77,32 @@ def cached(url: Url) -> str | None:
     Raises:
         NotFound: If the cache does not contain it.
     """
-    hub, parts = _import_hub(url), _parse(url)
-    kind = parts.kind.rstrip("s") or "model"
+    hub, (repository, name) = _import_hub(url), _parse(url)
     constants, errors = (_import_hub(url, part) for part in (".constants", ".errors"))
     if not constants.HF_HUB_OFFLINE:
         return None
     with suppress(errors.LocalEntryNotFoundError, errors.HFValidationError):
-        folder = hub.snapshot_download(
-            parts.repository,
-            repo_type=kind,
-            revision=parts.revision or None,
-            local_files_only=True,
-        )
-        path = os.path.join(folder, *filter(None, parts.name.split("/")))
+        folder = hub.snapshot_download(**repository, local_files_only=True)
+        path = os.path.join(folder, *filter(None, name.split("/")))
         if os.path.exists(path):
             return path
+    command = f"hf download --repo-type {repository['repo_type']} {repository['repo_id']}"
     raise NotFound(
         "HF_HUB_OFFLINE is set, and the cache of the hub does not contain this",
         file=url,
-        hint=f"Fetch it with HF_HUB_OFFLINE=0: hf download --repo-type {kind} {parts.repository}",
+        hint=f"Fetch it with HF_HUB_OFFLINE=0: {command}",
     )
 
 
-class _HubPath(NamedTuple):
-    """The parts of a ``hf://`` URL. Each can be empty, except `repository`."""
-
-    kind: str  # datasets, spaces or models
-    repository: str
-    revision: str
-    name: str  # of a file or folder in the repository
-
-
-def _parse(url: Url) -> _HubPath:
-    match = _PATH.fullmatch(url)
-    if match is None:
-        what = "the URL does not name a repository"
-        raise FormatError(what, file=url, expected="hf://org/name[@revision]")
-    kind, repository, revision, name = match.groups("")
-    return _HubPath(kind, repository, revision.replace("%2F", "/"), name)
+def _parse(url: Url) -> tuple[dict[str, str | None], str]:
+    """Return the repository as arguments of huggingface_hub, and the name in it or ``""``."""
+    if match := _PATH.fullmatch(url):
+        kind, repository, revision, name = match.groups()
+        revision = revision and revision.replace("%2F", "/")
+        found = {"repo_id": repository, "repo_type": kind or "model", "revision": revision}
+        return found, (name or "").strip("/")
+    what = "the URL does not name a repository"
+    raise FormatError(what, file=url, expected="hf://org/name[@revision]")
 
 
 def _import_hub(url: Url, part: str = "") -> Any:

@@ -19,6 +19,8 @@ _SCHEMES = ("s3", "gs", "az")
 #: A complete request may take this many timeouts, because 32 requests share one slow line.
 _SLOWEST = 20
 _first: dict[str, int] = {}
+#: The query of an S3 URL for a version of an object. obstore would take it as a part of the key.
+VERSION = "?versionId="
 
 
 def object_store(url: Url, *, reads: bool = False) -> tuple[Any, str] | None:
@@ -33,7 +35,7 @@ def object_store(url: Url, *, reads: bool = False) -> tuple[Any, str] | None:
         reads: Whether the object is read. An answer that stalls then fails after the timeout.
     """
     scheme, _, rest = url.target.partition("://")
-    if scheme not in _SCHEMES or find_spec("obstore") is None:
+    if scheme not in _SCHEMES or VERSION in rest or find_spec("obstore") is None:
         return None
     bucket, _, path = rest.partition("/")
     options = _options(url.store.rest) if scheme == "s3" else None if url.store.rest else {}

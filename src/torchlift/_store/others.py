@@ -8,9 +8,11 @@ answers in one Python thread. 2.1 GB over the loopback took 2.0 to 2.5 s with ob
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from torchlift._store.objects import object_store
 from torchlift._store.url import Failed, Seen, Store, Transport, Url, UrlStamp
@@ -133,7 +135,7 @@ class Others(Transport):
     def failure(self, url: Url, error: BaseException) -> tuple[CheckpointError, float | None]:
         """Translate an error of a file system. Also return the pause before the next try."""
         scheme = url.partition("://")[0]
-        found = self._store.remove_secrets(url, f"{type(error).__name__}: {error}")
+        found = remove_secrets(url, f"{type(error).__name__}: {error}")
         if isinstance(error, FileNotFoundError):
             return NotFound("nothing is there", file=url, hint="Check the URL."), None
         if isinstance(error, PermissionError) or type(error).__name__ in _REFUSED:
@@ -150,6 +152,28 @@ class Others(Transport):
             0.0 if isinstance(error, OSError) or "client" in type(error).__name__.lower() else None
         )
         return Unreachable("the store cannot be used", file=url, found=found), after
+
+
+def remove_secrets(url: Url, text: str) -> str:
+    """Remove the secrets of a URL and of its options from a text of another library."""
+    text = text.replace(url.target, url)
+    parts = urlsplit(url.target)
+    pairs, user = parts.query.split("&"), parts.netloc.rpartition("@")[0]
+    secrets = [*pairs, *(pair.partition("=")[2] for pair in pairs), *user.split(":")]
+    secrets += _texts(url.store.rest)
+    for secret in sorted((s for s in secrets if len(s) > 3), key=len, reverse=True):
+        text = text.replace(secret, "...")
+    # Other URLs in the text may be signed too: remove their users and queries.
+    return re.sub(r"(\w://)(?:[^/\s@]*@)?([^\s?'\"]*)(?:\?[^\s'\"]*)?", r"\1\2", text)
+
+
+def _texts(options: object) -> list[str]:
+    """Return all texts in nested options."""
+    if isinstance(options, Mapping):
+        return [text for value in options.values() for text in _texts(value)]
+    if isinstance(options, (list, tuple)):
+        return [text for value in options for text in _texts(value)]
+    return [options] if isinstance(options, str) else []
 
 
 def _stamp_of(info: Mapping[str, Any]) -> UrlStamp | None:

@@ -85,6 +85,8 @@ def readable(place: str) -> str:
 
 def _url(target: str, options: Mapping[str, Any]) -> Url:
     scheme, _, rest = target.partition("://")
+    if scheme.lower() == "hf":  # without an owner, a revision separates repository and file
+        rest = re.sub(r"^((?:datasets/|spaces/|models/)?[^/@]+)/?$", r"\1@main", rest)
     return Url(f"{scheme.lower()}://{rest}", Store(transport_of(scheme.lower()), options))
 
 

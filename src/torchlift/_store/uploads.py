@@ -9,7 +9,7 @@ from queue import Full, Queue
 from threading import Thread
 from typing import Any, Self
 
-from torchlift._store.objects import object_store
+from torchlift._store.objects import VERSION, object_store
 from torchlift._store.others import Others
 from torchlift._store.places import names_in, stamp_now
 from torchlift._store.url import Url
@@ -162,8 +162,14 @@ def require_writable(place: str) -> None:
     """Raise an error if nothing can be written to a URL.
 
     Raises:
-        PlacementError: If the URL is an HTTP or a ``hf://`` URL.
+        PlacementError: If the URL is an HTTP or a ``hf://`` URL, or names a version of an object.
     """
+    if isinstance(place, Url) and VERSION in place.target:
+        raise PlacementError(
+            "cannot write to a version of an object: the store makes a new one",
+            file=place,
+            hint=f"Leave {VERSION}... out of the URL.",
+        )
     if isinstance(place, Url) and place.startswith(("http://", "https://", "hf://")):
         raise PlacementError(
             "cannot write over HTTP or to a hub: they do not accept uploads in parts",

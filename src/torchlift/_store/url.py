@@ -5,7 +5,6 @@ A transport makes the requests: `http` for HTTP, `others` for the schemes of obs
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torchlift._store.files import Opened, change_error
-from torchlift.errors import CheckpointError, FormatError, IntegrityError, NotFound, Unreachable
+from torchlift.errors import (
+    CheckpointError,
+    FormatError,
+    IntegrityError,
+    NotFound,
+    Unreachable,
+    did_you_mean,
+)
 
 if TYPE_CHECKING:
     from urllib.parse import SplitResult
@@ -23,8 +29,8 @@ _T = TypeVar("_T")
 #: Bytes of the first request. Most files have their complete header, or its offset, in them.
 HEAD = 1 << 16
 
-#: Schemes with the name of a container before the @. Other schemes have a user name there.
-_CONTAINERS = ("abfs", "abfss", "wasb", "wasbs")
+#: Schemes with a container or a repository before the @. Other schemes have a user name there.
+_CONTAINERS = ("abfs", "abfss", "hf", "wasb", "wasbs")
 #: Seconds before the second try, and the longest pause. Each pause is twice the one before.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 10.0
 #: Seconds of failures and pauses after which a request is not tried again.
@@ -142,9 +148,9 @@ class UrlStamp:
     """
 
     size: int
-    version: str = ""
-    modified: str = ""
-    host: str = field(default="", compare=False)
+    version: str = field(default="", repr=False)
+    modified: str = field(default="", repr=False)
+    host: str = field(default="", compare=False, repr=False)
     shown: str | None = field(default=None, compare=False, repr=False)
 
     def check(self, file: str, descriptor: int | None = None) -> None:
@@ -163,13 +169,16 @@ class UrlStamp:
         assert isinstance(file, Url)
         return RemoteFile(file, self)
 
-    def change_error(self, file: str, found: UrlStamp) -> IntegrityError:
+    def change_error(self, file: str, found: str) -> IntegrityError:
         """Return the error for an object that changed."""
-        return change_error(self.shown or file, self._describe(), found._describe())
+        return change_error(self.shown or file, str(self), found)
 
-    def _describe(self) -> str:
-        version = f", version {self.version}" if self.version else ""
-        return f"{self.size} bytes{version}{f', modified {self.modified}' * bool(self.modified)}"
+    def __str__(self) -> str:
+        from hashlib import sha256
+
+        # Not as it came: a server can repeat the signed query in it.
+        version = sha256(f"{self.version} {self.modified}".encode()).hexdigest()[:8]
+        return f"{self.size} bytes, version {version}"
 
 
 class Failed(Exception):
@@ -204,10 +213,12 @@ class Transport:
         is_exact: Whether each answer contains the version, so that no final check is needed.
         at_once: Large ranges to request in parallel. A transport that copies each answer needs a
             small number to stay in its memory budget.
+        options: Names in ``storage_options`` beside those of `Store`. None if fsspec checks them.
     """
 
     is_exact = False
     at_once: int
+    options: tuple[str, ...] | None = None
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -229,7 +240,7 @@ class Transport:
     def check(self, url: Url, stamp: UrlStamp) -> None:
         """Raise an error unless the object has this stamp."""
         if (found := self.look(url).stamp) != stamp:
-            raise stamp.change_error(url, found or UrlStamp(-1))
+            raise stamp.change_error(url, str(found or "a folder"))
 
     def stamps_in(self, url: Url) -> dict[str, UrlStamp | None]:
         """Return the names in a folder, with the stamps of objects. A size of -1 is not known.
@@ -256,11 +267,12 @@ class Store:
         transport: Makes the requests.
     """
 
-    def __init__(self, transport: Callable[[Store], Transport], options: Mapping[str, Any]) -> None:
+    def __init__(self, transport: type[Transport], options: Mapping[str, Any]) -> None:
         self._made_by = transport, dict(options)
-        ours = {name: options.get(name, default) for name, default in _DEFAULTS.items()}
-        self.tries, self.timeout = ours["tries"], ours["timeout"]
-        self.headers = ours["headers"]
+        self.rest = dict(options)
+        self.tries, self.timeout, self.headers = (
+            self.rest.pop(*each) for each in _DEFAULTS.items()
+        )
         if type(self.tries) is not int or self.tries < 1:
             what = "must be an integer from 1"
             raise ValueError(f'storage_options["tries"] {what}, not {self.tries!r}')
@@ -270,7 +282,10 @@ class Store:
         texts = (*self.headers, *self.headers.values()) if isinstance(self.headers, dict) else [0]
         if not all(type(text) is str for text in texts):
             raise TypeError('storage_options["headers"] must be a dict of strings')
-        self.rest = {name: value for name, value in options.items() if name not in _DEFAULTS}
+        known = (*_DEFAULTS, *(self.rest if transport.options is None else transport.options))
+        for name in self.rest.keys() - {*known}:
+            what = f"storage_options has no {name!r} for this URL, only {', '.join(known)}"
+            raise TypeError(f"{what}. {did_you_mean(name, known)}".rstrip())
         self.requests = self.received = 0
         self._lock = threading.Lock()
         self._cancelled = threading.Event()
@@ -302,8 +317,10 @@ class Store:
         """Return the names in a folder, and keep the stamps of its objects."""
         stamps = self.retry(folder, lambda: self.transport.stamps_in(folder))
         # Forget older facts of this folder: a training run may have written or removed files.
-        start = folder.inside("")
-        self.seen = {at: seen for at, seen in self.seen.items() if not at.startswith(start.target)}
+        # Compared without queries, which stand behind the names.
+        start = str(folder.inside(""))
+        kept = (at for at in self.seen if not remove_private_parts(at).startswith(start))
+        self.seen = {at: self.seen[at] for at in kept}
         for name, stamp in stamps.items():
             if stamp is not None and stamp.size >= 0:
                 self.seen[folder.inside(name).target] = Seen(stamp)
@@ -351,27 +368,6 @@ class Store:
         cancelled, self._cancelled = self._cancelled, threading.Event()
         cancelled.set()
         self.transport.cancel()
-
-    def remove_secrets(self, url: Url, text: str) -> str:
-        """Remove the secrets of a URL and of the options from a text of another library."""
-        text = text.replace(url.target, url)
-        parts = _split(url.target)
-        pairs, user = parts.query.split("&"), parts.netloc.rpartition("@")[0]
-        secrets = [*pairs, *(pair.partition("=")[2] for pair in pairs), *user.split(":")]
-        secrets += [*_texts(self.rest), *_texts(self.headers)]
-        for secret in sorted((s for s in secrets if len(s) > 3), key=len, reverse=True):
-            text = text.replace(secret, "...")
-        # Other URLs in the text may be signed too: remove their users and queries.
-        return re.sub(r"(\w://)(?:[^/\s@]*@)?([^\s?'\"]*)(?:\?[^\s'\"]*)?", r"\1\2", text)
-
-
-def _texts(options: object) -> list[str]:
-    """Return all texts in nested options."""
-    if isinstance(options, Mapping):
-        return [text for value in options.values() for text in _texts(value)]
-    if isinstance(options, (list, tuple)):
-        return [text for value in options for text in _texts(value)]
-    return [options] if isinstance(options, str) else []
 
 
 class RemoteFile(Opened):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import math
+import re
 import struct
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -167,6 +168,8 @@ def _header(source: Source, key: str, record: Record) -> _Header:
             found=f"{length} bytes",
         )
     text = most[8 + size : start]
+    if head[6] < 3:
+        text = re.sub(rb"(?<=\d)L(?=[,)])", b"", text)  # long integers of Python 2
     try:
         fields = ast.literal_eval(text.decode("utf-8" if head[6] == 3 else "latin1").strip())
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
