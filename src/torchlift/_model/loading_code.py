@@ -56,19 +56,14 @@ class LoadingCode(NamedTuple):
         modules: (prefix, module) of the modules that have code.
         roots: (prefix, module) of the models whose `load_state_dict` is called.
         is_override: Whether a class overrides that method.
-        tied: (prefix, module) of the modules that share a tensor with one of `modules`.
+        prefixes: The prefixes of the names that code can change: of modules with code, and of those
+            that share a tensor with them.
     """
 
     modules: Sequence[tuple[str, nn.Module]]
     roots: Sequence[tuple[str, nn.Module]]
     is_override: bool
-    tied: Sequence[tuple[str, nn.Module]] = ()
-
-    @property
-    def prefixes(self) -> tuple[str, ...]:
-        """The prefixes of the names that code can change."""
-        found = dict.fromkeys(prefix for prefix, _ in (*self.modules, *self.tied))
-        return tuple(found if "" not in found else [""])
+    prefixes: tuple[str, ...]
 
 
 def find_loading_code(
@@ -104,12 +99,12 @@ def find_loading_code(
     rest = [root for root in roots if not any(each.startswith(root[0]) for each in begins)]
     with_code = [root for root in rest if any(p.startswith(root[0]) for p, _ in modules)]
     tied = {id(t) for _, module in modules for _, t in _places(module)}
-    sharing = [
-        (prefix, module)
-        for prefix, module in tree.paths
-        if any(id(t) in tied for _, t in _places(module))
-    ]
-    return LoadingCode(modules, [*overriding, *with_code], bool(overriding), sharing)
+    sharing = [p for p, module in tree.paths if any(id(t) in tied for _, t in _places(module))]
+    prefixes = list[str]()
+    for prefix in sorted([*sharing, *(prefix for prefix, _ in modules)]):
+        if not (prefixes and prefix.startswith(prefixes[-1])):  # inside of the one before
+            prefixes.append(prefix)
+    return LoadingCode(modules, [*overriding, *with_code], bool(overriding), tuple(prefixes))
 
 
 def _overriding(prefix: str, module: nn.Module, *, inside: bool) -> tuple[str, nn.Module] | None:
