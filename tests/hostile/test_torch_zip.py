@@ -52,20 +52,14 @@ def test_a_record_outside_the_top_directory_is_refused(path):
     assert refused(path, "did not write").entry == "../evil"
 
 
-def test_overlapping_records_are_refused(path):
-    """Two records that claim the same bytes are an error."""
+def test_an_entry_with_the_place_of_another_record_is_refused(path):
+    """Two names would show the same bytes."""
     write_zip(path, {"w": tensor()}, storages={"0": bytes(16), "1": bytes(16)})
     data = bytearray(path.read_bytes())
-    at = data.rfind(b"archive/data/0") - 46
-    (offset,) = struct.unpack_from("<I", data, at + 42)
-    # A second local header inside the payload of the first record.
-    inner = struct.pack("<4s22xHH", b"PK\x03\x04", 14, 0)
-    first = data.find(b"archive/data/0") + 14
-    data[first:first] = b""
+    (offset,) = struct.unpack_from("<I", data, data.rfind(b"archive/data/0") - 46 + 42)
     struct.pack_into("<I", data, data.rfind(b"archive/data/1") - 46 + 42, offset)
     path.write_bytes(bytes(data))
-    refused(path, "names another record|overlap")
-    assert len(inner) == 30
+    refused(path, "names another record")
 
 
 def test_records_with_one_header_inside_another_payload_overlap(path):
