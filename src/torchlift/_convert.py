@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -195,7 +195,10 @@ def convert(
             _require_something(found, source, root, target)
             index = _leave_out_blocked(found, target, lost)
         ckpt = stack.enter_context(Checkpoint(index if verify else _without_checksums(index)))
-        quantised = Quantised() if dtype is None else find_quantised(source.index.entries)
+        found_codes = find_quantised(source.index.entries)
+        if transform is None:
+            lost |= _find_scales_left_out(found_codes, chosen.entries)
+        quantised = Quantised() if dtype is None else found_codes
         if named.keys is not None:
             quantised = quantised.renamed(named.keys)
         becomes = partial(_stored_dtype, options.dtype, quantised, path=ckpt.path)
@@ -361,6 +364,17 @@ def _rename(index: Index, rename: Rename | None, source: _Source, target: Target
         return made
     containers = _rename_containers(index, made.index, _keys_of(source.index))
     return replace(made, containers=containers)
+
+
+def _find_scales_left_out(quantised: Quantised, kept: Container[str]) -> dict[str, str]:
+    """Return the scales that are left out although their tensors are kept, with the reason."""
+    return {
+        scale: f"the values of {codes}, which is kept, are wrong without it"
+        for codes, scales in quantised.scales.items()
+        if codes in kept
+        for scale in scales
+        if scale not in kept
+    }
 
 
 def _stored_dtype(

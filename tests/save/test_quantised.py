@@ -69,6 +69,24 @@ def test_codes_are_not_cast_without_their_scales(
         assert torch.equal(made[key], value.bfloat16()), key
 
 
+def test_a_scale_that_is_left_out_alone_is_listed(tmp_path: Path) -> None:
+    """The codes are kept, and are no values without it."""
+    expected = deepseek(path := tmp_path / "old.safetensors")
+    report = torchlift.convert(path, tmp_path / "new.safetensors", exclude=["*_scale_inv"])
+    assert "l.weight_scale_inv" in report.lost
+    assert "the values of l.weight, which is kept, are wrong without it" in str(report)
+    report = torchlift.convert(path, tmp_path / "kept.safetensors", exclude=["l.*"])
+    assert "l.weight_scale_inv" not in report.lost
+    with torchlift.open(path) as ckpt:
+        report = torchlift.convert(
+            path, tmp_path / "values.pt", exclude=["*_scale_inv"], transform=by_block(ckpt)
+        )
+    assert report.lost == {}
+    torch.testing.assert_close(
+        torchlift.open(tmp_path / "values.pt")["l.weight"], expected["l.weight"]
+    )
+
+
 def test_a_rule_that_leaves_codes_leaves_their_scales(tmp_path: Path) -> None:
     """The other way out: the file stays quantised, and only other tensors are cast."""
     src, dst = tmp_path / "model.safetensors", tmp_path / "new.safetensors"
