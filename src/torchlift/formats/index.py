@@ -454,7 +454,7 @@ class Index:
         metadata: The text metadata of the format.
         blocked: Dotted names of globals that only an unpickler could rebuild.
         module_versions: Path of a module -> its local ``_metadata``, as torch saves it.
-        blocked_keys: Key -> why its value cannot be rebuilt: the name of a global, or a `Lack`.
+        blocked_keys: Key -> why its value cannot be rebuilt: the name of a global, or a ``Lack``.
         blocked_tensors: Key of such a value -> the number of tensors in it. A tensor in several
             values counts for the first one. Values without tensors are left out.
         templates: Key of a list, of a tuple or of an extra state with tensors -> its containers,
