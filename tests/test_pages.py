@@ -223,6 +223,7 @@ DEFINED = {
         "ten times": "what linear means",
     },
     "remote.rst": {
+        "30 seconds": "the longest wait for a server that asks for one",
         "60 seconds": "the time after which a range fails",
         "64 KiB": "the size of the first request",
         "4 KiB": "the size of a request for the header of an item",

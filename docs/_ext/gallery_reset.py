@@ -15,6 +15,10 @@ from sphinx.util import logging
 _logger = logging.getLogger(__name__)
 _threads = torch.get_num_threads()
 _filters = list(warnings.filters)
+with torch.device("meta"):
+    # Now torch notes which functions a device changes. If it did that while transformers has
+    # another torch.linspace there, `with torch.device("meta")` would leave linspace on the CPU.
+    torch.empty(0)
 
 
 def reset(gallery_conf: dict[str, Any], fname: str | Path | None, when: str) -> None:
