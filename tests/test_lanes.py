@@ -40,7 +40,7 @@ def test_both_lanes_run_all_that_they_choose() -> None:
         recipe = MAKEFILE.partition(f"\n{target}: ")[2].partition("\n\n")[0]
         assert f'-m "$({lane}_LANE)"' in recipe
     assert goals["slow"].split() == ["unit-slow", "timed", "nbval"]
-    assert goals["test"].split() == ["lint", "$(WHEEL)"]
+    assert goals["test"].split() == ["lint", "$(WHEEL)", "$(APART)"]
     test = MAKEFILE.partition("\ntest: ")[2].partition("\n\n")[0]
     made = re.findall(r"^\t.*\$\(MAKE\) --no-print-directory ([a-z ]+)", test, re.MULTILINE)
     assert " ".join(made).split() == ["site", "doctest", "types", "touched", "unit", "skipped"]
