@@ -105,10 +105,7 @@ def state_of(model: nn.Module) -> State:
 
 def assert_like_from_pretrained(cls: Any, config: Any, folder: Path) -> Any:
     """A skeleton that torchlift loads has bit for bit what transformers loads; the report."""
-    try:
-        expected = state_of(cls.from_pretrained(folder))
-    except ValueError as error:  # 5.23 lists VoxtralRealtimeTextModel, which it does not have
-        pytest.skip(f"transformers does not load it itself: {error}")
+    expected = state_of(cls.from_pretrained(folder))
     model = torchlift.skeleton(cls, config)
     report = torchlift.load(model, folder, rename=remap.transformers(model))
     found = state_of(model)

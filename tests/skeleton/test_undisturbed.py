@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections import OrderedDict
+from typing import Any
 
 import pytest
 import torch
@@ -104,3 +106,30 @@ def test_a_sparse_buffer_is_made_at_once_and_stays() -> None:
     torchlift.load(made, {"weight": torch.ones(2)})
     assert made.heads.is_sparse
     assert made.weight.tolist() == [1, 1]
+
+
+class Table(OrderedDict[str, Any]):
+    """A table that runs code when somebody walks over it, as the lazy tables of transformers do."""
+
+    def values(self) -> Any:
+        raise ValueError("would import every model")
+
+    items = __iter__ = keys = values
+
+
+TABLE = Table()
+
+
+class Named(nn.Module):
+    """Looks its layer up in a table."""
+
+    table = TABLE
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = TABLE.get("linear", nn.Linear)(2, 2)
+
+
+def test_no_code_of_a_table_runs_that_the_constructor_uses() -> None:
+    """Nobody walks over the tables of other libraries."""
+    assert torchlift.skeleton(Named).layer.weight.is_meta
