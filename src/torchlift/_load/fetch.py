@@ -19,7 +19,15 @@ from torchlift._model.dtensor import (
     unwrap,
     wrap,
 )
-from torchlift._model.handlers import apply, clone_of, handles, is_plain, is_wrapper, oddity
+from torchlift._model.handlers import (
+    apply,
+    bytes_of,
+    clone_of,
+    handles,
+    is_plain,
+    is_wrapper,
+    oddity,
+)
 from torchlift._model.slots import Group, is_lazy
 from torchlift._plan.decide import Making, Step
 from torchlift._plan.planner import LoadPlan
@@ -478,15 +486,9 @@ def _same_values(one: SourceTensor, two: SourceTensor) -> bool:
     if (left.dtype, left.shape, left.layout) != (right.dtype, right.shape, right.layout):
         return False
     # As bytes: a NaN equals itself. A sparse tensor has several parts.
-    parts, others = ([*map(_bytes_of, dense_of(each))] for each in (left, right))
+    parts, others = ([*map(bytes_of, dense_of(each))] for each in (left, right))
     return len(parts) == len(others) and all(map(torch.equal, parts, others))
 
 
 def _content(entry: TensorEntry) -> tuple[object, ...]:
     return entry.type_name, entry.shape, entry.stride, entry.chunks, entry.encoding
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    # flatten() keeps the stride of a single element, which a view as bytes may refuse.
-    dense = tensor.resolve_conj().resolve_neg().contiguous()
-    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)

@@ -159,6 +159,21 @@ def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [getattr(tensor, name) for name in flatten()[0]] if flatten else []
 
 
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a dense tensor's values, in a row: a view if they lie so.
+
+    Example:
+        >>> bytes_of(torch.tensor([1, 2], dtype=torch.int16))
+        tensor([1, 0, 2, 0], dtype=torch.uint8)
+    """
+    tensor = tensor.detach()
+    if tensor.is_quantized:
+        tensor = tensor.int_repr()
+    dense = tensor.resolve_conj().resolve_neg().contiguous()
+    # flatten() keeps the stride of a single element, which a view as bytes may refuse.
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+
+
 def clone_of(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
     """Copy a tensor and the tensors inside of it, without the class's own `clone`.
 

@@ -9,7 +9,7 @@ loaded, and the live tensors are back. From there on no code of the model runs.
 from __future__ import annotations
 
 import copy
-from bisect import bisect
+from bisect import bisect, bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ from torch import nn
 
 from torchlift._model.commit import Commit, content_bytes, successor_of
 from torchlift._model.dtensor import is_fsdp, local_tensor, refresh_shards
-from torchlift._model.handlers import clone_of, has_memory, inner_tensors, is_wrapper
+from torchlift._model.handlers import bytes_of, clone_of, has_memory, inner_tensors, is_wrapper
 from torchlift._model.names import wrapped_by
 from torchlift._model.slots import ModuleTree, is_lazy, walk
 from torchlift._model.state import ModuleHolder, own
@@ -37,8 +37,8 @@ from torchlift._system.containers import leaves
 from torchlift._system.interrupts import Interruptible
 from torchlift._system.text import clipped_list
 from torchlift.errors import CheckpointError, MismatchError, PlacementError, note
+from torchlift.formats.flattening import EXTRA_STATE, extra_state
 
-_EXTRA = "_extra_state"
 #: An attribute of such a type keeps no tensor.
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 #: Identities of the models whose loading code runs now.
@@ -63,7 +63,12 @@ class LoadingCode(NamedTuple):
     modules: Sequence[tuple[str, nn.Module]]
     roots: Sequence[tuple[str, nn.Module]]
     is_override: bool
-    prefixes: tuple[str, ...]
+    prefixes: Sequence[str]
+
+    def covers(self, name: str) -> bool:
+        """Return whether the code can change a name."""
+        at = bisect(self.prefixes, name) - 1  # sorted, and none is inside of another
+        return at >= 0 and name.startswith(self.prefixes[at])
 
 
 def find_loading_code(
@@ -104,7 +109,7 @@ def find_loading_code(
     for prefix in sorted([*sharing, *(prefix for prefix, _ in modules)]):
         if not (prefixes and prefix.startswith(prefixes[-1])):  # inside of the one before
             prefixes.append(prefix)
-    return LoadingCode(modules, [*overriding, *with_code], bool(overriding), tuple(prefixes))
+    return LoadingCode(modules, [*overriding, *with_code], bool(overriding), prefixes)
 
 
 def _overriding(prefix: str, module: nn.Module, *, inside: bool) -> tuple[str, nn.Module] | None:
@@ -235,13 +240,13 @@ def run_loading_code(
         )
     commit.keep_attributes(tree.modules)
     commit.keep_flags(tree)
+    given = {extra_state(name) for name in shown.values}
     for prefix, module in code.modules:
-        begin = f"{prefix}{_EXTRA}."
-        if _takes_extra(type(module)) and any(f"{n}.".startswith(begin) for n in shown.values):
+        if prefix + EXTRA_STATE in given and _takes_extra(type(module)):
             _keep_extra_state(module, commit)
     run = _Run(code, shown, refuses, strict=strict)
     for group in tree.attributes:
-        if id(group.slots[0].module) in run.writing or group.fqn.startswith(code.prefixes):
+        if id(group.slots[0].module) in run.writing or code.covers(group.fqn):
             commit.keep_values(group.tensor, group.fqn)
     _RUNNING.add(id(tree.model))
     try:
@@ -359,7 +364,6 @@ class _Run:
     def __init__(self, code: LoadingCode, shown: Shown, refuses: Refuses, *, strict: bool) -> None:
         self.outcome = Outcome()
         self._code, self._shown, self._refuses, self._strict = code, shown, refuses, strict
-        self._inside = code.prefixes
         self._modules = {id(m): m for root in code.roots for _, m in walk(root[1])}
         # Modules with code, whose tensors get stand-ins. torch copies there, and assigns elsewhere.
         self._with_code = self._find_code()
@@ -485,9 +489,8 @@ class _Run:
             for name, value in shown.values.items()
             if name.startswith(prefix)
         )
-        for path, module in paths:
-            if _takes_extra(type(module)):
-                _nest(state, path[len(prefix) :] + _EXTRA)
+        takers = (path[len(prefix) :] for path, module in paths if _takes_extra(type(module)))
+        _nest(state, {path + EXTRA_STATE for path in takers})
         state._metadata = OrderedDict(  # type: ignore[attr-defined]
             (f"{path}."[len(prefix) : -1], dict(says))
             for path, says in shown.versions.items()
@@ -563,7 +566,7 @@ class _Run:
         (self._begun.discard if prefix else self._begun.add)(id(module))
         copies = id(module) in self._copying
         metadata["assign_to_params_buffers"] = not copies
-        is_inside = self._paths.get(id(module), "").startswith(self._inside)
+        is_inside = self._code.covers(self._paths.get(id(module), ""))
         for place, tensor in _places(module):
             name = prefix + place.name
             if not is_inside:
@@ -658,7 +661,7 @@ class _Run:
         for prefix, module in tree.paths:
             for place, found in _places(module):
                 places[place.key] = place, found
-                if (name := prefix + place.name).startswith(self._inside):
+                if self._code.covers(name := prefix + place.name):
                     names.setdefault(place.key, []).append(name)
         for key, (place, found) in places.items():
             start, called = self._start.get(key), names.get(key, [])
@@ -808,9 +811,15 @@ class _Run:
         out, shown = self.outcome, self._shown
         gone = {*out.unexpected, *out.tensors}
         mapped = {memory_of(shown.tensors[name]) for name in shown.mapped} - {None}
+        # Sorted: a walk over all of them for each module would cost the square of many modules.
+        order, renamed = sorted(shown.tensors), sorted(out.tensors.keys() - shown.tensors.keys())
+        places = {name: at for at, name in enumerate(shown.tensors)}
         for prefix, module, before in self._before_code:
             attributes = vars(module)
             changed = [name for name, value in attributes.items() if before.get(name) is not value]
+            takes_extra = _takes_extra(type(module))
+            if not (changed or takes_extra):
+                continue
             for name in changed:
                 if any(_is_of_memory(leaf, mapped) for leaf in leaves(attributes[name]).values()):
                     attributes[name] = copied(attributes[name], mapped)
@@ -821,18 +830,24 @@ class _Run:
                 for name in changed
                 for leaf in leaves(attributes[name]).values()
             )
-            is_renamed = any(n.startswith(prefix) and n not in shown.tensors for n in out.tensors)
-            extra = f"{prefix}{_EXTRA}."
-            for name in shown.tensors:
-                is_extra = f"{name}.".startswith(extra) and _takes_extra(type(module))
+            keeps = bool(changed) and not _names_under(prefix, renamed)
+            for name in sorted(_names_under(prefix, order), key=places.__getitem__):
+                is_extra = takes_extra and extra_state(name) == prefix + EXTRA_STATE
                 is_own = (
-                    (holds or name[len(prefix) :].partition(".")[0] in attributes)
-                    and bool(changed) and not is_renamed
-                    and name.startswith(prefix) and not name.startswith(children)
+                    keeps
+                    and (holds or name[len(prefix) :].partition(".")[0] in attributes)
+                    and not name.startswith(children)
                     and name not in slots
-                )  # fmt: skip
+                )
                 if (is_extra or is_own) and name not in gone:
                     out.kept.append(name)
+
+
+def _names_under(prefix: str, order: Sequence[str]) -> Sequence[str]:
+    """Return which of these sorted names begin with a prefix."""
+    # It is empty or ends in a dot, and a slash is the character after that.
+    end = bisect_left(order, prefix[:-1] + "/") if prefix else len(order)
+    return order[bisect_left(order, prefix) : end]
 
 
 def _can_take(tensor: torch.Tensor, value: object, *, copies: bool) -> bool:
@@ -887,19 +902,23 @@ def copied(state: Any, memories: Collection[int | None] = ()) -> Any:
         return state
 
 
-def _nest(state: dict[str, Any], name: str) -> None:
-    """Join values that were saved without containers to nested dicts under a name."""
-    inside = [key for key in state if key.startswith(name + ".")]
-    if name in state or not inside:
-        return
-    nested: dict[str, Any] = {}
-    for key in inside:
+def _nest(state: dict[str, Any], names: Collection[str]) -> None:
+    """Join extra states that were saved without containers to nested dicts.
+
+    Args:
+        state: Name -> value.
+        names: The names of extra states.
+    """
+    whole = {*state}
+    for key in list(state):
+        name = extra_state(key)
+        if name not in names or name in whole:
+            continue
         *path, last = key[len(name) + 1 :].split(".")
-        place = nested
+        place = state.setdefault(name, {})
         for part in path:
             place = place.setdefault(part, {})
         place[last] = state.pop(key)
-    state[name] = nested
 
 
 def written_on_meta(name: str, file: str | None = None) -> PlacementError:
@@ -935,16 +954,7 @@ def has_same_bytes(one: torch.Tensor, two: torch.Tensor) -> bool:
     if one.is_meta or two.is_meta or _layout(one) != _layout(two):
         return _layout(one) == _layout(two)
     # torch cannot compare sparse tensors; of these, writes that it counts are known.
-    return not has_memory(one) or torch.equal(_bytes_of(one), _bytes_of(two))
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    if tensor.is_quantized:
-        tensor = tensor.int_repr()
-    dense = tensor.resolve_conj().resolve_neg().contiguous()
-    # flatten() keeps the stride of a single element, which a view as bytes may refuse.
-    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+    return not has_memory(one) or torch.equal(bytes_of(one), bytes_of(two))
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -24,9 +24,9 @@ from torchlift._model.slots import ModuleTree
 from torchlift._model.torch_private import version_of
 from torchlift._plan.names import Named, templates_by_name, versions_by_name
 from torchlift._plan.rules import Options, allowed
-from torchlift._sources.opening import Origin, extra_state
+from torchlift._sources.opening import Origin
 from torchlift._sources.tensors import MemoryTensor, SourceTensor
-from torchlift.formats.flattening import Containers, flatten_state
+from torchlift.formats.flattening import Containers, extra_state, flatten_state
 
 
 class _Known(NamedTuple):
@@ -126,7 +126,7 @@ def through_loading_code(
         commit: Undoes what the code changes.
         owns: Whether nothing of the model may stay mapped.
     """
-    code, inside = named.code, named.code.prefixes if named.code else ()
+    code = named.code
     assert code is not None
     like = {slot.fqn: group.tensor for group in tree.groups for slot in group.slots}
     if (naming := wrapped_names(tree)) is not None:  # keys lack the steps of some wrappers
@@ -134,7 +134,7 @@ def through_loading_code(
     values, on_meta = _ShownTensors(), {group.fqn for group in tree.on_meta}
     tensors, mapped = dict[str, torch.Tensor](), set[str]()
     for name, one in named.candidates.items():
-        if name.startswith(inside):
+        if code.covers(name):
             is_mapped = owns and one.entry is not None
             copies = is_mapped and bool(extra_state(name))
             tensors[name] = values.show(one, origin.shown(one, like.get(name)), copies=copies)
@@ -145,7 +145,7 @@ def through_loading_code(
     objects = {
         name: copied(named.values[key]) if extra_state(name) else named.values[key]
         for key, name in named.objects.items()
-        if name.startswith(inside)
+        if code.covers(name)
     }
     shown = Shown(
         path=origin.path,
@@ -156,17 +156,16 @@ def through_loading_code(
     )
 
     canonical = named.naming.canonical if named.naming is not None else str
-    tied = _names_of_ties(tree, named.candidates)
+    computed = {s.fqn for group in tree.groups for s in group.slots if not s.persistent}
+    excused = named.left_out | {*map(canonical, _names_of_ties(tree, named.candidates))}
+    ignored = {*map(canonical, (*computed, *(named.of_program or ())))}
 
     def refuses(
         missing: Sequence[str], unexpected: Sequence[str], misshapen: Sequence[str]
     ) -> bool:
         lacking, extra = {*map(canonical, missing)}, {*map(canonical, unexpected)}
-        computed = {s.fqn for group in tree.groups for s in group.slots if not s.persistent}
-        lacking -= allowed(lacking, options.allow_missing) | named.left_out
-        lacking -= {*map(canonical, tied)}
-        extra -= allowed(extra, options.allow_unexpected) | {*map(canonical, computed)}
-        extra -= {*map(canonical, named.of_program or ())}
+        lacking -= allowed(lacking, options.allow_missing) | excused
+        extra -= allowed(extra, options.allow_unexpected) | ignored
         wrong = misshapen if options.transform is None and not options.ignore_mismatched else []
         return bool(wrong) or (options.strict and bool(lacking or extra))
 
@@ -188,7 +187,7 @@ def through_loading_code(
         flat = flatten_state({name: shown.values.get(name)}, rule)
         unexpected += [*flat.tensors, *flat.objects] if name in shown.values else [name]
     outcome.unexpected = unexpected
-    rest = {key: name for key, name in named.objects.items() if not name.startswith(inside)}
+    rest = {key: name for key, name in named.objects.items() if not code.covers(name)}
     left_out = named.left_out | outcome.own
     named = named._replace(candidates=found, objects=rest, left_out=left_out)
     return Changed(named, outcome, on_meta)

@@ -17,11 +17,12 @@ from torchlift._model.names import Names
 from torchlift._model.slots import Group
 from torchlift._plan.report import Mismatch
 from torchlift._plan.rules import Rename, apply_rename, rename_keys
-from torchlift._sources.opening import Origin, extra_state
+from torchlift._sources.opening import Origin
 from torchlift._sources.tensors import SourceTensor, describe, tensor_of
 from torchlift._system.containers import leaves
 from torchlift._system.text import clipped_list
 from torchlift.errors import MismatchError
+from torchlift.formats.flattening import extra_state
 from torchlift.formats.index import TensorEntry
 from torchlift.formats.scales import Quantised
 from torchlift.formats.source import errors_name

@@ -402,7 +402,7 @@ def _name_tensors(tree: ModuleTree, origin: Origin, options: Options, *, wrapped
     needed = {key: like[name] for key, name in names.items() if name in like}
     origin.resolve({k: spans_of(t, k) if is_dtensor(t) else None for k, t in needed.items()})
     if code is not None:  # it sees values, so they are fetched now
-        origin.receive([key for key, name in names.items() if name.startswith(code.prefixes)])
+        origin.receive([key for key, name in names.items() if code.covers(name)])
     candidates = {name: origin.candidates[key] for key, name in names.items()} | made
     ties = apply_rename(
         {name: key for name, key in origin.noted.items() if key in names}, options.rename

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -26,6 +25,7 @@ from torchlift._model.handlers import clone_of, has_memory, inner_tensors
 from torchlift._model.holders import has_holders
 from torchlift._model.slots import CONSTRUCTION, Group, ModuleTree, Slot, is_lazy, read_tree
 from torchlift._model.torch_private import forbid_address, key_of, swap_content, version_of
+from torchlift._system.containers import values_in
 from torchlift._system.interrupts import uninterrupted
 from torchlift._system.memory import collection_paused, trim
 from torchlift._system.text import clipped_list
@@ -371,21 +371,6 @@ def _copy_containers(value: Any) -> Any:
     return copy.copy(value) if isinstance(value, (list, set)) else value
 
 
-def _values_in(tree: object) -> Iterator[object]:
-    """Yield what plain containers hold. To walk over another class would run its code.
-
-    The lazy tables of transformers, for example, import every model of the library.
-    """
-    todo, known = [tree], set[int]()
-    while todo:
-        one: Any = todo.pop()
-        if type(one) not in (dict, OrderedDict, list, tuple, set):
-            yield one
-        elif id(one) not in known:
-            known.add(id(one))
-            todo += one.values() if isinstance(one, dict) else one
-
-
 def _gets_live_module(factory: Any, args: object, kwargs: object) -> bool:
     """Return whether a factory refers to a module or a parameter with values.
 
@@ -403,10 +388,10 @@ def _gets_live_module(factory: Any, args: object, kwargs: object) -> bool:
     names = getattr(getattr(function, "__code__", None), "co_names", ())
     known = getattr(function, "__globals__", {})
     given += [known[name] for name in names if name in known]
-    found = [*_values_in(given)]
+    found = [*values_in(given)]
     # Of a configuration or a trainer, and of a class that keeps a module.
     objects = [one for one in found if not isinstance(one, (nn.Module, torch.Tensor, ModuleType))]
-    found += _values_in([[*vars(one).values()] for one in objects if hasattr(one, "__dict__")])
+    found += values_in([[*vars(one).values()] for one in objects if hasattr(one, "__dict__")])
     modules = [one for one in found if isinstance(one, nn.Module) and "_modules" in vars(one)]
     tensors = [group.tensor for module in modules for group in ModuleTree(module).groups]
     tensors += [one for one in found if isinstance(one, nn.Parameter)]
@@ -602,7 +587,7 @@ def _has_meta_device(model: nn.Module) -> bool:
         for name, value in vars(module).items():
             held: Iterable[object] = (value,)
             if type(value) in (dict, list, tuple) and value and name not in _REGISTRIES:
-                held = _values_in(value)
+                held = values_in(value)
             if any(type(one) in (torch.device, str) and str(one) == "meta" for one in held):
                 return True
     return False

@@ -29,10 +29,12 @@ from torchlift._system.containers import leaves
 from torchlift.errors import CheckpointError, FormatError
 from torchlift.formats.detect import refuse_slice
 from torchlift.formats.flattening import (
+    EXTRA_STATE,
     MISSING,
     Containers,
     Flat,
     below,
+    extra_state,
     flatten_state,
     items_of,
     name_text,
@@ -47,7 +49,6 @@ from torchlift.formats.torchscript import CONSTANTS
 #: The types that a caller may pass as a checkpoint.
 Given = Checkpoint | str | os.PathLike[str] | BinaryIO | Mapping[str, Any]
 
-_EXTRA_STATE = "_extra_state"
 #: The path of a state dict in messages and reports.
 IN_MEMORY = "the state dict"
 
@@ -249,17 +250,6 @@ def _owners(layers: Sequence[Layer]) -> dict[str, str]:
     return {key: last.get(extra_state(key), name) for key, name in owner.items()}
 
 
-def extra_state(key: str) -> str:
-    """Return the name of the extra state that a key belongs to, or an empty text.
-
-    Example:
-        >>> extra_state("a._extra_state.scale.0"), extra_state("a.weight")
-        ('a._extra_state', '')
-    """
-    at = f".{key}.".find(f".{_EXTRA_STATE}.")
-    return key[: at + len(_EXTRA_STATE)] if at >= 0 else ""
-
-
 class Origin:
     """The source of the values of a load.
 
@@ -421,7 +411,7 @@ def _keys_of_program(ckpt: Checkpoint) -> set[str] | None:
 def _objects_of(ckpt: Checkpoint) -> Mapping[str, object]:
     """Return the non-tensor values, as saved if a module's own code may get them."""
     # An index has text in place of dtypes, and flattens an extra state. All else is as saved.
-    keys = [k for k, v in ckpt.objects.items() if type(v) is str or _EXTRA_STATE in k]
+    keys = [k for k, v in ckpt.objects.items() if type(v) is str or EXTRA_STATE in k]
     saved = objects_as_saved(ckpt._index) if keys else {}
     saved = {key: saved[key] for key in keys if key in saved}
     return ChainMap(saved, ckpt.objects) if saved else ckpt.objects  # type: ignore[arg-type]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -35,3 +36,22 @@ def leaves(tree: Any) -> dict[tuple[Any, ...], Any]:
     found: dict[tuple[Any, ...], Any] = {}
     map_leaves(tree, lambda leaf, path: found.setdefault(path, leaf))
     return found
+
+
+def values_in(tree: object) -> Iterator[object]:
+    """Yield what plain containers hold. To walk over another class would run its code.
+
+    The lazy tables of transformers, for example, import every model of the library.
+
+    Example:
+        >>> sorted(values_in({"a": [1, (2,)]}))
+        [1, 2]
+    """
+    todo, known = [tree], set[int]()
+    while todo:
+        one: Any = todo.pop()
+        if type(one) not in (dict, OrderedDict, list, tuple, set):
+            yield one
+        elif id(one) not in known:
+            known.add(id(one))
+            todo += one.values() if isinstance(one, dict) else one

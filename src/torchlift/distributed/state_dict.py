@@ -1102,11 +1102,10 @@ def _make_room(job: _Job, inbox: Inbox) -> int:
     model, names = job.state.model or {}, job.names
     keys = [names.key(name) for name in model]
     code = find_loading_code(job.tree, keys, inside=False)
-    prefixes = code.prefixes if code is not None else ()
     needed = 0
     for at, (name, key) in enumerate(zip([*model], keys, strict=True)):
         value, like = model[name], names.tensors.get(name)
-        if like is None and not key.startswith(prefixes):
+        if like is None and not (code is not None and code.covers(key)):
             continue
         needed |= 1 << at
         if isinstance(value, Sent):

@@ -48,7 +48,7 @@ ROOT_TENSOR, ROOT_OBJECT = "tensor", "object"
 MISSING = object()
 
 _MAX_DEPTH = 100
-_EXTRA_STATE = "_extra_state"
+EXTRA_STATE = "_extra_state"
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _TENSORS = (TensorRef, StorageRef)
 _HOLDING = (TensorRef, Blocked)
@@ -196,7 +196,7 @@ class _Flattener:
         items = self.containers.items(value, depth)
         is_mapping = isinstance(value, Mapping)
         # Loading code of a module may expect the list or tuple, as torch.ao's int8 layers do.
-        if items is not None and (not is_mapping or key.endswith(_EXTRA_STATE)):
+        if items is not None and (not is_mapping or key.endswith(EXTRA_STATE)):
             with suppress(_NotPlain):
                 self.flat.templates[key] = self._template(key, "", value, depth)
         if items is not None:
@@ -628,3 +628,14 @@ def blocked_error(
         found=f"{count_of(count, 'tensor')} in it" if count else None,
         hint=hint,
     )
+
+
+def extra_state(key: str) -> str:
+    """Return the name of the extra state that a key belongs to, or an empty text.
+
+    Example:
+        >>> extra_state("a._extra_state.scale.0"), extra_state("a.weight")
+        ('a._extra_state', '')
+    """
+    at = f".{key}.".find(f".{EXTRA_STATE}.")
+    return key[: at + len(EXTRA_STATE)] if at >= 0 else ""
