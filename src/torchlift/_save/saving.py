@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from tempfile import TemporaryDirectory, TemporaryFile
@@ -31,7 +31,16 @@ from torchlift._save.layouts import (
     add_objects,
     dcp_output,
 )
-from torchlift._save.mesh import SavingRanks, commit, read_parts, share_state, write_together
+from torchlift._save.mesh import (
+    LocalState,
+    Message,
+    SavingRanks,
+    SharedState,
+    commit,
+    read_parts,
+    share_state,
+    write_together,
+)
 from torchlift._save.pickling import lay_out_torch_file
 from torchlift._save.target import Target
 from torchlift._save.values import (
@@ -245,24 +254,27 @@ def save(
 
     given: Any = path
     started = time.perf_counter()
-    is_alone = process_group is None and not any(map(is_dtensor, _inside(obj)))
-    # Ctrl-C arrives where the ranks exchange messages. Else the others would wait.
-    with nullcontext() if is_alone else uninterrupted():
-        ranks = SavingRanks(process_group, alone=is_alone)
-        target, state = ranks.group.run(lambda: StepResult(prepare(), None)).value
-        options = SaveOptions(checksum, progress)
+    if process_group is None and not any(map(is_dtensor, _inside(obj))):
+        target, state = prepare()
         # An object may hold DTensors that only its state_dict() returns.
-        if is_alone and not any(map(is_dtensor, state.tensors.values())):
+        if not any(map(is_dtensor, state.tensors.values())):
+            options = SaveOptions(checksum, progress)
             if isinstance(obj, Checkpoint):
                 options = replace(options, check=partial(require_unchanged, obj))
             else:
                 with collection_paused():
                     state.values = [Value.of_tensor(*each) for each in state.tensors.items()]
             report = write_state(target, state, options)
-        else:
-            with uninterrupted(), errors_name(target.path):
-                ranks = SavingRanks(process_group)
-                report = _save_together(ranks, target, state, options, replicated)
+            return replace(report, seconds=time.perf_counter() - started)
+
+        def prepare() -> tuple[Target, State]:
+            return target, state
+
+    # Ctrl-C arrives where the ranks exchange messages. Else the others would wait.
+    with uninterrupted():
+        report = _save_together(
+            SavingRanks(process_group), prepare, SaveOptions(checksum, progress), replicated
+        )
     return replace(report, seconds=time.perf_counter() - started)
 
 
@@ -297,7 +309,10 @@ def write_state(target: Target, state: State, options: SaveOptions) -> SaveRepor
 
 
 def _save_together(
-    ranks: SavingRanks, target: Target, state: State, options: SaveOptions, replicated: str
+    ranks: SavingRanks,
+    prepare: Callable[[], tuple[Target, State]],
+    options: SaveOptions,
+    replicated: str,
 ) -> SaveReport:
     """Save from a mesh. All ranks call this.
 
@@ -305,21 +320,37 @@ def _save_together(
         PlacementError: If ranks hold different things under one key.
         CheckpointError: If a rank fails or dies.
     """
-    compared = {
-        "format": target.format, "max_shard_size": target.limit, "checksum": options.checksum,
-        "replicated": replicated, "name": name_of(target.head),
-    }  # fmt: skip
-    is_folder, compare = target.format == "dcp", replicated == "equal"
-    shared = share_state(ranks, state, compared, compare=compare)
-    head = target.head
-    if not is_folder and is_url(head):
-        raise PlacementError(
-            "several ranks cannot write into one object of a store",
-            file=head,
-            expected="a DCP folder, to which each rank writes objects of its own",
-            found=f"{len(ranks.ranks)} ranks",
-            hint='Pass format="dcp"; torchlift.convert makes one file of that.',
-        )
+    compare = replicated == "equal"
+
+    def describe() -> StepResult[tuple[Target, LocalState], Message]:
+        target, state = prepare()
+        is_folder = target.format == "dcp"
+        arguments = {
+            "format": target.format, "max_shard_size": target.limit, "checksum": options.checksum,
+            "replicated": replicated, "name": name_of(target.head),
+        }  # fmt: skip
+        with errors_name(target.path):
+            if not is_folder and is_url(target.head):
+                raise PlacementError(
+                    "several ranks cannot write into one object of a store",
+                    expected="a DCP folder, to which each rank writes objects of its own",
+                    found=f"{len(ranks.ranks)} ranks",
+                    hint='Pass format="dcp"; torchlift.convert makes one file of that.',
+                )
+            local = LocalState.of(state, compare=compare, sends_objects=not is_folder)
+            return StepResult((target, local), local.message(arguments))
+
+    (target, local), messages = ranks.group.run(describe)
+    with errors_name(target.path):
+        shared = share_state(ranks, local, messages)
+        return _write_shared(ranks, target, shared, options, compare=compare)
+
+
+def _write_shared(
+    ranks: SavingRanks, target: Target, shared: SharedState, options: SaveOptions, *, compare: bool
+) -> SaveReport:
+    """Write what all ranks hold, to a folder or to one file that the first rank makes."""
+    head, is_folder = target.head, target.format == "dcp"
 
     def lay_out() -> Output:
         own = OwnFile(ranks.number)
@@ -330,7 +361,7 @@ def _save_together(
             return Output(head, {own.name: own.sections}, items=own.items)
         if ranks.leads:
             target.require_free_place(head)
-            add_objects(own, shared.state)
+        add_objects(own, shared.objects)
         return dcp_output(target.path, shared.state, shared.stored, own, shared.tied)
 
     def make_file(_: Output, parts: Files | Objects, written: Sequence[Written]) -> SaveReport:
@@ -352,8 +383,7 @@ def _save_together(
         appear if is_folder else make_file, shared.sum_up if compare else dict,
         progress=options.progress,
     )  # fmt: skip
-    lost = {**shared.lost, **saved.result.lost}
-    return replace(saved.result, lost=lost, written=saved.nbytes)
+    return replace(saved.result, written=saved.nbytes)
 
 
 def _report(
