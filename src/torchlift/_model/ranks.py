@@ -25,6 +25,7 @@ from torchlift._model.handlers import is_wrapper
 from torchlift._model.names import is_fsdp1, wrapped_by
 from torchlift._model.torch_private import set_timeout, timeout_of
 from torchlift._system.interrupts import uninterrupted
+from torchlift._system.text import clipped_list
 from torchlift.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -307,8 +308,10 @@ class RankGroup:
         return [row[:length].cpu().numpy().tobytes() for row, length in found]
 
     def _lost_error(self, lost: RuntimeError) -> CheckpointError:
+        ranks = sorted({who for group in self.groups for who in ranks_of(group)})
         return self._kind(
             "another rank died or does not answer",
+            expected=f"the same call on the ranks {clipped_list(map(str, ranks))}",
             found=str(lost).partition("\n")[0],
             hint="Nothing has changed here; of a save the file is the old one, or the complete "
             "new one if that rank was last.",
