@@ -1,6 +1,6 @@
 """
-Unified memory: load a model once, not two or three times
-=========================================================
+Unified memory: one copy of a model on DGX Spark and Strix Halo
+===============================================================
 
 DGX Spark, Strix Halo and Apple silicon have one memory for the CPU and the GPU. A model of 70 GB
 should fit into 128 GB, but the load ends with *out of memory*. What takes the memory twice?
