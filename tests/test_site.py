@@ -331,7 +331,8 @@ def test_page_is_accessible_and_fits_at_every_width_and_theme(
 
 
 #: What a page hides on purpose: what is folded, what a card of the gallery has no room for, the
-#: types of a signature, the steps that buttons tell, and the heading that search engines read on the first page.
+#: types of a signature, the steps that buttons tell, and the heading that search engines read on
+#: the first page.
 HIDDEN = ", ".join(
     [
         "details:not([open]) > :not(summary)",
