@@ -38,6 +38,7 @@ KINDS = {
     "guide": "guide/migration.html",
     "tutorial": "auto_recipes/00_tutorial/plot_02_into_a_model.html",
     "stepper": "guide/how_loading_works.html",
+    "calculator": "guide/calculator.html",
 }
 WIDTHS = 390, 1280, 1440
 #: Where axe looks: every width and both themes, without looking twice at what it has seen.
@@ -586,6 +587,35 @@ def test_a_picture_is_told_step_by_step(place: int, browser: Browser, address: s
     browser.run(f"{back}.click()")
     assert browser.run(told)[:11] == "Step 3 of 5"
     assert browser.run("location.pathname").endswith(KINDS["stepper"])
+    assert not browser.errors
+
+
+def test_the_calculator_has_the_numbers_of_the_page_on_memory(
+    browser: Browser, address: str
+) -> None:
+    """A file of 13 GB: 26 GB if it is loaded as usual in bfloat16, 52 GB to train with AdamW."""
+    browser.show(1280, "light")
+    browser.open(address + KINDS["calculator"])
+    rows = "[...document.querySelectorAll('[data-calculator] tbody tr')]"
+    cells = f"{rows}.map(row => [...row.children].map(cell => cell.textContent))"
+
+    def enter(name: str, value: str) -> None:
+        field = f"document.querySelector('[data-calculator] [name={name}]')"
+        browser.run(f"{field}.value = '{value}'")
+        browser.run(f"{field}.dispatchEvent(new Event('input', {{bubbles: true}}))")
+
+    enter("billions", "6.5")
+    usual, mapped, read, train = browser.run(cells)
+    assert usual[1:] == ["26.0 GB", "2.00", "no"]
+    assert mapped[1:] == ["0.00 GB", "0.00", "yes"]
+    assert read[1:] == ["13.1 GB", "1.01", "yes"]
+    assert train[1:] == ["52.0 GB", "4.00", "no"]
+    enter("ranks", "4")
+    assert browser.run(cells)[3][1:] == ["13.0 GB", "1.00", "yes"]
+    enter("memory", "4")
+    assert browser.run(cells)[1] == ["torchlift.load into a skeleton", "6.57 GB", "0.51", "yes"]
+    enter("billions", "")
+    assert browser.run(cells)[1][1] == "6.57 GB", "an empty field changes nothing"
     assert not browser.errors
 
 
