@@ -59,7 +59,7 @@ class Kept:
 
 
 class _Head(NamedTuple):
-    """What a checkpoint says about itself.
+    """The facts that a checkpoint states about itself.
 
     Attributes:
         is_ours: Whether a Keeper wrote it.
@@ -184,7 +184,11 @@ class RunFolder:
         return found
 
     def _find_best(self, kept: Sequence[Kept]) -> tuple[str | None, list[str]]:
-        """Return the path of the best checkpoint, and the paths of those that cannot be read."""
+        """Find the best checkpoint.
+
+        Returns:
+            Its path, and the paths of checkpoints that cannot be read.
+        """
         ranked, unread = list[tuple[float, str]](), list[str]()
         for one in reversed(kept):
             try:
@@ -348,8 +352,8 @@ class KeptFolder(RunFolder):
     def _remove(self, path: str) -> bool:
         """Remove a checkpoint of a Keeper, or what a killed save or removal left of one.
 
-        What another program wrote stays, also beside the files of a checkpoint. The file that makes
-        a checkpoint complete is removed first, so that no half of one is taken for a checkpoint.
+        Files of other programs stay, also next to those of a checkpoint. The file that makes a
+        checkpoint complete is removed first, so that nobody uses half of one.
 
         Returns:
             Whether nothing is left.

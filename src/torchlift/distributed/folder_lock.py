@@ -31,7 +31,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 class FolderLock:
     """Reserves a folder for one Keeper, until `release` or the end of this process.
 
-    A URL has no lock. A folder that is not writable needs none, because no job can save there.
+    A URL is not locked. Nor is a folder that is not writable, because no job can save there.
 
     Attributes:
         descriptor: The open file, or -1.
