@@ -134,7 +134,7 @@ class KeeperCallback(TrainerCallback):
         self.keeper.save(step, self._objects(), trainer=_TrainerState(trainer), metrics=metrics)
 
     def _check_arguments(self, args: Any) -> None:
-        """Refuse arguments of the Trainer that need its own files, and warn of those without effect.
+        """Refuse arguments that need the Trainer's own files, and warn of those without effect.
 
         Raises:
             ValueError: If there is one.
