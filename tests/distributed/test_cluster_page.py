@@ -274,6 +274,10 @@ def test_adapters_under_fsdp2_are_saved_without_their_base(tmp_path: Path) -> No
         assert [*ckpt] == ["0", "1", "2", "3"]
 
 
+def _falling(step: int, steps: int) -> float:
+    return 1 - step / steps
+
+
 @pytest.mark.parametrize("kind", ["cosine", "lambda"])
 def test_a_finished_run_that_is_made_longer(tmp_path: Path, kind: str) -> None:
     """The old cosine rises again; a function is that of the new start."""
@@ -284,9 +288,8 @@ def test_a_finished_run_that_is_made_longer(tmp_path: Path, kind: str) -> None:
         if kind == "cosine":
             scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         else:
-            scheduler = torch.optim.lr_scheduler.LambdaLR(
-                optimizer, lambda n, all=steps: 1 - n / all
-            )
+            rate = partial(_falling, steps=steps)
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
         state, rates = {"model": model, "optimizer": optimizer, "scheduler": scheduler}, []
         with torchlift.Keeper(tmp_path) as keeper:
             for step in range(keeper.resume(state) or 0, steps):

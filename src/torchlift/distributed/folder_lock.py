@@ -102,12 +102,13 @@ class FolderLock:
         if self.descriptor < 0 or self._held[0] != os.getpid():
             return
         with uninterrupted():
-            descriptor, self.descriptor = self.descriptor, -1
             with suppress(OSError):  # a file without a lock keeps nobody out
-                if self._is_in_place(os.fstat(descriptor)):  # and not the file of another job
+                if self._is_in_place(os.fstat(self.descriptor)):  # and not that of another job
                     os.unlink(self._path)
-            os.close(descriptor)
+            # In this order, a second call finishes one that two interrupts ended.
             _held.discard(self._held)
+            descriptor, self.descriptor = self.descriptor, -1
+            os.close(descriptor)
 
     def _is_in_place(self, opened: os.stat_result) -> bool:
         try:
