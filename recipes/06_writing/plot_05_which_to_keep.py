@@ -44,8 +44,8 @@ print("kept:", keeper.steps(), "- the best of all was step", best)
 
 # %%
 # You can write your own rule as a function. It gets the kept checkpoints, the latest one last, and
-# returns the ones to keep. Each has a ``step``, a ``path`` and ``metrics``. The newest checkpoint is
-# always kept.
+# returns the ones to keep. Each has a ``step``, a ``path`` and ``metrics``. The newest checkpoint
+# is always kept.
 
 
 def last_and_best_two(kept):
@@ -63,8 +63,8 @@ print("kept:", keeper.steps())
 #
 # Another job evaluates the checkpoints of a run. It lists the folder, and opens a checkpoint that a
 # Keeper has just removed, or an incomplete one. A `torchlift.distributed.RunFolder` lists complete
-# checkpoints only, and writes nothing. If a checkpoint is removed later, opening it raises one clear
-# error. A loop waits for the next checkpoint:
+# checkpoints only, and writes nothing. If a checkpoint is removed later, opening it raises one
+# clear error. A loop waits for the next checkpoint:
 
 import time
 
@@ -99,7 +99,8 @@ except torchlift.CheckpointError as error:
 other.close()
 
 # %%
-# The Keeper removes only checkpoints that a Keeper wrote. An export that you put next to them stays.
+# The Keeper removes only checkpoints that a Keeper wrote. An export that you put next to them
+# stays.
 #
 # Proof
 # -----
@@ -185,7 +186,8 @@ plt.show()
 # Use this when
 # -------------
 #
-# - **Some checkpoints should outlive the last few:** ``torchlift.Keeper(folder, best=..., every=...)``.
+# - **Some checkpoints should outlive the last few:** ``best=`` and ``every=`` of a
+#   `torchlift.Keeper`.
 # - **A run may be killed and started again:** the recipe *Save while training goes on, and resume
 #   after a kill*.
 # - **You only need the weights of a kept checkpoint:** `torchlift.load` with ``root="model"``.

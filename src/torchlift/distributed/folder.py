@@ -88,7 +88,7 @@ def _read_stamped(path: str, _: Stamp) -> _Head:
             for key, value in ckpt.objects.items()
             if key.startswith("metrics.") and isinstance(value, (int, float))
         }
-        return _Head("step" in ckpt.objects and "ranks" in names, metrics)
+        return _Head({"step", "metrics", "ranks"} <= names, metrics)
 
 
 #: A function of the complete checkpoints, the latest one last. It returns those to keep.
