@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 import pytest
@@ -40,7 +42,9 @@ from wrapped_models import (
     train,
 )
 
+import torchlift
 import torchlift.distributed as ours
+from torchlift._model.slots import read_tree
 
 
 def check(*worlds: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
@@ -339,6 +343,94 @@ def state_dicts_work_between_forward_and_backward() -> None:
     ours.set_state_dict(model, optim, model_state_dict=states[0], optim_state_dict=states[1])
     same(containers(model.state_dict()), containers(states[0]))
     del loss
+
+
+def parts() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+def trained_by(model: nn.Module, optim: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    model(torch.ones(2, 4)).sum().backward()
+    optim.step()
+    return optim
+
+
+@contextmanager
+def shared_folder() -> Iterator[str]:
+    """One temporary folder for all ranks."""
+    with TemporaryDirectory() as mine:
+        box = [mine]
+        dist.broadcast_object_list(box)
+        yield box[0]
+        dist.barrier()
+
+
+@check(2)
+def a_keeper_saves_moments_under_their_names_after_a_validation() -> None:
+    """FSDP2 leaves other parameter objects in the model, so no name was found for any moment."""
+    model = fully_shard(parts())
+    optim = trained_by(model, torch.optim.AdamW(model.parameters()))
+    with shared_folder() as folder, torch.no_grad():
+        model(torch.ones(2, 4))
+        keeper = torchlift.Keeper(folder)
+        keeper.save(1, model=model, optimizer=optim)
+        keeper.wait()
+        keys = torchlift.open(keeper.latest()).keys()
+        moments = [key for key in keys if key.endswith("exp_avg")]
+        assert moments == [f"optimizer.state.{name}.exp_avg" for name in parts().state_dict()]
+        model(torch.ones(2, 4))
+        again = torch.optim.AdamW(list(read_tree(model).model.parameters()))
+        model(torch.ones(2, 4))
+        keeper.resume(model=model, optimizer=again)
+        same(again.state_dict()["state"], optim.state_dict()["state"])
+        keeper.close()
+
+
+@check(2)
+def parameters_that_the_model_does_not_use_any_more_are_refused() -> None:
+    """Gathered ones ended the process, and replaced ones were saved without a name."""
+    gathered = parts()
+    for block in gathered[1:]:
+        fully_shard(block)
+    gathered(torch.ones(2, 4))
+    cases = [(gathered, torch.optim.AdamW(gathered.parameters()), "gathered for a forward")]
+    for part in ([], [1, 2]):
+        model = parts()
+        optim = trained_by(model, torch.optim.AdamW(model.parameters()))
+        for block in [model[at] for at in part] or [model]:
+            fully_shard(block)
+        cases.append((model, optim, "does not have any more"))
+    with shared_folder() as folder:
+        for model, optim, words in cases:
+            raises(partial(ours.get_optimizer_state_dict, model, optim), words, "after wrapping it")
+            empty = {"state": {}, "param_groups": []}
+            raises(partial(ours.set_optimizer_state_dict, model, optim, empty), words)
+            with torchlift.Keeper(folder) as keeper:
+                raises(partial(keeper.save, 1, model=model, optimizer=optim), words)
+            optim = torch.optim.AdamW([*read_tree(model).model.parameters()])  # the hint
+            names = list(parts().state_dict())
+            assert list(ours.get_optimizer_state_dict(model, optim)["state"]) == names
+
+
+@check(2)
+def state_of_a_former_parameter_is_refused_until_it_is_removed() -> None:
+    """torch raises ``KeyError: 139975134822960``, which is the id of a tensor."""
+    model = parts()
+    old = list(model.parameters())
+    optim = trained_by(model, torch.optim.AdamW(old))
+    saved = cloned(ours.get_optimizer_state_dict(model, optim))
+    fully_shard(model)
+    optim.param_groups[0]["params"] = list(model.parameters())
+    words = "in none of its groups", "optimizer.state.pop(parameter)"
+    raises(partial(ours.get_optimizer_state_dict, model, optim), *words)
+    full = ours.StateDictOptions(full_state_dict=True)
+    ours.set_optimizer_state_dict(model, optim, saved, options=full)  # as in torch, it drops these
+    same(ours.get_optimizer_state_dict(model, optim, options=full)["state"], saved["state"])
+    optim.state[old[0]] = {"step": torch.ones(())}
+    raises(partial(ours.get_optimizer_state_dict, model, optim), *words)
+    optim.state.pop(old[0])
+    same(ours.get_optimizer_state_dict(model, optim, options=full)["state"], saved["state"])
 
 
 @check(2)

@@ -21,7 +21,7 @@ from torchlift._checkpoint.kinds import array_of
 from torchlift._model.dtensor import Spans, is_dtensor, local_tensor, spans_of
 from torchlift._model.names import Names, uses_fsdp1
 from torchlift._model.ranks import RankGroup, StepResult, world_of
-from torchlift._model.slots import ModuleTree
+from torchlift._model.slots import ModuleTree, read_tree
 from torchlift._model.state import ModuleHolder
 from torchlift._save.blocks import Block, Workspace, memory_of
 from torchlift._save.files import pass_bytes
@@ -37,6 +37,8 @@ from torchlift._sources.tensors import FileTensor
 from torchlift._system.containers import leaves, map_leaves
 from torchlift.distributed.agreements import Groups, merge_groups
 from torchlift.distributed.generators import Generators
+from torchlift.distributed.optimizer_state import params_of as params_of
+from torchlift.distributed.optimizer_state import require_current
 from torchlift.distributed.options import (
     Part,
     require_groups,
@@ -109,6 +111,9 @@ class RunObjects:
                 run.optimizers[name] = obj
             else:
                 (run.stateful if _gives_state(obj) else run.plain)[name] = obj
+        # FSDP2 replaces parameters in a forward pass, so these are put back before they are named.
+        names = Names(read_tree(run.holder()))
+        require_current(names, [*run.optimizers.values()])
         ids = {name: set(map(id, module.parameters())) for name, module in run.modules.items()}
         for name, optimizer in run.optimizers.items():
             if not run.modules:
@@ -238,11 +243,6 @@ def _in_order(tree: Any) -> Any:
 
 def _name_of(path: _Path) -> str:
     return ".".join(map(str, path))
-
-
-def params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the parameters of an optimizer."""
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _require_resumable(obj: Any) -> None:
