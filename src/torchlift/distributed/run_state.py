@@ -20,7 +20,7 @@ from torchlift._checkpoint.checkpoint import open as open_checkpoint
 from torchlift._checkpoint.kinds import array_of
 from torchlift._model.dtensor import Spans, is_dtensor, local_tensor, spans_of
 from torchlift._model.names import Names, uses_fsdp1
-from torchlift._model.ranks import RankGroup, StepResult, world_of
+from torchlift._model.ranks import RankGroup, StepResult
 from torchlift._model.slots import ModuleTree, read_tree
 from torchlift._model.state import ModuleHolder
 from torchlift._save.blocks import Block, Workspace, memory_of
@@ -36,6 +36,7 @@ from torchlift._save.saving import lay_out_one_file, require_savable
 from torchlift._sources.tensors import FileTensor
 from torchlift._system.containers import leaves, map_leaves
 from torchlift.distributed.agreements import Groups, merge_groups
+from torchlift.distributed.gather import is_on_some_ranks
 from torchlift.distributed.generators import Generators
 from torchlift.distributed.optimizer_state import params_of as params_of
 from torchlift.distributed.optimizer_state import require_current
@@ -151,7 +152,7 @@ class RunObjects:
             owners = self.owners[name]
             # With one model, parameters have their names in it, as `load_optimizer` expects.
             holder = self.modules[owners[0]] if len(owners) == 1 else self.holder(owners)
-            states[name] = read_states(Part.OPTIMIZERS, holder, optimizer, compare=False).optimizer
+            states[name] = read_states(Part.OPTIMIZERS, holder, optimizer, exact=True).optimizer
         return states
 
     def find_plain(self, states: Mapping[str, Any]) -> list[_Path]:
@@ -178,7 +179,7 @@ class RunObjects:
 
 def read_model_state(module: nn.Module) -> dict[str, Any]:
     """Return the state of a model. The ranks do not communicate."""
-    return read_states(Part.MODEL, module, compare=False).model
+    return read_states(Part.MODEL, module).model
 
 
 def _values_in(tree: Any, path: _Path = ()) -> dict[_Path, Any]:
@@ -209,16 +210,6 @@ def _find_complete(value: Any) -> list[_Path]:
 def _is_part(value: object) -> bool:
     """Return whether a value is a DTensor that is divided between ranks."""
     return is_dtensor(value) and not all(each.is_replicate() for each in value.placements)
-
-
-def _is_on_some_ranks(tensor: Any) -> bool:
-    """Return whether other ranks may have another mesh, and this is a first replica on its own."""
-    mesh = tensor.device_mesh
-    place = mesh.get_coordinate()
-    if place is None or mesh.size() == world_of()[1]:
-        return False
-    pairs = zip(tensor.placements, place, strict=True)
-    return not any(each.is_partial() or (each.is_replicate() and at) for each, at in pairs)
 
 
 def _sum_of(value: Any, work: Workspace) -> bytes:
@@ -399,7 +390,7 @@ class Snapshot:
             parts |= {
                 (path, spans_of(leaf, _name_of(path))): _sum_of(leaf, work)
                 for path, leaf in leaves(self.models).items()
-                if _is_part(leaf) and _is_on_some_ranks(leaf)
+                if _is_part(leaf) and is_on_some_ranks(leaf)
             }
             facts = _Facts(sums, parts, self.groups)
             changed = [*_changed_containers(self.models, [])]
