@@ -50,7 +50,7 @@ import torchlift
 import torchlift.distributed as ours
 from torchlift._model.gathering import Gatherer
 from torchlift._model.slots import read_tree
-from torchlift.errors import CheckpointError
+from torchlift.errors import CheckpointError, PlacementError
 
 
 def check(*worlds: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
@@ -514,6 +514,25 @@ def experts_of_one_group_do_not_stand_for_those_of_another() -> None:
         nn.init.ones_(param)
     found = ours.get_model_state_dict(model, options=one)
     same(found.get("expert.bias"), None if dist.get_rank() else torch.ones(2))
+
+
+@check(2)
+def tensors_of_another_layout_are_passed_whole() -> None:
+    """`load` named an option that it lacks."""
+    model, target = fully_shard(parts()), fully_shard(parts())
+    full = ours.StateDictOptions(full_state_dict=True)
+    other = distribute_tensor(torch.ones(4, 4), cpu_mesh(2, 1), [Shard(0), Replicate()])
+    state = {**ours.get_model_state_dict(model), "0.weight": other}
+    words = "has another layout", "those of get_state_dict with full_state_dict=True"
+    with pytest.raises(PlacementError, match=words[0]) as caught:
+        torchlift.load(target, state)
+    assert words[1] in str(caught.value)
+    raises(partial(ours.set_model_state_dict, target, state), *words)
+    whole = ours.get_model_state_dict(model, options=full)
+    torchlift.load(target, whole)
+    raises(partial(ours.set_model_state_dict, target, whole), "Pass full_state_dict=True")
+    ours.set_model_state_dict(target, whole, options=full)
+    same(target.state_dict(), model.state_dict())
 
 
 @check(2)

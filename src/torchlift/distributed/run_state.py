@@ -258,6 +258,8 @@ def _require_resumable(obj: Any) -> None:
     elif _holds_state(obj, set()):
         problem = "resume cannot load objects inside of a container"
         hint = "Pass each by its name: **{f'model_{n}': each for n, each in enumerate(models)}."
+        if isinstance(obj, Mapping):
+            hint = "Pass each by its name: **models."
     if problem:
         raise PlacementError(problem, found=type(obj).__name__, hint=hint)
 
