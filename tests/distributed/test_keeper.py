@@ -566,7 +566,7 @@ def test_an_optimizer_of_a_model_that_was_rebuilt_is_refused(tmp_path: Path) -> 
     before = other.weight.clone()
     for params in ([*made()[0].parameters()], [other.weight, made()[0].bias]):
         wrong = torch.optim.AdamW(params)
-        with pytest.raises(CheckpointError, match=r"optimizer state of (param|'param_groups)"):
+        with pytest.raises(CheckpointError, match=r"optimizer state of param|have any more"):
             keeper.resume(model=other, optimizer=wrong)
         assert torch.equal(other.weight, before)
         assert not wrong.state

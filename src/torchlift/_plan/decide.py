@@ -565,7 +565,8 @@ def _require_layout(group: Group, value: object) -> None:
             entry=group.fqn,
             expected=layout_of(group.tensor) or "a plain tensor",
             found=layout_of(value),
-            hint="Pass whole tensors and full_state_dict=True: each rank takes its own slice.",
+            hint="Pass whole tensors, such as those of get_state_dict with "
+            "full_state_dict=True: each rank takes its own slice.",
         )
 
 
