@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import zlib
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -113,8 +114,8 @@ def test_buffers_are_saved_once_as_in_torch(
     on_ranks(2, buffers_by_the_writer, str(tmp_path))
 
 
-def replicas_send_no_list(folder: str) -> None:
-    """All ranks hold the same: what they hold need not be sent."""
+def ranks_send_no_list(folder: str) -> None:
+    """Save replicas and shards. Count the bytes that all ranks receive."""
     sent, gather = [0], ranks_module._gather
 
     def count(known: dict[int, Any], group: Any) -> dict[int, Any]:
@@ -122,20 +123,24 @@ def replicas_send_no_list(folder: str) -> None:
         return gather(known, group)
 
     ranks_module._gather = count
-    state = {f"layer{number}": torch.ones(2) for number in range(500)}
-    path = os.path.join(folder, "saved.pt")
-    torchlift.save(state, path, process_group=dist.group.WORLD, replicated="rank0")
-    assert dist.get_rank() == 0 or sum(sent) < 4000, sent
-    with torchlift.open(path) as ckpt:
-        assert len(ckpt) == 500
+    mesh = init_device_mesh("cpu", (2,))
+    replicas = {f"layer{number}": torch.ones(2) for number in range(500)}
+    shards = {key: distribute_tensor(value, mesh, [Shard(0)]) for key, value in replicas.items()}
+    for name, state in (("replicas", replicas), ("shards", shards)):
+        for path, options in ((f"{name}.pt", {}), (name, {"format": "dcp"})):
+            del sent[:]
+            torchlift.save(
+                state, os.path.join(folder, path), process_group=dist.group.WORLD, **options
+            )  # type: ignore[arg-type]
+            assert sum(sent) < 4000, sent
+            with torchlift.open(os.path.join(folder, path)) as ckpt:
+                assert len(ckpt) == 500
 
 
-def test_replicas_do_not_list_what_they_hold(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else each rank would get the names of all tensors from all others."""
+def test_ranks_do_not_list_what_they_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each rank would get the names of all tensors from all others, or more."""
     monkeypatch.syspath_prepend(Path(__file__).parent)
-    on_ranks(2, replicas_send_no_list, str(tmp_path))
+    on_ranks(2, ranks_send_no_list, str(tmp_path))
 
 
 def replicated_dtensors(folder: str) -> None:
@@ -178,6 +183,26 @@ def test_checksums_tell_values_shapes_and_dtypes_apart() -> None:
     found = find_differences({0: first, 3: checksums_of(others)})
     differing = {part.key: tuple(each) for part, each in found.items()}
     assert differing == dict.fromkeys("bcd", (0, 3))
+
+
+def one_crc_of_two_values(folder: str) -> None:
+    """Save two values that CRC-32 does not tell apart."""
+    text = bytearray(b"buckeroo" if dist.get_rank() else b"plumless")
+    assert zlib.crc32(text) == 0x4DDB0C25
+    state = {"w": torch.frombuffer(text, dtype=torch.uint8)}
+    with pytest.raises(torchlift.PlacementError, match="'w': the ranks hold different values"):
+        torchlift.save(state, f"{folder}/x.pt", process_group=dist.group.WORLD)
+    with pytest.raises(CheckpointException, match="'w': the ranks hold different values"):
+        dcp.save(state, storage_writer=CheckpointWriter(f"{folder}/saved"))
+
+
+def test_values_with_one_crc_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one of them would be saved for all."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    on_ranks(2, one_crc_of_two_values, str(tmp_path))
+    assert os.listdir(tmp_path) == []
 
 
 class Experts(nn.Module):

@@ -10,7 +10,7 @@ import copy
 import pickle
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property, partial
@@ -24,6 +24,7 @@ from torchlift._model.dtensor import is_dtensor
 from torchlift._model.names import is_fsdp1, wrapped_by
 from torchlift._model.torch_private import set_timeout, timeout_of
 from torchlift._system.interrupts import uninterrupted
+from torchlift._system.text import clipped_list
 from torchlift.errors import CheckpointError
 
 T = TypeVar("T")
@@ -245,16 +246,46 @@ class RankGroup:
                 raise problem from lost  # what went wrong first is what has to be mended
             if not isinstance(lost, RuntimeError):
                 raise
-            raise self._kind(
-                "another rank died or does not answer",
-                found=str(lost).partition("\n")[0],
-                hint="Nothing has changed here; of a save the file is the old one, or the complete "
-                "new one if that rank was last.",
-            ) from lost
+            raise self._lost_error(lost) from lost
         raise_first({who: answer.error for who, answer in known.items()}, problem, self._kind)
         if problem is not None:
             raise problem
         return {who: known[who].message for who in sorted(known)}
+
+    def gather(self, data: bytes, lengths: Mapping[int, int]) -> list[bytes]:
+        """Send bytes to the first rank alone. All ranks call this.
+
+        Args:
+            data: of this rank.
+            lengths: rank -> the length of its data.
+
+        Returns:
+            The data of all ranks on the first rank, and nothing on the others.
+
+        Raises:
+            CheckpointError: If a rank does not answer.
+        """
+        if len(lengths) == 1:
+            return [data]
+        (group,), first = self._talking, min(lengths)
+        here = _padded(data, max(lengths.values())).to(_device_of(group))
+        rows = [torch.empty_like(here) for _ in lengths] if rank() == first else None
+        try:
+            torch.distributed.gather(here, rows, dst=first, group=group)
+        except RuntimeError as lost:
+            raise self._lost_error(lost) from lost
+        found = zip(rows or (), lengths.values(), strict=False)
+        return [row[:length].cpu().numpy().tobytes() for row, length in found]
+
+    def _lost_error(self, lost: RuntimeError) -> CheckpointError:
+        ranks = sorted({who for group in self.groups for who in ranks_of(group)})
+        return self._kind(
+            "another rank died or does not answer",
+            expected=f"the same call on the ranks {clipped_list(map(str, ranks))}",
+            found=str(lost).partition("\n")[0],
+            hint="Nothing has changed here; of a save the file is the old one, or the complete "
+            "new one if that rank was last.",
+        )
 
     @contextmanager
     def together(self) -> Iterator[Agree]:
@@ -302,8 +333,7 @@ def _gather(known: dict[int, _Answer], group: Any) -> dict[int, _Answer]:
     count = torch.distributed.get_world_size(group)
     if count == 1:
         return known
-    has_cpu = "cpu:" in torch.distributed.get_backend_config(group)
-    device = torch.device("cpu") if has_cpu else torch.accelerator.current_accelerator()
+    device = _device_of(group)
 
     def gathered(message: torch.Tensor) -> torch.Tensor:
         here = message.to(device)
@@ -317,11 +347,22 @@ def _gather(known: dict[int, _Answer], group: Any) -> dict[int, _Answer]:
                 _LAST.late = error
         return torch.stack(rows).cpu()
 
-    data = torch.frombuffer(bytearray(pickle.dumps(known)), dtype=torch.uint8)
+    data = pickle.dumps(known)
     lengths = gathered(torch.tensor([len(data)], device="cpu"))[:, 0].tolist()
-    rows = gathered(nn.functional.pad(data, (0, max(lengths) - len(data))))
+    rows = gathered(_padded(data, max(lengths)))
     found = [pickle.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, lengths, strict=True)]
     return {who: answer for each in found for who, answer in each.items()}
+
+
+def _device_of(group: Any) -> torch.device | None:
+    """Return the device of the tensors that a process group sends."""
+    has_cpu = "cpu:" in torch.distributed.get_backend_config(group)
+    return torch.device("cpu") if has_cpu else torch.accelerator.current_accelerator()
+
+
+def _padded(data: bytes, length: int) -> torch.Tensor:
+    values = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return nn.functional.pad(values, (0, length - len(data)))
 
 
 def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:

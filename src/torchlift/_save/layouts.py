@@ -297,9 +297,9 @@ def dcp_output(
     return Output(head, files, content, DCP_FILES, own.items, untied=untied)
 
 
-def add_objects(own: OwnFile, state: State) -> None:
-    """Add the values of a state that are not tensors."""
-    for key, item in state.objects.items():
+def add_objects(own: OwnFile, objects: Mapping[str, object]) -> None:
+    """Add values that are not tensors."""
+    for key, item in objects.items():
         own.add_value(key, lay_out_torch_file(item, []).layout)
 
 

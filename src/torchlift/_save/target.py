@@ -176,7 +176,7 @@ class Target:
             own = OwnFile(0)
             for value in values:
                 own.add_box((0,) * len(value.shape), value, checksum)
-            add_objects(own, state)
+            add_objects(own, state.objects)
             stored = {value.key: value.stored for value in values}
             return dcp_output(self.path, state, stored, own, ties_of(values))
         # They stand in front of the values, and a store gets all bytes in order.
