@@ -27,7 +27,7 @@ from torchlift._model.dtensor import (
 from torchlift._model.handlers import clone_of, is_wrapper, slice_of
 from torchlift._model.state import own
 from torchlift._model.torch_private import IncompatibleKeys
-from torchlift._plan.names import Match
+from torchlift._plan.match import Match
 from torchlift._plan.report import list_names
 from torchlift._plan.rules import Options, allowed
 from torchlift._sources.tensors import FileTensor

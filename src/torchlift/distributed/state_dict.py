@@ -21,13 +21,14 @@ from torch import nn
 
 from torchlift._checkpoint.checkpoint import Checkpoint
 from torchlift._checkpoint.kinds import Allow
-from torchlift._load.fetch import Prepared, fetch_all
-from torchlift._load.loading import Turn, copy_in_place, place, put_new
+from torchlift._load.fetch import fetch_all
+from torchlift._load.place import InPlace, copy_in_place, put_new
 from torchlift._model.commit import Commit
 from torchlift._model.dtensor import (
     default_device,
     is_dtensor,
     local_tensor,
+    refresh_shards,
     spans_of,
     spread_of,
 )
@@ -37,9 +38,10 @@ from torchlift._model.ranks import RankGroup, StepResult, portable, rank, ranks_
 from torchlift._model.slots import ModuleTree, read_tree
 from torchlift._model.state import PATCH, by_name, read_model, versioned, versions_of
 from torchlift._model.torch_private import IncompatibleKeys
-from torchlift._plan.names import Match
-from torchlift._plan.planner import LoadPlan, make_plan, require_model
-from torchlift._plan.rules import Options, Patterns, allowed
+from torchlift._plan.decide import Decided
+from torchlift._plan.match import Match
+from torchlift._plan.planner import make_plan
+from torchlift._plan.rules import Options, Patterns, allowed, require_model
 from torchlift._save.blocks import Workspace
 from torchlift._save.replicas import (
     Checksum,
@@ -936,7 +938,7 @@ def _load(job: _Job, group: RankGroup, outer: Commit | None) -> LoadedKeys:
         values = {names.key(name): value for name, value in (state.model or {}).items()}
         source = job.source(values, state.versions)
 
-        def plan_model() -> StepResult[tuple[LoadPlan | None, Relayout], _PlanMessage]:
+        def plan_model() -> StepResult[tuple[Decided | None, Relayout], _PlanMessage]:
             plan = None
             if state.model is not None:
                 plan = make_plan(tree, source, rules, commit, check=partial(_check, job))
@@ -957,11 +959,9 @@ def _load(job: _Job, group: RankGroup, outer: Commit | None) -> LoadedKeys:
         slots = job.slots
         if slots is not None:
             slots.values |= relayout.finish()
-        missing, unexpected = list[str](), list[str]()
         # If something can fail after the first change, the ranks agree again, and keep old values.
         again = outer is not None or any(each.refuses for each in by_rank.values())
         with group.together() as agree:
-            more = True
             fetched = moments = None
             with Interruptible():
                 if plan is not None:
@@ -970,24 +970,28 @@ def _load(job: _Job, group: RankGroup, outer: Commit | None) -> LoadedKeys:
                     saved, buffers = job.source(slots.values), ModuleTree(slots.module)
                     part = make_plan(buffers, saved, slots.options, commit, check=require_matched)
                     moments = fetch_all(part, saved, None, _ignore)
-            steps: list[Prepared] = []
+            # The commit undoes this if a rank fails. Values are copied in place later.
+            last = list[InPlace]()
             if slots is not None and moments is not None:
-                steps = put_new(moments, commit)
-                # The commit undoes this if a rank fails. Values are copied in place later.
+                last.append(put_new(moments, commit))
                 set_states(slots, commit, own_code=False)
-            if plan is not None and fetched is not None:
-                placed = place(tree, fetched, Turn(commit, agree, deliver, _ignore, again))
-                missing = [names.canonical(name) for name in plan.missing_keys]
-                unexpected = [names.canonical(name) for name in plan.unexpected_keys]
-                more = placed.asks_again
-            more = more and agree(again and slots is not None)
+            if fetched is not None:
+                commit.when_undone(partial(refresh_shards, tree.modules))
+                last.append(put_new(fetched, commit))
+            deliver()
+            again = agree(again)
+            for each in last:
+                copy_in_place(each, commit, backup=again, advance=_ignore)
+            refresh_shards(tree.modules)
             if slots is not None:
-                copy_in_place(steps, commit, backup=again, advance=_ignore)
                 set_states(slots, commit, own_code=True)
-                if more:
-                    agree(False)
+            if again:
+                agree(False)
             if outer is None:
                 commit.finish()
+    left_out = _frozen_names(job) if plan is not None else set[str]()
+    missing = [] if plan is None else [n for n in plan.matched.missing if n not in left_out]
+    unexpected = [] if plan is None else plan.matched.unexpected
     return LoadedKeys(missing, unexpected, slots.report if slots is not None else None)
 
 
@@ -1014,33 +1018,35 @@ def _engine_options(job: _Job) -> Options:
     )
 
 
-def _check(job: _Job, matched: Match, path: str, options: Options) -> None:
+def _check(job: _Job, matched: Match, options: Options) -> None:
     """Refuse names and shapes that do not match, and values with another layout."""
-    names, chosen, values = job.names, job.options, job.state.model or {}
-    extra = set(matched.unexpected)
-    for name in map(names.canonical, filter(extra.__contains__, matched.missing)):
+    values, missing, unexpected = job.state.model or {}, list[str](), list[str]()
+    extra = {*matched.unexpected}
+    for name in filter(extra.__contains__, matched.missing):
         # As in torch, strict=False permits missing names, not wrong values.
         raise bad_value(name, f"a {type(values.get(name)).__name__}")
-    if options.strict and chosen.ignore_frozen_params:
-        # A state dict that was read with this option lacks them. On meta there is no value to keep.
-        left_out = {name for name in names.frozen if not names.tensors[name].is_meta}
-        matched.missing = [n for n in matched.missing if names.canonical(n) not in left_out]
     for group, name, (candidate, *_) in matched.pairs:
         value = candidate.value if isinstance(candidate, MemoryTensor) else candidate
-        check_value(names.canonical(name), group.tensor, value, chosen)
-    missing = [names.canonical(name) for name in matched.missing] if options.strict else []
-    excused = allowed(missing, job.call.allow_missing)
-    missing = [name for name in missing if name not in excused]
-    unexpected = [names.canonical(name) for name in matched.unexpected] if options.strict else []
-    shapes = {
-        names.canonical(key): (item.expected, item.found)
-        for key, item in matched.mismatched.items()
-    }
+        check_value(name, group.tensor, value, job.options)
+    if options.strict:
+        excused = allowed(matched.missing, job.call.allow_missing) | _frozen_names(job)
+        missing = [name for name in matched.missing if name not in excused]
+        unexpected = matched.unexpected
+    shapes = {key: (item.expected, item.found) for key, item in matched.mismatched.items()}
     if missing or unexpected or shapes:
         error = mismatch_error(missing, unexpected, shapes)
         if missing and (hint := state_hint({name: values.get(name) for name in unexpected})):
             error.hint = hint
         raise error
+
+
+def _frozen_names(job: _Job) -> set[str]:
+    """Return the names that a state dict lacks which was read without frozen parameters."""
+    chosen, names = job.options, job.names
+    if not (chosen.strict and chosen.ignore_frozen_params):
+        return set()
+    # On meta there is no value to keep.
+    return {name for name in names.frozen if not names.tensors[name].is_meta}
 
 
 # ---- steps of all ranks
