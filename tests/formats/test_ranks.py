@@ -600,8 +600,12 @@ def test_slices_beside_other_weights_are_refused(tmp_path: Path) -> None:
         slice_file(tmp_path / _name(rank), {"w": torch.zeros(2, 2)}, w=[2 * rank - 2, 0])
     assert torchlift.open(tmp_path)["w"].shape == (4, 2)
     save_file({"w": torch.ones(4, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(FormatError, match="two checkpoints of one model"):
+        torchlift.open(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
     with pytest.raises(FormatError, match="and other files of weights"):
         torchlift.open(tmp_path)
+    (tmp_path / "other.safetensors").rename(tmp_path / "model.safetensors")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"w": "model.safetensors"}}))
     assert torchlift.open(tmp_path)["w"].sum() == 8

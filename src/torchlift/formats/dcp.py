@@ -28,7 +28,6 @@ from torchlift._store.places import (
 )
 from torchlift.errors import FormatError, UnsafeError
 from torchlift.formats.boxes import Box, check_boxes
-from torchlift.formats.flattening import flatten
 from torchlift.formats.index import (
     ITEMSIZE,
     LOCAL_MAGIC,
@@ -41,6 +40,7 @@ from torchlift.formats.index import (
     join,
     row_major,
 )
+from torchlift.formats.pickled import flatten
 from torchlift.formats.sharded import by_number, claimed, locate, locate_all, require_files
 from torchlift.formats.source import (
     Source,
@@ -49,6 +49,7 @@ from torchlift.formats.source import (
     parse_json,
     whole_numbers,
 )
+from torchlift.formats.table import DCP_METADATA, DCP_SUFFIX, metadata_files
 from torchlift.formats.torch_pickle import Blocked, Global, TorchWorld, attributes_of
 from torchlift.formats.torch_zip import read_torch_zip
 from torchlift.formats.unpickle import STEP, Budget, read_pickle
@@ -56,8 +57,6 @@ from torchlift.formats.unpickle import STEP, Budget, read_pickle
 #: Most bytes of metadata: a million chunks take some 300 MB.
 _MAX_METADATA = 1 << 30
 _MAX_DEPTH = 90  # of containers, one in the other
-
-DCP_METADATA, DCP_SUFFIX = ".metadata", ".distcp"
 
 #: Bytes at both ends of an item that hold its head and its directory. The location tag of an item
 #: whose head was not read.
@@ -124,20 +123,6 @@ class _Item(NamedTuple):
     nbytes: int
 
 
-def metadata_files(names: Iterable[str]) -> list[str]:
-    """Return the files that describe a distributed checkpoint: one, one per rank, or none.
-
-    Example:
-        >>> metadata_files(["__0_0.distcp", ".metadata"]), metadata_files(["model.pt"])
-        (['.metadata'], [])
-    """
-    names = list(names)
-    if ".metadata" in names:
-        return [".metadata"]
-    ranks = sorted((int(m[1]), name) for name in names if (m := _OF_RANK.fullmatch(name)))
-    return [name for _, name in ranks]
-
-
 def read_dcp(path: str, names: Sequence[str]) -> Index:
     """Read the index of a distributed checkpoint.
 
@@ -145,13 +130,14 @@ def read_dcp(path: str, names: Sequence[str]) -> Index:
 
     Args:
         path: Absolute path of the directory.
-        names: Its metadata files.
+        names: The names of its files.
 
     Raises:
         FormatError: If the metadata is malformed, a file is missing, an item differs from the
             metadata, or the chunks of a tensor overlap or leave gaps.
         UnsafeError: If the metadata names a foreign global, or a file outside the directory.
     """
+    names = metadata_files(names)
     metadata, guides = _Metadata(), dict[str, Stamp]()
     if names[0] != DCP_METADATA:
         _check_ranks(path, names)
@@ -581,7 +567,7 @@ def _read_head(source: Source, item: _Item, prefix: str) -> Index:
     with errors_name(source.path, item.key):
         archive = source.window(item.offset, item.nbytes)
         if archive.read(0, min(4, archive.size)) == LOCAL_MAGIC:
-            return read_torch_zip(archive, item.key, prefix)
+            return read_torch_zip(archive, key=item.key, prefix=prefix)
     why = {item.key: "bytes that torch.save did not write"}
     return Index(source.path, "dcp", {}, {}, {source.path: source.stamp}, blocked_keys=why)
 

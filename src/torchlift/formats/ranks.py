@@ -30,12 +30,11 @@ from torchlift.formats.index import (
     used_by,
 )
 from torchlift.formats.safetensors import read_safetensors, slices_error
-from torchlift.formats.sharded import ReadFile, by_number, claimed, read_shards, require_files
+from torchlift.formats.sharded import by_number, claimed, read_shards, require_files
 from torchlift.formats.source import Source, errors_name
+from torchlift.formats.table import FSDP_FILE, SLICE_FILE
 from torchlift.formats.unpickle import ENTRY, STEP, Budget
 
-_FSDP = re.compile(r"(model|optim)_world_size_(\d{1,9})_rank_(\d{1,9})\.pt", re.ASCII)
-_SHARD = re.compile(r"shard-(\d{5,9})-model-(\d{5,9})-of-(\d{5,9})\.safetensors", re.ASCII)
 #: Words around the number of a slice, for which ``#`` stands.
 _SLICE_WORDS = re.compile(
     r"(?<![a-z])(?:rank|part|layer|mp|tp|pp|consolidated|\d-model)[-_.]?#|#-mp\d", re.ASCII
@@ -47,12 +46,7 @@ _NUMBER = re.compile(r"\d{1,9}", re.ASCII)
 _VERSION = "DCP_VERSION"
 
 
-def fsdp_files(names: Iterable[str]) -> list[re.Match[str]]:
-    """Return the matches of names that FSDP trainers give to the files of their ranks."""
-    return [match for name in names if (match := _FSDP.fullmatch(name))]
-
-
-def read_fsdp(path: str, matches: Sequence[re.Match[str]], read_file: ReadFile) -> Index:
+def read_fsdp(path: str, names: Iterable[str]) -> Index:
     """Read the index of a folder with files of FSDP's ranks.
 
     The model's tensors have its own names. An optimizer's state is below ``optimizer``.
@@ -61,6 +55,7 @@ def read_fsdp(path: str, matches: Sequence[re.Match[str]], read_file: ReadFile) 
         FormatError: If a rank has no file or two, the ranks disagree, or a layout is unknown.
         UnsafeError: If a link leads out of the folder.
     """
+    matches = [*filter(None, map(FSDP_FILE.fullmatch, names))]
     worlds = {int(match[2]) for match in matches}
     world = max(worlds)
     if len(worlds) > 1 or any(int(match[3]) >= world for match in matches):
@@ -75,7 +70,7 @@ def read_fsdp(path: str, matches: Sequence[re.Match[str]], read_file: ReadFile) 
 
     def read_all(kind: str) -> Index:
         names, budget = [kinds[kind][rank] for rank in range(world)], Budget()
-        return _join(path, read_shards(path, names, read_file, budget), budget)
+        return _join(path, read_shards(path, names, budget), budget)
 
     if len(kinds) == 1:
         return read_all(*kinds)
@@ -88,11 +83,6 @@ def read_fsdp(path: str, matches: Sequence[re.Match[str]], read_file: ReadFile) 
     return replace(
         both, aside=(aside,), tree=({**saved[0], aside: saved[1]},) if is_saved else None
     )
-
-
-def slice_files(names: Iterable[str]) -> list[re.Match[str]]:
-    """Return the matches of names that torch gives to safetensors files of slices."""
-    return [match for name in names if (match := _SHARD.fullmatch(name))]
 
 
 def read_slices(path: str, names: Iterable[str]) -> Index:
@@ -108,13 +98,13 @@ def read_slices(path: str, names: Iterable[str]) -> Index:
         UnsafeError: If a link leads out of the folder.
     """
     names = [name for name in names if name.endswith(".safetensors")]
-    if others := [name for name in names if not _SHARD.fullmatch(name)]:
+    if others := [name for name in names if not SLICE_FILE.fullmatch(name)]:
         raise FormatError(
             "the folder holds slices of tensors and other files of weights",
             found=clipped_list(others),
             hint="Pass the path of one file, or move the slices to a separate folder.",
         )
-    matches = slice_files(names)
+    matches = [*filter(None, map(SLICE_FILE.fullmatch, names))]
     ranks, numbers = {int(match[1]) for match in matches}, {int(match[2]) for match in matches}
     if len(totals := {match[3] for match in matches}) > 1 or max(numbers) > int(min(totals)):
         raise _several_saves(names)
@@ -128,7 +118,7 @@ def read_slices(path: str, names: Iterable[str]) -> Index:
             "torch.distributed.checkpoint._consolidate_hf_safetensors, and open the new folder."
         )
     budget = Budget()
-    found = read_shards(path, names, _read_slices, budget)
+    found = read_shards(path, names, budget, _read_slices)
     noted = {k: v for index in found.values() for k, v in index.metadata.items() if k != _VERSION}
     return replace(_join(path, found, budget, grows=True), metadata=noted)
 
