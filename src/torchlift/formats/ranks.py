@@ -8,13 +8,13 @@ Both say where each slice lies. The files of llama and Megatron do not.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from torchlift._system.text import clipped_list
 from torchlift.errors import FormatError
-from torchlift.formats.boxes import Box, boxed, check_boxes, placed
+from torchlift.formats.boxes import Box, boxed, placed
 from torchlift.formats.index import (
     SLICE,
     Chunk,
@@ -29,6 +29,7 @@ from torchlift.formats.index import (
     still_checked,
     used_by,
 )
+from torchlift.formats.pieces import Piece, assemble, differing_error
 from torchlift.formats.safetensors import read_safetensors, slices_error
 from torchlift.formats.sharded import by_number, claimed, read_shards, require_files
 from torchlift.formats.source import Source, errors_name
@@ -155,11 +156,11 @@ def _join(path: str, files: Mapping[str, Index], budget: Budget, *, grows: bool 
     ranks = [claimed(name, index, {}) for name, index in files.items()]
     storages = {key: found for one in ranks for key, found in one.storages.items()}
     entries, objects, blocked = dict[str, TensorEntry](), dict[str, object](), dict[str, str]()
-    parts: dict[str, list[TensorEntry]] = {}
-    for one in ranks:
+    parts: dict[str, dict[str, TensorEntry]] = {}
+    for name, one in zip(files, ranks, strict=True):
         budget.grow(16 * len(one.tensors))  # each entry was paid for when its file was read
         for key, entry in one.tensors.items():
-            parts.setdefault(key, []).append(entry)
+            parts.setdefault(key, {})[name] = entry
         blocked |= {key: why for key, why in one.blocked_keys.items() if why is not Lack.SLICED}
         for key, value in one.objects.items():
             if not _is_same(objects.setdefault(key, value), value):
@@ -213,7 +214,7 @@ def _is_same(one: object, other: object) -> bool:
 
 def _whole(
     key: str,
-    parts: Sequence[TensorEntry],
+    parts: Mapping[str, TensorEntry],
     ranks: int,
     storages: Mapping[str, Storage],
     budget: Budget,
@@ -224,42 +225,35 @@ def _whole(
     Raises:
         FormatError: If the ranks disagree about the tensor, or its slices do not fill it.
     """
-    kinds = [part.kind for part in parts if part.kind is not None and part.kind.name == SLICE]
+    every = [*parts.values()]
+    kinds = [part.kind for part in every if part.kind is not None and part.kind.name == SLICE]
     if not kinds:
         # A plain value must be on all ranks. FSDP1 keeps flat pieces on some ranks only.
-        is_same = ranks == 1 or len({_marks(part, storages) for part in parts}) == 1
-        return parts[0] if len(parts) == ranks and is_same else None
+        is_same = ranks == 1 or len({_marks(part, storages) for part in every}) == 1
+        return every[0] if len(every) == ranks and is_same else None
     if lacks := next((kind.facts[1] for kind in kinds if kind.facts[1]), None):
         raise FormatError("the layout of a DTensor is unknown", expected=lacks)
-    local = [kind.tensors[0] for kind in kinds]
-    shapes, encodings = (
-        {part.shape for part in parts},
-        {one.encoding for one in local if one.chunks},
-    )
-    if grows and len({*map(len, shapes)}) == 1:
-        shapes = {tuple([max(sizes) for sizes in zip(*shapes, strict=True)])}
-    is_one = len({part.dtype for part in parts}) == len(shapes) == 1 and len(encodings) < 2
-    if len(kinds) < len(parts) or not is_one:
-        shown = [f"{part.type_name} {list(part.shape)}" for part in parts]
-        raise FormatError(
-            "the ranks have different shapes or dtypes of a tensor",
-            found=clipped_list(dict.fromkeys(shown)),
-            hint="The files are of different saves. Fetch the files of one save.",
-        )
-    boxes: dict[Box, tuple[Chunk, TensorEntry]] = {}
-    for one, kind in zip(local, kinds, strict=True):
+    encodings = {kind.tensors[0].encoding for kind in kinds if kind.tensors[0].chunks}
+    if len(kinds) < len(every) or len(encodings) > 1:
+        shown = [Piece(key, part.type_name, part.shape, file, None) for file, part in parts.items()]
+        raise differing_error(key, shown)
+    pieces: list[Piece] = []
+    boxes: dict[Box, TensorEntry] = {}
+    differ = False
+    for (file, part), kind in zip(parts.items(), kinds, strict=True):
+        (one,) = kind.tensors
+        pieces.append(Piece(key, part.dtype, part.shape, file, None))
         for chunk in placed(one, kind.facts[0]):
             budget.spend(STEP)
-            _, known = boxes.setdefault((chunk.start, chunk.shape), (chunk, one))
-            if known is not one and grows:  # this writer stores each box once
-                raise FormatError("two files hold the same slice of a tensor", found=chunk.file)
-            if known is not one and _differ(known, one, storages):
-                return None
-    (shape,) = shapes
+            known = boxes.setdefault((chunk.start, chunk.shape), one)
+            if known is one or grows:  # a writer whose files grow stores each box once
+                pieces.append(pieces[-1]._replace(chunk=chunk))
+            else:
+                differ = differ or _differ(known, one, storages)
     # Without this check, a missing rank would leave a part of the tensor unset.
-    check_boxes(key, shape, list(boxes), budget)
-    first = parts[0]._replace(encoding=next(iter(encodings), ()))
-    return boxed(first, shape, tuple([chunk for chunk, _ in boxes.values()]))
+    whole = assemble(pieces, budget, grows=grows)
+    first = every[0]._replace(encoding=next(iter(encodings), ()))
+    return None if differ else boxed(first, whole.shape, whole.chunks)
 
 
 def _marks(entry: TensorEntry, storages: Mapping[str, Storage]) -> tuple[object, ...]:
