@@ -24,6 +24,12 @@ from torchlift.formats.detect import read_index
 from torchlift.formats.index import Index
 from torchlift.formats.integrity import verify_index
 from torchlift.formats.summary import to_html, to_json, to_text
+from torchlift.formats.table import ARCHIVES, FILES, FOLDERS, load
+
+# A reader is imported when its format is met, and the guard lets nothing be imported.
+for _row in (*FILES, *ARCHIVES, *FOLDERS):
+    load(_row.reader)
+load("torchlift.formats.folders.read_folder")
 
 for _codec in ("raw-unicode-escape", "unicode_escape", "latin1"):
     "x".encode(_codec).decode(_codec)

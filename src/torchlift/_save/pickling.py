@@ -18,9 +18,9 @@ import torch
 from torchlift._model.torch_private import REBUILD_V2, REBUILD_V3, hollow_storage, typed_storage
 from torchlift.errors import FormatError, PlacementError
 from torchlift.formats.boxes import row_major
-from torchlift.formats.flattening import flatten
 from torchlift.formats.index import Leaf, lacking
 from torchlift.formats.layout import Layout, Stored
+from torchlift.formats.pickled import flatten
 from torchlift.formats.torch_pickle import STORAGE_DTYPES, TorchWorld, read_torch_pickle
 from torchlift.formats.torch_zip import archive_layout, pickle_in
 from torchlift.formats.unpickle import Budget

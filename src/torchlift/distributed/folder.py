@@ -22,7 +22,7 @@ from torchlift._store.uploads import list_names, remove
 from torchlift._system.text import clipped_list
 from torchlift._transfer.write import is_there, make_durable, remove_debris
 from torchlift.errors import CheckpointError
-from torchlift.formats.dcp import DCP_METADATA
+from torchlift.formats.table import DCP_METADATA
 
 T = TypeVar("T")
 
