@@ -87,8 +87,8 @@ print(
 # -----
 #
 # Each program runs in a new process, and the file is dropped from the page cache before, as after a
-# boot. Two numbers count on unified memory: the peak of what the process owns, and the bytes of the
-# file that are in the page cache at the end.
+# boot. Two numbers count on unified memory. One is the peak of what the process owns, the other the
+# bytes of the file that are in the page cache at the end.
 
 # fold: Drop a file from the page cache, and count its bytes there
 import ctypes

@@ -180,8 +180,8 @@ plt.show()
 #
 # - A checkpoint is kept if ``keep``, ``best`` or ``every`` keeps it. The newest is always kept.
 # - Call ``resume()`` before the first save into a folder that contains checkpoints.
-# - ``best()``, ``latest()`` and ``steps()`` read only the folder. They need no other rank.
-# - An evaluation job reads the folder with `torchlift.distributed.RunFolder`, and writes nothing.
+# - ``best()``, ``latest()`` and ``steps()`` read only the folder. An evaluation job has them from
+#   `torchlift.distributed.RunFolder`, which writes nothing.
 #
 # Use this when
 # -------------
