@@ -389,6 +389,7 @@ class Keeper:
             self._free()
 
     def _free(self) -> None:
+        self._lock.is_used = False  # another Keeper may take it, even if interrupts end this
         self._closed = True
         if self._signals is not None:
             self._signals.close()
