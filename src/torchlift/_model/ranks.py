@@ -14,22 +14,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from torchlift._model.dtensor import is_dtensor, local_tensor, wrap
-from torchlift._model.handlers import is_wrapper
+from torchlift._model.dtensor import is_dtensor
 from torchlift._model.names import is_fsdp1, wrapped_by
 from torchlift._model.torch_private import set_timeout, timeout_of
 from torchlift._system.interrupts import uninterrupted
 from torchlift._system.text import clipped_list
 from torchlift.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
 M = TypeVar("M")
@@ -41,34 +37,8 @@ _LAST = threading.local()
 #: Seconds in which processes that come at one time make a group; of thousands, 0.1 more for each.
 _MEETING = 15
 
-#: dtypes that every backend sends. Gloo refuses others, such as float8, int16 and uint16.
-_SENT = frozenset({
-    torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16,
-    torch.float32, torch.float64, torch.complex64, torch.complex128,
-})  # fmt: skip
-#: Bytes of a number -> the dtype in which numbers of another dtype are sent.
-_SENT_AS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
-
 #: Called with whether this process is to be asked again; says whether any is.
 Agree = Callable[[bool], bool]
-
-
-def gather_whole(tensor: DTensor) -> torch.Tensor:
-    """Gather the complete tensor of a DTensor. All ranks of its mesh call this."""
-    kind = tensor.device_mesh.device_type
-    # FSDP2 may offload parameters to the host. The collective needs them on the mesh.
-    here: Any = tensor if tensor.device.type == kind else tensor.to(kind)
-    whole: torch.Tensor = with_sent_dtype(here).full_tensor()
-    return whole if whole.dtype == tensor.dtype else whole.view(tensor.dtype)
-
-
-def with_sent_dtype(tensor: DTensor) -> DTensor:
-    """Return a DTensor with the same bytes, in a dtype that every backend sends."""
-    local = local_tensor(tensor)
-    is_sum = any(each.is_partial() for each in tensor.placements)  # it must be added as numbers
-    if tensor.dtype in _SENT or is_sum or is_wrapper(local):
-        return tensor
-    return wrap(tensor, local.view(_SENT_AS[local.itemsize]))
 
 
 class StepResult(NamedTuple, Generic[T, M]):

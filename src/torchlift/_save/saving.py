@@ -465,8 +465,11 @@ def _write_to_file(file: Any, target: Target, state: State, options: SaveOptions
         PlacementError: If the format does not store a key or a value.
         CheckpointError: If the file cannot be written.
     """
-    with errors_name(target.path), collection_paused():
-        output = target.lay_out(state, options.checksum)
+    try:
+        with errors_name(target.path), collection_paused():
+            output = target.lay_out(state, options.checksum)
+    except OSError as error:
+        raise _not_written(target.path, error) from error
     ((*sections,),) = output.files.values()
     if target.only_tensors and options.checksum:  # the header contains the checksums
         sections = [*map(with_sums, sections)]

@@ -32,10 +32,9 @@ from torchlift._store.places import (
 from torchlift._store.uploads import require_writable
 from torchlift._system.text import parse_size
 from torchlift.errors import CheckpointError, NotFound, PlacementError
-from torchlift.formats.dcp import DCP_METADATA, metadata_files
-from torchlift.formats.detect import PREFERRED
+from torchlift.formats.folders import PREFERRED
 from torchlift.formats.layout import FORMATS, INDEX_SUFFIX, SETS, SUFFIXES, format_for
-from torchlift.formats.sharded import is_index
+from torchlift.formats.table import DCP_METADATA, is_index, metadata_files
 
 _SHARD = 5 * 10**9  # bytes, as in Hugging Face's libraries
 _IN_FOLDER = "model.safetensors"
