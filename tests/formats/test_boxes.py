@@ -6,14 +6,18 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchlift.errors import FormatError
 from torchlift.formats.boxes import (
     Box,
+    Placement,
     check_boxes,
+    joined,
     narrowed,
+    placed_spans,
     row_major,
     rows,
     runs_of,
@@ -161,3 +165,30 @@ def test_boxes_are_accepted_if_they_hold_each_element_once(
     else:
         with pytest.raises(FormatError, match="the chunks of a tensor"):
             check_boxes("w", shape, boxes, Budget())
+
+
+@pytest.mark.parametrize("size", range(1, 14))
+def test_data_parallel_shards_over_tensor_parallel_ones_are_torchs(size: int) -> None:
+    """Tensor parallelism divides first, although its mesh dimension is the inner one."""
+    placements = [Placement(0, 3), Placement(0)]
+    for outer, inner in itertools.product(range(2), range(3)):
+        found = placed_spans((size,), (2, 3), placements, (outer, inner))
+        held = [i for start, stop in found[0] for i in range(start, stop)]
+        whole = torch.arange(size)
+        for parts, number in (3, inner), (2, outer):
+            chunks = whole.chunk(parts)
+            whole = chunks[number] if number < len(chunks) else whole[:0]
+        assert held == whole.tolist()
+
+
+def test_boxes_of_two_files_stay_two() -> None:
+    """Although one begins in its file where the other one ends."""
+    made = []
+    for name, offset in ("a", 0), ("b", 8):
+        chunk = Chunk(name, offset, 8, (0,), (2,))
+        made.append(TensorEntry("w", "float32", (2,), (1,), 8, "cpu", "", (chunk,)))
+    found = joined(made, 0)
+    assert [(one.file, one.start, one.nbytes) for one in found.chunks] == [
+        ("a", (0,), 8),
+        ("b", (2,), 8),
+    ]
