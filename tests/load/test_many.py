@@ -18,8 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import torchlift
-from torchlift._plan.names import Match
-from torchlift._plan.planner import check_names
+from torchlift._plan.match import Match, check_names
 from torchlift._plan.rules import Options
 from torchlift.errors import MismatchError
 
@@ -212,7 +211,7 @@ def test_names_that_do_not_fit_are_compared_a_bounded_number_of_times() -> None:
         unexpected=[Name(f"k.{number}") for number in range(1000)],
     )
     with pytest.raises(MismatchError, match="missing \\(1000\\)"):
-        check_names(matched, "x.pt", Options())
+        check_names(matched, Options())
     assert compared < 20_000
 
 

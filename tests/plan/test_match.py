@@ -13,7 +13,7 @@ from torch.nn.utils.parametrize import remove_parametrizations
 import torchlift
 from torchlift import remap
 from torchlift._model.slots import collect
-from torchlift._plan.planner import match
+from torchlift._plan.match import pair_tensors
 from torchlift._plan.rules import rename_keys
 from torchlift._plan.suggest import suggest_rename
 from torchlift._sources.tensors import MemoryTensor
@@ -50,14 +50,14 @@ def test_a_module_at_two_paths_has_two_names_per_tensor():
 
 def test_equal_names_and_shapes_match():
     """Every tensor finds its entry, and nothing is left over."""
-    found = match(collect(Two()), offers(a=(2, 3), b=(2, 3)), check_shapes=True)
+    found = pair_tensors(collect(Two()), offers(a=(2, 3), b=(2, 3)), check_shapes=True)
     assert [(group.fqn, name) for group, name, _ in found.pairs] == [("a", "a"), ("b", "b")]
     assert (found.missing, found.unexpected, found.mismatched) == ([], [], {})
 
 
 def test_what_does_not_match_is_sorted_into_three_lists():
     """Missing, unexpected and of another shape are told apart."""
-    found = match(collect(Two()), offers(a=(3, 2), c=(1,)), check_shapes=True)
+    found = pair_tensors(collect(Two()), offers(a=(3, 2), c=(1,)), check_shapes=True)
     assert (found.missing, found.unexpected, found.pairs) == (["b"], ["c"], [])
     (wrong,) = found.mismatched.values()
     assert (wrong.key, wrong.expected, wrong.found) == ("a", (2, 3), (3, 2))
@@ -67,7 +67,7 @@ def test_what_does_not_match_is_sorted_into_three_lists():
 
 def test_shapes_are_left_alone_where_a_transform_may_change_them():
     """Without the check, only names count."""
-    found = match(collect(Two()), offers(a=(3, 2), b=(7,)), check_shapes=False)
+    found = pair_tensors(collect(Two()), offers(a=(3, 2), b=(7,)), check_shapes=False)
     assert len(found.pairs) == 2
 
 
@@ -75,14 +75,17 @@ def test_shapes_are_left_alone_where_a_transform_may_change_them():
 def test_any_name_of_a_tie_will_do(name):
     """A checkpoint that stores a tied tensor once fits under either name, with nothing missing."""
     one = MemoryTensor(name, torch.empty((5, 3)))
-    found = match(collect(Tied()), {name: one}, check_shapes=True)
+    found = pair_tensors(collect(Tied()), {name: one}, check_shapes=True)
     assert [key for _, key, _ in found.pairs] == [name]
     assert (found.missing, found.unexpected) == ([], [])
 
 
 def test_all_names_of_a_tie_are_missing_together():
     """A tie that gets nothing is listed as `load_state_dict` would list it."""
-    assert match(collect(Tied()), {}, check_shapes=True).missing == ["embed.weight", "head.weight"]
+    assert pair_tensors(collect(Tied()), {}, check_shapes=True).missing == [
+        "embed.weight",
+        "head.weight",
+    ]
 
 
 def test_hidden_buffers_are_neither_missing_nor_expected():
@@ -90,14 +93,14 @@ def test_hidden_buffers_are_neither_missing_nor_expected():
     names = {key: tuple(value.shape) for key, value in Mixed().state_dict().items()}
     candidates = {key: MemoryTensor(key, torch.empty(shape)) for key, shape in names.items()}
     candidates["frequencies"] = MemoryTensor("frequencies", torch.empty(4))
-    found = match(collect(Mixed()), candidates, check_shapes=True)
+    found = pair_tensors(collect(Mixed()), candidates, check_shapes=True)
     assert (found.missing, found.unexpected) == ([], ["frequencies"])
 
 
 @pytest.mark.parametrize(("shape", "fits"), [((), True), ((1,), True), ((1, 1), False)])
 def test_a_scalar_fits_a_shape_of_one(shape, fits):
     """torch < 0.4 saved scalars with one dimension."""
-    found = match(
+    found = pair_tensors(
         collect(Scalar()), {"a": MemoryTensor("a", torch.empty(shape))}, check_shapes=True
     )
     assert bool(found.pairs) is fits
@@ -106,7 +109,7 @@ def test_a_scalar_fits_a_shape_of_one(shape, fits):
 
 def test_a_vector_of_one_does_not_fit_a_scalar():
     """The courtesy goes one way only."""
-    found = match(collect(Two(1)), offers(a=(), b=(1,)), check_shapes=True)
+    found = pair_tensors(collect(Two(1)), offers(a=(), b=(1,)), check_shapes=True)
     assert list(found.mismatched) == ["a"]
 
 

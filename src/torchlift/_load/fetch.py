@@ -28,9 +28,8 @@ from torchlift._model.handlers import (
     is_wrapper,
     oddity,
 )
-from torchlift._model.slots import Group, is_lazy
-from torchlift._plan.decide import Making, Step
-from torchlift._plan.planner import LoadPlan
+from torchlift._model.slots import is_lazy
+from torchlift._plan.decide import Decided, Making, Step
 from torchlift._plan.rules import Advance, Transform, can_cast
 from torchlift._skeleton.construction import make, strided
 from torchlift._sources.opening import Origin
@@ -63,28 +62,30 @@ class Fetched(NamedTuple):
     """All values of a plan.
 
     Attributes:
+        path: The path of the source.
         plain: Each plain step of the plan with its tensor.
         steps: Each other step with its values.
         made: The tensors without values in the source.
         overflowed: Key of a step -> the number of values that overflowed in its cast.
     """
 
+    path: str
     plain: list[tuple[Step, torch.Tensor]]
     steps: list[Prepared]
-    made: list[tuple[Group, torch.Tensor]]
+    made: list[tuple[Making, torch.Tensor]]
     overflowed: dict[str, int]
 
 
 def fetch_all(
-    plan: LoadPlan,
+    decided: Decided,
     origin: Origin,
     transform: Transform | None,
     advance: Advance,
 ) -> Fetched:
-    """Prepare every tensor of a plan, with as few reads as possible. The model does not change.
+    """Prepare every tensor of a load, with as few reads as possible. The model does not change.
 
     Args:
-        plan: The plan.
+        decided: The decisions of the load.
         origin: The source of the values.
         transform: The caller's transform, or None.
         advance: Called with a number of bytes as they arrive.
@@ -94,24 +95,24 @@ def fetch_all(
         PlacementError: If a value cannot be cast or placed, or a device runs out of memory.
         IntegrityError: If a file changed or could not be read.
     """
-    steps, path = plan._steps, origin.path
+    steps, path = decided.steps, origin.path
     with ordinary_tensors(), _explain_full_device(path):
         others = [step for step in steps if not step.plain]
         for step in others:
             _check_ties(step, origin)
             if transform is None:
-                _check_cast(step, step.candidate.dtype, path)
-        plain = [(step, step.candidate.tensor()) for step in steps if step.plain]
+                _check_cast(step, step.one.dtype, path)
+        plain = [(step, step.one.tensor()) for step in steps if step.plain]
         found: list[Prepared] = []
-        ready = [step for step in others if not step.target.raw]
+        ready = [step for step in others if not step.is_raw]
         overflowed = dict[str, int]()
         values = _by_route(ready, origin, advance, overflowed)
         for step, value in zip(ready, values, strict=True):
             if isinstance(value, torch.Tensor):
                 value = _wrap_like_target(step, _restride(step, _drop_old_dim(step, value)))
-            _check_class(step, value, path)
+            _require_plain(step, value, path)
             found.append((step, value))
-        rest = [step for step in others if step.target.raw]
+        rest = [step for step in others if step.is_raw]
         for batch in _split_into_batches(rest):
             # Popped one by one, so that an untransformed tensor is freed as soon as it is used.
             raw = _by_route(batch, origin, lambda _: None, overflowed)
@@ -121,7 +122,7 @@ def fetch_all(
                 found.append(_make_value(step, transform, tensor, path, overflowed))
                 advance(step.span if step.owned else 0)
             trim()  # memory that a transform or a handler freed
-        return Fetched(plain, found, _make(plan._makings), overflowed)
+        return Fetched(path, plain, found, _make(decided.makings), overflowed)
 
 
 @contextmanager
@@ -147,14 +148,14 @@ def _explain_full_device(path: str) -> Iterator[None]:
         ) from error
 
 
-def _make(makings: Sequence[Making]) -> list[tuple[Group, torch.Tensor]]:
+def _make(makings: Sequence[Making]) -> list[tuple[Making, torch.Tensor]]:
     """Construct tensors on meta, and move live tensors to their device."""
     lacking = [item for item in makings if item.is_constructed]
     live = [item for item in makings if not item.is_constructed]
     made = make([item.group for item in lacking], [item.device for item in lacking])
     tensors = [*made, *(item.group.tensor.detach() for item in live)]
     return [
-        (item.group, tensor.to(item.device, item.dtype))
+        (item, tensor.to(item.device, item.dtype))
         for item, tensor in zip([*lacking, *live], tensors, strict=True)
     ]
 
@@ -174,7 +175,7 @@ def _by_route(
     reads, copies = list[Copy](), list[Copy]()
     cast: list[tuple[Step, Copy]] = []
     for step in steps:
-        one = step.candidate
+        one = step.one
         if step.route == "view":
             tensors.append(one.values())
         elif isinstance(one, FileTensor):
@@ -182,7 +183,7 @@ def _by_route(
             tensors.append(reads[-1].target)
             cast.append((step, reads[-1]))
         else:
-            value = one.value if isinstance(one, MemoryTensor) and not step.target.spans else None
+            value = one.value if isinstance(one, MemoryTensor) and not step.spans else None
             if value is not None and (is_wrapper(value) or oddity(value)):
                 device, dtype = step.fetched_as
                 tensors.append(_to(clone_of(value, device), device, dtype))
@@ -202,8 +203,8 @@ def _by_route(
 def _new(step: Step, entry: TensorEntry) -> torch.Tensor:
     """Return new memory for a tensor of a file. A dense one keeps its strides."""
     device, dtype = step.fetched_as
-    flat, stride = allocate(entry.numel, dtype, device), step.target.stride
-    if stride is not None and not step.target.raw and entry.numel:
+    flat, stride = allocate(entry.numel, dtype, device), step.stride
+    if stride is not None and not step.is_raw and entry.numel:
         span = 1 + sum((size - 1) * n for size, n in zip(entry.shape, stride, strict=True))
         if span == entry.numel:  # without gaps: read straight into the strides of the model
             return flat.as_strided(entry.shape, stride)
@@ -214,17 +215,17 @@ def _new(step: Step, entry: TensorEntry) -> torch.Tensor:
 
 def _copy(step: Step) -> Copy:
     """Return a copy of a value in memory, or of this rank's slice of it, into new memory."""
-    one, (device, dtype) = step.candidate, step.fetched_as
-    if step.target.spans is None and isinstance(one, MemoryTensor):  # its strides are kept
+    one, (device, dtype) = step.one, step.fetched_as
+    if step.spans is None and isinstance(one, MemoryTensor):  # its strides are kept
         made = torch.empty_like(one.value, dtype=dtype, device=device, requires_grad=False)
         return Copy(one.value, made, everything(one.shape))
-    spans = everything(one.shape) if step.target.spans is None else step.target.spans
+    spans = everything(one.shape) if step.spans is None else step.spans
     return Copy(one.values(), torch.empty(local_shape(spans), dtype=dtype, device=device), spans)
 
 
 def _restride(step: Step, tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor with the strides of the step."""
-    return tensor if step.target.stride is None else strided(tensor, step.target.stride)
+    return tensor if step.stride is None else strided(tensor, step.stride)
 
 
 def _wrap_like_target(step: Step, tensor: torch.Tensor) -> torch.Tensor:
@@ -237,11 +238,11 @@ def _split_into_batches(steps: Sequence[Step]) -> Iterator[list[Step]]:
     batch: list[Step] = []
     size = 0
     for step in steps:
-        if batch and size + step.candidate.nbytes > _BATCH:
+        if batch and size + step.one.nbytes > _BATCH:
             yield batch
             batch, size = [], 0
         batch.append(step)
-        size += step.candidate.nbytes
+        size += step.one.nbytes
     if batch:
         yield batch
 
@@ -255,7 +256,7 @@ def _make_value(
 ) -> Prepared:
     """Apply the transform, and the handler of the class, to one tensor."""
     like = step.group.tensor
-    if is_dtensor(like) and not step.target.handled:
+    if is_dtensor(like) and not step.is_handled:
         # The transform gets a DTensor, so its result is the same on any mesh. Only the local
         # tensor was read.
         assert transform is not None
@@ -264,13 +265,13 @@ def _make_value(
         return step, _wrap_like_target(step, _cast(step, local, path, overflowed))
     made = raw if transform is None else _transform_step(step, transform, raw, path)
     registered = handles(type(like), type(made))
-    if step.target.handled or registered:
+    if step.is_handled or registered:
         made = _convert(step, made, path)
         if not is_plain(made):
-            return step, made if made.device == step.target.device else made.to(step.target.device)
+            return step, made if made.device == step.device else made.to(step.device)
     made = _restride(step, _cast(step, made, path, overflowed))
     if step.in_place or not registered:  # a caller's handler may return a plain tensor
-        _check_class(step, made, path)
+        _require_plain(step, made, path)
     return step, made
 
 
@@ -288,10 +289,10 @@ def _convert(step: Step, value: torch.Tensor, path: str) -> torch.Tensor:
     except Exception as error:
         if handles(type(like), type(value)):
             raise
-        raise _not_taken_error(step, value, path, error) from error
+        raise not_taken_error(step, value, path, error) from error
     if is_plain(made):
         return made
-    if step.in_place and not step.target.handled:
+    if step.in_place and not step.is_handled:
         raise PlacementError(
             "transform returned a tensor of another class for a live one, which keeps its own",
             file=path,
@@ -314,44 +315,29 @@ def _convert(step: Step, value: torch.Tensor, path: str) -> torch.Tensor:
     return made
 
 
-def _check_class(step: Step, value: Values, path: str) -> None:
-    """Refuse values that a class does not take. They are tried on a copy of the live tensor.
-
-    This runs before anything is placed, so all ranks of a mesh end the same way.
+def _require_plain(step: Step, value: Values, path: str) -> None:
+    """Refuse a plain tensor for a wrapper that would be replaced.
 
     Raises:
-        PlacementError: If the class does not take them, or a plain tensor would replace a wrapper.
+        PlacementError: If the class of the live tensor keeps its values in tensors of its own.
     """
     live = local_tensor(step.group.tensor)
-    if is_lazy(live):  # it has no shape yet
+    if step.in_place or is_lazy(live) or not is_wrapper(live):
         return
-    if not step.in_place:
-        is_other = isinstance(value, torch.Tensor) and not is_wrapper(local_tensor(value))
-        if is_other and is_wrapper(live):
-            kind = type(live).__name__
-            raise PlacementError(
-                f"its class {kind} holds its values in tensors of its own and does not say how a "
-                "plain tensor becomes one",
-                file=path,
-                entry=step.key,
-                hint="Load into the plain model, and convert that; or say how each tensor is "
-                f"converted: transform=..., or swap.module_load({kind}, handler).",
-            )
-        return
-    spans = everything(live.shape) if step.target.spans is None else step.target.spans
-    if not isinstance(value, torch.Tensor):
-        spans = everything(live.shape)
-        value = torch.ones(live.shape if is_wrapper(live) else (), dtype=value.dtype)
-    if is_wrapper(live) or is_wrapper(value) or oddity(live):
-        try:
-            copy_values([Copy(value, clone_of(live), spans)])
-        except Exception as error:
-            raise _not_taken_error(step, value, path, error) from error
+    if isinstance(value, torch.Tensor) and not is_wrapper(local_tensor(value)):
+        kind = type(live).__name__
+        raise PlacementError(
+            f"its class {kind} holds its values in tensors of its own and does not say how a "
+            "plain tensor becomes one",
+            file=path,
+            entry=step.key,
+            hint="Load into the plain model, and convert that; or say how each tensor is "
+            f"converted: transform=..., or swap.module_load({kind}, handler).",
+        )
 
 
-def _not_taken_error(
-    step: Step, value: torch.Tensor, path: str, error: Exception
-) -> PlacementError:
+def not_taken_error(step: Step, value: Values, path: str, error: Exception) -> PlacementError:
+    """Return the error for values that a class does not take."""
     return PlacementError(
         "its class does not take such values",
         file=path,
@@ -372,9 +358,9 @@ def _cast(step: Step, made: torch.Tensor, path: str, overflowed: dict[str, int])
     if step.in_place:
         _check_cast(step, made.dtype, path)
         return made.detach()
-    floating = made.is_floating_point() and step.target.dtype.is_floating_point
-    dtype = step.target.dtype if step.target.dtype_is_fixed and floating else made.dtype
-    moved = _to(made.detach(), step.target.device, dtype)
+    floating = made.is_floating_point() and step.dtype.is_floating_point
+    dtype = step.dtype if step.is_fixed and floating else made.dtype
+    moved = _to(made.detach(), step.device, dtype)
     count = count_cast(whole_copy(made.detach(), moved)) if is_plain(moved) else 0
     if count:
         overflowed[step.key] = count
@@ -412,12 +398,12 @@ def apply_transform(
 
 
 def _transform_step(step: Step, transform: Transform, raw: torch.Tensor, path: str) -> torch.Tensor:
-    made = apply_transform(transform, step.key, raw, path, step.candidate.key)
-    if step.target.needs_scale and made.dtype == raw.dtype:
+    made = apply_transform(transform, step.key, raw, path, step.one.key)
+    if step.needs_scale and made.dtype == raw.dtype:
         raise PlacementError(
             "transform returned the codes of a quantised tensor, which are not its values",
             file=path,
-            entry=step.candidate.key,
+            entry=step.one.key,
             expected="values that are multiplied by their scales",
             found=made.dtype,
             hint="Let transform apply the scales of this tensor.",
@@ -450,27 +436,27 @@ def _drop_old_dim(step: Step, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check_cast(step: Step, dtype: torch.dtype, path: str) -> None:
-    if dtype.is_complex and not step.target.dtype.is_complex:
+    if dtype.is_complex and not step.dtype.is_complex:
         reason = "complex values cannot become real without losing their imaginary part"
         hint = "Pass transform= to say what to keep, such as tensor.real or tensor.abs()."
-    elif dtype != step.target.dtype and not can_cast(dtype, step.target.dtype):
+    elif dtype != step.dtype and not can_cast(dtype, step.dtype):
         reason = "torch cannot cast between these dtypes"
         hint = 'Load without dtype=, and with mode="assign" if the model is live.'
     else:
         return
     raise PlacementError(
-        reason, file=path, entry=step.key, expected=step.target.dtype, found=dtype, hint=hint
+        reason, file=path, entry=step.key, expected=step.dtype, found=dtype, hint=hint
     )
 
 
 def _check_ties(step: Step, origin: Origin) -> None:
     """Refuse tied names with different values in the source."""
-    for other in step.alternatives:
-        if not _same_values(step.candidate, other):
+    for other in step.others:
+        if not _same_values(step.one, other):
             raise MismatchError(
                 "the model ties two keys that have different values in the checkpoint",
                 file=origin.path,
-                entry=step.candidate.key,
+                entry=step.one.key,
                 expected=f"the values of {other.key!r}",
                 hint="Pass rename= to drop the one that is wrong, or untie the model.",
             )

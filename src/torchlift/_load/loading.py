@@ -1,30 +1,32 @@
-"""`load`: match names, decide, fetch, place. It loads all or nothing."""
+"""`load`: name, match, decide, fetch, place. It loads all or nothing."""
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import fields, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from torchlift._checkpoint.kinds import Allow
 from torchlift._load.checks import require_finite, require_intact
-from torchlift._load.fetch import Fetched, Prepared, fetch_all
+from torchlift._load.fetch import fetch_all
+from torchlift._load.place import copy_in_place, put_new
 from torchlift._model.commit import Commit
-from torchlift._model.dtensor import everything, is_dtensor, local_tensor, refresh_shards
-from torchlift._model.handlers import is_plain
-from torchlift._model.names import wrapped_names
-from torchlift._model.ranks import Agree, RankGroup, has_group
-from torchlift._model.slots import ModuleTree, is_lazy, read_tree
-from torchlift._plan.planner import LoadPlan, decide, match_names, require_model
-from torchlift._plan.report import LoadReport
+from torchlift._model.dtensor import refresh_shards
+from torchlift._model.ranks import RankGroup
+from torchlift._model.slots import read_tree
+from torchlift._plan.canonical import canonical
+from torchlift._plan.decide import decide
+from torchlift._plan.loading_code import through_loading_code
+from torchlift._plan.match import Match, match
+from torchlift._plan.report import LoadReport, describe
 from torchlift._plan.rules import (
-    Advance,
     AnyMode,
     AnySource,
     DeviceRule,
@@ -34,16 +36,10 @@ from torchlift._plan.rules import (
     Rename,
     Transform,
     allowed,
+    require_model,
 )
 from torchlift._skeleton.construction import forget
 from torchlift._sources.opening import Given, open_source
-from torchlift._sources.tensors import (
-    Copy,
-    FileTensor,
-    copy_overlapping_sources,
-    copy_values,
-    count_cast,
-)
 from torchlift._system.interrupts import Interruptible, uninterrupted
 from torchlift._system.memory import collection_paused
 from torchlift._system.text import clipped_list, count_of, printable, progress_bar
@@ -138,9 +134,11 @@ def load(
     """
     start = time.perf_counter()
     options = Options(
-        rename, device, dtype, strict, allow_missing, allow_unexpected, ignore_mismatched, mode,
-        source, include, exclude, transform, root, allow_classes, storage_options, True,
-        verify, check, progress, collective, process_group,
+        root=root, include=include, exclude=exclude, rename=rename, device=device, dtype=dtype,
+        strict=strict, allow_missing=allow_missing, allow_unexpected=allow_unexpected,
+        ignore_mismatched=ignore_mismatched, mode=mode, source=source, allow_classes=allow_classes,
+        transform=transform, verify=verify, check=check, progress=progress, collective=collective,
+        process_group=process_group, storage_options=storage_options,
     )  # fmt: skip
     require_model(model, "load")
     # Without a transform, which is code of the caller, a load makes no cyclic garbage.
@@ -150,7 +148,7 @@ def load(
 
 
 def _load(model: nn.Module, ckpt: Given | Sequence[Given], options: Options) -> LoadReport:
-    """Match names, decide, fetch, agree, place, report. No record but the report is kept."""
+    """Name, match, decide, fetch, agree, place, report. No record but the report is kept."""
     tree = read_tree(model)
     ranks = RankGroup.of_model(
         [group.tensor for group in tree.groups],
@@ -169,156 +167,56 @@ def _load(model: nn.Module, ckpt: Given | Sequence[Given], options: Options) -> 
             unchecked = 0
             if options.verify or ranks.groups:
                 unchecked = require_intact(source.checkpoints if options.verify else (), ranks)
-        matched = match_names(tree, source, options, commit)
-        plan = decide(matched, tree, source, options)
-        with progress_bar(options.progress, plan.bytes_to_read, "load") as advance:
+        named = canonical(tree, source, options)
+        if named.code is not None:
+            named = through_loading_code(named, source, options, commit)
+        # From here on, no code of the model runs.
+        matched = match(named, source, options)
+        decided = decide(matched, tree, options)
+        shared = describe(decided, source)
+        with progress_bar(options.progress, decided.bytes_to_read, "load") as advance:
             with Interruptible():
-                values = fetch_all(plan, source, options.transform, advance)
+                values = fetch_all(decided, source, options.transform, advance)
                 if options.check is not None:
                     require_finite(values, source.path)
-            placed = place(tree, values, Turn(commit, agree, deliver, advance))
-            if placed.asks_again:
-                agree(False)
+            commit.when_undone(partial(refresh_shards, tree.modules))
+            in_place = put_new(values, commit)
+            # A Ctrl-C after the ranks agree would stop this rank alone.
+            deliver()
+            agree(False)
+            overflowed = copy_in_place(in_place, commit, advance=advance)
+            refresh_shards(tree.modules)
             # A Ctrl-C that waited comes after this line. It must not undo anything: values that
             # were copied in place have no backup.
             commit.finish()
         requests = source.requests
     forget(tree)
-    _warn_of_missing(tree, plan, options)
-    return _report(plan, placed, unchecked, requests)
+    report = LoadReport(
+        **shared,
+        bytes_read=decided.bytes_to_read,
+        unchecked_nbytes=unchecked,
+        overflowed=values.overflowed | overflowed,
+        requests=requests,
+    )
+    _warn_of_missing(report, matched, options)
+    return report
 
 
-class Turn(NamedTuple):
-    """The tools of `place`, besides a model and its values.
-
-    Attributes:
-        commit: Takes back everything that `place` does.
-        agree: Called with whether this rank must agree once more. Returns whether any rank must.
-        deliver: Delivers an interrupt that was held back.
-        advance: Called with a number of bytes as they are copied.
-        again: Whether something that may fail comes after the model.
-    """
-
-    commit: Commit
-    agree: Agree
-    deliver: Callable[[], None]
-    advance: Advance
-    again: bool = False
-
-
-class Placed(NamedTuple):
-    """The result of `place`.
-
-    Attributes:
-        asks_again: Whether the ranks agree once more when the rest is done.
-        overflowed: Key of a step -> the number of values that overflowed in a cast.
-    """
-
-    asks_again: bool
-    overflowed: dict[str, int]
-
-
-def place(tree: ModuleTree, values: Fetched, turn: Turn) -> Placed:
-    """Place everything. Nothing of the model runs."""
-    commit = turn.commit
-    # A Ctrl-C after the ranks agree would stop this rank alone.
-    turn.deliver()
-    again = turn.agree(turn.again)
-    commit.when_undone(lambda: refresh_shards(tree.modules))
-    in_place, overflowed = put_new(values, commit), dict(values.overflowed)
-    # Copies in place come last, because they cannot be undone without a backup. Everything that can
-    # raise has run by now, and a Ctrl-C is delivered before.
-    if again or not has_group():
-        turn.deliver()
-    overflowed |= copy_in_place(in_place, commit, backup=again, advance=turn.advance)
-    refresh_shards(tree.modules)
-    return Placed(again, overflowed)
-
-
-def put_new(fetched: Fetched, commit: Commit) -> list[Prepared]:
-    """Put new tensors into their slots. Return the values to copy in place."""
-    # Sorted before anything is placed: a tensor on meta is live as soon as it has its content.
-    in_place, new = list[Prepared](), list[Prepared]()
-    for item in fetched.steps:
-        (in_place if item[0].in_place else new).append(item)
-    for group, tensor in fetched.made:
-        commit.put(group, tensor)
-    ways = {"assign": commit.assign, "swap": commit.swap}
-    commit.fill([(step.group, value) for step, value in fetched.plain if step.mode == "swap"])
-    new += [one for one in fetched.plain if one[0].mode != "swap"]
-    for step, value in new:
-        assert isinstance(value, torch.Tensor)
-        ways[step.mode](step.group, _reshape_like(step.group.tensor, value))
-    return in_place
-
-
-def copy_in_place(
-    steps: Sequence[Prepared], commit: Commit, *, backup: bool, advance: Advance
-) -> dict[str, int]:
-    """Copy values in place. Return key -> the number of values that overflowed in the cast.
-
-    Subclasses come first: they run their own code and are backed up.
-
-    Raises:
-        IntegrityError: If a file was overwritten meanwhile. The tensors then have mixed values.
-    """
-    copies: list[Copy] = []
-    for step, value in steps:
-        local = local_tensor(step.group.tensor)
-        if backup or not is_plain(local):
-            commit.keep_values(step.group.tensor, step.key)
-        spans = everything(local.shape) if step.target.spans is None else step.target.spans
-        copies.append(Copy(value, local, spans))
-    needed = copy_overlapping_sources(copies)
-    copy_values([copy for copy in needed if not is_plain(copy.target)])
-    copy_values([copy for copy in needed if is_plain(copy.target)])
-    found = {step.candidate.views for step, _ in steps if isinstance(step.candidate, FileTensor)}
-    for views in found:
-        views.files.check()
-    for step, _ in steps:
-        advance(0 if step.owned else step.span)
-    pairs = ((step.key, copy) for (step, _), copy in zip(steps, copies, strict=True))
-    counts = {key: count_cast(copy) for key, copy in pairs if is_plain(copy.target)}
-    return {key: count for key, count in counts.items() if count}
-
-
-def _report(plan: LoadPlan, placed: Placed, unchecked: int, requests: int) -> LoadReport:
-    """Return the report of a load: what its plan has in common with a report, and its costs."""
-    shared = {item.name: getattr(plan, item.name) for item in fields(LoadReport)}
-    changed: dict[str, Any] = {
-        "bytes_read": plan.bytes_to_read,
-        "unchecked_nbytes": unchecked,
-        "overflowed": {plan._match.canonical(k): n for k, n in placed.overflowed.items()},
-        "requests": requests,
-    }
-    return LoadReport(**{**shared, **changed})
-
-
-def _warn_of_missing(tree: ModuleTree, plan: LoadPlan, options: Options) -> None:
+def _warn_of_missing(report: LoadReport, matched: Match, options: Options) -> None:
     """Warn of parameters without a value from the checkpoint."""
-    missing = plan.missing_keys
+    missing = report.missing_keys
     if not missing:
         return
-    parameters = {
-        name for g in tree.groups if isinstance(g.tensor, nn.Parameter) for name in g.names
-    }
-    if (naming := wrapped_names(tree)) is not None:
-        parameters = set(map(naming.canonical, parameters))
+    parameters = {name for group in matched.groups if group.is_parameter for name in group.names}
     # The caller left these out on purpose. But a replayed parameter has new values.
-    left_out = plan._match.left_out.difference(plan.replayed)
+    left_out = matched.left_out.difference(report.replayed)
     by_name = allowed(missing, options.allow_missing)
-    excused = {*plan.mismatched, *plan.deferred, *by_name, *left_out}
+    excused = {*report.mismatched, *report.deferred, *by_name, *left_out}
     lacking = [name for name in missing if name in parameters and name not in excused]
     if lacking:
         warnings.warn(
-            f"{count_of(len(lacking), 'parameter')} got no value from {printable(plan.path)}: "
+            f"{count_of(len(lacking), 'parameter')} got no value from {printable(report.path)}: "
             f"{clipped_list(lacking)}. If you intend this, pass allow_missing=[...] with these "
             "names.",
             stacklevel=5,
         )
-
-
-def _reshape_like(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor with the model's shape: an empty shard may have another shape."""
-    slot = like if is_dtensor(tensor) else local_tensor(like)
-    return tensor if is_lazy(slot) or tensor.shape == slot.shape else tensor.view(slot.shape)

@@ -161,6 +161,16 @@ def blocked_by(groups: Sequence[Group]) -> list[Blocker]:
     return found
 
 
+def find_unswappable(groups: Iterable[Group]) -> set[str]:
+    """Return the names of tensors without values, or of a class, that can only be assigned."""
+    suspects = [
+        group
+        for group in groups
+        if not is_plain(group.tensor) or (group.tensor.is_meta and has_holders(group.tensor))
+    ]
+    return {blocker.key for blocker in blocked_by(suspects)} if suspects else set()
+
+
 def refusal(found: Sequence[Blocker], *, hint: str) -> PlacementError:
     """Return the error for tensors that were to be swapped and cannot be."""
     first = found[0]

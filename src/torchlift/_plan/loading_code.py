@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -13,17 +13,16 @@ from torchlift._model.commit import Commit, ordinary_tensors
 from torchlift._model.dtensor import is_dtensor, local_tensor
 from torchlift._model.handlers import clone_of, has_memory
 from torchlift._model.loading_code import (
-    Outcome,
     Shown,
     copied,
     has_same_bytes,
     run_loading_code,
 )
-from torchlift._model.names import wrapped_names
-from torchlift._model.slots import ModuleTree
+from torchlift._model.slots import Group
 from torchlift._model.torch_private import version_of
-from torchlift._plan.names import Named, templates_by_name, versions_by_name
-from torchlift._plan.rules import Options, allowed
+from torchlift._plan.canonical import Named, canonical_groups
+from torchlift._plan.names import templates_by_name, versions_by_name
+from torchlift._plan.rules import Options, allowed, owns_all
 from torchlift._sources.opening import Origin
 from torchlift._sources.tensors import MemoryTensor, SourceTensor
 from torchlift.formats.flattening import Containers, extra_state, flatten_state
@@ -98,104 +97,99 @@ class _ShownTensors:
         return MemoryTensor(known.one.key, tensor, known.one.keys, entry)
 
 
-class Changed(NamedTuple):
-    """What the loading code of a model makes of a source.
-
-    Attributes:
-        named: The content that it leaves.
-        outcome: What else it did.
-        on_meta: Names that were on meta before.
-    """
-
-    named: Named
-    outcome: Outcome
-    on_meta: set[str]
-
-
 @ordinary_tensors()
-def through_loading_code(
-    tree: ModuleTree, origin: Origin, named: Named, options: Options, commit: Commit, *, owns: bool
-) -> Changed:
-    """Run the loading code of a model on what a source has for it.
+def through_loading_code(named: Named, source: Origin, options: Options, commit: Commit) -> Named:
+    """Run the loading code of a model on what a source has for it. Return what it leaves.
 
     Args:
-        tree: The model.
-        origin: The source.
-        named: The content of the source, under names of the model.
+        named: The model, and the content of the source. It has loading code.
+        source: The source.
         options: The caller's options.
         commit: Undoes what the code changes.
-        owns: Whether nothing of the model may stay mapped.
     """
-    code = named.code
+    code, tree = named.code, named.tree
     assert code is not None
-    like = {slot.fqn: group.tensor for group in tree.groups for slot in group.slots}
-    if (naming := wrapped_names(tree)) is not None:  # keys lack the steps of some wrappers
-        like |= {naming.key(naming.canonical(name)): tensor for name, tensor in like.items()}
-    values, on_meta = _ShownTensors(), {group.fqn for group in tree.on_meta}
+    is_live = not any(group.tensor.is_meta for group in named.groups)
+    owns = owns_all(options.source, live=is_live)
+    like = {name: group.tensor for group in named.groups for name in group.names}
+    values, on_meta = _ShownTensors(), {*map(named.canonical, (g.fqn for g in tree.on_meta))}
+    keys = {name: named.key(name) for name in named.candidates}
     tensors, mapped = dict[str, torch.Tensor](), set[str]()
     for name, one in named.candidates.items():
-        if code.covers(name):
+        if code.covers(key := keys[name]):
             is_mapped = owns and one.entry is not None
-            copies = is_mapped and bool(extra_state(name))
-            tensors[name] = values.show(one, origin.shown(one, like.get(name)), copies=copies)
+            copies = is_mapped and bool(extra_state(key))
+            tensors[key] = values.show(one, source.shown(one, like.get(name)), copies=copies)
             if is_mapped and not copies:
-                mapped.add(name)
-    names = {**{one.key: name for name, one in named.candidates.items()}, **named.objects}
+                mapped.add(key)
+    others = {old: named.key(name) for old, name in named.objects.items()}
+    to_key = {**{one.key: keys[name] for name, one in named.candidates.items()}, **others}
     # A module may keep and change its extra state, which is of the caller or of an open file.
     objects = {
-        name: copied(named.values[key]) if extra_state(name) else named.values[key]
-        for key, name in named.objects.items()
-        if code.covers(name)
+        key: copied(source.objects[old]) if extra_state(key) else source.objects[old]
+        for old, key in others.items()
+        if code.covers(key)
     }
     shown = Shown(
-        path=origin.path,
-        values=gathered({**tensors, **objects}, templates_by_name(named.templates, names)),
+        path=named.path,
+        values=gathered({**tensors, **objects}, templates_by_name(source.templates, to_key)),
         tensors=tensors,
         mapped=mapped,
-        versions=versions_by_name(origin.versions, names),
+        versions=versions_by_name(source.versions, to_key),
     )
-
-    canonical = named.naming.canonical if named.naming is not None else str
-    computed = {s.fqn for group in tree.groups for s in group.slots if not s.persistent}
-    excused = named.left_out | {*map(canonical, _names_of_ties(tree, named.candidates))}
-    ignored = {*map(canonical, (*computed, *(named.of_program or ())))}
+    computed = {s.fqn for group in named.groups for s in group.slots if not s.persistent}
+    excused = named.left_out | _names_of_ties(named.groups, named.candidates)
+    ignored = computed | (named.of_program or set())
 
     def refuses(
         missing: Sequence[str], unexpected: Sequence[str], misshapen: Sequence[str]
     ) -> bool:
-        lacking, extra = {*map(canonical, missing)}, {*map(canonical, unexpected)}
+        lacking, extra = ({*map(named.canonical, names)} for names in (missing, unexpected))
         lacking -= allowed(lacking, options.allow_missing) | excused
         extra -= allowed(extra, options.allow_unexpected) | ignored
         wrong = misshapen if options.transform is None and not options.ignore_mismatched else []
         return bool(wrong) or (options.strict and bool(lacking or extra))
 
     outcome = run_loading_code(tree, code, shown, refuses, commit, strict=options.strict)
-    found = {name: one for name, one in named.candidates.items() if name not in tensors}
-    for name, tensor in outcome.tensors.items():
-        is_new = id(tensor) in outcome.new
-        source = values.find_source(name, tensor, like.get(name), is_new=is_new)
-        if isinstance(source, MemoryTensor) and name in named.candidates and source.key == name:
+    groups = canonical_groups(tree.groups, named.naming)  # the code may have put others there
+    found = {name: one for name, one in named.candidates.items() if keys[name] not in tensors}
+    for path, tensor in outcome.tensors.items():
+        name, is_new = named.canonical(path), id(tensor) in outcome.new
+        one = values.find_source(name, tensor, like.get(name), is_new=is_new)
+        if isinstance(one, MemoryTensor) and name in named.candidates and one.key == name:
             before = named.candidates[name]
-            source = replace(source, key=before.key, keys=before.keys)
-        found[name] = source
-    tied = _names_of_ties(tree, found.keys() - {*outcome.missing})
-    outcome.missing = [name for name in outcome.missing if name not in tied]
+            one = replace(one, key=before.key, keys=before.keys)
+        found[name] = one
+    missing = [*map(named.canonical, outcome.missing)]
+    tied = _names_of_ties(groups, found.keys() - {*missing})
     # A container that nobody took has the names of what is in it.
     rule = Containers((torch.Tensor,), Mapping)
     unexpected = list[str]()
-    for name in outcome.unexpected:
-        flat = flatten_state({name: shown.values.get(name)}, rule)
-        unexpected += [*flat.tensors, *flat.objects] if name in shown.values else [name]
-    outcome.unexpected = unexpected
-    rest = {key: name for key, name in named.objects.items() if not code.covers(name)}
-    left_out = named.left_out | outcome.own
-    named = named._replace(candidates=found, objects=rest, left_out=left_out)
-    return Changed(named, outcome, on_meta)
+    for key in outcome.unexpected:
+        flat = flatten_state({key: shown.values.get(key)}, rule)
+        unexpected += [*flat.tensors, *flat.objects] if key in shown.values else [key]
+    outcome = replace(
+        outcome,
+        missing=[name for name in missing if name not in tied],
+        unexpected=[*map(named.canonical, unexpected)],
+        excused={*map(named.canonical, outcome.excused)},
+        own={*map(named.canonical, outcome.own)},
+        kept=[*map(named.canonical, outcome.kept)],
+    )
+    return named._replace(
+        groups=groups,
+        candidates=found,
+        objects={old: name for old, name in named.objects.items() if not code.covers(others[old])},
+        left_out=named.left_out | outcome.own,
+        outcome=outcome,
+        given=named.candidates,
+        on_meta=on_meta,
+    )
 
 
-def _names_of_ties(tree: ModuleTree, found: Container[str]) -> set[str]:
+def _names_of_ties(groups: Iterable[Group], found: Container[str]) -> set[str]:
     """Return the names of ties of which one name has a value. One is enough."""
-    ties = (group.names for group in tree.groups if len(group.slots) > 1)
+    ties = (group.names for group in groups if len(group.slots) > 1)
     return {name for names in ties if any(name in found for name in names) for name in names}
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import cache
+from typing import Any
 
+import torch
+
+from torchlift._model.slots import Group, is_lazy
+from torchlift._plan.decide import Decided, Making, Step
+from torchlift._plan.match import Mismatch
+from torchlift._plan.rules import Mode, Route, Source
+from torchlift._skeleton.construction import is_of_constructor
+from torchlift._sources.opening import Origin
+from torchlift._sources.tensors import FileTensor, MemoryTensor, SourceTensor
 from torchlift._system.text import Facts, Summary, clipped_list, count_of, human, printable
-
-Mode = Literal["assign", "copy", "swap"]
-Source = Literal["mmap", "read", "memory"]
-#: How values get into memory. view: they stay in the file's map, or in a tensor of the caller.
-#: read: by parallel reads into new memory. compute: from tensors in memory, or by the class of the
-#: model's tensor.
-Route = Literal["view", "read", "compute"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,27 +59,6 @@ class KeyReport:
     def is_mapped(self) -> bool:
         """Whether the model's tensor is mapped from the file."""
         return (self.source, self.route) == ("mmap", "view") and self.mode != "copy"
-
-
-@dataclass(frozen=True, slots=True)
-class Mismatch:
-    """A key with different shapes in the model and in the checkpoint.
-
-    Attributes:
-        key: Its name.
-        expected: Its shape in the model. ``()`` if it is not a tensor there.
-        found: Its shape in the checkpoint. ``()`` if it is not a tensor there.
-        note: Which of the two is not a tensor, or None.
-    """
-
-    key: str
-    expected: tuple[int, ...]
-    found: tuple[int, ...]
-    note: str | None = None
-
-    def __str__(self) -> str:
-        shapes = f"{self.key}: model {list(self.expected)}, checkpoint {list(self.found)}"
-        return f"{self.key}: {self.note}" if self.note else shapes
 
 
 @dataclass(frozen=True, repr=False)
@@ -266,3 +248,75 @@ def list_overflows(counts: Mapping[str, int]) -> Facts:
     """Return a fact with the tensors whose values overflowed in a cast, or nothing."""
     lines = [f"{name}: {count_of(count, 'value')}" for name, count in counts.items()]
     return list_names("overflowed in the cast", lines)
+
+
+def describe(decided: Decided, source: Origin) -> dict[str, Any]:
+    """Return the fields that the plan of a load and its report have in common."""
+    matched, makings = decided.matched, decided.makings
+    made = {id(item.group.tensor) for item in makings if item.is_constructed}
+    replayed = [g for g in matched.unmatched if id(g.tensor) in made or is_of_constructor(g)]
+    kept = {name: _describe_kept(name, one, source) for name, one in matched.kept.items()}
+    return {
+        "path": source.path,
+        "loaded": {**_describe_steps(decided.steps, source), **kept},
+        # A mismatch that ignore_mismatched allows counts as missing, too.
+        "missing_keys": [*matched.missing, *matched.mismatched],
+        "unexpected_keys": matched.unexpected,
+        "dropped": matched.dropped,
+        "mismatched": matched.mismatched,
+        "hint": matched.hint,
+        "tied": tuple(group.names for group in matched.groups if len(group.slots) > 1),
+        "replayed": [name for group in replayed for name in group.names],
+        "renamed": matched.renamed,
+        "deferred": [name for group in _left_on_meta(decided) for name in group.names],
+    }
+
+
+def _describe_kept(name: str, one: SourceTensor, source: Origin) -> KeyReport:
+    """Report a tensor that a module's own code keeps, such as a packed weight."""
+    device = one.value.device if isinstance(one, MemoryTensor) else torch.device("cpu")
+    return KeyReport(
+        name, one.key, _path_of(one, source), one.nbytes, "assign",
+        "mmap" if isinstance(one, FileTensor) else "memory", "compute", str(device),
+        str(one.dtype).removeprefix("torch."), None, "kept by its module's own loading code",
+        one.keys or (one.key,), bool(one.keys),
+    )  # fmt: skip
+
+
+def _describe_steps(steps: Sequence[Step], source: Origin) -> dict[str, KeyReport]:
+    """Return name in the model -> how its tensor is loaded."""
+    loaded: dict[str, KeyReport] = {}
+    text = cache(lambda kind: str(kind).removeprefix("torch."))  # few kinds, many steps
+    for step in steps:
+        one = step.one
+        # An entry has the name of its dtype.
+        seen = one.entry if isinstance(one, FileTensor) else one
+        route: Route = "compute" if step.is_handled and step.route == "view" else step.route
+        becomes, stored = text(step.dtype), text(seen.dtype)
+        report = KeyReport(
+            step.key, one.key, _path_of(one, source), seen.nbytes, step.mode,
+            step.source, route, text(step.device), becomes, None if stored == becomes else stored,
+            step.note, one.keys or (one.key,), bool(one.keys),
+        )  # fmt: skip
+        for slot in step.group.slots:
+            loaded[slot.fqn] = report
+    return loaded
+
+
+def _left_on_meta(decided: Decided) -> list[Group]:
+    """Return the tensors that are left for a later load."""
+    matched = decided.matched
+    decisions: list[Step | Making] = [*decided.steps, *decided.makings]
+    done = {id(item.group.tensor) for item in decisions}
+    left = [g for g in matched.groups if id(g.tensor) not in done and not is_lazy(g.tensor)]
+    paired = {id(pair.group.tensor) for pair in matched.pairs} if left else set()
+    # A live tensor with a value in the source is left, too, if the device rule returns "meta".
+    return [group for group in left if group.tensor.is_meta or id(group.tensor) in paired]
+
+
+def _path_of(one: SourceTensor, origin: Origin) -> str:
+    """Return the path of the checkpoint that a tensor comes from, or the paths of several."""
+    if not origin.paths:
+        return origin.path
+    paths = (origin.paths.get(key, origin.path) for key in one.keys or (one.key,))
+    return ", ".join(dict.fromkeys(paths))

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any, Literal, get_args
 
 import torch
+from torch import nn
 
 from torchlift._checkpoint.checkpoint import dtype_of
 from torchlift._checkpoint.kinds import Allow
@@ -17,7 +18,7 @@ from torchlift._model.dtensor import default_device, is_dtensor
 from torchlift._model.handlers import shape_of
 from torchlift._model.slots import Group
 from torchlift._system.text import clipped_list
-from torchlift.errors import MismatchError, PlacementError, did_you_mean, note
+from torchlift.errors import MismatchError, PlacementError, did_you_mean, note, wrong_call
 from torchlift.formats.boxes import row_major
 from torchlift.formats.index import TensorEntry
 from torchlift.formats.index import allowed as allowed
@@ -35,6 +36,12 @@ Advance = Callable[[int], object]
 MODEL = "model"
 AnyMode = Literal["auto", "assign", "copy", "swap"]
 AnySource = Literal["auto", "mmap", "read"]
+Mode = Literal["assign", "copy", "swap"]
+Source = Literal["mmap", "read", "memory"]
+#: How values get into memory. view: they stay in the file's map, or in a tensor of the caller.
+#: read: by parallel reads into new memory. compute: from tensors in memory, or by the class of the
+#: model's tensor.
+Route = Literal["view", "read", "compute"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +104,28 @@ class Options:
             patterns: object = getattr(self, name)
             if isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns):  # type: ignore[attr-defined]
                 raise TypeError(f"{name}={patterns!r}: expected patterns such as ['head.*']")
+
+
+def require_model(model: object, function: str) -> None:
+    """Refuse a model that is not a module, as if the arguments are swapped.
+
+    Raises:
+        TypeError: If it is not a module.
+    """
+    if not isinstance(model, nn.Module):
+        found = type(model).__name__
+        if isinstance(model, type):
+            found = f"a class: call torchlift.skeleton({model.__name__}, ...)"
+        raise wrong_call(function, f"expected a module first, then a checkpoint, not {found}")
+
+
+def owns_all(source: AnySource, *, live: bool) -> bool:
+    """Return whether a model owns its memory after the load, so that no weight is mapped.
+
+    A process dies if a file that it has mapped is overwritten in place. A live model owned its
+    memory before, so its weights are never mapped unless the caller passes ``source="mmap"``.
+    """
+    return source == "read" or (source == "auto" and live)
 
 
 def target_dtype(

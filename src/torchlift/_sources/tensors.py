@@ -441,25 +441,28 @@ def place(
         copy(part, target if target.shape == part.shape else target[into])
 
 
-def copy_overlapping_sources(copies: Iterable[Copy]) -> list[Copy]:
-    """Copy sources that another copy writes to. Drop copies that would change nothing.
+def copy_overlapping_sources(copies: Sequence[Copy]) -> list[Copy | None]:
+    """Copy sources that another copy writes to. None stands for a copy that would change nothing.
 
     Two states may exchange their values. Without this, the second copy would read what the first
     has written.
     """
-    needed: list[tuple[set[int], Copy]] = []
-    written: set[int] = set()
-    for item in copies:
-        read, into = _memory(item.source), _memory(item.target)
-        if not read or read != into or not is_in_place(item.source, item.target):
-            needed.append((read, item))
-            written |= into
-    return [
-        item
-        if isinstance(item.source, FileTensor) or written.isdisjoint(read)
-        else item._replace(source=_copy_source(item.source))
-        for read, item in needed
+    sources = [_memory(item.source) for item in copies]
+    targets = [_memory(item.target) for item in copies]
+    idle = [
+        bool(memory) and memory == into and is_in_place(item.source, item.target)
+        for item, memory, into in zip(copies, sources, targets, strict=True)
     ]
+    written = {
+        each for into, is_idle in zip(targets, idle, strict=True) if not is_idle for each in into
+    }
+    found = list[Copy | None]()
+    for item, memory, is_idle in zip(copies, sources, idle, strict=True):
+        if isinstance(item.source, FileTensor) or written.isdisjoint(memory):
+            found.append(None if is_idle else item)
+        else:
+            found.append(None if is_idle else item._replace(source=_copy_source(item.source)))
+    return found
 
 
 def _copy_source(source: torch.Tensor | JoinedTensor) -> torch.Tensor:

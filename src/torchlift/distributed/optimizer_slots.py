@@ -27,7 +27,7 @@ from torchlift._model.dtensor import (
 from torchlift._model.handlers import clone_of, is_wrapper, slice_of
 from torchlift._model.state import own
 from torchlift._model.torch_private import IncompatibleKeys
-from torchlift._plan.names import Match
+from torchlift._plan.match import Match
 from torchlift._plan.report import list_names
 from torchlift._plan.rules import Options, allowed
 from torchlift._sources.tensors import FileTensor
@@ -40,6 +40,7 @@ from torchlift.distributed.optimizer_state import (
     Holder,
     Saved,
     initial_state,
+    params_of,
     path_text,
 )
 from torchlift.distributed.options import (
@@ -773,6 +774,12 @@ def set_states(slots: OptimizerSlots, commit: Commit, *, own_code: bool) -> None
         commit.keep_optimizer(optimizer, values=own_code)
         filled = {param: slots.filled(state) for param, state in new.state.items()}
         state = {**optimizer.state, **filled, **new.other}
+        held = set(params_of(optimizer))  # as in torch, state of former parameters is dropped
+        state = {
+            key: each
+            for key, each in state.items()
+            if key in held or not isinstance(key, torch.Tensor)
+        }
         # Without empty entries: some optimizers read the first entry, whichever it is.
         state = {key: each for key, each in state.items() if not isinstance(each, dict) or each}
         if not is_left_to_us(optimizer):
