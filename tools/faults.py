@@ -3,7 +3,7 @@
     python tools/faults.py [NAME ...] [--everything] [--list]
 
 A NAME is the name of a fault, or a part of it. Run this before and after you rewrite or remove
-tests: each fault must stay red. All of them take about fifteen minutes on two quiet cores.
+tests: each fault must stay red. All of them take about ten minutes on two quiet cores.
 
 Each fault is put into a copy of ``src`` in a temporary folder, and pytest runs against that copy
 until the first test fails. Red means that a test failed. GREEN means that nothing noticed the
