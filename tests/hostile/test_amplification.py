@@ -23,6 +23,7 @@ from checkpoint_files import (
 )
 from dcp_files import describe, write_dcp
 from guarded import answers
+from pickle_programs import colliding_pairs
 from rank_files import Era
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
@@ -57,23 +58,6 @@ _MANY = b"(" + b"".join(map(_int, range(10_000)))
 _LONG = _text(b"x" * 200_000)
 _PAIRS = b"](" + b"".join(_int(i) + b"N\x86" for i in range(10_000)) + b"e"
 _DICT = _MANY + b"d"
-
-
-def _colliding(count: int) -> list[tuple[int, int]]:
-    """Pairs of integers whose tuples have one hash (xxHash without a key, as CPython has it)."""
-    prime_1, prime_2, prime_5 = 11400714785074694791, 14029467366897019727, 2870177450012600261
-    inverse, mask = pow(prime_2, -1, 1 << 64), (1 << 64) - 1
-    found: list[tuple[int, int]] = []
-    for first in range(1, 40 * count):
-        state = (prime_5 + first * prime_2) & mask
-        state = ((state << 31 | state >> 33) & mask) * prime_1 & mask
-        second = (12345 - state) * inverse & mask
-        if second < (1 << 61) - 1:
-            found.append((first, second))
-        if len(found) == count:
-            break
-    assert len({hash(pair) for pair in found}) == 1
-    return found
 
 
 def _heavy_key(leaf: bytes) -> bytes:
@@ -122,9 +106,9 @@ PICKLES: dict[str, Callable[[], bytes]] = {
         + struct.pack(">d", float(i)) + b"\x86RN\x86" for i in range(20_000)) + b"eq\0"
         + b"0ccollections\nOrderedDict\nh\0\x85R.",
     "colliding tuples": lambda: b"}(" + b"".join(
-        _int(a) + _int(b) + b"\x86N" for a, b in _colliding(20_000)) + b"u.",
+        _int(a) + _int(b) + b"\x86N" for a, b in colliding_pairs(20_000)) + b"u.",
     "colliding items of a set": lambda: b"\x8f(" + b"".join(
-        _int(a) + _int(b) + b"\x86" for a, b in _colliding(20_000)) + b"\x90.",
+        _int(a) + _int(b) + b"\x86" for a, b in colliding_pairs(20_000)) + b"\x90.",
     "a heavy key": lambda: _heavy_key(b"N") + b"](" + b"}h\x09Ns" * 5_000 + b"e.",
     "a heavy key of text": lambda: _heavy_key(_text(b"y" * 5_000)) + b"}h\x09Ns.",
     "the text of a heavy key": lambda: _heavy_key(_text(b"y" * 60)) + b"](" + b"}h\x09}h\x09Nss"
