@@ -263,10 +263,10 @@ class _Source:
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """What becomes of each key of the source.
+    """The keys that are kept, and the reason for each other key.
 
     Attributes:
-        index: What is kept, under its new names.
+        index: The kept keys, under their new names.
         keys: New name -> the keys of the source that its tensor is made of.
         lost: Key, or container that is not a model -> why it is not kept. Keys that the caller
             leaves out are not in it.
@@ -428,7 +428,7 @@ def _metadata_of(checkpoints: Iterable[Checkpoint]) -> dict[str, str]:
 
 
 class _Results:
-    """The tensors that are saved in place of those of the files.
+    """Results of the transform, and tensors of memory, that replace tensors of the files.
 
     Args:
         ckpt: the files.
@@ -456,7 +456,7 @@ class _Results:
         self.overflowed = dict[str, int]()  # key -> values that overflowed in the cast
 
     def of(self, key: str, entry: TensorEntry) -> torch.Tensor | None:
-        """Return the tensor to save under a key; None for the one in the file.
+        """Return the tensor to save under a key, or None for the one in the file.
 
         Raises:
             TypeError: If the transform did not return a tensor.
@@ -548,7 +548,7 @@ def _require_something(ckpt: Checkpoint, source: _Source, root: str | None, targ
 
     Raises:
         UnsafeError: If every value could only be rebuilt by running code.
-        MismatchError: If the source has no tensors, or the arguments or the format leave out all.
+        MismatchError: If the source does not contain a tensor, or all are left out.
     """
     is_plain = root is None and not source.index.entries and not target.only_tensors
     left = ckpt.entries or (is_plain and ckpt.objects)

@@ -20,11 +20,11 @@ def simulate(
 ) -> tuple[int, ...]:
     """Compute how many bytes each rank reads when it loads its shards of a model.
 
-    It counts all tensors of the checkpoint, and cuts them as ``fully_shard`` cuts parameters: the
-    rows (dimension 0) in chunks of equal size, of which the last ranks may get fewer or none. A
-    tensor without dimensions is read by every rank, and tied keys are read once. Ranks that only
-    replicate others read what these read. Not counted are other placements, such as tensor
-    parallelism, and buffers, which every rank reads completely.
+    It cuts all tensors of the checkpoint as ``fully_shard`` cuts parameters: the rows (dimension 0)
+    in chunks of equal size. The last ranks may get fewer rows or none. Every rank reads a tensor
+    without dimensions, and tied keys are read once. Replicas read the same bytes again. In a load
+    every rank reads a buffer completely, which a file does not tell from a parameter. Tensor
+    parallelism is not counted.
 
     Args:
         source: A checkpoint or its path.

@@ -1,8 +1,8 @@
 """`fit`: distribute the layers of a model over devices, within a memory budget for each.
 
-It works on meta tensors and on indices: it reads no weights and uses no device. The steps are: list
-the tensors with their sizes, find which must share a device (`_group`), fill one device after
-another (`_fill`), and make the map (`_make_map`).
+It works on meta tensors and on indices: it reads no weights and uses no device. It
+lists the tensors with their sizes, and finds which must share a device (`_group`). Then it fills
+one device after another (`_fill`), and makes the map (`_make_map`).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Fit(Summary, ByKey[str]):
         budgets: Device -> its budget in bytes, in the order of filling. None: unlimited.
         used: Device -> bytes of the tensors on it, after casting.
         reserved: Device -> bytes kept free for the largest layer that is stored elsewhere.
-        main: The accelerator that runs the layers stored in RAM or on disk. None if there is no
-            accelerator with room for the largest of these layers.
+        main: The accelerator that runs the layers stored in RAM or on disk. None if no
+            accelerator has room for the largest of these layers.
         dtypes: Dtype after casting -> number of its tensors, most frequent first.
     """
 
@@ -268,9 +268,10 @@ def _in_order(names: Iterable[str]) -> list[str]:
 
 
 def _group(tensors: Iterable[_Tensor], whole: Collection[str]) -> dict[str, str]:
-    """Return name -> its part: the path of the first module of those that must share a device.
+    """Return name -> its part, which is named by the path of its first module.
 
-    These are the modules below a path that is not split, and modules that share memory.
+    A part is one module, or several: those below a path that is not split, and those that share
+    memory.
     """
     leaders: dict[str, str] = {}  # module -> an earlier module that shares its device, or itself
 
