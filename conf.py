@@ -28,6 +28,7 @@ extensions = [
     "sphinx_design",
     "sphinx_gallery.gen_gallery",
     "sphinxcontrib.programoutput",
+    "format_tables",
     "markdown_pages",
     "mending",
     "public_names",

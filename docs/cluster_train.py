@@ -60,9 +60,10 @@ class Batches(Dataset):
 # ---- the run
 
 
-def ignore_sigterm(worker):
-    """Keep a worker alive: a scheduler sends SIGTERM to it, too, and its rank needs its data."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def ignore_stops(worker):
+    """Keep a worker alive: a scheduler sends its signal to it, too, and its rank needs its data."""
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def join():
@@ -108,7 +109,7 @@ def main(args):
             batch_size=None,
             sampler=range(step, args.steps),
             num_workers=args.workers,
-            worker_init_fn=ignore_sigterm,
+            worker_init_fn=ignore_stops,
         )
         batches = iter(loader)
 

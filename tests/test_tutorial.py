@@ -1,4 +1,4 @@
-"""The form of the tutorial: one path of six pages, with exercises whose solutions are folded."""
+"""The form of the tutorial: one path of seven pages, with exercises whose solutions are folded."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def is_folded(block: Block) -> bool:
     return block.type == "code" and (code.startswith(notebooks.FOLD) or "plt.show()" in code)
 
 
-def test_the_pages_are_six_and_numbered_in_their_order() -> None:
+def test_the_pages_are_seven_and_numbered_in_their_order() -> None:
     """In the gallery, in the sidebar and on the cards alike."""
-    assert [page.stem[:7] for page in PAGES] == [f"plot_{n:02d}" for n in range(1, 7)]
-    assert [title_of(page)[:3] for page in PAGES] == [f"{n}. " for n in range(1, 7)]
+    assert [page.stem[:7] for page in PAGES] == [f"plot_{n:02d}" for n in range(7)]
+    assert [title_of(page)[:3] for page in PAGES] == [f"{n}. " for n in range(7)]
 
 
 @each_page
 def test_a_page_says_where_on_the_path_it_is(page: Path) -> None:
-    """All six titles in order, its own in bold; the others are links on the site."""
+    """All seven titles in order, its own in bold; the others are links on the site."""
     path = " ".join(blocks_of(page)[0].content.partition("The path: ")[2].split()).rstrip(".")
     titles = [f"**{title_of(p)}**" if p == page else f"*{title_of(p)}*" for p in PAGES]
     assert path.split(" → ") == titles
@@ -120,10 +120,10 @@ def definitions(page: Path) -> dict[str, str]:
 
 def test_the_model_is_the_same_on_every_page() -> None:
     """Each page makes it anew, so that its notebook runs by itself."""
-    model = {name: set() for name in ("Layer", "out_of", "add", "MiniLM", "Sorter", "begin")}
+    model = {name: set() for name in ("Layer", "make_output", "add", "MiniLM", "Sorter", "begin")}
     for page in PAGES:
         found = definitions(page)
         for name, codes in model.items():
             codes |= {found[name]} if name in found else set()
     assert {name: len(codes) for name, codes in model.items()} == dict.fromkeys(model, 1)
-    assert all("MiniLM" in definitions(page) for page in PAGES[1:])
+    assert all("MiniLM" in definitions(page) for page in PAGES[2:])

@@ -11,6 +11,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _LINES = {"limit-plain": ("best plain reader", "--"), "limit-copy": ("memcpy", ":")}
+_MEANINGS = {
+    "C1": "torchlift, mapped",
+    "C2": "torchlift, read",
+    "C3": "fastest other that reads",
+    "C0": "others",
+}
 
 
 def figure_of(data: Mapping[str, Any]) -> Figure:
@@ -37,33 +43,37 @@ def figure_of(data: Mapping[str, Any]) -> Figure:
 
 def _draw_ways(figure: Figure, data: Mapping[str, Any]) -> None:
     """Draw a bar for each way, from the lowest to the highest a line, and the limits across."""
+    from matplotlib.colors import to_hex
+
     ran = {name: row for name, row in data["results"].items() if row["seconds"]}
     limits = {name: ran.pop(name) for name in list(ran) if name.startswith("limit")}
     shown = sorted(ran.items(), key=lambda item: median(item[1]["seconds"]))
     read = [name for name, row in shown if row["bytes_per_second"] and "torchlift" not in name]
-    figure.set_size_inches(5.6, 1.3 + 0.46 * len(shown))
+    figure.set_size_inches(6.8, 1.5 + 0.42 * len(shown))
     axes = figure.subplots()
+    labels = []
     for place, (name, row) in enumerate(shown):
         middle, low, high = median(row["seconds"]), min(row["seconds"]), max(row["seconds"])
-        # Above its bar: beside it, names of calls would be broken to fit a phone.
-        text = str(row["summary"]) + ("" if row["bytes_per_second"] else " (mapped)")
-        axes.text(0, place - 0.24, f" {text}", fontsize=10, va="bottom")
+        labels.append(str(row["summary"]) + ("" if row["bytes_per_second"] else " (mapped)"))
         axes.barh(
             place,
             middle,
             xerr=[[middle - low], [high - middle]],
             color=_colour(name, read),
             error_kw={"ecolor": "black", "elinewidth": 1.2, "capsize": 2.5},
-            height=0.42,
+            height=0.66,
         )
     longest = max((max(row["seconds"]) for _, row in shown), default=1.0)
     for name, (label, look) in _LINES.items():
         if name in limits:
             seconds = median(limits[name]["seconds"])
             axes.axvline(seconds, color="black", linestyle=look, linewidth=1.2, label=label)
-    axes.set(yticks=[], ylim=(len(shown) - 0.6, -0.75))
-    axes.set(xlim=(0, 1.05 * longest), xlabel="seconds")
-    figure.legend(loc="outside upper right", ncols=2, fontsize=11)
+    axes.set_yticks(range(len(shown)), labels, fontsize=10.5)
+    axes.tick_params(axis="y", length=0)
+    axes.set(xlim=(0, 1.05 * longest), ylim=(len(shown) - 0.5, -0.5), xlabel="seconds")
+    for colour, meaning in _MEANINGS.items():
+        axes.barh([0], [0], color=to_hex(colour), label=meaning)
+    figure.legend(loc="outside upper center", ncols=3, fontsize=10.5)
 
 
 def _colour(name: str, others: list[str]) -> str:

@@ -1,8 +1,8 @@
 """Draw each figure of a recipe twice: for a light page, and for a dark one.
 
 A recipe draws once, in the colours of ``torchlift.measure.figures``. Here its artists are given the
-colours of the dark page that mean the same, and the figure is saved again, beside a small picture
-of each for the cards of the gallery.
+colours of the dark page that mean the same, and the figure is saved again. The cards of the gallery
+get a small picture of each, drawn for their width and without letters, which nobody could read.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import colorsys
 import io
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,15 @@ from matplotlib.artist import Artist
 from matplotlib.collections import Collection
 from matplotlib.colors import to_hex, to_rgba
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.text import Annotation, Text
+from matplotlib.ticker import NullFormatter
 from PIL import Image
 
 DPI = 200
-CARD_WIDTH = 360
+CARD = 3.0, 1.875  # inches: 300 pixels of a page, 8 to 5
 NIGHT, INK = "#14181e", "#e4e9ee"  # the theme's dark page, and letters on it
 #: The cycle of figures.mplstyle. The one that is darkest on white is brightest on the dark page, so
 #: that the same two stay furthest apart.
@@ -53,11 +56,16 @@ def scrape(block: Any, block_vars: dict[str, Any], gallery_conf: dict[str, Any])
         figure, light = plt.figure(number), Path(name)
         dark = light.with_name(f"{light.stem}_dark.png")
         save(figure, light)
-        darken(figure)
-        save(figure, dark)
-        if len(block_vars["image_path_iterator"]) == 1:
-            for source, suffix in (light, "light"), (dark, "dark"):
-                make_card(source, card_path(light.parent, Path(block_vars["src_file"]), suffix))
+        is_first = len(block_vars["image_path_iterator"]) == 1
+        for suffix in "light", "dark":
+            if suffix == "dark":
+                darken(figure)
+                save(figure, dark)
+            if is_first:
+                card = card_path(light.parent, Path(block_vars["src_file"]), suffix)
+                card.parent.mkdir(parents=True, exist_ok=True)
+                with as_card(figure):
+                    save(figure, card)
         folder = light.relative_to(Path(gallery_conf["src_dir"]).resolve()).parent.as_posix()
         text += RST.format(
             light=f"{folder}/{light.name}",
@@ -82,15 +90,26 @@ def save(figure: Figure, path: Path) -> None:
     image.quantize(96, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
-def make_card(source: Path, target: Path) -> None:
-    """Scale a picture down to the width of a card."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with Image.open(source) as image:
-        size = CARD_WIDTH, round(image.height * CARD_WIDTH / image.width)
-        small = image.convert("RGB").resize(size, Image.Resampling.LANCZOS)
-        small.quantize(48, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
-            target, optimize=True
-        )
+@contextmanager
+def as_card(figure: Figure) -> Iterator[None]:
+    """Give a figure the size of a card, and hide its letters, while this is entered."""
+    size = figure.get_size_inches().copy()
+    shown = [a for a in figure.findobj(lambda a: isinstance(a, Text | Legend)) if a.get_visible()]
+    axes = [axis for part in figure.axes for axis in (part.xaxis, part.yaxis)]
+    formatters = [axis.get_major_formatter() for axis in axes]
+    for artist in shown:
+        artist.set(visible=False, in_layout=False)
+    for axis in axes:
+        axis.set_major_formatter(NullFormatter())
+    figure.set_size_inches(CARD)
+    try:
+        yield
+    finally:
+        figure.set_size_inches(size)
+        for artist in shown:
+            artist.set(visible=True, in_layout=True)
+        for axis, formatter in zip(axes, formatters, strict=True):
+            axis.set_major_formatter(formatter)
 
 
 def dark_colour(colour: Any) -> Any:

@@ -119,24 +119,17 @@ class RecipeCard(SphinxDirective):
 
 
 class Chapters(SphinxDirective):
-    """The chapters of the gallery: what each is about, and how many recipes it has."""
+    """The chapters of the gallery in one line, each with the number of its recipes."""
 
     def run(self) -> list[nodes.Node]:
-        grid = nodes.container(classes=["tl-chapters"])
+        line = nodes.container(classes=["tl-chapters"])
         for header in sorted(ROOT.glob("recipes/*/GALLERY_HEADER.rst")):
-            folder = header.parent
-            title, _, about = header.read_text(encoding="utf-8").split("\n", 2)
-            count = len(list(folder.glob("plot_*.py")))
+            title = header.read_text(encoding="utf-8").partition("\n")[0]
+            count = len(list(header.parent.glob("plot_*.py")))
             link = nodes.reference("", title, refuri=f"#{nodes.make_id(title)}", internal=True)
-            card = nodes.container(classes=["tl-card"])
-            card += nodes.paragraph("", "", link, classes=["tl-card-title"])
-            asked = nodes.paragraph(classes=["tl-card-question"])
-            text = " ".join(about.split()).partition(". ")[0].rstrip(".")
-            asked += nodes.Text(f"{re.sub(':doc:|`', '', text)}. {count} pages.")
-            card += asked
-            grid += card
+            line += nodes.paragraph("", "", link, nodes.inline("", f" {count}"))
         order = [*LEVELS, *TIMES.values(), *shared_tags()]
-        return [grid, *with_filters(order)]
+        return [line, *with_filters(order)]
 
 
 def make_card(docname: str, source: Path) -> nodes.container:

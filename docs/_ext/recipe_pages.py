@@ -89,6 +89,16 @@ class RecipePage(SphinxTransform):
             row += addnodes.download_reference(
                 "", "", nodes.Text(label), reftarget=name + suffix, refdoc=self.env.docname
             )
+        install = nodes.inline("", "Install torchlift")
+        row += addnodes.pending_xref(
+            "",
+            install,
+            refdomain="std",
+            reftype="doc",
+            reftarget="/installation",
+            refexplicit=True,
+            refwarn=True,
+        )
         for title in self.document.findall(nodes.title):
             title.parent.insert(title.parent.index(title) + 1, row)
             break

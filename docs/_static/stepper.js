@@ -1,5 +1,6 @@
 // A picture that is told step by step: file, index, plan, fetch, commit. Its steps are the items of
-// a list, each with the memory that a process has by then. Without this script the picture is whole.
+// a list, each with the memory that a process has by then. At first, and without this script, the
+// picture is whole.
 const inMiB = (bytes) => (bytes ? `${(bytes / 2 ** 20).toFixed(1)} MiB` : "0");
 
 for (const figure of document.querySelectorAll("[data-stepper]")) {
@@ -9,22 +10,27 @@ for (const figure of document.querySelectorAll("[data-stepper]")) {
   const told = figure.querySelector(".tl-step-told");
   const memory = (step) => step.dataset.memory.split(" ").map(Number);
   const most = Math.max(...steps.flatMap(memory));
-  let at = 0;
+  let at = -1;
 
   const show = (number) => {
-    at = Math.min(Math.max(number, 0), steps.length - 1);
+    at = Math.min(Math.max(number, -1), steps.length - 1);
+    const whole = at < 0;
     for (const group of figure.querySelectorAll("[data-step]")) {
-      group.classList.toggle("tl-later", group.dataset.step > at + 1);
+      group.classList.toggle("tl-later", !whole && group.dataset.step > at + 1);
     }
+    const step = steps.at(at); // the picture as a whole has the memory of the last step
     const heading = document.createElement("strong");
-    heading.textContent = `Step ${at + 1} of ${steps.length}: ${steps[at].dataset.name}`;
-    told.replaceChildren(heading, document.createElement("br"), steps[at].textContent);
-    memory(steps[at]).forEach((bytes, place) => {
+    heading.textContent = whole
+      ? `All ${steps.length} steps`
+      : `Step ${at + 1} of ${steps.length}: ${step.dataset.name}`;
+    const text = whole ? "Press Forward to go through them, and see what each takes." : step.textContent;
+    told.replaceChildren(heading, document.createElement("br"), text);
+    memory(step).forEach((bytes, place) => {
       bars[place].querySelector(".tl-bar-value").textContent = inMiB(bytes);
       bars[place].style.setProperty("--tl-share", bytes / most);
     });
     // Not "disabled", which would throw the focus off the button that was just pressed.
-    back.setAttribute("aria-disabled", at === 0);
+    back.setAttribute("aria-disabled", whole);
     forward.setAttribute("aria-disabled", at === steps.length - 1);
   };
 
@@ -38,5 +44,5 @@ for (const figure of document.querySelectorAll("[data-stepper]")) {
     show(at + by);
   });
   figure.querySelector(".tl-step-panel").hidden = false;
-  show(0);
+  show(-1);
 }

@@ -6,8 +6,9 @@ A file of weights contains millions of numbers, and a list that names them. How 
 without the numbers, and how do you know whether the file is safe? On this page you take a real
 model's file apart, and read one tensor out of it by hand.
 
-The path: **1. Look into the file** → *2. Load it into a model* → *3. Train it, be killed, go on* →
-*4. Train it on two ranks* → *5. On three ranks, and back to one* → *6. Out into a bucket*.
+The path: *0. Modules and state dicts* → **1. Look into the file** → *2. Load it into a model* → *3.
+Train it, be killed, go on* → *4. Train it on two ranks* → *5. On three ranks, and back to one* →
+*6. Out into a bucket*.
 """
 
 # %%

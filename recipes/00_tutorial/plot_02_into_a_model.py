@@ -6,8 +6,9 @@ You have a class and a file. How do the numbers get into the module, whose memor
 how do you know that they are right? On this page you write MiniLM in plain PyTorch, load it without
 reading a byte, and compare the meanings of sentences.
 
-The path: *1. Look into the file* → **2. Load it into a model** → *3. Train it, be killed, go on* →
-*4. Train it on two ranks* → *5. On three ranks, and back to one* → *6. Out into a bucket*.
+The path: *0. Modules and state dicts* → *1. Look into the file* → **2. Load it into a model** → *3.
+Train it, be killed, go on* → *4. Train it on two ranks* → *5. On three ranks, and back to one* →
+*6. Out into a bucket*.
 """
 
 # fold: From the page before: where the file is
@@ -37,21 +38,21 @@ class Layer(nn.Module):
 
     def __init__(self):
         super().__init__()
-        look = {name: nn.Linear(384, 384) for name in ("query", "key", "value")}
-        both = {"self": nn.ModuleDict(look), "output": out_of(384)}
-        self.attention = nn.ModuleDict(both)
+        inputs = {name: nn.Linear(384, 384) for name in ("query", "key", "value")}
+        parts = {"self": nn.ModuleDict(inputs), "output": make_output(384)}
+        self.attention = nn.ModuleDict(parts)
         self.intermediate = nn.ModuleDict({"dense": nn.Linear(384, 1536)})
-        self.output = out_of(1536)
+        self.output = make_output(1536)
 
     def forward(self, x, mask):
-        look = self.attention["self"].values()
-        heads = [of(x).unflatten(-1, (12, 32)).transpose(1, 2) for of in look]
-        seen = functional.scaled_dot_product_attention(*heads, mask)
-        x = add(x, seen.transpose(1, 2).flatten(2), self.attention["output"])
+        inputs = self.attention["self"].values()
+        heads = [f(x).unflatten(-1, (12, 32)).transpose(1, 2) for f in inputs]
+        mixed = functional.scaled_dot_product_attention(*heads, mask)
+        x = add(x, mixed.transpose(1, 2).flatten(2), self.attention["output"])
         return add(x, functional.gelu(self.intermediate["dense"](x)), self.output)
 
 
-def out_of(width):
+def make_output(width):
     norm = nn.LayerNorm(384, eps=1e-12)
     return nn.ModuleDict({"dense": nn.Linear(width, 384), "LayerNorm": norm})
 
@@ -192,7 +193,7 @@ before, *marks = torchlift.measure.in_child(load_use_write).memory.marks
 rows = {}
 for mark in marks:
     mapped = (mark.file_backed - before.file_backed) / 2**20
-    owned = (mark.anonymous - before.anonymous) / 2**20
+    owned = max(0, mark.anonymous - before.anonymous) / 2**20
     rows[mark.label] = mapped, owned
     print(
         f"{mark.label:<8} file-backed {mapped:5.1f} MiB, anonymous {owned:5.1f} MiB"

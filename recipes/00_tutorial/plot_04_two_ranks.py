@@ -6,8 +6,9 @@ Two processes can train one model, and each needs only half of it. How does each
 half of a file that one process saved, and do they compute the same? On this page you continue a run
 of one process on two.
 
-The path: *1. Look into the file* → *2. Load it into a model* → *3. Train it, be killed, go on* →
-**4. Train it on two ranks** → *5. On three ranks, and back to one* → *6. Out into a bucket*.
+The path: *0. Modules and state dicts* → *1. Look into the file* → *2. Load it into a model* → *3.
+Train it, be killed, go on* → **4. Train it on two ranks** → *5. On three ranks, and back to one* →
+*6. Out into a bucket*.
 """
 
 # fold: From the pages before: the file, the model, the sentences, a checkpoint after six steps
@@ -29,21 +30,21 @@ class Layer(nn.Module):
 
     def __init__(self):
         super().__init__()
-        look = {name: nn.Linear(384, 384) for name in ("query", "key", "value")}
-        both = {"self": nn.ModuleDict(look), "output": out_of(384)}
-        self.attention = nn.ModuleDict(both)
+        inputs = {name: nn.Linear(384, 384) for name in ("query", "key", "value")}
+        parts = {"self": nn.ModuleDict(inputs), "output": make_output(384)}
+        self.attention = nn.ModuleDict(parts)
         self.intermediate = nn.ModuleDict({"dense": nn.Linear(384, 1536)})
-        self.output = out_of(1536)
+        self.output = make_output(1536)
 
     def forward(self, x, mask):
-        look = self.attention["self"].values()
-        heads = [of(x).unflatten(-1, (12, 32)).transpose(1, 2) for of in look]
-        seen = functional.scaled_dot_product_attention(*heads, mask)
-        x = add(x, seen.transpose(1, 2).flatten(2), self.attention["output"])
+        inputs = self.attention["self"].values()
+        heads = [f(x).unflatten(-1, (12, 32)).transpose(1, 2) for f in inputs]
+        mixed = functional.scaled_dot_product_attention(*heads, mask)
+        x = add(x, mixed.transpose(1, 2).flatten(2), self.attention["output"])
         return add(x, functional.gelu(self.intermediate["dense"](x)), self.output)
 
 
-def out_of(width):
+def make_output(width):
     norm = nn.LayerNorm(384, eps=1e-12)
     return nn.ModuleDict({"dense": nn.Linear(width, 384), "LayerNorm": norm})
 

@@ -5,8 +5,8 @@ Keep the best checkpoints, delete the others
 The disk is full of checkpoints. Or only the last three are kept, and the best one was deleted last
 night. Which of them should stay, and how does an evaluation job find the next one?
 
-Pass policies: a `torchlift.Keeper` combines several and removes in the background every checkpoint
-that no policy keeps.
+Pass ``keep``, ``best`` and ``every`` to a `torchlift.Keeper`. It removes in the background every
+checkpoint that none of them keeps.
 """
 
 # %%
@@ -18,25 +18,23 @@ import tempfile
 import torch
 
 import torchlift
-from torchlift.distributed import BestN, EveryNSteps, LatestN
 
 folder = tempfile.mkdtemp()
-policies = [LatestN(2), BestN(2, "loss"), EveryNSteps(4)]
 losses = [0.9, 0.4, 0.2, 0.6, 0.3, 0.5, 0.7, 0.8, 0.6]
-with torchlift.Keeper(folder, keep=policies) as keeper:
+with torchlift.Keeper(folder, keep=2, best="loss", every=4) as keeper:
     for step, loss in enumerate(losses, 1):
         keeper.save(step, model=torch.nn.Linear(2, 1), metrics={"loss": loss})
 print("kept:", keeper.steps(), "best:", keeper.best()[-17:])
 
 # %%
-# Steps 8 and 9 are the last two, 3 and 5 the best two, 4 and 8 are multiples of four. Step 2 was
-# one of the best until step 5 was better. If the highest value is the best, pass
-# ``best_is="highest"``. Orbax has the same names for its policies.
+# Steps 8 and 9 are the last two, 3 is the best one, 4 and 8 are multiples of four. Step 2 was the
+# best until step 3 was better. If the highest value is the best, pass ``best_is="highest"``. A
+# checkpoint that you save without ``metrics=`` is never the best.
 #
 # The best checkpoint was deleted
 # -------------------------------
 #
-# A plain number, such as ``keep=3`` or torchtitan's ``keep_latest_k``, counts from the end:
+# ``keep=3`` alone, such as torchtitan's ``keep_latest_k``, counts from the end:
 
 with torchlift.Keeper(tempfile.mkdtemp(), keep=3) as keeper:
     for step, loss in enumerate(losses, 1):
@@ -45,15 +43,16 @@ best = 1 + losses.index(min(losses))
 print("kept:", keeper.steps(), "- the best of all was step", best)
 
 # %%
-# You can write your own rule as a function. It gets the kept checkpoints, oldest first, and returns
-# the ones to keep. The newest checkpoint is always kept.
+# You can write your own rule as a function. It gets the kept checkpoints, the latest one last, and
+# returns the ones to keep. Each has a ``step``, a ``path`` and ``metrics``. The newest checkpoint
+# is always kept.
 
 
-def good_enough(kept):
-    return [one for one in kept if one.metrics["loss"] < 0.5]
+def last_and_best_two(kept):
+    return [kept[-1], *sorted(kept, key=lambda one: one.metrics["loss"])[:2]]
 
 
-with torchlift.Keeper(tempfile.mkdtemp(), keep=[good_enough, LatestN(1)]) as keeper:
+with torchlift.Keeper(tempfile.mkdtemp(), keep=last_and_best_two) as keeper:
     for step, loss in enumerate(losses, 1):
         keeper.save(step, model=torch.nn.Linear(2, 1), metrics={"loss": loss})
 print("kept:", keeper.steps())
@@ -64,8 +63,10 @@ print("kept:", keeper.steps())
 #
 # Another job evaluates the checkpoints of a run. It lists the folder, and opens a checkpoint that a
 # Keeper has just removed, or an incomplete one. A `torchlift.distributed.RunFolder` lists complete
-# checkpoints only, waits for the next one, and writes nothing. If a checkpoint is removed later,
-# opening it raises one clear error:
+# checkpoints only, and writes nothing. If a checkpoint is removed later, opening it raises one
+# clear error. A loop waits for the next checkpoint:
+
+import time
 
 from torchlift.distributed import RunFolder
 
@@ -78,12 +79,28 @@ try:
     torchlift.open(path)
 except torchlift.CheckpointError as error:
     print(path[-17:], "-", error.reason)
-path = run.wait_for_new(path, timeout=60)
+while run.latest() == path:
+    time.sleep(10)
+path = run.latest()
 print("new:", path[-17:], "best:", run.best()[-17:])
 
 # %%
-# Let the Keeper keep the checkpoints that you evaluate, for example with ``EveryNSteps``. An open
-# file stays readable after it is removed.
+# Let the Keeper keep the checkpoints that you evaluate, for example with ``every``. An open file
+# stays readable after it is removed.
+#
+# Note ``keeper.resume()``. Without it, the first save into a folder with checkpoints is an error,
+# because they may be those of another run, which the Keeper would remove one by one:
+
+other = torchlift.Keeper(folder, keep=1)
+try:
+    other.save(1, model=torch.nn.Linear(2, 1))
+except torchlift.CheckpointError as error:
+    print(error.reason, "-", error.hint)
+other.close()
+
+# %%
+# The Keeper removes only checkpoints that a Keeper wrote. An export that you put next to them
+# stays.
 #
 # Proof
 # -----
@@ -95,9 +112,9 @@ print("new:", path[-17:], "best:", run.best()[-17:])
 import os
 
 
-def megabytes_of(keep, folder):
+def megabytes_of(rules, folder):
     sizes = []
-    with torchlift.Keeper(folder, keep=keep) as keeper:
+    with torchlift.Keeper(folder, **rules) as keeper:
         for step in range(1, 41):
             loss = abs(step - 25) / 25
             keeper.save(step, weights=torch.ones(1_000_000), metrics={"loss": loss})
@@ -110,25 +127,25 @@ def megabytes_of(keep, folder):
 
 
 ways = {
-    "all": None,
-    "the last three": 3,
-    "last, best two, every tenth": [LatestN(1), BestN(2, "loss"), EveryNSteps(10)],
+    "all": {"keep": None},
+    "the last three": {"keep": 3},
+    "last, best, every tenth": {"keep": 1, "best": "loss", "every": 10},
 }
 sizes, best = {}, {}
-for way, keep in ways.items():
+for way, rules in ways.items():
     with tempfile.TemporaryDirectory() as place:
-        sizes[way] = torchlift.measure.in_child(megabytes_of, keep, place).value
+        sizes[way] = torchlift.measure.in_child(megabytes_of, rules, place).value
         best[way] = 25 in RunFolder(place).steps()
     print(
         f"{way:<28}{sizes[way][-1]:5.0f} MB",
         "with the best" if best[way] else "without the best",
     )
 
-assert sizes["last, best two, every tenth"][-1] < sizes["all"][-1] / 5
+assert sizes["last, best, every tenth"][-1] < sizes["all"][-1] / 5
 assert best == {
     "all": True,
     "the last three": False,
-    "last, best two, every tenth": True,
+    "last, best, every tenth": True,
 }
 
 # %%
@@ -150,25 +167,27 @@ plt.show()
 # %%
 # *The lines show the megabytes of checkpoints in the folder after each of 40 steps. The text at the
 # end of a line shows whether the best checkpoint still exists. All checkpoints grow to 161 MB. The
-# last three stay at 12 MB, but the best one is lost. The last one, the best two and every tenth
-# take 24 MB and include the best, so policies save space without losing it.*
+# last three stay at 12 MB, but the best one is lost. The last one, the best one and every tenth
+# take 20 MB and include the best, so these rules save space without losing it.*
 #
-# The Keeper renames an expired checkpoint first, and a background thread then deletes it. So no
-# save waits, and a half-deleted folder is never used as a checkpoint. After a kill, the next Keeper
-# removes the leftovers. A lock file keeps a second job out of the folder: its Keeper raises an
-# error that names the first job.
+# A background thread deletes an expired checkpoint, so no save waits. In a folder it first deletes
+# the file that makes the checkpoint complete, so that half of one is never used as a checkpoint.
+# After a kill, the next Keeper removes the leftovers. A lock file keeps a second job out of the
+# folder: its Keeper raises an error that names the first job.
 #
 # Remember
 # --------
 #
-# - A checkpoint is kept if any policy keeps it. The newest is always kept.
-# - ``best()``, ``latest()`` and ``steps()`` read only the folder. They need no other rank.
-# - An evaluation job waits with `torchlift.distributed.RunFolder`, and writes nothing.
+# - A checkpoint is kept if ``keep``, ``best`` or ``every`` keeps it. The newest is always kept.
+# - Call ``resume()`` before the first save into a folder that contains checkpoints.
+# - ``best()``, ``latest()`` and ``steps()`` read only the folder. An evaluation job has them from
+#   `torchlift.distributed.RunFolder`, which writes nothing.
 #
 # Use this when
 # -------------
 #
-# - **Some checkpoints should outlive the last few:** ``torchlift.Keeper(folder, keep=[...])``.
+# - **Some checkpoints should outlive the last few:** ``best=`` and ``every=`` of a
+#   `torchlift.Keeper`.
 # - **A run may be killed and started again:** the recipe *Save while training goes on, and resume
 #   after a kill*.
 # - **You only need the weights of a kept checkpoint:** `torchlift.load` with ``root="model"``.

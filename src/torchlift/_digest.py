@@ -15,8 +15,10 @@ from torchlift._checkpoint.checkpoint import Checkpoint
 from torchlift._checkpoint.comparison import hash_content, in_transfers
 from torchlift._checkpoint.kinds import meta_error, readable_parts
 from torchlift._model.dtensor import is_dtensor, spans_of
+from torchlift._model.gathering import Gatherer
 from torchlift._model.names import uses_fsdp1
-from torchlift._model.ranks import RankGroup, StepResult, gather_whole, tensors_of
+from torchlift._model.ranks import RankGroup, StepResult
+from torchlift._model.slots import read_tree
 from torchlift._save.pickling import is_array
 from torchlift._save.values import take_apart
 from torchlift._sources.opening import IN_MEMORY, checkpoint, container
@@ -131,7 +133,7 @@ def _hash_memory(obj: Any, root: str | None, process_group: Any) -> _Hashes:
     modules = [*obj.modules()] if uses_fsdp1(obj) else []
     ranks = RankGroup.of_model(inside, modules, process_group=process_group)
 
-    def hash_plain() -> StepResult[dict[str, Any], _PlainMessage]:
+    def hash_plain() -> StepResult[Gatherer, _PlainMessage]:
         with errors_name(IN_MEMORY), collection_paused():
             taken = take_apart(container(obj, root), plain=False)
             if root is None and isinstance(taken.template, Leaf) and ROOT_OBJECT in taken.objects:
@@ -153,17 +155,26 @@ def _hash_memory(obj: Any, root: str | None, process_group: Any) -> _Hashes:
                 for key, tensor in plain.items()
                 if key not in sharded
             }
-            return StepResult(sharded, _PlainMessage(hashes, meshes))
+            # The order of names may differ between ranks.
+            here = [
+                (key, sharded[key])
+                for key in sorted(sharded)
+                if sharded[key].device_mesh.get_coordinate() is not None
+            ]
+            return StepResult(Gatherer(here, keeps="one"), _PlainMessage(hashes, meshes))
 
-    sharded, messages = ranks.run(hash_plain, _require_same_names)
+    gatherer, messages = ranks.run(hash_plain, _require_same_names)
 
     def hash_gathered() -> StepResult[None, _Hashes]:
-        found = {}
-        for key in sorted(sharded):  # the order of names may differ between ranks
-            if sharded[key].device_mesh.get_coordinate() is not None:
-                with torch.no_grad():
-                    whole = gather_whole(sharded[key])
+        found, failed = _Hashes(), list[Exception]()
+        for key, whole in zip(gatherer.keys, gatherer, strict=True):
+            assert whole is not None
+            try:
                 found[key] = _hash_tensor(key, whole, IN_MEMORY)
+            except Exception as error:  # the other ranks still gather with this one
+                failed.append(error)
+        if failed:
+            raise failed[0]
         return StepResult(None, found)
 
     gathered, found = ranks.run(hash_gathered).by_rank, _Hashes()
@@ -191,7 +202,7 @@ def _require_same_names(messages: Mapping[int, _PlainMessage]) -> None:
 def _list_tensors(leaf: object) -> Iterable[torch.Tensor]:
     """Return the tensors of a part of a state. Their meshes tell which ranks take part."""
     if isinstance(leaf, nn.Module):
-        return tensors_of(leaf)
+        return [group.tensor for group in read_tree(leaf).groups]
     if isinstance(leaf, torch.optim.Optimizer):
         return (parameter for group in leaf.param_groups for parameter in group["params"])
     return [leaf] if isinstance(leaf, torch.Tensor) else []

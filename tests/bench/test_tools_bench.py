@@ -114,14 +114,15 @@ def test_the_chart_has_a_bar_for_each_way_and_a_line_for_each_limit(tmp_path) ->
     }
     data = Comparison("x.pt", "torch-zip", 1, 1, False, results).to_dict()
     axes = charts.figure_of(data).axes[0]
-    assert [bar.get_width() for bar in axes.patches] == [1.0, 2.0, 3.0]
-    labels = [text.get_text().strip() for text in axes.texts]
+    assert [bar.get_width() for bar in axes.patches if bar.get_width()] == [1.0, 2.0, 3.0]
+    labels = [text.get_text() for text in axes.get_yticklabels()]
     assert labels == ["torch-load", "torchlift-read", "torchlift-mmap (mapped)"]
     drawn = {
         line.get_label(): line.get_xdata()[0] for line in axes.lines if line.get_label()[0] != "_"
     }
     assert drawn == {"best plain reader": 4.0, "memcpy": 5.0}
-    assert len({bar.get_facecolor() for bar in axes.patches}) == 3
+    drawn_bars = [bar for bar in axes.patches if bar.get_width()]
+    assert len({bar.get_facecolor() for bar in drawn_bars}) == 3
 
 
 def test_the_chart_of_a_growth_has_a_line_for_each_way(tmp_path) -> None:

@@ -50,6 +50,7 @@ def main(way: str, how: str, folder: Path, every: int) -> None:
     while True:
         faulthandler.dump_traceback_later(300, exit=True)
         keeper, run = torchlift.Keeper(folder, keep=1), run_of(2)
+        keeper.resume()
         if way == "close":
             keeper.save(1, **run_of(1))
         calls = {

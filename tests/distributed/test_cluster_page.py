@@ -12,10 +12,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import torchlift
 
@@ -103,7 +105,7 @@ def kill_all(pid: int) -> None:
         os.kill(each, signal.SIGKILL)
 
 
-def preempt(pid: int) -> None:
+def preempt(pid: int, number: int = signal.SIGTERM) -> None:
     """Send what a scheduler sends before it takes a machine, to all processes of the job's step.
 
     The workers of the loaders get it first. The ranks stand still until they have got it: else they
@@ -119,8 +121,9 @@ def preempt(pid: int) -> None:
     workers = [worker for rank in ranks for worker in children(rank)]
     assert len(workers) == 2 * len(ranks)
     for each in (*workers, *ranks, pid):
-        os.kill(each, signal.SIGTERM)
-    wait_for(ranks, r"^ShdPnd:\s*\w*[4-7c-f]\w{3}$")  # bit 14: SIGTERM
+        os.kill(each, number)
+    bits = {signal.SIGTERM: r"[4-7c-f]\w{3}", signal.SIGUSR1: r"[2367abef]\w{2}"}  # 14 and 9
+    wait_for(ranks, rf"^ShdPnd:\s*\w*{bits[signal.Signals(number)]}$")
     for rank in ranks:
         os.kill(rank, signal.SIGCONT)
 
@@ -195,3 +198,103 @@ def test_a_run_that_is_killed_and_preempted_ends_as_one_that_never_stopped(
     monkeypatch.chdir(place)
     read = runpy.run_path("cluster_read.py")["model"]
     assert torchlift.diff(read.state_dict(), found.state_dict()).equal
+
+
+@pytest.mark.distributed
+def test_a_run_that_gets_sigusr1_saves_and_resumes(place: Path) -> None:
+    """To all processes, as some clusters send it: torchrun must handle it, as the page says."""
+    page = DOCS.joinpath("cluster.md").read_text(encoding="utf-8")
+    (lines,) = re.findall(r"^(torchrun --signals-to-handle (?:.*\\\n)*.*)$", page, re.MULTILINE)
+    sizes = f"--steps {STEPS} --every 50 --show 1 --workers 2"
+    sizes += f" --batch {BATCH} --width {WIDTH} --layers {LAYERS}"
+    line = " ".join(lines.replace("\\\n", " ").split()).replace("--out run", f"--out usr1 {sizes}")
+    stopped, status = launch(place, line, 12, partial(preempt, number=signal.SIGUSR1))
+    assert status != 0
+    last = max(losses(stopped))
+    assert 12 <= last < 50
+    resumed, status = launch(place, line)
+    assert status == 0
+    assert resumed[0] == f"from step {last} on 2 x cpu"
+
+
+def _lora() -> tuple[nn.Module, list[nn.Parameter], torch.optim.Optimizer]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    class Lora(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = nn.Linear(8, 8).requires_grad_(False)
+            self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.base(x) + self.up(self.down(x))  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model, mesh = nn.Sequential(Lora(), Lora()), init_device_mesh("cpu", (2,))
+    for each in (*model, model):
+        fully_shard(each, mesh=mesh)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    return model, trained, torch.optim.AdamW(trained, lr=0.1)
+
+
+def _train_lora(folder: str) -> list[list[float]]:
+    found = []
+    for steps in (1, 0):
+        model, trained, optimizer = _lora()
+
+        def train(
+            count: int, model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer
+        ) -> list[float]:
+            losses = []
+            for _ in range(count):
+                losses.append(model(torch.ones(2, 8)).square().mean())
+                losses[-1].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return [loss.item() for loss in losses]
+
+        state = {"adapter": nn.ParameterList(trained), "optimizer": optimizer}
+        with torchlift.Keeper(folder) as keeper:
+            assert keeper.resume(state) == (None if steps else 1)
+            if steps:
+                train(steps)
+                keeper.save(1, state)
+            keeper.wait()
+            found.append(train(3))
+    return found
+
+
+@pytest.mark.distributed
+def test_adapters_under_fsdp2_are_saved_without_their_base(tmp_path: Path) -> None:
+    """As a ParameterList of what is trained."""
+    for found in torchlift.distributed.on_ranks(2, _train_lora, str(tmp_path)):
+        assert found[0] == found[1]
+    with torchlift.open(tmp_path / "step-000000001", root="adapter") as ckpt:
+        assert [*ckpt] == ["0", "1", "2", "3"]
+
+
+def _falling(step: int, steps: int) -> float:
+    return 1 - step / steps
+
+
+@pytest.mark.parametrize("kind", ["cosine", "lambda"])
+def test_a_finished_run_that_is_made_longer(tmp_path: Path, kind: str) -> None:
+    """The old cosine rises again; a function is that of the new start."""
+    for steps in (4, 8):
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler: torch.optim.lr_scheduler.LRScheduler
+        if kind == "cosine":
+            scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        else:
+            rate = partial(_falling, steps=steps)
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+        state, rates = {"model": model, "optimizer": optimizer, "scheduler": scheduler}, []
+        with torchlift.Keeper(tmp_path) as keeper:
+            for step in range(keeper.resume(state) or 0, steps):
+                optimizer.step()
+                scheduler.step()
+                rates.append(round(optimizer.param_groups[0]["lr"], 3))
+                keeper.save(step + 1, state)
+    assert rates == ([0.146, 0.5, 0.854, 1.0] if kind == "cosine" else [0.375, 0.25, 0.125, 0.0])

@@ -15,13 +15,7 @@ import torch
 from forked import PIPE, Forked, run
 
 import torchlift
-from torchlift.distributed import (
-    BestN,
-    EveryNSteps,
-    Kept,
-    LatestN,
-    RunFolder,
-)
+from torchlift.distributed import Kept, RunFolder
 from torchlift.distributed import folder as folder_module
 from torchlift.distributed import keeper as keeper_module
 from torchlift.errors import CheckpointError
@@ -44,24 +38,27 @@ def fill(folder: Path, losses: Sequence[float], **options: Any) -> list[int]:
 # ---- what is kept
 
 
+def loss_of(one: Kept) -> float:
+    return one.metrics["loss"]
+
+
 LOSSES = [5.0, 1.0, 4.0, 2.0, 3.0, 9.0, 8.0]
 
 
 @pytest.mark.parametrize(
     ("options", "steps"),
     [
-        ({"keep": LatestN(2)}, [6, 7]),
-        ({"keep": LatestN(None)}, [1, 2, 3, 4, 5, 6, 7]),
-        ({"keep": [LatestN(1), BestN(3, "loss")]}, [2, 4, 5, 7]),
-        ({"keep": [BestN(1, "loss"), BestN(1, "loss", "highest")]}, [2, 6, 7]),
-        ({"keep": [BestN(2, "accuracy", best_is="highest")], "every": 5}, [2, 4, 5, 7]),
-        ({"keep": [LatestN(1), EveryNSteps(3)], "best": "loss"}, [2, 3, 6, 7]),
+        ({"keep": 2}, [6, 7]),
+        ({"keep": None}, [1, 2, 3, 4, 5, 6, 7]),
+        ({"keep": 1, "every": 3, "best": "loss"}, [2, 3, 6, 7]),
+        ({"keep": 1, "best": "accuracy", "best_is": "highest"}, [2, 7]),
         ({"keep": lambda kept: [one for one in kept if one.step in (1, 4)]}, [1, 4, 7]),
-        ({"keep": lambda kept: [one for one in kept if one.metrics["loss"] > 4]}, [1, 6, 7]),
-        ({"keep": []}, [7]),
+        ({"keep": lambda kept: [one for one in kept if loss_of(one) > 4]}, [1, 6, 7]),
+        ({"keep": lambda kept: sorted(kept, key=loss_of)[:3]}, [2, 4, 5, 7]),
+        ({"keep": lambda kept: [], "every": 5}, [5, 7]),
     ],
-)
-def test_what_any_policy_keeps_stays(
+)  # fmt: skip
+def test_what_any_rule_keeps_stays(
     tmp_path: Path, options: dict[str, Any], steps: list[int]
 ) -> None:
     """Beside the newest, which always does."""
@@ -69,21 +66,11 @@ def test_what_any_policy_keeps_stays(
     assert sorted(os.listdir(tmp_path)) == [path_of(tmp_path, step).name for step in steps]
 
 
-def test_the_best_by_a_policy_is_the_best_of_the_keeper(tmp_path: Path) -> None:
-    """Whose metric each save has to give."""
-    policies = [LatestN(1), BestN(2, "accuracy", best_is="highest")]
-    assert fill(tmp_path, LOSSES, keep=policies) == [2, 4, 7]
-    with torchlift.Keeper(tmp_path, keep=policies) as keeper:
-        assert keeper.best() == str(path_of(tmp_path, 2))
-        with pytest.raises(ValueError, match="metrics= lacks 'accuracy'"):
-            keeper.save(8, STATE, metrics={"loss": 1.0})
-
-
 def test_a_function_that_fails_removes_nothing_and_is_told_of(tmp_path: Path) -> None:
     """The checkpoint is complete: the save is none that failed."""
 
     def keep(kept: Sequence[Kept]) -> list[Kept]:
-        return [one for one in kept if one.metrics["no such"] > 1]  # type: ignore[index]
+        return [one for one in kept if one.metrics["no such"] > 1]
 
     with torchlift.Keeper(tmp_path, keep=keep, background=False) as keeper:
         for step in (1, 2):
@@ -92,90 +79,92 @@ def test_a_function_that_fails_removes_nothing_and_is_told_of(tmp_path: Path) ->
         assert keeper.steps() == [1, 2]
 
 
-@pytest.mark.parametrize(
-    ("policy", "message"),
-    [
-        (lambda: LatestN(0), "n=0: expected a number from 1 on"),
-        (lambda: EveryNSteps(1.5), "n=1.5: expected"),  # type: ignore[arg-type]
-        (lambda: BestN(True, "loss"), "n=True: expected"),
-        (lambda: BestN(1, "loss", "max"), "best_is='max': expected one of"),  # type: ignore[arg-type]
-        (lambda: RunFolder("x", best="loss", best_is="max"), "best_is='max'"),  # type: ignore[arg-type]
-    ],
-)
-def test_policies_are_checked_when_they_are_made(policy: Any, message: str) -> None:
-    """Long before the first one counts."""
-    with pytest.raises(ValueError, match=message):
-        policy()
+def test_a_checkpoint_without_metrics_is_saved_and_never_the_best(tmp_path: Path) -> None:
+    """Such as one before the first evaluation. It takes its place among the latest."""
+    with torchlift.Keeper(tmp_path, keep=1, best="loss", background=False) as keeper:
+        for step, metrics in ((1, None), (2, {"loss": 1.0}), (3, None), (4, None)):
+            keeper.save(step, STATE, metrics=metrics)
+        assert keeper.steps() == [2, 4]
+        assert keeper.best() == str(path_of(tmp_path, 2))
 
 
-def test_an_abandoned_best_takes_no_place_of_the_branch_later_on_either(tmp_path: Path) -> None:
-    """It stays for its metric, and no save after that counts it."""
-    fill(tmp_path, [5.0, 4.0, 3.0, 2.0, 1.0], keep=None)
-    with torchlift.Keeper(tmp_path, keep=3, best="loss", background=False) as keeper:
-        keeper.resume(step=2)
-        for step, kept in ((10, [1, 2, 5, 10]), (12, [2, 5, 10, 12]), (14, [5, 10, 12, 14])):
-            keeper.save(step, STATE, metrics={"loss": 9.0})
-            assert sorted(keeper.steps()) == kept
+def test_how_the_best_is_compared_is_checked_at_once(tmp_path: Path) -> None:
+    """Long before it counts."""
+    with pytest.raises(ValueError, match="best_is='max': expected one of"):
+        RunFolder(tmp_path, best="loss", best_is="max")  # type: ignore[arg-type]
 
 
-def test_a_restart_knows_by_the_names_what_was_abandoned(tmp_path: Path) -> None:
-    """Whatever lies behind where the run went back takes no place of its branch."""
-    fill(tmp_path, [5.0, 4.0, 3.0, 2.0, 1.0], keep=None)
-    for step, kept in ((3, [1, 2, 3, 5]), (4, [2, 3, 4, 5]), (6, [3, 4, 5, 6])):
-        with torchlift.Keeper(tmp_path, keep=3, best="loss", background=False) as keeper:
-            keeper.resume(step=2 if step == 3 else None)
-            keeper.save(step, STATE, metrics={"loss": 9.0})
-            assert sorted(keeper.steps()) == kept
+def test_a_step_that_is_saved_again_replaces_the_older_one(tmp_path: Path) -> None:
+    """A file in place. After a step back, the name has the turn, so that it is the latest."""
+    with torchlift.Keeper(tmp_path, keep=None, background=False) as keeper:
+        for step, name, names in (
+            (1, "1", ["1"]),
+            (2, "2", ["1", "2"]),
+            (2, "2", ["1", "2"]),
+            (1, "1-1", ["1-1", "2"]),
+            (2, "2-1", ["1-1", "2-1"]),
+        ):
+            keeper.save(step, STATE)
+            paths = [str(tmp_path / f"step-00000000{each}.pt") for each in (name, *names)]
+            assert keeper.latest() == paths[0]
+            assert sorted(map(str, tmp_path.glob("step-*"))) == paths[1:]
 
 
 # ---- what is removed
 
 
-def as_folder(folder: Path, step: int) -> Path:
-    """Make a checkpoint of several files, as machines do that share no file."""
+def kept_folder(folder: Path, step: int) -> Path:
+    """Make a checkpoint of several files as a Keeper does."""
     path = folder / f"step-{step:09d}"
-    torchlift.save({"step": step, "ranks": {}, "w": torch.ones(4)}, path, format="dcp")
+    state = {"step": step, "metrics": {}, "ranks": {"0": {}}, "w": torch.ones(4)}
+    torchlift.save(state, path, format="dcp")
     return path
 
 
 def test_a_checkpoint_that_is_being_removed_is_not_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A folder loses its name first, and the next save waits until it is gone."""
+    """A folder loses its marker first, and the next save waits until it is gone."""
     for step in (1, 2):
-        as_folder(tmp_path, step)
-    seen, remove = list[list[int]](), shutil.rmtree
+        kept_folder(tmp_path, step)
+    seen, remove = list[list[int]](), os.unlink
 
-    def note(path: str) -> None:
-        assert ".removed-" in path
-        seen.append(keeper.steps())
-        remove(path)
+    def note(path: str, **options: Any) -> None:
+        if str(path).endswith(".distcp"):
+            seen.append(keeper.steps())
+        remove(path, **options)
 
-    monkeypatch.setattr(shutil, "rmtree", note)
+    monkeypatch.setattr(os, "unlink", note)
     with torchlift.Keeper(tmp_path, keep=1) as keeper:
+        keeper.resume()
         for step in (3, 4, 5):
             assert keeper.save(step, STATE)
-    assert seen == [[3], [3]]
+    assert sorted(map(len, seen)) == [1, 2]  # steps 1 and 2 are removed in the order of the folder
     assert os.listdir(tmp_path) == ["step-000000005.pt"]
 
 
 _KILLED = """
-import os, shutil, signal, sys, torch, torchlift
-def half(path):
-    os.unlink(os.path.join(path, sorted(os.listdir(path))[-1]))
-    os.kill(os.getpid(), signal.SIGKILL)
-shutil.rmtree = half
-torchlift.Keeper(sys.argv[1], keep=1, background=False).save(2, w=torch.ones(2))
+import os, signal, sys, torch, torchlift
+keeper = torchlift.Keeper(sys.argv[1], keep=1, background=False)
+keeper.resume()
+unlink = os.unlink
+def last(path, **options):
+    unlink(path, **options)
+    if str(path).endswith(".metadata"):
+        os.kill(os.getpid(), signal.SIGKILL)
+os.unlink = last
+keeper.save(2, w=torch.ones(2))
 """
 
 
 def test_what_a_kill_leaves_of_a_removal_the_next_keeper_removes(tmp_path: Path) -> None:
     """Until then nobody takes it for a checkpoint."""
-    as_folder(tmp_path, 1)
+    left = kept_folder(tmp_path, 1)
     assert run(_KILLED, tmp_path).returncode == -signal.SIGKILL
-    assert any(".removed-" in name for name in os.listdir(tmp_path))
+    assert os.listdir(left) == ["__0_0.distcp"]
     with torchlift.Keeper(tmp_path, keep=1) as keeper:
         assert keeper.steps() == [2]
+        keeper.resume()
         keeper.save(3, STATE)
     assert os.listdir(tmp_path) == ["step-000000003.pt"]
 
@@ -184,28 +173,95 @@ def test_what_is_left_at_the_end_is_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No save comes after that would."""
-    as_folder(tmp_path, 1)
+    kept_folder(tmp_path, 1)
+    unlink = os.unlink
 
-    def refusing(path: str) -> None:
-        raise PermissionError(13, "Permission denied", path)
+    def refusing(path: str, **options: Any) -> None:
+        if str(path).endswith(".distcp"):
+            raise PermissionError(13, "Permission denied", path)
+        unlink(path, **options)
 
-    monkeypatch.setattr(shutil, "rmtree", refusing)
+    monkeypatch.setattr(os, "unlink", refusing)
     keeper = torchlift.Keeper(tmp_path, keep=1)
+    keeper.resume()
     keeper.save(2, STATE)
-    with pytest.warns(RuntimeWarning, match=r"cannot be removed.*\.step-000000001\.removed-"):
+    with pytest.warns(RuntimeWarning, match=r"cannot be removed.*step-000000001"):
         keeper.close()
     assert keeper.steps() == [2]
 
 
-def test_ten_thousand_steps_in_a_folder(tmp_path: Path) -> None:
+# ---- what other programs wrote
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+@pytest.mark.parametrize("kind", ["transformers", "dcp", "file", "folder.pt", "beside"])
+def test_what_a_keeper_did_not_write_stays(tmp_path: Path, kind: str) -> None:
+    """An export under the name of a checkpoint, complete for us or not, and a file inside one."""
+    export = tmp_path / "step-000000002"
+    with torchlift.Keeper(tmp_path, keep=1, background=False) as keeper:
+        keeper.save(1, STATE)
+        if kind == "transformers":
+            torchlift.save(STATE, export / "model.safetensors")
+            (export / "config.json").write_text("{}", encoding="utf-8")
+        elif kind == "dcp":
+            torchlift.save({"step": 2, **STATE}, export, format="dcp")
+        elif kind == "file":
+            export.touch()
+        else:
+            export = export.with_suffix(".pt") if kind == "folder.pt" else kept_folder(tmp_path, 2)
+            export.mkdir(exist_ok=True)
+            (export / "notes.txt").write_text("mine", encoding="utf-8")
+        before = content(export.parent)
+        for step in (2, 3, 4):
+            keeper.save(step, STATE)
+        (newest,) = content(tmp_path).keys() - before.keys()
+        assert newest == os.path.basename(keeper.latest() or "")
+    gone = {"step-000000001.pt", ".keeper.lock"}
+    if kind == "beside":
+        gone |= {f"step-000000002/{name}" for name in (".metadata", "__0_0.distcp")}
+    left = content(tmp_path)
+    assert {name: left.get(name) for name in before.keys() - gone} == {
+        name: before[name] for name in before.keys() - gone
+    }
+    assert not gone & left.keys()
+
+
+def test_a_file_of_another_program_is_not_overwritten(tmp_path: Path) -> None:
+    """Of the step that is saved next: the checkpoint gets another name."""
+    with torchlift.Keeper(tmp_path, background=False) as keeper:
+        torchlift.save({"step": 5, **STATE}, path_of(tmp_path, 5))
+        before = path_of(tmp_path, 5).read_bytes()
+        with pytest.raises(CheckpointError, match="checkpoints of another run"):
+            keeper.save(5, STATE)
+        path_of(tmp_path, 5).unlink()
+        keeper.save(4, STATE)
+        torchlift.save({"step": 5, **STATE}, path_of(tmp_path, 5))
+        keeper.save(5, STATE)
+        assert keeper.latest() == str(path_of(tmp_path, 5, 1))
+        assert path_of(tmp_path, 5).read_bytes() == before
+
+
+# ---- a folder that is large, or fails
+
+
+def test_thousands_of_steps_in_a_folder(tmp_path: Path) -> None:
     """The last is found, the next is saved, and all but those that are kept go."""
-    for step in range(1, 10_001):
-        path_of(tmp_path, step).touch()
-    with torchlift.Keeper(tmp_path, keep=2, every=1000) as keeper:
-        assert keeper.steps() == [*range(1, 10_001)]
-        assert keeper.latest() == str(path_of(tmp_path, 10_000))
-        keeper.save(10_001, STATE)
-    assert keeper.steps() == [*range(1000, 10_001, 1000), 10_001]
+    fill(tmp_path, [1.0])
+    for step in range(2, 2001):
+        os.link(path_of(tmp_path, 1), path_of(tmp_path, step))
+    with torchlift.Keeper(tmp_path, keep=2, every=200) as keeper:
+        keeper.resume()
+        assert keeper.steps() == [*range(1, 2001)]
+        assert keeper.latest() == str(path_of(tmp_path, 2000))
+        keeper.save(2001, STATE)
+    assert keeper.steps() == [*range(200, 2001, 200), 2001]
     assert len(os.listdir(tmp_path)) == 11
 
 
@@ -226,8 +282,9 @@ def test_a_disk_that_fails_for_a_moment_costs_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What nobody can tell to be complete is not taken for what a kill has left."""
-    kept = [as_folder(tmp_path, step) for step in (1, 2)]
+    kept = [kept_folder(tmp_path, step) for step in (1, 2)]
     with torchlift.Keeper(tmp_path, keep=5) as keeper:
+        keeper.resume()
         keeper.save(3, STATE)
         keeper.wait()
         with monkeypatch.context() as patch:
@@ -247,7 +304,7 @@ def test_a_disk_that_fails_after_a_commit_leaves_what_was_committed(
     """A folder of files keeps them where nobody can tell which of them are needed."""
     with monkeypatch.context() as patch:
         fail_at_markers(patch)
-        path = as_folder(tmp_path, 1)
+        path = kept_folder(tmp_path, 1)
     assert torchlift.open(path)["w"].tolist() == [1.0] * 4
 
 
@@ -259,14 +316,16 @@ def test_a_folder_that_cannot_be_listed_after_a_save_is_a_warning(
     def fail(path: object) -> list[str]:
         raise OSError(errno.EIO, "no luck")
 
-    def keep(kept: Sequence[Kept]) -> Sequence[Kept]:
-        if kept[-1].step == 2:
-            monkeypatch.setattr(os, "listdir", fail)
-        return []
+    def save_and_fail(*arguments: Any, **options: Any) -> Any:
+        report = torchlift.save(*arguments, **options)
+        monkeypatch.setattr(os, "listdir", fail)
+        return report
 
     fill(tmp_path, [1.0])
-    with torchlift.Keeper(tmp_path, keep=keep, background=False) as keeper:
-        with pytest.warns(RuntimeWarning, match="not removed, and the next save.*no luck"):
+    with torchlift.Keeper(tmp_path, keep=1, background=False) as keeper:
+        keeper.resume()
+        monkeypatch.setattr(keeper_module, "save", save_and_fail)
+        with pytest.warns(RuntimeWarning, match=r"not removed, and the next save.*no luck"):
             keeper.save(2, STATE)
         monkeypatch.undo()
         assert keeper.steps() == [1, 2]
@@ -277,51 +336,81 @@ def test_a_folder_that_cannot_be_listed_after_a_save_is_a_warning(
 # ---- a run that has not resumed
 
 
-def test_a_run_that_has_not_resumed_leaves_later_steps_alone(tmp_path: Path) -> None:
-    """They are of another run, which somebody forgot: no policy counts them, and one warning."""
+def test_a_run_that_has_not_resumed_cannot_save_beside_another_run(tmp_path: Path) -> None:
+    """Somebody forgot the resume, or the folder. Both ways out of the error work."""
     fill(tmp_path, LOSSES, keep=None)
+    before = content(tmp_path)
+    for step in (3, 9):
+        with (
+            torchlift.Keeper(tmp_path, keep=2, background=False) as keeper,
+            pytest.raises(CheckpointError, match="another run") as caught,
+        ):
+            keeper.save(step, w=torch.zeros(2))
+        assert (caught.value.file, caught.value.found) == (str(tmp_path), "step-000000007.pt")
+        assert "call resume() before the first save" in (caught.value.hint or "")
+        assert "a folder of its own" in (caught.value.hint or "")
+    assert content(tmp_path) == before
     with torchlift.Keeper(tmp_path, keep=2, background=False) as keeper:
-        with pytest.warns(RuntimeWarning, match=r"has not resumed.*step-000000004\.pt.*resume\(\)"):
-            keeper.save(3, w=torch.zeros(2))
-        assert keeper.latest() == str(path_of(tmp_path, 3, 1))
-        keeper.save(4, w=torch.zeros(2))
-        keeper.save(5, w=torch.zeros(2))
-        assert keeper.steps() == [6, 7, 4, 5]
-        names = [path_of(tmp_path, step).name for step in (4, 5, 6, 7)]
-        assert {*names} < {*os.listdir(tmp_path)}
-    with torchlift.Keeper(tmp_path, keep=2, background=False) as keeper:
-        assert keeper.resume(step=5) == 5  # now they are its own
-        keeper.save(6, STATE)
-    assert keeper.steps() == [5, 6]
-    assert len(os.listdir(tmp_path)) == 2
+        assert keeper.resume() == 7
+        keeper.save(9, STATE)
+        assert keeper.steps() == [7, 9]
+    with torchlift.Keeper(tmp_path / "own", background=False) as keeper:
+        keeper.save(3, STATE)
 
 
-def test_a_failed_save_does_not_say_which_steps_are_of_another_run(
+def test_a_resume_that_failed_does_not_make_the_checkpoints_its_own(tmp_path: Path) -> None:
+    """A program that goes on after the error must not delete them."""
+    fill(tmp_path, LOSSES, keep=None)
+    before = content(tmp_path)
+    with torchlift.Keeper(tmp_path, keep=1, background=False) as keeper:
+        with pytest.raises(CheckpointError, match="no complete checkpoint of that step"):
+            keeper.resume(step=99)
+        with pytest.raises(CheckpointError, match="model"):
+            keeper.resume(model=torch.nn.Linear(2, 1))
+        with pytest.raises(CheckpointError, match="another run"):
+            keeper.save(8, STATE)
+    assert content(tmp_path) == before
+
+
+def test_a_first_save_that_failed_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A save with a wrong step fails, for example because the ranks disagree about it."""
+    """Into a folder that was empty."""
 
     def refuse(*_: object, **__: object) -> None:
         raise CheckpointError("refused")
 
-    fill(tmp_path, LOSSES, keep=None)
     with torchlift.Keeper(tmp_path, keep=1, background=False) as keeper:
-        for wrong in (9, 2):
-            with monkeypatch.context() as patch:
-                patch.setattr(keeper_module, "save", refuse)
-                with pytest.raises(CheckpointError, match="refused"):
-                    keeper.save(wrong, STATE)
-        with pytest.warns(RuntimeWarning, match="has not resumed"):
-            keeper.save(7, STATE)
-        assert keeper.latest() == str(path_of(tmp_path, 7))
-        assert keeper.steps()[-4:] == [4, 5, 6, 7]
+        with monkeypatch.context() as patch:
+            patch.setattr(keeper_module, "save", refuse)
+            with pytest.raises(CheckpointError, match="refused"):
+                keeper.save(9, STATE)
+        keeper.save(7, STATE)
+        assert keeper.steps() == [7]
+
+
+def test_a_folder_that_vanished_is_a_clear_error(tmp_path: Path) -> None:
+    """Somebody cleans a disk while the job runs."""
+    keeper = torchlift.Keeper(tmp_path / "run", best="loss", background=False)
+    keeper.save(1, STATE, metrics={"loss": 1.0})
+    shutil.rmtree(tmp_path / "run")
+    for use in (
+        keeper.steps, keeper.latest, keeper.best, RunFolder(tmp_path / "run").kept,
+        lambda: keeper.save(2, STATE), lambda: keeper.resume(w=torch.ones(2)),
+    ):  # fmt: skip
+        with pytest.raises(
+            CheckpointError, match=r"run: the folder .* cannot be used.*No such file"
+        ):
+            use()
+    keeper.close()
+    assert not (tmp_path / "run").exists()
 
 
 # ---- what another process sees
 
 
 _EVALUATION = """
-import os, sys, torch, torchlift
+import os, sys, time, torch, torchlift
 def refuse(event, args):
     writes = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
     if writes and str(args[0]).startswith(sys.argv[1]):
@@ -332,7 +421,9 @@ run = torchlift.distributed.RunFolder(sys.argv[1], best="loss")
 sys.addaudithook(refuse)
 seen, path = [], None
 while len(seen) < 3:
-    path = run.wait_for_new(path, timeout=300)
+    while not os.path.isdir(sys.argv[1]) or run.latest() == path:
+        time.sleep(0.01)
+    path = run.latest()
     with torchlift.open(path) as ckpt:
         seen.append(ckpt.objects["step"])
         assert float(ckpt["w"][0]) == seen[-1]
@@ -346,38 +437,20 @@ def test_an_evaluation_sees_each_checkpoint_and_changes_nothing(tmp_path: Path) 
     """It starts before the folder is there, and needs no process group."""
     with Forked(_EVALUATION, tmp_path / "run", stdout=PIPE) as job:
         assert job.stdout is not None
-        with torchlift.Keeper(tmp_path / "run", keep=2, background=False) as keeper:
+        with torchlift.Keeper(tmp_path / "run", best="loss", background=False) as keeper:
             for step, loss in ((3, 1.0), (7, 2.0), (5, 3.0)):  # the run goes back
                 keeper.save(step, w=torch.full((2,), float(step)), metrics={"loss": loss})
                 assert job.stdout.readline() == f"{step}\n"
-        assert job.stdout.readline() == "[3, 5] step-000000003.pt step-000000005-1.pt\n"
+        assert job.stdout.readline() == "[3, 7, 5] step-000000003.pt step-000000005-1.pt\n"
     assert job.returncode == 0
-
-
-def test_a_wait_ends_and_says_what_there_is(tmp_path: Path) -> None:
-    """Of a folder that is not there yet, and of one in which nothing is new."""
-    run = RunFolder(tmp_path / "run")
-    with pytest.raises(TimeoutError, match="run: has no new checkpoint after 0 s"):
-        run.wait_for_new(timeout=0)
-    with pytest.raises(CheckpointError, match="run: the folder of the checkpoints cannot be used"):
-        run.steps()
-    fill(tmp_path / "run", [1.0])
-    path = run.wait_for_new(timeout=0)
-    with pytest.raises(CheckpointError, match=r"expected one after step-000000001\.pt") as caught:
-        run.wait_for_new(path, timeout=0.1)
-    assert isinstance(caught.value, TimeoutError)
-    with pytest.raises(ValueError, match="expected a path that latest"):
-        run.wait_for_new("newest", timeout=0)
-    assert run.best() is None
 
 
 def test_what_is_half_written_or_half_removed_is_no_checkpoint(tmp_path: Path) -> None:
     """A file without its name, a folder without its marker, a name that was taken away."""
-    whole = as_folder(tmp_path, 1)
-    (as_folder(tmp_path, 2) / ".metadata").unlink()
+    whole = kept_folder(tmp_path, 1)
+    (kept_folder(tmp_path, 2) / ".metadata").unlink()
     (tmp_path / ".step-000000003.pt.torchlift-abcdefgh.part").touch()
     whole.with_name("removed").mkdir()
-    as_folder(tmp_path, 4).rename(tmp_path / ".step-000000004.removed-01234567")
     run = RunFolder(tmp_path, best="loss")
     assert run.steps() == [1]
     assert run.latest() == str(whole)

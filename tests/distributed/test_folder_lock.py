@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import signal
 import socket
+import subprocess
+import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +43,9 @@ def line_of(job: Forked) -> str:
 
 
 def holder_of(folder: Path) -> str:
-    return (folder / folder_lock.NAME).read_text(encoding="utf-8")
+    """Return what the lock file says. Another process reads it: a close here ends our lock."""
+    command = ["cat", folder / folder_lock.NAME]
+    return subprocess.run(command, check=True, capture_output=True, encoding="utf-8").stdout
 
 
 def process_of(folder: Path) -> int:
@@ -102,11 +108,42 @@ def wait_for_keeper(folder: Path) -> None:
 def test_a_file_without_a_lock_keeps_nobody_out(tmp_path: Path) -> None:
     """That of a job whose machine went down, or of a disk that failed when it was removed."""
     path = tmp_path / folder_lock.NAME
-    for text in ("process 4711 on host node7", "", "something else"):
+    for text in ("process 4711 on host node7", ""):
         path.write_text(text, encoding="utf-8")
         with torchlift.Keeper(tmp_path):
             assert process_of(tmp_path) == os.getpid()
         assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "other name", "text", "folder", "fifo"])
+def test_a_file_that_no_keeper_wrote_is_not_changed(tmp_path: Path, kind: str) -> None:
+    """Whoever can write into the folder could have any file of this user overwritten."""
+    folder, other = tmp_path / "run", tmp_path / "any.txt"
+    path = folder / folder_lock.NAME
+    folder.mkdir()
+    if kind != "dangling link":
+        other.write_text("dear diary", encoding="utf-8")
+    if "link" in kind:
+        path.symlink_to(other)
+    elif kind == "other name":
+        os.link(other, path)
+    elif kind == "text":
+        path.write_text("dear diary", encoding="utf-8")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        os.mkfifo(path)
+    with pytest.raises(CheckpointError, match=r"lock file .* is not that of a Keeper") as caught:
+        torchlift.Keeper(folder)
+    assert caught.value.file == str(path)
+    assert caught.value.hint == "Remove it."
+    assert os.listdir(folder) == [folder_lock.NAME]
+    assert other.exists() == (kind != "dangling link")
+    for each in (other, path):
+        assert not each.is_file() or each.read_text(encoding="utf-8") == "dear diary"
+    (os.rmdir if kind == "folder" else os.unlink)(path)
+    with torchlift.Keeper(folder) as keeper:
+        assert keeper.save(1, w=torch.ones(2))
 
 
 def test_the_way_out_of_a_lock_that_a_file_system_still_holds_works(tmp_path: Path) -> None:
@@ -120,6 +157,12 @@ def test_the_way_out_of_a_lock_that_a_file_system_still_holds_works(tmp_path: Pa
         os.unlink(path)
         with torchlift.Keeper(tmp_path) as keeper:
             assert keeper.steps() == []
+            assert job.stdin is not None
+            job.stdin.write("\n")  # the other machine was not down: its close leaves our file
+            job.stdin.flush()
+            job.wait()
+            assert process_of(tmp_path) == os.getpid()
+    assert os.listdir(tmp_path) == []
 
 
 def test_one_process_may_make_keepers_one_after_the_other(tmp_path: Path) -> None:
@@ -136,38 +179,40 @@ def test_one_process_may_make_keepers_one_after_the_other(tmp_path: Path) -> Non
         assert keeper.steps() == [1]
 
 
-def test_a_keeper_that_only_looks_gives_way_to_another_one_of_its_process(tmp_path: Path) -> None:
-    """As in a notebook whose cell is run twice; then it saves nothing, but still looks."""
-    looks = torchlift.Keeper(tmp_path)
-    with torchlift.Keeper(tmp_path) as keeper:
-        assert keeper.save(1, w=torch.ones(2))
-        keeper.wait()
-        assert looks.steps() == [1]
-        for use in (lambda: looks.save(2, w=torch.ones(2)), lambda: looks.resume(w=torch.ones(2))):
-            with pytest.raises(CheckpointError, match="another Keeper saves"):
-                use()
-        with holder(tmp_path) as job:
-            assert line_of(job).startswith("refused")
-    assert looks.save(2, w=torch.ones(2))  # the other one is closed
-    with pytest.raises(CheckpointError, match="another Keeper saves"):
-        torchlift.Keeper(tmp_path)
-    looks.close()
-    assert os.listdir(tmp_path) == ["step-000000001.pt", "step-000000002.pt"]
-
-
-def test_a_keeper_that_only_looks_gives_way_by_a_link_to_its_folder(tmp_path: Path) -> None:
-    """Such as a link to the newest run; a keeper that saves does not give way."""
+def test_two_keepers_of_one_process_are_refused_by_any_path(tmp_path: Path) -> None:
+    """By a link to the folder, too. The first one keeps its lock after the second one's error."""
     (tmp_path / "run").mkdir()
     (tmp_path / "newest").symlink_to("run")
     paths = [tmp_path / "run", tmp_path / "newest"]
     for first, second in (paths, paths[::-1]):
-        looks = torchlift.Keeper(first)
-        with torchlift.Keeper(second) as keeper:
-            keeper.save(len(keeper.steps()) + 1, w=torch.ones(2))
-            with pytest.raises(CheckpointError, match=f"process {os.getpid()} on .* Close it"):
-                torchlift.Keeper(first)
-        looks.close()
-    assert sorted(os.listdir(paths[0])) == ["step-000000001.pt", "step-000000002.pt"]
+        with torchlift.Keeper(first):
+            for _ in range(2):
+                with pytest.raises(CheckpointError, match=f"process {os.getpid()} on .* Close it"):
+                    torchlift.Keeper(second)
+            with torchlift.Keeper(tmp_path / "other"), holder(second) as job:
+                assert line_of(job).startswith("refused")
+        with holder(second) as job:
+            assert line_of(job) == "holds\n"
+
+
+def test_threads_that_start_keepers_at_one_time(tmp_path: Path) -> None:
+    """One of them has the folder, and another process is refused as long as it is open."""
+    found = list[torchlift.Keeper]()
+
+    def start() -> None:
+        with suppress(CheckpointError):
+            found.append(torchlift.Keeper(tmp_path))
+
+    threads = [threading.Thread(target=start) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (keeper,) = found
+    with holder(tmp_path) as job:
+        assert line_of(job).startswith("refused")
+    keeper.close()
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_lock_that_could_not_be_removed_keeps_nobody_out(
@@ -224,14 +269,26 @@ def test_a_folder_that_cannot_be_written_needs_no_lock(
     """To resume from there is all that a job can do."""
     with torchlift.Keeper(tmp_path) as keeper:
         keeper.save(1, w=torch.ones(2))
-    open_file = os.open
-
-    def refusing(path: Any, flags: int, *more: Any, **options: Any) -> int:
-        if str(path).endswith(folder_lock.NAME) and flags & os.O_CREAT:
-            raise PermissionError(13, "Permission denied", path)
-        return open_file(path, flags, *more, **options)
-
-    monkeypatch.setattr(os, "open", refusing)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
     with torchlift.Keeper(tmp_path) as keeper:
         assert keeper.resume(w=torch.ones(2)) == 1
-    assert os.listdir(tmp_path) == ["step-000000001.pt"]
+        assert os.listdir(tmp_path) == ["step-000000001.pt"]
+
+
+def test_a_file_system_without_locks_keeps_nobody_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of other processes: this one still knows its own keepers. Another error is raised."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(number, "no luck")
+
+    monkeypatch.setattr(folder_lock, "lockf", refuse)
+    number = errno.ENOLCK
+    with torchlift.Keeper(tmp_path) as keeper:
+        with pytest.raises(CheckpointError, match="another Keeper saves"):
+            torchlift.Keeper(tmp_path)
+        assert keeper.save(1, w=torch.ones(2))
+    number = errno.EIO
+    with pytest.raises(CheckpointError, match=r"cannot be created or read.*no luck"):
+        torchlift.Keeper(tmp_path)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 import torch
@@ -79,7 +81,6 @@ def test_a_run_on_a_url_goes_on_bit_by_bit(bucket: Bucket) -> None:
     assert latest is not None
     with torchlift.open(latest) as ckpt:  # with the options that its folder was given
         assert ckpt.objects["epoch"] == 1
-    assert folder.wait_for_new(timeout=1) == latest
     assert bucket.names() == ["step-000000003.pt"]
     assert bucket.unfinished() == []
 
@@ -245,6 +246,40 @@ def test_two_ranks_keep_a_run_in_a_bucket(server: S3Server, by: str, tmp_path: A
     with torchlift.open(str(tmp_path / "torch")) as ckpt:
         assert ckpt["model.bias"].tolist() == [3.0] * 6
         assert ckpt.objects["n"] == 7
+
+
+def _save_and_resume(url: str, options: dict[str, Any], first: int) -> list[int]:
+    model = nn.Linear(4, 6)
+    with torchlift.Keeper(url, keep=None, storage_options=options) as keeper:
+        keeper.resume(model=model)
+        for step in range(first, first + 3):
+            keeper.save(step, model=model)
+        keeper.wait()
+        return keeper.steps()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("by", ["s3fs", "obstore"])
+def test_each_folder_is_listed_once_by_two_ranks(server: S3Server, by: str) -> None:
+    """Not at each save, for its name, for the sweep and for steps, by each rank."""
+    bucket, on_ranks = server.bucket(by), torchlift.distributed.on_ranks
+    for found in on_ranks(2, _save_and_resume, bucket.url, bucket.options, 101):
+        assert found == [101, 102, 103]
+    steps = range(1, 41)
+    for step in steps:
+        bucket.put(f"step-{step:09d}/.metadata", b"")
+    bucket.requests.clear()
+    for found in on_ranks(2, _save_and_resume, bucket.url, bucket.options, 104):
+        assert found == [*steps, *range(101, 107)]
+    queries = [unquote(query) for method, query, _ in bucket.requests if method == "GET"]
+    listed = Counter(
+        f"step-{step:09d}" for step in (*steps, 101, 102) for query in queries
+        if f"prefix=run/step-{step:09d}/" in query
+    )  # fmt: skip
+    assert len(listed) == 42
+    # By the first rank, and for its own `steps` by the second one.
+    assert {*listed.values()} == {2}, listed
+    assert sum("prefix=run/&" in f"{query}&" for query in queries) <= 20
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.distributed is")

@@ -326,6 +326,31 @@ def test_what_belongs_to_nothing_has_a_name_by_its_place(tmp_path: Any, options:
     assert equal(two.state_dict(), one.state_dict())
 
 
+def test_a_lazy_layer_needs_a_batch_before_its_optimizer_is_read_or_loaded(tmp_path: Any) -> None:
+    """torch says only "Attempted to use an uninitialized parameter"."""
+    model = nn.Sequential(nn.LazyLinear(3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    ours.get_model_state_dict(model)
+    empty = {"state": {}, "param_groups": []}
+    calls: list[Any] = [
+        lambda: ours.get_optimizer_state_dict(model, optimizer),
+        lambda: ours.set_optimizer_state_dict(model, optimizer, empty),
+        lambda: torchlift.Keeper(tmp_path).save(1, model=model, optimizer=optimizer),
+    ]
+    for call in calls:
+        with pytest.raises(ours.StateDictMismatch, match=r"lazy layer.*Run the model once on a"):
+            call()
+    model(torch.ones(1, 2))
+    assert list(ours.get_optimizer_state_dict(model, optimizer)["state"]) == ["0.weight", "0.bias"]
+
+
+def test_a_copy_of_a_model_does_not_get_the_optimizer_of_the_original(tmp_path: Any) -> None:
+    """A Keeper saved the moments by their place, and a new process could not load them."""
+    model, optimizer = trained()
+    with pytest.raises(ours.StateDictMismatch, match="does not have any more"):
+        torchlift.Keeper(tmp_path).save(1, model=copy.deepcopy(model), optimizer=optimizer)
+
+
 def test_optimizers_of_several_modules_and_several_optimizers_keep_their_names_apart() -> None:
     """One of a generator and a critic, and two that each have a parameter of no module."""
     both = nn.ModuleDict({"generator": nn.Linear(2, 1), "critic": nn.Linear(1, 1)})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import zlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +114,8 @@ def test_buffers_are_saved_once_as_in_torch(
     on_ranks(2, buffers_by_the_writer, str(tmp_path))
 
 
-def replicas_send_no_list(folder: str) -> None:
-    """All ranks hold the same: what they hold need not be sent."""
+def ranks_send_no_list(folder: str) -> None:
+    """Save replicas and shards. Count the bytes that all ranks receive."""
     sent, gather = [0], ranks_module._gather
 
     def count(known: dict[int, Any], group: Any) -> dict[int, Any]:
@@ -121,20 +123,24 @@ def replicas_send_no_list(folder: str) -> None:
         return gather(known, group)
 
     ranks_module._gather = count
-    state = {f"layer{number}": torch.ones(2) for number in range(500)}
-    path = os.path.join(folder, "saved.pt")
-    torchlift.save(state, path, process_group=dist.group.WORLD, replicated="rank0")
-    assert dist.get_rank() == 0 or sum(sent) < 4000, sent
-    with torchlift.open(path) as ckpt:
-        assert len(ckpt) == 500
+    mesh = init_device_mesh("cpu", (2,))
+    replicas = {f"layer{number}": torch.ones(2) for number in range(500)}
+    shards = {key: distribute_tensor(value, mesh, [Shard(0)]) for key, value in replicas.items()}
+    for name, state in (("replicas", replicas), ("shards", shards)):
+        for path, options in ((f"{name}.pt", {}), (name, {"format": "dcp"})):
+            del sent[:]
+            torchlift.save(
+                state, os.path.join(folder, path), process_group=dist.group.WORLD, **options
+            )  # type: ignore[arg-type]
+            assert sum(sent) < 4000, sent
+            with torchlift.open(os.path.join(folder, path)) as ckpt:
+                assert len(ckpt) == 500
 
 
-def test_replicas_do_not_list_what_they_hold(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else each rank would get the names of all tensors from all others."""
+def test_ranks_do_not_list_what_they_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each rank would get the names of all tensors from all others, or more."""
     monkeypatch.syspath_prepend(Path(__file__).parent)
-    on_ranks(2, replicas_send_no_list, str(tmp_path))
+    on_ranks(2, ranks_send_no_list, str(tmp_path))
 
 
 def replicated_dtensors(folder: str) -> None:
@@ -179,6 +185,26 @@ def test_checksums_tell_values_shapes_and_dtypes_apart() -> None:
     assert differing == dict.fromkeys("bcd", (0, 3))
 
 
+def one_crc_of_two_values(folder: str) -> None:
+    """Save two values that CRC-32 does not tell apart."""
+    text = bytearray(b"buckeroo" if dist.get_rank() else b"plumless")
+    assert zlib.crc32(text) == 0x4DDB0C25
+    state = {"w": torch.frombuffer(text, dtype=torch.uint8)}
+    with pytest.raises(torchlift.PlacementError, match="'w': the ranks hold different values"):
+        torchlift.save(state, f"{folder}/x.pt", process_group=dist.group.WORLD)
+    with pytest.raises(CheckpointException, match="'w': the ranks hold different values"):
+        dcp.save(state, storage_writer=CheckpointWriter(f"{folder}/saved"))
+
+
+def test_values_with_one_crc_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one of them would be saved for all."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    on_ranks(2, one_crc_of_two_values, str(tmp_path))
+    assert os.listdir(tmp_path) == []
+
+
 class Experts(nn.Module):
     """A sharded weight beside plain experts, which are others on each rank."""
 
@@ -192,49 +218,44 @@ class Experts(nn.Module):
 
 
 def refused_while_reading() -> None:
-    """Read what torch's writer would keep of one rank: refused, gathered or not."""
+    """Read what one rank's dict would keep of its own only: refused if it stands for all ranks."""
     model = Experts()
     optimizer = torch.optim.Adam(model.parameters())
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     optimizer.step()
     full = ours.StateDictOptions(full_state_dict=True)
-    for options in (None, full, ours.StateDictOptions(full_state_dict=True, cpu_offload=True)):
-        assert len(ours.get_state_dict(model, optimizer, options=options)) == 2
-    moment = optimizer.state[model.expert]["exp_avg"]
-    kept = moment.clone()
-    moment.add_(dist.get_rank())
-    for options in (None, full):
-        assert ours.get_model_state_dict(model, options=options).keys() >= {"expert"}
-        name = r"'state\.expert\.exp_avg': the ranks hold different values"
-        with pytest.raises(ours.StateDictMismatch, match=name) as caught:
-            ours.get_optimizer_state_dict(model, optimizer, options=options)
-        assert "under a name of each rank" in str(caught.value)
-    moment.copy_(kept)
-    count = optimizer.state[model.expert]["step"]
-    count += dist.get_rank()
-    with pytest.raises(ours.StateDictMismatch, match=r"'state\.expert\.step': the ranks hold"):
-        ours.get_optimizer_state_dict(model, optimizer)
-    count -= dist.get_rank()
-    with torch.no_grad():
-        model.expert.add_(dist.get_rank())
-    for options in (None, full):
-        with pytest.raises(ours.StateDictMismatch, match="'expert': the ranks hold different"):
-            ours.get_state_dict(model, optimizer, options=options)
-        ours.get_optimizer_state_dict(model, optimizer, options=options)
+    one = ours.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    assert len(ours.get_state_dict(model, optimizer, options=one)) == 2
+    state = optimizer.state[model.expert]
+    for tensor, name in (
+        (state["exp_avg"], r"'state\.expert\.exp_avg'"),
+        (state["step"], r"'state\.expert\.step'"),
+        (model.expert.data, "'expert'"),
+    ):
+        kept = tensor.clone()
+        tensor.add_(dist.get_rank())
+        for options in (None, full):  # each rank has its own
+            assert len(ours.get_state_dict(model, optimizer, options=options)) == 2
+        call = partial(ours.get_state_dict, model, optimizer, options=one)
+        with pytest.raises(ours.StateDictMismatch, match=f"{name}: the ranks hold diff") as caught:
+            call()
+        assert "Pass process_group=" in str(caught.value)
+        alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+        assert call(process_group=alone[dist.get_rank()])[0].keys() >= {"expert"}
+        tensor.copy_(kept)
     # Nothing ties the ranks of a plain model together, so the caller names them.
-    torch.manual_seed(0)
     plain = nn.Linear(2, 1)
     nn.init.constant_(plain.bias, dist.get_rank())
     assert float(ours.get_model_state_dict(plain)["bias"]) == dist.get_rank()
-    with pytest.raises(ours.StateDictMismatch, match="'bias': the ranks hold different values"):
-        ours.get_model_state_dict(plain, process_group=dist.group.WORLD)
+    with pytest.raises(ours.StateDictMismatch, match="the ranks hold different values"):
+        ours.get_model_state_dict(plain, options=one, process_group=dist.group.WORLD)
 
 
-def test_plain_values_beside_shards_are_compared_when_they_are_read(
+def test_plain_values_beside_shards_are_compared_if_one_dict_stands_for_all_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """For torch's own writer keeps one rank's of them, and would not say so."""
+    """A plain get compares nothing, and each rank has its own values, as in torch."""
     monkeypatch.syspath_prepend(Path(__file__).parent)
     on_ranks(2, refused_while_reading)
 
@@ -246,8 +267,6 @@ def eight_bits_of_each_rank(folder: str) -> None:
     model = fully_shard(Net(), mesh=mesh)
     optimizer = Codes(model.parameters())
     losses(model, optimizer, 3)
-    with pytest.raises(ours.StateDictMismatch, match=r"'state\..*codes': the ranks hold"):
-        ours.get_state_dict(model, optimizer)
     own = {f"rank{rank}": optimizer.state_dict()}
     state: dict[str, Any] = {"optimizer": own[f"rank{rank}"]}
     with pytest.raises(CheckpointException, match="codes': the ranks hold different values"):

@@ -362,6 +362,7 @@ def test_kill_9_of_a_rank_ends_the_background_save_of_a_keeper(tmp_path: Path, v
     with torchlift.Keeper(tmp_path / "saved", keep=1) as keeper:
         assert keeper.steps() == [1]
         assert torchlift.verify(keeper.latest()).ok
+        assert keeper.resume() == 1
         keeper.save(2, w=torch.ones(2))
     assert os.listdir(tmp_path / "saved") == ["step-000000002.pt"]
 

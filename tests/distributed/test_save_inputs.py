@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from datetime import timedelta
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -228,3 +229,24 @@ def test_an_object_with_dtensors_in_its_state_is_saved_by_all_ranks(
             assert torch.equal(found["app.weight"], whole)
             assert found.objects["app.rows"] == rows
         assert torchlift.verify(tmp_path / name).ok
+
+
+def _saves_alone(path: str) -> None:
+    group = torch.distributed.new_group(timeout=timedelta(seconds=3))
+    if torch.distributed.get_rank():
+        torchlift.save({"w": torch.ones(2)}, path)
+        return
+    mesh = torch.distributed.device_mesh.DeviceMesh("cpu", [0])
+    state = {"w": distribute_tensor(torch.zeros(2), mesh, [Shard(0)])}
+    with pytest.raises(CheckpointError, match=r"the same call on the ranks 0, 1; found"):
+        torchlift.save(state, path, process_group=group)
+    torchlift.save(state, f"{path}.alone.pt", process_group=mesh.get_group())
+
+
+def test_a_rank_that_saves_dtensors_alone_is_told_who_is_missing(tmp_path: Path) -> None:
+    """While another one saves to the same path. With its own group it need not wait."""
+    path = tmp_path / "x.pt"
+    on_ranks(2, _saves_alone, str(path))
+    assert torch.equal(torch.load(path)["w"], torch.ones(2))
+    assert torch.equal(torch.load(f"{path}.alone.pt")["w"], torch.zeros(2))
+    assert sorted(os.listdir(tmp_path)) == ["x.pt", "x.pt.alone.pt"]

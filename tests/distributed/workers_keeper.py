@@ -407,6 +407,7 @@ def close_leaves_no_thread_and_no_descriptor() -> None:
     counts = []
     for number in range(3):
         with torchlift.Keeper(SHARED / f"closed-{dist.get_world_size()}") as keeper:
+            keeper.resume()
             keeper.save(number, model=run_of("fsdp2")["model"])
         path = keeper.latest()
         assert path is not None
@@ -420,6 +421,7 @@ def close_leaves_no_thread_and_no_descriptor() -> None:
             with pytest.MonkeyPatch.context() as patch:
                 if dist.get_rank() == dist.get_world_size() - 1:
                     patch.setattr(keeper_module, "save", lambda *a, **o: [][0])
+                keeper.resume()
                 keeper.save(9, model=nn.Linear(2, 1))
                 with pytest.raises((CheckpointError, IndexError), match="out of range"):
                     keeper.close()
@@ -680,6 +682,7 @@ def a_resume_that_fails_on_one_rank_changes_no_object_on_any() -> None:
     run["loader"].at = 100 + rank
     for steps in (0, 2):
         with torchlift.Keeper(folder, timeout=HANGS.seconds) as keeper:
+            keeper.resume()
             keeper.save(steps, run)
             again = pair()
             train(again, steps)

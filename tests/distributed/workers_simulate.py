@@ -30,7 +30,7 @@ from torchlift.distributed import (
     save_consolidated,
     set_model_state_dict,
 )
-from torchlift.distributed.gather import finish
+from torchlift.distributed.gather import Gathering
 from torchlift.distributed.simulation import parse_mesh
 
 warnings.simplefilter("ignore")
@@ -203,7 +203,7 @@ def shards_in_every_order() -> None:
     found = torch.load(path)
     # Of a dict: the state_dict() of a module detaches, and torch forgets the order at that.
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    whole_state = finish(state, options, keeps=dist.get_rank() == 0)
+    whole_state = Gathering(state, options, keeps=dist.get_rank() == 0).finish() or {}
     assert len(whole_state) == (len(named) if dist.get_rank() == 0 else 0)
     for key, (what, whole) in named.items():
         assert torch.equal(found[key], whole), what

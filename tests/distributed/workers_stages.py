@@ -162,12 +162,6 @@ def memory_that_a_rank_lacks_stops_all_before_anything_travels() -> None:
             raise RuntimeError("DefaultCPUAllocator: not enough memory")
         return empty(*args, **words)
 
-    def lack_memory(tensor: torch.Tensor, *args: Any, **words: Any) -> Any:
-        if args == ("cpu",):
-            raise RuntimeError("DefaultCPUAllocator: not enough memory")
-        return move(tensor, *args, **words)
-
-    move = torch.Tensor.to
     with pytest.MonkeyPatch.context() as patch:
         if rank == world - 1:
             patch.setattr(torch, "empty", scarce)
@@ -176,7 +170,7 @@ def memory_that_a_rank_lacks_stops_all_before_anything_travels() -> None:
     assert torch.equal(model.weight.to_local(), before)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 0:
-            patch.setattr(torch.Tensor, "to", lack_memory)
+            patch.setattr(torch, "empty", scarce)
         with pytest.raises(RuntimeError, match="not enough memory"):
             ours.get_model_state_dict(model, options=ON_0)
     assert ours.set_model_state_dict(model, state, options=FROM_0) == ([], [])

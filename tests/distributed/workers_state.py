@@ -7,8 +7,13 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
+import random
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 import pytest
@@ -20,6 +25,7 @@ from ranks import cpu_mesh, main
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -40,7 +46,11 @@ from wrapped_models import (
     train,
 )
 
+import torchlift
 import torchlift.distributed as ours
+from torchlift._model.gathering import Gatherer
+from torchlift._model.slots import read_tree
+from torchlift.errors import CheckpointError, PlacementError
 
 
 def check(*worlds: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
@@ -339,6 +349,190 @@ def state_dicts_work_between_forward_and_backward() -> None:
     ours.set_state_dict(model, optim, model_state_dict=states[0], optim_state_dict=states[1])
     same(containers(model.state_dict()), containers(states[0]))
     del loss
+
+
+def parts() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+def trained_by(model: nn.Module, optim: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    model(torch.ones(2, 4)).sum().backward()
+    optim.step()
+    return optim
+
+
+@contextmanager
+def shared_folder() -> Iterator[str]:
+    """One temporary folder for all ranks."""
+    with TemporaryDirectory() as mine:
+        box = [mine]
+        dist.broadcast_object_list(box)
+        yield box[0]
+        dist.barrier()
+
+
+@check(2)
+def a_keeper_saves_moments_under_their_names_after_a_validation() -> None:
+    """FSDP2 leaves other parameter objects in the model, so no name was found for any moment."""
+    model = fully_shard(parts())
+    optim = trained_by(model, torch.optim.AdamW(model.parameters()))
+    with shared_folder() as folder, torch.no_grad():
+        model(torch.ones(2, 4))
+        keeper = torchlift.Keeper(folder)
+        keeper.save(1, model=model, optimizer=optim)
+        keeper.wait()
+        keys = torchlift.open(keeper.latest()).keys()
+        moments = [key for key in keys if key.endswith("exp_avg")]
+        assert moments == [f"optimizer.state.{name}.exp_avg" for name in parts().state_dict()]
+        model(torch.ones(2, 4))
+        again = torch.optim.AdamW(list(read_tree(model).model.parameters()))
+        model(torch.ones(2, 4))
+        keeper.resume(model=model, optimizer=again)
+        same(again.state_dict()["state"], optim.state_dict()["state"])
+        keeper.close()
+
+
+@check(2)
+def parameters_that_the_model_does_not_use_any_more_are_refused() -> None:
+    """Gathered ones ended the process, and replaced ones were saved without a name."""
+    gathered = parts()
+    for block in gathered[1:]:
+        fully_shard(block)
+    gathered(torch.ones(2, 4))
+    cases = [(gathered, torch.optim.AdamW(gathered.parameters()), "gathered for a forward")]
+    for part in ([], [1, 2]):
+        model = parts()
+        optim = trained_by(model, torch.optim.AdamW(model.parameters()))
+        for block in [model[at] for at in part] or [model]:
+            fully_shard(block)
+        cases.append((model, optim, "does not have any more"))
+    with shared_folder() as folder:
+        for model, optim, words in cases:
+            raises(partial(ours.get_optimizer_state_dict, model, optim), words, "after wrapping it")
+            empty = {"state": {}, "param_groups": []}
+            raises(partial(ours.set_optimizer_state_dict, model, optim, empty), words)
+            with torchlift.Keeper(folder) as keeper:
+                raises(partial(keeper.save, 1, model=model, optimizer=optim), words)
+            optim = torch.optim.AdamW([*read_tree(model).model.parameters()])  # the hint
+            names = list(parts().state_dict())
+            assert list(ours.get_optimizer_state_dict(model, optim)["state"]) == names
+
+
+@check(2)
+def state_of_a_former_parameter_is_refused_until_it_is_removed() -> None:
+    """torch raises ``KeyError: 139975134822960``, which is the id of a tensor."""
+    model = parts()
+    old = list(model.parameters())
+    optim = trained_by(model, torch.optim.AdamW(old))
+    saved = cloned(ours.get_optimizer_state_dict(model, optim))
+    fully_shard(model)
+    optim.param_groups[0]["params"] = list(model.parameters())
+    words = "in none of its groups", "optimizer.state.pop(parameter)"
+    raises(partial(ours.get_optimizer_state_dict, model, optim), *words)
+    full = ours.StateDictOptions(full_state_dict=True)
+    ours.set_optimizer_state_dict(model, optim, saved, options=full)  # as in torch, it drops these
+    same(ours.get_optimizer_state_dict(model, optim, options=full)["state"], saved["state"])
+    optim.state[old[0]] = {"step": torch.ones(())}
+    raises(partial(ours.get_optimizer_state_dict, model, optim), *words)
+    optim.state.pop(old[0])
+    same(ours.get_optimizer_state_dict(model, optim, options=full)["state"], saved["state"])
+
+
+@check(2, 4)
+def gathered_tensors_are_those_of_torch_on_random_meshes() -> None:
+    """Any placements, sizes that ranks do not divide, and dtypes that gloo does not send."""
+    count, draw = dist.get_world_size(), random.Random(1)
+    shapes = ((2,), (1, 2), (2, 1)) if count == 2 else ((4,), (2, 2), (1, 4), (2, 1, 2))
+    meshes = [cpu_mesh(*shape) for shape in shapes]
+    dtypes = (torch.float32, torch.int16, torch.bool, torch.float8_e4m3fn, torch.complex64)
+    sharded, expected = [], []
+    for number in range(60):
+        mesh, shape = draw.choice(meshes), draw.choices((0, 1, 2, 3, 5, 8), k=draw.randint(0, 3))
+        places = [Replicate(), *map(Shard, range(len(shape)))]
+        whole = (torch.randn(shape) * 5).to(draw.choice(dtypes))
+        chosen = [draw.choice(places) for _ in range(mesh.ndim)]
+        made = distribute_tensor(whole, mesh, chosen, src_data_rank=None)
+        sharded.append((str(number), made))
+        expected.append(whole)
+    for keeps in ("each", "one", "none"):
+        gatherer = Gatherer(sharded, keeps=keeps)
+        for found, whole in zip(gatherer, expected, strict=True):
+            assert (found is None) == (keeps == "none")
+            if found is not None:
+                assert (found.shape, found.dtype) == (whole.shape, whole.dtype)
+                assert found.tolist() == whole.tolist() or whole.isnan().any()
+
+
+@check(2)
+def a_rank_without_memory_stops_all_ranks_before_they_gather() -> None:
+    """gloo ended the process with SIGABRT, and on NCCL the other rank waited."""
+    mesh = cpu_mesh()
+    whole = torch.empty(48, 2**20)  # 192 MiB, which nobody touches
+    model = nn.Module()
+    model.weight = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None))
+    other = {"weight": distribute_tensor(whole, mesh, [Shard(1)], src_data_rank=None)}
+    full = ours.StateDictOptions(full_state_dict=True)
+    calls = [
+        partial(ours.get_model_state_dict, model, options=full),
+        partial(torchlift.digest, model),
+        partial(ours.set_model_state_dict, model, other),
+    ]
+    torchlift.digest({"ready": torch.ones(1)})
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    for call in calls:
+        if dist.get_rank() == 1:
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + 2**25, limits[1]))
+        try:
+            with pytest.raises(RuntimeError if dist.get_rank() else CheckpointError) as caught:
+                call()
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+        assert "can't allocate memory" in str(caught.value)
+        if dist.get_rank() == 0:
+            assert "on rank 1" in str(caught.value)
+        dist.barrier()
+
+
+@check(4)
+def experts_of_one_group_do_not_stand_for_those_of_another() -> None:
+    """The dict of rank 0 had the values of its own group, and the others were lost."""
+    mesh = cpu_mesh(2, 2, names=("ep", "dp"))
+    torch.manual_seed(dist.get_rank() // 2)
+    expert = fully_shard(nn.Linear(4, 2), mesh=mesh["dp"])
+    model = nn.ModuleDict({"dense": fully_shard(parts()), "expert": expert})
+    optim = torch.optim.AdamW(model.parameters())
+    full = ours.StateDictOptions(full_state_dict=True)
+    one = ours.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    expected = ours.get_state_dict(model, optim, options=full)
+    call = partial(ours.get_state_dict, model, optim, options=one)
+    raises(call, "'expert.weight'", "different values", "process_group=")
+    found = call(process_group=mesh["dp"].get_group())  # the hint
+    same(found, expected if dist.get_rank() % 2 == 0 else ({}, {}))
+    for param in expert.parameters():
+        nn.init.ones_(param)
+    found = ours.get_model_state_dict(model, options=one)
+    same(found.get("expert.bias"), None if dist.get_rank() else torch.ones(2))
+
+
+@check(2)
+def tensors_of_another_layout_are_passed_whole() -> None:
+    """`load` named an option that it lacks."""
+    model, target = fully_shard(parts()), fully_shard(parts())
+    full = ours.StateDictOptions(full_state_dict=True)
+    other = distribute_tensor(torch.ones(4, 4), cpu_mesh(2, 1), [Shard(0), Replicate()])
+    state = {**ours.get_model_state_dict(model), "0.weight": other}
+    words = "has another layout", "those of get_state_dict with full_state_dict=True"
+    with pytest.raises(PlacementError, match=words[0]) as caught:
+        torchlift.load(target, state)
+    assert words[1] in str(caught.value)
+    raises(partial(ours.set_model_state_dict, target, state), *words)
+    whole = ours.get_model_state_dict(model, options=full)
+    torchlift.load(target, whole)
+    raises(partial(ours.set_model_state_dict, target, whole), "Pass full_state_dict=True")
+    ours.set_model_state_dict(target, whole, options=full)
+    same(target.state_dict(), model.state_dict())
 
 
 @check(2)

@@ -6,20 +6,14 @@ import itertools
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from torchlift.errors import FormatError
 from torchlift.formats.boxes import (
-    Box,
-    check_boxes,
     narrowed,
     row_major,
     rows,
     runs_of,
 )
 from torchlift.formats.index import Chunk, TensorEntry
-from torchlift.formats.unpickle import Budget
 
 
 def entry(shape: tuple[int, ...], stride: tuple[int, ...] | None = None) -> TensorEntry:
@@ -120,44 +114,3 @@ def test_rows_are_one_run_and_the_whole_is_itself() -> None:
     assert narrowed(whole, [[(0, 4)], [(0, 3)], [(0, 5)]]).needs_assembly
     scalar = entry(())
     assert narrowed(scalar, []) is scalar
-
-
-@st.composite
-def _boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
-    """A shape, and boxes: halves of the whole, of which one may be moved, doubled or left out."""
-    shape = tuple(draw(st.lists(st.integers(1, 4), max_size=3)))
-    boxes: list[Box] = [((0,) * len(shape), shape)]
-    for _ in range(draw(st.integers(0, 3)) if shape else 0):
-        start, sizes = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
-        dim = draw(st.integers(0, len(shape) - 1))
-        cut = draw(st.integers(0, sizes[dim]))
-        for first, size in ((0, cut), (cut, sizes[dim] - cut)):
-            at = (*start[:dim], start[dim] + first, *start[dim + 1 :])
-            boxes.append((at, (*sizes[:dim], size, *sizes[dim + 1 :])))
-    boxes = [box for box in boxes if 0 not in box[1]]
-    change = draw(st.sampled_from(["nothing", "nothing", "move", "double", "drop"]))
-    start, sizes = boxes.pop()
-    if change == "move":
-        start = tuple([at + draw(st.integers(0, 2)) for at in start])
-    return shape, boxes + [(start, sizes)] * {"double": 2, "drop": 0}.get(change, 1)
-
-
-@settings(max_examples=300, deadline=None)
-@given(_boxes())
-def test_boxes_are_accepted_if_they_hold_each_element_once(
-    given: tuple[tuple[int, ...], list[Box]],
-) -> None:
-    """Gaps, overlaps and boxes outside of the tensor are refused."""
-    shape, boxes = given
-    held = sorted(
-        index
-        for start, sizes in boxes
-        for index in itertools.product(
-            *(range(at, at + size) for at, size in zip(start, sizes, strict=True))
-        )
-    )
-    if held == [*itertools.product(*map(range, shape))]:
-        check_boxes("w", shape, boxes, Budget())
-    else:
-        with pytest.raises(FormatError, match="the chunks of a tensor"):
-            check_boxes("w", shape, boxes, Budget())

@@ -349,7 +349,7 @@ def test_files_of_two_saves_are_refused(tmp_path: Path) -> None:
         era.save_rows(tmp_path / f"{name}2", other)
         shutil.copy(tmp_path / f"{name}2" / "model_world_size_2_rank_1.pt", mixed)
         with pytest.raises(
-            FormatError, match="the ranks have different shapes or dtypes of a tensor"
+            FormatError, match="the files have different shapes or dtypes of a tensor"
         ) as caught:
             torchlift.open(mixed)
         assert caught.value.entry == "w"
@@ -360,11 +360,11 @@ def test_a_rank_twice_leaves_a_gap(tmp_path: Path) -> None:
     era = Era()
     folder = era.save_rows(tmp_path / "d", torch.arange(8.0).view(4, 2))
     shutil.copy(folder / "model_world_size_2_rank_0.pt", folder / "model_world_size_2_rank_1.pt")
-    with pytest.raises(FormatError, match="leave gaps"):
+    with pytest.raises(FormatError, match="pieces of a tensor are missing"):
         torchlift.open(folder)
     other = era.dtensor(torch.zeros(4, 1), (4, 2), [era.placed("Shard", dim=1)], [2], [1])
     era.save(folder / "model_world_size_2_rank_1.pt", {"w": other})
-    with pytest.raises(FormatError, match="the chunks of a tensor overlap"):
+    with pytest.raises(FormatError, match="two pieces of a tensor overlap"):
         torchlift.open(folder)
 
 
@@ -525,7 +525,7 @@ def test_a_folder_of_slices_that_lacks_a_file_is_refused(
     first = min(folder.iterdir())
     first.rename(tmp_path / first.name)
     for door in (torchlift.open, torchlift.verify, torchlift.digest):
-        with pytest.raises(FormatError, match="leave gaps") as caught:
+        with pytest.raises(FormatError, match="pieces of a tensor are missing") as caught:
             door(folder)
         assert caught.value.entry in load_file(tmp_path / first.name)
     assert "rank's file may be missing" in str(caught.value.hint)
@@ -556,14 +556,14 @@ def _name(rank: int, at: int = 1, count: int = 1) -> str:
 
 
 _FAULTS: dict[str, tuple[dict[str, Any], str]] = {
-    "a gap": ({"w": [3, 0]}, "leave gaps"),
+    "a gap": ({"w": [3, 0]}, "pieces of a tensor are missing"),
     "an overlap": ({"w": [1, 0]}, "overlap"),
-    "the same slice": ({"w": [0, 0]}, "two files hold the same slice"),
+    "the same slice": ({"w": [0, 0]}, "two pieces of a tensor overlap"),
     "dimensions": ({"w": [2]}, "a slice does not say its place"),
     "no key": ({"v": [2, 0]}, "offset"),
     "a fraction": ({"w": [2.5, 0]}, "offset"),
     "a negative one": ({"w": [-2, 0]}, "offset"),
-    "a huge one": ({"w": [2**62, 2**62]}, "leave gaps"),
+    "a huge one": ({"w": [2**62, 2**62]}, "pieces of a tensor are missing"),
 }
 
 
@@ -600,8 +600,12 @@ def test_slices_beside_other_weights_are_refused(tmp_path: Path) -> None:
         slice_file(tmp_path / _name(rank), {"w": torch.zeros(2, 2)}, w=[2 * rank - 2, 0])
     assert torchlift.open(tmp_path)["w"].shape == (4, 2)
     save_file({"w": torch.ones(4, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(FormatError, match="two checkpoints of one model"):
+        torchlift.open(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
     with pytest.raises(FormatError, match="and other files of weights"):
         torchlift.open(tmp_path)
+    (tmp_path / "other.safetensors").rename(tmp_path / "model.safetensors")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"w": "model.safetensors"}}))
     assert torchlift.open(tmp_path)["w"].sum() == 8

@@ -249,23 +249,28 @@ def _nested_corners(size: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
 def test_thousands_of_chunks_are_not_compared_in_pairs(tmp_path: Path) -> None:
     """Nor is anything else looked at once for each pair, whatever the boxes are."""
     boxes = _nested_corners(3_000)
-    fitting = write_dcp(tmp_path / "fitting", {"w": describe((3_000, 3_000), *boxes)}, {})
+    stored = {("w", torch.Size(start)): b"x" for start, _ in boxes}
+    fitting = write_dcp(tmp_path / "fitting", {"w": describe((3_000, 3_000), *boxes)}, stored)
     (start, sizes) = boxes[10]
     wrong = [*boxes[:10], ((start[0] + 1, start[1]), sizes), *boxes[11:]]
-    other = write_dcp(tmp_path / "other", {"w": describe((3_000, 3_000), *wrong)}, {})
-    many = [((at,) * 40, (1,) * 40) for at in range(100)]
-    corners = write_dcp(tmp_path / "corners", {"w": describe((3,) * 2 + (1,) * 38, *many[:1])}, {})
+    stored = {("w", torch.Size(start)): b"x" for start, _ in wrong}
+    other = write_dcp(tmp_path / "other", {"w": describe((3_000, 3_000), *wrong)}, stored)
+    one = {("w", torch.Size((0,) * 40)): b"x"}
+    shape = (3,) * 2 + (1,) * 38
+    corners = write_dcp(tmp_path / "corners", {"w": describe(shape, ((0,) * 40, (1,) * 40))}, one)
     first, second, third = (found.text for found in answers(fitting, other, corners))
-    assert "does not say in which file" in first  # they fit, and none is stored
-    assert "the chunks of a tensor overlap" in second
-    assert "the chunks of a tensor leave gaps" in third
+    assert "overlap" not in first, "they fit, and no item is one"
+    assert "missing" not in first
+    assert "two pieces of a tensor overlap" in second
+    assert "pieces of a tensor are missing" in third
 
 
 def test_chunks_in_many_dimensions_are_paid_for(tmp_path: Path) -> None:
     """A box of forty dimensions has 2**40 corners."""
     shape, half = (2,) * 40, ((0,) * 40, (1,) + (2,) * 39)
     boxes = [half, *(((1,) * at + (0,) * (40 - at), (1,) * 40) for at in range(1, 40))]
-    path = write_dcp(tmp_path / "d", {"w": describe(shape, *boxes, ((0,) * 40, shape))}, {})
+    stored = {("w", torch.Size(start)): b"x" for start, _ in (*boxes, ((0,) * 40, shape))}
+    path = write_dcp(tmp_path / "d", {"w": describe(shape, *boxes, ((0,) * 40, shape))}, stored)
     ((_, _, answer),) = answers(path)
     assert "expands to far more data than it stores" in answer
 

@@ -163,7 +163,7 @@ def one(shape: Any = (2,), **changes: Any) -> Make:
         boxes = changes.get("boxes", [((0,), (2,))])
         return write_dcp(path, {changes.get("key", "w"): describe(shape, *boxes)},
                          {("w", (0,)): item},
-                         {MetadataIndex("w", (0,)): info})  # fmt: skip
+                         {MetadataIndex("w", start): info for start, _ in boxes})  # fmt: skip
 
     return make
 
@@ -364,9 +364,9 @@ ROWS: dict[str, tuple[Make, str, str | None, str]] = {
     "an item far outside": (one(offset=2**62),
         FORMAT, "w", "an item reaches past the end of the file"),
     "chunks that overlap": (one((3,), boxes=[((0,), (2,)), ((1,), (2,))]),
-        FORMAT, "w", "the chunks of a tensor overlap"),
-    "chunks with a gap": (one((3,)), FORMAT, "w", "the chunks of a tensor leave gaps"),
-    "a chunk outside": (one((1,)), FORMAT, "w", "the chunks of a tensor overlap, or lie outside"),
+        FORMAT, "w", "two pieces of a tensor overlap"),
+    "chunks with a gap": (one((3,)), FORMAT, "w", "pieces of a tensor are missing"),
+    "a chunk outside": (one((1,)), FORMAT, "w", "a piece of a tensor lies outside of it"),
     # 12. Something else.
     "a whole module": (lambda path: (torch.save(torch.nn.Linear(1, 1), path), path)[1],
         UNSAFE, "torch.nn.modules.linear.Linear", "the file is a pickled module"),

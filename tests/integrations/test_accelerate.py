@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration
+from accelerate.utils import DataLoaderConfiguration, DistributedType
 from torch import nn
 
 import torchlift
@@ -33,9 +32,9 @@ class Seen:
 class Run:
     """A program whose steps need the generators, the order of the data and the learning rate."""
 
-    def __init__(self, folder: Path, seed: int, **loader: Any) -> None:
+    def __init__(self, folder: Path, seed: int, *, seedable: bool = True) -> None:
         torch.manual_seed(seed)
-        settings = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=seed)
+        settings = DataLoaderConfiguration(use_seedable_sampler=seedable, data_seed=seed)
         self.accelerator = Accelerator(cpu=True, dataloader_config=settings)
         data = torch.utils.data.DataLoader(torch.linspace(-1, 1, 72).view(24, 3), 4, shuffle=True)
         model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(), nn.Linear(4, 1))
@@ -83,7 +82,7 @@ def test_a_program_goes_on_bit_by_bit(step: int, tmp_path: Path) -> None:
 
 
 def test_the_checkpoint_loads_elsewhere(tmp_path: Path) -> None:
-    """Without accelerate, by the name of the model; parts by the rules of a keeper."""
+    """Without accelerate, by the name of the model."""
     first = Run(tmp_path, 0)
     with first.keeper as keeper:
         first.train(1)
@@ -91,8 +90,53 @@ def test_the_checkpoint_loads_elsewhere(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(), nn.Linear(4, 1))
     torchlift.load(model, keeper.keeper.latest(), root="model")
     assert torch.equal(model[0].weight, first.model[0].weight)
-    again = Run(tmp_path, 7)
-    assert again.keeper.resume(exclude=["optimizer", "scheduler", "object"]) == 6
-    assert again.seen.rows == 0
-    assert torch.equal(model[0].weight, again.model[0].weight)
-    assert again.optimizer.param_groups[0]["lr"] == 0.05
+
+
+def test_the_default_order_of_a_shuffled_loader_is_warned_of_and_refused(tmp_path: Path) -> None:
+    """It resumed at other rows. At the end of an epoch the generators are enough."""
+    first = Run(tmp_path, 0, seedable=False)
+    with pytest.warns(RuntimeWarning, match="use_seedable_sampler=True"):
+        first.keeper.resume()
+    first.train(2)
+    first.keeper.close()
+    again = Run(tmp_path, 7, seedable=False)
+    with pytest.warns(RuntimeWarning, match="use_seedable_sampler=True"):
+        assert again.keeper.resume(step=6) == 6
+    again.train(2, 6)
+    assert again.losses == first.losses[6:]
+    again.keeper.close()
+    middle = Run(tmp_path, 7, seedable=False)
+    assert middle.keeper.resume(step=4) == 4
+    with pytest.raises(ValueError, match="use_seedable_sampler=True"):
+        middle.train(2, 4)
+
+
+@pytest.mark.parametrize("kind", ["save", "load"])
+def test_hooks_that_write_files_of_their_own_are_refused(tmp_path: Path, kind: str) -> None:
+    """The way out of the error: the object is registered, and resumed."""
+    run, average = Run(tmp_path, 0), torch.optim.swa_utils.AveragedModel(nn.Linear(3, 1))
+    hook = getattr(run.accelerator, f"register_{kind}_state_pre_hook")(lambda *_: None)
+    for use in (run.keeper.resume, lambda: run.keeper.save(1)):
+        with pytest.raises(ValueError, match=f"register_{kind}_state_pre_hook.*Remove the hook"):
+            use()
+    hook.remove()
+    run.accelerator.register_for_checkpointing(average)
+    with torch.no_grad():
+        average.module.weight.fill_(7.0)
+    assert run.keeper.resume() is None
+    run.keeper.save(1)
+    with torch.no_grad():
+        average.module.weight.zero_()
+    assert run.keeper.resume() == 1
+    assert average.module.weight.tolist() == [[7.0] * 3]
+
+
+def test_an_engine_that_holds_the_state_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed and Megatron write their own files."""
+    run = Run(tmp_path, 0)
+    kind = property(lambda self: DistributedType.DEEPSPEED)
+    monkeypatch.setattr(Accelerator, "distributed_type", kind)
+    with pytest.raises(ValueError, match="does not support DEEPSPEED"):
+        run.keeper.save(1)

@@ -71,6 +71,25 @@ class Stream:
         self.at, self.start = state["at"], state["start"]
 
 
+class Measured(Noisy):
+    """Its validation draws random numbers, too."""
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("loss", (self.net(batch) - torch.rand(1)).square().mean())
+
+    def val_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(torch.ones(4, 3), batch_size=2)
+
+
+class Judged(Noisy):
+    """It has its loss from outside, and as a hyperparameter."""
+
+    def __init__(self, loss: nn.Module, ignore: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self.save_hyperparameters(ignore=[*ignore, "ignore"])
+        self.loss = loss
+
+
 def trainer_of(folder: Path, every: dict[str, int], **options: Any) -> Any:
     saves = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, **every)
     return lightning.Trainer(
@@ -92,23 +111,35 @@ def shuffled() -> Any:
         (Stream, {"every_n_train_steps": 4}, 4),
         (Stream, {"every_n_train_steps": 2}, 8),
         (shuffled, {"every_n_epochs": 1}, 6),
+        (shuffled, {"monitor": "loss"}, 6),
+        (shuffled, {"monitor": "loss", "val_check_interval": 3}, 6),
+        (shuffled, {"monitor": "loss", "val_check_interval": 2}, 12),
+        (Stream, {"monitor": "loss", "val_check_interval": 3}, 3),
+        (Stream, {"monitor": "loss", "val_check_interval": 3}, 12),
     ],
 )
 def test_a_trainer_goes_on_bit_by_bit(loader: Any, every: Any, step: int, tmp_path: Path) -> None:
-    """In the middle of an epoch, where the loader has a state, and at the end of a shuffled one."""
+    """In the middle of an epoch, where the loader has a state, and at the end of a shuffled one.
+
+    That may be at the last of several validations.
+    """
+    every, options = dict(every), {"max_epochs": 3}
+    module = Measured if "monitor" in every else Noisy
+    if "val_check_interval" in every:
+        options["val_check_interval"] = every.pop("val_check_interval")
     torch.manual_seed(1)
     data = loader()
     torch.manual_seed(0)
-    first = Noisy()
-    trainer_of(tmp_path / "a", every).fit(first, data)
+    first = module()
+    trainer_of(tmp_path / "a", every, **options).fit(first, data)
     path = tmp_path / "a" / f"step={step}.ckpt"
     assert torchlift.verify(path).ok
     torch.load(path, weights_only=True)
     torch.manual_seed(1)
     data = loader()
     torch.manual_seed(5)
-    again = Noisy()
-    trainer_of(tmp_path / "b", every).fit(again, data, ckpt_path=path)
+    again = module()
+    trainer_of(tmp_path / "b", every, **options).fit(again, data, ckpt_path=path)
     assert again.losses == first.losses[step:]
     for one, other in zip(first.parameters(), again.parameters(), strict=True):
         assert torch.equal(one, other)
@@ -151,6 +182,38 @@ def test_what_no_file_holds_is_refused_when_it_is_saved(tmp_path: Path) -> None:
     assert (tmp_path / "x.ckpt").read_bytes() == before
     with pytest.raises(TypeError, match="storage_options"):
         trainer.save_checkpoint(tmp_path / "x.ckpt", storage_options={"key": "a"})
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.Linear(2, 1)])
+def test_a_module_among_the_hyperparameters_is_refused(loss: nn.Module, tmp_path: Path) -> None:
+    """Its state dict was written in its place. The way out of the error, in Lightning's words."""
+    options = {"max_steps": 1, "enable_checkpointing": False, "callbacks": []}
+    trainer = trainer_of(tmp_path, {}, **options)
+    trainer.fit(Judged(loss), Stream())
+    path = tmp_path / "x.ckpt"
+    with pytest.raises(PlacementError) as caught:
+        trainer.save_checkpoint(path)
+    assert caught.value.entry == "hyper_parameters.loss"
+    assert caught.value.found == type(loss).__name__
+    assert "self.save_hyperparameters(ignore=['loss'])" in (caught.value.hint or "")
+    assert not path.exists()
+    trainer = trainer_of(tmp_path, {}, **options)
+    trainer.fit(Judged(loss, ignore=("loss",)), Stream())
+    trainer.save_checkpoint(path)
+    again = Judged.load_from_checkpoint(path, loss=loss)
+    assert again.loss is loss
+
+
+def test_a_save_at_the_last_step_of_an_epoch_is_warned_of(tmp_path: Path) -> None:
+    """Lightning does not run the validation that comes after it. Other saves are not warned of."""
+    with pytest.warns(RuntimeWarning, match=r"before its validation.*every_n_epochs=1") as seen:
+        trainer_of(tmp_path, {"every_n_train_steps": 3}).fit(Noisy(), Stream())
+    assert sum("before its validation" in str(each.message) for each in seen) == 1
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for every in ({"every_n_train_steps": 4}, {"every_n_epochs": 1}):
+            trainer_of(tmp_path, every, max_epochs=1).fit(Noisy(), Stream())
+    assert not any("before its validation" in str(each.message) for each in caught)
 
 
 def test_a_damaged_checkpoint_is_not_loaded(tmp_path: Path) -> None:

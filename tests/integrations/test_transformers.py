@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from ranks import run_workers
 from torch import nn
-from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
 import torchlift
 from torchlift.integrations.transformers import KeeperCallback
@@ -50,6 +50,21 @@ def trainer_of(folder: Path, callback: Any, model: nn.Module, **options: Any) ->
     )
 
 
+EVALUATED = {
+    "eval_strategy": "steps",
+    "eval_steps": 4,
+    "metric_for_best_model": "eval_loss",
+}
+
+
+def early_stopping_of(trainer: Any) -> list[int]:
+    return [
+        each.early_stopping_patience_counter
+        for each in trainer.callback_handler.callbacks
+        if isinstance(each, EarlyStoppingCallback)
+    ]
+
+
 @pytest.mark.parametrize(
     ("options", "step"),
     [
@@ -57,6 +72,27 @@ def trainer_of(folder: Path, callback: Any, model: nn.Module, **options: Any) ->
         ({"save_steps": 3, "gradient_accumulation_steps": 2, "num_train_epochs": 3}, 6),
         ({"save_strategy": "epoch", "eval_strategy": "epoch"}, 6),
         ({"eval_strategy": "steps", "eval_steps": 4, "metric_for_best_model": "eval_loss"}, 8),
+        (
+            {
+                "eval_strategy": "steps",
+                "eval_steps": 2,
+                "save_steps": 2,
+                "lr_scheduler_type": "reduce_lr_on_plateau",
+                "lr_scheduler_kwargs": {"patience": 0, "threshold": 10.0},
+                "metric_for_best_model": "eval_loss",
+            },
+            6,
+        ),
+        (
+            {
+                "eval_strategy": "steps",
+                "eval_steps": 2,
+                "save_strategy": "best",
+                "metric_for_best_model": "eval_loss",
+                "greater_is_better": True,
+            },
+            2,
+        ),
     ],
 )
 def test_a_trainer_goes_on_bit_by_bit(options: Any, step: int, tmp_path: Path) -> None:
@@ -81,7 +117,9 @@ def test_a_trainer_goes_on_bit_by_bit(options: Any, step: int, tmp_path: Path) -
     assert again.losses == model.losses[passed:]
     for one, two in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(one, two)
-    assert other.state.global_step == trainer.state.global_step
+    for fact in ("global_step", "best_metric", "best_global_step", "total_flos"):
+        assert getattr(other.state, fact) == getattr(trainer.state, fact), fact
+    assert early_stopping_of(other) == early_stopping_of(trainer)
     assert other.lr_scheduler.state_dict() == trainer.lr_scheduler.state_dict()
     logged = [
         [log["loss"] for log in each.state.log_history if "loss" in log and log["step"] > step]
@@ -105,16 +143,122 @@ def test_the_best_by_a_metric_of_the_evaluation_is_kept(tmp_path: Path) -> None:
     assert torchlift.Keeper(tmp_path / "kept").steps() == sorted({best, 12})
 
 
+def test_a_metric_belongs_to_the_step_that_measured_it(tmp_path: Path) -> None:
+    """A checkpoint of another step is saved, also before the first evaluation, and never best."""
+    callback = KeeperCallback(tmp_path / "kept", keep=1, best="eval_loss")
+    trainer = trainer_of(
+        tmp_path / "out", callback, Noisy(), eval_strategy="steps", eval_steps=3, save_steps=2
+    )
+    callback.resume(trainer)
+    saved, seen = trainer._save_checkpoint, list[list[int]]()
+    kept = torchlift.distributed.RunFolder(tmp_path / "kept", best="eval_loss")
+
+    def save_and_look(*arguments: Any) -> None:
+        saved(*arguments)
+        callback.keeper.wait()
+        seen.append(kept.steps())
+
+    trainer._save_checkpoint = save_and_look
+    trainer.train()
+    losses = {
+        log["step"]: log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log
+    }
+    assert seen[:3] == [[2], [4], [6]]
+    assert {*losses} == {3, 6, 9, 12}
+    measured = {one.step: one.metrics["eval_loss"] for one in kept.kept() if one.metrics}
+    best = min((6, 12), key=lambda step: losses[step])
+    assert measured == {step: losses[step] for step in {best, 12}}
+    assert kept.best() == str(tmp_path / "kept" / f"step-{best:09d}.pt")
+
+
+def test_metrics_of_several_datasets_are_those_of_one_step(tmp_path: Path) -> None:
+    """The best by the second one, which is measured last."""
+    callback = KeeperCallback(tmp_path / "kept", keep=1, best="eval_b_loss")
+    trainer = trainer_of(
+        tmp_path / "out", callback, Noisy(), eval_strategy="steps", eval_steps=4, max_steps=8
+    )
+    trainer.eval_dataset = {"a": rows(8), "b": rows(4)}
+    callback.resume(trainer)
+    trainer.train()
+    kept = torchlift.distributed.RunFolder(tmp_path / "kept", best="eval_b_loss")
+    assert {"eval_a_loss", "eval_b_loss"} < {*kept.kept()[-1].metrics}
+    assert kept.best() is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"load_best_model_at_end": True, **EVALUATED}, "load_best_model_at_end=True"),
+        ({"enable_jit_checkpoint": True}, "enable_jit_checkpoint=True"),
+        ({}, "best='eval_loss'"),
+    ],
+)
+def test_arguments_that_need_the_files_of_the_trainer_are_refused(
+    tmp_path: Path, options: dict[str, Any], name: str
+) -> None:
+    """By their names, before the first step."""
+    callback, model = KeeperCallback(tmp_path / "kept", best="eval_loss"), Noisy()
+    trainer = trainer_of(tmp_path / "out", callback, model, **options)
+    callback.resume(trainer)
+    with pytest.raises(ValueError, match=f"{name} does not work with the KeeperCallback: "):
+        trainer.train()
+    assert not model.losses
+    assert isinstance(callback.keeper, torchlift.Keeper)
+    callback.keeper.close()
+
+
+def test_the_way_out_of_load_best_model_at_end_works(tmp_path: Path) -> None:
+    """The last line of the error, with the folder."""
+    folder = tmp_path / "kept"
+    callback = KeeperCallback(folder, best="eval_loss", best_is="highest")
+    trainer = trainer_of(tmp_path / "out", callback, Noisy(), **EVALUATED)
+    trainer.train(resume_from_checkpoint=callback.resume(trainer))
+    best = torchlift.distributed.RunFolder(folder, best="eval_loss", best_is="highest").best()
+    assert best is not None
+    assert best != torchlift.distributed.RunFolder(folder).latest()
+    torchlift.load(trainer.model, best, root="model")
+    with torchlift.open(best, root="model") as ckpt:
+        assert torchlift.diff(ckpt, trainer.model.state_dict()).equal
+
+
+def test_arguments_without_effect_are_warned_of(tmp_path: Path) -> None:
+    """By their names."""
+    callback = KeeperCallback(tmp_path / "kept")
+    trainer = trainer_of(
+        tmp_path / "out", callback, Noisy(), save_total_limit=2, save_only_model=True, max_steps=1
+    )
+    callback.resume(trainer)
+    with pytest.warns(RuntimeWarning, match=r"without effect .*save_total_limit .*save_only_model"):
+        trainer.train()
+
+
+def test_other_callbacks_hear_of_a_save(tmp_path: Path) -> None:
+    """And the Trainer saves its own files again once the callback is gone."""
+
+    class Heard(TrainerCallback):
+        steps: ClassVar[list[int]] = []
+
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.steps.append(state.global_step)
+
+    callback = KeeperCallback(tmp_path / "kept")
+    trainer = trainer_of(tmp_path / "out", callback, Noisy(), max_steps=8)
+    trainer.add_callback(Heard())
+    callback.resume(trainer)
+    trainer.train()
+    assert Heard.steps == [4, 8]
+    trainer.remove_callback(callback)
+    trainer.train()
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "checkpoint-4", "checkpoint-8",
+    ]  # fmt: skip
+
+
 def test_a_callback_that_cannot_keep_is_an_error_before_the_first_step(tmp_path: Path) -> None:
-    """One that was not told its trainer; a strategy that knows only after the evaluation."""
+    """It was not told its trainer."""
     callback, model = KeeperCallback(tmp_path / "kept"), Noisy()
     with pytest.raises(RuntimeError, match=r"callback\.resume\(trainer\)"):
         trainer_of(tmp_path / "out", callback, model).train()
-    options = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "eval_loss"}
-    trainer = trainer_of(tmp_path / "out", callback, model, save_strategy="best", **options)
-    callback.resume(trainer)
-    with pytest.raises(ValueError, match="pass best="):
-        trainer.train()
     assert not model.losses
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import random
@@ -10,7 +9,6 @@ import resource
 import signal
 import stat
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -95,8 +93,8 @@ def test_a_file_size_limit_leaves_what_was_there(tmp_path: Path, way: str, there
     assert number_of(path) == 3
 
 
-def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A real one, of 800 KiB, where mounting is allowed. For a file object, that of `tempfile`."""
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
+    """A real one, of 800 KiB, where mounting is allowed."""
     disk = tmp_path / "disk"
     disk.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=800k", "tmpfs", str(disk)]
@@ -115,15 +113,6 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
             assert contents(disk) == before
             assert number_of(disk / name) == 1
             subprocess.run(["rm", "-r", *map(str, disk.iterdir())], check=True)
-        torchlift.save(state_of(1), disk / "x.pt")
-        file = io.BytesIO(b"old")
-        monkeypatch.setattr(tempfile, "tempdir", str(disk))
-        with pytest.raises(CheckpointError, match="No space left on device") as caught:
-            torchlift.save(state_of(2), file)
-        assert (caught.value.file, file.getvalue()) == ("a BytesIO", b"old")
-        assert "TMPDIR" in str(caught.value.hint)
-        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # the way out
-        torchlift.save(state_of(2), file)
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 

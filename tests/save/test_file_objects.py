@@ -12,6 +12,7 @@ import signal
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,23 @@ def test_it_is_written_from_the_position_of_the_file(tmp_path: Path) -> None:
         found = torch.load(tmp_path / "x.pt", weights_only=True)
         assert found["step"] == 3
         assert torch.equal(found["b"], STATE["b"])
+
+
+@pytest.mark.parametrize("format", ["torch-zip", "safetensors"])
+def test_it_is_written_in_order_without_a_temporary_file(
+    format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe or a socket can be one, and no disk needs room. The bytes are those of a path."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    state = {**STATE, "large": torch.randn(300, 300).t()}
+    read, write = os.pipe()
+    with ThreadPoolExecutor(1) as thread, open(read, "rb") as pipe:
+        received = thread.submit(pipe.read)
+        with open(write, "wb") as file:
+            torchlift.save(state, file, format=format)
+    torchlift.save(state, tmp_path / "x", format=format)
+    assert received.result() == (tmp_path / "x").read_bytes()
+    assert torchlift.verify(tmp_path / "x").checked
 
 
 class Full(io.BytesIO):

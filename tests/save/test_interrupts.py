@@ -87,6 +87,7 @@ def save_by(door: str, folder: Path) -> None:
         save_consolidated(STATE, folder / "x.pt")
     if door == "Keeper":
         with torchlift.Keeper(folder / "run", background=False) as keeper:
+            keeper.resume()
             keeper.save(len(list((folder / "run").glob("*"))), state=STATE)
     if door == "CheckpointWriter":
         with warnings.catch_warnings():

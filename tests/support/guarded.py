@@ -24,6 +24,12 @@ from torchlift.formats.detect import read_index
 from torchlift.formats.index import Index
 from torchlift.formats.integrity import verify_index
 from torchlift.formats.summary import to_html, to_json, to_text
+from torchlift.formats.table import ARCHIVES, FILES, FOLDERS, load
+
+# A reader is imported when its format is met, and the guard lets nothing be imported.
+for _row in (*FILES, *ARCHIVES, *FOLDERS):
+    load(_row.reader)
+load("torchlift.formats.folders.read_folder")
 
 for _codec in ("raw-unicode-escape", "unicode_escape", "latin1"):
     "x".encode(_codec).decode(_codec)
@@ -105,11 +111,16 @@ class Answer(NamedTuple):
     text: str
 
 
-def answers(*paths: Path) -> list[Answer]:
-    """What a child makes of files; fails where that takes too much, or anything else happens."""
+def answers(*paths: Path, setup: str = "") -> list[Answer]:
+    """What a child makes of files; fails where that takes too much, or anything else happens.
+
+    Args:
+        paths: the files.
+        setup: code that the child runs first.
+    """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [sys.executable, "-m", "guarded", *map(str, paths)],
+        [sys.executable, "-c", f"{setup}\nimport guarded; guarded.main()", *map(str, paths)],
         env=environment, capture_output=True, text=True, timeout=60 * len(paths), check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
@@ -166,6 +177,7 @@ def _answer(path: str) -> Answer:
     return found
 
 
-if __name__ == "__main__":
-    for _path in sys.argv[1:]:
-        print(json.dumps(_answer(_path)))
+def main() -> None:
+    """Print the answer for each path of the command line."""
+    for path in sys.argv[1:]:
+        print(json.dumps(_answer(path)))

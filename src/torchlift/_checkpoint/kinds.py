@@ -457,8 +457,8 @@ class Values:
             if not isinstance(value, OrderedRecord):
                 return Counter(dict(pairs)) if isinstance(value, CountRecord) else dict(pairs)
             made = OrderedDict(pairs)
-            if value.metadata is not None:
-                made._metadata = self.beside(value.metadata)  # type: ignore[attr-defined]
+            if value._metadata is not None:
+                made._metadata = self.beside(value._metadata)  # type: ignore[attr-defined]
             return made
         if isinstance(value, (list, tuple)):
             items = [self.made(item, _joined(key, str(at))) for at, item in enumerate(value)]

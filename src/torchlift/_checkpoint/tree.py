@@ -137,7 +137,7 @@ def _emptied(record: object) -> Any:
     if not isinstance(record, OrderedRecord):
         return {}
     made: Any = OrderedDict()
-    if record.metadata is not None:
+    if record._metadata is not None:
         made._metadata = OrderedDict()
     return made
 

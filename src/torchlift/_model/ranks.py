@@ -10,63 +10,35 @@ import copy
 import pickle
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from torchlift._model.dtensor import is_dtensor, local_tensor, wrap
-from torchlift._model.handlers import is_wrapper
+from torchlift._model.dtensor import is_dtensor
 from torchlift._model.names import is_fsdp1, wrapped_by
 from torchlift._model.torch_private import set_timeout, timeout_of
 from torchlift._system.interrupts import uninterrupted
+from torchlift._system.text import clipped_list
 from torchlift.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
 M = TypeVar("M")
 
-#: For each thread: the error of the last exchange and its process groups, by their identity.
+#: For each thread: the error of the last exchange and its process groups, by their identity; and an
+#: interrupt that came while a message was sent.
 _LAST = threading.local()
 
 #: Seconds in which processes that come at one time make a group; of thousands, 0.1 more for each.
 _MEETING = 15
 
-#: dtypes that every backend sends. Gloo refuses others, such as float8, int16 and uint16.
-_SENT = frozenset({
-    torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16,
-    torch.float32, torch.float64, torch.complex64, torch.complex128,
-})  # fmt: skip
-#: Bytes of a number -> the dtype in which numbers of another dtype are sent.
-_SENT_AS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
-
 #: Called with whether this process is to be asked again; says whether any is.
 Agree = Callable[[bool], bool]
-
-
-def gather_whole(tensor: DTensor) -> torch.Tensor:
-    """Gather the complete tensor of a DTensor. All ranks of its mesh call this."""
-    kind = tensor.device_mesh.device_type
-    # FSDP2 may offload parameters to the host. The collective needs them on the mesh.
-    here: Any = tensor if tensor.device.type == kind else tensor.to(kind)
-    whole: torch.Tensor = with_sent_dtype(here).full_tensor()
-    return whole if whole.dtype == tensor.dtype else whole.view(tensor.dtype)
-
-
-def with_sent_dtype(tensor: DTensor) -> DTensor:
-    """Return a DTensor with the same bytes, in a dtype that every backend sends."""
-    local = local_tensor(tensor)
-    is_sum = any(each.is_partial() for each in tensor.placements)  # it must be added as numbers
-    if tensor.dtype in _SENT or is_sum or is_wrapper(local):
-        return tensor
-    return wrap(tensor, local.view(_SENT_AS[local.itemsize]))
 
 
 class StepResult(NamedTuple, Generic[T, M]):
@@ -230,7 +202,7 @@ class RankGroup:
             CheckpointError: If the step raised on a rank (see `raise_first`), or a rank does not
                 answer. A rank whose own step raised may raise its own error.
         """
-        groups, _LAST.heard = self._talking, (None, [])
+        groups, _LAST.heard, _LAST.late = self._talking, (None, []), None
         problem: BaseException | None = None
         done: tuple[T, M] | None = None
         try:
@@ -246,6 +218,9 @@ class RankGroup:
                 # Of this thread alone; the error itself would keep alive all that it has seen.
                 _LAST.heard = id(error), [*map(id, self.groups)]
                 raise
+            finally:
+                if _LAST.late is not None:
+                    raise _LAST.late
         assert done is not None
         return Exchange(done[0], by_rank)
 
@@ -271,16 +246,46 @@ class RankGroup:
                 raise problem from lost  # what went wrong first is what has to be mended
             if not isinstance(lost, RuntimeError):
                 raise
-            raise self._kind(
-                "another rank died or does not answer",
-                found=str(lost).partition("\n")[0],
-                hint="Nothing has changed here; of a save the file is the old one, or the complete "
-                "new one if that rank was last.",
-            ) from lost
+            raise self._lost_error(lost) from lost
         raise_first({who: answer.error for who, answer in known.items()}, problem, self._kind)
         if problem is not None:
             raise problem
         return {who: known[who].message for who in sorted(known)}
+
+    def gather(self, data: bytes, lengths: Mapping[int, int]) -> list[bytes]:
+        """Send bytes to the first rank alone. All ranks call this.
+
+        Args:
+            data: of this rank.
+            lengths: rank -> the length of its data.
+
+        Returns:
+            The data of all ranks on the first rank, and nothing on the others.
+
+        Raises:
+            CheckpointError: If a rank does not answer.
+        """
+        if len(lengths) == 1:
+            return [data]
+        (group,), first = self._talking, min(lengths)
+        here = _padded(data, max(lengths.values())).to(_device_of(group))
+        rows = [torch.empty_like(here) for _ in lengths] if rank() == first else None
+        try:
+            torch.distributed.gather(here, rows, dst=first, group=group)
+        except RuntimeError as lost:
+            raise self._lost_error(lost) from lost
+        found = zip(rows or (), lengths.values(), strict=False)
+        return [row[:length].cpu().numpy().tobytes() for row, length in found]
+
+    def _lost_error(self, lost: RuntimeError) -> CheckpointError:
+        ranks = sorted({who for group in self.groups for who in ranks_of(group)})
+        return self._kind(
+            "another rank died or does not answer",
+            expected=f"the same call on the ranks {clipped_list(map(str, ranks))}",
+            found=str(lost).partition("\n")[0],
+            hint="Nothing has changed here; of a save the file is the old one, or the complete "
+            "new one if that rank was last.",
+        )
 
     @contextmanager
     def together(self) -> Iterator[Agree]:
@@ -320,10 +325,44 @@ class RankGroup:
 
 
 def _gather(known: dict[int, _Answer], group: Any) -> dict[int, _Answer]:
-    """Return the answers that all ranks of a group know together."""
-    found: list[Any] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(found, known, group=group)
+    """Return the answers that all ranks of a group know together.
+
+    It works as torch's ``all_gather_object`` does, with one difference. An error here, before a
+    message is sent, does not stop the other ranks: the message is sent all the same.
+    """
+    count = torch.distributed.get_world_size(group)
+    if count == 1:
+        return known
+    device = _device_of(group)
+
+    def gathered(message: torch.Tensor) -> torch.Tensor:
+        here = message.to(device)
+        rows = [torch.empty_like(here) for _ in range(count)]
+        try:
+            torch.distributed.all_gather(rows, here, group=group)
+        except BaseException as error:
+            # Where ranks are lost, or have been waited for too long, it fails again at once.
+            torch.distributed.all_gather(rows, here, group=group)
+            if not isinstance(error, Exception):
+                _LAST.late = error
+        return torch.stack(rows).cpu()
+
+    data = pickle.dumps(known)
+    lengths = gathered(torch.tensor([len(data)], device="cpu"))[:, 0].tolist()
+    rows = gathered(_padded(data, max(lengths)))
+    found = [pickle.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, lengths, strict=True)]
     return {who: answer for each in found for who, answer in each.items()}
+
+
+def _device_of(group: Any) -> torch.device | None:
+    """Return the device of the tensors that a process group sends."""
+    has_cpu = "cpu:" in torch.distributed.get_backend_config(group)
+    return torch.device("cpu") if has_cpu else torch.accelerator.current_accelerator()
+
+
+def _padded(data: bytes, length: int) -> torch.Tensor:
+    values = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return nn.functional.pad(values, (0, length - len(data)))
 
 
 def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:

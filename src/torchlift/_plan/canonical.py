@@ -52,7 +52,7 @@ class Named(NamedTuple):
         naming: The names of a wrapped model, or None.
         keys: Name -> key of the state dict of the wrapped model. Empty for a bare model.
         code: The loading code of the model for these names, or None.
-        outcome: What the loading code did. None: none ran.
+        outcome: The outcome of the loading code. None: none ran.
         given: Name -> tensor of the source before the loading code ran.
         on_meta: Names on meta before the loading code ran.
     """

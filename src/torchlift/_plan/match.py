@@ -107,7 +107,7 @@ class Match:
         hint: The change that would match more names, or None.
         renamed: Name in the source -> name in the model, if they differ.
         kept: Name -> what loading code of the model keeps outside of parameters and buffers.
-        outcome: What loading code of the model did. None: none ran.
+        outcome: The outcome of the model's loading code. None: none ran.
         on_meta: Names on meta before loading code of the model ran.
         quantised: The quantised tensors of the source by key.
         unscaled: The quantised tensors whose scales the model does not take.

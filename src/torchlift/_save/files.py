@@ -7,6 +7,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 from torchlift._model.ranks import rank
 from torchlift._save.blocks import BLOCK, Workspace
@@ -364,6 +365,18 @@ def write_own_files(
 def pass_bytes(sections: Sequence[Section], put: Put) -> None:
     """Call a function with the bytes of a file, in order, and their offsets."""
     write_sections(Runs(-1, put), sections, lambda _: None)
+
+
+def with_sums(section: Section) -> Section:
+    """Return a section whose checksums are known before it is written. This reads its values.
+
+    Raises:
+        IntegrityError: If a source file contains other bytes than its checksum says.
+    """
+    sums = [*_write_payloads(Runs(-1, lambda *_: None), section, lambda _: None)]
+    frame = section.layout.frame
+    layout = replace(section.layout, checked=False, frame=lambda _: frame(sums))
+    return section._replace(layout=layout)
 
 
 def write_sections(to: Runs, sections: Sequence[Section], advance: Advance) -> None:

@@ -19,10 +19,11 @@ from torchlift._save.replicas import Checksum
 from torchlift._save.values import State, Value, kind_error, storages_of, ties_of
 from torchlift._store.places import inside
 from torchlift._transfer.write import SetKind
-from torchlift.formats.dcp import DCP_METADATA, DCP_SUFFIX, dcp_items
+from torchlift.formats.dcp import dcp_items
 from torchlift.formats.layout import INDEX_SUFFIX, Layout, Stored
 from torchlift.formats.safetensors import TIED_KEYS, safetensors_layout
-from torchlift.formats.sharded import index_content, is_index, shards_of
+from torchlift.formats.sharded import index_content, shards_of
+from torchlift.formats.table import DCP_METADATA, DCP_SUFFIX, is_index
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -297,9 +298,9 @@ def dcp_output(
     return Output(head, files, content, DCP_FILES, own.items, untied=untied)
 
 
-def add_objects(own: OwnFile, state: State) -> None:
-    """Add the values of a state that are not tensors."""
-    for key, item in state.objects.items():
+def add_objects(own: OwnFile, objects: Mapping[str, object]) -> None:
+    """Add values that are not tensors."""
+    for key, item in objects.items():
         own.add_value(key, lay_out_torch_file(item, []).layout)
 
 

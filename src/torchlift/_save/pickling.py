@@ -18,9 +18,9 @@ import torch
 from torchlift._model.torch_private import REBUILD_V2, REBUILD_V3, hollow_storage, typed_storage
 from torchlift.errors import FormatError, PlacementError
 from torchlift.formats.boxes import row_major
-from torchlift.formats.flattening import flatten
 from torchlift.formats.index import Leaf, lacking
 from torchlift.formats.layout import Layout, Stored
+from torchlift.formats.pickled import flatten
 from torchlift.formats.torch_pickle import STORAGE_DTYPES, TorchWorld, read_torch_pickle
 from torchlift.formats.torch_zip import archive_layout, pickle_in
 from torchlift.formats.unpickle import Budget
@@ -246,6 +246,13 @@ _LEAVES = (
 _CONTAINERS = (list, tuple, dict, OrderedDict, Counter, set, torch.Size)
 #: The hint for an array.
 AS_TENSOR = "torch.from_numpy makes a tensor of an array of numbers, which can be saved."
+#: Class of a random number generator -> an expression for its state, which is plain data.
+_STATES = {
+    "numpy.random._generator.Generator": "generator.bit_generator.state",
+    "numpy.random.mtrand.RandomState": "generator.get_state(legacy=False)",
+    "torch._C.Generator": "generator.get_state()",
+    "random.Random": "generator.getstate()",
+}
 MAX_DEPTH = 90  # torchlift reads 100 levels, some of which a state dict and templates need
 
 
@@ -267,9 +274,11 @@ def require_plain(key: str, value: object) -> None:
         if type(item) in _LEAVES or (id(item), depth) in seen:
             return
         if type(item) not in _CONTAINERS:
-            found = f"a {type(item).__module__}.{type(item).__qualname__}"
-            hint = AS_TENSOR if found.startswith("a numpy.") else ""
-            refuse("tensors as values of the state dict, or plain data", found, hint)
+            found = f"{type(item).__module__}.{type(item).__qualname__}"
+            hint = AS_TENSOR if found.startswith("numpy.") else ""
+            if found in _STATES:
+                hint = f"Save its state, which is plain data: {_STATES[found]}."
+            refuse("tensors as values of the state dict, or plain data", f"a {found}", hint)
         if depth == MAX_DEPTH:
             refuse(f"at most {MAX_DEPTH} levels of containers, none inside itself", "more")
         seen.add((id(item), depth))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Hashable, Mapping
+import hashlib
+from collections.abc import Callable, Hashable, Mapping
 from typing import NamedTuple, TypeVar
 
 import torch
 
 from torchlift._model.dtensor import Spans, is_dtensor, local_tensor, spans_of
 from torchlift._model.handlers import inner_tensors, is_wrapper
-from torchlift._save.blocks import Workspace, tensor_blocks
+from torchlift._save.blocks import Block, Workspace, tensor_blocks
 from torchlift.errors import PlacementError
 
 #: The hint for values that each rank has of its own.
@@ -41,12 +41,12 @@ class Checksum(NamedTuple):
     Attributes:
         dtype: of the values.
         shape: of the values.
-        crc: CRC-32 of their bytes in row-major order.
+        digest: BLAKE2b of their bytes in row-major order. Different values can have one CRC-32.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    crc: int
+    digest: bytes
 
 
 class Difference(NamedTuple):
@@ -85,19 +85,18 @@ def checksums_of(tensors: Mapping[str, torch.Tensor]) -> dict[HeldPart, Checksum
 
 def checksum_of(tensor: torch.Tensor, work: Workspace) -> Checksum:
     """Return the checksum of a tensor that is not a DTensor."""
-    return Checksum(tensor.dtype, tuple(tensor.shape), _crc(tensor, work, 0))
+    made = hashlib.blake2b(digest_size=16)
+    _add(tensor, work, made.update)
+    return Checksum(tensor.dtype, tuple(tensor.shape), made.digest())
 
 
-def _crc(tensor: torch.Tensor, work: Workspace, crc: int) -> int:
+def _add(tensor: torch.Tensor, work: Workspace, update: Callable[[Block], None]) -> None:
     if is_wrapper(tensor):
         for inner in inner_tensors(tensor):
-            crc = _crc(inner, work, crc)
-        return crc
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        return crc  # a mesh saves no such tensor
-    for data in tensor_blocks(tensor, tensor.dtype, work):
-        crc = zlib.crc32(data, crc)
-    return crc
+            _add(inner, work, update)
+    elif tensor.layout is torch.strided and not tensor.is_quantized:  # no mesh saves others
+        for data in tensor_blocks(tensor, tensor.dtype, work):
+            update(data)
 
 
 def find_differences(by_rank: Mapping[int, Mapping[Key, object]]) -> dict[Key, Difference]:

@@ -7,10 +7,10 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from tempfile import TemporaryDirectory, TemporaryFile
+from tempfile import TemporaryFile
 from typing import IO, Any, Literal
 
 import torch
@@ -22,7 +22,8 @@ from torchlift._model.dtensor import is_dtensor, local_tensor
 from torchlift._model.names import is_flattened
 from torchlift._model.ranks import StepResult, tensors_of
 from torchlift._model.state import call_state_dict, versioned
-from torchlift._save.files import Files, Objects, write_errors
+from torchlift._save.blocks import Block
+from torchlift._save.files import Files, Objects, with_sums, write_errors, write_sections
 from torchlift._save.layouts import (
     DCP_FILES,
     Output,
@@ -30,8 +31,18 @@ from torchlift._save.layouts import (
     Written,
     add_objects,
     dcp_output,
+    end_of,
 )
-from torchlift._save.mesh import SavingRanks, commit, read_parts, share_state, write_together
+from torchlift._save.mesh import (
+    LocalState,
+    Message,
+    SavingRanks,
+    SharedState,
+    commit,
+    read_parts,
+    share_state,
+    write_together,
+)
 from torchlift._save.pickling import lay_out_torch_file
 from torchlift._save.target import Target
 from torchlift._save.values import (
@@ -56,7 +67,9 @@ from torchlift._system.text import (
     count_of,
     human,
     printable,
+    progress_bar,
 )
+from torchlift._transfer.write import Runs
 from torchlift.errors import (
     Argument,
     CheckpointError,
@@ -66,7 +79,7 @@ from torchlift.errors import (
     wrong_call,
 )
 from torchlift.formats.index import OF_RANKS, Leaf, TensorEntry
-from torchlift.formats.layout import SETS
+from torchlift.formats.layout import SETS, format_for
 from torchlift.formats.source import errors_name
 
 _REPLICATED = ("equal", "rank0")
@@ -215,15 +228,11 @@ def save(
         (8, 7)
     """
     is_file = hasattr(path, "write")
-    if is_file and process_group is None and not any(map(is_dtensor, _inside(obj))):
-        return _save_to_file(
-            path, obj, format, max_shard_size, checksum=checksum, progress=progress,
-            metadata=metadata, replicated=replicated,
-        )  # fmt: skip
+    is_alone = process_group is None and not any(map(is_dtensor, _inside(obj)))
 
     @collection_paused()
     def prepare() -> tuple[Target, State]:
-        if is_file:
+        if is_file and not is_alone:
             raise TypeError("ranks save together to a path: a file object is one process's own")
         _require_order(obj, path)
         if replicated not in _REPLICATED:
@@ -233,7 +242,10 @@ def save(
             raise TypeError(
                 "a Checkpoint is saved by one process: call it there, without process_group="
             )
-        target = Target.of(given, format, max_shard_size, storage_options)
+        if is_file:
+            target = _target_of_file(given, format, max_shard_size)
+        else:
+            target = Target.of(given, format, max_shard_size, storage_options)
         _require_complete_optimizers(obj, target.path)
         if isinstance(obj, Checkpoint):
             state = take_apart_files(obj, target)
@@ -245,24 +257,33 @@ def save(
 
     given: Any = path
     started = time.perf_counter()
-    is_alone = process_group is None and not any(map(is_dtensor, _inside(obj)))
-    # Ctrl-C arrives where the ranks exchange messages. Else the others would wait.
-    with nullcontext() if is_alone else uninterrupted():
-        ranks = SavingRanks(process_group, alone=is_alone)
-        target, state = ranks.group.run(lambda: StepResult(prepare(), None)).value
-        options = SaveOptions(checksum, progress)
+    if is_alone:
+        target, state = prepare()
         # An object may hold DTensors that only its state_dict() returns.
-        if is_alone and not any(map(is_dtensor, state.tensors.values())):
+        if not any(map(is_dtensor, state.tensors.values())):
+            options = SaveOptions(checksum, progress)
             if isinstance(obj, Checkpoint):
                 options = replace(options, check=partial(require_unchanged, obj))
             else:
                 with collection_paused():
                     state.values = [Value.of_tensor(*each) for each in state.tensors.items()]
-            report = write_state(target, state, options)
-        else:
-            with uninterrupted(), errors_name(target.path):
-                ranks = SavingRanks(process_group)
-                report = _save_together(ranks, target, state, options, replicated)
+            if is_file:
+                report = _write_to_file(given, target, state, options)
+            else:
+                report = write_state(target, state, options)
+            return replace(report, seconds=time.perf_counter() - started)
+
+        if is_file:
+            raise TypeError("ranks save together to a path: a file object is one process's own")
+
+        def prepare() -> tuple[Target, State]:
+            return target, state
+
+    # Ctrl-C arrives where the ranks exchange messages. Else the others would wait.
+    with uninterrupted():
+        report = _save_together(
+            SavingRanks(process_group), prepare, SaveOptions(checksum, progress), replicated
+        )
     return replace(report, seconds=time.perf_counter() - started)
 
 
@@ -297,7 +318,10 @@ def write_state(target: Target, state: State, options: SaveOptions) -> SaveRepor
 
 
 def _save_together(
-    ranks: SavingRanks, target: Target, state: State, options: SaveOptions, replicated: str
+    ranks: SavingRanks,
+    prepare: Callable[[], tuple[Target, State]],
+    options: SaveOptions,
+    replicated: str,
 ) -> SaveReport:
     """Save from a mesh. All ranks call this.
 
@@ -305,21 +329,37 @@ def _save_together(
         PlacementError: If ranks hold different things under one key.
         CheckpointError: If a rank fails or dies.
     """
-    compared = {
-        "format": target.format, "max_shard_size": target.limit, "checksum": options.checksum,
-        "replicated": replicated, "name": name_of(target.head),
-    }  # fmt: skip
-    is_folder, compare = target.format == "dcp", replicated == "equal"
-    shared = share_state(ranks, state, compared, compare=compare)
-    head = target.head
-    if not is_folder and is_url(head):
-        raise PlacementError(
-            "several ranks cannot write into one object of a store",
-            file=head,
-            expected="a DCP folder, to which each rank writes objects of its own",
-            found=f"{len(ranks.ranks)} ranks",
-            hint='Pass format="dcp"; torchlift.convert makes one file of that.',
-        )
+    compare = replicated == "equal"
+
+    def describe() -> StepResult[tuple[Target, LocalState], Message]:
+        target, state = prepare()
+        is_folder = target.format == "dcp"
+        arguments = {
+            "format": target.format, "max_shard_size": target.limit, "checksum": options.checksum,
+            "replicated": replicated, "name": name_of(target.head),
+        }  # fmt: skip
+        with errors_name(target.path):
+            if not is_folder and is_url(target.head):
+                raise PlacementError(
+                    "several ranks cannot write into one object of a store",
+                    expected="a DCP folder, to which each rank writes objects of its own",
+                    found=f"{len(ranks.ranks)} ranks",
+                    hint='Pass format="dcp"; torchlift.convert makes one file of that.',
+                )
+            local = LocalState.of(state, compare=compare, sends_objects=not is_folder)
+            return StepResult((target, local), local.message(arguments))
+
+    (target, local), messages = ranks.group.run(describe)
+    with errors_name(target.path):
+        shared = share_state(ranks, local, messages)
+        return _write_shared(ranks, target, shared, options, compare=compare)
+
+
+def _write_shared(
+    ranks: SavingRanks, target: Target, shared: SharedState, options: SaveOptions, *, compare: bool
+) -> SaveReport:
+    """Write what all ranks hold, to a folder or to one file that the first rank makes."""
+    head, is_folder = target.head, target.format == "dcp"
 
     def lay_out() -> Output:
         own = OwnFile(ranks.number)
@@ -330,7 +370,7 @@ def _save_together(
             return Output(head, {own.name: own.sections}, items=own.items)
         if ranks.leads:
             target.require_free_place(head)
-            add_objects(own, shared.state)
+        add_objects(own, shared.objects)
         return dcp_output(target.path, shared.state, shared.stored, own, shared.tied)
 
     def make_file(_: Output, parts: Files | Objects, written: Sequence[Written]) -> SaveReport:
@@ -352,8 +392,7 @@ def _save_together(
         appear if is_folder else make_file, shared.sum_up if compare else dict,
         progress=options.progress,
     )  # fmt: skip
-    lost = {**shared.lost, **saved.result.lost}
-    return replace(saved.result, lost=lost, written=saved.nbytes)
+    return replace(saved.result, written=saved.nbytes)
 
 
 def _report(
@@ -397,28 +436,14 @@ def _report(
     )
 
 
-def _save_to_file(
-    file: Any,
-    obj: Any,
-    format: str | None,
-    max_shard_size: int | str | None,
-    **options: Any,
-) -> SaveReport:
-    """Save to a file object. See `_restoring` for its content if that fails.
-
-    Args:
-        file: the file object.
-        obj: see `save`.
-        format: see `save`.
-        max_shard_size: see `save`.
-        options: the other arguments of `save`.
+def _target_of_file(file: Any, format: str | None, max_shard_size: int | str | None) -> Target:
+    """Return the target of a save to a file object, which must be open for bytes.
 
     Raises:
         TypeError: If the file is open for text.
         ValueError: If several files were requested.
         CheckpointError: If it cannot be written.
     """
-    _require_order(obj, file)
     if format in SETS or max_shard_size is not None:
         raise ValueError("a file object is one file: save shards and DCP to a path")
     name = getattr(file, "name", None)
@@ -430,24 +455,37 @@ def _save_to_file(
         raise TypeError(what) from error
     except Exception as error:
         raise _not_written(shown, error) from error
-    with TemporaryDirectory() as folder:
-        whole = os.path.join(folder, "saved")
-        try:
-            report = save(obj, whole, format=format or "torch-zip", **options)
-        except CheckpointError as error:
-            if error.file == whole:
-                error.file = shown
-                error.hint = (
-                    "The file is made complete in the folder of temporary files first. Name a "
-                    "folder with room in the environment variable TMPDIR."
-                )
-            raise
-        try:
-            with open(whole, "rb") as source, _restoring(file, os.path.getsize(whole)) as to:
-                _copy(source, to)
-        except Exception as error:
-            raise _not_written(shown, error) from error
-    return replace(report, path=shown, files=(shown,))
+    return Target(shown, format_for(shown, format or "torch-zip"), None)
+
+
+def _write_to_file(file: Any, target: Target, state: State, options: SaveOptions) -> SaveReport:
+    """Write a state to a file object in order. See `_restoring` for its content if that fails.
+
+    Raises:
+        PlacementError: If the format does not store a key or a value.
+        CheckpointError: If the file cannot be written.
+    """
+    try:
+        with errors_name(target.path), collection_paused():
+            output = target.lay_out(state, options.checksum)
+    except OSError as error:
+        raise _not_written(target.path, error) from error
+    ((*sections,),) = output.files.values()
+    if target.only_tensors and options.checksum:  # the header contains the checksums
+        sections = [*map(with_sums, sections)]
+    try:
+        with (
+            _restoring(file, end_of(sections)) as to,
+            progress_bar(options.progress, output.nbytes, "save") as advance,
+        ):
+            write_sections(Runs(-1, lambda data, _: _put(data, to)), sections, advance)
+            options.check()
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise _not_written(target.path, error) from error
+    report = _report(target, state, output, [target.path], options.lost)
+    return replace(report, path=target.path, written=output.nbytes)
 
 
 @contextmanager
@@ -463,7 +501,7 @@ def _restoring(file: Any, nbytes: int) -> Iterator[Any]:
     raw = getattr(file, "raw", None)
     # A buffer would keep bytes for which there is no room, and try again at each later call.
     to = raw if start is not None and isinstance(raw, io.FileIO) else file
-    with TemporaryFile() as old:
+    with TemporaryFile() if start is not None and start < end else io.BytesIO() as old:
         try:
             if start is not None:
                 to.seek(start)
@@ -480,7 +518,8 @@ def _restoring(file: Any, nbytes: int) -> Iterator[Any]:
                 with suppress(Exception):  # it cannot be written
                     old.seek(0)
                     to.seek(start)
-                    _copy(old, to)
+                    while data := old.read(_BLOCK):
+                        _put(data, to)
                 with suppress(Exception):
                     to.truncate(end)
                 with suppress(Exception):
@@ -493,11 +532,10 @@ def _restoring(file: Any, nbytes: int) -> Iterator[Any]:
         file.seek(position)
 
 
-def _copy(source: IO[bytes], to: Any) -> None:
-    while data := source.read(_BLOCK):
-        left = memoryview(data)
-        while left:  # a raw file may write a part of it
-            left = left[to.write(left) or len(left) :]
+def _put(data: Block, to: Any) -> None:
+    left = memoryview(data)
+    while left:  # a raw file may write a part of it
+        left = left[to.write(left) or len(left) :]
 
 
 def _read(file: Any, nbytes: int) -> bytes:

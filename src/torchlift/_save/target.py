@@ -32,10 +32,9 @@ from torchlift._store.places import (
 from torchlift._store.uploads import require_writable
 from torchlift._system.text import parse_size
 from torchlift.errors import CheckpointError, NotFound, PlacementError
-from torchlift.formats.dcp import DCP_METADATA, metadata_files
-from torchlift.formats.detect import PREFERRED
+from torchlift.formats.folders import PREFERRED
 from torchlift.formats.layout import FORMATS, INDEX_SUFFIX, SETS, SUFFIXES, format_for
-from torchlift.formats.sharded import is_index
+from torchlift.formats.table import DCP_METADATA, is_index, metadata_files
 
 _SHARD = 5 * 10**9  # bytes, as in Hugging Face's libraries
 _IN_FOLDER = "model.safetensors"
@@ -176,7 +175,7 @@ class Target:
             own = OwnFile(0)
             for value in values:
                 own.add_box((0,) * len(value.shape), value, checksum)
-            add_objects(own, state)
+            add_objects(own, state.objects)
             stored = {value.key: value.stored for value in values}
             return dcp_output(self.path, state, stored, own, ties_of(values))
         # They stand in front of the values, and a store gets all bytes in order.

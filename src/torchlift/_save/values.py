@@ -31,11 +31,11 @@ from torchlift.formats.flattening import (
     ROOT_TENSOR,
     Containers,
     items_of,
-    key_text,
     name_text,
 )
 from torchlift.formats.index import ITEMSIZE, Chunk, Leaf, TensorEntry, is_row_major
 from torchlift.formats.layout import Stored, is_unicode
+from torchlift.formats.pickled import key_text
 from torchlift.formats.torch_zip import repeats_too_often
 from torchlift.formats.unpickle import check_key
 

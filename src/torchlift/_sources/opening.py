@@ -27,7 +27,6 @@ from torchlift._store.places import place_of
 from torchlift._store.url import Url
 from torchlift._system.containers import leaves
 from torchlift.errors import CheckpointError, FormatError
-from torchlift.formats.detect import refuse_slice
 from torchlift.formats.flattening import (
     EXTRA_STATE,
     MISSING,
@@ -40,6 +39,7 @@ from torchlift.formats.flattening import (
     name_text,
     no_container,
 )
+from torchlift.formats.folders import refuse_slice
 from torchlift.formats.index import Index, left_out, of_model
 from torchlift.formats.scales import Quantised, find_quantised
 from torchlift.formats.sharded import put_together

@@ -8,9 +8,7 @@ from dataclasses import asdict
 
 from torchlift._system.text import progress_bar
 from torchlift.cli.output import report
-from torchlift.formats.dcp import resolved
-from torchlift.formats.detect import read_index
-from torchlift.formats.integrity import checksums, parse_sha256, verify_index
+from torchlift.formats.integrity import checksums, parse_sha256, read_places, verify_index
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the result. Return 1 if a checksum is wrong."""
     published = None if args.sha256 is None else parse_sha256(args.sha256)
-    index = resolved(read_index(args.path))
+    index = read_places(args.path)
     known = checksums(index, published)
     total = sum(each.place.nbytes for each in known)
     with progress_bar(sys.stderr.isatty(), total, "verify") as advance:

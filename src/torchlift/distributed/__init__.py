@@ -11,10 +11,7 @@ from typing import TYPE_CHECKING
 from torchlift._lazy import lazy
 
 if TYPE_CHECKING:
-    from torchlift.distributed.folder import BestN as BestN
-    from torchlift.distributed.folder import EveryNSteps as EveryNSteps
     from torchlift.distributed.folder import Kept as Kept
-    from torchlift.distributed.folder import LatestN as LatestN
     from torchlift.distributed.folder import RunFolder as RunFolder
     from torchlift.distributed.generators import Generators as Generators
     from torchlift.distributed.optimizer_slots import OptimizerReport as OptimizerReport
@@ -45,7 +42,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy(
     __name__,
     {
-        "folder": "BestN EveryNSteps Kept LatestN RunFolder",
+        "folder": "Kept RunFolder",
         "generators": "Generators",
         "optimizer_slots": "OptimizerReport",
         "options": "StateDictMismatch StateDictOptions",

@@ -1,167 +1,98 @@
 """The folder of a run: which checkpoints are complete, which are kept, and which are removed.
 
-Any process may read it. Only the first rank of the keeper removes checkpoints. Nothing here waits
-for another rank. The policies have orbax's names.
+Any process may read it. Only the first rank of the Keeper removes checkpoints, and only those that
+a Keeper wrote. Nothing here waits for another rank.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import secrets
-import shutil
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
-from time import monotonic, sleep
-from typing import Any, Literal, TypeVar
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from torchlift._checkpoint.checkpoint import open as open_checkpoint
-from torchlift._store.places import Stamp, inside, is_url, name_of, parent, place_of, stamp_now
+from torchlift._save.layouts import DCP_FILES
+from torchlift._store.places import Stamp, inside, is_url, name_of, place_of, stamp_now
 from torchlift._store.uploads import list_names, remove
 from torchlift._system.text import clipped_list
 from torchlift._transfer.write import is_there, make_durable, remove_debris
-from torchlift.errors import CheckpointError, TimedOut
-from torchlift.formats.dcp import DCP_METADATA
+from torchlift.errors import CheckpointError
+from torchlift.formats.table import DCP_METADATA
 
 T = TypeVar("T")
 
-#: The name of a checkpoint: its step, and its generation if that is not the first one.
+#: The name of a checkpoint: its step, and its turn if that is not the first one.
 _NAME = re.compile(r"step-([0-9]{9,})(?:-([0-9]+))?(\.pt)?")
 #: The temporary file of a checkpoint, which a killed process leaves.
-_UNFINISHED = re.compile(r"\.(step-[\d-]+\.pt)\.torchlift-\w{8}\.part")
-#: The name of an expired checkpoint until it is deleted.
-_REMOVED = re.compile(r"\.step-[\d-]+(?:\.pt)?\.removed-\w{8}")
+_TEMPORARY = re.compile(r"\.(step-[\d-]+\.pt)\.torchlift-\w{8}\.part")
+#: The names of the files that a Keeper writes into the folder of a checkpoint.
+_WRITTEN = re.compile(rf"{re.escape(DCP_METADATA)}|{DCP_FILES.ours}|\..+\.torchlift-\w{{8}}\.part")
 
 
-@dataclass(order=True, unsafe_hash=True)
+@dataclass(frozen=True, order=True)
 class Kept:
-    """A complete checkpoint.
+    """A complete checkpoint. The latest one has the highest turn and step.
 
     Attributes:
-        generation: How many times the run had gone back to an earlier step.
+        turn: How many times the run had gone back to an earlier step, or saved a step again.
         step: The number of steps that led to it.
         path: Its file, folder or URL.
-        abandoned: Whether the run has since gone back to an earlier step. The keeper sets it for
-            its policies. After a restart, it follows from the steps and generations that are left.
     """
 
-    generation: int
+    turn: int
     step: int
     path: str
-    abandoned: bool = field(default=False, compare=False)
 
-    @cached_property
-    def metrics(self) -> Mapping[str, float] | None:
-        """Return its metrics that are numbers, by name, or None if they cannot be read."""
-        is_file = self.path.endswith(".pt")
-        try:
-            stamp = stamp_now(self.path if is_file else inside(self.path, DCP_METADATA))
-            return _read_metrics(self.path, stamp)
-        except (CheckpointError, OSError):
-            return None
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Return its metrics by name.
+
+        Raises:
+            CheckpointError, OSError: If the checkpoint cannot be read.
+        """
+        return _read_head(self.path).metrics
+
+
+class _Head(NamedTuple):
+    """The facts that a checkpoint states about itself.
+
+    Attributes:
+        is_ours: Whether a Keeper wrote it.
+        metrics: Its metrics by name.
+    """
+
+    is_ours: bool
+    metrics: Mapping[str, float]
+
+
+def _read_head(path: str) -> _Head:
+    return _read_stamped(path, stamp_now(_last_written(path)))
+
+
+def _last_written(path: str) -> str:
+    """Return the place of the file that makes a checkpoint complete."""
+    return path if path.endswith(".pt") else inside(path, DCP_METADATA)
 
 
 @lru_cache(1 << 14)  # each checkpoint is opened once, and not at every save
-def _read_metrics(path: str, _: Stamp) -> Mapping[str, float]:
+def _read_stamped(path: str, _: Stamp) -> _Head:
     with open_checkpoint(path) as ckpt:
-        return {
+        names = {key.partition(".")[0] for key in (*ckpt.entries, *ckpt.objects)}
+        metrics = {
             key.removeprefix("metrics."): float(value)
             for key, value in ckpt.objects.items()
             if key.startswith("metrics.") and isinstance(value, (int, float))
         }
+        return _Head({"step", "metrics", "ranks"} <= names, metrics)
 
 
-#: A function of the complete checkpoints, in the order of saving. It returns those to keep.
+#: A function of the complete checkpoints, the latest one last. It returns those to keep.
 Policy = Callable[[Sequence[Kept]], Iterable[Kept]]
-
-
-def _require_number(name: str, number: object) -> None:
-    """Refuse a value that is not a number from 1 on.
-
-    Raises:
-        ValueError: If it is not.
-    """
-    if type(number) is not int or number < 1:
-        raise ValueError(f"{name}={number!r}: expected a number from 1 on")
-
-
-@dataclass(frozen=True)
-class LatestN:
-    """Keep the last `n` checkpoints that led to the current step, or all with None.
-
-    Example:
-        >>> from torchlift.distributed import Kept, LatestN
-        >>> LatestN(2)([Kept(0, step, f"step-{step}") for step in (1, 2, 3)])[0].step
-        2
-    """
-
-    n: int | None
-
-    def __post_init__(self) -> None:
-        if self.n is not None:
-            _require_number("n", self.n)
-
-    def __call__(self, kept: Sequence[Kept]) -> Sequence[Kept]:
-        """Return those that stay."""
-        return kept if self.n is None else [one for one in kept if not one.abandoned][-self.n :]
-
-
-@dataclass(frozen=True)
-class BestN:
-    """Keep the `n` checkpoints with the best metric, and those whose metrics cannot be read.
-
-    A checkpoint without that metric, or with NaN, is never the best. Of two equal ones, the later
-    one is better.
-
-    Example:
-        >>> from torchlift.distributed import BestN
-        >>> BestN(2, "accuracy", best_is="highest")
-        BestN(n=2, metric='accuracy', best_is='highest')
-    """
-
-    n: int
-    metric: str
-    best_is: Literal["lowest", "highest"] = "lowest"
-
-    def __post_init__(self) -> None:
-        _require_number("n", self.n)
-        if self.best_is not in ("lowest", "highest"):
-            raise ValueError(f"best_is={self.best_is!r}: expected one of lowest, highest")
-
-    def ranked(self, kept: Sequence[Kept]) -> list[Kept]:
-        """Return the checkpoints that have the metric, the best first."""
-        found = [
-            (value if self.best_is == "lowest" else -value, one)
-            for one in reversed(kept)
-            if (value := (one.metrics or {}).get(self.metric, float("nan"))) == value
-        ]
-        return [one for _, one in sorted(found, key=lambda pair: pair[0])]
-
-    def __call__(self, kept: Sequence[Kept]) -> Sequence[Kept]:
-        """Return those that stay. One that cannot be read now may be the best."""
-        return self.ranked(kept)[: self.n] + [one for one in kept if one.metrics is None]
-
-
-@dataclass(frozen=True)
-class EveryNSteps:
-    """Keep each checkpoint whose step is a multiple of `n`.
-
-    Example:
-        >>> from torchlift.distributed import EveryNSteps, Kept
-        >>> [one.step for one in EveryNSteps(2)([Kept(0, step, "") for step in (1, 2, 3, 4)])]
-        [2, 4]
-    """
-
-    n: int
-
-    def __post_init__(self) -> None:
-        _require_number("n", self.n)
-
-    def __call__(self, kept: Sequence[Kept]) -> Sequence[Kept]:
-        """Return those that stay."""
-        return [one for one in kept if one.step % self.n == 0]
 
 
 class RunFolder:
@@ -187,8 +118,8 @@ class RunFolder:
         ...     keeper.save(1, model=torch.nn.Linear(2, 1))
         True
         >>> run = torchlift.distributed.RunFolder(folder)
-        >>> run.steps(), run.wait_for_new() == run.latest()
-        ([1], True)
+        >>> run.steps(), run.latest()[-17:]
+        ([1], 'step-000000001.pt')
     """
 
     def __init__(
@@ -199,19 +130,22 @@ class RunFolder:
         best_is: Literal["lowest", "highest"] = "lowest",
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.directory = place_of(directory, storage_options)
-        self._best = BestN(1, best, best_is) if best is not None else None
+        if best_is not in ("lowest", "highest"):
+            raise ValueError(f"best_is={best_is!r}: expected one of lowest, highest")
+        self.directory, self.metric = place_of(directory, storage_options), best
+        self._sign = 1 if best_is == "lowest" else -1
+        self._complete: set[str] = set()  # URLs of folders that were complete when last listed
 
     def kept(self) -> list[Kept]:
-        """Return the complete checkpoints in the order of saving, and of each step the last one.
+        """Return the complete checkpoints, the latest one last, and of each step the last one.
 
         Raises:
             CheckpointError: If the folder cannot be read.
         """
-        return _last_of_each_step(self._complete())
+        return self._kept(self._names())
 
     def steps(self) -> list[int]:
-        """Return the steps that have a complete checkpoint, in the order of saving.
+        """Return the steps that have a complete checkpoint, the latest one last.
 
         Raises:
             CheckpointError: If the folder cannot be read.
@@ -219,85 +153,75 @@ class RunFolder:
         return [one.step for one in self.kept()]
 
     def latest(self) -> str | None:
-        """Return the path of the last complete checkpoint, or None.
+        """Return the path of the latest complete checkpoint, or None.
 
         Raises:
             CheckpointError: If the folder cannot be read.
         """
-        kept = self.kept()
-        return kept[-1].path if kept else None
+        named = reversed(self._named(self._names()))
+        return next((one.path for one in named if self._is_complete(one.path)), None)
 
     def best(self) -> str | None:
         """Return the path of the complete checkpoint with the best metric, or None.
 
-        A warning lists those that cannot be read.
+        A checkpoint without that metric, or with NaN, is never the best. If two are equal, the
+        later one is better. A warning lists checkpoints that cannot be read.
 
         Raises:
             CheckpointError: If the folder cannot be read.
         """
-        if self._best is None:
+        if self.metric is None:
             return None
-        kept = self.kept()
-        found = self._best.ranked(kept)
-        exists = _is_there if is_url(self.directory) else os.path.exists
-        unread = [one.path for one in kept if one.metrics is None and exists(one.path)]
-        if unread:
+        found, unread = self._find_best(self.kept())
+        # The keeper may have removed a checkpoint since.
+        left = {*unread}.intersection(one.path for one in self.kept()) if unread else ()
+        if left:
             warnings.warn(
-                f"metrics cannot be read, so another may be the best: {clipped_list(unread)}",
+                f"metrics cannot be read, so another may be the best: {clipped_list(sorted(left))}",
                 RuntimeWarning,
                 stacklevel=2,
             )
-        return found[0].path if found else None
+        return found
 
-    def wait_for_new(self, after: str | None = None, *, timeout: float | None = None) -> str:
-        """Wait for a newer checkpoint, and return the path of the last one.
+    def _find_best(self, kept: Sequence[Kept]) -> tuple[str | None, list[str]]:
+        """Find the best checkpoint.
 
-        Args:
-            after: The path of the last checkpoint that you know. Default: wait for any checkpoint.
-                The folder need not exist yet.
-            timeout: Seconds. Default: no limit.
-
-        Raises:
-            CheckpointError: If there is none in time. It is a TimeoutError, too.
-            ValueError: If `after` is not the path of a checkpoint.
+        Returns:
+            Its path, and the paths of checkpoints that cannot be read.
         """
-        match = _NAME.fullmatch(name_of(after)) if after is not None else None
-        if after is not None and match is None:
-            raise ValueError(f"after={after!r}: expected a path that latest() returned")
-        known = (int(match[2] or 0), int(match[1])) if match else (-1, -1)
-        end, pause = monotonic() + (float("inf") if timeout is None else timeout), 0.05
-        while True:
-            is_there = is_url(self.directory) or os.path.isdir(self.directory)
-            kept = self.kept() if is_there else []
-            if kept and (kept[-1].generation, kept[-1].step) > known:
-                return kept[-1].path
-            left = end - monotonic()
-            if left <= 0:
-                raise TimedOut(
-                    f"has no new checkpoint after {timeout:g} s",
-                    file=self.directory,
-                    expected=f"one after {name_of(after)}" if after else "any",
-                    found=kept[-1].path if kept else None,
-                )
-            sleep(min(pause, left))
-            pause = min(2 * pause, 1.0)
+        ranked, unread = list[tuple[float, str]](), list[str]()
+        for one in reversed(kept):
+            try:
+                value = one.metrics.get(str(self.metric), float("nan"))
+            except (CheckpointError, OSError):
+                unread.append(one.path)
+                continue
+            if value == value:
+                ranked.append((self._sign * value, one.path))
+        return min(ranked, key=lambda pair: pair[0], default=(0.0, None))[1], unread
 
-    def _complete(self) -> list[Kept]:
-        """Return all complete checkpoints."""
-        matches = filter(None, map(_NAME.fullmatch, self._names()))
-        return [
-            Kept(int(match[2] or 0), int(match[1]), self._path(match[0]))
-            for match in matches
-            if self._is_complete(match)
-        ]
+    def _kept(self, names: Iterable[str]) -> list[Kept]:
+        named = [one for one in self._named(names) if self._is_complete(one.path)]
+        return sorted({one.step: one for one in named}.values())
+
+    def _named(self, names: Iterable[str]) -> list[Kept]:
+        """Return what has the name of a checkpoint, complete or not."""
+        matches = filter(None, map(_NAME.fullmatch, names))
+        return sorted(Kept(int(m[2] or 0), int(m[1]), self._path(m[0])) for m in matches)
 
     def _path(self, name: str) -> str:
         return inside(self.directory, name)
 
-    def _is_complete(self, match: re.Match[str]) -> bool:
-        """Return whether a checkpoint of that name is complete. A folder gets its marker last."""
-        marker = inside(self._path(match[0]), DCP_METADATA)
-        return bool(match[3]) or self._use(_is_there, marker)
+    def _is_complete(self, path: str) -> bool:
+        """Return whether a checkpoint is complete. A folder gets its ``.metadata`` last."""
+        if path.endswith(".pt"):
+            return True
+        if not is_url(path):
+            return self._use(is_there, inside(path, DCP_METADATA))
+        # One request for each folder, and not one at every call.
+        if path not in self._complete and DCP_METADATA in self._use(list_names, path):
+            self._complete.add(path)
+        return path in self._complete
 
     def _names(self) -> list[str]:
         return self._use(list_names if is_url(self.directory) else os.listdir, self.directory)
@@ -320,92 +244,78 @@ class RunFolder:
             ) from error
 
 
-def policies_of(
-    keep: int | Policy | Sequence[Policy] | None,
-    every: int | None,
-    best: str | None,
-    best_is: Literal["lowest", "highest"],
-) -> list[Policy]:
-    """Return the policies for the arguments of a keeper.
+class KeptFolder(RunFolder):
+    """The folder as its keeper uses it: it names checkpoints, and removes those that expire.
+
+    Args:
+        directory: Its absolute path, or a URL.
+        keep: The number of latest checkpoints to keep, or a function, or None for all.
+        every: Also keep the multiples of this step.
+        best: Also keep the checkpoint with the best metric of this name.
+        best_is: Which metric is the best.
+
+    Attributes:
+        is_ours: Whether the checkpoints in the folder are those of this run.
 
     Raises:
         ValueError: If an argument has a wrong value.
     """
-    found: list[Policy] = [BestN(1, best, best_is)] if best is not None else []
-    if every is not None:
-        _require_number("every", every)
-        found.append(EveryNSteps(every))
-    if isinstance(keep, int):
-        _require_number("keep", keep)
-    if keep is None or isinstance(keep, int):
-        keep = LatestN(keep)
-    if callable(keep):
-        keep = [keep]
-    if not isinstance(keep, (list, tuple)) or not all(map(callable, keep)):
-        raise ValueError(f"keep={keep!r}: expected a number, None, or one or several policies")
-    return [*found, *keep]
 
+    is_ours = False
 
-class KeptFolder(RunFolder):
-    """The folder as its keeper uses it: it names checkpoints, and removes those that expire.
+    def __init__(
+        self,
+        directory: str,
+        keep: int | Policy | None = None,
+        every: int | None = None,
+        best: str | None = None,
+        best_is: Literal["lowest", "highest"] = "lowest",
+    ) -> None:
+        super().__init__(directory, best=best, best_is=best_is)
+        if not callable(keep):
+            _require_number("keep", keep, "a number from 1 on, a function, or None")
+        _require_number("every", every, "a number from 1 on, or None")
+        self._keep, self._every = keep, every
 
-    A run that has not resumed does not remove the checkpoints of later steps. They are those of
-    another run.
-
-    Args:
-        directory: Its absolute path, or a URL.
-        policies: A checkpoint is kept if any of them keeps it.
-
-    Attributes:
-        metrics: The names of the metrics that each checkpoint must have.
-        base: The step that was last resumed or saved, or None.
-    """
-
-    base: int | None = None
-
-    def __init__(self, directory: str, policies: Sequence[Policy]) -> None:
-        super().__init__(directory)  # a URL has its options with it
-        best = [each for each in policies if isinstance(each, BestN)]
-        self.policies, self.metrics = policies, [each.metric for each in best]
-        self._best = best[0] if best else None
-        self._is_adopted = self._is_warned = False
-        # Paths of another run's later steps, and of steps that this run has gone back from.
-        self._foreign: set[str] = set()
-        self._abandoned: set[str] = set()
-
-    def adopt(self) -> list[Kept]:
-        """Return all complete checkpoints, which are the run's own from now on."""
-        self._is_adopted, self._foreign = True, set()
-        return self.kept()
-
-    def new_path(self, step: int, *, is_file: bool) -> str:
+    def new_name(self, step: int, *, is_file: bool) -> str:
         """Return the name of the next checkpoint, and remove a killed save of that name.
 
         Args:
             step: The step.
             is_file: Whether the checkpoint is a file and not a folder.
+
+        Raises:
+            CheckpointError: If the folder contains checkpoints, and this run did not resume.
         """
-        kept = self.kept()
-        if not self._is_adopted:  # a save that fails may have a wrong step
-            self._foreign |= {one.path for one in self._complete() if one.step > step}
-        # The last step that may have led to this one, for `sweep`.
-        self._before = step - 1 if self.base is None else min(step - 1, self.base)
-        generation = 0
+        names = self._names()
+        kept, turn = self._kept(names), 0
+        if kept and not self.is_ours:
+            raise CheckpointError(
+                "the folder contains the checkpoints of another run",
+                file=self.directory,
+                found=name_of(kept[-1].path),
+                hint="To continue that run, call resume() before the first save. Otherwise give "
+                "this run a folder of its own.",
+            )
+        self.is_ours = True
         if kept:
+            # A file of the last step is replaced. A folder stays until the new one is complete.
             last = kept[-1]
-            is_replaced = step == last.step and is_file and last.path.endswith(".pt")
-            # The run went back, or the old folder stays until the new one is complete.
-            generation = last.generation + (last.step > self._before and not is_replaced)
-        name = f"step-{step:09d}" + (f"-{generation}" if generation else "")
-        path = self._path(name)
-        if self._use(_is_there, path) and path not in [one.path for one in kept]:
+            turn = last.turn + (step < last.step or (step == last.step and not is_file))
+        while True:
+            name = f"step-{step:09d}" + (f"-{turn}" if turn else "") + (".pt" if is_file else "")
             # Files of a killed save must not become a part of this one.
-            for problem in _remove(self.directory, [path]):
-                raise CheckpointError("cannot be removed", file=path, found=problem)
-        return f"{name}.pt" if is_file else name
+            if name not in names or self._is_replaceable(self._path(name), is_file=is_file):
+                return name
+            turn += 1  # another program wrote something of that name
+
+    def _is_replaceable(self, path: str, *, is_file: bool) -> bool:
+        if is_file:
+            return self._is_ours(path)
+        return self._remove(path)
 
     def sweep(self, newest: str) -> list[str]:
-        """Remove the checkpoints that no policy keeps, and the files of interrupted saves.
+        """Remove the checkpoints that are not kept, and the files of interrupted saves.
 
         Args:
             newest: The path of the checkpoint that was saved last.
@@ -413,93 +323,85 @@ class KeptFolder(RunFolder):
         Returns:
             Problems, as sentences.
         """
-        self._is_adopted = True
-        self._foreign.discard(newest)
-        problems, complete = list[str](), {one.path: one for one in self._complete()}
-        own = {path: one for path, one in complete.items() if path not in self._foreign}
-        kept = _last_of_each_step(own.values())
-        # Walk back from the newest. A later step than the one before it was abandoned.
-        self._abandoned.discard(newest)
-        before = self._before
-        for one in reversed(kept):
-            if one.path != newest and one.path not in self._abandoned:
-                if one.step > before:
-                    self._abandoned.add(one.path)
-                before = min(before, one.step - 1)
-        for one in kept:
-            one.abandoned = one.path in self._abandoned
+        names, failed = self._names(), list[str]()
+        kept = self._kept(names)
+        stays = {newest, *(one.path for one in kept if self._every and not one.step % self._every)}
+        if self.metric is not None:
+            stays.add(self._find_best(kept)[0] or newest)
         try:
-            stays = {newest, *(one.path for policy in self.policies for one in policy(kept))}
+            if callable(self._keep):
+                stays |= {one.path for one in self._keep(kept)}
+            else:
+                stays |= {one.path for one in kept[-(self._keep or len(kept)) :]}
         except Exception as error:  # the caller's function failed, after a complete save
-            problems.append(f"keep= failed, so nothing is removed: {type(error).__name__}: {error}")
-            stays = {*own}
-        expired = list[str]()
-        for name in self._names():
-            path, temporary = self._path(name), _UNFINISHED.fullmatch(name)
+            return [f"keep= failed, so nothing is removed: {type(error).__name__}: {error}"]
+        for name in names:
+            path, temporary = self._path(name), _TEMPORARY.fullmatch(name)
             if temporary and not is_url(path):
                 remove_debris(self._path(temporary[1]))
-            is_ours = _NAME.fullmatch(name) and path not in self._foreign
-            # Complete, or of a killed save. Or a removal was killed, or failed.
-            if (is_ours and path not in stays) or _REMOVED.fullmatch(name):
-                expired.append(path)
-        if self._foreign and not self._is_warned:
-            self._is_warned = True
-            names = clipped_list(sorted(map(name_of, self._foreign)))
-            problems.append(
-                f"checkpoints of later steps are kept, because this run has not resumed: {names}. "
-                "Call resume() first, or give each run a folder of its own."
-            )
-        failed = _remove(self.directory, expired)
+            elif _NAME.fullmatch(name) and path not in stays:
+                try:
+                    self._remove(path)
+                except (CheckpointError, OSError) as error:
+                    failed.append(str(error))
         if failed:
             text = "older checkpoints cannot be removed, and the next save tries again: "
-            problems.append(text + clipped_list(dict.fromkeys(failed)))
-        return problems
+            return [text + clipped_list(dict.fromkeys(failed))]
+        return []
+
+    def _remove(self, path: str) -> bool:
+        """Remove a checkpoint of a Keeper, or what a killed save or removal left of one.
+
+        Files of other programs stay, also next to those of a checkpoint. The file that makes a
+        checkpoint complete is removed first, so that nobody uses half of one.
+
+        Returns:
+            Whether nothing is left.
+
+        Raises:
+            CheckpointError, OSError: If it cannot be read or removed.
+        """
+        if not self._is_ours(path):
+            return False
+        delete = remove if is_url(path) else os.unlink
+        self._complete.discard(path)
+        with suppress(FileNotFoundError):  # of a killed save, or another process removed it
+            delete(_last_written(path))
+        if path.endswith(".pt"):
+            return True
+        if not is_url(path):
+            make_durable(path)  # a crash of the machine must not undo this alone
+        others = [name for name in self._list(path) if _WRITTEN.fullmatch(name)]
+        for name in others:
+            delete(inside(path, name))
+        if not is_url(path):
+            with suppress(OSError):  # another program's files stay
+                os.rmdir(path)
+            return not os.path.lexists(path)
+        return not self._list(path)
+
+    def _is_ours(self, path: str) -> bool:
+        """Return whether a Keeper wrote something that has the name of a checkpoint.
+
+        Raises:
+            CheckpointError, OSError: If it cannot be read.
+        """
+        is_file = path.endswith(".pt")
+        if not is_url(path) and (os.path.islink(path) or os.path.isdir(path) == is_file):
+            return False
+        if self._is_complete(path):
+            return _read_head(path).is_ours
+        return all(map(_WRITTEN.fullmatch, self._list(path)))
+
+    def _list(self, path: str) -> list[str]:
+        return list_names(path) if is_url(path) else os.listdir(path)
 
 
-def _last_of_each_step(kept: Iterable[Kept]) -> list[Kept]:
-    return sorted({one.step: one for one in sorted(kept)}.values())
+def _require_number(name: str, number: object, expected: str) -> None:
+    """Refuse a value that is not None or a number from 1 on.
 
-
-def _is_there(path: str) -> bool:
-    return name_of(path) in list_names(parent(path)) if is_url(path) else is_there(path)
-
-
-def _remove(directory: str, paths: Sequence[str]) -> list[str]:
-    """Remove checkpoints. Return a sentence for each that cannot be removed.
-
-    Each one first loses its name, so that it is not complete any more while it is deleted. A link
-    is removed, not its target. An object store cannot rename, so the object that makes a checkpoint
-    complete is removed first.
+    Raises:
+        ValueError: If it is not.
     """
-    failed, left = list[str](), list[str]()
-    for path in paths:
-        folder, name = os.path.split(path)
-        try:
-            if is_url(path) and name.endswith(".pt"):
-                remove(path)
-            elif is_url(path):
-                for each in sorted(list_names(path), key=lambda each: each != DCP_METADATA):
-                    remove(inside(path, each))
-            elif _REMOVED.fullmatch(name):  # by a save that was killed
-                left.append(path)
-            else:
-                new = os.path.join(folder, f".{name}.removed-{secrets.token_hex(4)}")
-                os.rename(path, new)
-                left.append(new)
-        except (CheckpointError, OSError) as error:
-            failed.append(str(error))
-    try:
-        if left:
-            make_durable(directory)  # a crash of the machine must not undo the renames
-    except OSError as error:
-        return [*failed, f"{directory}: {error}"]
-    for path in left:
-        try:
-            if os.path.islink(path) or not os.path.isdir(path):
-                os.unlink(path)
-            else:
-                shutil.rmtree(path)
-        except OSError as error:
-            if os.path.lexists(path):  # else another process has removed it
-                failed.append(str(error))
-    return failed
+    if number is not None and (type(number) is not int or number < 1):
+        raise ValueError(f"{name}={number!r}: expected {expected}")

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from torchlift._model.dtensor import (
+    default_device,
     is_dtensor,
     local_tensor,
+    overlaps,
     placed,
-    shard_of_value,
-    spread_of,
+    spans_of,
     wrap,
 )
-from torchlift._model.ranks import gather_whole, rank, with_sent_dtype
+from torchlift._model.gathering import Gatherer
+from torchlift._model.ranks import rank, world_of
 from torchlift._system.containers import leaves, map_leaves
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions
 
@@ -88,40 +90,83 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def finish(state: dict[str, Any], options: StateDictOptions, *, keeps: bool) -> dict[str, Any]:
-    """Gather and offload the tensors of a state dict, one at a time. All ranks take part.
+class Gathering:
+    """A state whose DTensors are gathered after the ranks have agreed.
+
+    Its plain tensors are already on the CPU if they are offloaded, and all memory is allocated.
 
     Args:
         state: Nested dicts, lists and tuples. It is not changed.
         options: Its `full_state_dict` and `cpu_offload` count.
-        keeps: Whether this rank keeps the result. Otherwise it returns an empty dict.
+        keeps: Whether this rank keeps the result.
+
+    Raises:
+        RuntimeError: If this rank does not have the memory.
     """
-    full, offload = options.full_state_dict, options.cpu_offload
-    failed: list[RuntimeError] = []
 
-    def gather(tensor: torch.Tensor) -> torch.Tensor | None:
-        whole = _whole(tensor) if full else tensor
-        if not keeps or failed:
-            return None
-        try:
-            return whole.to("cpu") if offload else whole
-        except RuntimeError as error:  # out of memory: the other ranks still gather with this one
-            failed.append(error)
-            return None
+    def __init__(self, state: Any, options: StateDictOptions, *, keeps: bool) -> None:
+        sharded: list[tuple[str, torch.Tensor]] = []
 
-    found: dict[str, Any] = map_tensors(state, gather) if full or offload else state
-    if failed:
-        raise failed[0]
-    return found if keeps else {}
+        def sort_out(leaf: Any, path: tuple[Any, ...]) -> Any:
+            if not torch.is_tensor(leaf):
+                return leaf
+            if options.full_state_dict and is_dtensor(leaf):
+                sharded.append((".".join(map(str, path)), leaf))
+                return leaf
+            return leaf.to("cpu") if options.cpu_offload and keeps else leaf
+
+        changes = options.full_state_dict or options.cpu_offload
+        self._state = map_leaves(state, sort_out) if changes else state
+        device = "cpu" if options.cpu_offload else None
+        kept: Literal["each", "none"] = "each" if keeps else "none"
+        self._gatherer, self._keeps = Gatherer(sharded, device=device, keeps=kept), keeps
+        self._gathers = options.full_state_dict
+
+    def finish(self) -> Any:
+        """Gather. All ranks take part, and those that do not keep the result get None."""
+        whole = iter([*self._gatherer])
+        if not self._keeps or not self._gathers:
+            return self._state if self._keeps else None
+        return map_tensors(self._state, lambda each: next(whole) if is_dtensor(each) else each)
 
 
-def relaid(value: Any, like: Any) -> Any:
-    """Lay a DTensor out like another one on its mesh. All ranks of the mesh take part."""
-    made = with_sent_dtype(value).redistribute(placements=like.placements)
-    if spread_of(made) == spread_of(like):
-        return made if made.dtype == value.dtype else wrap(made, made.to_local().view(value.dtype))
-    # redistribute cannot change the order in which mesh dimensions shard.
-    return wrap(like, shard_of_value(gather_whole(value), like, "a value"))
+class Relayout:
+    """Values that are laid out like others on their mesh after the ranks have agreed.
+
+    Args:
+        values: DTensors by name, in the same order on all ranks.
+        likes: DTensors with the layout for each name.
+
+    Raises:
+        RuntimeError: If this rank does not have the memory.
+    """
+
+    def __init__(self, values: dict[str, Any], likes: Mapping[str, Any]) -> None:
+        self._gatherer = Gatherer([*values.items()], keeps="one")
+        self._made = dict[str, torch.Tensor]()
+        for name, value in values.items():
+            shape, device = local_tensor(likes[name]).shape, default_device(value)
+            local = torch.empty(shape, dtype=value.dtype, device=device)
+            self._made[name] = wrap(likes[name], local)
+
+    def finish(self) -> dict[str, Any]:
+        """Return the values in their new layout. All ranks take part."""
+        for (name, made), whole in zip(self._made.items(), self._gatherer, strict=True):
+            assert whole is not None
+            box = [(0, size) for size in whole.shape]
+            for into, out_of in overlaps(spans_of(made, name), box):
+                local_tensor(made)[into].copy_(whole[out_of])
+        return self._made
+
+
+def is_on_some_ranks(tensor: Any) -> bool:
+    """Return whether other ranks may have another mesh, and this is a first replica on its own."""
+    mesh = tensor.device_mesh
+    place = mesh.get_coordinate()
+    if place is None or mesh.size() == world_of()[1]:
+        return False
+    pairs = zip(tensor.placements, place, strict=True)
+    return not any(each.is_partial() or (each.is_replicate() and at) for each, at in pairs)
 
 
 def map_tensors(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:
@@ -148,18 +193,3 @@ def require_within(state: Any) -> None:
                 found=f"rank {rank()}, and {leaf.device_mesh}",
                 hint="Gather on the ranks of the mesh only, with process_group=.",
             )
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    if not is_dtensor(tensor):
-        return tensor
-    try:
-        return gather_whole(tensor)
-    # A ValueError: strided shards of a mesh of one dimension, which torch 2.11 does not know.
-    except (NotImplementedError, ValueError) as error:
-        raise StateDictMismatch(
-            "the class of a tensor cannot join its shards",
-            expected="shards of its first dimension, or a plain tensor",
-            found=f"{type(local_tensor(tensor)).__name__} placed {placed(tensor)}",
-            hint="Leave full_state_dict out. Each rank then gets its shard.",
-        ) from error

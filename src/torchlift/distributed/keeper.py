@@ -10,7 +10,7 @@ import operator
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -42,7 +42,7 @@ from torchlift.distributed.agreements import (
     require_same_call,
     together,
 )
-from torchlift.distributed.folder import KeptFolder, Policy, policies_of
+from torchlift.distributed.folder import KeptFolder, Policy
 from torchlift.distributed.folder_lock import FolderLock
 from torchlift.distributed.run_state import Head, RunObjects, Snapshot
 from torchlift.distributed.selection import OnOtherRanks, Selection, read_selection
@@ -91,8 +91,8 @@ class Keeper:
 
     Args:
         directory: A folder or a URL. It is created if it does not exist.
-        keep: The number of latest checkpoints to keep, or a function such as `LatestN`, or a list
-            of functions. None keeps all. A checkpoint is kept if any function returns it.
+        keep: The number of latest checkpoints to keep, or None for all. Or a function of the kept
+            checkpoints (`torchlift.distributed.Kept`) that returns those to keep.
         every: Also keep each checkpoint whose step is a multiple of this number.
         best: Also keep the checkpoint with the best metric of this name.
         best_is: Whether the ``"lowest"`` or the ``"highest"`` metric is the best.
@@ -121,7 +121,7 @@ class Keeper:
         self,
         directory: str | os.PathLike[str],
         *,
-        keep: int | Policy | Sequence[Policy] | None = 3,
+        keep: int | Policy | None = 3,
         every: int | None = None,
         best: str | None = None,
         best_is: Literal["lowest", "highest"] = "lowest",
@@ -155,7 +155,7 @@ class Keeper:
                 raise ValueError(f"busy={busy!r}: expected 'wait' or 'skip'")
             if timeout is not None and not timeout > 0:
                 raise ValueError(f"timeout={timeout!r}: expected seconds, or None")
-            self._folder = KeptFolder(self.directory, policies_of(keep, every, best, best_is))
+            self._folder = KeptFolder(self.directory, keep, every, best, best_is)
             named = {"background=": background, "busy=": busy, "best=": best, "timeout=": timeout}
             return StepResult(None, named)
 
@@ -173,7 +173,7 @@ class Keeper:
     def _open_folder(self) -> StepResult[None, None]:
         if is_url(self.directory):
             require_writable(self.directory)
-            self._folder.steps()
+            self._folder.latest()  # two requests
         else:
             try:
                 make_folders(self.directory, [])
@@ -229,7 +229,7 @@ class Keeper:
                 return False
             # No interrupt may stop this: the writers of all ranks wait for each other.
             self._in_flight[0] = self._thread.submit(write)
-            self._folder.base, self._blocked = _require_step(step), perf_counter() - began
+            self._blocked = perf_counter() - began
         if not self._background:
             self.wait()
             assert self._report is not None
@@ -252,9 +252,10 @@ class Keeper:
         def check_arguments() -> StepResult[_ToSave, Call]:
             self._require_open()
             head, run = Head(_require_step(step), _numbers(metrics)), RunObjects.of(objects)
-            missing = [name for name in self._folder.metrics if name not in head.metrics]
-            if self._rank == 0 and missing:
-                raise ValueError(f"metrics= lacks {missing[0]!r}, which best= or a policy needs")
+            best = self._folder.metric
+            # Without metrics, the checkpoint is no candidate: nothing was measured at this step.
+            if self._rank == 0 and head.metrics and best not in (None, *head.metrics):
+                raise ValueError(f"metrics= lacks {best!r}, which best= needs")
             call = Call("save", head.step, run.models, is_done=self._is_done)
             return StepResult(_ToSave(head, run), call)
 
@@ -270,8 +271,7 @@ class Keeper:
             snapshot = Snapshot.of(head, run, self._staging, self.directory, is_alone=alone)
             name = None
             if self._rank == 0:
-                self._lock.use()
-                name = self._folder.new_path(head.step, is_file=alone)
+                name = self._folder.new_name(head.step, is_file=alone)
             deliver()  # the last moment at which an interrupt ends the save on all ranks
             return StepResult(snapshot, name)
 
@@ -389,7 +389,7 @@ class Keeper:
             self._free()
 
     def _free(self) -> None:
-        self._lock.is_used = False  # another Keeper may save, even if an interrupt ends this
+        self._lock.is_used = False  # another Keeper may take it, even if interrupts end this
         self._closed = True
         if self._signals is not None:
             self._signals.close()
@@ -506,8 +506,7 @@ class Keeper:
                 self._await_save()
                 names = list[str]()
                 if self._rank == 0:  # alone: a checkpoint may expire in between
-                    self._lock.use()
-                    kept = self._folder.adopt()
+                    kept = self._folder.kept()
                     names = [name_of(one.path) for one in kept if step in (None, one.step)]
                 found = names[-1] if names else None
                 select = partial(
@@ -520,6 +519,7 @@ class Keeper:
             name = calls[0].checkpoint
             if name is None:
                 if step is None:  # a new run
+                    self._folder.is_ours = True
                     return None
                 raise FormatError(
                     "there is no complete checkpoint of that step",
@@ -589,7 +589,7 @@ class Keeper:
                 unused = reduce(and_, (message.unexpected for message in messages))
                 selection.load_models(by_rank[self._rank].unexpected, unused, separate, group)
             commit.finish()
-            self._folder.base = selection.step
+            self._folder.is_ours = True
             # Last, because these cannot be undone.
             self._ranks.run(partial(selection.load_last, last))
         return selection

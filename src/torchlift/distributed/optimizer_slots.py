@@ -40,6 +40,7 @@ from torchlift.distributed.optimizer_state import (
     Holder,
     Saved,
     initial_state,
+    params_of,
     path_text,
 )
 from torchlift.distributed.options import (
@@ -773,6 +774,12 @@ def set_states(slots: OptimizerSlots, commit: Commit, *, own_code: bool) -> None
         commit.keep_optimizer(optimizer, values=own_code)
         filled = {param: slots.filled(state) for param, state in new.state.items()}
         state = {**optimizer.state, **filled, **new.other}
+        held = set(params_of(optimizer))  # as in torch, state of former parameters is dropped
+        state = {
+            key: each
+            for key, each in state.items()
+            if key in held or not isinstance(key, torch.Tensor)
+        }
         # Without empty entries: some optimizers read the first entry, whichever it is.
         state = {key: each for key, each in state.items() if not isinstance(each, dict) or each}
         if not is_left_to_us(optimizer):

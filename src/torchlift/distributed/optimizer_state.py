@@ -10,9 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
-from torchlift._model.dtensor import is_dtensor, spread_of
+from torchlift._model.dtensor import is_dtensor, local_tensor, spread_of
+from torchlift._model.handlers import is_wrapper
 from torchlift._model.names import Names, bare_name
+from torchlift._model.slots import is_lazy
 from torchlift._model.state import call_state_dict
 from torchlift._system.containers import leaves, map_leaves
 from torchlift.distributed.options import (
@@ -84,21 +87,18 @@ class Holder:
 
 
 def name_parameters(names: Names, optimizers: Sequence[torch.optim.Optimizer]) -> list[Holder]:
-    """Return the parameters of optimizers by name.
+    """Return the parameters of optimizers by name, after FSDP2 has put back its shards.
 
     Parameters that the model lacks, such as a temperature, are named by their place.
 
     Raises:
-        StateDictMismatch: If the model has none of the parameters.
+        StateDictMismatch: If the model has none of the parameters, or see `require_current`.
     """
-    params = [p for each in optimizers for group in each.param_groups for p in group[_PARAMS]]
-    known = any(isinstance(tensor, torch.nn.Parameter) for tensor in names.tensors.values())
+    require_current(names, optimizers)
+    params = [param for each in optimizers for param in params_of(each)]
+    known = any(isinstance(tensor, nn.Parameter) for tensor in names.tensors.values())
     if known and params and not any(map(names.fqns, params)):
-        raise StateDictMismatch(
-            "the optimizer holds a parameter that the model does not have",
-            found=f"{type(params[0]).__name__} of shape {list(params[0].shape)}",
-            hint="Make the optimizer from the parameters of this model, after wrapping it.",
-        )
+        raise _foreign_error("the optimizer holds a parameter that the model does not have", params)
     found: list[Holder] = []
     for number, optimizer in enumerate(optimizers):
         prefix = f"{number}." if len(optimizers) > 1 else ""
@@ -110,6 +110,73 @@ def name_parameters(names: Names, optimizers: Sequence[torch.optim.Optimizer]) -
             groups.append([Held(names.fqns(p), p, group, optimizer) for p in unique])
         found.append(Holder(optimizer, groups))
     return found
+
+
+def params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the parameters of an optimizer."""
+    return [param for group in optimizer.param_groups for param in group[_PARAMS]]
+
+
+def require_current(names: Names, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Refuse optimizers of parameters that a model does not use any more, or that have no shape.
+
+    A parameter that the model lacks may be a temperature, which belongs to no module. It was
+    replaced if its memory is gone, or if the model has one of its shape that no optimizer holds.
+
+    Args:
+        names: The tensors of the model, after FSDP2 has put back its shards.
+        optimizers: All optimizers that are read or loaded together.
+
+    Raises:
+        StateDictMismatch: If an optimizer holds such a parameter.
+    """
+    held = {id(param) for each in optimizers for param in params_of(each)}
+    free = [
+        tensor
+        for tensor in names.tensors.values()
+        if isinstance(tensor, nn.Parameter) and tensor.requires_grad
+        if id(tensor) not in held and not is_lazy(tensor)
+    ]
+    for optimizer in optimizers:
+        params = params_of(optimizer)
+        if any(map(is_lazy, params)):
+            raise StateDictMismatch(
+                "the optimizer holds a parameter of a lazy layer, which does not have a shape yet",
+                entry=type(optimizer).__name__,
+                hint="Run the model once on a batch first.",
+            )
+        others = [param for param in params if not names.fqns(param)]
+        if gathered := [param for param in others if _is_freed(param)]:
+            raise _foreign_error(
+                "the optimizer holds parameters that FSDP2 gathered for a forward pass", gathered
+            )
+        # A temperature may have the shape of some parameter by chance, so all shapes must match.
+        shapes = {each.shape for each in free}
+        shards = {each.shape for each in free if is_dtensor(each)}
+        if len(others) == len(params) > 1 and all(param.shape in shapes for param in params):
+            shards = shapes
+        for param in others:
+            if param.numel() > 1 and param.shape in shards and not is_dtensor(param):
+                raise _foreign_error(
+                    "the optimizer holds a parameter that the model does not have any more", [param]
+                )
+
+
+def _is_freed(param: torch.Tensor) -> bool:
+    """Return whether the memory of a parameter is gone. Reading it would end the process."""
+    if param.is_meta or param.layout is not torch.strided or is_wrapper(local_tensor(param)):
+        return False
+    param = local_tensor(param)
+    return bool(param.numel()) and not param.untyped_storage().size()
+
+
+def _foreign_error(reason: str, params: Sequence[torch.Tensor]) -> StateDictMismatch:
+    return StateDictMismatch(
+        reason,
+        found=f"{type(params[0]).__name__} of shape {list(params[0].shape)}",
+        hint="Make the optimizer from the parameters of this model, after wrapping it and before "
+        "the first forward pass.",
+    )
 
 
 def read_optimizers(
@@ -190,9 +257,21 @@ def _own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the result of ``optimizer.state_dict()``, if it has the state and groups alone.
 
     Raises:
-        StateDictMismatch: If it does not.
+        StateDictMismatch: If it does not, or has state of another parameter.
     """
     kind = type(optimizer).__name__
+    held: set[Any] = {*params_of(optimizer)}
+    is_torchs = getattr(type(optimizer), "state_dict", None) is torch.optim.Optimizer.state_dict
+    keys: Iterable[Any] = optimizer.state if is_torchs else ()
+    for key in keys:
+        if isinstance(key, torch.Tensor) and key not in held:
+            raise StateDictMismatch(
+                "the optimizer has state of a parameter that is in none of its groups",
+                entry=kind,
+                found=f"{type(key).__name__} of shape {list(key.shape)}",
+                hint="Remove it with optimizer.state.pop(parameter). Or make the optimizer after "
+                "the model is wrapped.",
+            )
     packed: Any = call_state_dict(optimizer)
     if not isinstance(packed, dict) or not {_STATE, _GROUPS} <= packed.keys():
         raise holder_error(optimizer, f"its state dict lacks {_STATE!r} or {_GROUPS!r}")

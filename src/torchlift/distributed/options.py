@@ -99,8 +99,9 @@ class States(NamedTuple):
 
 
 def to_tuple(optimizers: Any) -> tuple[Any, ...]:
-    """Return one or several optimizers as a tuple."""
-    return tuple(optimizers) if isinstance(optimizers, Iterable) else (optimizers,)
+    """Return one or several optimizers as a tuple. A dict would give its keys."""
+    is_several = isinstance(optimizers, Iterable) and not isinstance(optimizers, Mapping)
+    return tuple(optimizers) if is_several else (optimizers,)
 
 
 def require_optimizers(optimizers: Any, part: Part) -> tuple[torch.optim.Optimizer, ...]:
@@ -121,7 +122,10 @@ def require_optimizers(optimizers: Any, part: Part) -> tuple[torch.optim.Optimiz
         # Not by the class: a wrapper of an optimizer may be of another class.
         if not hasattr(each, "param_groups"):
             kind = type(each).__name__  # the text of a whole model would be pages long
-            raise TypeError(f"optimizers must be an optimizer or an iterable of them, not {kind}")
+            way = ": pass its values()" if isinstance(each, Mapping) else ""
+            raise TypeError(
+                f"optimizers must be an optimizer or an iterable of them, not {kind}{way}"
+            )
     if part is Part.OPTIMIZERS and not found:
         raise RuntimeError(
             "the state dict of optimizers was requested, but no optimizer was passed"

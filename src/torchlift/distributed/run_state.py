@@ -20,8 +20,8 @@ from torchlift._checkpoint.checkpoint import open as open_checkpoint
 from torchlift._checkpoint.kinds import array_of
 from torchlift._model.dtensor import Spans, is_dtensor, local_tensor, spans_of
 from torchlift._model.names import Names, uses_fsdp1
-from torchlift._model.ranks import RankGroup, StepResult, world_of
-from torchlift._model.slots import ModuleTree
+from torchlift._model.ranks import RankGroup, StepResult
+from torchlift._model.slots import ModuleTree, read_tree
 from torchlift._model.state import ModuleHolder
 from torchlift._save.blocks import Block, Workspace, memory_of
 from torchlift._save.files import pass_bytes
@@ -36,7 +36,10 @@ from torchlift._save.saving import lay_out_one_file, require_savable
 from torchlift._sources.tensors import FileTensor
 from torchlift._system.containers import leaves, map_leaves
 from torchlift.distributed.agreements import Groups, merge_groups
+from torchlift.distributed.gather import is_on_some_ranks
 from torchlift.distributed.generators import Generators
+from torchlift.distributed.optimizer_state import params_of as params_of
+from torchlift.distributed.optimizer_state import require_current
 from torchlift.distributed.options import (
     Part,
     require_groups,
@@ -109,6 +112,9 @@ class RunObjects:
                 run.optimizers[name] = obj
             else:
                 (run.stateful if _gives_state(obj) else run.plain)[name] = obj
+        # FSDP2 replaces parameters in a forward pass, so these are put back before they are named.
+        names = Names(read_tree(run.holder()))
+        require_current(names, [*run.optimizers.values()])
         ids = {name: set(map(id, module.parameters())) for name, module in run.modules.items()}
         for name, optimizer in run.optimizers.items():
             if not run.modules:
@@ -146,7 +152,7 @@ class RunObjects:
             owners = self.owners[name]
             # With one model, parameters have their names in it, as `load_optimizer` expects.
             holder = self.modules[owners[0]] if len(owners) == 1 else self.holder(owners)
-            states[name] = read_states(Part.OPTIMIZERS, holder, optimizer, compare=False).optimizer
+            states[name] = read_states(Part.OPTIMIZERS, holder, optimizer, exact=True).optimizer
         return states
 
     def find_plain(self, states: Mapping[str, Any]) -> list[_Path]:
@@ -173,7 +179,7 @@ class RunObjects:
 
 def read_model_state(module: nn.Module) -> dict[str, Any]:
     """Return the state of a model. The ranks do not communicate."""
-    return read_states(Part.MODEL, module, compare=False).model
+    return read_states(Part.MODEL, module).model
 
 
 def _values_in(tree: Any, path: _Path = ()) -> dict[_Path, Any]:
@@ -206,16 +212,6 @@ def _is_part(value: object) -> bool:
     return is_dtensor(value) and not all(each.is_replicate() for each in value.placements)
 
 
-def _is_on_some_ranks(tensor: Any) -> bool:
-    """Return whether other ranks may have another mesh, and this is a first replica on its own."""
-    mesh = tensor.device_mesh
-    place = mesh.get_coordinate()
-    if place is None or mesh.size() == world_of()[1]:
-        return False
-    pairs = zip(tensor.placements, place, strict=True)
-    return not any(each.is_partial() or (each.is_replicate() and at) for each, at in pairs)
-
-
 def _sum_of(value: Any, work: Workspace) -> bytes:
     """Return a digest that is equal for equal values, in every process."""
 
@@ -240,11 +236,6 @@ def _name_of(path: _Path) -> str:
     return ".".join(map(str, path))
 
 
-def params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the parameters of an optimizer."""
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
 def _require_resumable(obj: Any) -> None:
     """Refuse an object that `Keeper.resume` could not load.
 
@@ -267,6 +258,8 @@ def _require_resumable(obj: Any) -> None:
     elif _holds_state(obj, set()):
         problem = "resume cannot load objects inside of a container"
         hint = "Pass each by its name: **{f'model_{n}': each for n, each in enumerate(models)}."
+        if isinstance(obj, Mapping):
+            hint = "Pass each by its name: **models."
     if problem:
         raise PlacementError(problem, found=type(obj).__name__, hint=hint)
 
@@ -399,7 +392,7 @@ class Snapshot:
             parts |= {
                 (path, spans_of(leaf, _name_of(path))): _sum_of(leaf, work)
                 for path, leaf in leaves(self.models).items()
-                if _is_part(leaf) and _is_on_some_ranks(leaf)
+                if _is_part(leaf) and is_on_some_ranks(leaf)
             }
             facts = _Facts(sums, parts, self.groups)
             changed = [*_changed_containers(self.models, [])]

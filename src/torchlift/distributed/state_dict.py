@@ -27,8 +27,9 @@ from torchlift._model.commit import Commit
 from torchlift._model.dtensor import (
     default_device,
     is_dtensor,
+    local_tensor,
     refresh_shards,
-    reshard,
+    spans_of,
     spread_of,
 )
 from torchlift._model.loading_code import find_loading_code
@@ -41,11 +42,11 @@ from torchlift._plan.decide import Decided
 from torchlift._plan.match import Match
 from torchlift._plan.planner import make_plan
 from torchlift._plan.rules import Options, Patterns, allowed, require_model
+from torchlift._save.blocks import Workspace
 from torchlift._save.replicas import (
-    OWN_NAMES,
     Checksum,
     HeldPart,
-    checksums_of,
+    checksum_of,
     difference_error,
     find_differences,
 )
@@ -68,10 +69,11 @@ from torchlift._system.memory import collection_paused
 from torchlift._system.text import clipped_list
 from torchlift.distributed.broadcast import Inbox, Sent, sendable
 from torchlift.distributed.gather import (
+    Gathering,
+    Relayout,
     digests,
-    finish,
+    is_on_some_ranks,
     map_tensors,
-    relaid,
     require_same_steps,
     require_within,
     steps_of,
@@ -111,6 +113,7 @@ from torchlift.errors import (
     CheckpointError,
     FormatError,
     Hint,
+    PlacementError,
     explain_calls,
     wrong_call,
 )
@@ -132,7 +135,7 @@ def get_model_state_dict(
         submodules: Return only the keys under these modules.
         options: See `StateDictOptions`.
         process_group: The ranks that call this and agree. Default: the ranks of the model's meshes
-            if they gather, or hold plain values beside DTensors. With ``cpu_offload``, all ranks.
+            if they gather. If the first rank alone gets the result, all ranks.
 
     Returns:
         Tensors and extra state by canonical name. Tensors share memory with the model, unless they
@@ -140,8 +143,8 @@ def get_model_state_dict(
 
     Raises:
         StateDictMismatch: If two keys have one canonical name.
-        StateDictMismatch: If plain parameters beside DTensors differ between ranks.
         StateDictMismatch: If ranks gather, and another rank raised or selects other tensors.
+        StateDictMismatch: If the first rank's dict stands for all, and ranks have other values.
 
     Example:
         >>> import torch
@@ -180,7 +183,7 @@ def get_optimizer_state_dict(
         submodules: Accepted as in torch. The state of every parameter is returned.
         options: See `StateDictOptions`.
         process_group: The ranks that call this and agree. Default: the ranks of the model's meshes
-            if they gather, or hold plain values beside DTensors. With ``cpu_offload``, all ranks.
+            if they gather. If the first rank alone gets the result, all ranks.
 
     Returns:
         ``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}]}``, or a flat dict
@@ -190,7 +193,7 @@ def get_optimizer_state_dict(
         RuntimeError: If no optimizer was passed.
         StateDictMismatch: If an optimizer is of another model, or two hold one parameter.
         StateDictMismatch: If the state dict of an optimizer lacks some of its state.
-        StateDictMismatch: If plain state beside DTensors differs between ranks.
+        StateDictMismatch: If the first rank's dict stands for all, and ranks have other values.
 
     Example:
         >>> import torch
@@ -223,7 +226,7 @@ def get_state_dict(
         submodules: Return only the model's keys under these modules.
         options: See `StateDictOptions`.
         process_group: The ranks that call this and agree. Default: the ranks of the model's meshes
-            if they gather, or hold plain values beside DTensors. With ``cpu_offload``, all ranks.
+            if they gather. If the first rank alone gets the result, all ranks.
 
     Returns:
         The state dict of the model, and that of the optimizers. The latter is empty without
@@ -621,13 +624,21 @@ def read_states(
     options: Any = None,
     process_group: torch.distributed.ProcessGroup | None = None,
     *,
-    compare: bool = True,
+    exact: bool = False,
 ) -> States:
     """Return the state dicts of a model and its optimizers, each empty if it is not requested.
 
-    Ranks gather after all have read their state, and are about to gather the same tensors. Ranks
-    that do not gather exchange nothing, unless there are plain values beside DTensors. A checkpoint
-    keeps one rank's plain values, so they must be equal. With ``compare=False`` they may differ.
+    Ranks that do not gather exchange nothing. Other ranks gather after all have read their state,
+    have the memory, and are about to gather the same tensors.
+
+    Args:
+        part: The part to read.
+        model: See `get_state_dict`.
+        optimizers: See `get_state_dict`.
+        submodules: See `get_state_dict`.
+        options: See `get_state_dict`.
+        process_group: See `get_state_dict`.
+        exact: See `read_optimizers`.
     """
     require_module(model)
     chosen, found = validate_options(options), to_tuple(optimizers)
@@ -642,19 +653,18 @@ def read_states(
         from torchlift.distributed import fsdp1
 
         return fsdp1.read(part, model, found, inside, chosen, validate_arguments)
-    tree = ModuleTree(model)
-    reshard(tree.modules)
+    tree = read_tree(model)
     tensors = [each.tensor for each in tree.groups]
     offloads = chosen.full_state_dict and chosen.cpu_offload
     if offloads and process_group is None and any(map(is_dtensor, tensors)):
         # The names of ranks that no mesh ties to this one are compared, too.
         group = RankGroup.of_all(StateDictMismatch)
     else:
-        exchanges = chosen.full_state_dict or (compare and _looks_replicated(tensors, found))
-        shared = tensors if exchanges else ()
+        shared = tensors if chosen.full_state_dict else ()
         group = RankGroup.of_model(shared, kind=StateDictMismatch, process_group=process_group)
+    keeps = not offloads or rank() == ranks_of(*group.groups[:1])[0]
 
-    def read_state() -> StepResult[States, _ReadMessage]:
+    def read_state() -> StepResult[tuple[States, Gathering], _ReadMessage]:
         validate_arguments()
         names = Names(tree, chosen.dsd_fqn_modifiers)
         states = States({}, {})
@@ -664,36 +674,37 @@ def read_states(
             states = states._replace(model=model_state)
         if found:
             states = states._replace(
-                optimizer=read_optimizers(name_parameters(names, found), chosen, exact=not compare)
+                optimizer=read_optimizers(name_parameters(names, found), chosen, exact=exact)
             )
         for state in states if chosen.full_state_dict else ():
             require_within(state)
         steps = steps_of(states._asdict(), tensors) if group.groups else {}
-        if group.groups and offloads:  # the first rank alone keeps the result
+        checksums = dict[HeldPart, Checksum]()
+        if group.groups and offloads:  # the first rank's values stand for those of all ranks
             steps["names"] = [repr(path) for path in leaves(states)]
-        replicas = checksums_of(_replicas(states, names)) if compare and group.groups else {}
-        return StepResult(states, _ReadMessage(digests(steps), replicas))
+            checksums = _sum_up(states, names)
+        gathering = Gathering(states, chosen, keeps=keeps)
+        return StepResult((states, gathering), _ReadMessage(digests(steps), checksums))
 
-    with collection_paused(), torch.no_grad():
-        read, by_rank = group.run(read_state)
+    def validate(by_rank: Mapping[int, _ReadMessage]) -> None:
         require_same_steps({who: each.digests for who, each in by_rank.items()})
-        keeps = not offloads or rank() == ranks_of(*group.groups[:1])[0]
+        differing = find_differences({who: each.checksums for who, each in by_rank.items()})
+        if differing:
+            names = {part.key: each for part, each in differing.items()}
+            raise difference_error(names, OWN_GROUPS)
 
-        def gather_states() -> StepResult[States, None]:
-            made = [
-                versioned(finish(each, chosen, keeps=keeps), getattr(each, "_metadata", None))
-                for each in read
-            ]
-            return StepResult(States(*made), None)
-
-        # A rank that does not have the memory stops all of them.
-        gatherers = group if chosen.full_state_dict else RankGroup([])
-        whole = gatherers.run(gather_states).value
-    differing = find_differences({who: each.checksums for who, each in by_rank.items()})
-    if differing:
-        names = {part.key: each for part, each in differing.items()}
-        raise portable(difference_error(names, OWN_NAMES), StateDictMismatch)
-    return whole
+    try:
+        with collection_paused(), torch.no_grad(), uninterrupted():
+            read, gathering = group.run(read_state, validate).value
+            made = gathering.finish()
+    except PlacementError as error:
+        raise portable(error, StateDictMismatch) from error
+    if made is None:
+        return States({}, {})
+    return States(*(
+        versioned(each, getattr(before, "_metadata", None))
+        for each, before in zip(made, read, strict=True)
+    ))  # fmt: skip
 
 
 class _ReadMessage(NamedTuple):
@@ -701,39 +712,40 @@ class _ReadMessage(NamedTuple):
 
     Attributes:
         digests: Of the steps in which it will gather.
-        checksums: Of plain parameters and plain optimizer state.
+        checksums: Of values that other ranks may have, too.
     """
 
     digests: dict[str, str]
     checksums: dict[HeldPart, Checksum]
 
 
-def _looks_replicated(
-    tensors: list[torch.Tensor], optimizers: tuple[torch.optim.Optimizer, ...]
-) -> bool:
-    """Return whether a sharded model has plain parameters, or its optimizers plain state.
+def _sum_up(states: States, names: Names) -> dict[HeldPart, Checksum]:
+    """Return the checksums of parameters and optimizer state that must be equal on all ranks.
 
-    Numbers do not count. Adam's ``step`` is plain, and ranks would always wait for each other.
+    These are plain tensors, and DTensors on a mesh of some of the ranks, such as experts.
     """
-    if not any(is_dtensor(tensor) and tensor.device_mesh.size() > 1 for tensor in tensors):
-        return False
-    states = [state for each in optimizers for state in getattr(each, "state", {}).values()]
-    moments = [leaf for leaf in leaves(states).values() if torch.is_tensor(leaf) and leaf.dim()]
-    parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
-    return not all(map(is_dtensor, [*parameters, *moments]))
-
-
-def _replicas(states: States, names: Names) -> dict[str, torch.Tensor]:
-    """Return the plain values that must be equal on all ranks: a checkpoint keeps one of them."""
-    found: dict[str, torch.Tensor] = {
-        name: tensor
+    parameters = {
+        name
         for name, tensor in names.tensors.items()
         if isinstance(tensor, nn.Parameter) and name in states.model
     }
-    optimizer = leaves(states.optimizer)
-    moments = {path: leaf for path, leaf in optimizer.items() if torch.is_tensor(leaf)}
-    found |= {".".join(map(str, path)): leaf for path, leaf in moments.items()}
-    return {name: tensor for name, tensor in found.items() if not is_dtensor(tensor)}
+    found = {".".join(map(str, path)): leaf for path, leaf in leaves(states.optimizer).items()}
+    found |= {name: value for name, value in states.model.items() if name in parameters}
+    work = Workspace()
+    return {
+        HeldPart(name, spans_of(value, name) if is_dtensor(value) else None): checksum_of(
+            local_tensor(value).detach(), work
+        )
+        for name, value in found.items()
+        if torch.is_tensor(value) and not value.is_meta
+        if not is_dtensor(value) or is_on_some_ranks(value)
+    }
+
+
+#: The hint for values of one group of ranks under the name of those of another group.
+OWN_GROUPS = (
+    "Pass process_group= with the ranks of each group. The first rank of each then gets its values."
+)
 
 
 # ---- a load of model and optimizers together: checked as a whole, on every rank, then done
@@ -873,17 +885,19 @@ def _prepare_alike(call: LoadCall, tree: ModuleTree, group: RankGroup) -> _Job:
     """Validate the arguments of all ranks, and lay out values like the tensors they are for."""
     tensors = [each.tensor for each in tree.groups]
 
-    def describe() -> StepResult[_Job, dict[str, str]]:
+    def describe() -> StepResult[tuple[_Job, Relayout], dict[str, str]]:
         job = _prepare(call, tree)
         loaded = {"model": job.state.model, "optimizers": job.state.optimizer}
         loading = [f"to load {name}" for name, state in loaded.items() if state is not None]
         others = _find_other_layouts(job.state.model or {}, job.names.tensors)
-        return StepResult(job, digests({"call": loading, **steps_of(others, tensors)}))
+        steps = digests({"call": loading, **steps_of(others, tensors)})
+        others = {} if call.collective is False else others
+        return StepResult((job, Relayout(others, job.names.tensors)), steps)
 
-    job, by_rank = group.run(describe)
-    require_same_steps(by_rank)
+    job, relayout = group.run(describe, require_same_steps).value
     # This communicates. It is done now, while no module's own code can stop one of the ranks.
-    _lay_out(job, job.state.model or {}, job.names.tensors)
+    if job.state.model is not None:
+        job.state.model |= relayout.finish()
     return job
 
 
@@ -895,13 +909,6 @@ def _find_other_layouts(values: Mapping[str, Any], targets: Mapping[str, Any]) -
         if is_dtensor(live) and is_dtensor(value := values.get(name))
         if value.device_mesh == live.device_mesh and spread_of(value) != spread_of(live)
     }
-
-
-def _lay_out(job: _Job, values: dict[str, Any], targets: Mapping[str, Any]) -> None:
-    """Lay values out like their targets. All ranks of a mesh take part."""
-    if job.call.collective is not False:
-        for name, value in _find_other_layouts(values, targets).items():
-            values[name] = relaid(value, targets[name])
 
 
 class _PlanMessage(NamedTuple):
@@ -931,7 +938,7 @@ def _load(job: _Job, group: RankGroup, outer: Commit | None) -> LoadedKeys:
         values = {names.key(name): value for name, value in (state.model or {}).items()}
         source = job.source(values, state.versions)
 
-        def plan_model() -> StepResult[Decided | None, _PlanMessage]:
+        def plan_model() -> StepResult[tuple[Decided | None, Relayout], _PlanMessage]:
             plan = None
             if state.model is not None:
                 plan = make_plan(tree, source, rules, commit, check=partial(_check, job))
@@ -941,14 +948,17 @@ def _load(job: _Job, group: RankGroup, outer: Commit | None) -> LoadedKeys:
                 others = _find_other_layouts(job.slots.values, job.slots.buffers)
                 shared += job.slots.buffers.values()
                 refuses = any(runs_own_code(each.optimizer) for each in job.holders)
+            steps = digests(steps_of(others, shared))
+            others = {} if job.call.collective is False else others
+            relayout = Relayout(others, job.slots.buffers if job.slots else {})
             deliver()  # an interrupt here is reported to the other ranks
-            return StepResult(plan, _PlanMessage(refuses, digests(steps_of(others, shared))))
+            return StepResult((plan, relayout), _PlanMessage(refuses, steps))
 
-        plan, by_rank = group.run(plan_model)
+        (plan, relayout), by_rank = group.run(plan_model)
         require_same_steps({who: each.layouts for who, each in by_rank.items()})
         slots = job.slots
         if slots is not None:
-            _lay_out(job, slots.values, slots.buffers)
+            slots.values |= relayout.finish()
         # If something can fail after the first change, the ranks agree again, and keep old values.
         again = outer is not None or any(each.refuses for each in by_rank.values())
         with group.together() as agree:

@@ -40,7 +40,7 @@ from torchlift._save.layouts import (
     name_of_rank,
     storage_data,
 )
-from torchlift._save.mesh import find_holders, require_alike, require_equal
+from torchlift._save.mesh import find_holders, find_unequal, require_alike
 from torchlift._save.replicas import (
     Checksum,
     checksum_of,
@@ -280,7 +280,9 @@ class CheckpointWriter(StorageWriter):
             raise_first(
                 {each.rank: each.error for each in reports if isinstance(each, _Failed)}, None
             )
-            require_equal({who: each.checksums for who, each in enumerate(reports)}, files.head)
+            sums = {who: each.checksums for who, each in enumerate(reports)}
+            if unlike := find_unequal(sums, files.head):
+                raise unlike
             metadata.storage_data = storage_data(files.names, reports)
             metadata.storage_meta, metadata.version = self.storage_meta(), DCP_VERSION
             with uninterrupted():

@@ -14,7 +14,6 @@ from typing import NamedTuple
 from torchlift.errors import FormatError
 from torchlift.formats.index import ITEMSIZE, Chunk, TensorEntry, is_row_major
 from torchlift.formats.index import row_major as row_major  # exported for users of boxes
-from torchlift.formats.unpickle import STEP, Budget
 
 #: A range of indices: start and stop.
 Span = tuple[int, int]
@@ -592,37 +591,3 @@ def overlaps(spans: Spans, start: Sequence[int], shape: Sequence[int]) -> Iterat
         dims.append(found)
     for box in itertools.product(*dims):
         yield Overlap(*(tuple(each[part] for each in box) for part in range(3)))
-
-
-def check_boxes(key: str, shape: tuple[int, ...], boxes: Sequence[Box], budget: Budget) -> None:
-    """Refuse chunks that reach outside the tensor, overlap, or leave gaps.
-
-    Chunks are not compared in pairs, because thousands of them would take minutes. They fill the
-    tensor once if and only if their corners, with alternating signs, cancel to its own corners.
-    """
-    stored, numel = sum(math.prod(sizes) for _, sizes in boxes), math.prod(shape)
-    # Without the dimensions that every box fills: the work doubles with each dimension.
-    dims = [
-        at
-        for at, size in enumerate(shape)
-        if any(start[at] or sizes[at] != size for start, sizes in boxes)
-    ]
-    budget.spend(STEP * len(boxes) << len(dims), key)
-    corners: dict[tuple[int, ...], int] = {}
-    whole = ((0,) * len(shape), shape)
-    for sign, (start, sizes) in [(1, box) for box in boxes] + [(-1, whole)] * (numel > 0):
-        ends = [((start[at], 1), (start[at] + sizes[at], -1)) for at in dims]
-        for corner in itertools.product(*ends):
-            place = tuple(at for at, _ in corner)
-            corners[place] = corners.get(place, 0) + sign * math.prod(s for _, s in corner)
-    wrong = next((place for place, count in corners.items() if count), None)
-    if wrong is not None:
-        is_short = stored < numel
-        raise FormatError(
-            f"the chunks of a tensor {'leave gaps' if is_short else 'overlap, or lie outside'}",
-            entry=key,
-            expected=f"{numel} elements, each once",
-            found=f"{stored} in {len(boxes)} chunks, which do not fit together at "
-            f"{list(wrong)} along dimensions {dims}",
-            hint="A rank's file may be missing, or its save failed." if is_short else None,
-        )

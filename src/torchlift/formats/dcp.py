@@ -27,8 +27,7 @@ from torchlift._store.places import (
     stamp_of,
 )
 from torchlift.errors import FormatError, UnsafeError
-from torchlift.formats.boxes import Box, check_boxes
-from torchlift.formats.flattening import flatten
+from torchlift.formats.boxes import Box
 from torchlift.formats.index import (
     ITEMSIZE,
     LOCAL_MAGIC,
@@ -41,6 +40,8 @@ from torchlift.formats.index import (
     join,
     row_major,
 )
+from torchlift.formats.pickled import flatten
+from torchlift.formats.pieces import Piece, assemble, differing_error
 from torchlift.formats.sharded import by_number, claimed, locate, locate_all, require_files
 from torchlift.formats.source import (
     Source,
@@ -49,6 +50,7 @@ from torchlift.formats.source import (
     parse_json,
     whole_numbers,
 )
+from torchlift.formats.table import DCP_METADATA, DCP_SUFFIX, metadata_files
 from torchlift.formats.torch_pickle import Blocked, Global, TorchWorld, attributes_of
 from torchlift.formats.torch_zip import read_torch_zip
 from torchlift.formats.unpickle import STEP, Budget, read_pickle
@@ -56,8 +58,6 @@ from torchlift.formats.unpickle import STEP, Budget, read_pickle
 #: Most bytes of metadata: a million chunks take some 300 MB.
 _MAX_METADATA = 1 << 30
 _MAX_DEPTH = 90  # of containers, one in the other
-
-DCP_METADATA, DCP_SUFFIX = ".metadata", ".distcp"
 
 #: Bytes at both ends of an item that hold its head and its directory. The location tag of an item
 #: whose head was not read.
@@ -124,20 +124,6 @@ class _Item(NamedTuple):
     nbytes: int
 
 
-def metadata_files(names: Iterable[str]) -> list[str]:
-    """Return the files that describe a distributed checkpoint: one, one per rank, or none.
-
-    Example:
-        >>> metadata_files(["__0_0.distcp", ".metadata"]), metadata_files(["model.pt"])
-        (['.metadata'], [])
-    """
-    names = list(names)
-    if ".metadata" in names:
-        return [".metadata"]
-    ranks = sorted((int(m[1]), name) for name in names if (m := _OF_RANK.fullmatch(name)))
-    return [name for _, name in ranks]
-
-
 def read_dcp(path: str, names: Sequence[str]) -> Index:
     """Read the index of a distributed checkpoint.
 
@@ -145,20 +131,21 @@ def read_dcp(path: str, names: Sequence[str]) -> Index:
 
     Args:
         path: Absolute path of the directory.
-        names: Its metadata files.
+        names: The names of its files.
 
     Raises:
         FormatError: If the metadata is malformed, a file is missing, an item differs from the
             metadata, or the chunks of a tensor overlap or leave gaps.
         UnsafeError: If the metadata names a foreign global, or a file outside the directory.
     """
+    names = metadata_files(names)
     metadata, guides = _Metadata(), dict[str, Stamp]()
     if names[0] != DCP_METADATA:
         _check_ranks(path, names)
     for name in names:
         file = locate(path, name)
         with errors_name(file), Source(file, metadata.budget) as source:
-            metadata.add(source.read_all(_MAX_METADATA, "the metadata"))
+            metadata.add(name, source.read_all(_MAX_METADATA, "the metadata"))
             guides[file] = source.stamp
     index = _read_items(path, metadata)
     if _has_common(path, metadata):
@@ -194,8 +181,9 @@ def _check_ranks(path: str, names: Sequence[str]) -> None:
 
 @dataclass(slots=True)
 class _Tensor:
-    """One tensor in the metadata, with the boxes of its chunks."""
+    """One tensor in a file of metadata, with the boxes of its chunks."""
 
+    file: str
     dtype: str
     shape: tuple[int, ...]
     requires_grad: bool
@@ -222,7 +210,7 @@ class _Metadata:
     paths: dict[object, object] = field(default_factory=dict)
     budget: Budget = field(default_factory=Budget)
 
-    def add(self, data: bytes) -> None:
+    def add(self, file: str, data: bytes) -> None:
         """Add the content of a metadata file. A known place is a replica and changes nothing.
 
         Raises:
@@ -242,15 +230,11 @@ class _Metadata:
             if _kind(value) == "BytesStorageMetadata":
                 self.objects[key] = None
                 continue
-            tensor = _tensor(key, value, self.budget)
+            tensor = _tensor(file, key, value, self.budget)
             known = self.tensors.setdefault(key, tensor)
             if (known.dtype, known.shape) != (tensor.dtype, tensor.shape):
-                raise FormatError(
-                    "the metadata of two ranks disagree",
-                    entry=key,
-                    expected=f"{known.dtype} {list(known.shape)}",
-                    found=f"{tensor.dtype} {list(tensor.shape)}",
-                )
+                pair = [Piece(key, t.dtype, t.shape, t.file, None) for t in (known, tensor)]
+                raise differing_error(key, pair)
             known.boxes.update(tensor.boxes)
         # The last of two items with one place counts, as for torch. Two ranks hold equal replicas.
         items = {(where := _place(at)): _item(where.key, info)
@@ -293,7 +277,7 @@ class _World(TorchWorld):
         return super().call(function, arguments, keywords)
 
 
-def _tensor(key: str, record: object, budget: Budget) -> _Tensor:
+def _tensor(file: str, key: str, record: object, budget: Budget) -> _Tensor:
     found = attributes_of(record)
     properties, chunks = found.get("properties"), found.get("chunks")
     if _kind(record) != "TensorStorageMetadata" or not isinstance(chunks, list):
@@ -320,7 +304,7 @@ def _tensor(key: str, record: object, budget: Budget) -> _Tensor:
             what = "a chunk has other dimensions than its tensor"
             raise FormatError(what, entry=key, found=f"{list(sizes)} at {list(start)}")
         boxes[start, sizes] = None
-    return _Tensor(name, shape, requires_grad is True, boxes)
+    return _Tensor(file, name, shape, requires_grad is True, boxes)
 
 
 def _place(record: object) -> _Place:
@@ -385,15 +369,17 @@ def _read_items(path: str, metadata: _Metadata) -> Index:
 
     items, entries, storages = list[_Item](), dict[str, TensorEntry](), dict[str, Storage]()
     for key, tensor in metadata.tensors.items():
-        filled = [box for box in tensor.boxes if 0 not in box[1]]
-        # A gap would be read as zeros, and an overlap would hide one of two values.
-        check_boxes(key, tensor.shape, filled, metadata.budget)
-        chunks = []
-        for start, shape in filled:
+        pieces = [Piece(key, tensor.dtype, tensor.shape, path, None)]
+        for start, shape in tensor.boxes:
+            if 0 in shape:
+                continue
             items.append(item := find(_Place(key, start)))
-            chunks.append(Chunk(item.file, item.offset, item.nbytes, start, shape))
+            chunk = Chunk(item.file, item.offset, item.nbytes, start, shape)
+            pieces.append(pieces[0]._replace(file=item.file, chunk=chunk))
             dense = math.prod(shape) * ITEMSIZE[tensor.dtype]
             storages[_storage(path, item)] = Storage(item.file, item.offset, dense, _UNKNOWN)
+        # A gap would be read as zeros, and an overlap would hide one of two values.
+        chunks = assemble(pieces, metadata.budget).chunks
         entries[key] = TensorEntry(
             key,
             tensor.dtype,
@@ -402,7 +388,7 @@ def _read_items(path: str, metadata: _Metadata) -> Index:
             math.prod(tensor.shape) * ITEMSIZE[tensor.dtype],
             _UNKNOWN if chunks else "cpu",
             _storage(path, items[-len(chunks)]) if chunks else "",
-            tuple(chunks),
+            chunks,
             tensor.requires_grad,
             encoding=(UNRESOLVED,) if chunks else (),
         )
@@ -581,7 +567,7 @@ def _read_head(source: Source, item: _Item, prefix: str) -> Index:
     with errors_name(source.path, item.key):
         archive = source.window(item.offset, item.nbytes)
         if archive.read(0, min(4, archive.size)) == LOCAL_MAGIC:
-            return read_torch_zip(archive, item.key, prefix)
+            return read_torch_zip(archive, key=item.key, prefix=prefix)
     why = {item.key: "bytes that torch.save did not write"}
     return Index(source.path, "dcp", {}, {}, {source.path: source.stamp}, blocked_keys=why)
 
@@ -602,6 +588,6 @@ def dcp_items(path: str) -> set[str]:
     """
     metadata = _Metadata()
     with Source(path, metadata.budget) as source:
-        metadata.add(source.read_all(_MAX_METADATA, "the metadata"))
+        metadata.add(path, source.read_all(_MAX_METADATA, "the metadata"))
     names = {item.file for item in metadata.items.values()}
     return {name for name in names if os.sep not in name and name.endswith(DCP_SUFFIX)}

@@ -14,33 +14,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeGuard, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torchlift._system.text import clipped_list, count_of
 from torchlift.errors import Argument, CheckpointError, FormatError, Hint, UnsafeError, did_you_mean
-from torchlift.formats.index import (
-    QUANTIZED,
-    SLICE,
-    SUBCLASS,
-    Index,
-    Lack,
-    Leaf,
-    lacking,
-    renamed,
-)
-from torchlift.formats.slices import located
-from torchlift.formats.torch_pickle import (
-    CONSTANTS,
-    ArrayRef,
-    Blocked,
-    Global,
-    KindRef,
-    NumpyDtype,
-    OrderedRecord,
-    StorageRef,
-    TensorRef,
-)
-from torchlift.formats.unpickle import ENTRY, STEP, Budget, check_key
+from torchlift.formats.index import Index, Lack, Leaf, lacking, renamed
+from torchlift.formats.unpickle import STEP, Budget
 
 #: The keys of a file whose top-level object is not a container.
 ROOT_TENSOR, ROOT_OBJECT = "tensor", "object"
@@ -49,11 +28,6 @@ MISSING = object()
 
 _MAX_DEPTH = 100
 EXTRA_STATE = "_extra_state"
-_CONTAINERS = (dict, list, tuple, set, frozenset)
-_TENSORS = (TensorRef, StorageRef)
-_HOLDING = (TensorRef, Blocked)
-_TEXTS = (str, bytes, bytearray)
-_SCALARS = (bool, int, float, complex, *_TEXTS)
 
 _Tensor = TypeVar("_Tensor")
 
@@ -108,7 +82,7 @@ class Containers:
         if not (is_mapping or isinstance(value, (list, tuple))):
             return False
         if id(value) not in self._tensors_inside:
-            _check_depth(depth)
+            check_depth(depth)
             # False until known: a container may contain itself.
             self._tensors_inside[id(value)] = value, False
             items = value.values() if is_mapping else value
@@ -117,23 +91,8 @@ class Containers:
         return self._tensors_inside[id(value)][1]
 
 
-class _NotPlain(Exception):
+class NotPlain(Exception):
     """A value cannot be rebuilt without running code. The argument names the global."""
-
-
-def flatten(root: object, budget: Budget) -> Flat[TensorRef]:
-    """Flatten the object of a pickle.
-
-    Args:
-        root: The result of a `Machine`.
-        budget: Budget of the file. Containers that share their items can have far more
-            paths than a file has bytes.
-
-    Raises:
-        FormatError: If the containers nest too deep, contain themselves, or expand to far more
-            data than the file stores.
-    """
-    return _RecordFlattener(Containers((*_TENSORS, Leaf)), budget).run(root)
 
 
 def flatten_state(state: object, containers: Containers) -> Flat[Any]:
@@ -147,7 +106,7 @@ def flatten_state(state: object, containers: Containers) -> Flat[Any]:
         >>> flat.tensors, flat.objects
         ({'a.1': b't'}, {'a.0': 1, '2.b': [3]})
     """
-    return _Flattener(containers, _Unpriced()).run(state)
+    return Flattener(containers, _Unpriced()).run(state)
 
 
 class _Unpriced(Budget):
@@ -157,7 +116,7 @@ class _Unpriced(Budget):
         """Do nothing."""
 
 
-class _Flattener:
+class Flattener:
     """The walk through containers, for values that stay as they are."""
 
     def __init__(self, containers: Containers, budget: Budget) -> None:
@@ -165,6 +124,7 @@ class _Flattener:
         self.containers, self.budget = containers, budget
 
     def run(self, root: Any) -> Flat[Any]:
+        """Return the values below the root."""
         items = self.containers.items(root)
         if items is not None or isinstance(root, self.containers.mappings):
             self._children(items or (), "", 0)
@@ -176,7 +136,7 @@ class _Flattener:
 
     def _children(self, items: Iterable[tuple[object, object]], prefix: str, depth: int) -> None:
         """Visit (name, value) pairs below a key."""
-        _check_depth(depth, prefix)
+        check_depth(depth, prefix)
         tensors, blocked, objects = self.flat.tensors, self.flat.blocked, self.flat.objects
         for name, value in items:
             key = prefix + (name if type(name) is str else self._text(name, prefix))
@@ -197,7 +157,7 @@ class _Flattener:
         is_mapping = isinstance(value, Mapping)
         # Loading code of a module may expect the list or tuple, as torch.ao's int8 layers do.
         if items is not None and (not is_mapping or key.endswith(EXTRA_STATE)):
-            with suppress(_NotPlain):
+            with suppress(NotPlain):
                 self.flat.templates[key] = self._template(key, "", value, depth)
         if items is not None:
             self._children(items, key + ".", depth + 1)
@@ -214,7 +174,7 @@ class _Flattener:
         """Return the containers of the value at ``top + rest``, with a `Leaf` for each value."""
         inner, key = depth + 1, top + rest
         self.budget.spend(len(key) + STEP, key)
-        _check_depth(inner, key)
+        check_depth(inner, key)
         items = self.containers.items(value, depth)
         if items is None:
             return Leaf(rest)
@@ -241,7 +201,7 @@ class _Flattener:
             if type(name) is str and isinstance(local, Mapping):
                 path = f"{prefix}.{name}" if prefix and name else prefix or name
                 self.budget.spend(len(path) + STEP, path)
-                with suppress(_NotPlain):
+                with suppress(NotPlain):
                     plain = {
                         k if type(k) is str else self._text(k, path): self._plain(v, path, 1)
                         for k, v in local.items()
@@ -253,117 +213,14 @@ class _Flattener:
         return name_text(name)
 
 
-class _RecordFlattener(_Flattener):
-    """The walk through the records of a pickle. It keeps plain copies of them."""
-
-    def __init__(self, containers: Containers, budget: Budget) -> None:
-        super().__init__(containers, budget)
-        self._counted: dict[int, object] = {}
-
-    def _file(self, key: str, value: Any, depth: int) -> None:
-        if isinstance(value, StorageRef) and value.dtype not in QUANTIZED:
-            value = TensorRef(value, value.dtype or "uint8", 0, (value.numel,), (1,))
-        needs: str | None = None
-        if isinstance(value, TensorRef):
-            self.budget.spend(value.cost if isinstance(value, KindRef) else ENTRY, key)
-            if isinstance(value, KindRef) and value.kind == SLICE:
-                value = located(value, self.budget)
-                needs = Lack.SLICED if isinstance(value, KindRef) else None
-            self.flat.tensors[key] = value
-            needs = value.facts[0] if _is_subclass(value) else needs
-        else:
-            try:
-                self.flat.objects[key] = self._plain(value, key, depth)
-            except _NotPlain as error:
-                needs = str(error)
-        if needs is not None:
-            self.flat.blocked[key] = needs
-            if count := self._count(value):
-                self.flat.inside[key] = count
-
-    def _count(self, value: object) -> int:
-        """Return the number of tensors in a blocked value. Each object counts once."""
-        count, left = 0, [value]
-        while left:
-            item = left.pop()
-            if id(item) in self._counted or not isinstance(item, (*_CONTAINERS, *_HOLDING)):
-                continue
-            self._counted[id(item)] = item
-            inner = item.tensors if _is_subclass(item) else ()
-            count += isinstance(item, TensorRef) and not inner
-            left += inner
-            if isinstance(item, dict):
-                left += item.values()
-            elif not isinstance(item, TensorRef):
-                left += item.inside if isinstance(item, Blocked) else item
-        return count
-
-    def _plain(self, value: object, key: str, depth: int) -> object:
-        """Return a copy of a value made of plain Python objects only."""
-        # A summary prints a text each time that a pickle refers to it.
-        self.budget.spend(STEP + (len(value) if isinstance(value, _TEXTS) else 0), key)
-        if value is None or type(value) in _SCALARS:
-            return value
-        if isinstance(value, str):  # of a device or a slice
-            return str(value)
-        if isinstance(value, Global) and value.name in CONSTANTS:
-            return value.name
-        if isinstance(value, ArrayRef) and value.array is not None:
-            return value.array
-        if isinstance(value, ArrayRef):
-            raise _NotPlain("numpy.ndarray")
-        if isinstance(value, (Global, NumpyDtype, Blocked)):
-            raise _NotPlain(value.name)
-        if not isinstance(value, _CONTAINERS):
-            what = "torch.Tensor" if isinstance(value, TensorRef) else "torch.UntypedStorage"
-            raise _NotPlain(what)
-        _check_depth(depth, key)
-        self.budget.spend(STEP, key)
-        if isinstance(value, dict):
-            return {
-                self._plain(k, key, depth + 1): self._plain(v, key, depth + 1)
-                for k, v in value.items()
-            }
-        kind = next(kind for kind in _CONTAINERS[1:] if isinstance(value, kind))
-        return kind([self._plain(item, key, depth + 1) for item in value])
-
-    def _text(self, name: object, prefix: str) -> str:
-        """Return the text of a dictionary key that is not a string."""
-        if isinstance(name, (bytes, tuple)):
-            self.budget.spend(STEP * check_key(name), prefix)
-        return key_text(name, prefix)
-
-
-def _is_subclass(value: object) -> TypeGuard[KindRef]:
-    return isinstance(value, KindRef) and value.kind == SUBCLASS
-
-
-def _check_depth(depth: int, key: str | None = None) -> None:
+def check_depth(depth: int, key: str | None = None) -> None:
+    """Refuse containers below a number of others."""
     if depth > _MAX_DEPTH:
         raise FormatError(
             "containers nest too deep, or contain themselves",
             entry=key,
             expected=f"at most {_MAX_DEPTH} levels",
         )
-
-
-def key_text(name: object, prefix: str) -> str:
-    """Return the text of a dictionary key that is not a string."""
-    if _is_name(name):
-        return name_text(name)
-    raise FormatError(
-        "a dictionary key cannot be part of a tensor's name",
-        entry=prefix.removesuffix("."),
-        expected="a string or a number",
-        found=f"a {'storage' if isinstance(name, StorageRef) else type(name).__name__}",
-    )
-
-
-def _is_name(name: object) -> bool:
-    if isinstance(name, tuple):
-        return all(map(_is_name, name))
-    plain = (int, float, str, Global, Blocked)
-    return name is None or isinstance(name, plain) or (type(name) is bytes and len(name) < 1000)
 
 
 def name_text(name: object) -> str:
@@ -523,8 +380,7 @@ def _is_state(value: object) -> bool:
 
 def _metadata_of(container: Any) -> Mapping[Any, Any]:
     """Return the metadata that torch attaches to a state dict, of a file or in memory."""
-    name = "metadata" if isinstance(container, OrderedRecord) else "_metadata"
-    found = getattr(container, name, None)
+    found = getattr(container, "_metadata", None)
     return found if isinstance(found, Mapping) else {}
 
 

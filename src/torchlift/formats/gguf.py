@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from torchlift._store.places import name_of, parent
 from torchlift.errors import FormatError
+from torchlift.formats.detect import read_file
 from torchlift.formats.index import (
     GGUF_BLOCKS,
     ITEMSIZE,
@@ -25,7 +26,7 @@ from torchlift.formats.index import (
     TensorEntry,
     row_major,
 )
-from torchlift.formats.sharded import ReadFile, put_together, read_shards
+from torchlift.formats.sharded import put_together, read_shards
 from torchlift.formats.source import Source, dense_shape
 from torchlift.formats.unpickle import Budget
 
@@ -132,7 +133,7 @@ class Split(NamedTuple):
         return cls(*map(int, texts))
 
 
-def with_other_parts(index: Index, read_file: ReadFile) -> Index:
+def with_other_parts(index: Index) -> Index:
     """Return the index of a model. The first part stands for all parts, as in llama.cpp.
 
     Raises:
@@ -161,7 +162,7 @@ def with_other_parts(index: Index, read_file: ReadFile) -> Index:
         return index if path == index.path else read_file(path, budget)
 
     names = map(name, range(split.parts))
-    return join_parts(index.path, read_shards(parent(index.path), names, read, Budget()))
+    return join_parts(index.path, read_shards(parent(index.path), names, Budget(), read))
 
 
 def join_parts(path: str, parts: Mapping[str, Index]) -> Index:

@@ -19,12 +19,10 @@ from torchlift._store.files import Opened, read_error
 from torchlift._store.url import Url
 from torchlift._system.text import Facts, Summary, count_of, human, printable
 from torchlift.errors import CheckpointError, FormatError, IntegrityError
-from torchlift.formats.dcp import resolved
 from torchlift.formats.detect import read_index
 from torchlift.formats.file_object import index_of_object
 from torchlift.formats.index import Index, Storage
 from torchlift.formats.source import Windows
-from torchlift.formats.zip_archive import inflated
 
 _BLOCK = 1 << 20  # bytes read at a time: they are still in the processor's cache when summed up
 _BATCH = 32 << 20  # bytes that a thread takes on at a time
@@ -178,11 +176,22 @@ def verify(
     """
     published = None if sha256 is None else parse_sha256(sha256)
     if isinstance(path, (str, bytes, os.PathLike)):
-        index = resolved(read_index(path, storage_options=storage_options))
+        index = read_places(path, storage_options=storage_options)
         return verify_index(index, known=checksums(index, published))
     with index_of_object(path) as index:
-        index = resolved(index)
         return verify_index(index, known=checksums(index, published))
+
+
+def read_places(
+    path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+) -> Index:
+    """Return the index of a checkpoint with the places of all bytes, see `dcp.resolved`."""
+    index = read_index(path, storage_options=storage_options)
+    if index.format != "dcp":
+        return index
+    from torchlift.formats.dcp import resolved
+
+    return resolved(index)
 
 
 def parse_sha256(text: str) -> int:
@@ -354,6 +363,8 @@ def _sum_batch(
                         blocks = iter([windows.read(place.offset, place.nbytes)])
                     found[number] = _sum_up(blocks, algorithm)
                     continue
+                from torchlift.formats.zip_archive import inflated
+
                 try:
                     inside = inflated(file.read, place.packed._replace(crc32=0))
                     found[number] = _sum_up(inside, algorithm)

@@ -27,13 +27,13 @@ from torchlift.formats.index import (
     row_major,
 )
 from torchlift.formats.source import Source, dense_shape
+from torchlift.formats.table import NPY_MAGIC
 from torchlift.formats.zip_archive import (
     STORED,
     expect_records,
     inflated,
 )
 
-NPY_MAGIC = b"\x93NUMPY"
 #: NumPy's own limit for the header of an untrusted file.
 _MAX_HEADER = 10_000
 _MOST = 12 + _MAX_HEADER

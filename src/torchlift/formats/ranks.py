@@ -8,13 +8,13 @@ Both say where each slice lies. The files of llama and Megatron do not.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from torchlift._system.text import clipped_list
 from torchlift.errors import FormatError
-from torchlift.formats.boxes import Box, boxed, check_boxes, placed
+from torchlift.formats.boxes import Box, boxed, placed
 from torchlift.formats.index import (
     SLICE,
     Chunk,
@@ -29,13 +29,13 @@ from torchlift.formats.index import (
     still_checked,
     used_by,
 )
+from torchlift.formats.pieces import Piece, assemble, differing_error
 from torchlift.formats.safetensors import read_safetensors, slices_error
-from torchlift.formats.sharded import ReadFile, by_number, claimed, read_shards, require_files
+from torchlift.formats.sharded import by_number, claimed, read_shards, require_files
 from torchlift.formats.source import Source, errors_name
+from torchlift.formats.table import FSDP_FILE, SLICE_FILE
 from torchlift.formats.unpickle import ENTRY, STEP, Budget
 
-_FSDP = re.compile(r"(model|optim)_world_size_(\d{1,9})_rank_(\d{1,9})\.pt", re.ASCII)
-_SHARD = re.compile(r"shard-(\d{5,9})-model-(\d{5,9})-of-(\d{5,9})\.safetensors", re.ASCII)
 #: Words around the number of a slice, for which ``#`` stands.
 _SLICE_WORDS = re.compile(
     r"(?<![a-z])(?:rank|part|layer|mp|tp|pp|consolidated|\d-model)[-_.]?#|#-mp\d", re.ASCII
@@ -47,12 +47,7 @@ _NUMBER = re.compile(r"\d{1,9}", re.ASCII)
 _VERSION = "DCP_VERSION"
 
 
-def fsdp_files(names: Iterable[str]) -> list[re.Match[str]]:
-    """Return the matches of names that FSDP trainers give to the files of their ranks."""
-    return [match for name in names if (match := _FSDP.fullmatch(name))]
-
-
-def read_fsdp(path: str, matches: Sequence[re.Match[str]], read_file: ReadFile) -> Index:
+def read_fsdp(path: str, names: Iterable[str]) -> Index:
     """Read the index of a folder with files of FSDP's ranks.
 
     The model's tensors have its own names. An optimizer's state is below ``optimizer``.
@@ -61,6 +56,7 @@ def read_fsdp(path: str, matches: Sequence[re.Match[str]], read_file: ReadFile) 
         FormatError: If a rank has no file or two, the ranks disagree, or a layout is unknown.
         UnsafeError: If a link leads out of the folder.
     """
+    matches = [*filter(None, map(FSDP_FILE.fullmatch, names))]
     worlds = {int(match[2]) for match in matches}
     world = max(worlds)
     if len(worlds) > 1 or any(int(match[3]) >= world for match in matches):
@@ -75,7 +71,7 @@ def read_fsdp(path: str, matches: Sequence[re.Match[str]], read_file: ReadFile) 
 
     def read_all(kind: str) -> Index:
         names, budget = [kinds[kind][rank] for rank in range(world)], Budget()
-        return _join(path, read_shards(path, names, read_file, budget), budget)
+        return _join(path, read_shards(path, names, budget), budget)
 
     if len(kinds) == 1:
         return read_all(*kinds)
@@ -88,11 +84,6 @@ def read_fsdp(path: str, matches: Sequence[re.Match[str]], read_file: ReadFile) 
     return replace(
         both, aside=(aside,), tree=({**saved[0], aside: saved[1]},) if is_saved else None
     )
-
-
-def slice_files(names: Iterable[str]) -> list[re.Match[str]]:
-    """Return the matches of names that torch gives to safetensors files of slices."""
-    return [match for name in names if (match := _SHARD.fullmatch(name))]
 
 
 def read_slices(path: str, names: Iterable[str]) -> Index:
@@ -108,13 +99,13 @@ def read_slices(path: str, names: Iterable[str]) -> Index:
         UnsafeError: If a link leads out of the folder.
     """
     names = [name for name in names if name.endswith(".safetensors")]
-    if others := [name for name in names if not _SHARD.fullmatch(name)]:
+    if others := [name for name in names if not SLICE_FILE.fullmatch(name)]:
         raise FormatError(
             "the folder holds slices of tensors and other files of weights",
             found=clipped_list(others),
             hint="Pass the path of one file, or move the slices to a separate folder.",
         )
-    matches = slice_files(names)
+    matches = [*filter(None, map(SLICE_FILE.fullmatch, names))]
     ranks, numbers = {int(match[1]) for match in matches}, {int(match[2]) for match in matches}
     if len(totals := {match[3] for match in matches}) > 1 or max(numbers) > int(min(totals)):
         raise _several_saves(names)
@@ -128,7 +119,7 @@ def read_slices(path: str, names: Iterable[str]) -> Index:
             "torch.distributed.checkpoint._consolidate_hf_safetensors, and open the new folder."
         )
     budget = Budget()
-    found = read_shards(path, names, _read_slices, budget)
+    found = read_shards(path, names, budget, _read_slices)
     noted = {k: v for index in found.values() for k, v in index.metadata.items() if k != _VERSION}
     return replace(_join(path, found, budget, grows=True), metadata=noted)
 
@@ -165,11 +156,11 @@ def _join(path: str, files: Mapping[str, Index], budget: Budget, *, grows: bool 
     ranks = [claimed(name, index, {}) for name, index in files.items()]
     storages = {key: found for one in ranks for key, found in one.storages.items()}
     entries, objects, blocked = dict[str, TensorEntry](), dict[str, object](), dict[str, str]()
-    parts: dict[str, list[TensorEntry]] = {}
-    for one in ranks:
+    parts: dict[str, dict[str, TensorEntry]] = {}
+    for name, one in zip(files, ranks, strict=True):
         budget.grow(16 * len(one.tensors))  # each entry was paid for when its file was read
         for key, entry in one.tensors.items():
-            parts.setdefault(key, []).append(entry)
+            parts.setdefault(key, {})[name] = entry
         blocked |= {key: why for key, why in one.blocked_keys.items() if why is not Lack.SLICED}
         for key, value in one.objects.items():
             if not _is_same(objects.setdefault(key, value), value):
@@ -223,7 +214,7 @@ def _is_same(one: object, other: object) -> bool:
 
 def _whole(
     key: str,
-    parts: Sequence[TensorEntry],
+    parts: Mapping[str, TensorEntry],
     ranks: int,
     storages: Mapping[str, Storage],
     budget: Budget,
@@ -234,42 +225,35 @@ def _whole(
     Raises:
         FormatError: If the ranks disagree about the tensor, or its slices do not fill it.
     """
-    kinds = [part.kind for part in parts if part.kind is not None and part.kind.name == SLICE]
+    every = [*parts.values()]
+    kinds = [part.kind for part in every if part.kind is not None and part.kind.name == SLICE]
     if not kinds:
         # A plain value must be on all ranks. FSDP1 keeps flat pieces on some ranks only.
-        is_same = ranks == 1 or len({_marks(part, storages) for part in parts}) == 1
-        return parts[0] if len(parts) == ranks and is_same else None
+        is_same = ranks == 1 or len({_marks(part, storages) for part in every}) == 1
+        return every[0] if len(every) == ranks and is_same else None
     if lacks := next((kind.facts[1] for kind in kinds if kind.facts[1]), None):
         raise FormatError("the layout of a DTensor is unknown", expected=lacks)
-    local = [kind.tensors[0] for kind in kinds]
-    shapes, encodings = (
-        {part.shape for part in parts},
-        {one.encoding for one in local if one.chunks},
-    )
-    if grows and len({*map(len, shapes)}) == 1:
-        shapes = {tuple([max(sizes) for sizes in zip(*shapes, strict=True)])}
-    is_one = len({part.dtype for part in parts}) == len(shapes) == 1 and len(encodings) < 2
-    if len(kinds) < len(parts) or not is_one:
-        shown = [f"{part.type_name} {list(part.shape)}" for part in parts]
-        raise FormatError(
-            "the ranks have different shapes or dtypes of a tensor",
-            found=clipped_list(dict.fromkeys(shown)),
-            hint="The files are of different saves. Fetch the files of one save.",
-        )
-    boxes: dict[Box, tuple[Chunk, TensorEntry]] = {}
-    for one, kind in zip(local, kinds, strict=True):
+    encodings = {kind.tensors[0].encoding for kind in kinds if kind.tensors[0].chunks}
+    if len(kinds) < len(every) or len(encodings) > 1:
+        shown = [Piece(key, part.type_name, part.shape, file, None) for file, part in parts.items()]
+        raise differing_error(key, shown)
+    pieces: list[Piece] = []
+    boxes: dict[Box, TensorEntry] = {}
+    differ = False
+    for (file, part), kind in zip(parts.items(), kinds, strict=True):
+        (one,) = kind.tensors
+        pieces.append(Piece(key, part.dtype, part.shape, file, None))
         for chunk in placed(one, kind.facts[0]):
             budget.spend(STEP)
-            _, known = boxes.setdefault((chunk.start, chunk.shape), (chunk, one))
-            if known is not one and grows:  # this writer stores each box once
-                raise FormatError("two files hold the same slice of a tensor", found=chunk.file)
-            if known is not one and _differ(known, one, storages):
-                return None
-    (shape,) = shapes
+            known = boxes.setdefault((chunk.start, chunk.shape), one)
+            if known is one or grows:  # a writer whose files grow stores each box once
+                pieces.append(pieces[-1]._replace(chunk=chunk))
+            else:
+                differ = differ or _differ(known, one, storages)
     # Without this check, a missing rank would leave a part of the tensor unset.
-    check_boxes(key, shape, list(boxes), budget)
-    first = parts[0]._replace(encoding=next(iter(encodings), ()))
-    return boxed(first, shape, tuple([chunk for chunk, _ in boxes.values()]))
+    whole = assemble(pieces, budget, grows=grows)
+    first = every[0]._replace(encoding=next(iter(encodings), ()))
+    return None if differ else boxed(first, whole.shape, whole.chunks)
 
 
 def _marks(entry: TensorEntry, storages: Mapping[str, Storage]) -> tuple[object, ...]:

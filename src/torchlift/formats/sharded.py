@@ -21,6 +21,7 @@ from torchlift._store.places import exists, in_parallel, inside, is_url, open_pl
 from torchlift._store.url import Url
 from torchlift._system.text import clipped_list, count_of, printable
 from torchlift.errors import FormatError, UnsafeError
+from torchlift.formats.detect import read_file
 from torchlift.formats.index import Index, TensorEntry, join
 from torchlift.formats.source import Source, errors_name, parse_json
 from torchlift.formats.unpickle import Budget
@@ -50,18 +51,13 @@ class ParsedIndex(NamedTuple):
     metadata: dict[str, str]
 
 
-#: Reads one of several files of a checkpoint, which share a budget.
-ReadFile = Callable[[str, Budget], Index]
-
-
-def read_sharded(source: Source, read_file: ReadFile) -> Index:
+def read_sharded(source: Source) -> Index:
     """Read all shards that an ``*.index.json`` names, each once.
 
     Tensors of a shard that the index does not list are kept, as by other loaders.
 
     Args:
         source: The index.
-        read_file: Reads one shard.
 
     Raises:
         FormatError: If the index is malformed, a shard is missing, or a shard lacks its key.
@@ -69,7 +65,7 @@ def read_sharded(source: Source, read_file: ReadFile) -> Index:
     """
     weight_map, metadata = parse_index(source)
     directory = parent(source.path)
-    shards = read_shards(directory, weight_map.values(), read_file, source.budget)
+    shards = read_shards(directory, weight_map.values(), source.budget)
     for key, name in weight_map.items():
         shard = shards[name]
         if key not in shard.entries and key not in shard.objects and key not in shard.blocked_keys:
@@ -298,16 +294,19 @@ def _inside(directory: str, path: str) -> bool:
 
 
 def read_shards(
-    directory: str, names: Iterable[str], read_file: ReadFile, budget: Budget
+    directory: str,
+    names: Iterable[str],
+    budget: Budget,
+    read: Callable[[str, Budget], Index] = read_file,
 ) -> dict[str, Index]:
     """Return name -> index of files in one folder. Files behind a URL are read in parallel."""
     # All names are checked before the first file is opened.
     files = locate_all(directory, names)
     places = list(dict.fromkeys(files.values()))
     if is_url(directory):  # each in parallel, with its own budget: it costs a request anyhow
-        found = in_parallel(directory, lambda file: read_file(file, Budget()), places)
+        found = in_parallel(directory, lambda file: read(file, Budget()), places)
     else:
-        found = [read_file(file, budget) for file in places]
+        found = [read(file, budget) for file in places]
     shards = dict(zip(places, found, strict=True))
     return {name: shards[file] for name, file in files.items()}
 
@@ -369,16 +368,6 @@ def index_content(files: Mapping[str, Iterable[str]], nbytes: int) -> bytes:
     weight_map = {key: name for name, keys in files.items() for key in keys}
     content = {"metadata": {"total_size": nbytes}, "weight_map": weight_map}
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
-
-
-def is_index(name: str) -> bool:
-    """Return whether a file's name is that of an index of shards, with or without a variant.
-
-    Example:
-        >>> is_index("model.safetensors.index.json"), is_index("model.safetensors.index.fp16.json")
-        (True, True)
-    """
-    return re.fullmatch(r".+\.index(?:\.\w+)?\.json", name, re.DOTALL) is not None
 
 
 def shards_of(path: str) -> set[str]:

@@ -11,36 +11,21 @@ from __future__ import annotations
 
 import re
 import struct
-from typing import NoReturn
 
 from torchlift.errors import FormatError, UnsafeError
 from torchlift.formats.index import Index, Storage
 from torchlift.formats.source import Source, errors_name
+from torchlift.formats.table import LEGACY_MAGIC
 from torchlift.formats.torch_pickle import STORED_SIZE, StorageRef, TorchWorld
 from torchlift.formats.torch_zip import Resolver, index_of
 from torchlift.formats.unpickle import read_pickle
 
-_MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
-#: The magic number as pickles spell it: in binary, and in protocols 0 and 1, which are refused.
-_MAGIC_BYTES = b"\x8a\x0a" + _MAGIC.to_bytes(10, "little") + b"."
-_MAGIC_TEXT = b"L%dL\n." % _MAGIC
-
+_PROTOCOL = 1001
 #: Most bytes of one pickle. First bytes to read: of a long one, at a URL, of a short one.
 _MAX_PICKLE, _LONG, _OF_URL, _SHORT = 1 << 30, 1 << 22, 1 << 15, 1 << 9
 
-_TAR_MAGIC, _TAR_MAGIC_AT, _BLOCK = b"ustar", 257, 512
-_MEMBERS = (b"sys_info", b"pickle", b"storages", b"tensors")
-_SAVE_AGAIN = "load it with torch.load({}), and save the result with torch.save."
-
-
-def is_legacy(head: bytes) -> bool:
-    """Return whether a file starts like a stream."""
-    return _MAGIC_BYTES in head[:32] if head[:1] == b"\x80" else head.startswith(_MAGIC_TEXT)
-
-
-def is_tar(head: bytes) -> bool:
-    """Return whether a file starts like a tar archive."""
-    return head.startswith(_TAR_MAGIC, _TAR_MAGIC_AT)
+#: Bytes of a header in a tar archive.
+_BLOCK = 512
 
 
 def _is_summed(header: bytes) -> bool:
@@ -131,7 +116,8 @@ class _StreamWorld(TorchWorld):
             raise FormatError(
                 "the storage of a tensor is a view of another storage, as before torch 0.4",
                 entry=ref.key,
-                hint="To read the file, " + _SAVE_AGAIN.format("path"),
+                hint="To read the file, load it with torch.load(path), and save the result with "
+                "torch.save.",
             )
         return ref
 
@@ -152,7 +138,7 @@ def read_torch_legacy(source: Source) -> Index:
             "the file is both a stream of pickles and a tar archive",
             hint="torch reads the archive, other programs the stream. Write the file again.",
         )
-    for what, expected in (("the magic number", _MAGIC), ("the protocol", _PROTOCOL)):
+    for what, expected in (("the magic number", LEGACY_MAGIC), ("the protocol", _PROTOCOL)):
         found = stream.plain(what)
         if type(found) is not int or found != expected:
             raise FormatError(
@@ -185,23 +171,6 @@ def _machine(info: object) -> dict[str, str]:
         for key, value in info.items()
         if type(key) is str and type(value) in (bool, int, str)
     }
-
-
-def refuse_tar(source: Source) -> NoReturn:
-    """Raise the error for a tar archive: of torch's first format, or of other files.
-
-    Raises:
-        FormatError: Always.
-    """
-    # A file of torch begins with an extended header, its times, and the header of a first member.
-    data = source.read(0, min(4 * _BLOCK, source.size))
-    names = {data[at : at + 100].partition(b"\0")[0] for at in range(0, len(data), _BLOCK)}
-    if names.isdisjoint(_MEMBERS):
-        raise FormatError("this is a tar archive", hint="Unpack it first.")
-    raise FormatError(
-        "this is a tar archive of torch.save, as the first releases of torch wrote it",
-        hint="If you trust the file, " + _SAVE_AGAIN.format("path, weights_only=False"),
-    )
 
 
 def _number_in(field: bytes) -> int | None:

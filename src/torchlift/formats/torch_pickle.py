@@ -148,17 +148,17 @@ class SliceText(_Named):
 class OrderedRecord(dict[Any, Any]):
     """An ``OrderedDict``, with the ``_metadata`` that torch attaches to state dicts."""
 
-    __slots__ = ("metadata",)
+    __slots__ = ("_metadata",)
 
     def __init__(self) -> None:
         super().__init__()
-        self.metadata: object = None
+        self._metadata: object = None
 
     def copy(self) -> OrderedRecord:
         """Return a copy with the same items."""
         made = OrderedRecord()
         made.update(self)
-        made.metadata = self.metadata
+        made._metadata = self._metadata
         return made
 
 
@@ -371,7 +371,7 @@ class TorchWorld:
             if hidden := state.keys() & _OF_DICTS:  # calls such as keys() would reach these
                 what = "the state of an OrderedDict replaces its methods"
                 raise FormatError(what, found=clipped_list(sorted(hidden)))
-            target.metadata = state.get("_metadata", target.metadata)
+            target._metadata = state.get("_metadata", target._metadata)
         elif isinstance(target, Blocked):
             if self.is_record(target.name):
                 if target.inside[1:]:  # torch would apply both

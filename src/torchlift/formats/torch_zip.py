@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 from torchlift._system.text import printable
 from torchlift.errors import FormatError, UnsafeError
-from torchlift.formats.flattening import flatten
 from torchlift.formats.index import (
     ITEMSIZE,
     LOCAL,
@@ -34,6 +33,7 @@ from torchlift.formats.index import (
     row_major,
 )
 from torchlift.formats.layout import Layout, Payload, Stored
+from torchlift.formats.pickled import flatten
 from torchlift.formats.source import Source, dense_shape, whole_numbers
 from torchlift.formats.torch_pickle import (
     STORED_SIZE,
@@ -73,17 +73,18 @@ def repeats_too_often(nbytes: int, stored: int) -> bool:
 
 def read_torch_zip(
     source: Source,
+    records: dict[str, Record] | None = None,
+    *,
     key: str | None = None,
     prefix: str = "",
-    records: dict[str, Record] | None = None,
 ) -> Index:
     """Read the index of an archive, which may be a window of a file.
 
     Args:
         source: The archive. Offsets in the index count from the start of the whole file.
+        records: Its directory, if it was read before.
         key: Name of the container for the whole object, or None.
         prefix: Prefix of the names of its storages.
-        records: Its directory, if it was read before.
 
     Raises:
         FormatError: If it is not such an archive, or is damaged or inconsistent.

@@ -21,6 +21,7 @@ from typing import Any
 from torchlift._store.places import name_of
 from torchlift.errors import FormatError
 from torchlift.formats.boxes import flat_entry
+from torchlift.formats.detect import read_file
 from torchlift.formats.flattening import under
 from torchlift.formats.index import (
     Index,
@@ -30,14 +31,11 @@ from torchlift.formats.index import (
     still_checked,
     used_by,
 )
-from torchlift.formats.sharded import ReadFile, by_number, claimed, locate, require_files
+from torchlift.formats.sharded import by_number, claimed, locate, require_files
 from torchlift.formats.source import dense_shape
+from torchlift.formats.table import ZERO_FILE
 from torchlift.formats.unpickle import ENTRY, STEP, Budget
 
-_FILE = re.compile(
-    r"(?:(?:bf16_|fp16_)?(zero_pp_rank_)(\d{1,9})_)?mp_rank_(\d{1,9})_(model|optim)_states\.pt",
-    re.ASCII,
-)
 #: The number of a rank in such a name.
 _RANK = re.compile(r"(zero_pp_rank_)\d+")
 _OPTIM = "optimizer_state_dict"
@@ -45,12 +43,7 @@ _OPTIM = "optimizer_state_dict"
 _WEIGHTS = "single_partition_of_fp32_groups.", "fp32_flat_groups."
 
 
-def zero_files(names: Iterable[str]) -> list[str]:
-    """Return the names of ranks' files in a folder."""
-    return [name for name in names if (match := _FILE.fullmatch(name)) and match[1]]
-
-
-def read_zero(path: str, names: Iterable[str], read_file: ReadFile) -> Index:
+def read_zero(path: str, names: Iterable[str]) -> Index:
     """Read the index of a ZeRO checkpoint of stage 1, 2 or 3.
 
     Weights and buffers have the model's names. The key ``optimizer`` stands for the optimizer's
@@ -62,7 +55,7 @@ def read_zero(path: str, names: Iterable[str], read_file: ReadFile) -> Index:
         UnsafeError: If a file is a link that leaves the directory.
     """
     budget = Budget()
-    matches = [*filter(None, map(_FILE.fullmatch, names))]
+    matches = [*filter(None, map(ZERO_FILE.fullmatch, names))]
     if other := next((match[0] for match in matches if int(match[3])), None):
         raise _split("by tensor or pipeline parallelism", other)
     kinds = {

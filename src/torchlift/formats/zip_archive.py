@@ -15,8 +15,16 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from torchlift.errors import FormatError
-from torchlift.formats.index import ENCRYPTED, LOCAL, LOCAL_MAGIC, Record
+from torchlift.formats.index import ENCRYPTED, LOCAL, LOCAL_MAGIC, Index, Record
 from torchlift.formats.source import Source
+from torchlift.formats.table import (
+    ARCHIVES,
+    NAMED_ARCHIVES,
+    NAMED_FOLDERS,
+    PROGRAMS,
+    load,
+    refuse_named,
+)
 
 STORED, DEFLATED = 0, 8
 
@@ -107,6 +115,26 @@ def read_directory(source: Source) -> dict[str, Record]:
             raise _twice(each.name)
         records[each.name] = each._replace(offset=begin)
     return records
+
+
+def read_archive(source: Source) -> Index:
+    """Read a zip archive, whose records decide on its format."""
+    records = read_directory(source)
+    first = next(iter(records), "")
+    top = first[: first.find("/") + 1]  # torch's archives have one folder
+    if f"{top}archive_format" in records or "serialized_exported_program.json" in records:
+        refuse_named(records, PROGRAMS)
+    for row in ARCHIVES:
+        if row.is_one(records):
+            return load(row.reader)(source, records)
+    refuse_named(records, [*PROGRAMS, *NAMED_FOLDERS, *NAMED_ARCHIVES])
+    names = {name.rpartition("/")[2].lower() for name in records}
+    if "serialization_id" in names and "data.pkl" not in names:
+        raise FormatError(
+            "data.pkl is missing: the torch.save that wrote this file raised an error",
+            hint="Save again. The error names the object that torch.save cannot write.",
+        )
+    return load(ARCHIVES[0].reader)(source, records)  # raises the error that names what is missing
 
 
 def _foreseen(listed: Record, stop: int) -> int | None:

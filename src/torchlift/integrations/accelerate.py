@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.data_loader import SeedableRandomSampler
+from accelerate.utils import DistributedType
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from torchlift import Keeper
 from torchlift.distributed import Generators
@@ -24,6 +27,7 @@ class AcceleratorKeeper:
     The state of a loader is its epoch and the seed of its order. A ``StatefulDataLoader``
     (``use_stateful_dataloader=True``) also has its position. For other loaders, `remaining` skips
     the batches that are done. Call ``loader.set_epoch(epoch)`` at each epoch, as in accelerate.
+    "Frameworks" in the guide lists what is refused.
 
     Args:
         accelerator: The accelerator. Prepare the objects before the first `save` or `resume`.
@@ -40,18 +44,23 @@ class AcceleratorKeeper:
         self.accelerator = accelerator
         self.keeper = Keeper(directory, **options)
         self._generators: dict[str, Any] | None = None  # as they were saved
+        self._has_warned = False
 
     def save(
         self, step: int, *, metrics: Mapping[str, float] | None = None, **objects: object
     ) -> bool:
-        """Save everything, and more objects by name. See `torchlift.Keeper.save`."""
+        """Save everything, and more objects by name. See `torchlift.Keeper.save`.
+
+        Raises:
+            ValueError: If the accelerator has hooks or an engine that this keeper does not support.
+        """
         return self.keeper.save(step, dict(self._objects()), metrics=metrics, **objects)
 
     def resume(self, **arguments: Any) -> int | None:
         """Load everything from the last checkpoint. See `torchlift.Keeper.resume`.
 
         Args:
-            **arguments: Its keywords, such as ``step`` and ``exclude``, and more objects by name.
+            **arguments: Its keywords, such as ``step``, and more objects by name.
 
         Returns:
             The step that was saved, or None if there is no checkpoint.
@@ -69,7 +78,12 @@ class AcceleratorKeeper:
         Args:
             loader: A prepared loader that is not a ``StatefulDataLoader``.
             batches: The number of batches of the epoch that are done.
+
+        Raises:
+            ValueError: If the order of the loader is not saved.
         """
+        if batches and _has_new_order(loader):
+            raise ValueError(f"the batches that are left are not known: {_NEW_ORDER}")
         left = self.accelerator.skip_first_batches(loader, batches)
         left.set_epoch(loader.iteration)
         for number, batch in enumerate(left):
@@ -92,6 +106,10 @@ class AcceleratorKeeper:
     def _objects(self) -> Iterator[tuple[str, object]]:
         """Yield all objects by name."""
         prepared = self.accelerator
+        _check(prepared)
+        if not self._has_warned and any(map(_has_new_order, prepared._dataloaders)):
+            self._has_warned = True
+            warnings.warn(_NEW_ORDER, RuntimeWarning, stacklevel=3)
         kinds = {
             "model": prepared._models,
             # The inner optimizers: accelerate's wrapper does not have ``_init_group``.
@@ -104,6 +122,42 @@ class AcceleratorKeeper:
         for kind, found in kinds.items():
             for number, each in enumerate(found):
                 yield f"{kind}_{number}" if number else kind, each
+
+
+_NEW_ORDER = (
+    "a shuffled loader draws its order in each epoch, and a checkpoint does not have it. To resume "
+    "in the middle of an epoch, pass dataloader_config=DataLoaderConfiguration("
+    "use_seedable_sampler=True) to the Accelerator."
+)
+
+
+def _has_new_order(loader: Any) -> bool:
+    """Return whether a loader shuffles its data, and its state does not tell the order."""
+    if getattr(loader, "use_stateful_dataloader", False):
+        return False
+    sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
+    shuffles = isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler))
+    return shuffles and not isinstance(sampler, SeedableRandomSampler)
+
+
+def _check(accelerator: Accelerator) -> None:
+    """Refuse an accelerator with a state that a keeper cannot save.
+
+    Raises:
+        ValueError: If it has one.
+    """
+    for kind in ("save", "load"):
+        if getattr(accelerator, f"_{kind}_model_state_pre_hook"):
+            raise ValueError(
+                f"AcceleratorKeeper does not call the hooks of register_{kind}_state_pre_hook. "
+                "Remove the hook, and pass the object that it saves, such as an EMA, to "
+                "accelerator.register_for_checkpointing."
+            )
+    if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        raise ValueError(
+            f"AcceleratorKeeper does not support {accelerator.distributed_type.value}, whose "
+            "engine holds the state. Use accelerator.save_state."
+        )
 
 
 class _Place:

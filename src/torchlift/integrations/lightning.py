@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from importlib import import_module
 from importlib.util import find_spec
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 import torchlift
+from torchlift._system.containers import leaves
 from torchlift.distributed import Generators
 from torchlift.errors import IntegrityError, PlacementError
 
@@ -50,8 +52,8 @@ class CheckpointIO(_IO):
 
     A checkpoint is a file that ``torch.load`` can read. It is saved atomically. Its checksums are
     compared before the load, and no code in it runs. A save raises an error if the state contains
-    an object that could not be loaded, such as your own class in the hyperparameters. The weights
-    stay mapped until the module has copied them.
+    an object that could not be loaded, such as a loss or your own class in the hyperparameters. The
+    weights stay mapped until the module has copied them.
 
     Args:
         verify: Compare all checksums before a load.
@@ -67,9 +69,21 @@ class CheckpointIO(_IO):
         """Write a checkpoint atomically.
 
         Raises:
-            CheckpointError: If it cannot be written, or contains a value that a file cannot store.
+            CheckpointError: If it cannot be written, or has an object that a file cannot store.
             TypeError: If there are storage options.
         """
+        for keys, value in leaves(checkpoint).items():
+            # `save` would write its state dict, and a load would pass that to ``__init__``.
+            if callable(getattr(value, "state_dict", None)):
+                raise PlacementError(
+                    "a checkpoint of Lightning cannot contain a module or another object with a "
+                    "state",
+                    file=os.fspath(path),
+                    entry=".".join(map(str, keys)),
+                    found=type(value).__name__,
+                    hint=f"Call self.save_hyperparameters(ignore=[{keys[-1]!r}]), and pass it to "
+                    "load_from_checkpoint.",
+                )
         if storage_options is not None:
             raise TypeError(
                 "storage_options= is not supported: this plugin writes to a file system"
@@ -106,7 +120,8 @@ class RankStates(_Callback):
     Lightning does not save random number generators, and saves the first rank's data loaders only.
     This callback saves the generators and the positions of loaders with ``state_dict``, for each
     rank. On another number of ranks the generators stay as they are, and different positions are an
-    error. A loader without ``state_dict`` restarts its epoch.
+    error. A loader without ``state_dict`` restarts its epoch. If ``every_n_train_steps`` saves at
+    the last step of an epoch, a warning says that Lightning leaves out the end of the epoch.
 
     Raises:
         PlacementError: If the number of ranks differs, and so did the positions of their loaders.
@@ -114,9 +129,21 @@ class RankStates(_Callback):
 
     def __init__(self) -> None:
         self._saved: Any = None
+        self._has_warned = False
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add the state of each rank. All ranks call it."""
+        done = trainer.fit_loop.epoch_loop.batch_progress
+        is_before_end = done.is_last_batch and done.current.completed < done.current.ready
+        if is_before_end and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "a checkpoint is saved at the last step of an epoch, before its validation. If it "
+                "resumes from there, Lightning leaves the validation out, and the numbers differ. "
+                "Save with every_n_epochs=1, or another every_n_train_steps.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         own = {"rng": Generators().state_dict(), "loaders": _loop(checkpoint).get(_LOADERS)}
         every: list[Any] = [own]
         if trainer.world_size > 1:
@@ -145,11 +172,14 @@ class RankStates(_Callback):
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Set the generators at the start of an epoch, before its loader draws from them."""
-        done = trainer.fit_loop.epoch_loop.batch_progress
+        loop = trainer.fit_loop
+        done = loop.epoch_loop.batch_progress
         if self._saved is not None and (done.is_last_batch or not done.current.ready):
             self._set()
-            # The trainer made the first iterator before any hook after the resume.
-            iter(trainer.fit_loop._data_fetcher)
+            # The trainer makes the first iterator before any hook after the resume. The saved epoch
+            # used that one if it was at its end, and then the trainer makes another one.
+            if loop.is_resuming or loop.epoch_loop.restarting or not trainer.current_epoch:
+                iter(loop._data_fetcher)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, index: int) -> None:
         """Set the generators in the middle of an epoch."""

@@ -1,0 +1,100 @@
+"""Hints of the state dict functions and of the Keeper: each is followed, and works."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from state_models import trained
+from torch import nn
+
+import torchlift
+import torchlift.distributed as ours
+
+
+class FourBit(nn.Linear):
+    """Writes names that it does not read, as a 4-bit layer of bitsandbytes does."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight.absmax"] = torch.ones(2)
+
+
+def test_names_that_a_layer_writes_and_does_not_read_have_a_way_in(tmp_path: Path) -> None:
+    """By the function's own option."""
+    model = nn.Sequential(FourBit(2, 2))
+    state = ours.get_model_state_dict(model)
+    with pytest.raises(ours.StateDictMismatch, match=r"'0\.weight\.absmax'.*Pass strict=False"):
+        ours.set_model_state_dict(model, state)
+    lenient = ours.StateDictOptions(strict=False)
+    found = ours.set_model_state_dict(model, state, options=lenient)
+    assert found.unexpected_keys == ["0.weight.absmax"]
+    torchlift.save(model, tmp_path / "model.pt")
+    with pytest.raises(torchlift.MismatchError, match=r"allow_unexpected=\[...\]"):
+        torchlift.load(model, tmp_path / "model.pt")
+    torchlift.load(model, tmp_path / "model.pt", allow_unexpected=["0.weight.absmax"])
+
+
+def test_a_dict_of_optimizers_has_its_values_passed(tmp_path: Path) -> None:
+    """The hint of the Keeper made models of its keys."""
+    model, optimizer = trained()
+    optimizers: Any = {"adam": optimizer}
+    calls: list[Any] = [
+        lambda: ours.get_optimizer_state_dict(model, optimizers),
+        lambda: ours.set_optimizer_state_dict(model, optimizers, {}),
+        lambda: ours.get_state_dict(model, optimizers),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match=r"not dict: pass its values\(\)"):
+            call()
+    assert ours.get_optimizer_state_dict(model, optimizers.values())["state"]
+    with torchlift.Keeper(tmp_path) as keeper:
+        with pytest.raises(torchlift.PlacementError, match=r"by its name: \*\*models"):
+            keeper.save(1, model=model, optimizers=optimizers)
+        keeper.save(1, model=model, **optimizers)
+        keeper.resume(model=model, **optimizers)
+
+
+def generators() -> dict[str, tuple[Any, str, Any, Any]]:
+    """Kind of a generator -> itself, an expression, how to restore it, and how to draw."""
+    numpy = pytest.importorskip("numpy")
+
+    def set_bits(generator: Any, state: Any) -> None:
+        generator.bit_generator.state = state
+
+    return {
+        "numpy": (
+            numpy.random.default_rng(1), "generator.bit_generator.state", set_bits,
+            lambda each: each.random(),
+        ),
+        "numpy before 1.17": (
+            numpy.random.RandomState(1), "generator.get_state(legacy=False)",
+            lambda each, state: each.set_state(state), lambda each: each.rand(),
+        ),
+        "torch": (
+            torch.Generator(), "generator.get_state()",
+            lambda each, state: each.set_state(state),
+            lambda each: float(torch.rand((), generator=each)),
+        ),
+        "random": (
+            random.Random(1), "generator.getstate()",
+            lambda each, state: each.setstate(state), lambda each: each.random(),
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["numpy", "numpy before 1.17", "torch", "random"])
+def test_a_generator_is_saved_by_its_state(kind: str, tmp_path: Path) -> None:
+    """The hint was to make a tensor of it, or to remove it."""
+    generator, expression, restore, draw = generators()[kind]
+    path = tmp_path / "run.pt"
+    with pytest.raises(torchlift.PlacementError, match="cannot be stored") as caught:
+        torchlift.save({"generator": generator}, path)
+    assert caught.value.hint == f"Save its state, which is plain data: {expression}."
+    torchlift.save({"generator": eval(expression, {"generator": generator})}, path)
+    expected = draw(generator)
+    restore(generator, torchlift.open(path).tree()["generator"])
+    assert draw(generator) == expected

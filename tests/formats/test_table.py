@@ -1,0 +1,104 @@
+"""The table of formats: one row claims a file, and only its reader is imported."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from pathlib import Path
+
+import format_tables
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from valid_files import FORMATS
+
+import torchlift
+from torchlift.errors import FormatError
+from torchlift.formats.source import Source
+from torchlift.formats.table import ARCHIVES, FILES, FOLDERS, HEAD
+from torchlift.formats.zip_archive import read_directory
+
+ROWS = [*FILES, *ARCHIVES, *FOLDERS]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_one_row_claims_a_file(tmp_path: Path, name: str) -> None:
+    """So the order of the rows does not matter."""
+    opened, make, seeds = FORMATS[name]
+    for parts in seeds(tmp_path / "made"):
+        files = make(parts)
+        if opened == "":
+            assert sum(bool(row.is_one(files)) for row in FOLDERS) == 1
+            continue
+        content = files[opened]
+        (row,) = [row for row in FILES if row.is_one(content[:HEAD])]
+        if not row.name:
+            path = tmp_path / "x"
+            path.write_bytes(content)
+            with Source(str(path)) as source:
+                (row,) = [row for row in ARCHIVES if row.is_one(read_directory(source))]
+        assert row.name == ("npz" if name == "npy" else name)
+
+
+def test_a_row_names_a_function() -> None:
+    """A misspelled reader would be found by the first file of its format only."""
+    for row in ROWS:
+        for name in filter(None, (row.reader, row.complete)):
+            module, _, function = name.rpartition(".")
+            assert callable(getattr(importlib.import_module(module), function))
+
+
+@pytest.mark.parametrize("count", [122, 123, 379])
+def test_a_number_of_tensors_is_not_taken_for_the_start_of_json(tmp_path: Path, count: int) -> None:
+    """123 is the code of the brace that begins the header of safetensors."""
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
+    for number in range(count):
+        writer.add_tensor(f"t{number}", np.ones(1, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert len(torchlift.open(tmp_path / "x.gguf")) == count
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        (".metadata", "model_world_size_2_rank_0.pt"),
+        (".metadata", "zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+        ("zero_pp_rank_0_mp_rank_00_optim_states.pt", "model_world_size_2_rank_0.pt"),
+        (".metadata", "shard-00001-model-00001-of-00001.safetensors"),
+        ("model_world_size_2_rank_0.pt", "model.safetensors.index.json"),
+    ],
+)
+def test_a_folder_of_two_formats_is_refused(tmp_path: Path, names: tuple[str, str]) -> None:
+    """No order of readers decides which of the two counts."""
+    for name in names:
+        save_file({"w": torch.ones(1)}, tmp_path / name)
+    with pytest.raises(FormatError, match="two checkpoints of one model") as caught:
+        torchlift.open(tmp_path)
+    assert set(str(caught.value.found).split(", ")) == set(names)
+
+
+def test_an_index_decides_which_slices_count(tmp_path: Path) -> None:
+    """Slices and an index beside them are no conflict, because an index names its files."""
+    save_file({"w": torch.ones(1)}, tmp_path / "whole.safetensors")
+    save_file({"w": torch.ones(1)}, tmp_path / "shard-00001-model-00001-of-00001.safetensors")
+    index = {"weight_map": {"w": "whole.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert torchlift.open(tmp_path)["w"].item() == 1
+
+
+def test_the_docs_list_each_format_once() -> None:
+    """The tables of the page are made from the rows."""
+    listed = re.findall(r'``"([a-z0-9-]+)"``', torchlift.Checkpoint.__doc__ or "")
+    rows = {cells[0].strip("`"): cells[2] for cells in format_tables.read_rows()}
+    assert sorted(rows) == sorted(set(listed))
+    written = [name for name, text in rows.items() if text == "read and written"]
+    assert sorted(written) == ["dcp", "safetensors", "sharded", "torch-zip"]
+    kinds = dict(format_tables.named_rows())
+    assert "numpy\\_helper" in kinds["an ONNX model"]
+    assert all(hint.endswith(tuple(").abcdefghijklmnopqrstuvwxyz")) for hint in kinds.values())
