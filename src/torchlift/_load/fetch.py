@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -122,7 +122,20 @@ def fetch_all(
                 found.append(_make_value(step, transform, tensor, path, overflowed))
                 advance(step.span if step.owned else 0)
             trim()  # memory that a transform or a handler freed
+        if any(step.last for step in steps):
+            of = {id(step): value for step, value in (*plain, *found)}
+            plain = [(step, _alias(step, value, of)) for step, value in plain]
+            found = [(step, _alias(step, value, of)) for step, value in found]
         return Fetched(path, plain, found, _make(decided.makings), overflowed)
+
+
+V = TypeVar("V", bound=Values)
+
+
+def _alias(step: Step, value: V, values: Mapping[int, Values]) -> V | torch.Tensor:
+    """Return the value of a step, or that of the step whose memory it gets, as another object."""
+    other = None if step.last is None else values[id(step.last)]
+    return other.detach() if isinstance(other, torch.Tensor) else value
 
 
 @contextmanager

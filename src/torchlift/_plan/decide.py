@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -34,6 +34,7 @@ from torchlift._model.holders import (
     refusal,
 )
 from torchlift._model.slots import Group, ModuleTree, is_blank, is_lazy
+from torchlift._model.torch_private import storage_key
 from torchlift._plan import rules
 from torchlift._plan.match import Match, Pair
 from torchlift._plan.rules import Mode, Route, Source
@@ -85,6 +86,7 @@ class Step:
         route: How the values get into memory. See `Route`.
         plain: Whether a dense tensor of a file becomes, without a copy, a plain tensor on meta.
             Such a step needs no further check.
+        last: The step whose memory this tensor gets, because both share memory on meta, or None.
     """
 
     group: Group
@@ -107,6 +109,7 @@ class Step:
     source: Source = "memory"
     route: Route = "view"
     plain: bool = False
+    last: Step | None = None
 
     @property
     def entry(self) -> TensorEntry | None:
@@ -233,6 +236,8 @@ def decide_steps(matched: Match, options: rules.Options) -> list[Step]:
         step.source, step.route, step.plain = way.source, way.route, way.plain
         if way.note:
             step.note = f"{way.note}; {step.note}" if step.note else way.note
+    for step, last in _find_aliases(steps):
+        step.last = last
     return steps
 
 
@@ -551,6 +556,31 @@ class _Way(NamedTuple):
     route: Route
     plain: bool
     note: str | None
+
+
+def _find_aliases(steps: Sequence[Step]) -> Iterator[tuple[Step, Step]]:
+    """Yield tensors on meta whose memory is that of a later one, and the last of these.
+
+    ``one.data = other.data`` gives two parameters one memory. The values of the last one count, as
+    in torch, which copies into both.
+    """
+    blank = list[Step]()
+    for step in steps:
+        tensor = step.group.tensor
+        is_dense = is_plain(tensor) and tensor.layout is torch.strided
+        if tensor.is_meta and is_dense and step.mode == "swap":  # torch's assign=True shares none
+            blank.append(step)
+    keys = [storage_key(step.group.tensor) for step in blank]
+    if len({*keys}) == len(keys):  # as in nearly all models
+        return
+    found: dict[object, list[Step]] = {}
+    for step, key in zip(blank, keys, strict=True):
+        tensor = step.group.tensor
+        view = tensor.storage_offset(), tensor.shape, tensor.stride()
+        if tensor.numel():
+            found.setdefault((key, *view, step.device, step.dtype), []).append(step)
+    for *others, last in found.values():
+        yield from ((step, last) for step in others)
 
 
 def _find_sharing(steps: Iterable[Step]) -> set[int]:

@@ -22,7 +22,7 @@ from torchlift._model.commit import Commit, exchange_content, ordinary_tensors, 
 from torchlift._model.devices import usable_device
 from torchlift._model.dtensor import is_dtensor, shard_of_value, wrap
 from torchlift._model.handlers import clone_of, has_memory, inner_tensors
-from torchlift._model.holders import has_holders
+from torchlift._model.holders import find_unswappable, has_holders
 from torchlift._model.slots import CONSTRUCTION, Group, ModuleTree, Slot, is_lazy, read_tree
 from torchlift._model.torch_private import forbid_address, key_of, swap_content, version_of
 from torchlift._system.containers import values_in
@@ -172,8 +172,11 @@ def materialize(
             value = replaced.get(id(group.tensor), group.tensor).detach()
             replaced[id(group.tensor)] = value.to(where)
     with uninterrupted() as deliver, Commit() as commit:
-        for group in {id(group.tensor): group for group in [*wanted, *moved]}.values():
-            commit.put(group, replaced[id(group.tensor)])
+        every = {id(group.tensor): group for group in [*wanted, *moved]}.values()
+        unswappable = find_unswappable(every)
+        for group in every:
+            way = commit.assign if group.fqn in unswappable else commit.swap
+            way(group, replaced[id(group.tensor)])
         deliver()  # an interrupt takes it back; one that comes later finds all of it done
         commit.finish()
         forget(tree)
@@ -736,12 +739,12 @@ def emptied(tree: ModuleTree) -> list[Group]:
 
     Its sign is that other code than torchlift has put new memory into every tensor on meta.
     """
-    if not [module for module in tree.modules if CONSTRUCTION in module.__dict__]:
+    if not any(CONSTRUCTION in module.__dict__ for module in tree.modules):
         return []
-    known = [(group, made) for group in tree.groups if (made := construction_of(group)) is not None]
-    if any(group.tensor.is_meta for group, _ in known):
+    if any(group.tensor.is_meta and construction_of(group) for group in tree.groups):
         return []
-    return [group for group, made in known if _is_emptied(group.tensor, made.value)]
+    known = ((group, construction_of(group)) for group in tree.groups)
+    return [g for g, made in known if made is not None and _is_emptied(g.tensor, made.value)]
 
 
 def _is_emptied(tensor: torch.Tensor, value: torch.Tensor | None) -> bool:
