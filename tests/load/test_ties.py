@@ -290,18 +290,24 @@ class Aliased(nn.Module):
 
 
 @pytest.mark.parametrize("source", ["mmap", "read"])
-@pytest.mark.parametrize("words", [{}, {"mode": "assign"}, {"dtype": "float64"}])
-@pytest.mark.parametrize("is_live", [True, False])
+@pytest.mark.parametrize("words", [{}, {"mode": "assign"}, {"mode": "swap"}, {"dtype": "float64"}])
+@pytest.mark.parametrize("start", ["live", "skeleton", "skeleton of a factory that seeds"])
 def test_parameters_over_one_memory_share_it_after_a_load_as_in_torch(
-    tmp_path: Path, source: str, words: dict[str, Any], is_live: bool
+    tmp_path: Path, source: str, words: dict[str, Any], start: str
 ) -> None:
-    """The values of the last one count. torch's ``assign=True`` parts them, and a cast does."""
+    """The values of the last one count. torch's ``assign=True`` parts them."""
+
+    def seeded() -> Aliased:  # constructed for real, then moved to meta
+        torch.manual_seed(0)
+        return Aliased()
+
     state = {"one.weight": torch.ones(3, 3), "two.weight": torch.full((3, 3), 2.0)}
     torch.save(state, tmp_path / "x.pt")
-    model = Aliased() if is_live else torchlift.skeleton(Aliased)
+    factory = seeded if start.endswith("seeds") else Aliased
+    model = Aliased() if start == "live" else torchlift.skeleton(factory)
     torchlift.load(model, tmp_path / "x.pt", source=source, **words)
     one, two = model.one.weight, model.two.weight
-    is_shared = "mode" not in words and not (is_live and words)
+    is_shared = words.get("mode") != "assign"
     assert (one.data_ptr() == two.data_ptr()) is is_shared
     assert one is not two
     assert one.eq(2 if is_shared else 1).all()

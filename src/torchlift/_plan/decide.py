@@ -34,7 +34,7 @@ from torchlift._model.holders import (
     refusal,
 )
 from torchlift._model.slots import Group, ModuleTree, is_blank, is_lazy
-from torchlift._model.torch_private import storage_key
+from torchlift._model.torch_private import memory_of
 from torchlift._plan import rules
 from torchlift._plan.match import Match, Pair
 from torchlift._plan.rules import Mode, Route, Source
@@ -86,7 +86,7 @@ class Step:
         route: How the values get into memory. See `Route`.
         plain: Whether a dense tensor of a file becomes, without a copy, a plain tensor on meta.
             Such a step needs no further check.
-        last: The step whose memory this tensor gets, because both share memory on meta, or None.
+        last: The step whose memory this tensor gets, because both share memory, or None.
     """
 
     group: Group
@@ -558,26 +558,21 @@ class _Way(NamedTuple):
     note: str | None
 
 
-def _find_aliases(steps: Sequence[Step]) -> Iterator[tuple[Step, Step]]:
-    """Yield tensors on meta whose memory is that of a later one, and the last of these.
+def _find_aliases(steps: Iterable[Step]) -> Iterator[tuple[Step, Step]]:
+    """Yield tensors to swap whose memory is that of a later one, and the last of these.
 
     ``one.data = other.data`` gives two parameters one memory. The values of the last one count, as
     in torch, which copies into both.
     """
-    blank = list[Step]()
-    for step in steps:
-        tensor = step.group.tensor
-        is_dense = is_plain(tensor) and tensor.layout is torch.strided
-        if tensor.is_meta and is_dense and step.mode == "swap":  # torch's assign=True shares none
-            blank.append(step)
-    keys = [storage_key(step.group.tensor) for step in blank]
+    swapped = [step for step in steps if step.mode == "swap"]  # torch's assign=True shares none
+    keys = [memory_of(step.group.tensor) for step in swapped]
     if len({*keys}) == len(keys):  # as in nearly all models
         return
     found: dict[object, list[Step]] = {}
-    for step, key in zip(blank, keys, strict=True):
+    for step, key in zip(swapped, keys, strict=True):
         tensor = step.group.tensor
-        view = tensor.storage_offset(), tensor.shape, tensor.stride()
-        if tensor.numel():
+        if key is not None and is_plain(tensor) and tensor.numel():
+            view = tensor.storage_offset(), tensor.shape, tensor.stride()
             found.setdefault((key, *view, step.device, step.dtype), []).append(step)
     for *others, last in found.values():
         yield from ((step, last) for step in others)

@@ -98,19 +98,18 @@ def skeleton(factory: Callable[P, M], *args: P.args, **kwargs: P.kwargs) -> M:
         model, run = recipe.run_first(args, kwargs)
         memory: Memory = {}
         for place, group in _places(ModuleTree(model)):
-            content = None
+            before = content = None
             if group.is_parameter and (recipe.is_whole or id(group.tensor) not in run.numbers):
-                _blank(group)  # of a deep copy, say, which registers nothing
+                before = _blank(group)  # of a deep copy, say, which registers nothing
             elif group.persistent and not group.is_parameter:
-                content = _blank(group)
-            if content is not None and content.nbytes > SMALL:
-                content = None
+                before = _blank(group)
+                content = before if before is not None and before.nbytes <= SMALL else None
             inner = [] if group.tensor.is_meta else inner_tensors(group.tensor)
             if inner and all(one.is_meta for one in inner):
                 # torchao's classes say that they are where their values seemed to be.
                 exchange_content(group, successor_of(group.tensor, clone_of(group.tensor, META)))
             _remember(group, recipe, place, run.numbers.get(id(group.tensor)), content)
-            _finish(group.tensor, memory)
+            _finish(group.tensor, memory, before)
         for tensor in run.tensors:
             if type(tensor) is _Blank:  # the module has replaced it, and somebody may hold it
                 _finish(tensor, memory)
@@ -316,7 +315,7 @@ def _blank(group: Group) -> torch.Tensor | None:
 Memory = dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]]
 
 
-def _finish(tensor: torch.Tensor, memory: Memory) -> None:
+def _finish(tensor: torch.Tensor, memory: Memory, before: torch.Tensor | None = None) -> None:
     """Make a plain tensor on meta of what it was for the constructor.
 
     torch cannot undo `forbid_address`. Tensors that share memory still do.
@@ -324,13 +323,15 @@ def _finish(tensor: torch.Tensor, memory: Memory) -> None:
     Args:
         tensor: A tensor of a finished skeleton.
         memory: The storages of all tensors of the skeleton so far.
+        before: The content that it had when the constructor ended. None: the same as now.
     """
     kind: Any = nn.Parameter
     if type(tensor) is _Blank:
         tensor.__class__ = kind
     if not tensor.is_meta or is_lazy(tensor) or not has_memory(tensor):
         return
-    old, view = tensor.untyped_storage(), (tensor.storage_offset(), tensor.shape, tensor.stride())
+    was = tensor if before is None else before
+    old, view = was.untyped_storage(), (was.storage_offset(), was.shape, was.stride())
     if key_of(old) not in memory:
         new = torch.empty(old.nbytes(), dtype=torch.uint8, device=META)
         memory[key_of(old)] = old, new.untyped_storage()
