@@ -316,3 +316,22 @@ def test_parameters_over_one_memory_share_it_after_a_load_as_in_torch(
     with torch.no_grad():
         two.zero_()
     assert one.eq(0).all().item() is is_shared
+
+
+@pytest.mark.parametrize(
+    ("is_live", "words"), [(True, {}), (False, {}), (False, {"dtype": "float64"})]
+)
+def test_a_parameter_over_the_memory_of_another_needs_no_value_of_its_own(
+    tmp_path: Path, words: dict[str, Any], is_live: bool
+) -> None:
+    """It is missing, as in torch, but has the values of the other one."""
+    torch.save({"one.weight": torch.full((3, 3), 2.0)}, tmp_path / "x.pt")
+    model = Aliased() if is_live else torchlift.skeleton(Aliased)
+    report = torchlift.load(model, tmp_path / "x.pt", allow_missing=["two.weight"], **words)
+    one, two = model.one.weight, model.two.weight
+    assert report.missing_keys == ["two.weight"]
+    assert report.replayed == []
+    assert one is not two
+    assert one.data_ptr() == two.data_ptr()
+    assert two.eq(2).all()
+    assert two.dtype == one.dtype

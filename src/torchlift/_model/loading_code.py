@@ -374,6 +374,7 @@ class _Run:
         self._copying: set[int] = set()
         self._start: dict[tuple[int, str], _Start] = {}
         self._made: dict[int, torch.Tensor] = {}
+        self._copies: dict[object, torch.Tensor] = {}
         self._versions: dict[int, int] = {}
         #: Place -> value that torch would refuse. The plan decides on it.
         self._aside: dict[tuple[int, str], Any] = {}
@@ -437,13 +438,22 @@ class _Run:
                 kind: Any = type(live)
                 made = kind(live.requires_grad, device=live.device, dtype=live.dtype)
             else:
-                made = successor_of(live, live.data if live.is_meta else clone_of(live))
-                if live.device.type == "cpu":
-                    self.outcome.nbytes += content_bytes(local_tensor(live))
+                made = successor_of(live, live.data if live.is_meta else self._copy(live))
             assert made is not None
             self._made[id(live)] = made
         self._note(_Start(place, live, made))
         place.put(made)
+
+    def _copy(self, live: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a live tensor. Tensors over one memory have one copy."""
+        key: object = id(live)
+        if (memory := memory_of(live)) is not None:
+            key = memory, live.storage_offset(), live.shape, live.stride(), live.dtype
+        if key not in self._copies:
+            self._copies[key] = clone_of(live)
+            if live.device.type == "cpu":
+                self.outcome.nbytes += content_bytes(local_tensor(live))
+        return self._copies[key]
 
     def _note(self, start: _Start) -> None:
         self._start[start.place.key] = start
