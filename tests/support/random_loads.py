@@ -76,7 +76,8 @@ def writing_hook(choose: random.Random, root: Any, *, before: bool) -> Callable[
     """Return what a hook does to its module, or to a tensor of the model through a closure.
 
     Before a module is loaded, nobody sees a write through `.data` into a live tensor of another
-    module, so a pre-hook writes in that way to tensors of its own module only.
+    module, so a pre-hook writes in that way to tensors of its own module only. Its `how` says what
+    it does.
     """
     how = choose.choice(["add", "data", "attribute", "list", "parameter", "closure", "grad"])
     paths = [choose.random() for _ in range(2)]
@@ -112,6 +113,7 @@ def writing_hook(choose: random.Random, root: Any, *, before: bool) -> Callable[
                             made = nn.Parameter(one.detach() * 3)
                             setattr(owner, name, made)
 
+    act.how = how  # type: ignore[attr-defined]
     return act
 
 

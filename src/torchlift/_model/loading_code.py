@@ -21,8 +21,22 @@ import torch
 from torch import nn
 
 from torchlift._model.commit import Commit, content_bytes, successor_of
-from torchlift._model.dtensor import is_fsdp, local_tensor, refresh_shards
-from torchlift._model.handlers import bytes_of, clone_of, has_memory, inner_tensors, is_wrapper
+from torchlift._model.dtensor import (
+    is_dtensor,
+    is_fsdp,
+    local_tensor,
+    refresh_shards,
+    shard_of_value,
+    wrap,
+)
+from torchlift._model.handlers import (
+    bytes_of,
+    clone_of,
+    has_memory,
+    inner_tensors,
+    is_plain,
+    is_wrapper,
+)
 from torchlift._model.names import wrapped_by
 from torchlift._model.slots import ModuleTree, is_lazy, walk
 from torchlift._model.state import ModuleHolder, own
@@ -491,6 +505,7 @@ class _Run:
         counts = Counter(id(module) for _, module in paths)
         self._again = {key for key, count in counts.items() if count > 1}
         self._root, self._errors = root, list[str]()
+        self._shared = self._find_shared()
         self._refused = ""
         self._overrides = _overriding(prefix, root, inside=False) is not None
         shown = self._shown
@@ -586,6 +601,9 @@ class _Run:
                     values[name] = tensor  # to itself, so that it is not missing
                 continue
             value = values.get(name) if place.is_persistent else None
+            if is_dtensor(tensor) and value is not None and _is_whole(value, tensor):
+                # It was shown under another name, which does not tell the slice of this rank.
+                value = values[name] = wrap(tensor, shard_of_value(value, tensor, name))
             self._aside.pop(place.key, None)
             if value is not None and _can_take(tensor, value, copies=copies):
                 self._given.add(place.key)
@@ -594,7 +612,8 @@ class _Run:
                 if not copies and has_memory(value) and value.numel():
                     # If torch copied, two tensors would not share the memory of one value.
                     live = self._start[place.key].live if place.key in self._start else tensor
-                    if id(module) in self._again or self._find_owner(value, live) != id(live):
+                    shares = id(module) in self._again or value.data_ptr() in self._shared
+                    if shares or self._find_owner(value, live) != id(live):
                         values[name] = clone_of(value)
                 continue
             if value is not None:
@@ -603,6 +622,18 @@ class _Run:
             is_live = start is not None and tensor is start.live is start.made
             if is_live and not tensor.is_meta:  # post-hooks may write to it
                 self._stand_in(place, tensor)
+
+    def _find_shared(self) -> set[int]:
+        """Return the addresses of values that two tensors of the model get."""
+        lives = {
+            self._paths.get(key[0], "") + start.place.name: id(start.live)
+            for key, start in self._start.items()
+        }
+        found: dict[int, set[object]] = {}
+        for name, value in self._shown.tensors.items():
+            if has_memory(value) and value.numel():
+                found.setdefault(value.data_ptr(), set()).add(lives.get(name, name))
+        return {address for address, owners in found.items() if len(owners) > 1}
 
     def _find_owner(self, value: torch.Tensor, live: torch.Tensor) -> int:
         """Return the tensor that got a value of the same memory, or note this one."""
@@ -885,6 +916,11 @@ def _fits(tensor: torch.Tensor, value: torch.Tensor) -> bool:
     return not value.is_nested and (
         tensor.shape == value.shape or (tensor.dim() == 0 and value.dim() == 1 == len(value))
     )
+
+
+def _is_whole(value: object, tensor: torch.Tensor) -> bool:
+    """Return whether a value is a plain one of the complete shape of a sharded tensor."""
+    return isinstance(value, torch.Tensor) and is_plain(value) and value.shape == tensor.shape
 
 
 def _is_tensor(value: object) -> bool:

@@ -43,29 +43,24 @@ class _ShownTensors:
 
     def __init__(self) -> None:
         self._copies: dict[tuple[object, ...], torch.Tensor] = {}
-        self._first: dict[tuple[object, ...], torch.Tensor | None] = {}
         self._known: dict[tuple[object, ...], _Known] = {}
 
-    def show(
-        self, one: SourceTensor, values: torch.Tensor, like: torch.Tensor | None, *, copies: bool
-    ) -> torch.Tensor:
+    def show(self, one: SourceTensor, values: torch.Tensor, *, copies: bool) -> torch.Tensor:
         """Return a tensor for the code. It may write to a private map, and to a copy.
 
         Args:
             one: The tensor in the source.
             values: Its values.
-            like: The tensor of the model. One value of two tensors is shown as two.
             copies: Whether to copy a map, too.
         """
-        shown, identity = values, _identity_of(values)
-        is_second = self._first.setdefault(identity, like) is not like
+        shown = values
         # The caller's tensors are copied. Of tensors that are one, there is one copy.
-        is_copy = copies or is_second or (isinstance(one, MemoryTensor) and one.entry is None)
+        is_copy = copies or (isinstance(one, MemoryTensor) and one.entry is None)
         if is_copy:
-            key = (*identity, id(like))
-            if key not in self._copies:
-                self._copies[key] = clone_of(values)
-            shown = self._copies[key]
+            identity = _identity_of(values)
+            if identity not in self._copies:
+                self._copies[identity] = clone_of(values)
+            shown = self._copies[identity]
         known = _Known(one, values, is_copy, version_of(local_tensor(shown)), shown)
         self._known.setdefault(_identity_of(shown), known)
         return shown
@@ -124,8 +119,7 @@ def through_loading_code(named: Named, source: Origin, options: Options, commit:
         if code.covers(key := keys[name]):
             is_mapped = owns and one.entry is not None
             copies = is_mapped and bool(extra_state(key))
-            model = like.get(name)
-            tensors[key] = values.show(one, source.shown(one, model), model, copies=copies)
+            tensors[key] = values.show(one, source.shown(one, like.get(name)), copies=copies)
             if is_mapped and not copies:
                 mapped.add(key)
     others = {old: named.key(name) for old, name in named.objects.items()}
