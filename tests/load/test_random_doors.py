@@ -29,7 +29,7 @@ def test_a_random_model_is_as_in_torch_by_every_door(door: Door, tmp_path: Path)
 
 @pytest.mark.distributed
 def test_a_random_model_of_fsdp2_is_as_in_torch(tmp_path: Path) -> None:
-    """Also if a hook renames what is loaded, so that its name does not tell the shard."""
-    found = on_ranks(2, run_shards, 160, 25, str(tmp_path))
+    """Also if a hook renames a value (179), or a module with code lacks one on meta (356)."""
+    found = on_ranks(2, run_shards, [*range(20), 179, 356], str(tmp_path))
     assert found[0] == found[1]
-    assert found[0]["loaded"] > 10
+    assert found[0]["loaded"] > 8

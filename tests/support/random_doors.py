@@ -659,11 +659,11 @@ def _whole(tensor: Any) -> Any:
     return full.detach(), tensor.requires_grad
 
 
-def run_shards(first: int, count: int, folder: str) -> dict[str, int]:
+def run_shards(seeds: list[int], folder: str) -> dict[str, int]:
     """Load many random models of FSDP2. Called on each rank. Return how they ended."""
     warnings.simplefilter("ignore")
     ends: collections.Counter[str] = collections.Counter()
-    for seed in range(first, first + count):
+    for seed in seeds:
         ends[run_sharded(seed, Path(folder))] += 1
     return dict(ends)
 
@@ -675,7 +675,7 @@ if __name__ == "__main__":  # python random_doors.py FIRST COUNT
     ends: collections.Counter[tuple[Any, str]] = collections.Counter()
     with tempfile.TemporaryDirectory() as name:
         if sys.argv[3:] == ["sharded"]:
-            print(torchlift.distributed.on_ranks(2, run_shards, first, count, name))
+            print(torchlift.distributed.on_ranks(2, run_shards, [*range(first, first + count)], name))
             sys.exit()
         for number in range(first, first + count):
             for door in DOORS:

@@ -38,7 +38,7 @@ from torchlift._model.handlers import (
     is_wrapper,
 )
 from torchlift._model.names import wrapped_by
-from torchlift._model.slots import ModuleTree, is_lazy, walk
+from torchlift._model.slots import CONSTRUCTION, ModuleTree, is_lazy, walk
 from torchlift._model.state import ModuleHolder, own
 from torchlift._model.torch_private import (
     LAZY_HOOK,
@@ -274,6 +274,7 @@ def run_loading_code(
             tree.walk()  # again: the code may have put other modules there
             run.collect(tree, commit)
     finally:
+        run.keep_constructions()
         _RUNNING.discard(id(tree.model))
         refresh_shards(tree.modules)
         tree.walk()
@@ -333,11 +334,13 @@ class _Start(NamedTuple):
         place: Where it was.
         live: The tensor.
         made: Its stand-in, or the tensor itself.
+        construction: How a skeleton makes it, as its module knows, or None.
     """
 
     place: _Place
     live: torch.Tensor
     made: torch.Tensor
+    construction: object
 
 
 class _Report(NamedTuple):
@@ -417,19 +420,25 @@ class _Run:
                     if writes or is_lazy(live):
                         self._stand_in(place, live)
                     else:
-                        self._note(_Start(place, live, live))
+                        self._note(place, live, live)
                 is_blank = any(one.is_meta or is_lazy(one) for _, one in here)
                 if writes and not is_blank:
                     self._copying.add(key)
             yield
         except BaseException:
-            for place, live, _ in self._start.values():
+            for place, live, *_ in self._start.values():
                 if place.registry.get(place.name) is not live:
                     place.put(live)
             raise
-        for place, live, made in self._start.values():
+        for place, live, made, _ in self._start.values():
             if made is not live and place.registry.get(place.name) is made:
                 place.put(live)
+
+    def keep_constructions(self) -> None:
+        """Tell modules again how their tensors are made. They forgot it with each new tensor."""
+        for place, live, _, known in self._start.values():
+            if known is not None and place.registry.get(place.name) is live:
+                vars(place.module).setdefault(CONSTRUCTION, {})[place.name] = known
 
     def _find_code(self) -> set[int]:
         """Return the modules with code, and those that share a tensor with one of them."""
@@ -455,7 +464,7 @@ class _Run:
                 made = successor_of(live, live.data if live.is_meta else self._copy(live))
             assert made is not None
             self._made[id(live)] = made
-        self._note(_Start(place, live, made))
+        self._note(place, live, made)
         place.put(made)
 
     def _copy(self, live: torch.Tensor) -> torch.Tensor:
@@ -469,9 +478,10 @@ class _Run:
                 self.outcome.nbytes += content_bytes(local_tensor(live))
         return self._copies[key]
 
-    def _note(self, start: _Start) -> None:
-        self._start[start.place.key] = start
-        for tensor in (start.live, start.made):
+    def _note(self, place: _Place, live: torch.Tensor, made: torch.Tensor) -> None:
+        known = vars(place.module).get(CONSTRUCTION, {}).get(place.name)
+        self._start[place.key] = _Start(place, live, made, known)
+        for tensor in (live, made):
             self._versions.setdefault(id(tensor), version_of(tensor))
 
     # ---- what torch does
@@ -744,7 +754,7 @@ class _Run:
 
     def _collect_stand_in(self, start: _Start, called: Sequence[str], commit: Commit) -> None:
         """Take a value that the code, or torch for it, has written to a stand-in."""
-        place, live, made = start
+        place, live, made, _ = start
         if made is live or is_lazy(made):
             self._excuse(called)
             return
