@@ -295,7 +295,37 @@ class Grows(nn.Module):
         module.layers = nn.ModuleList([nn.Linear(2, 2, bias=False) for _ in range(count)])
 
 
+class WritesOneOfTwo(nn.Module):
+    """Changes one of two parameters over one memory after the load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+        self.two.data = self.one.data
+        self.register_load_state_dict_post_hook(self.write)
+
+    @staticmethod
+    def write(module: Any, _: Any) -> None:
+        module.one.data.add_(1)
+
+
+class WritesAChild(nn.Sequential):
+    """Adds to what a child of its first child has loaded, before the next child is loaded."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.Linear(2, 2, bias=False)), nn.Linear(2, 2, bias=False))
+        self.register_load_state_dict_pre_hook(lambda *_: None)
+        self[0].register_load_state_dict_post_hook(self.write)
+
+    @staticmethod
+    def write(module: Any, _: Any) -> None:
+        module[0].weight.data.add_(1)
+
+
 WEIGHT: STATE = {"weight": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}
+TWO = {"one": torch.tensor([1.0, 2.0]), "two": torch.tensor([3.0, 4.0])}
+ONE = torch.eye(2)
+SAME = {"0.0.weight": ONE, "1.weight": ONE}
 EYES = {"emb.weight": torch.eye(2), "head.weight": torch.eye(2)}
 LAYERS = {
     **nn.Linear(2, 2).state_dict(prefix="first."),
@@ -312,9 +342,14 @@ LAYERS = {
         (partial(LooksAtNames, 2, 2), WEIGHT),
         (TiesItself, EYES),
         (Grows, LAYERS),
+        (WritesOneOfTwo, TWO),
+        (WritesAChild, SAME),
     ],
-    ids=["loads twice", "halves", "looks at names", "ties itself", "grows"],
-)
+    ids=[
+        "loads twice", "halves", "looks at names", "ties itself", "grows", "writes one of two",
+        "writes a child",
+    ],
+)  # fmt: skip
 def test_a_live_model_ends_as_in_torch(make: Any, state: STATE, door: str, tmp_path: Path) -> None:
     """Values, dtypes and ties."""
     given: Any = copy.deepcopy(state)

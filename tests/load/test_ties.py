@@ -278,3 +278,60 @@ def test_a_missing_tie_is_replayed_as_one_tensor(tmp_path: Path) -> None:
     assert report.replayed == ["embed.weight", "head.weight"]
     assert model.head.weight is model.embed.weight
     assert not any(tensor.is_meta for tensor in all_tensors(model).values())
+
+
+class Aliased(nn.Module):
+    """Two parameters over one memory, as older models tie their heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        self.two.weight.data = self.one.weight.data
+
+
+@pytest.mark.parametrize("source", ["mmap", "read"])
+@pytest.mark.parametrize("words", [{}, {"mode": "assign"}, {"mode": "swap"}, {"dtype": "float64"}])
+@pytest.mark.parametrize("start", ["live", "skeleton", "skeleton of a factory that seeds"])
+def test_parameters_over_one_memory_share_it_after_a_load_as_in_torch(
+    tmp_path: Path, source: str, words: dict[str, Any], start: str
+) -> None:
+    """The values of the last one count. torch's ``assign=True`` parts them."""
+
+    def seeded() -> Aliased:  # constructed for real, then moved to meta
+        torch.manual_seed(0)
+        return Aliased()
+
+    state = {"one.weight": torch.ones(3, 3), "two.weight": torch.full((3, 3), 2.0)}
+    torch.save(state, tmp_path / "x.pt")
+    factory = seeded if start.endswith("seeds") else Aliased
+    model = Aliased() if start == "live" else torchlift.skeleton(factory)
+    torchlift.load(model, tmp_path / "x.pt", source=source, **words)
+    one, two = model.one.weight, model.two.weight
+    is_shared = words.get("mode") != "assign"
+    assert (one.data_ptr() == two.data_ptr()) is is_shared
+    assert one is not two
+    assert one.eq(2 if is_shared else 1).all()
+    assert two.eq(2).all()
+    assert one.requires_grad
+    with torch.no_grad():
+        two.zero_()
+    assert one.eq(0).all().item() is is_shared
+
+
+@pytest.mark.parametrize(
+    ("is_live", "words"), [(True, {}), (False, {}), (False, {"dtype": "float64"})]
+)
+def test_a_parameter_over_the_memory_of_another_needs_no_value_of_its_own(
+    tmp_path: Path, words: dict[str, Any], is_live: bool
+) -> None:
+    """It is missing, as in torch, but has the values of the other one."""
+    torch.save({"one.weight": torch.full((3, 3), 2.0)}, tmp_path / "x.pt")
+    model = Aliased() if is_live else torchlift.skeleton(Aliased)
+    report = torchlift.load(model, tmp_path / "x.pt", allow_missing=["two.weight"], **words)
+    one, two = model.one.weight, model.two.weight
+    assert report.missing_keys == ["two.weight"]
+    assert report.replayed == []
+    assert one is not two
+    assert one.data_ptr() == two.data_ptr()
+    assert two.eq(2).all()
+    assert two.dtype == one.dtype

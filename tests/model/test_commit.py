@@ -108,7 +108,7 @@ def test_leaving_by_an_error_takes_everything_back(error):
         commit.swap(group_of(model, "scale"), torch.zeros(3))
         commit.assign(group_of(tied, "head.weight"), torch.ones(5, 3))
         commit.assign(group_of(model, "steps"), torch.tensor(9))
-        commit.put(group_of(model, "frequencies"), torch.ones(4))
+        commit.swap(group_of(model, "frequencies"), torch.ones(4))
         raise error
 
     with pytest.raises(error), Commit() as commit:
@@ -125,7 +125,7 @@ def test_a_meta_tensor_that_was_filled_is_on_meta_again_after_an_error():
 
     def fail() -> None:
         with Commit() as commit:
-            commit.put(group_of(model, "a"), torch.ones(2, 3))
+            commit.swap(group_of(model, "a"), torch.ones(2, 3))
             assert not model.a.is_meta
             raise Sentinel
 

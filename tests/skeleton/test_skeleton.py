@@ -780,3 +780,22 @@ def test_materialize_takes_a_module() -> None:
     for other, name in (({"weight": torch.ones(2)}, "dict"), (nn.Linear, "type"), (None, "None")):
         with pytest.raises(TypeError, match=f"takes a module .* not {name}"):
             torchlift.materialize(other)
+
+
+@pytest.mark.parametrize("door", ["materialize", "load"])
+def test_a_graph_over_meta_does_not_cost_a_constructed_parameter_its_object(door: str) -> None:
+    """An optimizer may have it. A view does cost it, because torch refuses to exchange that."""
+    model = torchlift.skeleton(nn.Linear, 3, 2)
+    weight, bias = model.weight, model.bias
+    loss, view = (weight * 2).sum(), bias.view(1, 2)
+    if door == "load":
+        model.register_buffer("other", torch.zeros(1))
+        torchlift.load(model, {"other": torch.ones(1)}, allow_missing=["weight", "bias"])
+    else:
+        torchlift.materialize(model)
+    assert loss.is_meta
+    assert view.is_meta
+    assert model.weight is weight
+    assert model.bias is not bias
+    assert not model.weight.is_meta
+    assert not model.bias.is_meta

@@ -55,7 +55,7 @@ class InPlace(nn.Module):
         self.seen.add_(1)
 
 
-def _leaf(choose: random.Random) -> nn.Module:
+def leaf(choose: random.Random) -> nn.Module:
     size = choose.choice((2, 3))
     return choose.choice(
         [
@@ -72,11 +72,12 @@ def _leaf(choose: random.Random) -> nn.Module:
     )()
 
 
-def _write(choose: random.Random, root: Any, *, before: bool) -> Callable[[Any], None]:
+def writing_hook(choose: random.Random, root: Any, *, before: bool) -> Callable[[Any], None]:
     """Return what a hook does to its module, or to a tensor of the model through a closure.
 
     Before a module is loaded, nobody sees a write through `.data` into a live tensor of another
-    module, so a pre-hook writes in that way to tensors of its own module only.
+    module, so a pre-hook writes in that way to tensors of its own module only. Its `how` says what
+    it does.
     """
     how = choose.choice(["add", "data", "attribute", "list", "parameter", "closure", "grad"])
     paths = [choose.random() for _ in range(2)]
@@ -101,7 +102,7 @@ def _write(choose: random.Random, root: Any, *, before: bool) -> Callable[[Any],
                 with torch.no_grad():
                     tensor.add_(1)
             elif how == "data":
-                tensor.data[..., 0] += 5
+                tensor.data[() if tensor.dim() == 0 else (..., slice(1))] += 5
             elif how == "grad":
                 if isinstance(tensor, nn.Parameter):
                     tensor.requires_grad_(not tensor.requires_grad)
@@ -112,6 +113,7 @@ def _write(choose: random.Random, root: Any, *, before: bool) -> Callable[[Any],
                             made = nn.Parameter(one.detach() * 3)
                             setattr(owner, name, made)
 
+    act.how = how  # type: ignore[attr-defined]
     return act
 
 
@@ -124,11 +126,11 @@ def build(seed: int) -> nn.Module:
     """Make the model of a seed: the same one each time."""
     choose = random.Random(seed)
     torch.manual_seed(seed)
-    children = [_leaf(choose) for _ in range(choose.randint(1, 3))]
+    children = [leaf(choose) for _ in range(choose.randint(1, 3))]
     if choose.random() < 0.3:
         children.append(choose.choice(children))  # one module under two names
     if choose.random() < 0.3:
-        children.append(nn.Sequential(*[_leaf(choose) for _ in range(2)]))
+        children.append(nn.Sequential(*[leaf(choose) for _ in range(2)]))
     model = nn.Sequential(*children)
     linear = [m for m in model.modules() if type(m) is nn.Linear and "weight" in m._parameters]
     for one in linear[1:]:
@@ -137,10 +139,10 @@ def build(seed: int) -> nn.Module:
     modules = list(dict.fromkeys(model.modules()))
     for module in modules:
         if choose.random() < 0.25:
-            act = _write(choose, lambda: model, before=False)
+            act = writing_hook(choose, lambda: model, before=False)
             module.register_load_state_dict_post_hook(lambda m, keys, act=act: act(m))
         if choose.random() < 0.2:
-            act = _write(choose, lambda: model, before=True)
+            act = writing_hook(choose, lambda: model, before=True)
             module.register_load_state_dict_pre_hook(lambda m, *_, act=act: act(m))
     if choose.random() < 0.2:  # the root's, which runs last: others see fewer names in torch
         model.register_load_state_dict_post_hook(excuse)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -122,7 +122,22 @@ def fetch_all(
                 found.append(_make_value(step, transform, tensor, path, overflowed))
                 advance(step.span if step.owned else 0)
             trim()  # memory that a transform or a handler freed
-        return Fetched(path, plain, found, _make(decided.makings), overflowed)
+        made = _make([item for item in decided.makings if item.last is None])
+        of: dict[int, Values] = {id(item): value for item, value in (*plain, *found, *made)}
+        for item in decided.makings:
+            if item.last is not None:
+                made.append((item, _alias(item, of)))
+        if any(step.last for step in steps):
+            plain = [(s, v if s.last is None else _alias(s, of)) for s, v in plain]
+            found = [(s, v if s.last is None else _alias(s, of)) for s, v in found]
+        return Fetched(path, plain, found, made, overflowed)
+
+
+def _alias(one: Step | Making, values: Mapping[int, Values]) -> torch.Tensor:
+    """Return the value of the tensor whose memory this one gets, as another object."""
+    value = values[id(one.last)]
+    assert isinstance(value, torch.Tensor)  # only values for a copy in place are not joined yet
+    return value.detach()
 
 
 @contextmanager

@@ -268,13 +268,6 @@ class Commit:
             if isinstance(leaf, torch.Tensor):
                 self.keep_values(leaf, name)
 
-    def put(self, group: Group, new: torch.Tensor) -> None:
-        """Swap where that is possible, so that references survive, and assign elsewhere."""
-        try:
-            self.swap(group, new)
-        except PlacementError:
-            self.assign(group, new)
-
     def assign(self, group: Group, new: torch.Tensor) -> None:
         """Put `new` in every slot of the group. Other holders keep the old tensor."""
         successor = successor_of(group.tensor, new)

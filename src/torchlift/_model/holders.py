@@ -162,13 +162,16 @@ def blocked_by(groups: Sequence[Group]) -> list[Blocker]:
 
 
 def find_unswappable(groups: Iterable[Group]) -> set[str]:
-    """Return the names of tensors without values, or of a class, that can only be assigned."""
+    """Return the names of blank tensors, and those of a class, that torch refuses to exchange."""
     suspects = [
         group
         for group in groups
         if not is_plain(group.tensor) or (group.tensor.is_meta and has_holders(group.tensor))
     ]
-    return {blocker.key for blocker in blocked_by(suspects)} if suspects else set()
+    found = blocked_by(suspects) if suspects else []
+    # torch exchanges what other tensors share, or what a graph was computed from.
+    refused = {Hold.WEAK_REFERENCE, Hold.VIEW, Hold.FOREIGN, Hold.CLASS}
+    return {blocker.key for blocker in found if blocker.kinds & refused}
 
 
 def refusal(found: Sequence[Blocker], *, hint: str) -> PlacementError:

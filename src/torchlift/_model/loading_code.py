@@ -21,10 +21,24 @@ import torch
 from torch import nn
 
 from torchlift._model.commit import Commit, content_bytes, successor_of
-from torchlift._model.dtensor import is_fsdp, local_tensor, refresh_shards
-from torchlift._model.handlers import bytes_of, clone_of, has_memory, inner_tensors, is_wrapper
+from torchlift._model.dtensor import (
+    is_dtensor,
+    is_fsdp,
+    local_tensor,
+    refresh_shards,
+    shard_of_value,
+    wrap,
+)
+from torchlift._model.handlers import (
+    bytes_of,
+    clone_of,
+    has_memory,
+    inner_tensors,
+    is_plain,
+    is_wrapper,
+)
 from torchlift._model.names import wrapped_by
-from torchlift._model.slots import ModuleTree, is_lazy, walk
+from torchlift._model.slots import CONSTRUCTION, ModuleTree, is_lazy, walk
 from torchlift._model.state import ModuleHolder, own
 from torchlift._model.torch_private import (
     LAZY_HOOK,
@@ -260,6 +274,7 @@ def run_loading_code(
             tree.walk()  # again: the code may have put other modules there
             run.collect(tree, commit)
     finally:
+        run.keep_constructions()
         _RUNNING.discard(id(tree.model))
         refresh_shards(tree.modules)
         tree.walk()
@@ -319,11 +334,13 @@ class _Start(NamedTuple):
         place: Where it was.
         live: The tensor.
         made: Its stand-in, or the tensor itself.
+        construction: How a skeleton makes it, as its module knows, or None.
     """
 
     place: _Place
     live: torch.Tensor
     made: torch.Tensor
+    construction: object
 
 
 class _Report(NamedTuple):
@@ -374,6 +391,7 @@ class _Run:
         self._copying: set[int] = set()
         self._start: dict[tuple[int, str], _Start] = {}
         self._made: dict[int, torch.Tensor] = {}
+        self._copies: dict[object, torch.Tensor] = {}
         self._versions: dict[int, int] = {}
         #: Place -> value that torch would refuse. The plan decides on it.
         self._aside: dict[tuple[int, str], Any] = {}
@@ -402,19 +420,25 @@ class _Run:
                     if writes or is_lazy(live):
                         self._stand_in(place, live)
                     else:
-                        self._note(_Start(place, live, live))
+                        self._note(place, live, live)
                 is_blank = any(one.is_meta or is_lazy(one) for _, one in here)
                 if writes and not is_blank:
                     self._copying.add(key)
             yield
         except BaseException:
-            for place, live, _ in self._start.values():
+            for place, live, *_ in self._start.values():
                 if place.registry.get(place.name) is not live:
                     place.put(live)
             raise
-        for place, live, made in self._start.values():
+        for place, live, made, _ in self._start.values():
             if made is not live and place.registry.get(place.name) is made:
                 place.put(live)
+
+    def keep_constructions(self) -> None:
+        """Tell modules again how their tensors are made. They forgot it with each new tensor."""
+        for place, live, _, known in self._start.values():
+            if known is not None and place.registry.get(place.name) is live:
+                vars(place.module).setdefault(CONSTRUCTION, {})[place.name] = known
 
     def _find_code(self) -> set[int]:
         """Return the modules with code, and those that share a tensor with one of them."""
@@ -437,17 +461,27 @@ class _Run:
                 kind: Any = type(live)
                 made = kind(live.requires_grad, device=live.device, dtype=live.dtype)
             else:
-                made = successor_of(live, live.data if live.is_meta else clone_of(live))
-                if live.device.type == "cpu":
-                    self.outcome.nbytes += content_bytes(local_tensor(live))
+                made = successor_of(live, live.data if live.is_meta else self._copy(live))
             assert made is not None
             self._made[id(live)] = made
-        self._note(_Start(place, live, made))
+        self._note(place, live, made)
         place.put(made)
 
-    def _note(self, start: _Start) -> None:
-        self._start[start.place.key] = start
-        for tensor in (start.live, start.made):
+    def _copy(self, live: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a live tensor. Tensors over one memory have one copy."""
+        key: object = id(live)
+        if (memory := memory_of(live)) is not None:
+            key = memory, live.storage_offset(), live.shape, live.stride(), live.dtype
+        if key not in self._copies:
+            self._copies[key] = clone_of(live)
+            if live.device.type == "cpu":
+                self.outcome.nbytes += content_bytes(local_tensor(live))
+        return self._copies[key]
+
+    def _note(self, place: _Place, live: torch.Tensor, made: torch.Tensor) -> None:
+        known = vars(place.module).get(CONSTRUCTION, {}).get(place.name)
+        self._start[place.key] = _Start(place, live, made, known)
+        for tensor in (live, made):
             self._versions.setdefault(id(tensor), version_of(tensor))
 
     # ---- what torch does
@@ -481,6 +515,7 @@ class _Run:
         counts = Counter(id(module) for _, module in paths)
         self._again = {key for key, count in counts.items() if count > 1}
         self._root, self._errors = root, list[str]()
+        self._shared = self._find_shared()
         self._refused = ""
         self._overrides = _overriding(prefix, root, inside=False) is not None
         shown = self._shown
@@ -576,6 +611,9 @@ class _Run:
                     values[name] = tensor  # to itself, so that it is not missing
                 continue
             value = values.get(name) if place.is_persistent else None
+            if is_dtensor(tensor) and value is not None and _is_whole(value, tensor):
+                # It was shown under another name, which does not tell the slice of this rank.
+                value = values[name] = wrap(tensor, shard_of_value(value, tensor, name))
             self._aside.pop(place.key, None)
             if value is not None and _can_take(tensor, value, copies=copies):
                 self._given.add(place.key)
@@ -584,7 +622,8 @@ class _Run:
                 if not copies and has_memory(value) and value.numel():
                     # If torch copied, two tensors would not share the memory of one value.
                     live = self._start[place.key].live if place.key in self._start else tensor
-                    if id(module) in self._again or self._find_owner(value, live) != id(live):
+                    shares = id(module) in self._again or value.data_ptr() in self._shared
+                    if shares or self._find_owner(value, live) != id(live):
                         values[name] = clone_of(value)
                 continue
             if value is not None:
@@ -593,6 +632,18 @@ class _Run:
             is_live = start is not None and tensor is start.live is start.made
             if is_live and not tensor.is_meta:  # post-hooks may write to it
                 self._stand_in(place, tensor)
+
+    def _find_shared(self) -> set[int]:
+        """Return the addresses of values that two tensors of the model get."""
+        lives = {
+            self._paths.get(key[0], "") + start.place.name: id(start.live)
+            for key, start in self._start.items()
+        }
+        found: dict[int, set[object]] = {}
+        for name, value in self._shown.tensors.items():
+            if has_memory(value) and value.numel():
+                found.setdefault(value.data_ptr(), set()).add(lives.get(name, name))
+        return {address for address, owners in found.items() if len(owners) > 1}
 
     def _find_owner(self, value: torch.Tensor, live: torch.Tensor) -> int:
         """Return the tensor that got a value of the same memory, or note this one."""
@@ -703,7 +754,7 @@ class _Run:
 
     def _collect_stand_in(self, start: _Start, called: Sequence[str], commit: Commit) -> None:
         """Take a value that the code, or torch for it, has written to a stand-in."""
-        place, live, made = start
+        place, live, made, _ = start
         if made is live or is_lazy(made):
             self._excuse(called)
             return
@@ -875,6 +926,11 @@ def _fits(tensor: torch.Tensor, value: torch.Tensor) -> bool:
     return not value.is_nested and (
         tensor.shape == value.shape or (tensor.dim() == 0 and value.dim() == 1 == len(value))
     )
+
+
+def _is_whole(value: object, tensor: torch.Tensor) -> bool:
+    """Return whether a value is a plain one of the complete shape of a sharded tensor."""
+    return isinstance(value, torch.Tensor) and is_plain(value) and value.shape == tensor.shape
 
 
 def _is_tensor(value: object) -> bool:

@@ -30,8 +30,7 @@ from torchlift.errors import CheckpointError
 T = TypeVar("T")
 M = TypeVar("M")
 
-#: For each thread: the error of the last exchange and its process groups, by their identity; and an
-#: interrupt that came while a message was sent.
+#: For each thread: the error of the last exchange and its process groups, by their identity.
 _LAST = threading.local()
 
 #: Seconds in which processes that come at one time make a group; of thousands, 0.1 more for each.
@@ -202,7 +201,7 @@ class RankGroup:
             CheckpointError: If the step raised on a rank (see `raise_first`), or a rank does not
                 answer. A rank whose own step raised may raise its own error.
         """
-        groups, _LAST.heard, _LAST.late = self._talking, (None, []), None
+        groups, _LAST.heard = self._talking, (None, [])
         problem: BaseException | None = None
         done: tuple[T, M] | None = None
         try:
@@ -218,9 +217,6 @@ class RankGroup:
                 # Of this thread alone; the error itself would keep alive all that it has seen.
                 _LAST.heard = id(error), [*map(id, self.groups)]
                 raise
-            finally:
-                if _LAST.late is not None:
-                    raise _LAST.late
         assert done is not None
         return Exchange(done[0], by_rank)
 
@@ -325,32 +321,10 @@ class RankGroup:
 
 
 def _gather(known: dict[int, _Answer], group: Any) -> dict[int, _Answer]:
-    """Return the answers that all ranks of a group know together.
-
-    It works as torch's ``all_gather_object`` does, with one difference. An error here, before a
-    message is sent, does not stop the other ranks: the message is sent all the same.
-    """
-    count = torch.distributed.get_world_size(group)
-    if count == 1:
-        return known
-    device = _device_of(group)
-
-    def gathered(message: torch.Tensor) -> torch.Tensor:
-        here = message.to(device)
-        rows = [torch.empty_like(here) for _ in range(count)]
-        try:
-            torch.distributed.all_gather(rows, here, group=group)
-        except BaseException as error:
-            # Where ranks are lost, or have been waited for too long, it fails again at once.
-            torch.distributed.all_gather(rows, here, group=group)
-            if not isinstance(error, Exception):
-                _LAST.late = error
-        return torch.stack(rows).cpu()
-
-    data = pickle.dumps(known)
-    lengths = gathered(torch.tensor([len(data)], device="cpu"))[:, 0].tolist()
-    rows = gathered(_padded(data, max(lengths)))
-    found = [pickle.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, lengths, strict=True)]
+    """Return the answers that all ranks of a group know together."""
+    found: list[Any] = [known] * torch.distributed.get_world_size(group)
+    if len(found) > 1:
+        torch.distributed.all_gather_object(found, known, group=group)
     return {who: answer for each in found for who, answer in each.items()}
 
 

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -34,6 +35,7 @@ from torchlift._model.holders import (
     refusal,
 )
 from torchlift._model.slots import Group, ModuleTree, is_blank, is_lazy
+from torchlift._model.torch_private import memory_of
 from torchlift._plan import rules
 from torchlift._plan.match import Match, Pair
 from torchlift._plan.rules import Mode, Route, Source
@@ -85,6 +87,7 @@ class Step:
         route: How the values get into memory. See `Route`.
         plain: Whether a dense tensor of a file becomes, without a copy, a plain tensor on meta.
             Such a step needs no further check.
+        last: See `_share_memory`.
     """
 
     group: Group
@@ -107,6 +110,7 @@ class Step:
     source: Source = "memory"
     route: Route = "view"
     plain: bool = False
+    last: Step | Making | None = None
 
     @property
     def entry(self) -> TensorEntry | None:
@@ -146,15 +150,24 @@ class Step:
         return self.memory, self.dtype
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Making:
-    """A tensor without values in the source: it is constructed, or moved if it is live."""
+    """A tensor without values in the source: it is constructed, or moved if it is live.
+
+    Attributes:
+        group: The tensor.
+        device, dtype: The device and the dtype of the tensor after the load.
+        is_constructed: Whether it is constructed.
+        mode: How the tensor is placed.
+        last: See `_share_memory`.
+    """
 
     group: Group
     device: torch.device
     dtype: torch.dtype
     is_constructed: bool
     mode: Mode
+    last: Step | Making | None = None
 
 
 class Decided(NamedTuple):
@@ -185,7 +198,7 @@ def decide(matched: Match, tree: ModuleTree, options: rules.Options) -> Decided:
     """
     steps = decide_steps(matched, options)
     try:
-        return Decided(matched, steps, decide_makings(matched.unmatched, tree, options, steps))
+        makings = decide_makings(matched.unmatched, tree, options, steps)
     except PlacementError as error:
         if matched.outcome is not None and error.entry not in matched.on_meta:
             error.hint = (
@@ -193,6 +206,31 @@ def decide(matched: Match, tree: ModuleTree, options: rules.Options) -> Decided:
                 "torchlift.skeleton, and call torchlift.materialize(model) before you load."
             )
         raise
+    _share_memory([*makings, *steps])
+    return Decided(matched, steps, makings)
+
+
+def _share_memory(every: Iterable[Step | Making]) -> None:
+    """Give tensors over one memory the memory of the last one, if they are to be swapped.
+
+    ``one.data = other.data`` gives two parameters one memory. The values of the last one count, as
+    in torch, which copies into both. torch's ``assign=True`` parts them.
+    """
+    swapped = [one for one in every if one.mode == "swap"]
+    keys = [memory_of(one.group.tensor) for one in swapped]
+    if len({*keys}) == len(keys):  # as in nearly all models
+        return
+    found: dict[object, Step | Making] = {}
+    for one, key in zip(reversed(swapped), reversed(keys), strict=True):
+        tensor = one.group.tensor
+        if key is None or not is_plain(tensor) or not tensor.numel():
+            continue
+        view = key, tensor.storage_offset(), tensor.shape, tensor.stride(), one.device
+        last = found.setdefault(view, one)
+        if last is not one and isinstance(one, Making):
+            one.last, one.dtype, one.is_constructed = last, last.dtype, False
+        elif last is not one and one.dtype == last.dtype:
+            one.last = last
 
 
 def decide_steps(matched: Match, options: rules.Options) -> list[Step]:
@@ -360,17 +398,18 @@ def _own_stride(tensor: torch.Tensor, one: SourceTensor) -> tuple[int, ...] | No
     As in torch, a load without ``assign`` keeps the strides of the model. With those of a
     transposed matrix in the file, each row would be read from many places.
     """
-    if is_lazy(tensor) or isinstance(one, JoinedTensor) or one.shape != tensor.shape:
+    if isinstance(one, JoinedTensor) or not (is_lazy(tensor) or one.shape == tensor.shape):
         return None
-    values = [tensor, one.value] if isinstance(one, MemoryTensor) else [tensor]
+    values = [] if is_lazy(tensor) else [tensor]
+    values += [one.value] if isinstance(one, MemoryTensor) else []
     # A tensor that is not strided has no strides.
     is_odd = any(not is_plain(v) or v.layout is not torch.strided or v.is_nested for v in values)
-    if is_odd or tensor.numel() < 2:
+    if is_odd or math.prod(one.shape) < 2:
         return None
-    own = tensor.stride()
+    own = row_major(one.shape) if is_lazy(tensor) else tensor.stride()
     found = one.entry.stride if isinstance(one, FileTensor) else one.value.stride()
-    differ = (a != b for size, a, b in zip(tensor.shape, own, found, strict=True) if size > 1)
-    return own if own != found and any(differ) and not repeats(tensor.shape, own) else None
+    differ = (a != b for size, a, b in zip(one.shape, own, found, strict=True) if size > 1)
+    return own if own != found and any(differ) and not repeats(one.shape, own) else None
 
 
 def _without_kind(one: SourceTensor) -> SourceTensor:

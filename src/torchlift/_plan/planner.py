@@ -218,7 +218,7 @@ def _peak(decided: Decided, source: Origin, options: Options) -> int:
     made = sum(
         item.group.tensor.numel() * item.dtype.itemsize
         for item in decided.makings
-        if item.device.type == "cpu"
+        if item.device.type == "cpu" and item.last is None
     )
     # A backup exists while a subclass may fail to copy.
     kept = (matched.outcome.nbytes if matched.outcome else 0) + sum(

@@ -22,7 +22,7 @@ from torchlift._model.commit import Commit, exchange_content, ordinary_tensors, 
 from torchlift._model.devices import usable_device
 from torchlift._model.dtensor import is_dtensor, shard_of_value, wrap
 from torchlift._model.handlers import clone_of, has_memory, inner_tensors
-from torchlift._model.holders import has_holders
+from torchlift._model.holders import find_unswappable, has_holders
 from torchlift._model.slots import CONSTRUCTION, Group, ModuleTree, Slot, is_lazy, read_tree
 from torchlift._model.torch_private import forbid_address, key_of, swap_content, version_of
 from torchlift._system.containers import values_in
@@ -98,19 +98,18 @@ def skeleton(factory: Callable[P, M], *args: P.args, **kwargs: P.kwargs) -> M:
         model, run = recipe.run_first(args, kwargs)
         memory: Memory = {}
         for place, group in _places(ModuleTree(model)):
-            content = None
+            before = content = None
             if group.is_parameter and (recipe.is_whole or id(group.tensor) not in run.numbers):
-                _blank(group)  # of a deep copy, say, which registers nothing
+                before = _blank(group)  # of a deep copy, say, which registers nothing
             elif group.persistent and not group.is_parameter:
-                content = _blank(group)
-            if content is not None and content.nbytes > SMALL:
-                content = None
+                before = _blank(group)
+                content = before if before is not None and before.nbytes <= SMALL else None
             inner = [] if group.tensor.is_meta else inner_tensors(group.tensor)
             if inner and all(one.is_meta for one in inner):
                 # torchao's classes say that they are where their values seemed to be.
                 exchange_content(group, successor_of(group.tensor, clone_of(group.tensor, META)))
             _remember(group, recipe, place, run.numbers.get(id(group.tensor)), content)
-            _finish(group.tensor, memory)
+            _finish(group.tensor, memory, before)
         for tensor in run.tensors:
             if type(tensor) is _Blank:  # the module has replaced it, and somebody may hold it
                 _finish(tensor, memory)
@@ -172,8 +171,11 @@ def materialize(
             value = replaced.get(id(group.tensor), group.tensor).detach()
             replaced[id(group.tensor)] = value.to(where)
     with uninterrupted() as deliver, Commit() as commit:
-        for group in {id(group.tensor): group for group in [*wanted, *moved]}.values():
-            commit.put(group, replaced[id(group.tensor)])
+        every = {id(group.tensor): group for group in [*wanted, *moved]}.values()
+        unswappable = find_unswappable(every)
+        for group in every:
+            way = commit.assign if group.fqn in unswappable else commit.swap
+            way(group, replaced[id(group.tensor)])
         deliver()  # an interrupt takes it back; one that comes later finds all of it done
         commit.finish()
         forget(tree)
@@ -313,7 +315,7 @@ def _blank(group: Group) -> torch.Tensor | None:
 Memory = dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]]
 
 
-def _finish(tensor: torch.Tensor, memory: Memory) -> None:
+def _finish(tensor: torch.Tensor, memory: Memory, before: torch.Tensor | None = None) -> None:
     """Make a plain tensor on meta of what it was for the constructor.
 
     torch cannot undo `forbid_address`. Tensors that share memory still do.
@@ -321,13 +323,15 @@ def _finish(tensor: torch.Tensor, memory: Memory) -> None:
     Args:
         tensor: A tensor of a finished skeleton.
         memory: The storages of all tensors of the skeleton so far.
+        before: The content that it had when the constructor ended. None: the same as now.
     """
     kind: Any = nn.Parameter
     if type(tensor) is _Blank:
         tensor.__class__ = kind
     if not tensor.is_meta or is_lazy(tensor) or not has_memory(tensor):
         return
-    old, view = tensor.untyped_storage(), (tensor.storage_offset(), tensor.shape, tensor.stride())
+    was = tensor if before is None else before
+    old, view = was.untyped_storage(), (was.storage_offset(), was.shape, was.stride())
     if key_of(old) not in memory:
         new = torch.empty(old.nbytes(), dtype=torch.uint8, device=META)
         memory[key_of(old)] = old, new.untyped_storage()
@@ -736,12 +740,12 @@ def emptied(tree: ModuleTree) -> list[Group]:
 
     Its sign is that other code than torchlift has put new memory into every tensor on meta.
     """
-    if not [module for module in tree.modules if CONSTRUCTION in module.__dict__]:
+    if not any(CONSTRUCTION in module.__dict__ for module in tree.modules):
         return []
-    known = [(group, made) for group in tree.groups if (made := construction_of(group)) is not None]
-    if any(group.tensor.is_meta for group, _ in known):
+    if any(group.tensor.is_meta and construction_of(group) for group in tree.groups):
         return []
-    return [group for group, made in known if _is_emptied(group.tensor, made.value)]
+    known = ((group, construction_of(group)) for group in tree.groups)
+    return [g for g, made in known if made is not None and _is_emptied(g.tensor, made.value)]
 
 
 def _is_emptied(tensor: torch.Tensor, value: torch.Tensor | None) -> bool:

@@ -162,23 +162,6 @@ def _nbytes(one: Values | MemoryTensor) -> int:
 # ---- entries for a rename, which makes other entries of them
 
 
-class _InMemory(str):
-    """The file of a chunk whose values are in memory: their tensor.
-
-    As text it is the name of the tensor, so that two chunks of one tensor are chunks of one file.
-
-    Attributes:
-        tensor: The tensor.
-    """
-
-    tensor: SourceTensor
-
-    def __new__(cls, tensor: SourceTensor) -> Self:
-        made = super().__new__(cls, f"{tensor.key!r} in memory")
-        made.tensor = tensor
-        return made
-
-
 def describe(one: SourceTensor) -> TensorEntry:
     """Return the entry of a tensor. A tensor in memory is described as if it were a file."""
     if isinstance(one, FileTensor):
@@ -195,7 +178,8 @@ def describe(one: SourceTensor) -> TensorEntry:
     dtype = str(one.dtype).removeprefix("torch.")
     entry = TensorEntry(one.key, dtype, shape, stride, one.nbytes, "", "", (), encoding=encoding)
     zeros = (0,) * len(shape)
-    chunk = Chunk(_InMemory(one), offset * entry.itemsize, entry.nbytes, zeros, shape)
+    at, file = offset * entry.itemsize, f"{one.key!r} in memory"
+    chunk = Chunk(file, at, entry.nbytes, zeros, shape, held=one)
     return entry._replace(chunks=(chunk,) if entry.numel else ())
 
 
@@ -207,16 +191,22 @@ def tensor_of(entry: TensorEntry, keys: tuple[str, ...], views: MappedViews | No
         keys: The names in the source of what it is made of.
         views: The files, if there are any.
     """
-    in_memory = [chunk.file.tensor for chunk in entry.chunks if isinstance(chunk.file, _InMemory)]
-    if views is not None and not in_memory:
+    held = [_held_by(chunk) for chunk in entry.chunks]
+    if views is not None and not any(held):
         return FileTensor(keys[0], entry, views, keys)
-    if len(in_memory) == 1 == len(entry.chunks):
-        whole = describe(in_memory[0])
+    if len(held) == 1 and (one := held[0]) is not None:
+        whole = describe(one)
         same = whole.chunks, whole.stride, whole.encoding
         if same == (entry.chunks, entry.stride, entry.encoding):
-            return replace(in_memory[0], keys=keys)
+            return replace(one, keys=keys)
     slices = tuple(_slices(entry, views))
     return JoinedTensor(keys[0], keys, slices, entry.shape, getattr(torch, entry.dtype))
+
+
+def _held_by(chunk: Chunk) -> MemoryTensor | JoinedTensor | None:
+    """Return the tensor in memory that holds a chunk, or None."""
+    assert chunk.held is None or isinstance(chunk.held, (MemoryTensor, JoinedTensor))
+    return chunk.held
 
 
 class Slice(NamedTuple):
@@ -237,8 +227,8 @@ def _slices(entry: TensorEntry, views: MappedViews | None) -> Iterator[Slice]:
         spans = zip(chunk.start, chunk.shape, strict=True)
         block = tuple((start, start + size) for start, size in spans)
         steps = steps_in_file(entry, chunk)
-        if isinstance(chunk.file, _InMemory):
-            value = chunk.file.tensor.tensor().detach()
+        if (one := _held_by(chunk)) is not None:
+            value = one.tensor().detach()
             box = value.as_strided(chunk.shape, steps, chunk.offset // value.element_size())
             yield Slice(calculated(entry, box.float()) if entry.encoding[1:] else box, block)
         else:

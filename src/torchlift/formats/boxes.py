@@ -225,7 +225,8 @@ def joined(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
         for chunk in entry.chunks:
             steps = steps_in_file(entry, chunk)
             start = (*chunk.start[:dim], chunk.start[dim] + at, *chunk.start[dim + 1 :])
-            others = (chunk.shape[:dim], chunk.shape[dim + 1 :], steps, chunk.file, chunk.packed)
+            place = (chunk.file, chunk.packed, chunk.held)
+            others = (chunk.shape[:dim], chunk.shape[dim + 1 :], steps, *place)
             before = behind.pop((start, chunk.offset, others), len(found))
             length, offset = chunk.shape[dim], chunk.offset
             if before < len(found):
@@ -261,7 +262,8 @@ def _box(
         if len(uneven) > 1 or any(step != 1 or size % values for size, step in uneven):
             raise _indivisible(entry)
     nbytes = _bytes(entry, last + 1)
-    return Chunk(source.file, offset, nbytes, tuple(start), found, stride, source.packed)
+    begin = tuple(start)
+    return source._replace(offset=offset, nbytes=nbytes, start=begin, shape=found, stride=stride)
 
 
 def _bytes(entry: TensorEntry, elements: int) -> int:

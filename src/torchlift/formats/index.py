@@ -231,6 +231,7 @@ class Chunk(NamedTuple):
         stride: Strides of the box inside the run, in elements, if the run holds more than the box.
             None for the tensor's strides (a single chunk) or row-major (one of several).
         packed: The deflated record that holds the bytes, or None.
+        held: The tensor in memory that holds the bytes in place of a file, or None.
     """
 
     file: str
@@ -240,6 +241,7 @@ class Chunk(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...] | None = None
     packed: Record | None = None
+    held: object = None
 
 
 @dataclass(frozen=True, slots=True)
