@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint_files import Call, same_bits, tensor, write_safetensors, write_zip
+from checkpoint_files import Call, tensor, write_safetensors, write_zip
 from damaged_files import damage, flip
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -35,6 +35,7 @@ from safetensors.torch import save_file
 from small_models import Mixed, saved, tensors_of
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from zoo import same
 
 import torchlift
 from torchlift.errors import CheckpointError, FormatError, IntegrityError, UnsafeError
@@ -199,7 +200,7 @@ def test_values_of_every_dtype_are_those_of_torch_load(tmp_path, dtype):
     value = torch.randint(0, 256, (48,), dtype=torch.uint8)
     value = value % 2 == 0 if dtype == torch.bool else value.view(dtype)
     path = saved({"w": value}, tmp_path)
-    assert same_bits(torchlift.open(path)["w"], torch.load(path)["w"])
+    assert same(torchlift.open(path)["w"], torch.load(path)["w"])
 
 
 def test_safetensors_read_the_same_way(tmp_path):
@@ -208,7 +209,7 @@ def test_safetensors_read_the_same_way(tmp_path):
     save_file(state, tmp_path / "m.safetensors", metadata={"format": "pt"})
     ckpt = torchlift.open(tmp_path / "m.safetensors")
     assert (ckpt.format, dict(ckpt.metadata)) == ("safetensors", {"format": "pt"})
-    assert all(same_bits(ckpt[key], value) for key, value in state.items())
+    assert all(same(ckpt[key], value) for key, value in state.items())
 
 
 def test_aliases_stay_aliases(tmp_path):
@@ -235,7 +236,7 @@ def test_saving_the_state_dict_again_does_not_grow_the_file(tmp_path):
     one = saved({"d": ckpt["d"]}, tmp_path, "one.pt")
     assert abs(again.stat().st_size - path.stat().st_size) < 512
     assert one.stat().st_size < 2048
-    assert all(same_bits(torch.load(again)[key], value) for key, value in state.items())
+    assert all(same(torch.load(again)[key], value) for key, value in state.items())
 
 
 def test_writing_to_a_tensor_reaches_neither_the_file_nor_another_reader(tmp_path):
@@ -246,10 +247,10 @@ def test_writing_to_a_tensor_reaches_neither_the_file_nor_another_reader(tmp_pat
     true = two["weight"].clone()
     one["weight"].fill_(99)
     assert path.read_bytes() == before
-    assert same_bits(two["weight"], true)
+    assert same(two["weight"], true)
     model = torchlift.skeleton(nn.Linear, 3, 2)
     torchlift.load(model, one)
-    assert same_bits(model.weight, true)
+    assert same(model.weight, true)
     assert one["weight"].eq(99).all()
 
 
@@ -728,7 +729,7 @@ def test_a_stored_record_that_a_zip_tool_rewrote_still_reads(tmp_path):
         for info in old.infolist():
             new.writestr(info.filename, old.read(info))
     ckpt = torchlift.open(moved)
-    assert all(same_bits(ckpt[key], value) for key, value in torch.load(path).items())
+    assert all(same(ckpt[key], value) for key, value in torch.load(path).items())
 
 
 @st.composite

@@ -143,6 +143,16 @@ def described(*shape: object, at: tuple[object, object] = (0, 8), dtype: object 
     return {"dtype": dtype, "shape": list(shape), "data_offsets": list(at)}
 
 
+def named(name: str, content: bytes) -> Make:
+    """A file that is opened by this name."""
+
+    def make(path: Path) -> Path:
+        path.mkdir()
+        return put(content)(path / name)
+
+    return make
+
+
 def npz(**records: bytes) -> Make:
     def make(path: Path) -> Path:
         with zipfile.ZipFile(path, "w") as archive:
@@ -570,6 +580,51 @@ ROWS: dict[str, tuple[Make, str, Any, str]] = {
     "metadata that underflows": (metadata(b"\x80\x02R."),
         FORMAT, None, "the pickle takes more than its stack holds"),
     # 9. safetensors.
+    "a hole at the start": (
+        safetensors({"a": described(2, at=(4, 12)), "b": described(2, at=(12, 20))}, bytes(20)),
+        FORMAT, "a", "unused bytes before a tensor"),
+    **{f"a header of {length} bytes": (put(struct.pack("<Q", length) + b'{"w":' + bytes(50)),
+        FORMAT, None, "the length of the header is invalid") for length in (2**63, 100_000_001)},
+    **{f"a shape of {str(shape)[:20]}": (
+        safetensors({"a": {**described(2), "shape": shape}}, bytes(8)), FORMAT, "a", words)
+       for shape, words in (
+           ([2**63], "invalid shape"), (["2"], "invalid shape"), ([None], "invalid shape"),
+           ([1] * 65, "at most 64"), (2, "expected dtype, data_offsets, and a list as the shape"),
+           ([3], "does not match its shape"), ([2**62, 2**62], "does not match its shape"))},
+    **{f"offsets of {at!r}": (
+        safetensors({"a": {**described(2), "data_offsets": at}}, bytes(8)), FORMAT, "a", words)
+       for at, words in (
+           ([8, 0], "does not match its shape"), ([0], "two data offsets"),
+           ([0, 4, 8], "two data offsets"), ([-8, 0], "an invalid data_offsets"),
+           ([0.0, 8], "an invalid data_offsets"), ([0, 2**70], "does not match its shape"),
+           (None, "an invalid data_offsets"), ("08", "an invalid data_offsets"))},
+    **{f"a dtype of {dtype!r}": (safetensors({"a": described(2, dtype=dtype)}, bytes(8)),
+        FORMAT, "a", f"torchlift does not know this dtype; found {dtype!r}")
+       for dtype in ("F4_E2M1", "f32", "", 4, None, ["F32"])},
+    **{f"{nbytes} bytes of {shape} {dtype}": (
+        safetensors({"a": described(*shape, dtype=dtype, at=(0, nbytes))}, bytes(nbytes)),
+        FORMAT, "a", words)
+       for dtype, shape, nbytes, words in (
+           ("F4", (), 1, "do not fill its last byte; expected a multiple of 2"),
+           ("F4", (3,), 2, "do not fill its last byte; expected a multiple of 2"),
+           ("F6_E2M3", (3,), 3, "do not fill its last byte; expected a multiple of 4"),
+           ("F6_E3M2", (4,), 4, "does not match its shape and dtype"),
+           ("F4", (4,), 4, "does not match its shape and dtype"),
+           ("F6_E3M2", (1 << 62, 1 << 62, 0), 0, "an invalid shape"))},
+    **{f"a header of {text[:40]!r}": (safetensors(text), FORMAT, ..., words)
+       for text, words in (
+           (b"{", "not valid JSON"), (b"{\xff}", "not valid JSON"),
+           (b'{"w": NaN}', "not valid JSON"),
+           (b'{"a": {"a":' * 50_000 + b"1" + b"}}" * 50_000, "nests too deep"),
+           (b"{" + b'"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nests too deep"),
+           (b'{"w":1,"w":2}', "name occurs twice"),
+           (b'{"w":{"dtype":"F32","dtype":"F32"}}', "name occurs twice"),
+           (b'{"w":1}', "the wrong fields"), (b'{"w":{}}', "the wrong fields"),
+           (b'{"w":{"dtype":"F32","shape":[1e400],"data_offsets":[0,8]}}', "invalid shape"),
+           (b'{"__metadata__":{"\\ud800":"x"}}', "not valid JSON"),
+           (b'{"__metadata__":{"a":1}}', "does not map text to text"),
+           (b'{"__metadata__":[]}', "does not map text to text"),
+           (b'{"w":' + b"1" * 10_000 + b"}", "not valid JSON"))},
     "a header of 2**64-1": (put(b"\xff" * 8 + b"{}"),
         FORMAT, None, "the length of the header is invalid"),
     "a header past the file": (put(struct.pack("<Q", 99) + b'{"w": 1}'),
@@ -591,6 +646,16 @@ ROWS: dict[str, tuple[Make, str, Any, str]] = {
     "a dtype nobody knows": (safetensors({"a": described(2, dtype="F5")}, bytes(8)),
         FORMAT, "a", "torchlift does not know this dtype"),
     # 10. Indexes.
+    **{f"a shard named {name!r}": (index({"w": name}), UNSAFE, name, "a shard's name ")
+       for name in ("../x", "a\\..\\x", "C:\\x", "", "x\0y", "..")},
+    **{f"an index of {text[:30]!r}": (named("x.index.json", text), FORMAT, ..., words)
+       for text, words in (
+           (b"{}", "the JSON file is not an index"),
+           (b'{"weight_map": []}', "not an index of a checkpoint"),
+           (b'{"weight_map": {"a": 1}}', "not an index of a checkpoint"),
+           (b'{"weight_map": {"a": "x", "a": "y"}}', "name occurs twice"),
+           (b'{"weight_map": {}, "metadata": 3}', "metadata is not a map"),
+           (b'{"weight_map": ', "not valid JSON"), (b'{"a":' * 100_000, "nests too deep"))},
     "an absolute shard": (index({"w": "/etc/passwd"}),
         UNSAFE, "/etc/passwd", "a shard's name is not a plain relative one"),
     "a shard above": (index({"w": "a/../../b"}),
@@ -635,6 +700,37 @@ ROWS: dict[str, tuple[Make, str, Any, str]] = {
     "a zip of texts": (npz(), FORMAT, None, "torch.save did not write this zip archive"),
     "a plain pickle": (put(pickled(RUN)), UNSAFE, None, "a pickle that torch.save did not write"),
     # 15. Sizes.
+    **{f"an array, {at}": (put(content), FORMAT, "tensor", words)
+       for at, (content, words) in enumerate((
+           (b"\x93NUMPY", "not a NumPy array"), (npy_bytes(F32, version=9), "not a NumPy array"),
+           (npy_bytes(F32, bytes(7)), "found 7 bytes"), (npy_bytes(F32, bytes(9)), "found 9 bytes"),
+           (b"\x93NUMPY\1\0\xff\xff", "not a NumPy array"),
+           (npy_bytes("(" * 5000), "is malformed"), (npy_bytes("{'descr': '<f4'}"), "is malformed"),
+           (npy_bytes(F32.replace("(2,)", "(-1,)")), "invalid shape"),
+           (npy_bytes(F32.replace("(2,)", "(2.0,)")), "invalid shape"),
+           (npy_bytes(F32.replace("(2,)", "(1 << 62,)")), "is malformed"),
+           (npy_bytes(F32.replace("(2,)", f"({2**62}, 8)")), "does not match its shape"),
+           (npy_bytes(F32.replace("False", "1"), bytes(8)), "is malformed"),
+           (npy_bytes(F32.replace("(2,)", "(2LL,)"), bytes(8)), "is malformed"),
+           (npy_bytes(F32.replace("(2,)", "(L,)"), bytes(8)), "is malformed")))},
+    **{f"GGUF, {at}": (gguf(*values), FORMAT, ..., words)
+       for at, (values, words) in enumerate((
+           ((("I", 1),), "version of GGUF; expected"), ((("I", 3 << 24),), "big-endian"),
+           ((("I", 3), ("Q", 1 << 60), ("Q", 0)), "the file ends early"),
+           ((("I", 3), ("Q", 0), ("Q", 1), "a", ("I", 99)), "has an unknown type"),
+           ((("I", 3), ("Q", 0), ("Q", 1), "a", ("I", 8), ("Q", 1 << 63)), "ends early"),
+           ((("I", 3), ("Q", 0), ("Q", 1), "a", ("I", 9), ("I", 10), ("Q", 1 << 62)), "ends early"),
+           ((("I", 3), ("Q", 0), ("Q", 2), *["a", ("I", 7), ("?", 1)] * 2),
+            "two values of the metadata"),
+           ((*ONE, "w", ("I", 1), ("Q", 1 << 62), ("I", 0), ("Q", 0)), "invalid shape"),
+           ((*ONE, "w", ("I", 1), ("Q", 4), ("I", 77), ("Q", 0)), "found ggml type 77"),
+           ((*ONE, "w", ("I", 1), ("Q", 31), ("I", 2), ("Q", 0)), "not whole blocks of Q4_0"),
+           ((*ONE, "w", ("I", 1), ("Q", 4), ("I", 0), ("Q", 0)), "past the end of the file"),
+           ((("I", 3), ("Q", 2), ("Q", 0), *["w", ("I", 1), ("Q", 0), ("I", 0), ("Q", 0)] * 2),
+            "two tensors have the same name")))},
+    "65 dimensions in safetensors": (safetensors({"w": described(*(0,) * 65, at=(0, 0))}),
+        FORMAT, "w", "a tensor has an invalid shape"),
+    "65 dimensions in metadata": (one((1,) * 65), FORMAT, "w", "a tensor has an invalid size"),
     "65 dimensions of GGUF": (gguf_tensor((1,) * 65),
         FORMAT, "w", "a tensor has too many dimensions"),
     "65 dimensions of numpy": (put(npy_bytes(F32.replace("(2,)", str((1,) * 65)), bytes(4))),

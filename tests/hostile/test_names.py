@@ -6,7 +6,6 @@ import difflib
 import json
 import math
 import os
-import pickle
 import re
 import socket
 import struct
@@ -229,20 +228,6 @@ def test_an_empty_view_may_lie_anywhere(tmp_path: Path, offset: int) -> None:
     assert torch.load(path)["w"].shape == (0,)
     with torchlift.open(path) as ckpt:
         assert ckpt["w"].shape == (0,)
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_sixty_five_dimensions_are_refused(tmp_path: Path) -> None:
-    """In every format."""
-    write_zip(tmp_path / "a", {"w": tensor((1,) * 65, (1,) * 65)})
-    _empty_file(tmp_path / "b", (0,) * 65)
-    dcp.save({"w": torch.empty(0)}, checkpoint_id=tmp_path / "c", no_dist=True)
-    metadata = pickle.loads((tmp_path / "c" / ".metadata").read_bytes())
-    metadata.state_dict_metadata["w"].size = torch.Size((0,) * 65)
-    (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(metadata))
-    for name in "abc":
-        with pytest.raises(FormatError, match=r"'w': a tensor has an invalid s(ize|hape)"):
-            torchlift.open(tmp_path / name)
 
 
 # Keys and stamps ----------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from checkpoint_files import (
     StorageId,
     legacy_tensor,
     pickled,
-    same_bits,
     tensor,
     write_legacy,
     write_zip,
@@ -31,6 +30,7 @@ from hypothesis import strategies as st
 from second_readers import OWNERS, Refused, by_owner, differences, made, valid
 from torch._tensor import _rebuild_from_type_v2
 from torch._utils import _rebuild_parameter_with_state
+from zoo import same
 
 import torchlift
 from torchlift.errors import CheckpointError, FormatError
@@ -80,7 +80,7 @@ def _agree(path: Path) -> bool:
 
 def _same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
     return ours.keys() == theirs.keys() and all(
-        same_bits(ours[key], tensor) and ours[key].stride() == tensor.stride()
+        same(ours[key], tensor) and ours[key].stride() == tensor.stride()
         for key, tensor in theirs.items()
     )
 

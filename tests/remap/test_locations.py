@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_files import same_bits
 from device_files import TAGS, write_tagged
 from small_models import Holder, on_meta, tensors_of
+from zoo import same
 
 import torchlift
 from torchlift import remap
@@ -156,7 +156,7 @@ def test_every_form_of_map_location_has_an_equivalent(tmp_path, form) -> None:
     assert list(found) == list(expected)
     for key, tensor in expected.items():
         assert found[key].device == tensor.device, key
-        assert same_bits(found[key], tensor), key
+        assert same(found[key], tensor), key
 
 
 def test_map_location_meta_is_the_index(tmp_path) -> None:

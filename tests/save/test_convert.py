@@ -20,9 +20,9 @@ from forked import run
 from in_code import in_code
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from save_states import same_bits
 from torch import nn
 from zero_files import Zero
+from zoo import same
 
 import torchlift
 from torchlift import remap
@@ -64,7 +64,7 @@ def test_a_legacy_file_becomes_safetensors(tmp_path: Path) -> None:
     assert found.keys() == {"model.module.w", "model.module.t", "model.module.count",
                             "optimizer.state.0.exp_avg"}  # fmt: skip
     for key in ("w", "t", "count"):
-        assert same_bits(found[f"model.module.{key}"], state["model"][f"module.{key}"])
+        assert same(found[f"model.module.{key}"], state["model"][f"module.{key}"])
 
 
 class Net(nn.Module):
@@ -165,7 +165,7 @@ def test_root_rename_dtype_and_filters_work_together(tmp_path: Path) -> None:
     found = torch.load(tmp_path / "x.pt", weights_only=True)
     assert list(found) == ["net.w", "net.tied", "net.count"]
     assert found["net.w"].data_ptr() == found["net.tied"].data_ptr()
-    assert same_bits(found["net.w"], state["model"]["module.w"].bfloat16())
+    assert same(found["net.w"], state["model"]["module.w"].bfloat16())
     assert found["net.count"].dtype == torch.int64
     assert report.cast == dict.fromkeys(("net.w", "net.tied"), ("float32", "bfloat16"))
 
