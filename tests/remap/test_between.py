@@ -16,7 +16,6 @@ import transformers as hf
 from gguf import GGMLQuantizationType as Kind
 from gguf import quants
 from gguf_files import MODELS, finish, small_model, write_gguf
-from ranks import run_workers
 from torch import nn
 from whisper_model import Whisper
 from zoo import same
@@ -483,18 +482,6 @@ def test_without_the_package_there_are_no_names(monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ImportError, match="pip install gguf"):
         remap.from_to("gguf->transformers", model)
-
-
-# ---- on a mesh
-
-
-@pytest.mark.distributed
-def test_on_a_mesh(tmp_path):
-    """Each rank reads the rows of its own shards, and computes its own blocks."""
-    found = run_workers(Path(__file__).with_name("workers_between.py"), 2, tmp_path)
-    assert found == {
-        "shards_have_the_rows_of_transformers": "", "shards_of_blocks_are_computed_apart": "",
-    }  # fmt: skip
 
 
 def test_the_docstring_lists_what_it_knows() -> None:

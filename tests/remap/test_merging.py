@@ -18,7 +18,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_code import in_code
-from ranks import run_workers
 from safetensors.torch import save_file
 from torch import nn
 from zoo import same
@@ -725,16 +724,6 @@ def test_megatrons_fused_queries_keys_and_values_are_separated(
         for key, tensor in expected.items():
             assert same(model.state_dict()[key], tensor), key
             assert same(found[key], tensor), key
-
-
-@pytest.mark.distributed
-def test_each_rank_reads_its_shard_of_a_merged_tensor() -> None:
-    """FSDP2 and tensor parallel on two ranks: the values of torch, a shard's bytes each."""
-    from tempfile import TemporaryDirectory
-
-    with TemporaryDirectory() as folder:
-        found = run_workers(Path(__file__).with_name("workers_merging.py"), 2, Path(folder))
-    assert found == {"shards_are_read_from_files": "", "shards_are_taken_of_a_state_dict": ""}
 
 
 def test_an_error_does_not_list_the_sizes_of_all_members() -> None:
