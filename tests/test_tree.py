@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairwise import pairwise
 from torch import nn
 from zoo import same
 
@@ -140,9 +141,7 @@ FORMS = ["plain", "the file itself", "Lightning's list", "one of a list", "by na
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")  # it is not, for dcp.save
-@pytest.mark.parametrize("where", ["memory", "file", "dcp"])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
+@pairwise(where=["memory", "file", "dcp"], form=FORMS, kind=[torch.optim.Adam, torch.optim.SGD])
 def test_training_goes_on_from_any_form(tmp_path, kind, form, where):
     """Bit by bit as if it had never stopped, whatever saved the state."""
     model, optimizer = trained(kind)

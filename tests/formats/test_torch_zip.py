@@ -32,7 +32,7 @@ from zoo import same
 import torchlift
 from torchlift.errors import CheckpointError, FormatError, UnsafeError
 from torchlift.formats.detect import read_index
-from torchlift.formats.index import ITEMSIZE, Lack, globals_in, lacking
+from torchlift.formats.index import Lack, globals_in, lacking
 from torchlift.formats.summary import to_json, to_text
 
 
@@ -44,21 +44,6 @@ def path(tmp_path):
 def save(obj, path, **options):
     torch.save(obj, path, **options)
     return read_index(path)
-
-
-_DTYPES = [name for name in ITEMSIZE if hasattr(torch, name)]
-
-
-@pytest.mark.parametrize("name", _DTYPES)
-def test_every_dtype_is_named_as_torch_names_it(path, name):
-    """Each dtype of the table arrives under its own name with its bytes."""
-    dtype = getattr(torch, name)
-    value = torch.arange(1, 1 + 3 * dtype.itemsize, dtype=torch.uint8).view(dtype)
-    if name == "bool":
-        value = torch.tensor([True, False, True])
-    index = save({"w": value}, path)
-    assert index.entries["w"].dtype == name
-    assert same(read_tensor(index.entries["w"]), value)
 
 
 def test_containers_are_flattened_with_dots(path):

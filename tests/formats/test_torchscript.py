@@ -11,6 +11,7 @@ import pytest
 import torch
 from checkpoint_files import assert_as_loaded, big_endian
 from damaged_files import refused
+from pairwise import pairwise
 from torch import nn
 
 import torchlift
@@ -184,9 +185,11 @@ class Program(nn.Module):
         return self.inner(x) * self.table + torch.tensor(2.0) + self.size + len(self.sizes)
 
 
-@pytest.mark.parametrize("compile", ["script", "trace"])
-@pytest.mark.parametrize("door", ["file", "list", "checkpoint", "renamed"])
-@pytest.mark.parametrize("is_live", [True, False])
+@pairwise(
+    compile=["script", "trace"],
+    door=["file", "list", "checkpoint", "renamed"],
+    is_live=[True, False],
+)
 def test_constants_and_attributes_are_not_unexpected(tmp_path, compile, door, is_live):
     """A program has them besides the state of its modules. The model need not have them."""
     path = tmp_path / "m.pt"

@@ -157,8 +157,12 @@ PLACES: dict[str, Callable[[Path], Path]] = {
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-@pytest.mark.parametrize("kind", [_pipe, _socket, _folder, _loop])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("place", "kind"),
+    [*((place, _pipe) for place in PLACES),
+     *(("a shard", kind) for kind in (_socket, _folder, _loop)),
+     *(("metadata", kind) for kind in (_socket, _folder, _loop))],
+)  # fmt: skip
 def test_what_is_no_file_is_refused_without_waiting(
     tmp_path: Path, place: str, kind: Callable[[Path], str]
 ) -> None:

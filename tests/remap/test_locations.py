@@ -56,17 +56,6 @@ def test_a_file_from_anywhere_loads_on_a_cpu_without_an_argument(everywhere, opt
         assert tensor.tolist() == [i] * 4
 
 
-def test_a_file_saved_on_eight_gpus_loads_on_a_cpu(tmp_path) -> None:
-    """torch.load refuses it on such a machine, and says to pass map_location."""
-    path = write_tagged(tmp_path / "eight.pt", *(f"cuda:{i}" for i in range(8)))
-    if not torch.cuda.is_available():
-        with pytest.raises(RuntimeError, match="map_location"):
-            torch.load(path)
-    model = blank(path)
-    report = torchlift.load(model, path)
-    assert {item.device for item in report.loaded.values()} == {"cpu"}
-
-
 def test_the_most_specific_tag_wins(everywhere) -> None:
     """A kind without a number is about all of that kind; without an entry the default applies."""
     rule = remap.by_location({"cuda:1": "cuda:0", "cuda": "xpu:1", "npu": "cuda:3", "hpu:0": 4})

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from in_code import in_code
 from safetensors.torch import save_file
 from torch import nn
-from zoo import same
+from zoo import Bag, same
 
 import torchlift
 from torchlift import remap
@@ -29,21 +29,6 @@ from torchlift.errors import MismatchError, PlacementError, UnsafeError
 from torchlift.remap import Renaming
 
 State = dict[str, torch.Tensor]
-
-
-class Bag(nn.Module):
-    """A module whose tensors have these names and shapes."""
-
-    def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()
-        for name, tensor in state.items():
-            module: nn.Module = self
-            *path, last = name.split(".")
-            for part in path:
-                if part not in module._modules:
-                    module.add_module(part, nn.Module())
-                module = module._modules[part]  # type: ignore[assignment]
-            module.register_buffer(last, torch.zeros_like(tensor))
 
 
 def model_of(state: Mapping[str, torch.Tensor], *, live: bool = True) -> nn.Module:

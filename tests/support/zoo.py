@@ -67,6 +67,21 @@ class Holder(nn.Module):
                 self.register_buffer(name, tensor)
 
 
+class Bag(nn.Module):
+    """Zeros of these shapes as buffers, whose names may have dots."""
+
+    def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        for name, tensor in state.items():
+            module: nn.Module = self
+            *path, last = name.split(".")
+            for part in path:
+                if part not in module._modules:
+                    module.add_module(part, nn.Module())
+                module = module._modules[part]  # type: ignore[assignment]
+            module.register_buffer(last, torch.zeros_like(tensor))
+
+
 def on_meta(tensors: Mapping[str, torch.Tensor]) -> Holder:
     """A `Holder` of such tensors that has no values yet."""
     return Holder({name: torch.empty_like(t, device="meta") for name, t in tensors.items()})
