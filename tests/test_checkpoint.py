@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint_files import Call, same_bits, tensor, write_safetensors, write_zip
+from checkpoint_files import Call, tensor, write_safetensors, write_zip
 from damaged_files import damage, flip
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -35,6 +35,7 @@ from safetensors.torch import save_file
 from small_models import Mixed, saved, tensors_of
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from zoo import same
 
 import torchlift
 from torchlift.errors import CheckpointError, FormatError, IntegrityError, UnsafeError
@@ -199,30 +200,7 @@ def test_values_of_every_dtype_are_those_of_torch_load(tmp_path, dtype):
     value = torch.randint(0, 256, (48,), dtype=torch.uint8)
     value = value % 2 == 0 if dtype == torch.bool else value.view(dtype)
     path = saved({"w": value}, tmp_path)
-    assert same_bits(torchlift.open(path)["w"], torch.load(path)["w"])
-
-
-def test_safetensors_read_the_same_way(tmp_path):
-    """The other format gives the same tensors, and its metadata."""
-    state = {"w": torch.randn(3, 2), "h": torch.ones(4, dtype=torch.bfloat16)}
-    save_file(state, tmp_path / "m.safetensors", metadata={"format": "pt"})
-    ckpt = torchlift.open(tmp_path / "m.safetensors")
-    assert (ckpt.format, dict(ckpt.metadata)) == ("safetensors", {"format": "pt"})
-    assert all(same_bits(ckpt[key], value) for key, value in state.items())
-
-
-def test_aliases_stay_aliases(tmp_path):
-    """Keys that share a storage in the file share memory in the mapping and in a state dict."""
-    base = torch.arange(12.0)
-    path = saved({"all": base, "row": base.view(3, 4)[1], "other": torch.ones(12)}, tmp_path)
-    ckpt = torchlift.open(path)
-    assert ckpt.aliases == (("all", "row"),)
-    for state in (ckpt, ckpt.state_dict()):
-        whole, row, other = state["all"], state["row"], state["other"]
-        assert whole.untyped_storage().data_ptr() == row.untyped_storage().data_ptr()
-        assert whole.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
-    ckpt["row"].fill_(-1)
-    assert ckpt["all"].tolist() == [0, 1, 2, 3, -1, -1, -1, -1, 8, 9, 10, 11]
+    assert same(torchlift.open(path)["w"], torch.load(path)["w"])
 
 
 def test_saving_the_state_dict_again_does_not_grow_the_file(tmp_path):
@@ -235,7 +213,7 @@ def test_saving_the_state_dict_again_does_not_grow_the_file(tmp_path):
     one = saved({"d": ckpt["d"]}, tmp_path, "one.pt")
     assert abs(again.stat().st_size - path.stat().st_size) < 512
     assert one.stat().st_size < 2048
-    assert all(same_bits(torch.load(again)[key], value) for key, value in state.items())
+    assert all(same(torch.load(again)[key], value) for key, value in state.items())
 
 
 def test_writing_to_a_tensor_reaches_neither_the_file_nor_another_reader(tmp_path):
@@ -246,10 +224,10 @@ def test_writing_to_a_tensor_reaches_neither_the_file_nor_another_reader(tmp_pat
     true = two["weight"].clone()
     one["weight"].fill_(99)
     assert path.read_bytes() == before
-    assert same_bits(two["weight"], true)
+    assert same(two["weight"], true)
     model = torchlift.skeleton(nn.Linear, 3, 2)
     torchlift.load(model, one)
-    assert same_bits(model.weight, true)
+    assert same(model.weight, true)
     assert one["weight"].eq(99).all()
 
 
@@ -410,28 +388,6 @@ def test_a_misaligned_storage_comes_out_aligned(tmp_path, pad):
     assert value.data_ptr() % 8 == 0
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        torch.arange(6.0).view(2, 3).t(),
-        torch.arange(20.0)[3:19:4],
-        torch.ones(1).expand(5, 3),
-        torch.arange(5.0).as_strided((3, 3), (1, 1)),
-        torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last),
-        torch.empty(0, 3),
-        torch.tensor(4.0),
-        torch.ones(()).expand(4),
-    ],
-    ids=["transposed", "sliced", "expanded", "sliding", "channels", "empty", "scalar", "broadcast"],
-)
-def test_views_keep_their_shape_and_strides(tmp_path, value):
-    """A view comes out as the view that was saved, over as little memory."""
-    path = saved({"w": value}, tmp_path)
-    found = torchlift.open(path)["w"]
-    assert (found.shape, found.stride()) == (value.shape, value.stride())
-    assert torch.equal(found, value)
-
-
 def test_the_default_device_and_dtype_make_no_difference(tmp_path):
     """A program that works on another device by default reads the same tensors."""
     path = saved({"w": torch.arange(3.0), "e": torch.empty(0)}, tmp_path)
@@ -527,18 +483,6 @@ def test_a_file_larger_than_memory_can_be_opened_and_looked_at(tmp_path):
     os.truncate(path, path.stat().st_size + numel)
     with torchlift.open(path) as ckpt:
         assert ckpt["w"][-1].item() == 0
-
-
-def test_a_directory_of_shards_is_one_checkpoint(tmp_path):
-    """Tensors come from the file that the index gives for them."""
-    for name, value in (("a", 1.0), ("b", 2.0)):
-        save_file({name: torch.full((2,), value)}, tmp_path / f"{name}.safetensors")
-    weights = {"a": "a.safetensors", "b": "b.safetensors"}
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"metadata": {}, "weight_map": weights}))
-    ckpt = torchlift.open(tmp_path)
-    assert ckpt.format == "sharded"
-    assert {key: value.tolist() for key, value in ckpt.items()} == {"a": [1, 1], "b": [2, 2]}
 
 
 def test_entries_travel_between_processes(nested):
@@ -728,7 +672,7 @@ def test_a_stored_record_that_a_zip_tool_rewrote_still_reads(tmp_path):
         for info in old.infolist():
             new.writestr(info.filename, old.read(info))
     ckpt = torchlift.open(moved)
-    assert all(same_bits(ckpt[key], value) for key, value in torch.load(path).items())
+    assert all(same(ckpt[key], value) for key, value in torch.load(path).items())
 
 
 @st.composite
@@ -809,19 +753,3 @@ def test_what_changes_no_content_is_no_change(tmp_path: Path, change: str) -> No
     torchlift.convert(ckpt, tmp_path / "to.safetensors")
     again = pickle.loads(pickle.dumps(ckpt))
     assert torch.equal(again.tree()["w"], state["w"])
-
-
-@pytest.mark.parametrize("change", ["another file", "written in place"])
-def test_what_changes_content_is_refused(tmp_path: Path, change: str) -> None:
-    """A file of the same size under the same name, and new bytes in the same file."""
-    path, other = tmp_path / "m.pt", tmp_path / "other"
-    torch.save({"w": torch.arange(4.0)}, path)
-    torch.save({"w": torch.ones(4)}, other)
-    ckpt = torchlift.open(path)
-    if change == "another file":
-        other.replace(path)
-    else:
-        path.write_bytes(other.read_bytes())
-        os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
-    with pytest.raises(IntegrityError, match="changed after it was opened"):
-        ckpt["w"]

@@ -18,7 +18,6 @@ from device_files import write_tagged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from int8_weights import Int8
-from safetensors.torch import save_file
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -67,22 +66,6 @@ def test_a_list_that_dcp_took_apart_is_the_list(tmp_path: Path) -> None:
     assert list(torchlift.diff(tmp_path / "one.pt", tmp_path / "two.pt").changed) == [
         "optim.param_groups"
     ]
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_the_same_tensors_in_three_formats_are_equal(tmp_path):
-    """A torch file, safetensors, a distributed checkpoint and a state dict in memory."""
-    state = {"a": torch.randn(3, 4), "b": torch.arange(5), "c": torch.zeros(0, 2)}
-    torch.save(state, tmp_path / "m.pt")
-    save_file(state, tmp_path / "m.safetensors")
-    dcp.save(dict(state), checkpoint_id=tmp_path / "dcp", no_dist=True)
-    ways = [tmp_path / "m.pt", tmp_path / "m.safetensors", tmp_path / "dcp", state]
-    for one in ways:
-        for two in ways:
-            found = torchlift.diff(one, two)
-            assert found.equal, str(found)
-            assert (found.compared, found.nbytes) == (3, 48 + 40)
-    assert str(found) == "equal: 3 of 3 tensors alike, 88 B"
 
 
 def test_whatever_can_be_opened_is_compared(tmp_path):

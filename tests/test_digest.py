@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from range_server import serving
 from safetensors.torch import save_file
 from torch import nn
+from zoo import same
 
 import torchlift
 from torchlift.errors import CheckpointError, FormatError, PlacementError, UnsafeError
@@ -125,24 +126,12 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     return torch.frombuffer(data, dtype=dtype).view(shape)
 
 
-def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Whether two tensors are the same to the last bit."""
-    if (one.dtype, one.shape) != (two.dtype, two.shape):
-        return False
-    return (
-        one.contiguous()
-        .view(-1)
-        .view(torch.uint8)
-        .equal(two.contiguous().view(-1).view(torch.uint8))
-    )
-
-
 @any_time
 @given(tensors(), tensors())
 def test_only_equal_tensors_have_equal_numbers(one: torch.Tensor, two: torch.Tensor) -> None:
     """By dtype, shape and all bits, NaN and the sign of zero among them."""
     found = torchlift.digest({"a": one}) == torchlift.digest({"a": two})
-    assert found == same_bits(one, two)
+    assert found == same(one, two)
 
 
 @any_time

@@ -23,6 +23,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
+from zoo import Bag
 
 import torchlift
 from torchlift.cli import main
@@ -346,26 +347,12 @@ def test_an_empty_name_is_a_name_in_every_format(tmp_path: Path, format: str) ->
     assert torchlift.diff(tmp_path / "c", torchlift.open(tmp_path / "x.pt", root="c")).equal
 
 
-def model_of(leaves: Mapping[str, torch.Tensor]) -> nn.Module:
-    """A model that has these names, and zeros."""
-    model = nn.Module()
-    for key, value in leaves.items():
-        at = model
-        *path, last = key.split(".")
-        for name in path:
-            if name not in at._modules:
-                at.add_module(name, nn.Module())
-            at = at.get_submodule(name)
-        at.register_buffer(last, torch.zeros_like(value))
-    return model
-
-
 def loaded(given: Any, name: str, root: str | None) -> tuple[Any, ...]:
     """What a load reports, what is in the model then, and what half of the model would not take."""
     want = tensors(expected(name, "zip", root))
-    model, half = model_of(want), dict([*want.items()][::2])
+    model, half = Bag(want), dict([*want.items()][::2])
     report = torchlift.load(model, given, root=root, allow_unexpected=["*"])
-    plan = torchlift.plan(model_of({**half, "new": torch.ones(1)}), given, root=root, strict=False)
+    plan = torchlift.plan(Bag({**half, "new": torch.ones(1)}), given, root=root, strict=False)
     values = facts(dict(model.named_buffers(remove_duplicate=False)))
     unexpected = sorted({*plan.unexpected_keys} & want.keys())
     return values, sorted(report.loaded), plan.missing_keys, unexpected
@@ -374,7 +361,7 @@ def loaded(given: Any, name: str, root: str | None) -> tuple[Any, ...]:
 def unexpected(given: Any, root: str | None) -> list[str]:
     """What a model of one other tensor would not take."""
     try:
-        torchlift.plan(model_of({"new": torch.ones(1)}), given, root=root)
+        torchlift.plan(Bag({"new": torch.ones(1)}), given, root=root)
     except torchlift.MismatchError as error:
         return sorted(error.unexpected_keys)
     raise AssertionError("it takes everything")

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from zoo import same
 
 import torchlift
 from torchlift.distributed import (
@@ -50,12 +51,6 @@ def tensor_of(name: str) -> torch.Tensor:
     return ((raw[:8] % 2 == 0) if name == "bool" else raw.view(dtype)).view(4, 2)
 
 
-def bits(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return the dtype, shape and bytes of a tensor."""
-    numbers = tensor.int_repr() if tensor.is_quantized else tensor.contiguous()
-    return tensor.dtype, tensor.shape, bytes(numbers.view(torch.uint8).flatten().tolist())
-
-
 class Holder(nn.Module):
     """A module with one buffer."""
 
@@ -77,11 +72,11 @@ def test_each_dtype_passes_each_door(tmp_path: Path, name: str) -> None:
     value = tensor_of(name)
     state, given = {"w": value}, tmp_path / "given.pt"
     torch.save(state, given)
-    assert bits(torch.load(given)["w"]) == bits(value)
+    assert same(torch.load(given)["w"], value)
     expected = torchlift.digest(state)
     for source in (given, state):
         for mode in ("assign", "copy"):
-            assert bits(loaded(source, value, mode)) == bits(value)
+            assert same(loaded(source, value, mode), value)
         for file, kind in FORMATS.items():
             path = tmp_path / f"{type(source).__name__}-{file}"
             if (file, name) in REFUSED:
@@ -91,7 +86,8 @@ def test_each_dtype_passes_each_door(tmp_path: Path, name: str) -> None:
                 continue
             torchlift.convert(source, path, format=kind)
             found = torchlift.open(path)
-            assert bits(found["w"]) == bits(found.tree()["w"]) == bits(value)
+            assert same(found["w"], value)
+            assert same(found.tree()["w"], value)
             assert torchlift.digest(path) == expected
             assert torchlift.diff(path, given).equal
     keeper = torchlift.Keeper(tmp_path / "run", background=False)
@@ -99,7 +95,7 @@ def test_each_dtype_passes_each_door(tmp_path: Path, name: str) -> None:
     model = Holder(torch.zeros_like(value.view(torch.uint8)).view(value.dtype))
     keeper.resume(model=model)
     keeper.close()
-    assert bits(model.w) == bits(value)  # type: ignore[arg-type]
+    assert same(model.w, value)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -157,7 +153,7 @@ def test_packed_numbers_are_not_cast(tmp_path: Path) -> None:
 
         torchlift.convert(source, new, dtype=cast)
         found = torchlift.open(new)
-        assert bits(found["w"]) == bits(state["w"])
+        assert same(found["w"], state["w"])
         assert found["v"].dtype == torch.float16
 
 
@@ -175,7 +171,7 @@ def test_one_storage_may_hold_several_dtypes(tmp_path: Path) -> None:
         with torchlift.open(tmp_path / "x.pt") as ckpt:
             found = ckpt.state_dict()
             assert ckpt.aliases == (("a", "b"),)
-        assert {k: bits(v) for k, v in found.items()} == {k: bits(v) for k, v in expected.items()}
+        assert same(dict(found), dict(expected))
         places = {value.untyped_storage().data_ptr() for value in found.values()}
         assert len(places) == 1
         assert torchlift.diff(tmp_path / "x.pt", state).equal
@@ -218,13 +214,11 @@ def _pass_doors_of_a_mesh(names: list[str], folder: str) -> list[str]:
             set_model_state_dict(taken, {"w": whole}, options=full)
             doors: dict[str, Callable[[], bool]] = {
                 "digest": lambda: torchlift.digest(state) == torchlift.digest({"w": whole}),  # noqa: B023
-                "dcp": lambda: bits(torchlift.open(f"{path}.dcp")["w"]) == bits(whole),  # noqa: B023
-                "pt": lambda: bits(torchlift.open(f"{path}.pt")["w"]) == bits(whole),  # noqa: B023
-                "full": lambda: (
-                    bits(get_model_state_dict(model, options=full)["w"]) == bits(whole)  # noqa: B023
-                ),
+                "dcp": lambda: same(torchlift.open(f"{path}.dcp")["w"], whole),  # noqa: B023
+                "pt": lambda: same(torchlift.open(f"{path}.pt")["w"], whole),  # noqa: B023
+                "full": lambda: same(get_model_state_dict(model, options=full)["w"], whole),  # noqa: B023
                 "filled": lambda: all(
-                    bits(each.w.to_local()) == bits(local)  # noqa: B023
+                    same(each.w.to_local(), local)  # noqa: B023
                     for each in (resumed, read, placed, taken)  # noqa: B023
                 ),
             }

@@ -30,7 +30,6 @@ def test_every_test_is_in_one_lane(marks: dict[str, set[str]]) -> None:
         assert len(chosen) == 1, f"{name} is in the lanes {chosen}"
         counts[chosen[0]] += 1
     assert set(counts) == {"FAST", "SLOW", "TIMED"}
-    assert counts["FAST"] > 6000
 
 
 def test_both_lanes_run_all_that_they_choose() -> None:

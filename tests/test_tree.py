@@ -14,7 +14,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairwise import pairwise
 from torch import nn
+from zoo import same
 
 import torchlift
 from torchlift.errors import UnsafeError
@@ -34,18 +36,6 @@ TREES = st.recursive(
 )  # fmt: skip
 
 
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and torch.equal(a, b)
-    if isinstance(a, dict):
-        return type(a) is type(b) and [*map(repr, a)] == [*map(repr, b)] and all(
-            same(x, y) for x, y in zip(a.values(), b.values(), strict=True)
-        )  # fmt: skip
-    if isinstance(a, (list, tuple)):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    return type(a) is type(b) and bool(a == b)
-
-
 @pytest.mark.parametrize("zipped", [True, False])
 @settings(deadline=None)
 @given(tree=TREES)
@@ -59,7 +49,7 @@ def test_a_tree_comes_back_as_it_was_saved(tmp_path_factory, zipped, tree):
     except torchlift.FormatError as error:
         refused = str(error)
     if refused is None:
-        assert same(tree, found)
+        assert same(tree, found, kinds=True)
     else:
         assert "have this key after their containers are joined with dots" in refused
 
@@ -78,10 +68,10 @@ def test_a_container_of_a_tree_is_found_by_its_dotted_name(tmp_path):
     state = {"a.b": [{"c": torch.ones(1), 3: "x"}, [1, 2]], "a.d": (1,)}
     torch.save({"outer": state}, tmp_path / "x.pt")
     ckpt = torchlift.open(tmp_path / "x.pt", root="outer")
-    assert same(ckpt.tree(), state)
-    assert same(ckpt.tree("a.b.0"), state["a.b"][0])
+    assert same(ckpt.tree(), state, kinds=True)
+    assert same(ckpt.tree("a.b.0"), state["a.b"][0], kinds=True)
     assert ckpt.tree("a.b.1") == [1, 2]
-    assert same(ckpt.tree("a"), {"b": state["a.b"], "d": (1,)})
+    assert same(ckpt.tree("a"), {"b": state["a.b"], "d": (1,)}, kinds=True)
     with pytest.raises(torchlift.FormatError, match="does not contain this container"):
         ckpt.tree("nothing")
 
@@ -100,7 +90,7 @@ def test_what_cannot_be_had_is_refused_by_its_key(tmp_path):
     with pytest.raises(torchlift.UnsafeError, match=r"'args\.x'.*by their keys, or root=") as e:
         ckpt.tree()
     assert "allow_unexpected" not in str(e.value)
-    assert same(ckpt.tree("model"), {"w": torch.ones(1)})
+    assert same(ckpt.tree("model"), {"w": torch.ones(1)}, kinds=True)
 
 
 def test_a_format_with_names_only_gives_a_dict(tmp_path):
@@ -109,8 +99,8 @@ def test_a_format_with_names_only_gives_a_dict(tmp_path):
 
     save_file({"a.b": torch.ones(1), "a.c": torch.zeros(2)}, tmp_path / "x.safetensors")
     ckpt = torchlift.open(tmp_path / "x.safetensors")
-    assert same(ckpt.tree(), {"a.b": torch.ones(1), "a.c": torch.zeros(2)})
-    assert same(ckpt.tree("a"), {"b": torch.ones(1), "c": torch.zeros(2)})
+    assert same(ckpt.tree(), {"a.b": torch.ones(1), "a.c": torch.zeros(2)}, kinds=True)
+    assert same(ckpt.tree("a"), {"b": torch.ones(1), "c": torch.zeros(2)}, kinds=True)
 
 
 # -- load_optimizer -------------------------------------------------------------------------------
@@ -151,9 +141,7 @@ FORMS = ["plain", "the file itself", "Lightning's list", "one of a list", "by na
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")  # it is not, for dcp.save
-@pytest.mark.parametrize("where", ["memory", "file", "dcp"])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
+@pairwise(where=["memory", "file", "dcp"], form=FORMS, kind=[torch.optim.Adam, torch.optim.SGD])
 def test_training_goes_on_from_any_form(tmp_path, kind, form, where):
     """Bit by bit as if it had never stopped, whatever saved the state."""
     model, optimizer = trained(kind)
@@ -195,7 +183,7 @@ def test_the_only_state_that_is_there_needs_no_root(tmp_path, form, where):
     other = torch.optim.Adam(model.parameters())
     report = torchlift.load_optimizer(model, other, given_)
     assert len(report.loaded) == 4
-    assert same(other.state_dict(), optimizer.state_dict())
+    assert same(other.state_dict(), optimizer.state_dict(), kinds=True)
 
 
 def test_where_the_state_lies_is_pointed_out(tmp_path):
@@ -216,7 +204,7 @@ def test_where_the_state_lies_is_pointed_out(tmp_path):
         torchlift.load_optimizer(model, optimizer, {"step": 3})
     with pytest.raises(torchlift.FormatError, match=r"no optimizer state.*found a int"):
         torchlift.load_optimizer(model, optimizer, {"step": 3}, root="step")
-    assert same(before, optimizer.state_dict())
+    assert same(before, optimizer.state_dict(), kinds=True)
 
 
 def test_a_state_that_does_not_fit_changes_nothing(tmp_path):
@@ -227,7 +215,7 @@ def test_a_state_that_does_not_fit_changes_nothing(tmp_path):
     before = copy.deepcopy(optimizer.state_dict())
     with pytest.raises(torchlift.CheckpointError, match=r"0\.weight"):
         torchlift.load_optimizer(model, optimizer, saved)
-    assert same(before, optimizer.state_dict())
+    assert same(before, optimizer.state_dict(), kinds=True)
     named = torchlift.distributed.get_optimizer_state_dict(model, optimizer)
     del named["state"]["1.bias"]
     report = torchlift.load_optimizer(model, optimizer, named, strict=False)

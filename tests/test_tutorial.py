@@ -32,11 +32,6 @@ def prose_of(page: Path) -> str:
     return "\n\n".join(texts)
 
 
-def is_folded(block: Block) -> bool:
-    code = block.content.strip()
-    return block.type == "code" and (code.startswith(notebooks.FOLD) or "plt.show()" in code)
-
-
 def test_the_pages_are_seven_and_numbered_in_their_order() -> None:
     """In the gallery, in the sidebar and on the cards alike."""
     assert [page.stem[:7] for page in PAGES] == [f"plot_{n:02d}" for n in range(7)]
@@ -90,14 +85,6 @@ def test_the_last_page_leads_to_recipes_that_exist() -> None:
     named = re.findall(r"^- \*(.+)\*$", blocks_of(PAGES[-1])[-1].content, re.MULTILINE)
     assert len(named) >= 3
     assert set(named) <= {title_of(script) for script in notebooks.scripts()}
-
-
-@each_page
-def test_a_page_is_short_without_what_is_folded(page: Path) -> None:
-    """What the pages before have made, solutions and drawings are a click away."""
-    lines = page.read_text(encoding="utf-8").splitlines()
-    folded = sum(len(b.content.strip().splitlines()) for b in blocks_of(page) if is_folded(b))
-    assert len(lines) - folded <= 200
 
 
 @each_page

@@ -288,19 +288,6 @@ def test_every_command_explains_itself(name) -> None:
     assert done.stdout.startswith(f"usage: torchlift {name}")
 
 
-@pytest.mark.parametrize("as_json", [False, True])
-def test_escape_sequences_in_a_key_do_not_reach_the_terminal(tmp_path, as_json) -> None:
-    """Control characters of a hostile key are written out, on stdout and on stderr."""
-    key = "w\x1b]0;owned\x07\x1b[2J\r\n\u202eevil"
-    path = write_safetensors(tmp_path / "hostile.safetensors", key)
-    done = torchlift("inspect", path, *(["--json"] if as_json else []))
-    assert done.returncode == 0
-    assert "evil" in done.stdout
-    for char in "\x1b\x07\r\u202e":
-        assert char not in done.stdout
-    assert "\nevil" not in done.stdout
-
-
 def test_a_hostile_file_name_stays_on_its_line() -> None:
     """The name of a missing file is escaped in the error."""
     done = torchlift("inspect", "no\x1b[31m\nsuch")
@@ -466,7 +453,7 @@ def test_what_is_no_path_is_named_for_what_it_is(tmp_path, monkeypatch, path, hi
     done = torchlift("inspect", path)
     assert (done.returncode, done.stdout) == (1, "")
     assert hint in done.stderr
-    assert str(tmp_path) in done.stderr or path[0] == "~"
+    assert str(tmp_path) in done.stderr
 
 
 def test_layers_in_several_shards_are_one_line_as_in_one_file(tmp_path) -> None:
@@ -563,9 +550,11 @@ def test_every_option_of_every_command_is_in_a_completion(shell) -> None:
     script = torchlift("completion", shell).stdout
     for name in cli.COMMANDS:
         assert name in script
-        options = set(re.findall(r"--([a-z-]+)", torchlift(name, "--help").stdout.split("\n\n")[0]))
+        options = set(
+            re.findall(r"--([a-z0-9-]+)", torchlift(name, "--help").stdout.split("\n\n")[0])
+        )
         for option in options:
-            assert f"--{option}" in script or re.search(f"-l '?{option}\\b", script)
+            assert re.search(f"-l '?{option}\\b" if shell == "fish" else f"--{option}\\b", script)
     syntax = [shell, "--no-execute"] if shell == "fish" else [shell, "-n"]
     if shutil.which(shell):
         subprocess.run(syntax, input=script, text=True, check=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import struct
 import sys
 from pathlib import Path
 
@@ -12,12 +11,8 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from checkpoint_files import gguf_bytes as header
-from damaged_files import read_or_refused
 from gguf import GGMLQuantizationType as Kind
 from gguf import quants
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from range_server import serving
 from torch import nn
 
@@ -35,6 +30,7 @@ def write(path: Path, *kinds: str) -> Path:
     """A file with one tensor per type, a vocabulary and a long text."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("tiny")
+    writer.add_custom_alignment(128)  # not the usual one, so the file's own must be used
     writer.add_array("tokenizer.ggml.tokens", ["a", "bb", ""] * 10)
     writer.add_array("tokenizer.ggml.scores", [0.5] * 30)
     writer.add_chat_template("x" * 5000)
@@ -108,53 +104,6 @@ def test_without_the_package_the_error_says_which(tmp_path, monkeypatch):
             FormatError, match=r"'Q4_0': the values are quantised to Q4_0.*pip install gguf"
         ):
             ckpt["Q4_0"]
-
-
-COUNTS = ("I", 3), ("Q", 1), ("Q", 0)
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (header(("I", 1)), "version of GGUF.*found 1"),
-        (b"GGUF" + struct.pack(">I", 3), "found 3, big-endian"),
-        (header(("I", 3), ("Q", 1 << 60), ("Q", 0)), "the file ends early"),
-        (header(("I", 3), ("Q", 0), ("Q", 1), "a", ("I", 99)), "'a': .* has an unknown type"),
-        (header(("I", 3), ("Q", 0), ("Q", 1), "a", ("I", 8), ("Q", 1 << 63)), "ends early"),
-        (header(("I", 3), ("Q", 0), ("Q", 1), "a", ("I", 9), ("I", 10), ("Q", 1 << 62)), "early"),
-        (header(("I", 3), ("Q", 0), ("Q", 2), "a", ("I", 7), ("?", 1), "a", ("I", 7), ("?", 1)),
-         "two values of the metadata"),
-        (header(("I", 3), ("Q", 0), ("Q", 1), "general.alignment", ("I", 4), ("I", 0)),
-         "alignment is invalid"),
-        (header(*COUNTS, "w", ("I", 65)), "'w': a tensor has too many dimensions"),
-        (header(*COUNTS, "w", ("I", 1), ("Q", 1 << 62), ("I", 0), ("Q", 0)), "invalid shape"),
-        (header(*COUNTS, "w", ("I", 1), ("Q", 4), ("I", 77), ("Q", 0)), "found ggml type 77"),
-        (header(*COUNTS, "w", ("I", 1), ("Q", 31), ("I", 2), ("Q", 0)), "not whole blocks of Q4_0"),
-        (header(*COUNTS, "w", ("I", 1), ("Q", 4), ("I", 0), ("Q", 0)), "past the end of the file"),
-        (header(("I", 3), ("Q", 2), ("Q", 0), *["w", ("I", 1), ("Q", 0), ("I", 0), ("Q", 0)] * 2),
-         "two tensors have the same name"),
-    ],
-)  # fmt: skip
-def test_a_file_that_lies_is_refused(tmp_path, data, message):
-    """With the entry and the cause; nothing is read for a number that promises more."""
-    path = tmp_path / "bad.gguf"
-    path.write_bytes(data)
-    with pytest.raises(FormatError, match=message):
-        read_index(path)
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.data())
-def test_a_damaged_file_is_read_or_refused(tmp_path_factory, data):
-    """Whatever byte is another: our error, or tensors that can be had."""
-    good = write(tmp_path_factory.mktemp("gguf") / "m.gguf", "Q4_0").read_bytes()
-    bad = bytearray(good[: data.draw(st.integers(0, len(good)))])
-    for at in data.draw(st.lists(st.integers(0, max(len(bad) - 1, 0)), max_size=4)):
-        if bad:
-            bad[min(at, 5600)] = data.draw(st.integers(0, 255))
-    path = tmp_path_factory.mktemp("bad") / "bad.gguf"
-    path.write_bytes(bytes(bad))
-    read_or_refused(path)
 
 
 # -- a model in parts
@@ -252,20 +201,3 @@ def test_parts_of_two_models_are_not_joined(tmp_path: Path) -> None:
     with pytest.raises(FormatError) as caught:
         torchlift.open(parts[0])
     assert caught.value.entry in (parts[0].name, parts[1].name)
-
-
-@pytest.mark.parametrize("number", [-1, "x", 1.5])
-def test_a_part_with_invalid_numbers_is_refused(tmp_path: Path, number: object) -> None:
-    """They come from a stranger."""
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
-    writer.add_int32("split.count", 2)
-    add = {int: writer.add_int32, str: writer.add_string, float: writer.add_float32}
-    add[type(number)]("split.no", number)
-    writer.add_tensor("w", VALUES)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    with pytest.raises(FormatError) as caught:
-        torchlift.open(tmp_path / "m.gguf")
-    assert caught.value.entry == "split.no"

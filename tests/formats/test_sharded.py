@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
 import torchlift
-from torchlift.errors import CheckpointError, FormatError, UnsafeError
+from torchlift.errors import FormatError, UnsafeError
 from torchlift.formats.detect import read_index
 
 INDEX = "model.safetensors.index.json"
@@ -176,14 +176,6 @@ def test_a_key_that_its_shard_lacks_is_refused(sharded, key):
     assert {*torchlift.open(sharded / "out" / "x.safetensors")} == {"a", "b", "c"}
 
 
-def test_a_missing_shard_is_refused(sharded):
-    """The error names the shard."""
-    (sharded / "s-00002-of-00002.safetensors").unlink()
-    with pytest.raises(FormatError, match="shard is missing") as caught:
-        read_index(sharded)
-    assert caught.value.entry == "s-00002-of-00002.safetensors"
-
-
 def test_a_damaged_shard_is_named(sharded):
     """The error is about the shard, not about the index."""
     shard = sharded / "s-00002-of-00002.safetensors"
@@ -191,19 +183,6 @@ def test_a_damaged_shard_is_named(sharded):
     with pytest.raises(FormatError, match="truncated") as caught:
         read_index(sharded)
     assert caught.value.file == str(shard)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["/etc/passwd", "../x.safetensors", "a/../../x", "a\\..\\x", "C:\\x", "c:x", "", "x\0y", ".."],
-)
-def test_a_shard_path_that_leaves_the_directory_is_unsafe(sharded, name):
-    """Absolute paths, parents, backslashes and drives are refused before anything is opened."""
-    write_index(sharded, {"a": "s-00001-of-00002.safetensors", "w": name})
-    with pytest.raises(UnsafeError) as caught:
-        read_index(sharded)
-    assert caught.value.entry == name
-    assert caught.value.file == str(sharded)
 
 
 def test_a_shard_in_a_folder_below_is_allowed(sharded):
@@ -288,34 +267,6 @@ def test_the_hub_cache_layout_is_allowed(sharded, tmp_path_factory):
     shard.symlink_to(other)
     with pytest.raises(UnsafeError):
         read_index(snapshot)
-
-
-@pytest.mark.parametrize(
-    ("content", "match"),
-    [
-        ("{}", "the JSON file is not an index"),
-        ('{"weight_map": []}', "not an index of a checkpoint"),
-        ('{"weight_map": {"a": 1}}', "not an index of a checkpoint"),
-        ('{"weight_map": {"a": "x", "a": "y"}}', "name occurs twice"),
-        ('{"weight_map": {}, "metadata": 3}', "metadata is not a map"),
-        ('{"weight_map": ', "not valid JSON"),
-        ('{"a":' * 100_000, "nests too deep"),
-    ],
-)
-def test_a_malformed_index_is_refused(tmp_path, content, match):
-    """The error names the index."""
-    path = tmp_path / INDEX
-    path.write_text(content)
-    with pytest.raises(FormatError, match=match) as caught:
-        read_index(path)
-    assert caught.value.file == str(path)
-
-
-def test_an_index_cannot_be_a_shard(sharded):
-    """An index of an index is refused, so that none can refer to itself."""
-    write_index(sharded, {"a": INDEX})
-    with pytest.raises(FormatError, match="text file"):
-        read_index(sharded)
 
 
 def test_a_directory_with_one_file_is_that_file(tmp_path):
@@ -409,12 +360,6 @@ def test_directories_without_a_checkpoint_say_so(tmp_path):
         read_index(tmp_path)
 
 
-def test_every_error_is_a_checkpoint_error():
-    """Both kinds can be caught as one."""
-    assert issubclass(UnsafeError, CheckpointError)
-    assert issubclass(FormatError, CheckpointError)
-
-
 def _shards(directory, names):
     for name in names:
         save_file({name: torch.zeros(1)}, directory / name)
@@ -435,13 +380,6 @@ def test_one_shard_of_a_set_is_no_checkpoint(tmp_path, name):
     assert caught.value.found.startswith("1, without model")
     assert caught.value.found.endswith("and 2 more")
     assert list(read_index(tmp_path / name).entries) == [name]
-
-
-def test_one_torch_shard_of_a_set_is_no_checkpoint(tmp_path):
-    """As safetensors, and with what a trainer leaves beside it."""
-    torch.save({"w": torch.ones(1)}, tmp_path / "pytorch_model-00002-of-00002.bin")
-    with pytest.raises(FormatError, match="found 1, without pytorch_model-00001-of-00002"):
-        read_index(tmp_path)
 
 
 def test_a_set_of_a_billion_is_refused_at_once(tmp_path):

@@ -55,22 +55,6 @@ def equal(path, expected, weights_only=True, format="torch-legacy"):
     return all(same_as(loaded[key], ckpt[key]) for key in expected)
 
 
-def test_every_kind_of_view_is_that_of_torch_load(path):
-    """Strides, offsets, empty and expanded tensors, and odd lengths that misalign what follows."""
-    base = torch.arange(24.0).reshape(4, 6)
-    state = {
-        "odd": torch.arange(7, dtype=torch.uint8), "base": base, "transposed": base.t(),
-        "column": base[:, 3], "window": base[1:3, 2:5], "scalar": torch.tensor(7.5),
-        "expanded": torch.ones(1).expand(5), "empty": torch.empty(0, 3),
-        "int": torch.arange(5), "half": torch.randn(3).half(),
-    }  # fmt: skip
-    ckpt = save(state, path)
-    assert equal(path, list(state))
-    assert ckpt.aliases == (("base", "transposed", "column", "window"),)
-    assert ckpt["base"].untyped_storage().data_ptr() == ckpt["window"].untyped_storage().data_ptr()
-    assert {entry.chunks[0].offset % 4 for entry in ckpt.entries.values() if entry.chunks} != {0}
-
-
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("name", [name for name in ITEMSIZE if hasattr(torch, name)])
 def test_every_dtype_is_read(path, name):

@@ -18,7 +18,6 @@ from checkpoint_files import (
     other_kinds,
     pickled,
     read_tensor,
-    same_bits,
     tensor,
     write_zip,
 )
@@ -28,11 +27,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed import checkpoint as dcp
+from zoo import same
 
 import torchlift
 from torchlift.errors import CheckpointError, FormatError, UnsafeError
 from torchlift.formats.detect import read_index
-from torchlift.formats.index import ITEMSIZE, Lack, globals_in, lacking
+from torchlift.formats.index import Lack, globals_in, lacking
 from torchlift.formats.summary import to_json, to_text
 
 
@@ -44,43 +44,6 @@ def path(tmp_path):
 def save(obj, path, **options):
     torch.save(obj, path, **options)
     return read_index(path)
-
-
-def test_byte_ranges_reproduce_the_tensors_of_torch_load(path):
-    """Bytes cut out of the file with the index are torch.load's tensors, views included."""
-    base = torch.arange(24.0).reshape(4, 6)
-    state = {
-        "plain": torch.randn(3, 5), "transposed": base.t(), "row": base[2], "column": base[:, 3],
-        "window": base[1:3, 2:5], "step": base[::2, ::3], "scalar": torch.tensor(7.5),
-        "expanded": torch.ones(1).expand(5), "empty": torch.empty(0), "flat": torch.empty(3, 0, 2),
-        "channels": torch.randn(1, 2, 3, 4).to(memory_format=torch.channels_last),
-    }  # fmt: skip
-    index = save(state, path)
-    loaded = torch.load(path)
-    assert list(index.entries) == list(state)
-    for key, entry in index.entries.items():
-        assert same_bits(read_tensor(entry), loaded[key])
-        assert entry.shape == tuple(loaded[key].shape)
-        assert entry.stride == loaded[key].stride()
-        assert entry.nbytes == loaded[key].numel() * loaded[key].element_size()
-    assert index.format == "torch-zip"
-    assert index.path == str(path)
-    assert index.entries["empty"].chunks == ()
-
-
-_DTYPES = [name for name in ITEMSIZE if hasattr(torch, name)]
-
-
-@pytest.mark.parametrize("name", _DTYPES)
-def test_every_dtype_is_named_as_torch_names_it(path, name):
-    """Each dtype of the table arrives under its own name with its bytes."""
-    dtype = getattr(torch, name)
-    value = torch.arange(1, 1 + 3 * dtype.itemsize, dtype=torch.uint8).view(dtype)
-    if name == "bool":
-        value = torch.tensor([True, False, True])
-    index = save({"w": value}, path)
-    assert index.entries["w"].dtype == name
-    assert same_bits(read_tensor(index.entries["w"]), value)
 
 
 def test_containers_are_flattened_with_dots(path):
@@ -173,14 +136,6 @@ def test_parameters_are_told_from_buffers(path):
     }  # fmt: skip
 
 
-def test_a_tensor_with_attributes_is_a_tensor(path):
-    """Attributes set on a plain tensor do not make it unreadable."""
-    value = torch.arange(3.0)
-    value.note = "x"
-    index = save({"w": value}, path)
-    assert same_bits(read_tensor(index.entries["w"]), value)
-
-
 def test_module_versions_are_kept(path):
     """The per-module metadata of a state dict is known by its full prefix."""
     model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
@@ -233,16 +188,6 @@ def test_absent_checksums_are_not_zero_checksums(path):
         torch.serialization.set_crc32_options(True)
     assert index.storages["data/0"].crc32 is None
     assert read_tensor(index.entries["w"]).tolist() == [1, 1, 1, 1]
-
-
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_every_pickle_protocol_gives_the_same_index(path, protocol):
-    """The protocol that torch.save was asked for makes no difference."""
-    state = {f"layer.{i}": torch.full((i % 3 + 1, 2), float(i)) for i in range(50)}
-    index = save(state, path, pickle_protocol=protocol)
-    assert {k: read_tensor(e).tolist() for k, e in index.entries.items()} == {
-        k: v.tolist() for k, v in state.items()
-    }
 
 
 OF_OTHERS = [
@@ -430,7 +375,7 @@ def test_conjugate_and_negative_views_show_what_torch_shows(path):
     ckpt, loaded = torchlift.open(path), torch.load(path)
     assert ckpt.blocked == ()
     for key, value in loaded.items():
-        assert same_bits(value.resolve_conj().resolve_neg(), ckpt[key].resolve_conj())
+        assert same(value.resolve_conj().resolve_neg(), ckpt[key].resolve_conj())
     assert ckpt["conj"].is_conj()
     assert ckpt["conj.t"].stride() == loaded["conj.t"].stride()
     assert ckpt["conj"].untyped_storage().data_ptr() == ckpt["w"].untyped_storage().data_ptr()
@@ -569,18 +514,19 @@ _leaf = st.one_of(st.none(), st.booleans(), st.integers(-(2**40), 2**40), st.tex
     dtype=st.sampled_from(["float32", "bfloat16", "int64", "bool", "uint16"]),
     objects=st.dictionaries(st.text(max_size=5).filter(lambda t: "." not in t), _leaf, max_size=4),
     permute=st.booleans(),
+    protocol=st.integers(2, 5),
 )
-def test_any_state_dict_round_trips(tmp_path_factory, shapes, dtype, objects, permute):
+def test_any_state_dict_round_trips(tmp_path_factory, shapes, dtype, objects, permute, protocol):
     """Whatever torch.save wrote is what the index describes."""
     path = tmp_path_factory.mktemp("f") / "x.pt"
     tensors = [torch.zeros(s).uniform_(0, 9).to(getattr(torch, dtype)) for s in shapes]
     tensors = [t.permute(tuple(reversed(range(t.dim())))) if permute else t for t in tensors]
     state = {"t": {f"w{i}": t for i, t in enumerate(tensors)}, "o": objects}
-    index = save(state, path)
+    index = save(state, path, pickle_protocol=protocol)
     for i, value in enumerate(tensors):
         entry = index.entries[f"t.w{i}"]
         assert entry.stride == value.stride()
-        assert same_bits(read_tensor(entry), value)
+        assert same(read_tensor(entry), value)
     if objects:
         assert {f"o.{k}": v for k, v in objects.items()} == {
             k: v for k, v in index.objects.items() if k.startswith("o.")

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_files import assert_as_loaded, big_endian, same_as
+from checkpoint_files import assert_as_loaded, big_endian
 from damaged_files import refused
+from pairwise import pairwise
 from torch import nn
 
 import torchlift
@@ -82,25 +83,6 @@ ATTRIBUTES = {"inner.plain", "inner.many.0", "inner.many.1", "inner.point.1"}
 def state_of(ckpt):
     """The keys that are the state dict's."""
     return [key for key in ckpt if not key.startswith("CONSTANTS.") and key not in ATTRIBUTES]
-
-
-def test_the_state_dict_is_that_of_torch(path):
-    """Parameters and buffers under their dotted names, bit by bit."""
-    ckpt, module = torchlift.open(path), torch.jit.load(path)
-    assert ckpt.format == "torchscript"
-    assert sorted(state_of(ckpt)) == sorted(module.state_dict())
-    for key, value in module.state_dict().items():
-        assert same_as(value, ckpt[key])
-    assert not ckpt.entries["inner.frozen"].requires_grad
-
-
-def test_ties_and_strides_are_kept(tmp_path):
-    """Two modules with one weight share its storage; a transposed buffer stays one."""
-    path = str(tmp_path / "m.pt")
-    torch.jit.script(Model()).save(path)
-    ckpt = torchlift.open(path)
-    assert ("one.weight", "two.weight") in ckpt.aliases
-    assert ckpt["inner.kept"].stride() == (1, 3)
 
 
 def test_other_attributes_come_by_their_paths(tmp_path):
@@ -203,9 +185,11 @@ class Program(nn.Module):
         return self.inner(x) * self.table + torch.tensor(2.0) + self.size + len(self.sizes)
 
 
-@pytest.mark.parametrize("compile", ["script", "trace"])
-@pytest.mark.parametrize("door", ["file", "list", "checkpoint", "renamed"])
-@pytest.mark.parametrize("is_live", [True, False])
+@pairwise(
+    compile=["script", "trace"],
+    door=["file", "list", "checkpoint", "renamed"],
+    is_live=[True, False],
+)
 def test_constants_and_attributes_are_not_unexpected(tmp_path, compile, door, is_live):
     """A program has them besides the state of its modules. The model need not have them."""
     path = tmp_path / "m.pt"

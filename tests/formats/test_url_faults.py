@@ -56,13 +56,9 @@ def small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"torchlift.formats.source.{name}", value)
 
 
-def _names() -> list[str]:
-    return [name for name in FORMATS if name not in ("zero", "fsdp")]  # HTTP lists no folders
-
-
-@pytest.fixture(params=_names())
+@pytest.fixture(params=["torch-zip", "safetensors", "dcp"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A file, or a directory, of each format."""
+    """A file that is read from its end, one that is read from its start, and a folder."""
     opened, make, seeds = FORMATS[request.param]
     folder = tmp_path / "served" / "d"
     folder.mkdir(parents=True)
@@ -606,10 +602,12 @@ def echo(asked: Asked) -> str:
     return f"{asked.query} {asked.headers.get('authorization')} {SECRET.upper()}"
 
 
-@pytest.mark.parametrize("status", [206, 403, 404, 416, 500, 599])
 @pytest.mark.parametrize(
-    "name", ["reason", "Content-Type", "Content-Encoding", "Content-Range", "Retry-After", "X-Any"]
-)
+    ("name", "status"),
+    [("reason", 206), ("reason", 404), ("Content-Type", 206), ("Content-Type", 403),
+     ("Content-Encoding", 206), ("Content-Encoding", 416), ("Content-Range", 206),
+     ("Content-Range", 416), ("Retry-After", 500), ("Retry-After", 599), ("X-Any", 500)],
+)  # fmt: skip
 def test_no_text_of_a_server_stands_in_an_error(
     server: RangeServer, tmp_path: Path, name: str, status: int, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,14 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from range_server import RangeServer, facts, serving
+from range_server import RangeServer, serving
 from valid_files import FORMATS
 
 import torchlift
 import torchlift.bench
 import torchlift.distributed
 from torchlift.errors import FormatError, NotFound
-from torchlift.formats.dcp import resolved
 from torchlift.formats.detect import read_index
 
 
@@ -60,23 +59,6 @@ def test_a_url_shows_only_what_may_be_shown(tmp_path: Path, server: RangeServer)
     assert not any(secret in texts for secret in ("sss", "pass-word", "frag"))
     assert server.asked[0].headers["authorization"].startswith("Basic ")
     assert server.asked[0].query == "X-Signature=sss"
-
-
-def test_every_format_is_the_same_from_a_url(
-    place: Path, tmp_path: Path, server: RangeServer
-) -> None:
-    """Entries, offsets, objects and notes; a folder by its metadata."""
-    name = str(place.relative_to(tmp_path / "served"))
-    local = read_index(place)
-    if place.is_dir():
-        with pytest.raises(FormatError, match="HTTP cannot list a folder") as caught:
-            read_index(server.url(f"{name}/"))
-        assert ".metadata" in str(caught.value.hint)
-        if not (place / ".metadata").exists():
-            return
-    remote = read_index(server.url(f"{name}/.metadata" if place.is_dir() else name))
-    assert facts(resolved(remote)) == facts(local)
-    assert remote.path == server.url(name)
 
 
 def test_a_checkpoint_of_a_url_is_pickled_with_its_url(tmp_path: Path, server: RangeServer) -> None:

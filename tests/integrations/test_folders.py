@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import Trainer, TrainingArguments
 from zero_files import Zero
+from zoo import same
 
 import torchlift
 from torchlift.errors import FormatError, UnsafeError
@@ -46,16 +47,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) ->
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
 
 
 def check(

@@ -254,37 +254,6 @@ def test_setup_is_not_part_of_the_measurement() -> None:
     assert child.memory.baseline.anonymous > 64 * MIB
 
 
-def test_a_child_can_mark_its_timeline() -> None:
-    """`use.mark` in the child's code comes back as a mark with its memory."""
-    code = "use.mark('before'); block = bytearray(b'x' * (64 << 20)); use.mark('after')"
-    before, after = in_code(code).memory.marks
-    assert (before.label, after.label) == ("before", "after")
-    assert after.anonymous - before.anonymous > 62 * MIB
-
-
-def test_a_failing_child_raises_with_its_traceback() -> None:
-    """The error carries the exit status and everything the child printed."""
-    with pytest.raises(measure.ChildError, match="ZeroDivisionError") as caught:
-        in_code("print('before'); 1 / 0")
-    assert caught.value.returncode == 1
-    assert caught.value.stdout == "before\n"
-    assert "exited with status 1" in str(caught.value)
-
-
-def test_a_killed_child_raises_with_the_signal() -> None:
-    """A child that the kernel kills (out of memory, say) is reported as such."""
-    with pytest.raises(measure.ChildError, match="killed by signal 9"):
-        in_code("os.kill(os.getpid(), 9)", setup="import os")
-
-
-def test_a_child_that_hangs_is_killed() -> None:
-    """After the timeout the child is gone and the error says how long it had."""
-    measure.in_child(abs, 1)  # the process that forks takes some of the time to start
-    with pytest.raises(measure.ChildError, match=r"not done after 0\.5 s") as caught:
-        in_code("time.sleep(60)", setup="import time", timeout=0.5)
-    assert caught.value.returncode is None
-
-
 def test_a_global_may_have_the_name_of_a_module_of_torch() -> None:
     """`torch.distributed.config` is of a class of torch, and goes to the child by its name."""
     scope: dict[str, Any] = {}

@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
-from checkpoint_files import same_bits
 from gguf import GGMLQuantizationType as Kind
 from gguf import quants
 from gguf_files import MODELS, finish, small_model, write_gguf
-from ranks import run_workers
 from torch import nn
 from whisper_model import Whisper
+from zoo import same
 
 import torchlift
 from torchlift import measure, remap
@@ -71,7 +70,7 @@ def test_every_architecture_is_what_transformers_reads(tmp_path, name, kind):
         if key.endswith("A_log"):  # by numpy's logarithm there, which is torch's but for a bit
             assert torch.allclose(found[key], tensor, rtol=1e-6), key
         else:
-            assert same_bits(found[key], tensor), key
+            assert same(found[key], tensor), key
 
 
 @pytest.mark.parametrize("name", list(MODELS))
@@ -100,7 +99,7 @@ def test_a_model_without_a_head_takes_its_part_of_the_file(tmp_path, name):
     expected = loaded(model, path).base_model.state_dict()
     assert base.state_dict().keys() == expected.keys()
     for key, tensor in base.state_dict().items():
-        assert same_bits(tensor, expected[key]), key
+        assert same(tensor, expected[key]), key
 
 
 def test_a_decoder_may_have_more_layers_than_its_encoder():
@@ -148,7 +147,7 @@ def test_falcon_40b_has_its_heads_in_groups(tmp_path):
     model = small_model("FalconForCausalLM", **changes)
     path = write_gguf(model, tmp_path / "m.gguf")
     for key, tensor in loaded(model, path).state_dict().items():
-        assert same_bits(tensor, model.state_dict()[key]), key
+        assert same(tensor, model.state_dict()[key]), key
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
@@ -159,7 +158,7 @@ def test_a_file_without_a_head_has_its_embeddings_as_one(tmp_path, kind):
         path = write_gguf(model, tmp_path / f"{tied}.gguf", kind=kind)
         model.config.tie_word_embeddings = tied
         made = loaded(model, path)
-        assert same_bits(made.lm_head.weight, made.model.embed_tokens.weight)
+        assert same(made.lm_head.weight, made.model.embed_tokens.weight)
         assert (made.lm_head.weight is made.model.embed_tokens.weight) == tied
 
 
@@ -167,7 +166,7 @@ def test_a_head_is_not_tied_to_embeddings_that_differ(tmp_path):
     """What is one tensor in the model and two in the file is refused; equal ones are one."""
     model = small_model("LlamaForCausalLM", tie_word_embeddings=True)
     path = write_gguf(model, tmp_path / "m.gguf", head=True)
-    assert same_bits(loaded(model, path).lm_head.weight, model.lm_head.weight)
+    assert same(loaded(model, path).lm_head.weight, model.lm_head.weight)
     model.lm_head.weight = nn.Parameter(torch.ones(96, 64))
     path = write_gguf(model, tmp_path / "m.gguf", head=True)
     model.tie_weights()
@@ -180,7 +179,7 @@ def test_heads_with_biases_are_ordered_as_their_rows(tmp_path):
     model = small_model("LlamaForCausalLM", attention_bias=True, mlp_bias=True)
     path = write_gguf(model, tmp_path / "m.gguf")
     for key, tensor in loaded(model, path).state_dict().items():
-        assert same_bits(tensor, model.state_dict()[key]), key
+        assert same(tensor, model.state_dict()[key]), key
 
 
 def test_experts_may_be_fused_in_the_file(tmp_path):
@@ -193,7 +192,7 @@ def test_experts_may_be_fused_in_the_file(tmp_path):
     made = torchlift.skeleton(type(model), model.config)
     torchlift.load(made, tmp_path / "f.safetensors", rename=rule)
     for key, tensor in made.state_dict().items():
-        assert same_bits(tensor, model.state_dict()[key]), key
+        assert same(tensor, model.state_dict()[key]), key
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma2ForCausalLM", "BloomForCausalLM"])
@@ -213,10 +212,10 @@ def test_every_door_gives_the_same_values(tmp_path, name):
             report = torchlift.load(live, source, rename=rule, source=way)
             assert report.bytes_read == planned.bytes_to_read
             for key, tensor in live.state_dict().items():
-                assert same_bits(tensor, expected[key]), key
+                assert same(tensor, expected[key]), key
     half = loaded(model, path, dtype="bfloat16").state_dict()
     for key, tensor in half.items():
-        assert same_bits(tensor, expected[key].to(tensor.dtype)), key
+        assert same(tensor, expected[key].to(tensor.dtype)), key
 
 
 def test_halves_in_norms_lose_nothing(tmp_path):
@@ -228,7 +227,7 @@ def test_halves_in_norms_lose_nothing(tmp_path):
     rule = remap.from_to("gguf->transformers", model)
     torchlift.load(made, tmp_path / "half.safetensors", rename=rule)
     with torchlift.open(tmp_path / "half.safetensors") as ckpt:
-        assert same_bits(made.model.norm.weight, ckpt["output_norm.weight"].float() - 1)
+        assert same(made.model.norm.weight, ckpt["output_norm.weight"].float() - 1)
 
 
 # ---- blocks
@@ -258,7 +257,7 @@ def test_blocks_stay_blocks_where_a_module_holds_them(tmp_path, kind):
         if isinstance(module, GgufLinear):
             assert module.weight.dtype is torch.uint8
             values = quants.dequantize(module.weight.numpy(), Kind[kind])
-            assert same_bits(torch.from_numpy(values), plain[f"{name}.weight"]), name
+            assert same(torch.from_numpy(values), plain[f"{name}.weight"]), name
     assert report.loaded["model.layers.0.mlp.up_proj.weight"].route == "view"
 
 
@@ -283,7 +282,7 @@ def test_a_parameter_of_diffusers_takes_the_blocks(tmp_path):
             torchlift.load(model, tmp_path / "m.gguf", mode=mode)
             weight = model["proj"].weight
             assert (type(weight), weight.quant_type) == (kinds.GGUFParameter, Kind.Q8_0)
-            assert same_bits(weight.as_tensor(), torch.from_numpy(blocks))
+            assert same(weight.as_tensor(), torch.from_numpy(blocks))
 
 
 def _heavy(folder: Path) -> Path:
@@ -376,7 +375,7 @@ def test_the_rule_composes_with_others(tmp_path):
     made = nn.ModuleDict({"inner": torchlift.skeleton(type(model), model.config)})
     torchlift.load(made, path, rename=behind)
     for key, tensor in made["inner"].state_dict().items():
-        assert same_bits(tensor, model.state_dict()[key]), key
+        assert same(tensor, model.state_dict()[key]), key
     other = small_model("Qwen2ForCausalLM")
     wrong = remap.from_to("gguf->transformers", other) | remap.strip("x")
     with pytest.raises(MismatchError, match="describe different models"):
@@ -483,18 +482,6 @@ def test_without_the_package_there_are_no_names(monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ImportError, match="pip install gguf"):
         remap.from_to("gguf->transformers", model)
-
-
-# ---- on a mesh
-
-
-@pytest.mark.distributed
-def test_on_a_mesh(tmp_path):
-    """Each rank reads the rows of its own shards, and computes its own blocks."""
-    found = run_workers(Path(__file__).with_name("workers_between.py"), 2, tmp_path)
-    assert found == {
-        "shards_have_the_rows_of_transformers": "", "shards_of_blocks_are_computed_apart": "",
-    }  # fmt: skip
 
 
 def test_the_docstring_lists_what_it_knows() -> None:

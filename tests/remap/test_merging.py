@@ -15,13 +15,12 @@ from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile
 import numpy as np
 import pytest
 import torch
-from checkpoint_files import same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_code import in_code
-from ranks import run_workers
 from safetensors.torch import save_file
 from torch import nn
+from zoo import Bag, same
 
 import torchlift
 from torchlift import remap
@@ -30,21 +29,6 @@ from torchlift.errors import MismatchError, PlacementError, UnsafeError
 from torchlift.remap import Renaming
 
 State = dict[str, torch.Tensor]
-
-
-class Bag(nn.Module):
-    """A module whose tensors have these names and shapes."""
-
-    def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()
-        for name, tensor in state.items():
-            module: nn.Module = self
-            *path, last = name.split(".")
-            for part in path:
-                if part not in module._modules:
-                    module.add_module(part, nn.Module())
-                module = module._modules[part]  # type: ignore[assignment]
-            module.register_buffer(last, torch.zeros_like(tensor))
 
 
 def model_of(state: Mapping[str, torch.Tensor], *, live: bool = True) -> nn.Module:
@@ -63,7 +47,7 @@ def assert_loads(ckpt: Any, rule: Any, expected: State, **words: Any) -> Any:
             found = model.state_dict()
             assert found.keys() == expected.keys()
             for name, tensor in expected.items():
-                assert same_bits(found[name], tensor), name
+                assert same(found[name], tensor), name
                 assert found[name].is_contiguous(), name
             assert report.bytes_read == planned.bytes_to_read
             assert report.merged == planned.merged
@@ -300,7 +284,7 @@ def test_neighbours_in_a_file_are_mapped_as_one(tmp_path) -> None:
         model = torchlift.skeleton(Bag, {"w": made})
         report = torchlift.load(model, tmp_path / "model.safetensors", rename=rule)
         assert (report.bytes_read, report.loaded["w"].route) == (0, "view")
-        assert same_bits(model.w, made)
+        assert same(model.w, made)
 
 
 def test_a_tensor_without_a_name_is_beside_what_a_rule_makes(tmp_path) -> None:
@@ -312,8 +296,8 @@ def test_a_tensor_without_a_name_is_beside_what_a_rule_makes(tmp_path) -> None:
     assert_loads(path, rule, expected, allow_unexpected=[""])
     torchlift.convert(path, tmp_path / "made.pt", rename=rule)
     found = torchlift.open(tmp_path / "made.pt")
-    assert all(same_bits(found[key], value) for key, value in (expected | {"": state[""]}).items())
-    assert same_bits(torchlift.open(path)[""], state[""])
+    assert all(same(found[key], value) for key, value in (expected | {"": state[""]}).items())
+    assert same(torchlift.open(path)[""], state[""])
 
 
 def test_dtype_device_modes_and_transforms_see_the_merged_tensor(path) -> None:
@@ -329,12 +313,12 @@ def test_dtype_device_modes_and_transforms_see_the_merged_tensor(path) -> None:
         model = model_of(expected, live=False)
         torchlift.load(model, path, rename=FUSE, dtype=dtype, mode=mode)
         gate_up = model.state_dict()["layers.0.gate_up"]
-        assert same_bits(gate_up, expected["layers.0.gate_up"].bfloat16())
-        assert same_bits(model.state_dict()["layers.0.down"], expected["layers.0.down"])
+        assert same(gate_up, expected["layers.0.gate_up"].bfloat16())
+        assert same(model.state_dict()["layers.0.down"], expected["layers.0.down"])
     assert ("layers.0.gate_up", (4, 128, 96)) in seen
     model = model_of(expected)
     torchlift.load(model, path, rename=FUSE, transform=lambda key, tensor: tensor * 2)
-    assert all(same_bits(model.state_dict()[key], value * 2) for key, value in expected.items())
+    assert all(same(model.state_dict()[key], value * 2) for key, value in expected.items())
     model = model_of(expected, live=False)
 
     def device(entry: torchlift.TensorEntry) -> str:
@@ -364,7 +348,7 @@ def test_a_state_dict_may_share_its_memory_with_the_model() -> None:
     before = model.w.detach().clone()
     state = {"b": model.w.detach()[:2], "a": model.w.detach()[2:]}
     torchlift.load(model, state, rename=remap.merge(["a", "b"], "w", cat=0))
-    assert same_bits(model.w, torch.cat([before[2:], before[:2]]))
+    assert same(model.w, torch.cat([before[2:], before[:2]]))
 
 
 def test_ties_dropped_keys_and_names_that_fit_no_rule(tmp_path) -> None:
@@ -473,7 +457,7 @@ def test_a_missing_expert_is_named(path) -> None:
             torchlift.load(model, rest, rename=FUSE)
         assert error.value.missing_keys == [key.removeprefix("model.")]
         assert f"Missing: {key.removeprefix('model.')}" in str(error.value)
-    assert all(same_bits(model.state_dict()[name], value) for name, value in before.items())
+    assert all(same(model.state_dict()[name], value) for name, value in before.items())
     with pytest.raises(
         MismatchError, match=r"'w': the checkpoint does not .* Missing: w\.1, .* and 94 "
     ):
@@ -563,7 +547,7 @@ def test_a_deflated_record_is_inflated_once_for_all_of_its_slices(
         torchlift.load(model, path, rename=rule, mode=mode)
         assert len(records) == len(set(records)) == 2
         assert planned.peak_bytes <= (2 + 1) * 64 * 50 * 4 + 128  # the header of an array
-        assert all(same_bits(model.state_dict()[key], value) for key, value in expected.items())
+        assert all(same(model.state_dict()[key], value) for key, value in expected.items())
 
 
 def test_members_may_be_deflated_and_stored_side_by_side(tmp_path) -> None:
@@ -613,7 +597,7 @@ def test_leaves_that_are_no_tensors_keep_their_names_where_a_merge_gives_them_on
     assert_loads(path, rule, expected, strict=False)
     torchlift.convert(path, tmp_path / "made.pt", rename=rule)
     with torchlift.open(tmp_path / "made.pt") as ckpt:
-        assert same_bits(ckpt["w"], expected["w"])
+        assert same(ckpt["w"], expected["w"])
         assert dict(ckpt.objects) == {"l.0.lr": 0.0, "l.1.lr": 0.1}
 
 
@@ -652,7 +636,7 @@ def test_only_plain_numbers_are_merged(tmp_path) -> None:
         model.w = nn.Parameter(torch.zeros(6, 3))
         rename = remap.merge(["b", "c"], "w", cat=0)
         torchlift.load(model, ckpt, rename=rename, allow_unexpected=["a"])
-        assert same_bits(model.w, torch.cat([torch.eye(3)] * 2))
+        assert same(model.w, torch.cat([torch.eye(3)] * 2))
 
 
 @pytest.mark.parametrize(
@@ -723,18 +707,8 @@ def test_megatrons_fused_queries_keys_and_values_are_separated(
         model = Bag({key: torch.zeros_like(tensor) for key, tensor in expected.items()})
         torchlift.load(model, source, rename=rule)
         for key, tensor in expected.items():
-            assert same_bits(model.state_dict()[key], tensor), key
-            assert same_bits(found[key], tensor), key
-
-
-@pytest.mark.distributed
-def test_each_rank_reads_its_shard_of_a_merged_tensor() -> None:
-    """FSDP2 and tensor parallel on two ranks: the values of torch, a shard's bytes each."""
-    from tempfile import TemporaryDirectory
-
-    with TemporaryDirectory() as folder:
-        found = run_workers(Path(__file__).with_name("workers_merging.py"), 2, Path(folder))
-    assert found == {"shards_are_read_from_files": "", "shards_are_taken_of_a_state_dict": ""}
+            assert same(model.state_dict()[key], tensor), key
+            assert same(found[key], tensor), key
 
 
 def test_an_error_does_not_list_the_sizes_of_all_members() -> None:

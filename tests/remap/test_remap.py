@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_files import same_bits
 from hypothesis import given
 from hypothesis import strategies as st
 from small_models import Mixed, Tied, entry, randomised, saved, state_of, tensors_of
 from torch import nn
+from zoo import same
 
 import torchlift
 from torchlift import cli, remap
@@ -105,7 +105,7 @@ def test_a_rename_loads_what_another_wrapper_saved(tmp_path) -> None:
     path = saved({f"_orig_mod.module.{key}": value for key, value in state.items()}, tmp_path)
     model = torchlift.skeleton(Mixed)
     torchlift.load(model, path, rename=remap.strip("_orig_mod.") | remap.strip("module."))
-    assert all(same_bits(tensors_of(model)[key], value) for key, value in state.items())
+    assert all(same(tensors_of(model)[key], value) for key, value in state.items())
 
 
 @pytest.mark.parametrize(
@@ -324,7 +324,7 @@ def test_what_a_map_leaves_on_disk_stays_mapped(path, source, kind) -> None:
     assert report.bytes_read == 0
     assert set(report.source.values()) == {"mmap"}
     state = randomised(Mixed())
-    assert all(same_bits(tensors_of(model)[key], value) for key, value in state.items())
+    assert all(same(tensors_of(model)[key], value) for key, value in state.items())
 
 
 @pytest.mark.parametrize(

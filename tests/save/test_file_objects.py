@@ -20,6 +20,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from pairwise import pairwise
 from safetensors.torch import load
 
 import torchlift
@@ -120,9 +121,9 @@ def opened(path: Path, mode: str, buffering: int, kind: type[io.FileIO] = io.Fil
     return file
 
 
-@pytest.mark.parametrize("buffering", [0, -1])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), ValueError("x"), None])
+@pairwise(
+    buffering=[0, -1], mode=MODES, error=[OSError(5, "Input/output error"), ValueError("x"), None]
+)
 def test_after_a_failed_write_a_file_has_its_old_content_and_position(
     mode: str, buffering: int, error: BaseException | None, tmp_path: Path
 ) -> None:
@@ -166,9 +167,7 @@ def limit_size() -> Iterator[Callable[[int], None]]:
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("buffering", [0, -1])
-@pytest.mark.parametrize("lacking", [1, 100, 9000, 60000])
-@pytest.mark.parametrize("behind", [0, 500, 5000])
+@pairwise(buffering=[0, -1], lacking=[1, 100, 9000, 60000], behind=[0, 500, 5000])
 def test_on_a_full_disk_a_file_keeps_its_old_content(
     buffering: int, lacking: int, behind: int, limit_size: Callable[[int], None], tmp_path: Path
 ) -> None:

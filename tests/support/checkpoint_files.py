@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 from torch._utils import _rebuild_tensor_v2
+from zoo import parts_of, same
+from zoo import same as same_bits  # noqa: F401 - for rooms that still use this name
 
 from torchlift.formats.index import Index, TensorEntry
 
@@ -260,8 +262,7 @@ def big_endian(path: Path, made: Path) -> Path:
 
 def same_as(loaded: torch.Tensor, found: torch.Tensor) -> bool:
     """Whether two tensors are equal bit by bit, with equal strides, once nothing is lazy."""
-    plain = [tensor.resolve_conj().resolve_neg() for tensor in (loaded, found)]
-    return same_bits(*plain) and loaded.stride() == found.stride()
+    return same(loaded, found) and loaded.stride() == found.stride()
 
 
 def other_kinds() -> dict[str, object]:
@@ -290,27 +291,6 @@ def other_kinds() -> dict[str, object]:
     }  # fmt: skip
 
 
-def _facts(tensor: torch.Tensor) -> tuple[list[object], list[torch.Tensor]]:
-    """What tells a tensor from others of its shape, and the dense tensors that it is made of."""
-    facts: list[object] = [tensor.dtype, tensor.layout, tensor.device, tensor.shape]
-    if tensor.layout == torch.sparse_coo:
-        return [*facts, tensor.is_coalesced()], [tensor._indices(), tensor._values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return facts, [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return facts, [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    facts.append(tensor.stride())
-    if not tensor.is_quantized:
-        return facts, [] if tensor.is_meta else [tensor]
-    facts.append(tensor.qscheme())
-    if tensor.qscheme() == torch.per_tensor_affine:
-        facts += [tensor.q_scale(), tensor.q_zero_point()]
-        return facts, [tensor.int_repr()]
-    facts.append(tensor.q_per_channel_axis())
-    scales = [tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()]
-    return facts, [tensor.int_repr(), *scales]
-
-
 def assert_as_loaded(loaded: Mapping[str, object], ckpt: Mapping[str, torch.Tensor]) -> None:
     """Every tensor and storage that torch.load gave is that of the checkpoint, bit by bit."""
     for key, value in loaded.items():
@@ -318,7 +298,7 @@ def assert_as_loaded(loaded: Mapping[str, object], ckpt: Mapping[str, torch.Tens
             dtype = value.dtype if isinstance(value, torch.TypedStorage) else torch.uint8
             value = torch.empty(0, dtype=dtype).set_(value, 0, (len(value),), (1,))
         if isinstance(value, torch.Tensor):
-            (facts, tensors), (found, others) = _facts(value), _facts(ckpt[key])
+            (facts, tensors), (found, others) = parts_of(value), parts_of(ckpt[key])
             assert facts == found, key
             assert len(tensors) == len(others)
             for one, two in zip(tensors, others, strict=True):
@@ -361,14 +341,6 @@ def read_tensor(entry: TensorEntry) -> torch.Tensor:
         data = bytearray(file.read(chunk.nbytes))
     assert len(data) == chunk.nbytes
     return torch.frombuffer(data, dtype=dtype).as_strided(entry.shape, entry.stride)
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are equal bit by bit, NaN and dtypes without arithmetic included."""
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    raw = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
-    return torch.equal(*raw)
 
 
 def assert_in_bounds(index: Index) -> None:

@@ -20,6 +20,7 @@ import torch
 from checkpoint_files import assert_in_bounds
 from guarded import answers, guard, look
 from range_server import facts, serving
+from zoo import same
 
 import torchlift
 from torchlift.errors import CheckpointError
@@ -118,8 +119,8 @@ class Contract:
             for key, tensor in theirs.items():
                 entry = ckpt.entries[key]
                 assert (entry.dtype, entry.shape) == (name_of(tensor), tuple(tensor.shape)), key
-                assert same_bits(ckpt[key], tensor), key
-            assert all(map(same_bits, ckpt.state_dict().values(), map(theirs.get, ckpt)))
+                assert same(ckpt[key], tensor), key
+            assert all(map(same, ckpt.state_dict().values(), map(theirs.get, ckpt)))
 
     def test_a_view_stays_one(self, tmp_path: Path) -> None:
         """Strides and offsets are the owner's, and two names of one memory are aliases."""
@@ -132,7 +133,7 @@ class Contract:
             assert [*map(sorted, ckpt.aliases)] == [["base", "part", "turned"]]
             for key, tensor in theirs.items():
                 assert ckpt.entries[key].stride == ckpt[key].stride() == tensor.stride()
-                assert same_bits(ckpt[key], tensor)
+                assert same(ckpt[key], tensor)
             assert (
                 ckpt["part"].untyped_storage().data_ptr()
                 == ckpt["base"].untyped_storage().data_ptr()
@@ -148,7 +149,7 @@ class Contract:
                 look(str(path))
             with torchlift.open(path) as ckpt:
                 assert {*ckpt} == {*self.read(folder)}
-                assert same_bits(ckpt[name], self.read(folder)[name])
+                assert same(ckpt[name], self.read(folder)[name])
 
     def test_nothing_of_it_runs(self, folder: Path, path: Path) -> None:
         """Reading opens its own files, and does nothing else that Python can see."""
@@ -215,7 +216,7 @@ class Contract:
         with serving(folder.parent) as server:
             there = resolved(read_index(server.url(url)))
             with torchlift.open(server.url(url)) as ckpt:
-                assert all(same_bits(ckpt[key], t) for key, t in self.read(folder).items())
+                assert all(same(ckpt[key], t) for key, t in self.read(folder).items())
         assert facts(there) == facts(read_index(path))
 
     def test_of_a_file_object_its_bytes_count(self, folder: Path, path: Path) -> None:
@@ -227,7 +228,7 @@ class Contract:
         with index_of_object(file) as index:
             assert facts(index) == facts(read_index(path))
         with torchlift.open(file) as ckpt:
-            assert all(same_bits(ckpt[key], t) for key, t in self.read(folder).items())
+            assert all(same(ckpt[key], t) for key, t in self.read(folder).items())
         assert file.tell() == 6
 
     def test_a_wrong_bit_of_a_value_fails_its_checksum(self, folder: Path, path: Path) -> None:
@@ -244,7 +245,7 @@ class Contract:
         assert report.ok is not self.has_sums
         assert len(report.failed) == self.has_sums
         with torchlift.open(path) as ckpt:
-            assert not same_bits(ckpt["a.weight"], self.state()["a.weight"])
+            assert not same(ckpt["a.weight"], self.state()["a.weight"])
 
     def test_a_difference_is_found(self, folder: Path, path: Path) -> None:
         """None from what the owner reads, and one that is made."""
@@ -261,14 +262,14 @@ class Contract:
             torchlift.convert(path, folder.parent / name, exclude=self.exclude)
             with torchlift.open(folder.parent / name) as ckpt:
                 assert {*ckpt} == {*theirs}
-                assert all(same_bits(ckpt[key], tensor) for key, tensor in theirs.items())
+                assert all(same(ckpt[key], tensor) for key, tensor in theirs.items())
         if self.written:
             (back := folder.parent / "back").mkdir()
             there = folder.parent / "there.safetensors"
             torchlift.convert(there, back / self.opened, format=self.format, overwrite=True)
             found = self.read(back)
             assert found.keys() == theirs.keys()
-            assert all(same_bits(found[key], tensor) for key, tensor in theirs.items())
+            assert all(same(found[key], tensor) for key, tensor in theirs.items())
 
     def test_inspect_imports_no_torch_and_no_other_reader(self, path: Path) -> None:
         """A reader is imported when its format is met."""
@@ -303,14 +304,6 @@ READERS = {
 def name_of(tensor: torch.Tensor) -> str:
     """Return the name of a tensor's dtype."""
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor | None) -> bool:
-    """Return whether two tensors have one dtype, one shape and the same bits."""
-    if other is None or (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    raw = [each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)]
-    return torch.equal(*raw)
 
 
 def files_of(path: Path) -> list[Path]:

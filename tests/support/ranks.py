@@ -11,7 +11,9 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
+from importlib.util import module_from_spec, spec_from_file_location
+from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
@@ -29,14 +31,16 @@ SAVE, LOAD = "save", "load"
 HANGS = timedelta(seconds=300)
 
 
-def run_workers(module: Path, ranks: int, out: Path, worlds: Sequence[int] = ()) -> dict[str, str]:
+def run_workers(
+    module: Path | str, ranks: int, out: Path, worlds: Sequence[int] = (), *arguments: object
+) -> dict[str, str]:
     """Run every check of `module` on `ranks` ranks, which find all the worlds by `worlds`.
 
     Returns:
         Check -> what went wrong on which rank, or an empty text.
     """
     quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "WORLD_SIZE": str(ranks)}
-    done = run(module, out, env={**quiet, "WORLDS": " ".join(map(str, worlds))})
+    done = run(module, out, *arguments, env={**quiet, "WORLDS": " ".join(map(str, worlds))})
     found: dict[str, str] = {}
     for rank in range(ranks):
         path = out / f"{rank}.json"
@@ -47,6 +51,56 @@ def run_workers(module: Path, ranks: int, out: Path, worlds: Sequence[int] = ())
             found[check] = found.get(check, "") + (f"[rank {rank}] {text}" if text else "")
     assert done.returncode == 0, done.stderr
     return found
+
+
+def on(*worlds: int) -> Callable[[Callable[..., None]], Any]:
+    """Make a check on ranks a test: one for each number of ranks, with the check as its only body.
+
+    Each rank runs the check in a process of its own, which imports the test file. All checks of a
+    file that were chosen run in one world. A parameter `folder` is a folder that the ranks share.
+    """
+
+    def decorate(check: Callable[..., None]) -> Any:
+        file, name = Path(check.__code__.co_filename), check.__name__
+
+        def test(ranks: int, request: pytest.FixtureRequest) -> None:
+            items = [item for item in request.session.items if item.path == request.path]
+            chosen = {
+                item.originalname: None
+                for item in items
+                if getattr(item.function, "check", None) and item.callspec.params["ranks"] == ranks
+            }
+            assert _results_of(file, ranks, tuple(chosen))[name] == ""
+
+        test.__name__, test.__doc__, test.__module__ = name, check.__doc__, check.__module__
+        test.check = check  # type: ignore[attr-defined]
+        return pytest.mark.distributed(pytest.mark.parametrize("ranks", worlds)(test))
+
+    return decorate
+
+
+@cache
+def _results_of(file: Path, ranks: int, names: tuple[str, ...]) -> dict[str, str]:
+    with TemporaryDirectory() as folder:
+        return run_workers(
+            "import ranks; ranks.main_of_file()", ranks, Path(folder), (), file, *names
+        )
+
+
+def main_of_file() -> None:
+    """The body of a worker process of `on`: the checks of a file by name."""
+    folder, file, *names = sys.argv[1:]
+    spec = spec_from_file_location(Path(file).stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    checks: Checks = {}
+    for name in names:
+        check = getattr(module, name).check
+        takes_folder = "folder" in signature(check).parameters
+        checks[name] = partial(check, folder=Path(folder)) if takes_folder else check
+    main(checks)
 
 
 def run_saves_then_loads(module: Path, worlds: Sequence[int]) -> dict[int, dict[str, str]]:

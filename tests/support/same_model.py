@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from checkpoint_files import same_bits
 from torch import nn
+from zoo import same
 
 from torchlift._model.slots import ModuleTree
 
@@ -32,7 +32,7 @@ def assert_same_tensors(model: nn.Module, wanted: nn.Module) -> None:
     assert list(model.state_dict()) == list(wanted.state_dict())
     for name, tensor in expected.items():
         assert not found[name].is_meta, name
-        assert same_bits(found[name], tensor), name
+        assert same(found[name], tensor), name
         assert found[name].stride() == tensor.stride(), name
         assert found[name].requires_grad == tensor.requires_grad, name
         assert found[name].is_leaf == tensor.is_leaf, name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from zoo import same as same_bits  # noqa: F401 - for rooms that still use this name
 
 TYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64,
@@ -26,13 +27,3 @@ def expected_state() -> dict[str, torch.Tensor]:
     state["nothing"] = torch.empty(0, 4)
     state["flat"] = torch.arange(11)
     return state
-
-
-def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Whether dtype, shape and every bit are equal."""
-    if (one.dtype, one.shape) != (two.dtype, two.shape):
-        return False
-    # Not contiguous(): of one element, or of none, any strides are.
-    dense = [value.clone(memory_format=torch.contiguous_format) for value in (one, two)]
-    views = [value.view(-1).view(torch.uint8) for value in dense]
-    return torch.equal(*views)

@@ -1,70 +1,19 @@
-"""One tiny model per pathology of loading, and the means to say that a model has not changed."""
+"""The means to say that a model of `zoo` has not changed."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
-from checkpoint_files import same_bits
 from torch import nn
+from zoo import Holder, Mixed, Scalar, Tied, Two, on_meta, same
 
 import torchlift
 
-
-class Mixed(nn.Module):
-    """A parameter and a buffer of the root, submodules, an integer and a hidden buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.full((3,), 0.5))
-        self.register_buffer("steps", torch.tensor(7))
-        self.register_buffer("frequencies", torch.arange(4.0) / 3, persistent=False)
-        self.inner = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-        self.inner[0].bias.requires_grad_(False)
-
-
-class Two(nn.Module):
-    """Two parameters that are independent of each other."""
-
-    def __init__(self, *shape: int) -> None:
-        super().__init__()
-        self.a = nn.Parameter(torch.zeros(shape or (2, 3)))
-        self.b = nn.Parameter(torch.zeros(shape or (2, 3)))
-
-
-class Tied(nn.Module):
-    """One parameter under two names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(5, 3)
-        self.head = nn.Linear(3, 5, bias=False)
-        self.head.weight = self.embed.weight
-
-
-class Scalar(nn.Module):
-    """A parameter without dimensions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Parameter(torch.tensor(1.0))
-
-
-class Holder(nn.Module):
-    """Any tensors, by name: floating-point ones as parameters, others as buffers."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        super().__init__()
-        for name, tensor in tensors.items():
-            if tensor.is_floating_point() or tensor.is_complex():
-                self.register_parameter(name, nn.Parameter(tensor))
-            else:
-                self.register_buffer(name, tensor)
-
-
-def on_meta(tensors: dict[str, torch.Tensor]) -> Holder:
-    """A `Holder` of such tensors that has no values yet."""
-    return Holder({name: torch.empty_like(t, device="meta") for name, t in tensors.items()})
+__all__ = [
+    "Holder", "Mixed", "Scalar", "Tied", "Two", "assert_holds", "dense", "entry", "on_meta",
+    "randomised", "saved", "state_of", "tensors_of",
+]  # fmt: skip
 
 
 def randomised(model: nn.Module, seed: int = 1) -> dict[str, torch.Tensor]:
@@ -113,7 +62,7 @@ def assert_holds(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
     found = tensors_of(model)
     for key, value in state.items():
         assert found[key].device.type == "cpu", key
-        assert same_bits(dense(found[key]), dense(value)), key
+        assert same(dense(found[key]), dense(value)), key
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:

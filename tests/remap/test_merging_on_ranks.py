@@ -1,16 +1,14 @@
-"""Checks of merged and split tensors that run on every rank of a process group."""
+"""Merged and split tensors on two ranks: each reads the bytes of its own shard."""
 
 from __future__ import annotations
 
-import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import cpu_mesh, main
+from ranks import cpu_mesh, on
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -19,9 +17,6 @@ import torchlift
 from torchlift import remap
 from torchlift.errors import CheckpointError
 
-warnings.simplefilter("ignore")
-
-OUT = Path(sys.argv[1])
 RULE = (
     remap.merge(["{e}.gate", "{e}.up"], "gate_up", stack=0, cat=1)
     | remap.merge("{e}.down", "down", stack=0, transpose=(0, 1))
@@ -81,9 +76,10 @@ def assert_values(model: nn.Module) -> None:
         assert torch.equal(found.full_tensor(), value), name
 
 
-def shards_are_read_from_files() -> None:
+@on(2)
+def test_shards_are_read_from_files(folder: Path) -> None:
     """Every rank reads the bytes of its shards, from a file and from what ranks have written."""
-    path = OUT / "model.pt"
+    path = folder / "model.pt"
     if dist.get_rank() == 0:
         torch.save(state(), path)
     dist.barrier()
@@ -101,7 +97,8 @@ def shards_are_read_from_files() -> None:
         torchlift.load(model, lacking, rename=RULE)
 
 
-def shards_are_taken_of_a_state_dict() -> None:
+@on(2)
+def test_shards_are_taken_of_a_state_dict() -> None:
     """Each rank copies its slices out of whole tensors in memory; of sharded ones none is made."""
     for wrap in (fsdp, columns(1)):
         for start in (Net, lambda: torchlift.skeleton(Net)):
@@ -111,9 +108,3 @@ def shards_are_taken_of_a_state_dict() -> None:
     sharded = {key: distribute_tensor(v, cpu_mesh(), [Shard(0)]) for key, v in state().items()}
     with pytest.raises(CheckpointError, match="only plain tensors can be"):
         torchlift.load(fsdp(Net()), sharded, rename=RULE)
-
-
-main({
-    "shards_are_read_from_files": shards_are_read_from_files,
-    "shards_are_taken_of_a_state_dict": shards_are_taken_of_a_state_dict,
-})  # fmt: skip

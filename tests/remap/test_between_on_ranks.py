@@ -1,9 +1,7 @@
-"""Checks of renames between worlds that run on every rank of a process group."""
+"""Renames between worlds on two ranks: each reads the rows of its own shards."""
 
 from __future__ import annotations
 
-import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gguf_files import small_model, write_gguf
-from ranks import cpu_mesh, main
+from ranks import cpu_mesh, on
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -19,13 +17,9 @@ import torchlift
 from torchlift import remap
 from torchlift.errors import FormatError
 
-warnings.simplefilter("ignore")
 
-OUT = Path(sys.argv[1])
-
-
-def _file(name: str, **words: Any) -> Path:
-    path = OUT / name
+def _file(folder: Path, name: str, **words: Any) -> Path:
+    path = folder / name
     if dist.get_rank() == 0:
         write_gguf(small_model("LlamaForCausalLM"), path, **words)
     dist.barrier()
@@ -49,9 +43,10 @@ def _assert_equal(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
         assert torch.equal(whole, expected[name]), name
 
 
-def shards_have_the_rows_of_transformers() -> None:
+@on(2)
+def test_shards_have_the_rows_of_transformers(folder: Path) -> None:
     """Whichever dimension is cut, of a file of floats."""
-    path = _file("floats.gguf")
+    path = _file(folder, "floats.gguf")
     expected = small_model("LlamaForCausalLM").state_dict()
     for dim in (0, 1):
         model = _sharded(dim)
@@ -62,9 +57,10 @@ def shards_have_the_rows_of_transformers() -> None:
         assert report.bytes_read < matrices * 0.6  # not those of the other rank
 
 
-def shards_of_blocks_are_computed_apart() -> None:
+@on(2)
+def test_shards_of_blocks_are_computed_apart(folder: Path) -> None:
     """Whole rows of blocks are a shard's own; a block that two ranks would share is refused."""
-    path = _file("blocks.gguf", kind="Q8_0")
+    path = _file(folder, "blocks.gguf", kind="Q8_0")
     rule = remap.from_to("gguf->transformers", small_model("LlamaForCausalLM"))
     whole = small_model("LlamaForCausalLM")
     torchlift.load(whole, path, rename=rule)
@@ -73,9 +69,3 @@ def shards_of_blocks_are_computed_apart() -> None:
     _assert_equal(model, whole.state_dict())
     with pytest.raises(FormatError, match="a slice would cut blocks of quantised values"):
         torchlift.load(_sharded(1), path, rename=rule)
-
-
-main({
-    "shards_have_the_rows_of_transformers": shards_have_the_rows_of_transformers,
-    "shards_of_blocks_are_computed_apart": shards_of_blocks_are_computed_apart,
-})  # fmt: skip
