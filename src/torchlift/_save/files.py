@@ -341,8 +341,8 @@ def write_own_files(
                 raise PlacementError(
                     "the ranks do not save to the same path",
                     found=f"{head} on rank {rank()}, where the file of the first rank is missing",
-                    hint="Pass one path on all ranks, on a file system that all machines share; a "
-                    "relative path depends on the current folder.",
+                    hint="Pass one path on all ranks, on a file system that all machines share. "
+                    "A relative path depends on the current folder.",
                 )
             with LockedFile() as file:  # its owner has the lock
                 file.open(paths[name], os.O_WRONLY)

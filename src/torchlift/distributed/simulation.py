@@ -221,7 +221,7 @@ def _require_fsdp(sizes: Mapping[str, int]) -> None:
     if len(sizes) > 2 or shards not in _SHARD_DIMS or not {*replicates} <= {*_REPLICATE_DIMS}:
         raise ValueError(
             f"mesh dimensions {', '.join(sizes)}: pass a model and your own function that "
-            "distributes it (parallelize); without one the mesh is fsdp=N, or dp=N,fsdp=N"
+            "distributes it (parallelize). Without one the mesh is fsdp=N, or dp=N,fsdp=N"
         )
 
 
