@@ -438,7 +438,7 @@ def _metadata_of(checkpoints: Iterable[Checkpoint]) -> dict[str, str]:
 
 
 class _Results:
-    """The tensors that are saved in place of those of the files.
+    """The tensors that are saved instead of the tensors of the files.
 
     Args:
         ckpt: the files.
@@ -466,7 +466,7 @@ class _Results:
         self.overflowed = dict[str, int]()  # key -> values that overflowed in the cast
 
     def of(self, key: str, entry: TensorEntry) -> torch.Tensor | None:
-        """Return the tensor to save under a key; None for the one in the file.
+        """Return the tensor to save under a key, or None for the one in the file.
 
         Raises:
             TypeError: If the transform did not return a tensor.
@@ -558,7 +558,7 @@ def _require_something(ckpt: Checkpoint, source: _Source, root: str | None, targ
 
     Raises:
         UnsafeError: If every value could only be rebuilt by running code.
-        MismatchError: If the source has no tensors, or the arguments or the format leave out all.
+        MismatchError: If the source lacks tensors, or the arguments or the format leave out all.
     """
     is_plain = root is None and not source.index.entries and not target.only_tensors
     left = ckpt.entries or (is_plain and ckpt.objects)

@@ -224,7 +224,7 @@ def remove_files(head: str, names: Iterable[str], kind: SetKind | None) -> None:
 
 
 def _read_names(head: str, kind: SetKind) -> set[str] | None:
-    """Return what a head in a store lists; None if the head cannot be read."""
+    """Return what a head in a store lists, or None if the head cannot be read."""
     try:
         return kind.list_files(head)
     except (CheckpointError, OSError, ValueError, AttributeError, KeyError):
@@ -232,7 +232,7 @@ def _read_names(head: str, kind: SetKind) -> set[str] | None:
 
 
 def _remove_unnamed(folder: str, names: Iterable[str], kind: SetKind) -> None:
-    """Remove objects that no head of their folder lists; none if a head cannot be read.
+    """Remove objects that no head of their folder lists, or none if a head cannot be read.
 
     Raises:
         CheckpointError: If one cannot be removed.
