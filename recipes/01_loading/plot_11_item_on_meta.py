@@ -37,7 +37,8 @@ print("weights on:", {str(weight.device) for weight in model.parameters()})
 # ------------------------
 #
 # A rate that grows with the depth is the usual case, and ``torch.linspace`` is the usual way to
-# write it. On the meta device the code fails at the first ``item``:
+# write it. On the meta device the code fails at the first ``item``, as in `issue 43957
+# <https://github.com/huggingface/transformers/issues/43957>`__ of transformers:
 
 try:
     with torch.device("meta"):

@@ -69,7 +69,9 @@ print(torchlift.diff(model.state_dict(), plain, rtol=2**-8).changed["0.weight"])
 # -----
 #
 # A disk, a cable or a full quota can damage a file silently. ``torch.save`` writes a checksum for
-# every tensor, and ``torch.load`` never reads it. Flip one bit in the middle of a weight:
+# every tensor, and ``torch.load`` never reads it (`issue 126952
+# <https://github.com/pytorch/pytorch/issues/126952>`__ of PyTorch). Flip one bit in the middle of a
+# weight:
 
 from pathlib import Path
 

@@ -33,7 +33,8 @@ print(torchlift.load_optimizer(model, optimizer, named, strict=False))
 # ValueError: a parameter group that doesn't match the size
 # ---------------------------------------------------------
 #
-# The optimizer's own state dict has numbers, and 4 of them do not match 6. By name, a strict load
+# The optimizer's own state dict has numbers, and 4 of them do not match 6 (`issue 34660
+# <https://github.com/pytorch/pytorch/issues/34660>`__ of PyTorch). By name, a strict load
 # lists the missing parameters and changes nothing:
 
 try:

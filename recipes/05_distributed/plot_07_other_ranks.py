@@ -40,8 +40,9 @@ print(on_ranks(2, run, folder, 10), on_ranks(2, run, folder, 0))
 # -------------------------------------
 #
 # ``dcp.save`` stores one object for each name. If you pass it the loaders of two ranks, it silently
-# loses one. With the rank in the name, as torchtitan does it, both are kept, but for two ranks
-# only.
+# loses one, as it does with tensors (`issue 146566
+# <https://github.com/pytorch/pytorch/issues/146566>`__ of PyTorch). With the rank in the name, as
+# torchtitan does it, both are kept, but for two ranks only.
 
 import torch.distributed.checkpoint as dcp
 

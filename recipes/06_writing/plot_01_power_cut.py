@@ -50,10 +50,11 @@ except Exception as error:
     print("torch.load:", type(error).__name__, "-", str(error).split(":")[0])
 
 # %%
-# Here one object that cannot be pickled was enough. A full disk, a quota or the end of a job has
-# the same effect. Writing to another name and renaming is only half of the answer. You must also
-# flush the file, and then its folder, to the disk. Otherwise a power cut can leave the new name
-# without content.
+# Here one object that cannot be pickled was enough (`issue 48243
+# <https://github.com/pytorch/pytorch/issues/48243>`__ of PyTorch). A full disk, a quota or the end
+# of a job has the same effect. Writing to another name and renaming is only half of the answer. You
+# must also flush the file, and then its folder, to the disk. Otherwise a power cut can leave the
+# new name without content.
 #
 # Proof
 # -----

@@ -37,8 +37,9 @@ print("steps:", trainer.state.global_step)
 # Resume from an incomplete checkpoint
 # ------------------------------------
 #
-# The Trainer chooses its last checkpoint by the number in its name. Here a kill left an incomplete
-# last one:
+# The Trainer chooses its last checkpoint by the number in its name (`issue 35782
+# <https://github.com/huggingface/transformers/issues/35782>`__). Here a kill left an incomplete
+# one:
 
 from pathlib import Path
 

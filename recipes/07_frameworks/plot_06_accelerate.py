@@ -40,6 +40,8 @@ print("kept:", keeper.keeper.steps())
 #
 # This program depends on the random numbers (a dropout), the order of a shuffled loader, and an
 # average of the weights. It stops after step 10, in the middle of its second epoch of 8 batches.
+# The order of its data survives with ``use_seedable_sampler``, which it does not have by default
+# (`issue 2016 <https://github.com/huggingface/accelerate/issues/2016>`__).
 
 from accelerate.utils import DataLoaderConfiguration
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
