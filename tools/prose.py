@@ -33,9 +33,9 @@ CEILINGS = {
     "SECURITY.md": 0,
     "CHANGELOG.md": 0,
     "docs": 0,
-    "recipes": 12,
-    "docstrings of src": 129,
-    "messages of src": 15,
+    "recipes": 0,
+    "docstrings of src": 104,
+    "messages of src": 0,
 }
 #: Directives of reStructuredText whose content is not prose.
 CODE = (
@@ -45,7 +45,8 @@ CODE = (
 DROPPED = {
     ".md": r"^```.*?^```|^\|[-:|]+$|<!--.*?-->|^#+ |^> (\[!\w+\]$)?",
     ".rst": rf"^( *)\.\. {CODE}::.*\n((\1 +.*)?\n)*|^ *\.\. .*$|^ *:[\w-]+:.*$|^[=~^-]{{3,}}$",
-    ".py": r"^ *(>>>|\.\.\.).*$|^ *\w+(, \w+)*:(?= )|^ *[A-Z]\w+:$|^=+.*$",
+    # The title of a recipe is what people search for, or the words of an error.
+    ".py": r"^ *(>>>|\.\.\.).*$|^ *\w+(, \w+)*:(?= )|^ *[A-Z]\w+:$|^.+\n={3,}$|^=+.*$",
 }
 #: A sentence may start with code, which is an X by then, or with the name of this library.
 SENTENCE_END = re.compile(r"(?:(?<=[.?!])|(?<=[.?!]\*\*)) (?=[A-Z*]|torchlift )")
@@ -85,6 +86,7 @@ def texts(path: Path) -> Iterator[tuple[str, str]]:
             yield "docstrings", ast.get_docstring(node) or ""
         elif isinstance(node, ast.Raise):
             yield from (("messages", each) for each in literal(node))
+    text = re.sub(r"(?m)^# .+\n# -{3,}$|^# fold: .*$", "", text)  # headings, and what is folded
     comments = [
         line.removeprefix("#").strip() for line in re.findall(r"(?m)^#(?! [%-]).*|^$", text)
     ]

@@ -150,9 +150,10 @@ def block_of(code: nodes.literal_block, text: str) -> nodes.literal_block:
 
 
 def fold(code: nodes.literal_block, summary: str) -> None:
-    """Put a block of code into a ``<details>``; of a solution also what it prints."""
+    """Put a block of code into a ``<details>``; of a solution or an answer also what it prints."""
     at, rest = code.parent.index(code), following(code)
-    end = at + 2 if summary.startswith("Solution") and rest and is_output(rest[0]) else at + 1
+    solves = summary.startswith(("Solution", "Answer"))
+    end = at + 2 if solves and rest and is_output(rest[0]) else at + 1
     code.parent.insert(end, nodes.raw("", "</details>", format="html"))
     opening = f'<details class="tl-fold"><summary>{escape(summary)}</summary>'
     code.parent.insert(at, nodes.raw("", opening, format="html"))

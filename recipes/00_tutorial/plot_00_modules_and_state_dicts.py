@@ -161,9 +161,8 @@ except RuntimeError as error:
 # back.
 
 empty.load_state_dict(torch.load(path), assign=True)
-print(
-    "weights:", empty.body[0].weight.device, "- wave:", empty.positions.wave.device
-)
+print("weights:", empty.body[0].weight.device)
+print("wave:", empty.positions.wave.device)
 
 import torchlift
 

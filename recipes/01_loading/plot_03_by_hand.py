@@ -144,10 +144,14 @@ def compare(model, saved):
         return "left on meta"
     if here.keys() != there.keys():
         return f"{len(here)} parameters, not {len(there)}"
-    if any(here[name].requires_grad != there[name].requires_grad for name in here):
+    if any(
+        here[name].requires_grad != there[name].requires_grad for name in here
+    ):
         return "trains what was frozen"
     made = {**there, **dict(saved.named_buffers())}
-    equal = all(torch.equal(tensor, made[name]) for name, tensor in tensors.items())
+    equal = all(
+        torch.equal(tensor, made[name]) for name, tensor in tensors.items()
+    )
     return RIGHT if equal else "other values"
 
 
@@ -167,11 +171,15 @@ class Table(dict):
 
     def _repr_html_(self):
         def row(tag, cells):
-            return "<tr>" + "".join(f"<{tag}>{escape(c)}</{tag}>" for c in cells)
+            return "<tr>" + "".join(
+                f"<{tag}>{escape(c)}</{tag}>" for c in cells
+            )
 
         table = "<table>" + row("th", ["case", *WAYS])
         for case, cells in self.items():
-            marked = ("✓ right" if cell == RIGHT else f"✗ {cell}" for cell in cells)
+            marked = (
+                "✓ right" if cell == RIGHT else f"✗ {cell}" for cell in cells
+            )
             table += row("td", [case, *marked])
         return table + "</table>"
 
@@ -204,7 +212,9 @@ for way, counts, color in zip(WAYS, counted, ("C0", "C3", "C1"), strict=True):
 axes.invert_yaxis()
 axes.tick_params(axis="y", length=0)
 axes.set(xlabel="cases (of 8)")
-boxes = [plt.Rectangle((0, 0), 1, 1, color="C0", alpha=a) for a in shades.values()]
+boxes = [
+    plt.Rectangle((0, 0), 1, 1, color="C0", alpha=a) for a in shades.values()
+]
 figure.legend(boxes, list(shades), loc="outside upper center", ncols=3)
 plt.show()
 
@@ -233,3 +243,20 @@ plt.show()
 #   nothing.
 # - **You are not sure which case you have:** `torchlift.plan` lists names, ties and replayed
 #   tensors.
+
+# %%
+# Question
+# --------
+#
+# An optimizer exists before the loop runs. How many of its parameters are in the model afterwards?
+
+# fold: Answer to the question
+# None. Each new nn.Parameter leaves the old one to the optimizer.
+model = linear()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for key, tensor in linear().state_dict().items():
+    setattr(model, key, nn.Parameter(tensor))
+ours = {id(parameter) for parameter in model.parameters()}
+kept = [id(p) in ours for p in optimizer.param_groups[0]["params"]]
+print(sum(kept), "of", len(kept), "parameters are in the model")
+assert not any(kept)

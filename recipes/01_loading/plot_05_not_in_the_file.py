@@ -13,7 +13,7 @@ Buffers with ``persistent=False``: the constructor computes them, and ``state_di
 # In short
 # --------
 
-import tempfile
+from tempfile import mkdtemp
 
 import torch
 
@@ -27,10 +27,10 @@ class Rotary(torch.nn.Linear):
         self.register_buffer("inv_freq", table, persistent=False)
 
 
-path = tempfile.mkdtemp() + "/rotary.pt"
+path = mkdtemp() + "/rotary.pt"
 torch.save(Rotary().state_dict(), path)
 report = torchlift.load(torchlift.skeleton(Rotary), path)
-print("from the file:", *report.loaded, "- from the constructor:", *report.replayed)
+print("read:", *report.loaded, "- computed:", *report.replayed)
 
 # %%
 # ``inv_freq`` is not in the file. The constructor of the skeleton has computed it, and the report
@@ -200,3 +200,29 @@ plt.show()
 # - **You want to know which tensors these are:** `torchlift.plan` lists them under *replayed*.
 # - **A framework calls to_empty for you:** compute the buffers again afterwards. Run once in
 #   deterministic mode to see which ones you forgot.
+
+# %%
+# Question
+# --------
+#
+# A newer version of the class has a *persistent* buffer that your old file lacks. What does a
+# strict load do?
+
+
+# fold: Answer to the question
+# It raises an error that names the buffer. Allow it to be missing, and the
+# constructor makes it.
+class Newer(Attention):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.ones(2))
+
+
+newer = torchlift.skeleton(Newer)
+try:
+    torchlift.load(newer, path)
+except torchlift.MismatchError as error:
+    print("missing:", *error.missing_keys)
+torchlift.load(newer, path, allow_missing=["mean"])
+print("mean:", newer.mean.tolist())
+assert torch.equal(newer.mean, torch.ones(2))

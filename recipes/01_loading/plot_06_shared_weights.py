@@ -15,20 +15,20 @@ makes a parameter of each name. `torchlift.load` asks the model which names are 
 
 import tempfile
 
-import torch
+from torch import nn
 
 import torchlift
 
 
 def language(tokens=96, width=32):
-    embed, mix = torch.nn.Embedding(tokens, width), torch.nn.Linear(width, width)
-    head = torch.nn.Linear(width, tokens, bias=False)
+    embed, mix = nn.Embedding(tokens, width), nn.Linear(width, width)
+    head = nn.Linear(width, tokens, bias=False)
     head.weight = embed.weight  # one tensor, two names
-    return torch.nn.Sequential(embed, mix, head)
+    return nn.Sequential(embed, mix, head)
 
 
 path = tempfile.mkdtemp() + "/language.pt"
-torch.save(language().state_dict(), path)
+torchlift.save(language(), path)
 model = torchlift.skeleton(language)
 print("one tensor:", *torchlift.load(model, path).tied[0])
 
@@ -42,6 +42,8 @@ print("one tensor:", *torchlift.load(model, path).tied[0])
 # Gemma are. Its task is simple: each of 96 tokens has one successor.
 
 # fold: How it is trained
+import torch
+
 torch.set_num_threads(1)  # more threads would only wait for tiny tensors
 torch.manual_seed(0)
 token, successor = torch.arange(96), torch.randperm(96)
@@ -74,7 +76,9 @@ for way, loaded in {"assign": by_assign(path), "torchlift": model}.items():
     train(loaded, 1, lr=0.001)
     moved = (loaded[0].weight.detach() - before).abs().max()
     count = len(list(loaded.parameters()))
-    print(f"{way:<10} {count} parameters, one step moves a weight by {moved:.3f}")
+    print(
+        f"{way:<10} {count} parameters, one step moves a weight by {moved:.3f}"
+    )
 
 # %%
 # Adam's first step moves every weight by the learning rate, 0.001. Assign gives each name a
@@ -168,7 +172,11 @@ for way, look in zip(history, ("C0-", "C3-.", "C1-"), strict=True):
     wide = 5 if way == "torchlift" else 2
     label = {"assign": "assign=True", "tied again": "the same, tied by hand"}
     left.plot(
-        history[way], look, label=label.get(way, way), linewidth=wide, zorder=-wide
+        history[way],
+        look,
+        label=label.get(way, way),
+        linewidth=wide,
+        zorder=-wide,
     )
     right.bar(way, owned[way], color=look[:2])
 left.axvline(150, color="C0", linewidth=1, linestyle=":")
@@ -201,3 +209,18 @@ plt.show()
 # - **You want to know before:** `torchlift.plan` lists the ties.
 # - **The head should be free and the file is tied:** `torchlift.load` into the untied class copies
 #   the value.
+
+# %%
+# Question
+# --------
+#
+# The file has the matrix under the name of the embedding only. Is the name of the head missing?
+
+# fold: Answer to the question
+# No. The model ties both names, so one of them fills the tensor.
+state = {"0.weight": release[0].weight, "1.weight": release[1].weight}
+state["1.bias"] = release[1].bias
+model = torchlift.skeleton(language)
+report = torchlift.load(model, state)
+print("missing:", len(report.missing_keys), "- tied:", *report.tied[0])
+assert model[0].weight is model[2].weight

@@ -15,17 +15,20 @@ constructor makes the new head.
 
 import tempfile
 
-import torch
 from torch import nn
 
 import torchlift
 
+
+def build(classes):
+    return nn.Sequential(nn.Linear(64, 32), nn.Linear(32, classes))
+
+
 path = tempfile.mkdtemp() + "/old.pt"
-torch.save(nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 8)).state_dict(), path)
-model = torchlift.skeleton(
-    lambda: nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 6))
-)
-report = torchlift.load(model, path, allow_missing=["1.*"], ignore_mismatched=True)
+torchlift.save(build(8), path)
+model = torchlift.skeleton(build, 6)
+new = {"allow_missing": ["1.*"], "ignore_mismatched": True}
+report = torchlift.load(model, path, **new)
 print("from the file:", list(report.loaded))
 print("made now:", list(report.replayed))
 
@@ -43,6 +46,8 @@ print("made now:", list(report.replayed))
 # fold: A network, images of stripes, and training
 from collections import OrderedDict
 
+import torch
+
 torch.set_num_threads(1)  # more threads would only wait for tiny tensors
 torch.manual_seed(0)
 
@@ -58,7 +63,8 @@ def stripes(kinds, wave, noise):
     y, x = torch.meshgrid(*[torch.linspace(-1, 1, 16)] * 2, indexing="ij")
     angle = (torch.pi * kinds + 0.1 * torch.randn(len(kinds)))[:, None, None]
     across = x * angle.cos() + y * angle.sin()
-    clean = torch.sin(wave * across + 2 * torch.pi * torch.rand(len(kinds), 1, 1))
+    phase = 2 * torch.pi * torch.rand(len(kinds), 1, 1)
+    clean = torch.sin(wave * across + phase)
     return (clean + noise * torch.randn(clean.shape))[:, None]
 
 
@@ -81,11 +87,11 @@ torch.save(state, path)
 with torch.device("meta"):
     model = network(6)
 found = model.load_state_dict(torch.load(path), strict=False, assign=True)
-print(len(found.missing_keys), "missing,", len(found.unexpected_keys), "unexpected")
+print(len(found.missing_keys), "missing", end=", ")
+print(len(found.unexpected_keys), "unexpected")
 
-state = {
-    key[7:]: value for key, value in torch.load(path).items()
-}  # without module.
+old = torch.load(path)
+state = {key.removeprefix("module."): value for key, value in old.items()}
 try:
     model.load_state_dict(state, strict=False, assign=True)
 except RuntimeError as error:
@@ -169,16 +175,19 @@ for way, net in reversed(nets.items()):
     print(f"{way:<12}", [f"~{losses[way][step]:.2f}" for step in (0, 10, 40)])
 assert losses["by hand"] == losses["torchlift"]
 assert losses["torchlift"][40] < losses["from scratch"][40]
+clear = stripes(torch.arange(6) / 6 + 0.03, wave=8, noise=0)  # to be drawn
 
 # %%
 
 import matplotlib.pyplot as plt
 
 plt.style.use("torchlift.measure.figures")
-figure, axes = plt.subplot_mosaic("012345;llllll", height_ratios=(1, 3))
-for kind in range(6):
-    axes[str(kind)].imshow(images[kind, 0], cmap="gray")
-    axes[str(kind)].set_axis_off()
+names = "012345;abcdef;llllll"
+figure, axes = plt.subplot_mosaic(names, height_ratios=(1, 1, 3))
+for row, shown in ("012345", clear), ("abcdef", images):
+    for kind, name in enumerate(row):
+        axes[name].imshow(shown[kind, 0], cmap="gray")
+        axes[name].set_axis_off()
 for way, look in zip(losses, ("C0-", "C3-.", "C1-"), strict=True):
     axes["l"].plot(losses[way], look, label=way, lw=6 if "-." in look else 2.5)
 axes["l"].set(xlim=(0, 40), ylim=(0, None), xlabel="step", ylabel="test loss")
@@ -186,10 +195,10 @@ figure.legend(loc="outside lower center", ncols=3)
 plt.show()
 
 # %%
-# *Top, one image of each of the six new classes: noisy stripes in six directions. Bottom, the lines
-# show the loss on test images while a network learns the classes. With a body that was trained on
-# another task, a few steps are enough, whether torchlift or you loaded it. From scratch, six images
-# of each class are too few.*
+# *Top, the six new classes: stripes in six directions, and below them as the network sees them, in
+# noise. Bottom, the lines show the loss on test images while a network learns the classes. With a
+# body that was trained on another task, a few steps are enough, whether torchlift or you loaded it.
+# From scratch, six images of each class are too few.*
 #
 # Remember
 # --------
@@ -207,3 +216,20 @@ plt.show()
 # - **Names come from a wrapper:** `torchlift.remap.strip`, or `torchlift.remap.rules` for several
 #   rules.
 # - **You do not have a file:** `torchlift.materialize`, for the complete model or for some names.
+
+# %%
+# Question
+# --------
+#
+# The new task has eight classes too, but other ones. Which weights does the head get?
+
+# fold: Answer to the question
+# Those of the old head, because names and shapes match. Exclude them by name.
+same = torchlift.skeleton(network, 8)
+report = torchlift.load(same, path, rename=rename)
+print("made now:", *report.replayed)
+same = torchlift.skeleton(network, 8)
+new = {"allow_missing": ["head.*"], "exclude": ["module.head.*"]}
+report = torchlift.load(same, path, rename=rename, **new)
+print("made now, with exclude:", *report.replayed)
+assert set(report.replayed) == {"head.weight", "head.bias"}

@@ -18,7 +18,7 @@ import tempfile
 
 import transformers
 
-import torchlift
+from torchlift import load, remap, skeleton
 
 transformers.logging.disable_progress_bar()
 sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 256}
@@ -26,8 +26,8 @@ moe = {"head_dim": 16, "moe_intermediate_size": 64, "num_experts": 8}
 config = transformers.Qwen3MoeConfig(**sizes, **moe)
 folder = tempfile.mkdtemp()
 transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
-model = torchlift.skeleton(transformers.Qwen3MoeForCausalLM, config)
-report = torchlift.load(model, folder, rename=torchlift.remap.transformers(model))
+model = skeleton(transformers.Qwen3MoeForCausalLM, config)
+report = load(model, folder, rename=remap.transformers(model))
 print("merged:", len(sum(report.merged.values(), ())), "->", len(report.merged))
 
 # %%
@@ -42,12 +42,12 @@ print("merged:", len(sum(report.merged.values(), ())), "->", len(report.merged))
 
 import torch
 
-from torchlift import remap
+import torchlift
 
 file = folder + "/model.safetensors"
 with torchlift.open(file) as ckpt:
     in_file = [key for key in ckpt.entries if "layers.0.mlp.experts" in key]
-    print(len(in_file), "in the file, such as", in_file[0], ckpt[in_file[0]].shape)
+    print(len(in_file), "in the file:", in_file[0], ckpt[in_file[0]].shape)
 for name, parameter in model.named_parameters():
     if "layers.0.mlp.experts" in name:
         print("in the model:", name, parameter.shape)
@@ -61,8 +61,8 @@ except torchlift.MismatchError as error:
 # ``from_pretrained`` hides this with a table of conversions. `torchlift.remap.transformers` reads
 # the same table. The result is equal, bit for bit:
 
-reference = transformers.Qwen3MoeForCausalLM.from_pretrained(folder).state_dict()
-assert torchlift.diff(model.state_dict(), reference).equal
+theirs = transformers.Qwen3MoeForCausalLM.from_pretrained(folder).state_dict()
+assert torchlift.diff(model.state_dict(), theirs).equal
 
 # %%
 # Many to one: your own merge
@@ -72,13 +72,13 @@ assert torchlift.diff(model.state_dict(), reference).equal
 # ``{expert}`` for a number. One line covers all layers and experts. Members of a pattern are
 # stacked, and patterns are concatenated.
 
-experts = "*.experts.{expert}."
-gate_up = [experts + "gate_proj.weight", experts + "up_proj.weight"]
+expert = "*.experts.{expert}."
+gate_up = [expert + "gate_proj.weight", expert + "up_proj.weight"]
 fuse = remap.merge(gate_up, "*.experts.gate_up_proj", stack=0, cat=1)
-fuse |= remap.merge(experts + "down_proj.weight", "*.experts.down_proj", stack=0)
+fuse |= remap.merge(expert + "down_proj.weight", "*.experts.down_proj", stack=0)
 
 report = torchlift.load(bare, file, rename=fuse)
-assert torchlift.diff(bare.state_dict(), reference).equal
+assert torchlift.diff(bare.state_dict(), theirs).equal
 print(f"{report.bytes_read:,} bytes read")
 
 # %%
@@ -87,7 +87,7 @@ print(f"{report.bytes_read:,} bytes read")
 # changed:
 
 with torchlift.open(file) as ckpt:
-    lacking = {key: ckpt[key] for key in ckpt if "1.mlp.experts.5.up" not in key}
+    lacking = {k: ckpt[k] for k in ckpt if "1.mlp.experts.5.up" not in k}
 try:
     torchlift.load(bare, lacking, rename=fuse)
 except torchlift.MismatchError as error:
@@ -145,7 +145,8 @@ def load_twice(way, *paths):
 
 peaks = {}
 for way in ("from_pretrained", "torchlift.load"):
-    child = torchlift.measure.in_child(load_twice, way, folder, folder + "/large")
+    both = folder, folder + "/large"
+    child = torchlift.measure.in_child(load_twice, way, *both)
     start, rows = child.memory.marks[1], child.memory.timeline
     peak = max(row.anonymous for row in rows if row.seconds >= start.seconds)
     peaks[way] = (peak - start.anonymous) / 2**20
@@ -166,9 +167,11 @@ bend = 3 * curve**2 - 2 * curve**3
 for low, i in enumerate(order):
     color, hatch = looks[kinds[i]]
     to = low + (1.5 if kinds[i] == "down" else 0)
-    axes.bar((0, 1), 1, 0.2, (i, to), color=color, hatch=hatch, edgecolor="white")
+    look = {"color": color, "hatch": hatch, "edgecolor": "white"}
+    axes.bar((0, 1), 1, 0.2, (i, to), **look)
     y = i + bend * (to - i)
-    axes.fill_between(0.1 + 0.8 * curve, y, y + 1, color=color, alpha=0.2, lw=0.3)
+    x = 0.1 + 0.8 * curve
+    axes.fill_between(x, y, y + 1, color=color, alpha=0.2, lw=0.3)
 axes.text(1.13, 8, "gate_up_proj", va="center")
 axes.text(1.13, 21.5, "down_proj", va="center")
 axes.set_xticks([0, 1], ["the file\n24 tensors", "the model\n2 tensors"])
@@ -199,3 +202,17 @@ plt.show()
 # - **Many to one, one to many:** `torchlift.remap.merge`, `torchlift.remap.split`.
 # - **Other names only:** `torchlift.remap.strip` and `torchlift.remap.rules`.
 # - **You want a file with the other division:** `torchlift.convert` with the same rule.
+
+# %%
+# Question
+# --------
+#
+# You have the merged model only. How do you write a file with one matrix per expert again?
+
+# fold: Answer to the question
+# Convert with the reversed rule: a merge is a rename, so it has an inverse.
+merged, apart = folder + "/merged.pt", folder + "/apart.pt"
+torch.save(bare.state_dict(), merged)
+torchlift.convert(merged, apart, rename=fuse.reversed())
+print(len(torchlift.open(merged)), "->", len(torchlift.open(apart)), "tensors")
+assert torchlift.diff(apart, file).equal

@@ -49,7 +49,8 @@ folder = Path(tempfile.mkdtemp())
 
 
 def build():
-    first, second = (nn.Linear(2, 64), nn.Tanh()), (nn.Linear(64, 64), nn.ReLU())
+    first = nn.Linear(2, 64), nn.Tanh()
+    second = nn.Linear(64, 64), nn.ReLU()
     net = nn.Sequential(*first, *second, nn.Linear(64, 1))
     return net, torch.optim.AdamW(net.parameters(), lr=0.005)
 
@@ -89,7 +90,8 @@ jumping = train(forgetful, empty, 100)
 assert jumping[0] == straight[300], "the weights are right"
 assert max(jumping[1:10]) > 2 * max(straight[301:310]), "and the loss jumps"
 print(
-    f"after step 300: ~{jumping[0]:.4f}, within ten steps ~{max(jumping[1:10]):.4f}"
+    f"after step 300: ~{jumping[0]:.4f}, "
+    f"within ten steps ~{max(jumping[1:10]):.4f}"
 )
 
 # %%
@@ -189,7 +191,9 @@ axes.plot(straight, "C3-", linewidth=5, label="never stopped")
 axes.plot(after, jumping, "C0-", label="weights alone")
 axes.plot(after, resumed_losses, "C1-", linewidth=2, label="and the optimizer")
 axes.axvline(300, color="C0", linewidth=1, linestyle=":")
-axes.set(xlim=(250, 400), yscale="log", xlabel="step", ylabel="loss (mean square)")
+axes.set(
+    xlim=(250, 400), yscale="log", xlabel="step", ylabel="loss (mean square)"
+)
 axes.set_ylim(min(straight) / 2, 2 * max(jumping))
 figure.legend(loc="outside upper center", ncols=3, fontsize=11)
 plt.show()
@@ -215,3 +219,17 @@ plt.show()
 #   use `torchlift.distributed.set_optimizer_state_dict`.
 # - **You do not want to write these lines again:** `torchlift.Keeper` saves and resumes all of it.
 # - **You are not sure what is in the file:** `torchlift.open`, or ``torchlift inspect FILE``.
+
+# %%
+# Question
+# --------
+#
+# The new program creates the optimizer with another learning rate. Which one counts after the load?
+
+# fold: Answer to the question
+# That of the file, as in torch: it is a part of the optimizer's state.
+resumed, optimizer = build()
+optimizer.param_groups[0]["lr"] = 0.5
+torchlift.load_optimizer(resumed, optimizer, folder / "job.pt")
+print("learning rate:", optimizer.param_groups[0]["lr"])
+assert optimizer.param_groups[0]["lr"] == 0.005

@@ -28,7 +28,7 @@ def deep(device=None):
 
 model = torchlift.skeleton(deep)
 print("drop rates:", [round(layer.p, 1) for layer in model[1::2]])
-print("weights on:", {str(parameter.device) for parameter in model.parameters()})
+print("weights on:", {str(weight.device) for weight in model.parameters()})
 
 # %%
 # The drop rates are numbers, and the weights take no memory yet. `torchlift.load` will fill them.
@@ -37,7 +37,8 @@ print("weights on:", {str(parameter.device) for parameter in model.parameters()}
 # ------------------------
 #
 # A rate that grows with the depth is the usual case, and ``torch.linspace`` is the usual way to
-# write it. On the meta device the code fails at the first ``item``:
+# write it. On the meta device the code fails at the first ``item``, as in `issue 43957
+# <https://github.com/huggingface/transformers/issues/43957>`__ of transformers:
 
 try:
     with torch.device("meta"):
@@ -57,7 +58,9 @@ class Curious(torch.nn.Module):
         sizes = torch.tensor([3, 1, 2]).sort().values
         self.sizes = sizes.tolist()
         self.has_one = bool((sizes == 1).any())
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(n, 8) for n in self.sizes)
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Linear(n, 8) for n in self.sizes
+        )
 
 
 curious = torchlift.skeleton(Curious)
@@ -94,7 +97,7 @@ from torchlift.measure import in_child, mark
 
 
 def rates(way):
-    torch.linspace(0, 1, 2, device="meta")  # the first call imports many modules
+    torch.linspace(0, 1, 2, device="meta")  # the first imports many modules
     mark("start")
     model = way()
     mark("the model is there")
@@ -108,7 +111,9 @@ for way in build, changed_on_meta, torchlift_skeleton:
     added[name] = (end.anonymous - start.anonymous) / 2**20
     seconds[name] = end.seconds - start.seconds
     answers.append(child.value)
-    print(f"{name:<18} anonymous: {added[name]:4.0f} MiB, {seconds[name]:.4f} s")
+    print(
+        f"{name:<18} anonymous: {added[name]:4.0f} MiB, {seconds[name]:.4f} s"
+    )
 
 assert answers[0] == answers[1] == answers[2]
 assert added["build"] > 250
@@ -120,7 +125,12 @@ import matplotlib.pyplot as plt
 
 plt.style.use("torchlift.measure.figures")
 figure, (left, right) = plt.subplots(1, 2, sharey=True, figsize=(5.6, 2.6))
-names = ["built for real", "on meta", "on meta, with\nchanged code", "torchlift"]
+names = [
+    "built for real",
+    "on meta",
+    "on meta, with\nchanged code",
+    "torchlift",
+]
 for axes, values, form in (left, added, ".0f"), (right, seconds, ".3f"):
     first, *others = values.values()
     texts = [format(value, form) for value in values.values()]
@@ -157,3 +167,25 @@ plt.show()
 #   after loading on meta: rotary tables and masks are not in the file* explains why.
 # - **The model is yours:** make such numbers with plain Python, or with ``device="cpu"``. Then
 #   *torch.load with mmap=True, assign=True and the meta device: what each one saves* works too.
+
+# %%
+# Question
+# --------
+#
+# A constructor reads the value of a *weight* that it has just registered. Does a skeleton get it?
+
+
+# fold: Answer to the question
+# Yes. The weight is on meta, so the read fails. torchlift then constructs once
+# more with real weights, which takes their memory for a moment.
+class Reads(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3))
+        self.total = self.weight.sum().item()
+
+
+reads = torchlift.skeleton(Reads)
+print("the sum:", reads.total, "- the weight is on", reads.weight.device)
+assert reads.total == 3
+assert reads.weight.is_meta

@@ -97,7 +97,9 @@ path = tempfile.mkdtemp() + "/model.pt"
 torch.save(build().state_dict(), path)
 for source in "mmap", "read":
     _, _, first, second = in_child(load_and_use, path, source, False).value
-    print(f"{source}: first use ~{first[1]:,} page faults, second ~{second[1]:,}")
+    print(
+        f"{source}: first use ~{first[1]:,} page faults, second ~{second[1]:,}"
+    )
 
 # %%
 # That is less than one fault for each page of 4 KiB. If a file is in the page cache, the kernel
@@ -133,6 +135,14 @@ for cold in False, True:
         assert 0.9 * copy < owned < copy + 64 * MIB
 assert len(sums) == 1, "all of them have loaded the same weights"
 
+source = torch.ones(size // 4)
+target = torch.ones_like(source)
+copied = min(timed(target.copy_, source)[1] for _ in range(5))
+print(f"a copy at {size / copied / 1e9:.1f} GB/s: {copied:.4f} s for the file")
+ratio = table["read, warm"][0] / copied
+print(f"reading the warm file takes ~{ratio:.1f} times as long")
+assert ratio > 0.8
+
 # %%
 
 import matplotlib.pyplot as plt
@@ -148,7 +158,9 @@ for name, seconds in table.items():
 axes.invert_yaxis()
 axes.tick_params(axis="y", length=0)
 axes.set(xlabel="time (s)")
-boxes = [plt.Rectangle((0, 0), 1, 1, color="C0", alpha=a) for a in looks.values()]
+boxes = [
+    plt.Rectangle((0, 0), 1, 1, color="C0", alpha=a) for a in looks.values()
+]
 figure.legend(boxes, list(looks), loc="outside upper right", ncols=3)
 plt.show()
 
@@ -190,3 +202,27 @@ plt.show()
 # - **You want to know what a load would do:** `torchlift.plan` has the bytes and the peak.
 # - **You want to know what your machine could do:** *How fast can a checkpoint load? Loaders
 #   against the limits of the machine*
+
+# %%
+# Question
+# --------
+#
+# You need no model, only the tensors: ``for key in ckpt: state[key] = ckpt[key].to(...)``. How much
+# memory does that loop own?
+
+
+# fold: Answer to the question
+# To the same device and dtype: nothing, because to() returns the mapped view.
+# To another one: what you keep. bfloat16 is half of the file.
+def owned_by_loop(dtype):
+    state = {}
+    with torchlift.measure.memory() as use, torchlift.open(path) as ckpt:
+        for key in ckpt:
+            state[key] = ckpt[key].to(dtype)
+    return use.added_anonymous / MIB
+
+
+as_it_is, cast = owned_by_loop(torch.float32), owned_by_loop(torch.bfloat16)
+print(f"as it is, anonymous peak: {as_it_is:.0f} MiB")
+print(f"in bfloat16, anonymous peak: {cast:.0f} MiB")
+assert as_it_is < 4 < cast < 48

@@ -22,8 +22,8 @@ sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
 config = transformers.LlamaConfig(**sizes, vocab_size=256)
 saved = transformers.LlamaForCausalLM(config).eval()
 rename = torchlift.remap.from_to("gguf->transformers", saved)
-names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-state = {names.get_name(k, [".weight"]): w for k, w in saved.state_dict().items()}
+name_of = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2).get_name
+state = {name_of(k, [".weight"]): w for k, w in saved.state_dict().items()}
 model = torchlift.skeleton(transformers.LlamaForCausalLM, config)
 report = torchlift.load(model, state, rename=rename)
 print(len(report.loaded), "tensors, such as", rename("blk.0.attn_q.weight"))
@@ -46,10 +46,13 @@ from torchlift import remap
 
 Kind = gguf.GGMLQuantizationType
 FACTS = {
-    "block_count": "num_hidden_layers", "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads", "vocab_size": "vocab_size",
-}  # fmt: skip
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "vocab_size": "vocab_size",
+}
 
 
 def rotated(rows, heads):
@@ -73,9 +76,8 @@ def write(model, path, kind=Kind.F32):
             rows = rotated(rows, config.num_attention_heads)
         stored = kind if rows.ndim > 1 else Kind.F32
         blocks = gguf.quants.quantize(rows, stored)
-        writer.add_tensor(
-            names.get_name(name, [".weight"]), blocks, raw_dtype=stored
-        )
+        name = name_of(name, [".weight"])
+        writer.add_tensor(name, blocks, raw_dtype=stored)
     for part in ("header", "kv_data", "tensors"):
         getattr(writer, f"write_{part}_to_file")()
     writer.close()
@@ -131,7 +133,9 @@ print("from_to, same logits:", torch.equal(logits_by(rename), expected))
 where = {"pretrained_model_name_or_path": folder, "gguf_file": "tiny.gguf"}
 config = transformers.AutoConfig.from_pretrained(**where)
 tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
-model = torchlift.skeleton(transformers.AutoModelForCausalLM.from_config, config)
+model = torchlift.skeleton(
+    transformers.AutoModelForCausalLM.from_config, config
+)
 rule = remap.from_to("gguf->transformers", model)
 report = torchlift.load(model, folder + "/tiny.gguf", rename=rule)
 print(len(report.loaded), "tensors,", tokenizer.tokenize("hey!"))
@@ -157,7 +161,12 @@ print(len(report.loaded), "tensors,", tokenizer.tokenize("hey!"))
 # and by `torchlift.load`. The latter computes the numbers in blocks, directly in their final place.
 
 # fold: How it is measured
-large = {**sizes, "hidden_size": 512, "intermediate_size": 4096, "vocab_size": 6144}
+large = {
+    **sizes,
+    "hidden_size": 512,
+    "intermediate_size": 4096,
+    "vocab_size": 6144,
+}
 config = transformers.LlamaConfig(**large)
 write(transformers.LlamaForCausalLM(config), folder + "/large.gguf", Kind.Q8_0)
 
@@ -169,7 +178,9 @@ def load_twice(way, folder):
         if way == "from_pretrained":
             model = kind.from_pretrained(folder, gguf_file=name)
         else:
-            config = transformers.AutoConfig.from_pretrained(folder, gguf_file=name)
+            config = transformers.AutoConfig.from_pretrained(
+                folder, gguf_file=name
+            )
             model = torchlift.skeleton(kind, config)
             rule = remap.from_to("gguf->transformers", model)
             torchlift.load(model, f"{folder}/{name}", rename=rule)
@@ -182,8 +193,12 @@ for way in ("from_pretrained", "torchlift.load"):
     child = torchlift.measure.in_child(load_twice, way, folder)
     logits.append(child.value)
     start, timeline = child.memory.marks[1], child.memory.timeline
-    peak = max(row.anonymous for row in timeline if row.seconds >= start.seconds)
-    print(f"{way:<16} anonymous peak: {(peak - start.anonymous) / 2**20:.0f} MiB")
+    peak = max(
+        row.anonymous for row in timeline if row.seconds >= start.seconds
+    )
+    print(
+        f"{way:<16} anonymous peak: {(peak - start.anonymous) / 2**20:.0f} MiB"
+    )
 assert torch.equal(*logits)
 assert peak - start.anonymous < (80 + 64) * 2**20
 
@@ -198,7 +213,9 @@ for at, to in enumerate(rows):
     look = {"color": "C0" if to < 8 else "C1", "hatch": "" if to < 8 else "//"}
     axes.bar((0, 1), 0.9, 0.2, (at, to), edgecolor="white", **look)
     axes.plot([0.1, 0.9], [at + 0.45, to + 0.45], "-", color=look["color"])
-axes.set_xticks([0, 1], ["the file\nof llama.cpp", "the model\nof transformers"])
+axes.set_xticks(
+    [0, 1], ["the file\nof llama.cpp", "the model\nof transformers"]
+)
 axes.set(
     yticks=[0.45, 8.45, 15.45],
     yticklabels=[0, 8, 15],
@@ -228,3 +245,19 @@ plt.show()
 #   openai-whisper, the migration guide has the rules.
 # - **You want a safetensors file:** `torchlift.convert` with the same rule.
 # - **The names are your own:** `torchlift.remap.rules`, and *Fused experts, split q, k, v*.
+
+# %%
+# Question
+# --------
+#
+# A file in Q8_0 has eight bits a number. Are the loaded weights those that were written?
+
+# fold: Answer to the question
+# No. A block of 32 numbers shares a scale, so each is rounded to a step of it.
+write(saved, folder + "/rounded.gguf", Kind.Q8_0)
+rounded = torchlift.skeleton(transformers.LlamaForCausalLM, saved.config)
+torchlift.load(rounded, folder + "/rounded.gguf", rename=rename)
+off = (rounded.lm_head.weight - saved.lm_head.weight).abs().max().item()
+largest = saved.lm_head.weight.abs().max().item()
+print(f"off by at most ~{off / largest:.4f} of the largest weight")
+assert 0 < off <= largest / 127

@@ -79,10 +79,9 @@ print(list(report.loaded), model.weight.tolist())
 # %%
 # .. warning::
 #
-#    This does not protect you from weights that were trained to misbehave. It does not protect
-#    you from code that comes with the file, such as a model class, nor from a later
-#    ``torch.load(weights_only=False)`` of the same file. Check a file again if somebody could
-#    have written to it.
+#    This does not protect you from weights that were trained to misbehave, nor from code that
+#    comes with the file, such as a model class. A later ``torch.load(weights_only=False)`` of the
+#    same file still runs its calls. Check a file again if somebody could have written to it.
 #
 # Proof
 # -----
@@ -120,7 +119,9 @@ def count(read):
     """Return how many calls of the file ran, and how many weights were read."""
     folder = Path(tempfile.mkdtemp())
     sent = {f"weight {i}": torch.eye(2) for i in range(8)}
-    sent |= {f"trap {i}": MakeFolder(str(folder / f"mark {i}")) for i in range(3)}
+    sent |= {
+        f"trap {i}": MakeFolder(str(folder / f"mark {i}")) for i in range(3)
+    }
     torch.save(sent, folder / "sent.pt")
     try:
         found = read(str(folder / "sent.pt"))
@@ -183,3 +184,25 @@ plt.show()
 # - **You were sent a file:** `torchlift.open`, or ``torchlift inspect FILE`` and its exit status.
 # - **You only need its weights:** `torchlift.load` into your own model.
 # - **You want to pass it on:** `torchlift.convert` it to safetensors.
+
+# %%
+# Question
+# --------
+#
+# A safetensors file does not contain a pickle. Can a bad one make a reader return wrong bytes?
+
+# fold: Answer to the question
+# Its header may claim bytes that the file does not have. torchlift checks that.
+import json
+
+claim = {"w": {"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}}
+header = json.dumps(claim).encode()
+bad = Path(tempfile.mkdtemp(), "bad.safetensors")
+bad.write_bytes(len(header).to_bytes(8, "little") + header)
+refused = ""
+try:
+    torchlift.open(bad)
+except torchlift.FormatError as error:
+    refused = error.reason
+print(refused)
+assert refused

@@ -41,7 +41,8 @@ with torchlift.open(path) as ckpt:
         (chunk,) = entry.chunks
         whole = ckpt[key].untyped_storage().nbytes()
         print(
-            f"{key:<14} storage {entry.storage}: {chunk.nbytes:>10,} of {whole:>10,} bytes"
+            f"{key:<14} storage {entry.storage}: "
+            f"{chunk.nbytes:>10,} of {whole:>10,} bytes"
         )
 
 # %%
@@ -68,7 +69,9 @@ with torchlift.open(path) as ckpt:
         first, last = needed.get(entry.storage, (chunk.offset, 0))
         last = max(last, chunk.offset + chunk.nbytes)
         needed[entry.storage] = min(first, chunk.offset), last
-wasted = sum(stored.values()) - sum(last - first for first, last in needed.values())
+wasted = sum(stored.values()) - sum(
+    last - first for first, last in needed.values()
+)
 
 # %%
 
@@ -90,21 +93,26 @@ MIB = 2**20
 for name, nbytes in stored.items():
     size, starts[name] = nbytes / MIB, left
     axes.barh(1.4, size, left=left, color="C0", edgecolor="white", height=0.6)
-    axes.text(left + size / 2, 1.4, name, color="white", ha="center", va="center")
+    axes.text(
+        left + size / 2, 1.4, name, color="white", ha="center", va="center"
+    )
     left += size
 labels = []
 with torchlift.open(path, root="model") as ckpt:
     for y, (key, entry) in enumerate(ckpt.entries.items()):
         size, tensor = entry.chunks[0].nbytes / MIB, ckpt[key]
         begin = (
-            starts[entry.storage] + tensor.storage_offset() * tensor.itemsize / MIB
+            starts[entry.storage]
+            + tensor.storage_offset() * tensor.itemsize / MIB
         )
         wide = max(size, 0.6)  # wide enough to be visible
         begin = max(begin + size - wide, starts[entry.storage])
         axes.barh(-y, wide, left=begin, color="C1", height=0.6)
         labels.append(key)
 axes.set_yticks([1.4, 0, -1, -2, -3], ["file", *labels])
-axes.set(xlabel="position among the stored bytes (MiB)", xlim=(-0.5, left + 0.5))
+axes.set(
+    xlabel="position among the stored bytes (MiB)", xlim=(-0.5, left + 0.5)
+)
 plt.show()
 
 # %%
@@ -127,3 +135,16 @@ plt.show()
 #   `torchlift.open` in a terminal.
 # - **In a program:** ``entries``, ``aliases`` and ``objects`` of a `torchlift.Checkpoint`.
 # - **Before a load:** `torchlift.plan` lists the target of each key.
+
+# %%
+# Question
+# --------
+#
+# Which two keys can you delete from ``state`` without making the file smaller?
+
+# fold: Answer to the question
+# head and example, because the storage of embed holds their bytes.
+fewer = {key: state[key] for key in ("embed", "last")}
+torch.save(fewer, folder := path.replace("model.pt", "fewer.pt"))
+print(f"{torchlift.open(small).nbytes:,} and {torchlift.open(folder).nbytes:,}")
+assert torchlift.open(folder).nbytes == torchlift.open(small).nbytes

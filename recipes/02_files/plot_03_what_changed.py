@@ -69,7 +69,9 @@ print(torchlift.diff(model.state_dict(), plain, rtol=2**-8).changed["0.weight"])
 # -----
 #
 # A disk, a cable or a full quota can damage a file silently. ``torch.save`` writes a checksum for
-# every tensor, and ``torch.load`` never reads it. Flip one bit in the middle of a weight:
+# every tensor, and ``torch.load`` never reads it (`issue 126952
+# <https://github.com/pytorch/pytorch/issues/126952>`__ of PyTorch). Flip one bit in the middle of a
+# weight:
 
 from pathlib import Path
 
@@ -95,7 +97,9 @@ import matplotlib.pyplot as plt
 plt.style.use("torchlift.measure.figures")
 figure, (left, right) = plt.subplots(1, 2, sharey=True)
 files = [folder + "/before.pt", folder + "/after.pt", str(damaged)]
-both = [torch.cat([torch.load(f)[f"{i}.weight"] for i in (0, 1)]) for f in files]
+both = [
+    torch.cat([torch.load(f)[f"{i}.weight"] for i in (0, 1)]) for f in files
+]
 for axes, title, old, new in (
     (left, "one training step", both[0], both[1]),
     (right, "one flipped bit", both[1], both[2]),
@@ -103,7 +107,9 @@ for axes, title, old, new in (
     y, x = (old != new).nonzero().T
     axes.scatter(x, y, 6, "C1", marker="s")
     if len(x) == 1:
-        axes.plot(x, y, "C1o", markersize=16, fillstyle="none", markeredgewidth=3)
+        axes.plot(
+            x, y, "C1o", markersize=16, fillstyle="none", markeredgewidth=3
+        )
     axes.set(title=title, xlabel="column", xlim=(-1, 64), ylim=(66, -1))
 left.set_ylabel("row, both layers")
 plt.show()
@@ -128,3 +134,16 @@ plt.show()
 # - **After a conversion:** `torchlift.diff` with the tolerance of the dtype.
 # - **After a copy:** `torchlift.verify`, which needs no second file.
 # - **In a test or a script:** ``equal`` of a `torchlift.CheckpointDiff`.
+
+# %%
+# Question
+# --------
+#
+# NaN is not equal to NaN. Does a diff of two equal files with a NaN in them report a change?
+
+# fold: Answer to the question
+# No. A diff compares what the files hold, and both hold the same NaN.
+broken = {"w": torch.tensor([1.0, float("nan")])}
+print(torchlift.diff(broken, {"w": broken["w"].clone()}))
+assert torchlift.diff(broken, {"w": broken["w"].clone()}).equal
+assert not torch.equal(broken["w"], broken["w"].clone())

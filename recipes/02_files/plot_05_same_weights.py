@@ -98,14 +98,17 @@ def compare(ways):
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(32)])
+    model = torch.nn.Sequential(
+        *[torch.nn.Linear(1024, 1024) for _ in range(32)]
+    )
     fully_shard(model)
     found = {}
     for name, way in ways.items():
         with torchlift.measure.memory() as used:
             found[name] = way(model), used
     return {
-        name: (value, used.added_anonymous) for name, (value, used) in found.items()
+        name: (value, used.added_anonymous)
+        for name, (value, used) in found.items()
     }
 
 
@@ -164,3 +167,17 @@ plt.show()
 # - **After a conversion, a resharding, a broadcast:** the digest before equals the digest after.
 # - **If the digests differ:** `torchlift.diff` lists the tensors that differ.
 # - **After a download:** `torchlift.verify` compares the file with the hash of the hub.
+
+# %%
+# Question
+# --------
+#
+# You cast the model to float64, and back to float32. Does its digest return?
+
+# fold: Answer to the question
+# Yes. The dtype counts, and this cast loses no bit on the way back.
+wide = torchlift.digest(model.double())
+back = torchlift.digest(model.float())
+print("float64:", "another digest" if wide != before else "the same")
+print("back in float32:", "the same" if back == before else "another digest")
+assert wide != before == back

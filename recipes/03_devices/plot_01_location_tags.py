@@ -20,7 +20,7 @@ import torch
 import torchlift
 
 path = tempfile.mkdtemp() + "/sent.pt"
-there = "cuda" if torch.cuda.is_available() else "cpu"  # a device of this machine
+there = "cuda" if torch.cuda.is_available() else "cpu"
 torch.save(torch.nn.Linear(1024, 1024, device=there).state_dict(), path)
 model = torch.nn.Linear(1024, 1024)
 torchlift.load(model, path)  # saved anywhere, loaded here
@@ -75,8 +75,12 @@ import pickletools
 from zipfile import ZipFile
 
 pickles = [ZipFile(file).read("sent/data.pkl") for file in (path, twin)]
-words = [[word for _, word, _ in pickletools.genops(pickle)] for pickle in pickles]
-differ = [(one, other) for one, other in zip(*words, strict=True) if one != other]
+words = [
+    [word for _, word, _ in pickletools.genops(pickle)] for pickle in pickles
+]
+differ = [
+    (one, other) for one, other in zip(*words, strict=True) if one != other
+]
 print("words that differ:", differ)
 
 # %%
@@ -120,12 +124,15 @@ class Table(dict):
     """Rows by name: HTML on a page, text in a terminal."""
 
     def __repr__(self):
-        return "\n".join(f"{key:<27}{'  '.join(row)}" for key, row in self.items())
+        return "\n".join(
+            f"{key:<27}{'  '.join(row)}" for key, row in self.items()
+        )
 
     def _repr_html_(self):
         html = ""
         for key, row in self.items():
-            cells = "".join(f"<td>{cell}</td>" for cell in row)
+            marks = {"yes": "✓ yes", "no": "✗ no"}
+            cells = "".join(f"<td>{marks.get(c, c)}</td>" for c in row)
             html += f"<tr><th>{key}</th>{cells}</tr>"
         return f"<div style='overflow-x: auto'><table>{html}</table></div>"
 
@@ -144,13 +151,19 @@ def loads(load, path):
 
 
 ways = {"a function without return": lambda storage, tag: None}
-ways |= {str(form): form for form in ({"cuda": "cpu"}, {"cuda:3": "cpu"}, "cpu")}
+ways |= {
+    str(form): form for form in ({"cuda": "cpu"}, {"cuda:3": "cpu"}, "cpu")
+}
 ways["a function"] = lambda storage, tag: storage
-ways = {way: partial(torch.load, map_location=form) for way, form in ways.items()}
+ways = {
+    way: partial(torch.load, map_location=form) for way, form in ways.items()
+}
 ways = {"torch.load": torch.load} | ways | {"torchlift.load": by_torchlift}
 found = {way: [loads(ways[way], files[tag]) for tag in TAGS] for way in ways}
 assert [sum(row) for row in found.values()] == [1, 1, 1, 2, 7, 7, 7]
-table = {way: ["yes" if ok else "no" for ok in row] for way, row in found.items()}
+table = {
+    way: ["yes" if ok else "no" for ok in row] for way, row in found.items()
+}
 
 # %%
 
@@ -195,3 +208,24 @@ plt.show()
 # - **You have a model to load into:** `torchlift.load`, without an argument about devices.
 # - **You want to know where a file comes from:** `torchlift.open`. Its entries have a ``location``.
 # - **The tensors go to several devices:** *From eight GPUs to one*.
+
+# %%
+# Question
+# --------
+#
+# You load to the CPU and call ``model.to("cuda:0")``, or you pass ``device="cuda:0"`` to the load.
+# Do the weights differ, and which of the two needs a copy in the memory of the host?
+
+# fold: Answer to the question
+# They are equal. The first holds all weights on the host until they are moved,
+# if they are not mapped. With device= a small buffer takes them to the GPU.
+kept, device = "", "cpu"
+if torch.cuda.is_available():
+    device, kept = "cuda:0", "on the GPU"
+moved = torchlift.skeleton(torch.nn.Linear, 1024, 1024)
+torchlift.load(moved, path, source="read")
+moved.to(device)
+direct = torchlift.skeleton(torch.nn.Linear, 1024, 1024)
+torchlift.load(direct, path, device=device)
+assert torch.equal(moved.weight, direct.weight)
+print("equal", kept or "- on the CPU, because this machine does not have a GPU")

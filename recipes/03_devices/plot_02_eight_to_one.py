@@ -93,7 +93,9 @@ def apply(rule):
     used = Counter()
     for name, device in where.items():
         used[device] += entries[name].nbytes
-    print(*[f"{device} {size / 2**20:.0f} MiB" for device, size in used.items()])
+    print(
+        *[f"{device} {size / 2**20:.0f} MiB" for device, size in used.items()]
+    )
     return where
 
 
@@ -152,7 +154,9 @@ for name in on_eight:
     assert on_one[name] == ("cpu" if on_host else "cuda:0")
 same = torchlift.diff(model.state_dict(), trained.state_dict())
 assert same.equal
-print("on the laptop:", set(on_laptop.values()), "-", str(same).splitlines()[-1])
+print(
+    "on the laptop:", set(on_laptop.values()), "-", str(same).splitlines()[-1]
+)
 
 # %%
 
@@ -166,7 +170,9 @@ for x, where in enumerate(layouts):
     top, color = 0.0, ("C0", "C3", "C1", "C1", "C1")[x]
     for device, run in groupby(where, where.get):
         height = sum(entries[name].nbytes for name in run) / 2**20
-        axes.bar(x, height, 0.9, top, color=color, edgecolor="white", linewidth=2)
+        axes.bar(
+            x, height, 0.9, top, color=color, edgecolor="white", linewidth=2
+        )
         axes.text(
             x, top + height / 2, device, color="white", ha="center", va="center"
         )
@@ -203,3 +209,15 @@ plt.show()
 # - **The names differ too:** `torchlift.remap.strip`, `torchlift.remap.rules`. A rule for devices
 #   gets the model's names.
 # - **You know the sizes of the GPUs, but not the map:** *Will this model fit on my GPUs?*
+
+# %%
+# Question
+# --------
+#
+# A rule has an entry for ``layers.1``. Which device gets ``layers.10``?
+
+# fold: Answer to the question
+# The device of the shorter prefix, because a prefix ends at a dot.
+where = apply(remap.by_key({"": "cpu", "layers.1": "cuda:0"}))
+print({name: where[name] for name in ("layers.1.weight", "layers.10.weight")})
+assert where["layers.10.weight"] == "cpu"

@@ -18,8 +18,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import torchlift
 
-shape = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
-shape |= {"num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256}
+shape = {"hidden_size": 8192, "intermediate_size": 28672}
+shape |= {"num_hidden_layers": 80, "num_attention_heads": 64}
+shape |= {"num_key_value_heads": 8, "vocab_size": 128256}
 model = torchlift.skeleton(LlamaForCausalLM, LlamaConfig(**shape))
 gpus = {"cuda:0": "80GiB", "cuda:1": "80GiB"}
 two_gpus = torchlift.remap.fit(model, gpus, dtype=torch.bfloat16)
@@ -59,7 +60,11 @@ why_not(model, gpus)
 GIB, float8 = 2**30, {"norm": torch.bfloat16, "": torch.float8_e4m3fn}
 float8 = torchlift.remap.by_pattern(float8)
 eight = {f"cuda:{number}": "80GiB" for number in range(8)}
-dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": float8}
+dtypes = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float8": float8,
+}
 for name, dtype in dtypes.items():
     found = torchlift.remap.fit(model, eight, dtype=dtype)
     count = sum(nbytes > 0 for nbytes in found.used.values())
@@ -78,7 +83,9 @@ for name, dtype in dtypes.items():
 from collections import Counter
 
 width = shape["hidden_size"] // shape["num_attention_heads"]
-token = 2 * 2 * width * shape["num_key_value_heads"] * shape["num_hidden_layers"]
+token = (
+    2 * 2 * width * shape["num_key_value_heads"] * shape["num_hidden_layers"]
+)
 homes = (two_gpus.at(f"model.layers.{n}.mlp.up_proj.weight") for n in range(80))
 room = {}
 for gpu, layers in Counter(homes).items():
@@ -164,11 +171,14 @@ machines = {"bfloat16": two_gpus, "float8": one_gpu, "bfloat16 ": small_gpu}
 row, labels = 0.0, {}
 for dtype, found in machines.items():
     for device, budget in found.budgets.items():
-        used, kept = found.used[device] / GIB, found.reserved.get(device, 0) / GIB
+        used = found.used[device] / GIB
+        kept = found.reserved.get(device, 0) / GIB
         size = used if budget is None else budget / GIB
         axes.barh(row, size, color="white", edgecolor="C0")
         axes.barh(row, used, color="C1")
-        axes.barh(row, kept, left=size - kept, color="C0", hatch="////", ec="white")
+        axes.barh(
+            row, kept, left=size - kept, color="C0", hatch="////", ec="white"
+        )
         note = f"{used:.0f} GiB" + ("" if budget is None else f" of {size:.0f}")
         axes.text(size + 1, row, note, va="center")
         labels[row] = f"{dtype.strip()}, {device}"
@@ -204,3 +214,21 @@ plt.show()
 #   model that is larger than memory*.
 # - **A block must stay on one device:** ``no_split=["LlamaDecoderLayer"]`` of
 #   `torchlift.remap.fit`.
+
+# %%
+# Question
+# --------
+#
+# Which of these single GPUs holds the weights in bfloat16: 96, 141 or 192 GiB?
+
+# fold: Answer to the question
+# 70.6 billion parameters of two bytes are 131 GiB, so the second one does.
+for size in (96, 141, 192):
+    try:
+        budget = {"cuda:0": f"{size}GiB"}
+        torchlift.remap.fit(model, budget, dtype=torch.bfloat16)
+    except torchlift.PlacementError:
+        print(f"{size} GiB: too small")
+    else:
+        print(f"{size} GiB: fits")
+assert 96 < model.num_parameters() * 2 / GIB < 141

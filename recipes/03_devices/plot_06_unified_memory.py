@@ -79,7 +79,8 @@ size = torchlift.open(file).nbytes
 plan = torchlift.plan(skeleton(build), file, device=device, source="read")
 print(f"weights: {size / MIB:.1f} MiB")
 print(
-    f"planned peak: {plan.peak_bytes / MIB:.1f} MiB, and buffers of at most 64 MiB"
+    f"planned peak: {plan.peak_bytes / MIB:.1f} MiB, "
+    f"and buffers of at most 64 MiB"
 )
 
 # %%
@@ -205,3 +206,17 @@ plt.show()
 #   all.
 # - **Even one copy does not fit:** *Load in bfloat16, and keep the norms in float32*, or *Run a
 #   model that is larger than memory*.
+
+# %%
+# Question
+# --------
+#
+# On the same machine the CPU runs the model. How much memory does the load own then?
+
+# fold: Answer to the question
+# Almost nothing: the weights are mapped, and the page cache is the only copy.
+with torchlift.measure.memory() as use:
+    on_cpu = skeleton(build)
+    load(on_cpu, files["safetensors"])
+print(f"anonymous peak: {use.added_anonymous / MIB:.0f} MiB")
+assert use.added_anonymous < 16 * MIB

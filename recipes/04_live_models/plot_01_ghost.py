@@ -53,7 +53,9 @@ height = torch.sin(4 * points[:, :1]) * torch.cos(3 * points[:, 1:])
 
 def build():
     ends = nn.Linear(2, 64), nn.Linear(64, 1)
-    return nn.Sequential(ends[0], nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), ends[1])
+    return nn.Sequential(
+        ends[0], nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), ends[1]
+    )
 
 
 def adam(model):
@@ -116,7 +118,9 @@ def ghosts(optimizer, model):
 
 for how, steps in history.items():
     growth = steps[-1][1] / steps[0][1]
-    print(f"{how:<13} ghosts: {ghosts(*runs[how])} of 6, gradient ~{growth:.1f}x")
+    print(
+        f"{how:<13} ghosts: {ghosts(*runs[how])} of 6, gradient ~{growth:.1f}x"
+    )
 
 # %%
 # Lines that make ghosts
@@ -172,14 +176,19 @@ plt.style.use("torchlift.measure.figures")
 figure, (above, below) = plt.subplots(2, 1, figsize=(5.6, 5.0), sharex=True)
 curves = [("assign=True", history["assigned"], "C0-")]
 curves += [("one new weight", history["one replaced"], "C0:")]
-curves += [("torchlift.load", loaded, "C1-"), ("copied (torch)", expected, "C3-.")]
+curves += [
+    ("torchlift.load", loaded, "C1-"),
+    ("copied (torch)", expected, "C3-."),
+]
 for label, steps, look in curves:
     losses, norms = zip(*steps, strict=True)
     width = 1.2 if look == "C3-." else 2.5  # two equal lines, one on the other
     above.plot(losses, look, lw=width, label=label)
     below.plot(norms, look, lw=width)
 above.set(ylim=(0, None), ylabel="loss")
-below.set(yscale="log", xlim=(0, 300), xlabel="step", ylabel="norm of the gradient")
+below.set(
+    yscale="log", xlim=(0, 300), xlabel="step", ylabel="norm of the gradient"
+)
 figure.legend(
     loc="outside upper center", ncols=2, columnspacing=1, handlelength=2.2
 )
@@ -207,3 +216,17 @@ plt.show()
 # - **torch's own conversions:** `torchlift.swap.preserving_references` around them.
 # - **Assign, because you must:** before the optimizer is built, never after it.
 # - **Which mode for which case:** *assign=True, copy or swap*.
+
+# %%
+# Question
+# --------
+#
+# You build the optimizer *after* a load with ``assign=True``. Are there ghosts?
+
+# fold: Answer to the question
+# No. The optimizer gets the objects that the model computes with.
+model = build()
+load(model, "assigned")
+found = ghosts(adam(model), model)
+print("ghosts:", found)
+assert found == 0

@@ -70,7 +70,9 @@ class Table(dict):
 
     def __repr__(self):
         row = "{:<17}{:<14}{:<14}{:<14}{:<14}".format
-        return "\n".join(row(key, *cells).rstrip() for key, cells in self.items())
+        return "\n".join(
+            row(key, *cells).rstrip() for key, cells in self.items()
+        )
 
     def _repr_html_(self):
         html = ""
@@ -88,7 +90,9 @@ places = {live.data_ptr(): "1", new.data_ptr(): "2"}
 has = {True: "yes", False: "no"}
 PROPERTIES = {
     "identity": lambda t: names[id(t)],
-    "in the optimizer": lambda t: has[t is optimizer.param_groups[0]["params"][0]],
+    "in the optimizer": lambda t: has[
+        t is optimizer.param_groups[0]["params"][0]
+    ],
     "class": lambda t: type(t).__name__,
     "attribute": lambda t: t.note,
     "memory": lambda t: places[t.data_ptr()],
@@ -103,10 +107,14 @@ PROPERTIES = {
 before = {name: (read(live), read(new)) for name, read in PROPERTIES.items()}
 torch.utils.swap_tensors(live, new)
 after = {name: (read(live), read(new)) for name, read in PROPERTIES.items()}
-assert all(after[name] == before[name] for name in ("identity", "in the optimizer"))
+assert all(
+    after[name] == before[name] for name in ("identity", "in the optimizer")
+)
 
 table = {name: (*before[name], *after[name]) for name in PROPERTIES}
-Table({"": ("live, before", "new, before", "live, after", "new, after")} | table)
+Table(
+    {"": ("live, before", "new, before", "live, after", "new, after")} | table
+)
 
 # %%
 # The references stay: the identity of the object, and its entry in the optimizer. Everything inside
@@ -158,7 +166,7 @@ points, levels = torch.randn(64, 1024), 5 * torch.randn(64, 1024)
 
 
 def train(load):
-    """Return the largest entry of each gradient, and whether one survived the load."""
+    """Return the largest entries of gradients, and whether one survived."""
     model, largest = nn.Linear(1024, 1024), []
     for parameter in model.parameters():
         parameter.register_hook(lambda gradient: gradient.clamp(-1, 1))
@@ -174,7 +182,9 @@ def train(load):
     return largest, kept
 
 
-runs = {load.__name__: train(load) for load in (by_torch, by_copy, by_torchlift)}
+runs = {
+    load.__name__: train(load) for load in (by_torch, by_copy, by_torchlift)
+}
 assert runs["by_copy"][0] == runs["by_torchlift"][0] == 40 * [1.0]
 assert min(runs["by_torch"][0][20:]) > 10
 
@@ -226,3 +236,22 @@ plt.show()
 # - **torch's conversions, with an optimizer built:** `torchlift.swap.preserving_references`.
 # - **One tensor, and you know all its holders:** `torch.utils.swap_tensors`.
 # - **It refuses:** *Couldn't swap Linear.weight*.
+
+# %%
+# Question
+# --------
+#
+# Torch's switch is on, and you call ``load_state_dict`` with bfloat16 values, but without
+# ``assign=True``. Which dtype does the weight have, and is it the same object?
+
+# fold: Answer to the question
+# The same object with its own dtype. Without assign the values are cast to it,
+# in a new tensor that is then swapped in.
+model = torch.nn.Linear(1024, 1024)
+weight = model.weight
+with torchlift.swap.preserving_references():
+    model.load_state_dict(half)
+same = "the same object" if weight is model.weight else "another object"
+print(f"assign=False: {model.weight.dtype}, {same}")
+assert weight is model.weight
+assert weight.dtype == torch.float32

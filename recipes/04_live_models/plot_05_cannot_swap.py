@@ -2,9 +2,9 @@
 Couldn't swap Linear.weight, Cannot swap t1: who refers to my tensor?
 =====================================================================
 
-You convert or load a model with torch's swapping, and it raises: *Cannot swap t1 because it has
-weakref associated with it*, or *Expected use_count of t1 to be 1*. Is it an EMA, a view, a graph?
-And which state is the model in after the error?
+You load a model with torch's swapping, and it raises *Cannot swap t1 because it has weakref
+associated with it*. Or it is *Expected use_count of t1 to be 1*. Is it an EMA, a view, a graph? And
+which state is the model in after the error?
 
 `torchlift.swap.preflight` lists what blocks the swap of each tensor, before anything changes.
 """
@@ -17,7 +17,9 @@ import torch
 
 import torchlift
 
-model = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.Linear(1024, 2))
+model = torch.nn.Sequential(
+    torch.nn.Linear(1024, 1024), torch.nn.Linear(1024, 2)
+)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 averages = {"copied too early": model[1].weight.detach()}
 for blocker in torchlift.swap.preflight(model):
@@ -67,7 +69,7 @@ def attempt(action):
 texts, blockers, kept = {}, {}, {}
 for name, refer in REFERENCES.items():
     model = nn.Linear(3, 2)
-    kept[name] = [refer(model)]  # in a list, so that only the list keeps it alive
+    kept[name] = [refer(model)]  # only the list keeps it alive
     blockers[name], *_ = swap.preflight(model)
     new = nn.Parameter(torch.ones(2, 3))
     texts[name] = attempt(partial(torch.utils.swap_tensors, model.weight, new))
@@ -206,3 +208,19 @@ plt.show()
 #   ``check=model``.
 # - **Loading:** `torchlift.load`. It checks first, and changes all or nothing.
 # - **The effect of a swap that works:** *What torch.utils.swap_tensors exchanges*.
+
+# %%
+# Question
+# --------
+#
+# A view of a weight is alive, and you may not delete it. How do you load new values?
+
+# fold: Answer to the question
+# With mode="copy": it writes into the same memory, so the view follows.
+model = nn.Linear(3, 2)
+view = model.weight[:1]
+state = nn.Linear(3, 2).state_dict()
+print(attempt(partial(torchlift.load, model, state, mode="swap"))[:40])
+torchlift.load(model, state, mode="copy")
+print("the view has the new values:", view.equal(state["weight"][:1]))
+assert view.equal(state["weight"][:1])

@@ -66,7 +66,9 @@ compiled = partial(torch.compile, backend="eager")
 
 
 def build(steps):
-    body = nn.Sequential(OrderedDict(up=nn.Linear(8, 32), down=nn.Linear(32, 8)))
+    body = nn.Sequential(
+        OrderedDict(up=nn.Linear(8, 32), down=nn.Linear(32, 8))
+    )
     model = nn.Sequential(OrderedDict(body=body, head=nn.Linear(8, 4)))
     return reduce(lambda model, step: step(model), steps, model)
 
@@ -127,9 +129,13 @@ def compare():
     saved, found = {way: build(steps) for way, steps in WAYS.items()}, {}
     for way, load in LOADS.items():
         into = [build(steps) for steps in WAYS.values()]
-        found[way] = [[loads(load, m, one) for m in into] for one in saved.values()]
+        found[way] = [
+            [loads(load, m, one) for m in into] for one in saved.values()
+        ]
     keys = {way: next(iter(model.state_dict())) for way, model in saved.items()}
-    names = {next(iter(get_model_state_dict(model))) for model in saved.values()}
+    names = {
+        next(iter(get_model_state_dict(model))) for model in saved.values()
+    }
     return keys, names, found
 
 
@@ -152,7 +158,9 @@ figure, axes = plt.subplots(figsize=(5.6, 2))
 bars = axes.barh(list(pairs), list(pairs.values()), color=["C0", "C3", "C1"])
 axes.bar_label(bars, padding=4)
 axes.invert_yaxis()
-axes.set(xlabel="pairs of wrappings that load (of 49)", xticks=[0, 7, 21, 35, 49])
+axes.set(
+    xlabel="pairs of wrappings that load (of 49)", xticks=[0, 7, 21, 35, 49]
+)
 plt.show()
 
 # %%
@@ -186,6 +194,38 @@ print("only what trains:", list(state))
 print("only one module: ", list(get_model_state_dict(model.module)))
 
 # %%
+# FSDP1, one file from rank 0, and code that calls state_dict
+# -----------------------------------------------------------
+#
+# With ``full_state_dict`` and ``cpu_offload``, rank 0 alone gets the complete tensors, in the
+# memory of the host, and other ranks get an empty dict. ``patch_model_state_dict`` makes
+# ``state_dict()`` do the same, for code that you cannot change. Here FSDP2 saves one file, and
+# FSDP1 loads it:
+
+
+def from_fsdp2_to_fsdp1(path):
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+
+    torch.manual_seed(0)
+    once = torchlift_s.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    torchlift_s.patch_model_state_dict(
+        new := fully_shard(build([])), options=once
+    )
+    if state := new.state_dict():
+        torch.save(state, path)
+    torch.distributed.barrier()
+    old = FSDP1(build([]), device_id=torch.device("cpu"))
+    torchlift_s.set_model_state_dict(old, torch.load(path), options=whole)
+    back = get_model_state_dict(old, options=whole)
+    return len(state), torchlift.diff(back, path).equal
+
+
+found = torchlift_s.on_ranks(2, from_fsdp2_to_fsdp1, path)
+counts, equal = zip(*found, strict=True)
+print("tensors that each rank saves:", *counts)
+assert all(equal)
+
+# %%
 # Remember
 # --------
 #
@@ -202,3 +242,20 @@ print("only one module: ", list(get_model_state_dict(model.module)))
 # - **You load into one:** `torchlift.distributed.set_model_state_dict`.
 # - **Somebody else's code calls** ``model.state_dict()``: patch it once with
 #   `torchlift.distributed.patch_model_state_dict`.
+
+# %%
+# Question
+# --------
+#
+# A checkpoint has the weights of one layer, under ``0.weight`` and ``0.bias``. Why do they not load
+# into that layer alone, and which option saves them without the prefix?
+
+# fold: Answer to the question
+# With submodules= a key is the path from the model, unless you pass
+# keep_submodule_prefixes=False.
+net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+for keep in True, False:
+    options = torchlift_s.StateDictOptions(keep_submodule_prefixes=keep)
+    state = get_model_state_dict(net, submodules={net[0]}, options=options)
+    print(f"keep_submodule_prefixes={keep}:", *state)
+assert torchlift.load(net[0], state).loaded.keys() == {"weight", "bias"}

@@ -21,11 +21,11 @@ from torch.distributed.fsdp import fully_shard
 
 import torchlift
 
-folder, model = tempfile.mkdtemp(), torchlift.skeleton(nn.Linear, 1024, 1024)
+folder, model = tempfile.mkdtemp(), torchlift.skeleton(nn.Linear, 64, 64)
 
 
 def save():
-    dcp.save(fully_shard(nn.Linear(1024, 1024)).state_dict(), checkpoint_id=folder)
+    dcp.save(fully_shard(nn.Linear(64, 64)).state_dict(), checkpoint_id=folder)
 
 
 def load(shard):
@@ -125,7 +125,9 @@ def compare(folder):
     mesh, found = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), []
     for way in WAYS.values():
         runs = [once(way, mesh, folder) for _ in range(6)][1:]
-        found.append((runs[0][0], sorted(run[1] for run in runs)[2], runs[0][2]))
+        found.append(
+            (runs[0][0], sorted(run[1] for run in runs)[2], runs[0][2])
+        )
     (*_, shards), (*_, other) = found
     assert all(torch.equal(shards[name], other[name]) for name in shards)
     return found
@@ -145,18 +147,25 @@ for rank, found in enumerate(ranks):
 import matplotlib.pyplot as plt
 
 plt.style.use("torchlift.measure.figures")
-figure, panels = plt.subplots(1, 3, figsize=(5.6, 2.6), width_ratios=[1, 1, 1.3])
+figure, panels = plt.subplots(
+    1, 3, figsize=(5.6, 2.6), width_ratios=[1, 1, 1.3]
+)
 with torchlift.open(folder) as ckpt:
     chunks = ckpt.entries["1.weight"].chunks
 files = [(f"file {n}", *c.start, *c.shape) for n, c in enumerate(chunks)]
 rows, columns = ranks[0][1][2]["1.weight"].shape
 halves = [(f"rank {n}", 0, n * columns, rows, columns) for n in range(2)]
-for axes, boxes, color in zip(panels, (files, halves), ("C0", "C1"), strict=False):
+for axes, boxes, color in zip(
+    panels, (files, halves), ("C0", "C1"), strict=False
+):
     for name, y, x, height, width in boxes:
         axes.bar(x + width / 2, height, width, y, color=color, ec="white", lw=3)
         middle = x + width / 2, y + height / 2
-        axes.text(*middle, name, color="white", ha="center", va="center", size=11)
-    title = "four ranks\nsave rows" if boxes is files else "two ranks\nload columns"
+        look = {"color": "white", "size": 11}
+        axes.text(*middle, name, ha="center", va="center", **look)
+    title = (
+        "four ranks\nsave rows" if boxes is files else "two ranks\nload columns"
+    )
     axes.set(ylim=(2048, 0), aspect="equal", title=title)
     axes.set_axis_off()
 read = [mib for mib, *_ in ranks[0]]
@@ -191,3 +200,15 @@ plt.show()
 # - **Your code calls** ``dcp.load`` **or** ``dcp.save``: pass them a
 #   `torchlift.distributed.CheckpointReader` or a `torchlift.distributed.CheckpointWriter`.
 # - **You want to know the bytes of FSDP beforehand:** `torchlift.distributed.simulate`.
+
+# %%
+# Question
+# --------
+#
+# How many bytes would each of sixteen ranks of FSDP read, without a cluster?
+
+# fold: Answer to the question
+# A sixteenth of both weights, and a little for the biases. No rank has to run.
+sixteen = torchlift.distributed.simulate(folder, 16)
+print(*(f"{nbytes / 2**20:.2f} MiB" for nbytes in sorted({*sixteen})))
+assert sum(sixteen) == torchlift.open(folder).nbytes

@@ -29,7 +29,8 @@ def load(path):
     return torchlift.load(model, path, source="read").bytes_read
 
 
-print(torchlift.distributed.on_ranks(2, load, path), "bytes are read by two ranks")
+read = torchlift.distributed.on_ranks(2, load, path)
+print(read, "bytes are read by two ranks")
 print(torchlift.open(path).nbytes, "bytes are in the file")
 
 # %%
@@ -124,7 +125,7 @@ def compare(large, small):
     for way in WAYS:
         once(way, small, 2, 16)
     runs = [[once(way, large, 12, 2048) for way in WAYS] for _ in range(3)]
-    # For each way, keep the memory of the first run and the median of the seconds.
+    # Keep the memory of the first run and the median of the seconds.
     each = [list(zip(*way, strict=True)) for way in zip(*runs, strict=True)]
     return [(memory[0], sorted(seconds)[1]) for memory, seconds in each]
 
@@ -133,7 +134,7 @@ folder = tempfile.mkdtemp()
 for name, layers, width in (("large", 12, 2048), ("small", 2, 16)):
     weights = {f"{n}.weight": numbers(n, width) for n in range(layers)}
     torch.save(weights, f"{folder}/{name}.pt")
-# glibc must return freed memory, or a way would reuse the memory of the one before.
+# glibc must return freed memory, or a way would reuse that of the one before.
 at_once = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
 paths = folder + "/large.pt", folder + "/small.pt"
 ranks = torchlift.distributed.on_ranks(2, compare, *paths, environment=at_once)
@@ -142,7 +143,9 @@ print("the file has 192 MiB, the shards of a rank have 96 MiB")
 peaks, waits = {}, {}
 for way, zero, one in zip(WAYS, *ranks, strict=True):
     name = way.__name__.replace("_", " ")
-    peaks[name], waits[name] = (max(pair) for pair in zip(zero, one, strict=True))
+    peaks[name], waits[name] = (
+        max(pair) for pair in zip(zero, one, strict=True)
+    )
     print(f"{name:<24}anonymous: {peaks[name]:3.0f} MiB, {waits[name]:.2f} s")
 
 assert min(peaks["all ranks read all"], peaks["rank 0 broadcasts"]) > 2 * 96
@@ -199,3 +202,16 @@ plt.show()
 #   and ``broadcast_from_rank0``. Give rank 0 a mapped state dict.
 # - **You may not install anything:** ``torch.load(path, mmap=True)`` on each rank, and
 #   ``full_state_dict=True`` without the broadcast.
+
+# %%
+# Question
+# --------
+#
+# Eight ranks load the same file of 192 MiB. How many bytes do they read together?
+
+# fold: Answer to the question
+# Each weight is read once: the bytes of the file, whatever the number of ranks.
+model = torchlift.skeleton(build, 12, 2048)
+eight = torchlift.distributed.simulate(paths[0], "fsdp=8", model=model)
+print(f"{sum(eight.bytes) / 2**20:.0f} MiB together")
+assert sum(eight.bytes) == 192 * 2**20

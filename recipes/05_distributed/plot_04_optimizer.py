@@ -21,15 +21,15 @@ import torch.distributed.fsdp
 import torchlift
 
 path, net = tempfile.mkdtemp() + "/job.pt", torch.nn.Linear(64, 2)
-both = torchlift.distributed.get_state_dict(net, torch.optim.Adam(net.parameters()))
-torch.save({"model": both[0], "optimizer": both[1]}, path)
+adam = torch.optim.Adam(net.parameters())
+state = torchlift.distributed.get_optimizer_state_dict(net, adam)
+torch.save(state, path)
 
 
 def resume(path):
     model = torch.distributed.fsdp.fully_shard(torch.nn.Linear(64, 2))
-    torchlift.load(model, path, root="model")
     optimizer = torch.optim.Adam(model.parameters())
-    return torchlift.load_optimizer(model, optimizer, path, root="optimizer")
+    return torchlift.load_optimizer(model, optimizer, path)
 
 
 print(*torchlift.distributed.on_ranks(2, resume, path), sep="\n")
@@ -56,7 +56,7 @@ def adam(model):
 
 
 def train(model, optimizer, steps, rank=0, ranks=1):
-    """Train on one rank's share of the data, and return the loss of each step."""
+    """Train on one rank's share of the data, and return the losses."""
     numbers = torch.Generator().manual_seed(0)
     points = 2 * torch.rand(256, 2, generator=numbers) - 1
     height = torch.sin(5 * points[:, :1]) * torch.cos(4 * points[:, 1:])
@@ -171,7 +171,9 @@ import matplotlib.pyplot as plt
 
 plt.style.use("torchlift.measure.figures")
 figure, axes = plt.subplots()
-for (name, found), look in zip(runs.items(), ("C1-", "C2--", "C0-"), strict=True):
+for (name, found), look in zip(
+    runs.items(), ("C1-", "C2--", "C0-"), strict=True
+):
     axes.plot(range(100, 100 + len(found)), found, look, label=name)
 axes.axvline(150, color="black", linewidth=1, linestyle=":")
 axes.set_yscale("symlog", linthresh=1e-9)
@@ -202,3 +204,17 @@ plt.show()
 # - **You save on many ranks:** `torchlift.Keeper`, or DCP as here.
 # - **Both state dicts are in memory:** `torchlift.distributed.set_state_dict`, which loads both or
 #   neither.
+
+# %%
+# Question
+# --------
+#
+# Adam keeps three values for each parameter. Which of them do the ranks not divide?
+
+# fold: Answer to the question
+# The step: it is a single number, and equal on all ranks.
+with torchlift.open(later, root="optimizer") as ckpt:
+    for name in ("step", "exp_avg", "exp_avg_sq"):
+        entry = ckpt.entries[f"state.2.weight.{name}"]
+        print(f"{name:<11} {entry.shape}, in {len(entry.chunks)} parts")
+    assert len(ckpt.entries["state.2.weight.step"].chunks) == 1

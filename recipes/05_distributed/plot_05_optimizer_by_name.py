@@ -2,8 +2,8 @@
 Optimizer state by name: a new head, or parameters in another order
 ===================================================================
 
-You changed the model, and the optimizer's state does not load: "loaded state dict contains a
-parameter group that doesn't match the size of optimizer's group". Or it loads, and the loss jumps.
+You changed the model. The optimizer's state does not load, because it "contains a parameter group
+that doesn't match the size of optimizer's group". Or it loads, and the loss jumps.
 
 An optimizer counts its parameters. `torchlift.distributed.get_optimizer_state_dict` gives each
 state the name of its parameter. A load by name returns each state to its own parameter.
@@ -33,7 +33,8 @@ print(torchlift.load_optimizer(model, optimizer, named, strict=False))
 # ValueError: a parameter group that doesn't match the size
 # ---------------------------------------------------------
 #
-# The optimizer's own state dict has numbers, and 4 of them do not match 6. By name, a strict load
+# The optimizer's own state dict has numbers, and 4 of them do not match 6 (`issue 34660
+# <https://github.com/pytorch/pytorch/issues/34660>`__ of PyTorch). By name, a strict load
 # lists the missing parameters and changes nothing:
 
 try:
@@ -109,8 +110,8 @@ straight += train(net, optimizer, 100)
 # Proof
 # -----
 #
-# The tidy class resumes from the same weights in three ways: by number, by name, and by name with
-# torch's own function, which is as good here.
+# The tidy class resumes from the same weights by number, and by name. Torch's own function, which
+# is as good here, is the third way.
 
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 
@@ -189,3 +190,30 @@ plt.show()
 #   `torchlift.load_optimizer`, and save it again by name.
 # - **Somebody else's code calls** ``optimizer.state_dict()``: patch it once with
 #   `torchlift.distributed.patch_optimizer_state_dict`.
+
+# %%
+# Question
+# --------
+#
+# After a load by name, the new head does not have a state yet. Which step does Adam count for each
+# parameter after the next step?
+
+
+# fold: Answer to the question
+# One more for the old layers, and the first one for the new head.
+def count_steps(model, optimizer):
+    model(torch.ones(8)).sum().backward()
+    optimizer.step()
+    return [int(optimizer.state[p]["step"]) for p in model.parameters()]
+
+
+model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+optimizer = adam(model)
+count_steps(model, optimizer)
+state = torchlift.distributed.get_optimizer_state_dict(model, optimizer)
+model.append(nn.Linear(2, 1))
+optimizer = adam(model)
+torchlift.load_optimizer(model, optimizer, state, strict=False)
+steps = count_steps(model, optimizer)
+print("steps:", steps)
+assert steps == [2, 2, 2, 2, 1, 1]

@@ -70,7 +70,9 @@ def steps_after(read, count=20):
 moved = {
     "no read": steps_after(read_nothing),
     "torch reads": steps_after(torch_state_dict.get_optimizer_state_dict),
-    "torchlift reads": steps_after(torchlift.distributed.get_optimizer_state_dict),
+    "torchlift reads": steps_after(
+        torchlift.distributed.get_optimizer_state_dict
+    ),
 }
 for name, steps in moved.items():
     print(f"{name:<16} first step {steps[0]:.3f}, all twenty {sum(steps):.2f}")
@@ -83,7 +85,9 @@ import matplotlib.pyplot as plt
 plt.style.use("torchlift.measure.figures")
 figure, axes = plt.subplots()
 looks = ("C0", 7, 0.4), ("C0", 2.5, 1), ("C1", 2.5, 1)
-for (name, steps), (color, width, alpha) in zip(moved.items(), looks, strict=True):
+for (name, steps), (color, width, alpha) in zip(
+    moved.items(), looks, strict=True
+):
     axes.plot(range(1, 21), steps, color, lw=width, alpha=alpha, label=name)
 axes.set(xlabel="step", ylabel="how far a weight moves\n(learning rates)")
 axes.set(ylim=(0.6, 1.1), xticks=[1, 5, 10, 15, 20])
@@ -111,3 +115,21 @@ plt.show()
 #   `torchlift.distributed.get_optimizer_state_dict`. Only the import changes.
 # - **You only load:** `torchlift.load_optimizer`. You do not create a state dict before it.
 # - **You save while training:** `torchlift.Keeper`.
+
+# %%
+# Question
+# --------
+#
+# Has plain SGD, without momentum, the same problem?
+
+# fold: Answer to the question
+# No. It keeps no counter and no mean, so a step of zero leaves nothing behind.
+model = torch.nn.Linear(1, 1, bias=False)
+sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+torch_state_dict.get_optimizer_state_dict(model, sgd)
+before = model.weight.item()
+model(torch.ones(1)).sum().backward()
+sgd.step()
+moved_by = (before - model.weight.item()) / 0.01
+print(f"first step: {moved_by:.3f} learning rates")
+assert abs(moved_by - 1) < 1e-3

@@ -22,11 +22,11 @@ import torchlift
 
 
 def run(folder, start, rules=None):
-    place = {"next": start + dist.get_rank()}
-    state = {"loader": Loader(state_dict=place.copy, load_state_dict=place.update)}
+    at = {"next": start + dist.get_rank()}
+    state = {"loader": Loader(state_dict=at.copy, load_state_dict=at.update)}
     with torchlift.Keeper(folder) as keeper:
         keeper.resume(state, on_other_ranks=rules) or keeper.save(5, state)
-    return place["next"]
+    return at["next"]
 
 
 folder, on_ranks = mkdtemp(), torchlift.distributed.on_ranks
@@ -40,8 +40,9 @@ print(on_ranks(2, run, folder, 10), on_ranks(2, run, folder, 0))
 # -------------------------------------
 #
 # ``dcp.save`` stores one object for each name. If you pass it the loaders of two ranks, it silently
-# loses one. With the rank in the name, as torchtitan does it, both are kept, but for two ranks
-# only.
+# loses one, as it does with tensors (`issue 146566
+# <https://github.com/pytorch/pytorch/issues/146566>`__ of PyTorch). With the rank in the name, as
+# torchtitan does it, both are kept, but for two ranks only.
 
 import torch.distributed.checkpoint as dcp
 
@@ -126,7 +127,9 @@ import matplotlib.pyplot as plt
 
 plt.style.use("torchlift.measure.figures")
 figure, axes = plt.subplots(figsize=(5.6, 2.6))
-for (way, read), color in zip(ways.items(), ("C0", "C3", "C1", "C1"), strict=True):
+for (way, read), color in zip(
+    ways.items(), ("C0", "C3", "C1", "C1"), strict=True
+):
     once, twice, never = (read.count(times) for times in (1, 2, 0))
     axes.barh(way, once, color=color)
     axes.barh(way, twice, left=once, color="white", ec=color, hatch="//")
@@ -164,3 +167,20 @@ plt.show()
 # - **You need the complete loop, with signals and launchers:** the page *On a cluster*.
 # - **Only weights go to another number of GPUs:** the recipe *Load a DCP checkpoint on another
 #   number of GPUs, or on none*.
+
+# %%
+# Question
+# --------
+#
+# Your function takes the *latest* position in place of the earliest. What happens to the data?
+
+
+# fold: Answer to the question
+# Samples between the two positions are never read, and no error says so.
+def from_the_latest(states):
+    return {"next": max(state["next"] for state in states) + dist.get_rank()}
+
+
+places = on_ranks(3, run, folder, 0, {"loader": from_the_latest})
+print("resumed at", places, "- never read:", times_read(places).count(0))
+assert times_read(places).count(0) == 1

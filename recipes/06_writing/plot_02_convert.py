@@ -48,14 +48,16 @@ torch.save({"model": both.state_dict(), "epoch": 3}, folder + "/tied.pt")
 try:
     save_file(both.state_dict(), folder + "/tied.safetensors")
 except RuntimeError as error:
-    print(f"{type(error).__name__}:", " ".join(str(error).split()).split(": [")[0])
+    print(
+        f"{type(error).__name__}:", " ".join(str(error).split()).split(": [")[0]
+    )
 report = torchlift.convert(folder + "/tied.pt", folder + "/tied.safetensors")
 print(str(report).replace(folder + "/", ""))
 
 # %%
 # The file stores the tied tensor once, and its metadata records the tie. `torchlift.open` restores
-# it, and so does a conversion back to a torch file. (Without torchlift, ``load_model`` of
-# safetensors ties again, and ``load_file`` returns one of the two names.)
+# it, and so does a conversion back to a torch file. Without torchlift, ``load_model`` of
+# safetensors ties again, but ``load_file`` returns only one of the two names.
 
 torchlift.convert(folder + "/tied.safetensors", folder + "/again.pt")
 print(torchlift.open(folder + "/again.pt").aliases)
@@ -83,10 +85,14 @@ from pathlib import Path
 
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from torchlift import convert  # imported before the measurement, as the others are
+from torchlift import convert  # before the measurement, as the others are
 
 shape = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 11}
-shape |= {"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152}
+shape |= {
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+}
 llama = LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=True))
 large = folder + "/large.pt"
 torch.save(llama.state_dict(), large)
@@ -119,7 +125,9 @@ for name, way in WAYS.items():
     written[name] = dst
     peak = child.memory.added_anonymous / 2**20
     size = Path(dst).stat().st_size / 2**20
-    print(f"{name:<22} anonymous peak: {peak:4.0f} MiB, the file: {size:.0f} MiB")
+    print(
+        f"{name:<22} anonymous peak: {peak:4.0f} MiB, the file: {size:.0f} MiB"
+    )
 
 assert torchlift.diff(written["with mmap=True"], dst).equal
 assert uses["torchlift.convert"].added_anonymous < 64 * 2**20
@@ -134,9 +142,13 @@ plt.style.use("torchlift.measure.figures")
 figure, axes = plt.subplots()
 for (name, use), look in zip(uses.items(), ("C0-", "C3-.", "C1-"), strict=True):
     seconds = [sample.seconds for sample in use.timeline]
-    mib = [(row.anonymous - use.baseline.anonymous) / 2**20 for row in use.timeline]
+    mib = [
+        (row.anonymous - use.baseline.anonymous) / 2**20 for row in use.timeline
+    ]
     axes.plot(seconds, mib, look, label=name)
-axes.set(xlabel="seconds of one run", ylabel="memory owned (MiB)", ylim=(0, None))
+axes.set(
+    xlabel="seconds of one run", ylabel="memory owned (MiB)", ylim=(0, None)
+)
 figure.legend(loc="outside upper center", ncols=2)
 plt.show()
 
@@ -164,3 +176,16 @@ plt.show()
 # - **The file was sent to you:** `torchlift.convert` too. No code in the file runs.
 # - **You have the model in memory already:** `torchlift.save`.
 # - **You want to know that nothing was lost:** `torchlift.diff` of the two files.
+
+# %%
+# Question
+# --------
+#
+# How many bytes would a conversion write, before you start it?
+
+# fold: Answer to the question
+# dry_run=True returns the report of a conversion that writes nothing.
+torch.save(both.state_dict(), old)
+planned = torchlift.convert(old, new, dtype="bfloat16", dry_run=True)
+print(str(planned).replace(folder + "/", ""))
+assert not Path(new).exists()

@@ -21,11 +21,11 @@ import torch
 import torchlift
 
 folder = tempfile.mkdtemp()
-ours, theirs, back = (f"{folder}/{name}.safetensors" for name in ("a", "b", "back"))
+ours, theirs, back = (f"{folder}/{name}.safetensors" for name in "abc")
 torchlift.save({"blocks.0.qkv.weight": torch.randn(96, 32)}, ours)
 rule = torchlift.remap.split("*.qkv.*", ["*.q.*", "*.k.*", "*.v.*"], chunk=0)
 torchlift.convert(ours, theirs, rename=rule)
-print({key: entry.shape for key, entry in torchlift.open(theirs).entries.items()})
+print({key: w.shape for key, w in torchlift.open(theirs).entries.items()})
 torchlift.convert(theirs, back, rename=rule.reversed())
 print(torchlift.diff(ours, back))
 
@@ -49,13 +49,16 @@ for layer in range(2):
     state[f"{name}.attention.qkv.weight"] = torch.randn(96, 32)
     state[f"{name}.norm.gamma"] = torch.randn(32)
     for expert in range(12):
-        for part, shape in {"w1": (64, 32), "w2": (32, 64), "w3": (64, 32)}.items():
+        shapes = {"w1": (64, 32), "w2": (32, 64), "w3": (64, 32)}
+        for part, shape in shapes.items():
             key = f"{name}.experts.{expert}.{part}.weight"
             state[key] = torch.randn(shape)
 _ = torchlift.save(state, ours)
 
 # %%
-members = sorted(key for key in state if "layers.0.experts" in key and "w2" in key)
+members = sorted(
+    key for key in state if "layers.0.experts" in key and "w2" in key
+)
 print("stacked by hand:", *(key.split(".")[4] for key in members))
 
 # %%
@@ -86,7 +89,9 @@ for key, entry in torchlift.open(theirs).entries.items():
 # %%
 # If an expert is missing, an error names it before anything is written:
 
-holes = {key: value for key, value in state.items() if "experts.10.w2" not in key}
+holes = {
+    key: value for key, value in state.items() if "experts.10.w2" not in key
+}
 torchlift.save(holes, folder + "/holes.safetensors")
 try:
     torchlift.convert(
@@ -113,7 +118,8 @@ with torchlift.open(theirs) as ckpt:
         pairs = [
             torch.cat([state[e.format(w)] for w in ("w1", "w3")]) for e in each
         ]
-        assert torch.equal(ckpt[f"{name}.experts.gate_up_proj"], torch.stack(pairs))
+        fused = ckpt[f"{name}.experts.gate_up_proj"]
+        assert torch.equal(fused, torch.stack(pairs))
         q, k, v = state[f"{name}.attention.qkv.weight"].chunk(3)
         assert torch.equal(ckpt[f"{name}.self_attn.k_proj.weight"], k)
 
@@ -149,11 +155,15 @@ for kind, height in kinds.items():
                 "ha": "center",
                 "va": "center",
             }
-            axes.text(x + 0.25, y, label, bbox={"color": color, "pad": 1}, **look)
+            axes.text(
+                x + 0.25, y, label, bbox={"color": color, "pad": 1}, **look
+            )
     look = {"facecolor": ("C1", 0.2), "edgecolor": "white", "linewidth": 3}
     axes.fill_between((0.5, 1), top, top + height, **look)
     top += height
-axes.set_xticks([0.25, 1.25], ["one project:\n38 tensors", "another:\n6 tensors"])
+axes.set_xticks(
+    [0.25, 1.25], ["one project:\n38 tensors", "another:\n6 tensors"]
+)
 axes.set(xlim=(0, 1.5), ylim=(top, 0), yticks=[])
 axes.tick_params(length=0)
 axes.spines[:].set_visible(False)
@@ -179,3 +189,20 @@ plt.show()
 # - **The model is one of transformers':** `torchlift.remap.transformers` has the rules already.
 # - **You load it once:** the same rule as ``rename=`` of `torchlift.load`.
 # - **Others need the file:** `torchlift.convert`, with ``dtype=`` and ``max_shard_size=``.
+
+# %%
+# Question
+# --------
+#
+# The pattern of a merge has a slip and matches nothing. How do you notice?
+
+# fold: Answer to the question
+# By the number of tensors, or by the names: nothing was merged. A load into the
+# model of the other layout would name every key that is missing.
+slip = remap.merge("*.expertz.{expert}.w2.weight", "*.down_proj", stack=0)
+torchlift.convert(ours, folder + "/slip.pt", rename=slip)
+counts = [len(torchlift.open(p)) for p in (ours, folder + "/slip.pt", theirs)]
+print(
+    "tensors before: {}, with the slip: {}, with the rule: {}".format(*counts)
+)
+assert counts[0] == counts[1] > counts[2]

@@ -92,7 +92,8 @@ with torchlift.Keeper(folder) as keeper:
 again = build()
 assert torchlift.Keeper(folder).resume(again) == 50
 train(again, 50)
-assert torchlift.diff(run["model"].state_dict(), again["model"].state_dict()).equal
+weights = run["model"].state_dict(), again["model"].state_dict()
+assert torchlift.diff(*weights).equal
 print("resumed after 50 steps, equal after 100, bit for bit")
 
 # %%
@@ -106,6 +107,7 @@ print("resumed after 50 steps, equal after 100, bit for bit")
 
 # fold: How long steps and saves take
 import time
+import timeit
 from statistics import median
 
 from torch.distributed.checkpoint import async_save
@@ -117,7 +119,7 @@ def step_times(way, folder):
     optimizer = torch.optim.Adam(model.parameters())
     state = {"model": model, "optimizer": optimizer}
     keeper, writing, steps, saves = torchlift.Keeper(folder), None, [], []
-    for step in range(-4, 28):  # the first save allocates memory and does not count
+    for step in range(-4, 28):  # the first save allocates, and does not count
         start = time.perf_counter()
         model(torch.randn(64, 2000)).square().mean().backward()
         optimizer.step()
@@ -142,6 +144,9 @@ def step_times(way, folder):
     return steps[4:], saves[4::4]
 
 
+copies = torch.ones(2, 12_000_000)  # two states: 16 MB, and twice as much
+copied = min(timeit.repeat(lambda: copies[0].copy_(copies[1]), number=1))
+print(f"expected: a copy of 48 MB in memory, which takes {copied:.3f} s")
 times, waits = {}, {}
 print("a step waits for its save: the median of seven, the least, the most")
 for way in ("no saves", "torch.save", "async_save", "Keeper"):
@@ -150,7 +155,9 @@ for way in ("no saves", "torch.save", "async_save", "Keeper"):
     times[way], waits[way] = child.value
     if way != "no saves":
         least, *_, most = sorted(waits[way])
-        print(f"{way:<11} {median(waits[way]):.3f} s, {least:.3f} s, {most:.3f} s")
+        print(
+            f"{way:<11} {median(waits[way]):.3f} s, {least:.3f} s, {most:.3f} s"
+        )
 
 # %%
 
@@ -197,3 +204,21 @@ plt.show()
 # - **Many ranks, a scheduler, faults:** the page *On a cluster*. For state of each rank: *Resume on
 #   another number of GPUs: where was each rank in its data?*
 # - **You only need the weights of a kept checkpoint:** `torchlift.load` with ``root="model"``.
+
+# %%
+# Question
+# --------
+#
+# A program draws a random number after a save. Which number does the resumed program draw?
+
+# fold: Answer to the question
+# The same: the state of the random numbers is a part of each checkpoint.
+model = {"model": torch.nn.Linear(2, 2)}
+with torchlift.Keeper(tempfile.mkdtemp()) as keeper:
+    keeper.save(1, model)
+    drawn = torch.rand(1)
+    torch.manual_seed(99)  # another program
+    keeper.resume(model)
+print("drawn again:", "the same" if torch.rand(1) == drawn else "another one")
+torch.manual_seed(99)
+assert torch.rand(1) != drawn

@@ -88,8 +88,8 @@ print("new:", path[-17:], "best:", run.best()[-17:])
 # Let the Keeper keep the checkpoints that you evaluate, for example with ``every``. An open file
 # stays readable after it is removed.
 #
-# Note ``keeper.resume()``. Without it, the first save into a folder with checkpoints is an error,
-# because they may be those of another run, which the Keeper would remove one by one:
+# Note ``keeper.resume()``. Without it, the first save into a folder with checkpoints is an error.
+# They may be those of another run, which the Keeper would remove one by one:
 
 other = torchlift.Keeper(folder, keep=1)
 try:
@@ -117,10 +117,15 @@ def megabytes_of(rules, folder):
     with torchlift.Keeper(folder, **rules) as keeper:
         for step in range(1, 41):
             loss = abs(step - 25) / 25
-            keeper.save(step, weights=torch.ones(1_000_000), metrics={"loss": loss})
+            keeper.save(
+                step, weights=torch.ones(1_000_000), metrics={"loss": loss}
+            )
             keeper.wait()
             sizes.append(
-                sum(os.path.getsize(one.path) for one in RunFolder(folder).kept())
+                sum(
+                    os.path.getsize(one.path)
+                    for one in RunFolder(folder).kept()
+                )
                 / 1e6
             )
     return sizes
@@ -134,7 +139,9 @@ ways = {
 sizes, best = {}, {}
 for way, rules in ways.items():
     with tempfile.TemporaryDirectory() as place:
-        sizes[way] = torchlift.measure.in_child(megabytes_of, rules, place).value
+        sizes[way] = torchlift.measure.in_child(
+            megabytes_of, rules, place
+        ).value
         best[way] = 25 in RunFolder(place).steps()
     print(
         f"{way:<28}{sizes[way][-1]:5.0f} MB",
@@ -191,3 +198,19 @@ plt.show()
 # - **A run may be killed and started again:** the recipe *Save while training goes on, and resume
 #   after a kill*.
 # - **You only need the weights of a kept checkpoint:** `torchlift.load` with ``root="model"``.
+
+# %%
+# Question
+# --------
+#
+# The first run of this page continues to step 12, and its loss gets worse. Which checkpoints stay?
+
+# fold: Answer to the question
+# The best, the multiples of four and the last two, which overlap at step 12.
+with torchlift.Keeper(
+    tempfile.mkdtemp(), keep=2, best="loss", every=4
+) as keeper:
+    for step, loss in enumerate([*losses, 0.7, 0.8, 0.9], 1):
+        keeper.save(step, model=torch.nn.Linear(2, 1), metrics={"loss": loss})
+print("kept:", keeper.steps())
+assert list(keeper.steps()) == [3, 4, 8, 11, 12]

@@ -28,8 +28,8 @@ step = keeper.resume(model=model, optimizer=optimizer, exclude=["model.1.*"])
 print("after step", step, "with moments:", len(optimizer.state), "parameters")
 
 # %%
-# The rules use the names of the checkpoint: ``model.1.weight`` for a tensor of the model,
-# ``optimizer`` or ``schedule`` for any other complete object, ``rng`` for the random numbers.
+# The rules use the names of the checkpoint, such as ``model.1.weight`` for a tensor of the model.
+# Any other object has one name, ``optimizer`` or ``schedule``, and the random numbers are ``rng``.
 #
 # StateDictMismatch: the state dict does not fit the model
 # --------------------------------------------------------
@@ -76,7 +76,9 @@ names = {f"model.0.{kind}": f"model.body.{kind}" for kind in ("weight", "bias")}
 renamed = torch.nn.Sequential()
 renamed.add_module("body", torch.nn.Linear(4, 8))
 moments = torch.optim.Adam(renamed.parameters())
-keeper.resume(model=renamed, optimizer=moments, rename=names, exclude=["model.1.*"])
+keeper.resume(
+    model=renamed, optimizer=moments, rename=names, exclude=["model.1.*"]
+)
 print(len(moments.state), "parameters with moments:", *renamed.state_dict())
 assert torch.equal(renamed.body.weight, model[0].weight)
 keeper.close()
@@ -106,7 +108,8 @@ class Network(torch.nn.Module):
             torch.nn.init.zeros_(self.branch.weight)
 
     def forward(self, x):
-        return self.body(x).tanh() + (0 if self.branch is None else self.branch(x))
+        added = 0 if self.branch is None else self.branch(x)
+        return self.body(x).tanh() + added
 
 
 def train(model, optimizer, steps):
@@ -147,7 +150,8 @@ for way in ("weights and moments", "weights alone"):
         found[way] = torchlift.measure.in_child(distances, way, folder).value
     kept, far = found[way]
     print(
-        f"{way:<19} {kept} parameters with moments, losses differ by at most ~{max(far):.3f}"
+        f"{way:<19} {kept} parameters with moments, "
+        f"losses differ by at most ~{max(far):.3f}"
     )
 assert max(found["weights and moments"][1]) == 0
 assert max(found["weights alone"][1]) > 0.001
@@ -183,3 +187,36 @@ plt.show()
 # - **You load only weights, from any file:** `torchlift.load`, as in *Fine-tune with a new head:
 #   size mismatch and missing keys*.
 # - **Nothing has changed:** *Save while training goes on, and resume after a kill*.
+
+# %%
+# Question
+# --------
+#
+# A resume excludes the old head. Which step does Adam count for the head after the next step?
+
+
+# fold: Answer to the question
+# The first one, because its moments were left out with its weights.
+def make_job(classes):
+    body, head = torch.nn.Linear(4, 8), torch.nn.Linear(8, classes)
+    model = torch.nn.Sequential(body, head)
+    return {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
+
+
+def take_step(job):
+    job["model"](torch.ones(4)).sum().backward()
+    job["optimizer"].step()
+
+
+job, again = make_job(2), make_job(3)
+take_step(job)
+with torchlift.Keeper(tempfile.mkdtemp()) as keeper:
+    keeper.save(1, job)
+    keeper.resume(again, exclude=["model.1.*"])
+take_step(again)
+states = again["optimizer"].state
+steps = {
+    n: int(states[p]["step"]) for n, p in again["model"].named_parameters()
+}
+print(steps)
+assert list(steps.values()) == [2, 2, 1, 1]

@@ -19,7 +19,7 @@ import torch
 
 import torchlift
 
-old = tempfile.mkdtemp() + "/fp8.safetensors"
+old, new = (f"{tempfile.mkdtemp()}/{n}.safetensors" for n in ("fp8", "bf16"))
 codes = torch.full((256, 128), 2.0).to(torch.float8_e4m3fn)
 torchlift.save({"weight": codes, "weight_scale_inv": torch.ones(2, 1) / 4}, old)
 
@@ -30,8 +30,8 @@ def apply_scale(key, codes):
 
 
 options = {"exclude": ["*_scale_inv"], "dtype": "bfloat16"}
-torchlift.convert(old, old + ".bf16.safetensors", transform=apply_scale, **options)
-print(torchlift.open(old + ".bf16.safetensors")["weight"][0, :3])
+torchlift.convert(old, new, transform=apply_scale, **options)
+print(torchlift.open(new)["weight"][0, :3])
 
 # %%
 # Each scale belongs to a block of 128 x 128 codes, so 2 x 0.25 becomes 0.5. ``exclude`` leaves the
@@ -62,14 +62,17 @@ def quantise(weight):
     """Return codes, and a scale for each block of 128 x 128."""
     height, width = weight.shape
     padded = functional.pad(weight, (0, -width % 128, 0, -height % 128))
-    blocks = padded.view(padded.shape[0] // 128, 128, padded.shape[1] // 128, 128)
+    blocks = padded.view(
+        padded.shape[0] // 128, 128, padded.shape[1] // 128, 128
+    )
     scales = blocks.abs().amax((1, 3)) / 448
     codes = (blocks / scales[:, None, :, None]).view_as(padded)[:height, :width]
     return codes.to(torch.float8_e4m3fn).contiguous(), scales
 
 
 folder = Path(tempfile.mkdtemp())
-fp8, bf16 = folder / "fp8/model.safetensors.index.json", folder / "bf16.safetensors"
+fp8 = folder / "fp8/model.safetensors.index.json"
+bf16 = folder / "bf16.safetensors"
 state, original = {}, {}
 for layer in range(6):
     norm = torch.ones(1024, dtype=torch.bfloat16)
@@ -86,7 +89,9 @@ report = torchlift.save(state, fp8, max_shard_size="40MB")
 
 key = "model.layers.0.mlp.up_proj.weight"
 for name, tensor in ("weight", original[key]), ("cast", state[key].bfloat16()):
-    print(f"{name:<7}", *(f"{number:10.5f}" for number in tensor[0, :4].tolist()))
+    print(
+        f"{name:<7}", *(f"{number:10.5f}" for number in tensor[0, :4].tolist())
+    )
 try:
     torchlift.convert(fp8, bf16, dtype="bfloat16")
 except torchlift.PlacementError as error:
@@ -102,15 +107,18 @@ except torchlift.PlacementError as error:
 
 
 def apply_scales(ckpt):
-    """Return a transform that multiplies codes by the scales of their blocks."""
+    """Return a transform that multiplies codes by their blocks' scales."""
 
     def multiply(key, codes):
         if f"{key}_scale_inv" not in ckpt:
             return codes
         weight = torch.empty(codes.shape, dtype=torch.bfloat16)
         rows = zip(codes.split(128), weight.split(128), strict=True)
-        for (part, to), scales in zip(rows, ckpt[f"{key}_scale_inv"], strict=True):
-            to.copy_(part.float() * scales.repeat_interleave(128)[: len(part[0])])
+        for (part, to), scales in zip(
+            rows, ckpt[f"{key}_scale_inv"], strict=True
+        ):
+            wide = scales.repeat_interleave(128)[: len(part[0])]
+            to.copy_(part.float() * wide)
         return weight
 
     return multiply
@@ -119,14 +127,16 @@ def apply_scales(ckpt):
 def by_torchlift(src, dst):
     with torchlift.open(src) as ckpt:
         transform = apply_scales(ckpt)
-        torchlift.convert(ckpt, dst, transform=transform, exclude=["*_scale_inv"])
+        torchlift.convert(
+            ckpt, dst, transform=transform, exclude=["*_scale_inv"]
+        )
 
 
 by_torchlift(fp8, bf16)
 
 # %%
-# The formula is short: the weight at row i and column j is its code, times the scale at row i / 128
-# and column j / 128, both rounded down. Each weight of the new file equals it, to the bit:
+# The formula is short. The weight at row i and column j is its code, times a scale. Its row and
+# column are i / 128 and j / 128, rounded down. Each new weight equals it, to the bit:
 
 new = torchlift.open(bf16)
 for key in original:
@@ -152,7 +162,9 @@ shards = sorted(fp8.parent.glob("*.safetensors"))
 
 def by_hand(names, dst):
     codes = {
-        key: tensor for shard in shards for key, tensor in load_file(shard).items()
+        key: tensor
+        for shard in shards
+        for key, tensor in load_file(shard).items()
     }
     transform = apply_scales(codes)
     kept = [key for key in names if not key.endswith("_scale_inv")]
@@ -177,7 +189,8 @@ WAYS = {
 peaks = {}
 for name, way in WAYS.items():
     written = folder / way.__name__
-    dst = written if way is shard_by_shard else written.with_suffix(".safetensors")
+    in_one = written.with_suffix(".safetensors")
+    dst = written if way is shard_by_shard else in_one
     child = torchlift.measure.in_child(way, fp8, dst)
     peaks[name] = child.memory.added_anonymous / 2**20
     print(f"{name:<18} anonymous peak: {peaks[name]:4.0f} MiB")
@@ -197,7 +210,8 @@ axes.bar_label(bars, [f"{peak:.0f} MiB" for peak in peaks.values()], padding=4)
 axes.axvline(size, color="C0", linestyle=":")
 axes.invert_yaxis()
 axes.set(
-    xlabel="peak of anonymous memory (MiB)", xlim=(0, 1.25 * max(peaks.values()))
+    xlabel="peak of anonymous memory (MiB)",
+    xlim=(0, 1.25 * max(peaks.values())),
 )
 plt.show()
 
@@ -222,3 +236,15 @@ plt.show()
 # - **You want the model only:** `torchlift.load` takes the same ``transform`` and ``exclude``.
 # - **You need int8:** *Quantise to int8 while loading, without the float32 model in memory*.
 # - **They are GGUF:** *GGUF to transformers: right names, wrong attention*.
+
+# %%
+# Question
+# --------
+#
+# By how much does the file grow when FP8 becomes bfloat16?
+
+# fold: Answer to the question
+# By a little less than two: two bytes in place of one, and the scales are gone.
+ratio = torchlift.open(bf16).nbytes / torchlift.open(fp8).nbytes
+print(f"{ratio:.3f} times the bytes")
+assert 1.9 < ratio < 2

@@ -20,12 +20,13 @@ import torchlift
 
 config = hf.LlamaConfig(hidden_size=64, intermediate_size=128, vocab_size=512)
 folder = tempfile.mkdtemp()
-job = {"model": hf.LlamaForCausalLM(config).state_dict(), "step": 7}
+job = {"model": hf.LlamaForCausalLM(config), "step": 7}
 torchlift.save(job, f"{folder}/job.pt")
 
 hf.logging.disable_progress_bar()
 ckpt = torchlift.open(f"{folder}/job.pt", root="model")
-model = hf.LlamaForCausalLM.from_pretrained(None, config=config, state_dict=ckpt)
+kind = hf.LlamaForCausalLM
+model = kind.from_pretrained(None, config=config, state_dict=ckpt)
 print(type(model).__name__, model.dtype, f"{model.num_parameters():,}")
 
 # %%
@@ -107,7 +108,8 @@ import time
 import torch
 
 large = hf.LlamaConfig(
-    hidden_size=512, intermediate_size=1536, num_hidden_layers=6, vocab_size=8000,
+    hidden_size=512, intermediate_size=1536,
+    num_hidden_layers=6, vocab_size=8000,
     num_attention_heads=8,
 )  # fmt: skip
 trained = hf.LlamaForCausalLM(large)
@@ -152,7 +154,8 @@ for name, way in ways.items():
     owned[name] = child.memory.added_anonymous / 2**20
     answers.add(child.value[1])
     print(
-        f"{name:<31} {child.value[0]:.2f} s, anonymous peak: {owned[name]:.0f} MiB"
+        f"{name:<31} {child.value[0]:.2f} s, "
+        f"anonymous peak: {owned[name]:.0f} MiB"
     )
 assert len(answers) == 1, "the same weights, to the bit"
 assert owned["from_pretrained, mapped .pt"] < 0.5 * owned["torch.load, .pt"]
@@ -169,7 +172,8 @@ axes.bar_label(bars, [f"{peak:.0f} MiB" for peak in owned.values()], padding=4)
 axes.axvline(size, color="C0", linestyle=":")
 axes.invert_yaxis()
 axes.set(
-    xlim=(0, 1.25 * max(owned.values())), xlabel="peak of anonymous memory (MiB)"
+    xlim=(0, 1.25 * max(owned.values())),
+    xlabel="peak of anonymous memory (MiB)",
 )
 plt.show()
 
@@ -195,3 +199,17 @@ plt.show()
 #   `torchlift.load` with ``rename``, as in *Load a transformers model from safetensors without
 #   from_pretrained*.
 # - **The file goes to others:** `torchlift.convert` writes it once as safetensors.
+
+# %%
+# Question
+# --------
+#
+# You pass ``dtype=torch.bfloat16`` too. Which weights does the model have?
+
+# fold: Answer to the question
+# Those of the file, rounded once. They are its own now, and not mapped.
+half = kind.from_pretrained(
+    None, config=config, state_dict=ckpt, dtype=torch.bfloat16
+)
+assert torch.equal(half.lm_head.weight, ckpt["lm_head.weight"].bfloat16())
+print(half.dtype, "- equal to a cast of the file")

@@ -20,9 +20,9 @@ from torch.nn import TransformerEncoderLayer as Layer
 import torchlift
 from torchlift.integrations.peft import peft_names
 
-lora = LoraConfig(target_modules=["linear1", "linear2"], init_lora_weights=False)
-base, adapter = (f"{tempfile.mkdtemp()}/{name}" for name in ("base.pt", "adapter"))
-torchlift.save(Layer(64, 4).state_dict(), base)
+lora = LoraConfig(target_modules=r".*linear\d", init_lora_weights=False)
+base, adapter = (tempfile.mkdtemp() + name for name in ("/base.pt", "/adapter"))
+torchlift.save(Layer(64, 4), base)
 get_peft_model(Layer(64, 4), lora).save_pretrained(adapter)
 
 wrapped = torchlift.skeleton(lambda: get_peft_model(Layer(64, 4), lora))
@@ -89,12 +89,12 @@ import json
 
 
 def lora_sum(adapter):
-    """Return a transform that adds a plain LoRA to the weights of linear layers."""
+    """Return a transform that adds a plain LoRA to linear weights."""
     with open(f"{adapter}/adapter_config.json") as file:
         config = json.load(file)
     changes = torchlift.open(f"{adapter}/adapter_model.safetensors")
-    odd = [config[key] for key in ("use_rslora", "alpha_pattern", "fan_in_fan_out")]
-    odd += [key for key in changes if not key.endswith(("_A.weight", "_B.weight"))]
+    odd = [config[k] for k in ("use_rslora", "alpha_pattern", "fan_in_fan_out")]
+    odd += [k for k in changes if not k.endswith(("_A.weight", "_B.weight"))]
     if any(odd) or config["init_lora_weights"] not in (True, False):
         raise ValueError("not a plain LoRA: call merge_and_unload of PEFT")
 
@@ -166,9 +166,8 @@ def stack():
 
 
 torch.manual_seed(0)
-every = LoraConfig(target_modules=["linear1", "linear2"], init_lora_weights=False)
 large, changes = f"{adapter}/large.safetensors", f"{adapter}/changes"
-get_peft_model(stack(), every).save_pretrained(changes)
+get_peft_model(stack(), lora).save_pretrained(changes)
 torchlift.save(stack().state_dict(), large)
 
 
@@ -194,7 +193,8 @@ def timed(way):
     start = time.perf_counter()
     tensors = way().state_dict().values()
     seconds = time.perf_counter() - start
-    return seconds, sum(tensor.view(torch.int32).sum().item() for tensor in tensors)
+    bits = (tensor.view(torch.int32).sum().item() for tensor in tensors)
+    return seconds, sum(bits)
 
 
 owned, sums = {}, set()
@@ -217,9 +217,8 @@ bars = axes.barh(labels, list(owned.values()), color=["C0", "C1", "C2"])
 axes.bar_label(bars, [f"{peak:.0f} MiB" for peak in owned.values()], padding=4)
 axes.axvline(torchlift.open(large).nbytes / 2**20, color="C0", linestyle=":")
 axes.invert_yaxis()
-axes.set(
-    xlim=(0, 1.25 * max(owned.values())), xlabel="peak of anonymous memory (MiB)"
-)
+axes.set_xlim(0, 1.25 * max(owned.values()))
+axes.set_xlabel("peak of anonymous memory (MiB)")
 plt.show()
 
 # %%
@@ -241,3 +240,20 @@ plt.show()
 # - **You serve one adapter:** merge it, while loading or into a file by `torchlift.convert`.
 # - **You train it, or switch between several:** `torchlift.load` with both files.
 # - **Other names:** *Rename, split and merge the weights of a checkpoint, and back again*.
+
+# %%
+# Question
+# --------
+#
+# You merge the adapter into a file that was merged already. Does an error tell you?
+
+# fold: Answer to the question
+# No. The names are those of the base again, so the change is added twice.
+once, twice = f"{adapter}/merged.pt", f"{adapter}/twice.pt"
+torchlift.convert(once, twice, transform=lora_sum(adapter))
+key = "linear1.weight"
+first, second = torchlift.open(once)[key], torchlift.open(twice)[key]
+change = first - torchlift.open(base)[key]
+off = (second - first - change).abs().max().item()
+print(f"the change is added again, up to rounding of ~{off:.7f}")
+assert off < 1e-5 < change.abs().max()

@@ -91,7 +91,9 @@ class Net(pl.LightningModule):
 
 
 def fit(folder, more, path=None):
-    saves = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=10)
+    saves = ModelCheckpoint(
+        folder, "{step}", save_top_k=-1, every_n_train_steps=10
+    )
     callbacks = [saves, *([RankStates()] if more else [])]
     trainer = pl.Trainer(
         max_steps=40, callbacks=callbacks, accelerator="cpu", logger=False,
@@ -179,3 +181,15 @@ plt.show()
 # - **You want Lightning's weights without Lightning:** ``root="state_dict.net"``, as in *Resume
 #   training: model, optimizer, step and random state*.
 # - **The loop is yours:** `torchlift.Keeper`.
+
+# %%
+# Question
+# --------
+#
+# Does plain ``torch.load`` read a file of the plugin?
+
+# fold: Answer to the question
+# Yes: it is an ordinary torch file, and weights_only=True is enough.
+plain = torch.load(path)
+print(*plain["model"], "- step", plain["step"])
+assert plain["step"] == 7

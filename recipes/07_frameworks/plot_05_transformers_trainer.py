@@ -37,8 +37,9 @@ print("steps:", trainer.state.global_step)
 # Resume from an incomplete checkpoint
 # ------------------------------------
 #
-# The Trainer chooses its last checkpoint by the number in its name. Here a kill left an incomplete
-# last one:
+# The Trainer chooses its last checkpoint by the number in its name (`issue 35782
+# <https://github.com/huggingface/transformers/issues/35782>`__). Here a kill left an incomplete
+# one:
 
 from pathlib import Path
 
@@ -89,14 +90,21 @@ class Net(torch.nn.Module):
 
 
 def train(way, folder, again):
-    run = {"max_steps": 60, "save_steps": 10, "disable_tqdm": True, "use_cpu": True}
+    run = {
+        "max_steps": 60,
+        "save_steps": 10,
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
     arguments = hf.TrainingArguments(f"{folder}/out", **run)
     data = torch.linspace(-1, 1, 64 * 16).view(64, 16).sin()
     rows = [{"x": row, "labels": row.sum()} for row in data]
     callback = KeeperCallback(f"{folder}/kept", keep=None)
     callbacks = [callback] if way == "torchlift" else []
     torch.manual_seed(5 if again else 0)
-    trainer = hf.Trainer(Net(), arguments, train_dataset=rows, callbacks=callbacks)
+    trainer = hf.Trainer(
+        Net(), arguments, train_dataset=rows, callbacks=callbacks
+    )
     trainer.remove_callback(hf.PrinterCallback)
     last = f"{folder}/out/checkpoint-30" if again else None
     if way == "torchlift":
@@ -108,7 +116,9 @@ def train(way, folder, again):
 def resume(way, folder):
     torch.set_num_threads(1)
     first = train(way, folder, False)
-    steps = [b - a for a, b in zip(first.starts, first.starts[1:], strict=False)]
+    steps = [
+        b - a for a, b in zip(first.starts, first.starts[1:], strict=False)
+    ]
     for path in Path(f"{folder}/kept").glob("step-*"):
         if int(path.name[5:14]) > 30:
             path.unlink() if path.is_file() else shutil.rmtree(path)
@@ -126,7 +136,8 @@ for way in ("Trainer", "torchlift"):
     found[way] = (others, saving)
     peak = child.memory.added_anonymous / 2**20
     print(
-        f"{way:<9} a step {median(others):.3f} s, one that saves {median(saving):.3f} s"
+        f"{way:<9} a step {median(others):.3f} s, "
+        f"one that saves {median(saving):.3f} s"
     )
     print(f"{'':<9} anonymous peak: {peak:.0f} MiB")
     assert is_equal, "to the bit"
@@ -142,7 +153,9 @@ times = [median(each) for pair in found.values() for each in pair]
 bars = axes.barh(names, times, color=["C3", "C0", "C3", "C1"])
 axes.bar_label(bars, [f"{each:.2f} s" for each in times], padding=4)
 axes.invert_yaxis()
-axes.set(xlim=(0, 1.25 * max(times)), xlabel="seconds of a training step, median")
+axes.set(
+    xlim=(0, 1.25 * max(times)), xlabel="seconds of a training step, median"
+)
 plt.show()
 
 # %%
@@ -169,3 +182,16 @@ plt.show()
 # - **The Trainer owns the loop:** ``KeeperCallback``.
 # - **The loop is yours:** *Save while training goes on, and resume after a kill*.
 # - **You need the weights of a kept checkpoint:** `torchlift.load` with ``root="model"``.
+
+# %%
+# Question
+# --------
+#
+# The training is over. How do you get the weights of step 4 into a model, without a Trainer?
+
+# fold: Answer to the question
+# A kept checkpoint is an ordinary file, and its weights are below "model".
+fresh = torchlift.skeleton(hf.BertForSequenceClassification, model.config)
+report = torchlift.load(fresh, kept.latest(), root="model")
+print(len(report.loaded), "tensors of step", kept.steps()[-1])
+assert torchlift.diff(fresh.state_dict(), model.state_dict()).equal

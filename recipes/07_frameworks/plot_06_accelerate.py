@@ -20,11 +20,11 @@ from accelerate import Accelerator
 
 from torchlift.integrations.accelerate import AcceleratorKeeper
 
-accelerator, model = Accelerator(cpu=True), torch.nn.Linear(4, 1)
-model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-with AcceleratorKeeper(accelerator, tempfile.mkdtemp(), keep=2) as keeper:
+job, model = Accelerator(cpu=True), torch.nn.Linear(4, 1)
+model, optimizer = job.prepare(model, torch.optim.AdamW(model.parameters()))
+with AcceleratorKeeper(job, tempfile.mkdtemp(), keep=2) as keeper:
     for step in range(keeper.resume() or 0, 3):
-        accelerator.backward(model(torch.randn(8, 4)).square().mean())
+        job.backward(model(torch.randn(8, 4)).square().mean())
         optimizer.step()
         keeper.save(step + 1)
 print("kept:", keeper.keeper.steps())
@@ -40,6 +40,8 @@ print("kept:", keeper.keeper.steps())
 #
 # This program depends on the random numbers (a dropout), the order of a shuffled loader, and an
 # average of the weights. It stops after step 10, in the middle of its second epoch of 8 batches.
+# The order of its data survives with ``use_seedable_sampler``, which it does not have by default
+# (`issue 2016 <https://github.com/huggingface/accelerate/issues/2016>`__).
 
 from accelerate.utils import DataLoaderConfiguration
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -117,7 +119,9 @@ def resume(way, folder):
     for epoch in (2, 3):
         again.data.set_epoch(epoch)
         list(again.train(again.data))
-    far = [abs(a - b) for a, b in zip(first.losses[10:], again.losses, strict=True)]
+    far = [
+        abs(a - b) for a, b in zip(first.losses[10:], again.losses, strict=True)
+    ]
     same = torchlift.diff(first.ema.state_dict(), again.ema.state_dict()).equal
     return seconds, far, same
 
@@ -129,10 +133,9 @@ for way in ("accelerate", "torchlift"):
     seconds, far[way], same = child.value
     peak = child.memory.added_anonymous / 2**20
     print(
-        f"{way:<10} losses differ by at most ~{max(far[way]):.4f}, resumed in {seconds:.3f} s,",
-        end=" ",
+        f"{way:<10} losses differ by at most ~{max(far[way]):.4f}, "
+        f"resumed in {seconds:.3f} s, anonymous peak: {peak:.0f} MiB"
     )
-    print(f"anonymous peak: {peak:.0f} MiB")
 assert max(far["torchlift"]) == 0
 assert same, "the average of the weights, too"
 assert max(far["accelerate"]) > 0.001
@@ -171,3 +174,17 @@ plt.show()
 #   resume after a kill*.
 # - **Each rank has a position in its data:** *Resume on another number of GPUs: where was each rank
 #   in its data?*
+
+# %%
+# Question
+# --------
+#
+# An epoch has eight batches, and two are finished. How many does ``remaining`` yield?
+
+# fold: Answer to the question
+# Six, and they are those that the run would have read next.
+program = Program(0)
+with AcceleratorKeeper(program.accelerator, tempfile.mkdtemp()) as keeper:
+    left = list(keeper.remaining(program.data, 2))
+print(len(left), "batches")
+assert len(left) == 6

@@ -171,7 +171,7 @@ def convert(
         check=check,
     )  # fmt: skip
     if dtype == "model":  # which would leave everything as it is
-        raise ValueError("dtype='model': a conversion has no model. Pass the name of a dtype.")
+        raise ValueError("dtype='model': a conversion does not know a model. Pass a dtype's name.")
     if not isinstance(dst, (str, bytes, os.PathLike)):
         raise wrong_call("convert", f"expected a path to write to, not a {type(dst).__name__}")
     target = Target.of(dst, format, max_shard_size, storage_options)

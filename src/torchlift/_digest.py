@@ -77,7 +77,7 @@ def digest(
     Raises:
         PlacementError: If a tensor does not have values, such as on meta, or has partial sums only.
         UnsafeError: If a tensor of the file would need code from the file.
-        FormatError: If there is no tensor, or the file is damaged.
+        FormatError: If it does not contain a tensor, or the file is damaged.
         TypeError: If the tensors do not have names, as in an iterator of parameters.
 
     Example:

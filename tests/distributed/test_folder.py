@@ -363,7 +363,7 @@ def test_a_resume_that_failed_does_not_make_the_checkpoints_its_own(tmp_path: Pa
     fill(tmp_path, LOSSES, keep=None)
     before = content(tmp_path)
     with torchlift.Keeper(tmp_path, keep=1, background=False) as keeper:
-        with pytest.raises(CheckpointError, match="no complete checkpoint of that step"):
+        with pytest.raises(CheckpointError, match="not have a complete checkpoint of that step"):
             keeper.resume(step=99)
         with pytest.raises(CheckpointError, match="model"):
             keeper.resume(model=torch.nn.Linear(2, 1))

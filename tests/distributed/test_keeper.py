@@ -649,7 +649,7 @@ def test_what_cannot_be_saved_or_resumed_is_named(tmp_path: Path) -> None:
         ):
             keeper.resume(run)
         assert not run["model"][0].weight.any()
-        with pytest.raises(CheckpointError, match=r"no complete checkpoint of that step.*\[1\]"):
+        with pytest.raises(CheckpointError, match=r"not have a complete checkpoint.*\[1\]"):
             keeper.resume(run, step=5)
         assert keeper.resume(model=run["model"]) == 1
         assert torch.equal(run["model"][0].weight, before["0.weight"])

@@ -140,7 +140,7 @@ def test_the_suffix_or_the_caller_says_the_format(tmp_path: Path) -> None:
         ValueError, match=r"format='zip': expected one of safetensors, torch-zip, sharded, dcp"
     ):
         save_consolidated({"w": torch.ones(2)}, tmp_path / "a.pt", format="zip")
-    with pytest.raises(ValueError, match="no place for metadata"):
+    with pytest.raises(ValueError, match="does not store metadata"):
         save_consolidated({"w": torch.ones(2)}, tmp_path / "a.pt", metadata={"a": "b"})
 
 

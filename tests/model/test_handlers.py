@@ -61,8 +61,9 @@ def test_without_a_handler_a_wrapper_on_meta_is_not_filled_with_floats(path):
         torchlift.load(model, path)
     assert str(caught.value) == (
         f"{path}: '0.weight': its class Int8 holds its values in tensors of its own and does not "
-        "say how a plain tensor becomes one. Load into the plain model, and convert that; or say "
-        "how each tensor is converted: transform=..., or swap.module_load(Int8, handler)."
+        "say how a plain tensor becomes one. Load into the plain model, and convert that. Or "
+        "pass transform=..., or a handler that converts each tensor: "
+        "swap.module_load(Int8, handler)."
     )
 
 

@@ -419,7 +419,7 @@ def test_two_keys_of_one_name_and_patterns_that_fit_nothing_are_errors(tmp_path:
             torchlift.convert(tmp_path / "x.pt", tmp_path / "y.pt", **arguments)
     with pytest.raises(TypeError, match=r"include='a\*': expected patterns such as"):
         torchlift.convert(tmp_path / "x.pt", tmp_path / "y.pt", include="a*")
-    with pytest.raises(ValueError, match="dtype='model': a conversion has no model"):
+    with pytest.raises(ValueError, match="dtype='model': a conversion does not know a model"):
         torchlift.convert(tmp_path / "x.pt", tmp_path / "y.pt", dtype="model")
     with pytest.raises(TypeError, match=r"rename\('a.w'\) returned 3, which is neither str"):
         torchlift.convert(tmp_path / "x.pt", tmp_path / "y.pt", rename=lambda key: 3)

@@ -346,8 +346,8 @@ def _require_plain(step: Step, value: Values, path: str) -> None:
             "plain tensor becomes one",
             file=path,
             entry=step.key,
-            hint="Load into the plain model, and convert that; or say how each tensor is "
-            f"converted: transform=..., or swap.module_load({kind}, handler).",
+            hint="Load into the plain model, and convert that. Or pass transform=..., or a handler "
+            f"that converts each tensor: swap.module_load({kind}, handler).",
         )
 
 

@@ -277,7 +277,7 @@ def unwrap(made: torch.Tensor, like: torch.Tensor, key: str) -> torch.Tensor:
 
 
 def first_rank(tensor: torch.Tensor) -> int | None:
-    """Return the first rank of a DTensor's mesh; None for a plain tensor.
+    """Return the first rank of a DTensor's mesh, or None for a plain tensor.
 
     Example:
         >>> first_rank(torch.zeros(2)) is None
@@ -308,7 +308,7 @@ def placed(tensor: DTensor) -> str:
 
 
 def layout_of(tensor: torch.Tensor) -> str | None:
-    """Say how a DTensor is laid out; None for a plain tensor.
+    """Say how a DTensor is laid out, or None for a plain tensor.
 
     Example:
         >>> layout_of(torch.zeros(2)) is None

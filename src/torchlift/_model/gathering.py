@@ -66,7 +66,7 @@ class _Job(NamedTuple):
     def of(cls, key: str, tensor: Any) -> _Job:
         """Find the pieces of a DTensor on its mesh."""
         if tensor.is_meta:
-            raise PlacementError("a tensor on meta has no values to gather", entry=key)
+            raise PlacementError("a tensor on meta does not have values to gather", entry=key)
         if any(each.is_partial() for each in tensor.placements) or is_wrapper(local_tensor(tensor)):
             return cls(tensor, [], [], 0)
         mesh, spans = tensor.device_mesh, [spans_of(tensor, key)]

@@ -145,7 +145,7 @@ def bare_name(name: str) -> str:
 
 
 def wrapped_names(tree: ModuleTree) -> Names | None:
-    """Return the names of a wrapped model; None for a bare model, whose names are its paths."""
+    """Return the names of a wrapped model, or None for a bare model, whose names are its paths."""
     return Names(tree) if any(wrapped_by(module)[0] for module in tree.modules) else None
 
 

@@ -77,7 +77,7 @@ def has_group() -> bool:
 
 
 def world_of() -> tuple[int, int]:
-    """Return (this process's rank, number of processes); (0, 1) without a process group.
+    """Return (this process's rank, number of processes), or (0, 1) without a process group.
 
     Example:
         >>> world_of()
@@ -101,7 +101,7 @@ def ranks_of(process_group: Any = None) -> list[int]:
 
 
 def rank() -> int:
-    """Return this process's rank, 0 where there is no process group.
+    """Return this process's rank, or 0 without a process group.
 
     Example:
         >>> rank()

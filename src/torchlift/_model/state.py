@@ -157,7 +157,7 @@ def versioned(
 def versions_of(
     state: Mapping[Any, Any], rename: Callable[[str], str]
 ) -> OrderedDict[str, Any] | None:
-    """Copy the module versions of a state dict under other paths; None if it has none.
+    """Copy the module versions of a state dict under other paths, or None if it lacks them.
 
     If a wrapper and its module get the same path, the version of the module is used.
 

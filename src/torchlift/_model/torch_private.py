@@ -167,7 +167,7 @@ def shard_order(dtensor: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor has been written to; -1 where that is not counted."""
+    """Return how often a tensor has been written to, or -1 if that is not counted."""
     return -1 if isinstance(tensor, LAZY) or tensor.is_inference() else tensor._version
 
 
@@ -184,7 +184,7 @@ def dcp_item(file: str, offset: int, nbytes: int) -> Any:
 
 
 def timeout_of(group: Any) -> timedelta | None:
-    """Return a group's timeout; None if it is torch's default."""
+    """Return a group's timeout, or None if it is torch's default."""
     from torch.distributed import constants
 
     options = [getattr(group._get_backend(kind), "options", None) for kind in group._device_types]
@@ -194,7 +194,7 @@ def timeout_of(group: Any) -> timedelta | None:
 
 
 def set_timeout(group: Any, limit: timedelta | None) -> None:
-    """Set a group's timeout; None for torch's default."""
+    """Set a group's timeout, or None for torch's default."""
     from torch.distributed import constants, distributed_c10d
 
     distributed_c10d._set_pg_timeout(limit or constants.default_pg_timeout, group)

@@ -427,7 +427,7 @@ def _shard(group: Group, candidates: list[SourceTensor]) -> tuple[list[SourceTen
         candidate is a complete tensor in memory.
 
     Raises:
-        PlacementError: If elements share their bytes in the file, or the tensor has no shards.
+        PlacementError: If elements share their bytes in the file, or the tensor lacks shards.
     """
     tensor = group.tensor
     found: list[SourceTensor] = []

@@ -250,7 +250,7 @@ def pair_tensors(
         for name, one in found:
             if isinstance(one, MemoryTensor) and is_lazy(one.value):
                 raise PlacementError(
-                    "the value has no shape: its lazy module never ran",
+                    "the value does not have a shape: its lazy module never ran",
                     entry=name,
                     hint="Run the module once before you take its state dict.",
                 )

@@ -223,7 +223,7 @@ def is_deferred(asked: object) -> bool:
 def target_device(
     asked: torch.device | str | int | None, key: str, tensor: torch.Tensor, *, present: bool
 ) -> torch.device:
-    """Return the device that a tensor goes to, with the default if there is no rule.
+    """Return the device that a tensor goes to, with the default without a rule.
 
     Raises:
         PlacementError: If it is not a device of this machine.

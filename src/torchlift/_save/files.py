@@ -224,7 +224,7 @@ def remove_files(head: str, names: Iterable[str], kind: SetKind | None) -> None:
 
 
 def _read_names(head: str, kind: SetKind) -> set[str] | None:
-    """Return what a head in a store lists; None if the head cannot be read."""
+    """Return what a head in a store lists, or None if the head cannot be read."""
     try:
         return kind.list_files(head)
     except (CheckpointError, OSError, ValueError, AttributeError, KeyError):
@@ -232,7 +232,7 @@ def _read_names(head: str, kind: SetKind) -> set[str] | None:
 
 
 def _remove_unnamed(folder: str, names: Iterable[str], kind: SetKind) -> None:
-    """Remove objects that no head of their folder lists; none if a head cannot be read.
+    """Remove objects that no head of their folder lists, or none if a head cannot be read.
 
     Raises:
         CheckpointError: If one cannot be removed.
@@ -341,8 +341,8 @@ def write_own_files(
                 raise PlacementError(
                     "the ranks do not save to the same path",
                     found=f"{head} on rank {rank()}, where the file of the first rank is missing",
-                    hint="Pass one path on all ranks, on a file system that all machines share; a "
-                    "relative path depends on the current folder.",
+                    hint="Pass one path on all ranks, on a file system that all machines share. "
+                    "A relative path depends on the current folder.",
                 )
             with LockedFile() as file:  # its owner has the lock
                 file.open(paths[name], os.O_WRONLY)

@@ -205,7 +205,7 @@ class Item(NamedTuple):
 
     Attributes:
         key: of the tensor, or of the value that is not a tensor.
-        start: of the box of the tensor; None for a value that is not a tensor.
+        start: of the box of the tensor, or None for a value that is not a tensor.
         shape: of the box.
         first: first byte of the item in the file.
         length: bytes of the item.

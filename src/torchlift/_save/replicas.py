@@ -28,7 +28,7 @@ class HeldPart(NamedTuple):
 
     Attributes:
         key: of the tensor.
-        spans: the ranges of a DTensor; None for a plain tensor.
+        spans: the ranges of a DTensor, or None for a plain tensor.
     """
 
     key: str

@@ -344,7 +344,7 @@ def _save_together(
                     "several ranks cannot write into one object of a store",
                     expected="a DCP folder, to which each rank writes objects of its own",
                     found=f"{len(ranks.ranks)} ranks",
-                    hint='Pass format="dcp"; torchlift.convert makes one file of that.',
+                    hint='Pass format="dcp". torchlift.convert makes one file of that.',
                 )
             local = LocalState.of(state, compare=compare, sends_objects=not is_folder)
             return StepResult((target, local), local.message(arguments))

@@ -148,7 +148,7 @@ class Target:
             raise TypeError(f"metadata: expected a mapping, found a {type(metadata).__name__}")
         if metadata and not self.only_tensors:
             raise ValueError(
-                "a torch file has no place for metadata: save as safetensors, or put the text into "
+                "a torch file does not store metadata: save as safetensors, or put the text into "
                 "the state dict"
             )
         if self.only_tensors and state.objects:
@@ -158,7 +158,7 @@ class Target:
                 entry=key,
                 expected="a dense tensor with values",
                 found=state.lost.get(key, type(value).__name__),
-                hint="Save as a torch file or as DCP, which hold plain data, or leave it out; "
+                hint="Save as a torch file or as DCP, which hold plain data, or leave it out. "
                 f"{AS_TENSOR}",
             )
 

@@ -604,7 +604,7 @@ def find_untied_keys(
 
     Args:
         values: all.
-        shared: the storages of a torch file; None for a format in which each key has its own.
+        shared: the storages of a torch file, or None for a format in which each key has its own.
     """
 
     def place(value: Value) -> Hashable:

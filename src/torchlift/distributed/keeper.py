@@ -522,7 +522,7 @@ class Keeper:
                     self._folder.is_ours = True
                     return None
                 raise FormatError(
-                    "there is no complete checkpoint of that step",
+                    "the folder does not have a complete checkpoint of that step",
                     file=self.directory,
                     expected=f"one of {self.steps()}",
                     found=step,

@@ -825,5 +825,5 @@ def _let_load(new: NewState, slots: OptimizerSlots, state: dict[Any, Any]) -> No
 
 
 def present(tree: Any) -> Any:
-    """Return nested containers with tensors in memory in place of those of files."""
+    """Return nested containers with tensors in memory instead of tensors of files."""
     return map_leaves(tree, lambda leaf, _: leaf.tensor() if isinstance(leaf, FileTensor) else leaf)

@@ -536,7 +536,7 @@ def _optimizer_state(saved: Any) -> Any:
         if is_flat != ("param_groups" in saved):
             return saved if is_flat else {"state": {}, **saved}
     raise FormatError(
-        "there is no optimizer state",
+        "it does not contain an optimizer state",
         expected="a dict with 'state' and 'param_groups', or a flat one",
         found=f"a {type(saved).__name__}",
         hint=state_hint({"": saved})

@@ -152,7 +152,7 @@ class CheckpointWriter(StorageWriter):
         """Check the arguments.
 
         Raises:
-            ValueError: If there is no path, or it is the path of a file.
+            ValueError: If the path is missing, or it is the path of a file.
         """
         if not kwargs.get("use_collectives", True):
             raise ValueError("use_collectives=False: the ranks must know the files of each other")

@@ -53,7 +53,7 @@ def read_fsdp(path: str, names: Iterable[str]) -> Index:
     The model's tensors have its own names. An optimizer's state is below ``optimizer``.
 
     Raises:
-        FormatError: If a rank has no file or two, the ranks disagree, or a layout is unknown.
+        FormatError: If a rank lacks a file or has two, the ranks disagree, or a layout is unknown.
         UnsafeError: If a link leads out of the folder.
     """
     matches = [*filter(None, map(FSDP_FILE.fullmatch, names))]

@@ -63,7 +63,7 @@ class AcceleratorKeeper:
             **arguments: Its keywords, such as ``step``, and more objects by name.
 
         Returns:
-            The step that was saved, or None if there is no checkpoint.
+            The step that was saved, or None without a checkpoint.
         """
         step = self.keeper.resume(dict(self._objects()), **arguments)
         self._generators = None if step is None else Generators().state_dict()

@@ -89,7 +89,7 @@ class KeeperCallback(TrainerCallback):
         """
         if self.keeper is None:
             raise RuntimeError(
-                "the callback has no keeper: call "
+                "the callback does not have a keeper yet: call "
                 "trainer.train(resume_from_checkpoint=callback.resume(trainer))"
             )
         self._check_arguments(args)

@@ -175,7 +175,7 @@ def by_pattern(mapping: Mapping[str, V]) -> ByPattern[V]:
 def by_location(mapping: Mapping[str, Device]) -> ByLocation:
     """Select the device of each tensor by its location tag: the device that it was saved from.
 
-    The most specific tag wins. ``"cuda"`` matches every ``cuda:N`` that has no entry of its own.
+    The most specific tag wins. ``"cuda"`` matches every ``cuda:N`` without an entry of its own.
     ``""`` matches every tag, and tensors that are not in a file. If no entry matches, a live tensor
     stays where it is, and a meta tensor goes to the CPU. The saved devices need not exist here.
 
