@@ -111,8 +111,12 @@ class Containers:
             _check_depth(depth)
             # False until known: a container may contain itself.
             self._tensors_inside[id(value)] = value, False
+            # Each class once: a list of a million numbers has one.
+            kinds = (self.tensors, self.mappings, list, tuple)
             items = value.values() if is_mapping else value
-            found = any(self.has_tensor(item, depth + 1) for item in items)
+            found = any(issubclass(kind, kinds) for kind in {*map(type, items)}) and any(
+                self.has_tensor(item, depth + 1) for item in items
+            )
             self._tensors_inside[id(value)] = value, found
         return self._tensors_inside[id(value)][1]
 
@@ -261,6 +265,9 @@ class _RecordFlattener(_Flattener):
         self._counted: dict[int, object] = {}
 
     def _file(self, key: str, value: Any, depth: int) -> None:
+        if isinstance(value, Leaf):
+            self.flat.tensors[key] = value
+            return
         if isinstance(value, StorageRef) and value.dtype not in QUANTIZED:
             value = TensorRef(value, value.dtype or "uint8", 0, (value.numel,), (1,))
         needs: str | None = None

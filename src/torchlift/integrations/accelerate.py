@@ -51,7 +51,7 @@ class AcceleratorKeeper:
         """Load everything from the last checkpoint. See `torchlift.Keeper.resume`.
 
         Args:
-            **arguments: Its keywords, such as ``step`` and ``exclude``, and more objects by name.
+            **arguments: Its keywords, such as ``step``, and more objects by name.
 
         Returns:
             The step that was saved, or None if there is no checkpoint.

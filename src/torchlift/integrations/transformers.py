@@ -67,7 +67,7 @@ class KeeperCallback(TrainerCallback):
         state = _TrainerState(trainer)
         # Each rank logs its own evaluation times. On other ranks, all get the first rank's log.
         merged = {"trainer": lambda states: states[0]}
-        self._step = self.keeper.resume(trainer=state, include=["trainer"], on_other_ranks=merged)
+        self._step = self.keeper.resume(trainer=state, on_other_ranks=merged)
         if self._step is None:
             return None
         self._folder = tempfile.TemporaryDirectory()
@@ -112,7 +112,7 @@ class KeeperCallback(TrainerCallback):
 
     def _set_generators(self) -> None:
         if self._sets_generators and self.keeper is not None:
-            self.keeper.resume(step=self._step, include=["rng"], verify=False)
+            self.keeper.resume(step=self._step, verify=False)
             self._sets_generators = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
