@@ -10,6 +10,7 @@ import os
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from operator import is_
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
@@ -259,8 +260,13 @@ def holds_numbers(value: Any) -> bool:
 
 
 def _shortened(value: Any) -> Any:
-    """Return a value, or the first items of a long list of numbers."""
-    return value[:_BRIEF] if holds_numbers(value) and len(value) > _BRIEF else value
+    """Return a value with the first items of its long lists of numbers."""
+    if holds_numbers(value):
+        return value[:_BRIEF] if len(value) > _BRIEF else value
+    if type(value) not in (list, tuple):
+        return value
+    items = [*map(_shortened, value)]
+    return value if all(map(is_, items, value)) else type(value)(items)
 
 
 def is_array(value: Any) -> bool:

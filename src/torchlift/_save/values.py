@@ -49,8 +49,8 @@ from torchlift.formats.unpickle import check_key
 #: Callable from a tensor of a checkpoint to the dtype that it is saved with.
 Becomes = Callable[[TensorEntry], torch.dtype]
 Replaced = Callable[[str, TensorEntry], torch.Tensor | None]
-#: Callable from an array of numpy to what is saved of it.
-Arrays = Callable[[Any], Any]
+#: Callable from a key and an array of numpy to what is saved of the array.
+Arrays = Callable[[str, Any], Any]
 #: What keys joined by dots do not keep of a container.
 TEXT_KEYS = "names that are not text become text"
 LIST = "a list, whose positions become names"
@@ -416,7 +416,7 @@ class _Walk:
         given, value = value, _state_of(value, key)
         found, lost, is_kind = value, "", _is_kind(value)
         if self._arrays is not None and is_array(value):
-            found = self._arrays(value)
+            found = self._arrays(key, value)
         elif is_array(value) and self._plain:  # `weights_only=True` refuses the class of arrays
             found, lost = value.tolist(), f"a numpy array of {value.dtype} {list(value.shape)}"
         elif is_kind or (type(value) in (*_PAIR, list, tuple) and not holds_numbers(value)):

@@ -305,7 +305,7 @@ class Keeper:
         """Write a checkpoint, and remove those that are not kept any more."""
         try:
             report = snapshot.write(path, self._writers, self._rank, self._count)
-        except (RuntimeError, ValueError) as error:
+        except Exception as error:  # torch raises what it happens to meet
             if self._lost_group:
                 raise self._destroyed_error() from error
             raise
@@ -357,6 +357,7 @@ class Keeper:
                 weakref.finalize(self, self._signals.close)
             return StepResult(None, _Call("should_stop", value=self._signals.received))
 
+        self._require_usable()
         calls = self._ranks.run(poll_signals, _require_same_call).by_rank
         return any(call.value for call in calls.values())
 

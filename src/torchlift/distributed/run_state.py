@@ -7,6 +7,7 @@ import pickle
 from collections import deque
 from collections.abc import Iterable, Mapping, Set, ValuesView
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from torchlift._model.ranks import RankGroup, StepResult, world_of
 from torchlift._model.slots import ModuleTree
 from torchlift._model.state import ModuleHolder
 from torchlift._save.blocks import Workspace, tensor_blocks
+from torchlift._save.pickling import holds_numbers
 from torchlift._save.replicas import difference_error, find_differences
 from torchlift._save.saving import (
     SaveOptions,
@@ -174,7 +176,7 @@ def _require_resumable(obj: Any) -> None:
 def _holds_state(obj: object, above: set[int]) -> bool:
     """Return whether a container holds an object with a state, at any depth."""
     kinds = (Mapping, ValuesView, Set, list, tuple, deque)
-    if not isinstance(obj, kinds) or id(obj) in above:
+    if not isinstance(obj, kinds) or id(obj) in above or holds_numbers(obj):
         return False
     items: Iterable[object] = obj.values() if isinstance(obj, Mapping) else obj
     above = above | {id(obj)}  # a container may contain itself
@@ -244,7 +246,8 @@ class Snapshot:
         """
         states, generators = run.read(), Generators().state_dict()
         own = {"ranks": {"0": {GENERATORS: generators}}} if is_alone else {}
-        state = require_savable({**head._asdict(), **states, **own}, path, _store_array)
+        arrays = partial(_store_array, run.models)
+        state = require_savable({**head._asdict(), **states, **own}, path, arrays)
         for key, tensor in state.tensors.items():
             if is_alone and local_tensor(tensor).shape == tensor.shape:
                 continue
@@ -414,7 +417,12 @@ def _digest_of(tensor: torch.Tensor, work: Workspace) -> bytes:
     return made.digest()
 
 
-def _store_array(array: Any) -> dict[str, Any]:
-    """Return containers with the bytes of an array of numpy. A file would store it as a list."""
+def _store_array(models: tuple[str, ...], key: str, array: Any) -> Any:
+    """Return containers with the bytes of an array of numpy. A file would store it as a list.
+
+    It is a list in models and optimizers, as in every file that `load` reads.
+    """
+    if key.partition(".")[0] in models:
+        return array.tolist()
     values = torch.frombuffer(bytearray(array.tobytes() or b"0"), dtype=torch.uint8)
     return {ARRAY: [array.dtype.str, list(array.shape)], "bytes": values[: array.nbytes]}
