@@ -45,8 +45,8 @@ print(
 # StateDictMismatch: the state dict does not fit the model
 # --------------------------------------------------------
 #
-# ``resume`` needs everything to match. The error lists the mismatches and the two calls that load the
-# rest. Nothing has changed then.
+# ``resume`` needs everything to match. The error lists the mismatches and the two calls that load
+# the rest. Nothing has changed then.
 
 try:
     keeper.resume(model=model, optimizer=optimizer)

@@ -279,8 +279,7 @@ def take_apart(
         plain: whether values that are not tensors are saved. They must be plain data, and arrays
             of numpy become lists.
         replaced: returns the tensor to save for a key and its entry in a file; None: the entry.
-        arrays: returns the containers to save for an array of numpy; None: a list, and the report
-            of the save says so.
+        arrays: returns the containers to save for an array of numpy. Default: a list.
 
     Raises:
         PlacementError: If a key cannot be stored, two values have one key, or containers contain

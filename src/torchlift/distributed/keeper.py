@@ -43,6 +43,9 @@ from torchlift.errors import CheckpointError, FormatError, IntegrityError
 
 T = TypeVar("T")
 
+#: Arguments of `torchlift.load`, which would be names of objects here.
+_RULES = ("include", "exclude", "allow_missing", "allow_unexpected", "rename")
+
 
 class _Call(NamedTuple):
     """The message of a method.
@@ -51,7 +54,7 @@ class _Call(NamedTuple):
         method: Its name.
         step: The step to save.
         models: The names of models and optimizers. Each rank has a part of their states.
-        value: What the method sends besides. It may differ between ranks.
+        value: More facts, which may differ between ranks.
     """
 
     method: str
@@ -515,8 +518,8 @@ class Keeper:
         object whose ``state_dict`` fails before cannot be given back. It is loaded last, and an
         error names it. Objects that you do not pass are not loaded.
 
-        There are no rules for parts. To load a part of a model, such as all but its head, call
-        `torchlift.load` with ``keeper.latest()``, ``root="model"`` and its patterns, and
+        To load a part of a model, such as all but its head, call `torchlift.load` with
+        ``keeper.latest()``, ``root="model"`` and its patterns, and
         `torchlift.distributed.load_optimizer` with ``root="optimizer"``. After a resume from an
         earlier step, your next save is the latest.
 
@@ -537,6 +540,11 @@ class Keeper:
             CheckpointError: If a state does not fit, or was saved for another number of ranks.
             IntegrityError: If a checksum is wrong.
         """
+        if rules := [name for name in _RULES if name in objects]:
+            raise TypeError(
+                f"resume does not take {rules[0]}=. Call torchlift.load(model, keeper.latest(), "
+                "root='model') and torchlift.distributed.load_optimizer, which take patterns"
+            )
         self._require_usable()
         # An interrupt waits until all ranks are done. An error undoes the load on all of them.
         with uninterrupted(), Commit() as commit, _together(self._ranks) as deliver:

@@ -172,7 +172,7 @@ def read_dcp(path: str, names: Sequence[str]) -> Index:
 def _show_first_rank(index: Index, budget: Budget) -> Index:
     """Return the index of a folder of a `torchlift.Keeper` with the plain data of its first rank.
 
-    What single ranks wrote for themselves is hidden.
+    The tensors of single ranks are hidden.
 
     Raises:
         FormatError: If the item of the first rank is malformed.
