@@ -10,6 +10,7 @@ import os
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from operator import is_
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
@@ -112,9 +113,23 @@ def lay_out_torch_file(
             raise error.__context__ from None
     order = [*filling.order]
     layout = archive_layout(file.gaps, [tensors[number] for number in order], checked=checked)
-    if read_back:
+    if read_back and any(_shortened(value) is not value for value in values.values()):
+        require_readable(saved, values, tensors)
+    elif read_back:
         _require_readable(pickle_in(file.gaps))
     return TorchFile(layout, order)
+
+
+def require_readable(
+    saved: object, values: Mapping[str, object], tensors: Sequence[Stored] = ()
+) -> None:
+    """Refuse what torchlift could not read back from a torch file. Long lists are shortened.
+
+    Raises:
+        PlacementError: If there is such a value.
+    """
+    brief = {key: _shortened(value) for key, value in values.items()}
+    lay_out_torch_file(saved, tensors, brief, checked=False)
 
 
 class _Filling:
@@ -149,7 +164,9 @@ class _Filling:
         if kind not in _CONTAINERS or kind is torch.Size:
             return _number(item)
         made = self._made.get(id(item))
-        if made is None and kind is set:  # in an order that hashes do not decide
+        if made is None and holds_numbers(item):
+            made = item
+        elif made is None and kind is set:  # in an order that hashes do not decide
             ordered = sorted(item, key=lambda each: (type(each).__name__, repr(each)))
             made = _Call(set, ([*map(self.copy, ordered)],))
         elif made is None and kind in (list, tuple):
@@ -229,6 +246,29 @@ def _number(value: Any) -> Any:
     return value.item() if is_numpys else value
 
 
+#: Types of numbers, which a pickle never refers back to.
+_NUMBERS = frozenset({bool, int, float, type(None)})
+_BRIEF = 9  # items of a list of numbers that are read back, in place of all
+
+
+def holds_numbers(value: Any) -> bool:
+    """Return whether it is a list or a tuple of numbers, as a million losses are.
+
+    C code looks at all of them in 20 ms. A walk over them takes a second.
+    """
+    return type(value) in (list, tuple) and _NUMBERS.issuperset(map(type, value))
+
+
+def _shortened(value: Any) -> Any:
+    """Return a value with the first items of its long lists of numbers."""
+    if holds_numbers(value):
+        return value[:_BRIEF] if len(value) > _BRIEF else value
+    if type(value) not in (list, tuple):
+        return value
+    items = [*map(_shortened, value)]
+    return value if all(map(is_, items, value)) else type(value)(items)
+
+
 def is_array(value: Any) -> bool:
     """Return whether it is an array of numpy that a list can replace, except for its dtype.
 
@@ -282,6 +322,8 @@ def require_plain(key: str, value: object) -> None:
         if depth == MAX_DEPTH:
             refuse(f"at most {MAX_DEPTH} levels of containers, none inside itself", "more")
         seen.add((id(item), depth))
+        if holds_numbers(item):
+            return
         for part in [*item, *item.values()] if isinstance(item, dict) else item:
             check(part, depth + 1)
 
