@@ -259,14 +259,22 @@ def holds_numbers(value: Any) -> bool:
     return type(value) in (list, tuple) and _NUMBERS.issuperset(map(type, value))
 
 
-def _shortened(value: Any) -> Any:
-    """Return a value with the first items of its long lists of numbers."""
+def _shortened(value: Any, made: dict[int, Any] | None = None) -> Any:
+    """Return a value with the first items of its long lists of numbers.
+
+    Args:
+        value: The value. It stays alive, so that no other one gets its identity.
+        made: Identity of a list or a tuple inside -> its result: one may occur in many places.
+    """
     if holds_numbers(value):
         return value[:_BRIEF] if len(value) > _BRIEF else value
     if type(value) not in (list, tuple):
         return value
-    items = [*map(_shortened, value)]
-    return value if all(map(is_, items, value)) else type(value)(items)
+    made = {} if made is None else made
+    if id(value) not in made:
+        items = [_shortened(item, made) for item in value]
+        made[id(value)] = value if all(map(is_, items, value)) else type(value)(items)
+    return made[id(value)]
 
 
 def is_array(value: Any) -> bool:
