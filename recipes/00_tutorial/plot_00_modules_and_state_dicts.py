@@ -23,7 +23,7 @@ from torch import nn
 
 
 class Positions(nn.Module):
-    """Add a fixed wave to the input, so that the layers know where a number stands."""
+    """Add a fixed wave, which shows the layers where a number stands."""
 
     def __init__(self):
         super().__init__()

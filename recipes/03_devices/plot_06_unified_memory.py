@@ -158,8 +158,9 @@ plt.style.use("torchlift.measure.figures")
 figure, axes = plt.subplots(figsize=(5.6, 2.6))
 names = [name.replace(", ", ",\n") for name in ways]
 own, cache = list(owned.values()), list(kept.values())
-axes.barh(names, own, color="C0", label="owned by the process")
-axes.barh(names, cache, left=own, color="C0", alpha=0.35, label="page cache")
+colors = ["C0", "C3", "C2"]
+axes.barh(names, own, color=colors, label="owned by the process")
+axes.barh(names, cache, left=own, color=colors, alpha=0.35, label="page cache")
 for y, total in enumerate(map(sum, zip(own, cache, strict=True))):
     axes.text(total + 10, y, f"{total / size * MIB:.1f}x", va="center")
 axes.axvline(size / MIB, color="black", linewidth=1, linestyle=":")

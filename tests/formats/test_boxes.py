@@ -6,9 +6,13 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
 
 from torchlift.formats.boxes import (
+    Placement,
+    joined,
     narrowed,
+    placed_spans,
     row_major,
     rows,
     runs_of,
@@ -114,3 +118,33 @@ def test_rows_are_one_run_and_the_whole_is_itself() -> None:
     assert narrowed(whole, [[(0, 4)], [(0, 3)], [(0, 5)]]).needs_assembly
     scalar = entry(())
     assert narrowed(scalar, []) is scalar
+
+
+@pytest.mark.parametrize("mesh", [(2, 3), (3, 2)])
+@pytest.mark.parametrize("size", range(1, 14))
+def test_data_parallel_shards_over_tensor_parallel_ones_are_torchs(
+    size: int, mesh: tuple[int, int]
+) -> None:
+    """Tensor parallelism divides first, although its mesh dimension is the inner one."""
+    placements = [Placement(0, mesh[1]), Placement(0)]
+    for outer, inner in itertools.product(*map(range, mesh)):
+        found = placed_spans((size,), mesh, placements, (outer, inner))
+        held = [i for start, stop in found[0] for i in range(start, stop)]
+        whole = torch.arange(size)
+        for parts, number in (mesh[1], inner), (mesh[0], outer):
+            chunks = whole.chunk(parts)
+            whole = chunks[number] if number < len(chunks) else whole[:0]
+        assert held == whole.tolist()
+
+
+def test_boxes_of_two_files_stay_two() -> None:
+    """Although one begins in its file where the other one ends."""
+    made = []
+    for name, offset in ("a", 0), ("b", 8):
+        chunk = Chunk(name, offset, 8, (0,), (2,))
+        made.append(TensorEntry("w", "float32", (2,), (1,), 8, "cpu", "", (chunk,)))
+    found = joined(made, 0)
+    assert [(one.file, one.start, one.nbytes) for one in found.chunks] == [
+        ("a", (0,), 8),
+        ("b", (2,), 8),
+    ]

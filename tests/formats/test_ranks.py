@@ -197,6 +197,8 @@ def test_dtensors_of_older_versions_are_read(tmp_path: Path, era: int, name: str
     with torchlift.open(tmp_path) as ckpt:
         assert torch.equal(ckpt["w"], whole)
         assert ckpt.aliases == (("w", "tied"),)
+        state = ckpt.state_dict()
+        assert state["w"].data_ptr() == state["tied"].data_ptr()
 
 
 def test_a_slice_of_all_is_a_tensor(tmp_path: Path) -> None:

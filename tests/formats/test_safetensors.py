@@ -370,3 +370,13 @@ def test_a_header_is_taken_as_the_library_takes_it(tmp_path_factory, described):
         assert list(pair or entry.shape) == value["shape"]
         found = b"".join(data[c.offset : c.offset + c.nbytes] for c in entry.chunks)
         assert (found, entry.nbytes) == (bytes(value["data"]), len(value["data"]))
+
+
+def test_every_tensor_of_a_new_file_is_aligned() -> None:
+    """Whatever the order of names and the odd sizes are, so that each of them can be mapped."""
+    names = ["uint8", "float64", "bfloat16", "complex64", "int32"]
+    tensors = [Stored(f"{at}", name, (3,)) for at, name in enumerate(names)]
+    layout = safetensors_layout(tensors, {}, checked=True)
+    assert len(layout.payloads) == len(names)
+    for place in layout.payloads:
+        assert place.offset % (place.tensor.nbytes // 3) == 0, place

@@ -23,6 +23,7 @@ from checkpoint_files import (
 )
 from dcp_files import describe, write_dcp
 from guarded import answers
+from pickle_programs import colliding_pairs
 from rank_files import Era
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
@@ -57,23 +58,6 @@ _MANY = b"(" + b"".join(map(_int, range(10_000)))
 _LONG = _text(b"x" * 200_000)
 _PAIRS = b"](" + b"".join(_int(i) + b"N\x86" for i in range(10_000)) + b"e"
 _DICT = _MANY + b"d"
-
-
-def _colliding(count: int) -> list[tuple[int, int]]:
-    """Pairs of integers whose tuples have one hash (xxHash without a key, as CPython has it)."""
-    prime_1, prime_2, prime_5 = 11400714785074694791, 14029467366897019727, 2870177450012600261
-    inverse, mask = pow(prime_2, -1, 1 << 64), (1 << 64) - 1
-    found: list[tuple[int, int]] = []
-    for first in range(1, 40 * count):
-        state = (prime_5 + first * prime_2) & mask
-        state = ((state << 31 | state >> 33) & mask) * prime_1 & mask
-        second = (12345 - state) * inverse & mask
-        if second < (1 << 61) - 1:
-            found.append((first, second))
-        if len(found) == count:
-            break
-    assert len({hash(pair) for pair in found}) == 1
-    return found
 
 
 def _heavy_key(leaf: bytes) -> bytes:
@@ -122,9 +106,9 @@ PICKLES: dict[str, Callable[[], bytes]] = {
         + struct.pack(">d", float(i)) + b"\x86RN\x86" for i in range(20_000)) + b"eq\0"
         + b"0ccollections\nOrderedDict\nh\0\x85R.",
     "colliding tuples": lambda: b"}(" + b"".join(
-        _int(a) + _int(b) + b"\x86N" for a, b in _colliding(20_000)) + b"u.",
+        _int(a) + _int(b) + b"\x86N" for a, b in colliding_pairs(20_000)) + b"u.",
     "colliding items of a set": lambda: b"\x8f(" + b"".join(
-        _int(a) + _int(b) + b"\x86" for a, b in _colliding(20_000)) + b"\x90.",
+        _int(a) + _int(b) + b"\x86" for a, b in colliding_pairs(20_000)) + b"\x90.",
     "a heavy key": lambda: _heavy_key(b"N") + b"](" + b"}h\x09Ns" * 5_000 + b"e.",
     "a heavy key of text": lambda: _heavy_key(_text(b"y" * 5_000)) + b"}h\x09Ns.",
     "the text of a heavy key": lambda: _heavy_key(_text(b"y" * 60)) + b"](" + b"}h\x09}h\x09Nss"
@@ -249,15 +233,19 @@ def _nested_corners(size: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
 def test_thousands_of_chunks_are_not_compared_in_pairs(tmp_path: Path) -> None:
     """Nor is anything else looked at once for each pair, whatever the boxes are."""
     boxes = _nested_corners(3_000)
-    fitting = write_dcp(tmp_path / "fitting", {"w": describe((3_000, 3_000), *boxes)}, {})
+    stored = {("w", torch.Size(start)): b"x" for start, _ in boxes}
+    fitting = write_dcp(tmp_path / "fitting", {"w": describe((3_000, 3_000), *boxes)}, stored)
     (start, sizes) = boxes[10]
     wrong = [*boxes[:10], ((start[0] + 1, start[1]), sizes), *boxes[11:]]
-    other = write_dcp(tmp_path / "other", {"w": describe((3_000, 3_000), *wrong)}, {})
-    many = [((at,) * 40, (1,) * 40) for at in range(100)]
-    corners = write_dcp(tmp_path / "corners", {"w": describe((3,) * 2 + (1,) * 38, *many[:1])}, {})
+    stored = {("w", torch.Size(start)): b"x" for start, _ in wrong}
+    other = write_dcp(tmp_path / "other", {"w": describe((3_000, 3_000), *wrong)}, stored)
+    one = {("w", torch.Size((0,) * 40)): b"x"}
+    shape = (3,) * 2 + (1,) * 38
+    corners = write_dcp(tmp_path / "corners", {"w": describe(shape, ((0,) * 40, (1,) * 40))}, one)
     first, second, third = (found.text for found in answers(fitting, other, corners))
-    assert "does not say in which file" in first  # they fit, and none is stored
-    assert "the chunks of a tensor overlap" in second
+    assert "overlap" not in first, "they fit, and no item is one"
+    assert "missing" not in first
+    assert "two pieces of a tensor overlap" in second
     assert "pieces of a tensor are missing" in third
 
 
@@ -265,7 +253,8 @@ def test_chunks_in_many_dimensions_are_paid_for(tmp_path: Path) -> None:
     """A box of forty dimensions has 2**40 corners."""
     shape, half = (2,) * 40, ((0,) * 40, (1,) + (2,) * 39)
     boxes = [half, *(((1,) * at + (0,) * (40 - at), (1,) * 40) for at in range(1, 40))]
-    path = write_dcp(tmp_path / "d", {"w": describe(shape, *boxes, ((0,) * 40, shape))}, {})
+    stored = {("w", torch.Size(start)): b"x" for start, _ in (*boxes, ((0,) * 40, shape))}
+    path = write_dcp(tmp_path / "d", {"w": describe(shape, *boxes, ((0,) * 40, shape))}, stored)
     ((_, _, answer),) = answers(path)
     assert "expands to far more data than it stores" in answer
 

@@ -14,6 +14,7 @@ import pytest
 from checkpoint_files import Call, pickled, tensor, write_zip
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pickle_programs import colliding_pairs
 
 from torchlift.errors import FormatError
 from torchlift.formats.detect import read_index
@@ -181,6 +182,16 @@ def test_colliding_integer_keys_do_not_hang(path):
         b"\x8a\x0a" + (i * (2**61 - 1)).to_bytes(10, "little") + b"N" for i in range(9000)
     )
     with pytest.raises(FormatError, match="more than 64 bits"):
+        read_index(write_zip(path, data=b"}(" + keys + b"u."))
+
+
+def test_colliding_tuples_are_refused_before_there_are_many(path):
+    """Each one would be compared with all before it. No limit on integers prevents this."""
+    keys = b"".join(
+        b"".join(b"\x8a\x08" + struct.pack("<q", one) for one in pair) + b"\x86N"
+        for pair in colliding_pairs(3_000)
+    )
+    with pytest.raises(FormatError, match="expands to far more data"):
         read_index(write_zip(path, data=b"}(" + keys + b"u."))
 
 

@@ -70,6 +70,7 @@ def again(way: str, raw: bool, folder: Path, every: int) -> None:
             torchlift.convert(source, path, overwrite=True, **options)
         elif way == "keeper":
             with torchlift.Keeper(folder / "run", background=False) as keeper:
+                keeper.resume()
                 keeper.save(1, model=torch.nn.Linear(2, 2), number=number)
         else:
             torchlift.save(state_of(number), path, **options)

@@ -810,3 +810,23 @@ def test_parts_and_joined_tensors_are_not_reported_as_lost_ties(
     joined = torchlift.convert(tmp_path / dst, tmp_path / "back.pt", rename=cut.reversed())
     assert not joined.lost
     assert joined.tied == {"b.qkv": "a.qkv"}
+
+
+def test_a_transform_that_writes_changes_each_tied_key_once(tmp_path: Path) -> None:
+    """Each key gets the values of the file, not those that the other key has got."""
+    weight = torch.ones(3)
+    torch.save({"a": weight, "b": weight}, tmp_path / "x.pt")
+    torchlift.convert(tmp_path / "x.pt", tmp_path / "y.pt", transform=lambda key, t: t.mul_(2))
+    found = torch.load(tmp_path / "y.pt")
+    assert torch.equal(found["a"], weight * 2)
+    assert torch.equal(found["b"], weight * 2)
+
+
+def test_a_transform_may_return_a_conjugate_view(tmp_path: Path) -> None:
+    """Its memory has other numbers than the view."""
+    number = torch.complex(torch.ones(3), torch.arange(3.0))
+    torch.save({"w": number}, tmp_path / "x.pt")
+    torchlift.convert(
+        tmp_path / "x.pt", tmp_path / "x.safetensors", transform=lambda key, t: t.conj()
+    )
+    assert torch.equal(load_file(tmp_path / "x.safetensors")["w"], number.conj())

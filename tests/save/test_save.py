@@ -1020,3 +1020,38 @@ def test_a_folder_is_listed_as_often_for_many_files_as_for_few(tmp_path, monkeyp
         counts.append(len(listed))
         listed.clear()
     assert counts[0] == counts[1]
+
+
+@each_format
+def test_a_square_matrix_and_its_transpose_are_two_tensors(format: str, tmp_path: Path) -> None:
+    """They share memory, and have one size, but other strides."""
+    square = torch.arange(9.0).view(3, 3)
+    torchlift.save({"a": square, "t": square.T}, tmp_path / NAMES[format], format=format)
+    found = torchlift.open(tmp_path / NAMES[format])
+    assert torch.equal(found["a"], square)
+    assert torch.equal(found["t"], square.T)
+
+
+@each_format
+@pytest.mark.parametrize("numel", [3, 20_000])
+def test_views_that_only_have_a_flag_are_saved_with_their_values(
+    numel: int, format: str, tmp_path: Path
+) -> None:
+    """Of a conjugate view and of a negative one, the memory has other numbers."""
+    number = torch.complex(torch.arange(float(numel)), torch.arange(float(numel)) + 1)
+    state = {"conjugate": number.conj(), "negative": number.conj().imag}
+    assert state["negative"].is_neg()
+    torchlift.save(state, tmp_path / NAMES[format], format=format)
+    found = torchlift.open(tmp_path / NAMES[format])
+    assert torch.equal(found["conjugate"], number.conj())
+    assert torch.equal(found["negative"], -number.imag)
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o664, 0o444])
+def test_a_file_that_replaces_another_one_has_its_rights(mode: int, tmp_path: Path) -> None:
+    """Whatever the mask of the process would take away."""
+    path = tmp_path / "x.pt"
+    torchlift.save({"w": torch.ones(2)}, path)
+    path.chmod(mode)
+    torchlift.save({"w": torch.zeros(2)}, path)
+    assert path.stat().st_mode & 0o777 == mode

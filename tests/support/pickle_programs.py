@@ -375,3 +375,20 @@ class Program:
 def program(seed: int, is_wide: bool = False) -> bytes:
     """A pickle."""
     return Program(random.Random(seed), is_wide).data()
+
+
+def colliding_pairs(count: int) -> list[tuple[int, int]]:
+    """Pairs of integers whose tuples have one hash (xxHash without a key, as CPython has it)."""
+    prime_1, prime_2, prime_5 = 11400714785074694791, 14029467366897019727, 2870177450012600261
+    inverse, mask = pow(prime_2, -1, 1 << 64), (1 << 64) - 1
+    found: list[tuple[int, int]] = []
+    for first in range(1, 40 * count):
+        state = (prime_5 + first * prime_2) & mask
+        state = ((state << 31 | state >> 33) & mask) * prime_1 & mask
+        second = (12345 - state) * inverse & mask
+        if second < (1 << 61) - 1:
+            found.append((first, second))
+        if len(found) == count:
+            break
+    assert len({hash(pair) for pair in found}) == 1
+    return found

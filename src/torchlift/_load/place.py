@@ -13,7 +13,7 @@ import torch
 from torchlift._load.fetch import Fetched, Prepared, not_taken_error
 from torchlift._model.commit import Commit
 from torchlift._model.dtensor import everything, is_dtensor, local_tensor
-from torchlift._model.handlers import is_plain
+from torchlift._model.handlers import is_plain, oddity
 from torchlift._model.slots import is_lazy
 from torchlift._plan.rules import Advance
 from torchlift._sources.tensors import (
@@ -70,14 +70,14 @@ def put_new(fetched: Fetched, commit: Commit) -> InPlace:
         copies.append(Copy(value, local, step.spans or everything(local.shape)))
     needed = copy_overlapping_sources(copies)
     for (step, _), copy in zip(copied, needed, strict=True):
-        # Subclasses run their own code, so they come before the ranks agree, with a backup.
-        if copy is not None and not is_plain(copy.target):
+        # These may fail on one rank alone, so they come before the ranks agree, with a backup.
+        if copy is not None and _may_fail(copy):
             commit.keep_values(step.group.tensor, step.key)
             try:
                 copy_values([copy])
             except Exception as error:
                 raise not_taken_error(step, copy.source, fetched.path, error) from error
-    plain = [copy for copy in needed if copy is not None and is_plain(copy.target)]
+    plain = [copy for copy in needed if copy is not None and not _may_fail(copy)]
     return InPlace(copied, copies, plain)
 
 
@@ -95,8 +95,8 @@ def copy_in_place(
     Raises:
         IntegrityError: If a file was overwritten meanwhile. The tensors then have mixed values.
     """
-    for step, _ in last.steps if backup else ():
-        if is_plain(local_tensor(step.group.tensor)):
+    for (step, _), copy in zip(last.steps, last.copies, strict=True) if backup else ():
+        if not _may_fail(copy):
             commit.keep_values(step.group.tensor, step.key)
     copy_values(last.needed)
     for views in {step.one.views for step, _ in last.steps if isinstance(step.one, FileTensor)}:
@@ -106,6 +106,12 @@ def copy_in_place(
     pairs = ((step.key, copy) for (step, _), copy in zip(last.steps, last.copies, strict=True))
     counts = {key: count_cast(copy) for key, copy in pairs if is_plain(copy.target)}
     return {key: count for key, count in counts.items() if count}
+
+
+def _may_fail(copy: Copy) -> bool:
+    """Return whether a copy runs code of a class, or is one that torch may refuse."""
+    ends = [copy.target, *([copy.source] if isinstance(copy.source, torch.Tensor) else [])]
+    return not all(is_plain(end) and oddity(end) is None for end in ends)
 
 
 def _reshape_like(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

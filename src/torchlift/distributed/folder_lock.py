@@ -21,9 +21,6 @@ from torchlift.errors import CheckpointError
 NAME = ".keeper.lock"
 #: The start of its content.
 _HOLDER = "process "
-#: Process, device and inode of each lock file that this process holds. A second lock of the same
-#: process would succeed, and a close of any other descriptor of the file would end the first one.
-_held: set[tuple[int, int, int]] = set()
 #: The errors of a file system without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
@@ -35,9 +32,11 @@ class FolderLock:
 
     Attributes:
         descriptor: The open file, or -1.
+        is_used: False from when its Keeper begins to close, even if interrupts end that.
     """
 
     descriptor = -1
+    is_used = True
 
     def __init__(self, folder: str) -> None:
         self._folder, self._path = folder, os.path.join(folder, NAME)
@@ -59,8 +58,13 @@ class FolderLock:
     def _lock(self) -> bool:
         """Open and lock the file. Return False if its holder has removed it meanwhile."""
         with suppress(FileNotFoundError):
-            if _key(os.lstat(self._path)) in _held:  # before another descriptor is open
+            holder = _held.get(_key(os.lstat(self._path)))  # before another descriptor is open
+            if holder is not None and holder.is_used:
                 raise self._refusal(_this_process())
+            if holder is not None:
+                self._held, self.descriptor = holder._held, holder.descriptor
+                holder.descriptor, _held[self._held] = -1, self
+                return True
         try:
             # Never through a link, and without waiting for the other end of a pipe.
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -92,7 +96,7 @@ class FolderLock:
         if _key(found) in _held:  # by another thread. To close the file would end its lock
             raise self._refusal(text)
         self._held, self.descriptor = _key(found), descriptor
-        _held.add(self._held)
+        _held[self._held] = self
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, _this_process().encode(), 0)
         return True
@@ -106,7 +110,7 @@ class FolderLock:
                 if self._is_in_place(os.fstat(self.descriptor)):  # and not that of another job
                     os.unlink(self._path)
             # In this order, a second call finishes one that two interrupts ended.
-            _held.discard(self._held)
+            _held.pop(self._held, None)
             descriptor, self.descriptor = self.descriptor, -1
             os.close(descriptor)
 
@@ -133,6 +137,11 @@ class FolderLock:
             found=found,
             hint="Remove it.",
         )
+
+
+#: Process, device and inode of each lock file that this process holds -> its lock. A second lock of
+#: the same process would succeed, and a close of any other descriptor of the file would end it.
+_held: dict[tuple[int, int, int], FolderLock] = {}
 
 
 def _this_process() -> str:

@@ -416,6 +416,7 @@ class Keeper:
             self._free()
 
     def _free(self) -> None:
+        self._lock.is_used = False  # another Keeper may take it, even if interrupts end this
         if os.getpid() != self._process:
             return  # the parent saves, and its thread is not here
         self._closed = True
