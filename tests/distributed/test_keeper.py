@@ -139,7 +139,7 @@ def test_a_link_in_place_of_a_checkpoint_stays(tmp_path: Path) -> None:
 @pytest.mark.parametrize("metric", ["text", 1 + 2j, None, [1.0]])
 def test_a_metric_that_is_no_number_is_never_the_best(tmp_path: Path, metric: object) -> None:
     """Another program wrote it; the best of the others is told."""
-    saved = {"step": 1, "metrics": {"loss": metric}, "ranks": {"0": {}}}
+    saved = {"step": 1, "metrics": {"loss": metric}, "ranks": {"0": {"rng": None}}}
     torchlift.save(saved, tmp_path / "step-000000001.pt")
     with torchlift.Keeper(tmp_path, keep=1, best="loss", background=False) as keeper:
         keeper.resume()
