@@ -447,13 +447,6 @@ class RunToLoad:
         """
         for name, optimizer in self.run.optimizers.items():
             owners = self.run.owners[name]
-            if any(param.is_meta for param in params_of(optimizer)):
-                raise PlacementError(
-                    "an optimizer has parameters on meta",
-                    file=self.path,
-                    entry=name,
-                    hint="Call torchlift.materialize(model) before resume.",
-                )
             weights = self.models[owners[0]] if len(owners) == 1 else self.tensors
             call = LoadCall(
                 Part.OPTIMIZERS,
