@@ -10,7 +10,6 @@ import os
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from operator import is_
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
@@ -113,7 +112,7 @@ def lay_out_torch_file(
             raise error.__context__ from None
     order = [*filling.order]
     layout = archive_layout(file.gaps, [tensors[number] for number in order], checked=checked)
-    if read_back and any(_shortened(value) is not value for value in values.values()):
+    if read_back and any(map(holds_numbers, values.values())):
         require_readable(saved, values, tensors)
     elif read_back:
         _require_readable(pickle_in(file.gaps))
@@ -123,12 +122,14 @@ def lay_out_torch_file(
 def require_readable(
     saved: object, values: Mapping[str, object], tensors: Sequence[Stored] = ()
 ) -> None:
-    """Refuse what torchlift could not read back from a torch file. Long lists are shortened.
+    """Refuse what torchlift could not read back from a torch file.
 
     Raises:
         PlacementError: If there is such a value.
     """
-    brief = {key: _shortened(value) for key, value in values.items()}
+    brief = {
+        key: _longest(value) if holds_numbers(value) else value for key, value in values.items()
+    }
     lay_out_torch_file(saved, tensors, brief, checked=False)
 
 
@@ -248,7 +249,6 @@ def _number(value: Any) -> Any:
 
 #: Types of numbers, which a pickle never refers back to.
 _NUMBERS = frozenset({bool, int, float, type(None)})
-_BRIEF = 9  # items of a list of numbers that are read back, in place of all
 
 
 def holds_numbers(value: Any) -> bool:
@@ -259,22 +259,9 @@ def holds_numbers(value: Any) -> bool:
     return type(value) in (list, tuple) and _NUMBERS.issuperset(map(type, value))
 
 
-def _shortened(value: Any, made: dict[int, Any] | None = None) -> Any:
-    """Return a value with the first items of its long lists of numbers.
-
-    Args:
-        value: The value. It stays alive, so that no other one gets its identity.
-        made: Identity of a list or a tuple inside -> its result: one may occur in many places.
-    """
-    if holds_numbers(value):
-        return value[:_BRIEF] if len(value) > _BRIEF else value
-    if type(value) not in (list, tuple):
-        return value
-    made = {} if made is None else made
-    if id(value) not in made:
-        items = [_shortened(item, made) for item in value]
-        made[id(value)] = value if all(map(is_, items, value)) else type(value)(items)
-    return made[id(value)]
+def _longest(numbers: Any) -> int | None:
+    """Return the number that may be too long to be read."""
+    return max([each for each in numbers if type(each) is int], key=int.bit_length, default=None)
 
 
 def is_array(value: Any) -> bool:

@@ -19,9 +19,9 @@ from torchlift._model.names import Names, uses_fsdp1
 from torchlift._model.ranks import RankGroup, StepResult
 from torchlift._model.slots import ModuleTree, read_tree
 from torchlift._model.state import ModuleHolder
-from torchlift._save.blocks import Workspace, tensor_blocks
+from torchlift._save.blocks import Workspace
 from torchlift._save.pickling import holds_numbers
-from torchlift._save.replicas import difference_error, find_differences
+from torchlift._save.replicas import Checksum, checksum_of, difference_error, find_differences
 from torchlift._save.saving import (
     SaveOptions,
     SaveReport,
@@ -39,6 +39,7 @@ from torchlift.distributed.options import Part, require_groups
 from torchlift.distributed.staging import Staging
 from torchlift.distributed.state_dict import read_states
 from torchlift.errors import CheckpointError, PlacementError
+from torchlift.formats.flattening import name_text
 from torchlift.formats.index import Leaf
 from torchlift.formats.runs import MAGIC, RankItem, item_key
 
@@ -204,12 +205,12 @@ class _Facts(NamedTuple):
     """The facts about the tensors of one rank that ranks compare.
 
     Attributes:
-        values: Name of a tensor that this rank has completely -> digest. Without buffers.
-        parts: Name and ranges of a shard on a mesh of some of the ranks -> digest.
+        values: Name of a tensor that this rank has completely -> checksum. Without buffers.
+        parts: Name and ranges of a shard on a mesh of some of the ranks -> checksum.
     """
 
-    values: dict[str, bytes]
-    parts: dict[tuple[str, Spans], bytes]
+    values: dict[str, Checksum]
+    parts: dict[tuple[str, Spans], Checksum]
 
 
 class _Summary(NamedTuple):
@@ -329,7 +330,7 @@ class Snapshot:
             if name in unlike:
                 nested[renamed[name]] = local_tensor(tensor) if is_dtensor(tensor) else tensor
                 continue
-            *places, last = map(str, state.paths[name])
+            *places, last = map(name_text, state.paths[name])
             inside = nested
             for place in places:
                 inside = inside.setdefault(place, {})
@@ -340,11 +341,12 @@ class Snapshot:
         """Return the digests of tensors that ranks may have under one name."""
         work, facts = Workspace(), _Facts({}, {})
         for name, tensor in self.state.tensors.items():
+            local = local_tensor(tensor).detach()
             if not is_part(tensor):
                 if name not in self.buffers:
-                    facts.values[name] = _digest_of(tensor, work)
+                    facts.values[name] = checksum_of(local, work)
             elif is_on_some_ranks(tensor):
-                facts.parts[name, spans_of(tensor, name)] = _digest_of(tensor, work)
+                facts.parts[name, spans_of(tensor, name)] = checksum_of(local, work)
         return facts
 
 
@@ -399,15 +401,6 @@ def is_part(value: object) -> bool:
 
 def _digest(data: bytes) -> bytes:
     return blake2b(data, digest_size=16).digest()
-
-
-def _digest_of(tensor: torch.Tensor, work: Workspace) -> bytes:
-    """Return a digest of the values of a tensor on this rank."""
-    local = local_tensor(tensor).detach()
-    made = blake2b(repr((local.dtype, local.shape)).encode(), digest_size=16)
-    for data in tensor_blocks(local, local.dtype, work):
-        made.update(data)
-    return made.digest()
 
 
 def _store_array(models: tuple[str, ...], key: str, array: Any) -> Any:

@@ -43,7 +43,7 @@ from torchlift.formats.index import (
 )
 from torchlift.formats.pickled import flatten
 from torchlift.formats.pieces import Piece, assemble, differing_error
-from torchlift.formats.runs import MAGIC, OF_RANKS, item_key, read_item, with_others, without_leaves
+from torchlift.formats.runs import MAGIC, OF_RANKS, item_key, read_item, shown
 from torchlift.formats.sharded import by_number, claimed, locate, locate_all, require_files
 from torchlift.formats.source import (
     Source,
@@ -183,11 +183,9 @@ def _show_first_rank(index: Index, budget: Budget) -> Index:
         hidden = {name: each for name, each in index.tensors.items() if OF_RANKS.match(name)}
         tensors = {name: each for name, each in index.tensors.items() if name not in hidden}
         flat = flatten(item.saved, budget)  # refuses containers that nest too deep
-        table = index.tree[0] if index.tree is not None else {}
-        others = without_leaves(table, tensors)
-        if isinstance(others, dict):
-            others.pop(key.partition(".")[0], None)
-        tree = with_others(without_leaves(item.saved, tensors), others)
+        (table,) = index.tree or ({},)
+        others = dict(table) if isinstance(table, dict) else {}
+        others = {name: each for name, each in others.items() if not OF_RANKS.match(name)}
     return replace(
         index,
         tensors=tensors,
@@ -196,7 +194,7 @@ def _show_first_rank(index: Index, budget: Budget) -> Index:
         blocked_keys={**flat.blocked, **index.blocked_keys},
         module_versions={**flat.versions, **index.module_versions},
         templates={**index.templates, **flat.templates},
-        tree=(tree,),
+        tree=(shown(item.saved, others, tensors),),
     )
 
 

@@ -8,7 +8,7 @@ tensor differ between ranks, each rank stores its own under a key that begins wi
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ MAGIC = b"torchlift ranks 1\n"
 #: A key of an item, or of a tensor of one rank.
 OF_RANKS = re.compile(r"ranks\.\d+(\.|$)", re.ASCII)
 
-#: Stands for a container that loses a tensor.
+#: Stands for a tensor that is not shown, and for a list with one.
 _GONE = object()
 _LEAF = Global(f"{Leaf.__module__}.{Leaf.__qualname__}")
 #: Python's numbers, which a pickle makes of numpy's.
@@ -116,40 +116,31 @@ def _is_valid(found: Any) -> bool:
     )
 
 
-def without_leaves(saved: Any, keys: Mapping[str, object]) -> Any:
-    """Return containers without the tensors that no key names.
+def shown(saved: Any, table: Any, keys: Collection[str]) -> Any:
+    """Return the containers that a folder shows: those of its first rank, with all tensors.
 
-    A list that loses an item is left out: the items after it would move.
+    A list that lacks a tensor is left out, because the items after it would move.
+
+    Args:
+        saved: The containers of the first rank, with a `Leaf` for each tensor.
+        table: The tensors that the folder shows, in nested dicts by the texts of names.
+        keys: Their keys.
     """
-    kept = _kept(saved, keys)
-    return {} if kept is _GONE else kept
-
-
-def _kept(saved: Any, keys: Mapping[str, object]) -> Any:
     if isinstance(saved, Leaf):
         return saved if saved.key in keys else _GONE
+    others = table if isinstance(table, dict) else {}
     if isinstance(saved, dict):
         made: Any = saved.copy()
         made.clear()
         for name, item in saved.items():
-            if (kept := _kept(item, keys)) is not _GONE:
-                made[name] = kept
+            if (found := shown(item, others.get(name_text(name)), keys)) is not _GONE:
+                made[name] = found
+        texts = {*map(name_text, made)}
+        made.update({name: each for name, each in others.items() if name not in texts})
         if isinstance(saved, OrderedRecord):
             made._metadata = saved._metadata
         return made
     if type(saved) not in (list, tuple):
         return saved
-    items = [_kept(item, keys) for item in saved]
+    items = [shown(item, others.get(str(at)), keys) for at, item in enumerate(saved)]
     return _GONE if any(item is _GONE for item in items) else type(saved)(items)
-
-
-def with_others(saved: Any, others: Any) -> Any:
-    """Return containers with the items that other containers have, too, by the texts of names."""
-    if not (isinstance(saved, dict) and isinstance(others, dict)):
-        return saved
-    texts = {name_text(name): name for name in saved}
-    made = saved.copy()
-    for name, item in others.items():
-        own = texts.get(name_text(name), name)
-        made[own] = with_others(saved[own], item) if own in saved else item
-    return made
