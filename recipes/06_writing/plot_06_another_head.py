@@ -5,8 +5,9 @@ Resume training with a new head, or from an older checkpoint
 You resume a run, but the model has changed since the save: another head, a layer with another name,
 an average that the checkpoint lacks. Must everything match?
 
-No: ``resume`` of a `torchlift.Keeper` takes the rules of `torchlift.load`, by the checkpoint's
-names. An optimizer's moments follow their weights.
+Yes: ``resume`` of a `torchlift.Keeper` loads all objects that you pass, or none. For a part, load
+the model and the optimizer yourself from ``keeper.latest()``, with the patterns of
+`torchlift.load`. The moments of a parameter have its name.
 """
 
 # %%
@@ -20,33 +21,42 @@ import torch
 import torchlift
 
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
-keeper = torchlift.Keeper(tempfile.mkdtemp())
+keeper = torchlift.Keeper(tempfile.mkdtemp(), background=False)
 keeper.save(5, model=model, optimizer=torch.optim.Adam(model.parameters()))
 model[1] = torch.nn.Linear(8, 3)
 optimizer = torch.optim.Adam(model.parameters())
-step = keeper.resume(model=model, optimizer=optimizer, exclude=["model.1.*"])
+path = keeper.latest()
+torchlift.load(model, path, root="model", exclude=["1.*"])
+torchlift.distributed.load_optimizer(
+    model, optimizer, path, root="optimizer", exclude=["1.*"]
+)
+step = torchlift.open(path).objects["step"]
 print("after step", step, "with moments:", len(optimizer.state), "parameters")
 
 # %%
-# The rules use the names of the checkpoint, such as ``model.1.weight`` for a tensor of the model.
-# Any other object has one name, ``optimizer`` or ``schedule``, and the random numbers are ``rng``.
+# ``root`` is the name under which you saved the object. The patterns use the names in it:
+# ``1.weight``, not ``model.1.weight``.
 #
 # StateDictMismatch: the state dict does not fit the model
 # --------------------------------------------------------
 #
-# Without a rule, everything in the checkpoint has to match. The error lists the mismatches and the
-# rules that would allow them. Nothing has changed then.
+# ``resume`` needs everything to match. The error lists the mismatches and the two calls that load
+# the rest. Nothing has changed then.
 
 try:
     keeper.resume(model=model, optimizer=optimizer)
 except torchlift.MismatchError as error:
-    print(type(error).__name__, "-", str(error).partition(": ")[2])
+    print(
+        type(error).__name__,
+        "-",
+        str(error).partition(": ")[2].replace(path, "path"),
+    )
 
 # %%
-# A rule that matches nothing is an error too, because its name is probably misspelled.
+# A pattern that matches nothing is an error too, because the name is probably misspelled.
 
 try:
-    keeper.resume(model=model, optimizer=optimizer, exclude=["model.haed.*"])
+    torchlift.load(model, path, root="model", exclude=["haed.*"])
 except torchlift.MismatchError as error:
     print(type(error).__name__, "-", str(error).partition(": ")[2])
 
@@ -54,31 +64,34 @@ except torchlift.MismatchError as error:
 # An object that an older checkpoint lacks
 # ----------------------------------------
 #
-# An average of the weights was added after the checkpoint was saved. Allow it to be missing by its
-# name. Then it keeps the values that you gave it.
+# An average of the weights was added after the checkpoint was saved. Do not pass it to ``resume``.
+# Then it keeps the values that you gave it.
 
-average = torch.optim.swa_utils.AveragedModel(model)
-state = {"model": model, "optimizer": optimizer, "average": average}
-rules = {"exclude": ["model.1.*"], "allow_missing": ["average"]}
-print("resumed after step", keeper.resume(state, **rules))
+same = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+average = torch.optim.swa_utils.AveragedModel(same)
+print("resumed after step", keeper.resume(model=same))
 
 # %%
-# An object that you do not pass is not loaded: ``keeper.resume(model=model)`` leaves the optimizer
-# alone.
+# An object that you do not pass is not loaded: this call leaves the optimizer alone, too.
 #
 # A layer with another name
 # -------------------------
 #
-# A dict, a function or a rule of `torchlift.remap` gives the new name. The moments are renamed with
-# their weights.
+# A dict, a function or a rule of `torchlift.remap` gives the new name in the model. The optimizer's
+# state is a dict by the same names, which you can change before you load it.
 
-names = {f"model.0.{kind}": f"model.body.{kind}" for kind in ("weight", "bias")}
+names = {f"0.{kind}": f"body.{kind}" for kind in ("weight", "bias")}
 renamed = torch.nn.Sequential()
 renamed.add_module("body", torch.nn.Linear(4, 8))
 moments = torch.optim.Adam(renamed.parameters())
-keeper.resume(
-    model=renamed, optimizer=moments, rename=names, exclude=["model.1.*"]
-)
+torchlift.load(renamed, path, root="model", rename=names, exclude=["1.*"])
+saved = torchlift.open(path).tree("optimizer")
+(group,) = saved["param_groups"]
+saved["state"] = {
+    names.get(name, name): state for name, state in saved["state"].items()
+}
+group["params"] = [names.get(name, name) for name in group["params"]]
+torchlift.distributed.load_optimizer(renamed, moments, saved)
 print(len(moments.state), "parameters with moments:", *renamed.state_dict())
 assert torch.equal(renamed.body.weight, model[0].weight)
 keeper.close()
@@ -134,12 +147,12 @@ def distances(way, folder):
         never = train(first, optimizer, 60)
         model = Network(branch=True)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        state = (
-            {"model": model, "optimizer": optimizer}
-            if way == "weights and moments"
-            else {"model": model}
-        )
-        keeper.resume(state, allow_missing=["model.branch.*"])
+        path, rules = keeper.latest(), {"allow_missing": ["branch.*"]}
+        torchlift.load(model, path, root="model", **rules)
+        if way == "weights and moments":
+            torchlift.distributed.load_optimizer(
+                model, optimizer, path, root="optimizer", **rules
+            )
     kept, losses = len(optimizer.state), train(model, optimizer, 60)
     return kept, [abs(x - y) for x, y in zip(losses, never, strict=True)]
 
@@ -176,14 +189,14 @@ plt.show()
 # Remember
 # --------
 #
-# - Names in a rule are the checkpoint's, with the object first: ``model.head.*``.
-# - Excluded parameters keep their current weights and moments.
-# - Name every part that may be missing or unexpected. Everything else still has to match.
+# - ``resume`` loads all objects that you pass, or none.
+# - For a part, call ``load`` and ``load_optimizer`` with ``keeper.latest()`` and ``root=``.
+# - Excluded parameters keep their current weights and moments. Name every part that may be missing.
 #
 # Use this when
 # -------------
 #
-# - **A run resumes with a new part:** ``exclude`` and ``allow_missing`` of ``resume``.
+# - **A run resumes with a new part:** ``exclude`` and ``allow_missing`` of these two functions.
 # - **You load only weights, from any file:** `torchlift.load`, as in *Fine-tune with a new head:
 #   size mismatch and missing keys*.
 # - **Nothing has changed:** *Save while training goes on, and resume after a kill*.

@@ -15,8 +15,8 @@ from interrupting import Step, in_turn
 import torchlift
 
 FILES = (
-    "distributed/keeper.py", "distributed/run_state.py", "distributed/selection.py",
-    "distributed/agreements.py",
+    "distributed/keeper.py", "distributed/run_state.py", "distributed/saved_run.py",
+    "distributed/staging.py",
     "distributed/folder.py", "distributed/folder_lock.py", "distributed/state_dict.py",
     "_model/ranks.py", "_model/commit.py", "_model/slots.py",
     "_system/interrupts.py", "contextlib.py",

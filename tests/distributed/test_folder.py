@@ -17,8 +17,10 @@ from forked import PIPE, Forked, run
 import torchlift
 from torchlift.distributed import Kept, RunFolder
 from torchlift.distributed import folder as folder_module
-from torchlift.distributed import keeper as keeper_module
+from torchlift.distributed.run_state import Snapshot, pickled
 from torchlift.errors import CheckpointError
+from torchlift.formats.index import Leaf
+from torchlift.formats.runs import MAGIC
 
 STATE = {"w": torch.ones(2)}
 
@@ -116,8 +118,10 @@ def test_a_step_that_is_saved_again_replaces_the_older_one(tmp_path: Path) -> No
 def kept_folder(folder: Path, step: int) -> Path:
     """Make a checkpoint of several files as a Keeper does."""
     path = folder / f"step-{step:09d}"
-    state = {"step": step, "metrics": {}, "ranks": {"0": {}}, "w": torch.ones(4)}
-    torchlift.save(state, path, format="dcp")
+    saved = {"step": step, "metrics": {}, "w": Leaf("w")}
+    item = {"ranks": 2, "own": {}, "generators": None, "saved": saved}
+    data = torch.frombuffer(bytearray(MAGIC + pickled(item)), dtype=torch.uint8)
+    torchlift.save({"w": torch.ones(4), "ranks.0": data, "ranks.1": data}, path, format="dcp")
     return path
 
 
@@ -316,15 +320,17 @@ def test_a_folder_that_cannot_be_listed_after_a_save_is_a_warning(
     def fail(path: object) -> list[str]:
         raise OSError(errno.EIO, "no luck")
 
-    def save_and_fail(*arguments: Any, **options: Any) -> Any:
-        report = torchlift.save(*arguments, **options)
+    write = Snapshot.write
+
+    def write_and_fail(*arguments: Any) -> Any:
+        report = write(*arguments)
         monkeypatch.setattr(os, "listdir", fail)
         return report
 
     fill(tmp_path, [1.0])
     with torchlift.Keeper(tmp_path, keep=1, background=False) as keeper:
         keeper.resume()
-        monkeypatch.setattr(keeper_module, "save", save_and_fail)
+        monkeypatch.setattr(Snapshot, "write", write_and_fail)
         with pytest.warns(RuntimeWarning, match=r"not removed, and the next save.*no luck"):
             keeper.save(2, STATE)
         monkeypatch.undo()
@@ -382,7 +388,7 @@ def test_a_first_save_that_failed_is_tried_again(
 
     with torchlift.Keeper(tmp_path, keep=1, background=False) as keeper:
         with monkeypatch.context() as patch:
-            patch.setattr(keeper_module, "save", refuse)
+            patch.setattr(Snapshot, "write", refuse)
             with pytest.raises(CheckpointError, match="refused"):
                 keeper.save(9, STATE)
         keeper.save(7, STATE)

@@ -82,7 +82,7 @@ def test_a_program_goes_on_bit_by_bit(step: int, tmp_path: Path) -> None:
 
 
 def test_the_checkpoint_loads_elsewhere(tmp_path: Path) -> None:
-    """Without accelerate, by the name of the model."""
+    """Without accelerate, by the name of the model; a rule would be an object's name."""
     first = Run(tmp_path, 0)
     with first.keeper as keeper:
         first.train(1)
@@ -90,6 +90,11 @@ def test_the_checkpoint_loads_elsewhere(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(), nn.Linear(4, 1))
     torchlift.load(model, keeper.keeper.latest(), root="model")
     assert torch.equal(model[0].weight, first.model[0].weight)
+    again = Run(tmp_path, 7)
+    with pytest.raises(TypeError, match=r"resume does not take exclude=\. Call torchlift\.load"):
+        again.keeper.resume(exclude=["optimizer", "scheduler", "object"])
+    assert again.seen.rows == 0
+    assert again.optimizer.param_groups[0]["lr"] == 0.05
 
 
 def test_the_default_order_of_a_shuffled_loader_is_warned_of_and_refused(tmp_path: Path) -> None:

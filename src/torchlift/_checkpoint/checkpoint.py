@@ -565,7 +565,7 @@ class MappedViews:
             if UNRESOLVED in entry.encoding and (entry.key, entry.chunks) not in known
         }
         if todo:
-            found = resolved(replace(self.index, tensors=todo, storages={}))
+            found = resolved(replace(self.index, tensors=todo, hidden={}, storages={}))
             with self._lock:
                 self.files.stamps = {**self.files.stamps, **found.files}
                 self._storages = {**self._storages, **found.storages}

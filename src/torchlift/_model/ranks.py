@@ -367,11 +367,12 @@ def _on_cpu(group: Any) -> Any:
     return _COMPANIONS[group]
 
 
-def new_gloo_group(limit: timedelta | None = None) -> Any:
-    """Make a gloo group of all processes, which call this together.
+def new_gloo_group(limit: timedelta | None = None, ranks: list[int] | None = None) -> Any:
+    """Make a gloo group of all or some processes, which call this together.
 
     Args:
         limit: The timeout of the group. None: the timeout of the job.
+        ranks: Its processes. None: all.
 
     Raises:
         CheckpointError: If a process does not call this.
@@ -381,7 +382,9 @@ def new_gloo_group(limit: timedelta | None = None) -> Any:
     # Who has met an error does not come, and cannot tell those that wait.
     soon = timedelta(seconds=_MEETING + dist.get_world_size() / 10)
     try:
-        group = dist.new_group(backend="gloo", timeout=min(soon, limit or soon))
+        timeout = min(soon, limit or soon)
+        is_part = ranks is not None and len(ranks) < dist.get_world_size()
+        group = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=is_part)
     except RuntimeError as error:
         raise CheckpointError(
             "the ranks cannot make a process group: one has failed, died, or does not answer",

@@ -21,7 +21,6 @@ from torchlift._transfer.write import (
     LockedFile,
     NotDurable,
     NotRemoved,
-    Put,
     Runs,
     SetKind,
     make_durable,
@@ -360,11 +359,6 @@ def write_own_files(
                 write_sections(to, sections, advance_or_stop)
                 made.commit()
     deliver_interrupt()  # the last one that ends the save: the other ranks learn of it
-
-
-def pass_bytes(sections: Sequence[Section], put: Put) -> None:
-    """Call a function with the bytes of a file, in order, and their offsets."""
-    write_sections(Runs(-1, put), sections, lambda _: None)
 
 
 def with_sums(section: Section) -> Section:

@@ -112,9 +112,25 @@ def lay_out_torch_file(
             raise error.__context__ from None
     order = [*filling.order]
     layout = archive_layout(file.gaps, [tensors[number] for number in order], checked=checked)
-    if read_back:
+    if read_back and any(map(holds_numbers, values.values())):
+        require_readable(saved, values, tensors)
+    elif read_back:
         _require_readable(pickle_in(file.gaps))
     return TorchFile(layout, order)
+
+
+def require_readable(
+    saved: object, values: Mapping[str, object], tensors: Sequence[Stored] = ()
+) -> None:
+    """Refuse what torchlift could not read back from a torch file.
+
+    Raises:
+        PlacementError: If there is such a value.
+    """
+    brief = {
+        key: _longest(value) if holds_numbers(value) else value for key, value in values.items()
+    }
+    lay_out_torch_file(saved, tensors, brief, checked=False)
 
 
 class _Filling:
@@ -149,7 +165,9 @@ class _Filling:
         if kind not in _CONTAINERS or kind is torch.Size:
             return _number(item)
         made = self._made.get(id(item))
-        if made is None and kind is set:  # in an order that hashes do not decide
+        if made is None and holds_numbers(item):
+            made = item
+        elif made is None and kind is set:  # in an order that hashes do not decide
             ordered = sorted(item, key=lambda each: (type(each).__name__, repr(each)))
             made = _Call(set, ([*map(self.copy, ordered)],))
         elif made is None and kind in (list, tuple):
@@ -229,6 +247,23 @@ def _number(value: Any) -> Any:
     return value.item() if is_numpys else value
 
 
+#: Types of numbers, which a pickle never refers back to.
+_NUMBERS = frozenset({bool, int, float, type(None)})
+
+
+def holds_numbers(value: Any) -> bool:
+    """Return whether it is a list or a tuple of numbers, as a million losses are.
+
+    C code looks at all of them in 20 ms. A walk over them takes a second.
+    """
+    return type(value) in (list, tuple) and _NUMBERS.issuperset(map(type, value))
+
+
+def _longest(numbers: Any) -> int | None:
+    """Return the number that may be too long to be read."""
+    return max([each for each in numbers if type(each) is int], key=int.bit_length, default=None)
+
+
 def is_array(value: Any) -> bool:
     """Return whether it is an array of numpy that a list can replace, except for its dtype.
 
@@ -282,6 +317,8 @@ def require_plain(key: str, value: object) -> None:
         if depth == MAX_DEPTH:
             refuse(f"at most {MAX_DEPTH} levels of containers, none inside itself", "more")
         seen.add((id(item), depth))
+        if holds_numbers(item):
+            return
         for part in [*item, *item.values()] if isinstance(item, dict) else item:
             check(part, depth + 1)
 

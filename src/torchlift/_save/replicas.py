@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from torchlift._model.dtensor import Spans, is_dtensor, local_tensor, spans_of
+from torchlift._model.dtensor import Spans
 from torchlift._model.handlers import inner_tensors, is_wrapper
 from torchlift._save.blocks import Block, Workspace, tensor_blocks
 from torchlift.errors import PlacementError
@@ -59,28 +59,6 @@ class Difference(NamedTuple):
 
     first: int
     other: int
-
-
-def checksums_of(tensors: Mapping[str, torch.Tensor]) -> dict[HeldPart, Checksum]:
-    """Return the checksums of tensors that other ranks may hold, too, without an exchange.
-
-    Tensors on meta, DTensors of partial sums and DTensors without replicas are left out.
-
-    Args:
-        tensors: of this rank.
-    """
-    work, found = Workspace(), dict[HeldPart, Checksum]()
-    for key, tensor in tensors.items():
-        if tensor.is_meta:
-            continue
-        spans = None
-        if is_dtensor(tensor):
-            is_repeated = any(each.is_replicate() for each in tensor.placements)
-            if not is_repeated or any(each.is_partial() for each in tensor.placements):
-                continue
-            spans = spans_of(tensor, key)
-        found[HeldPart(key, spans)] = checksum_of(local_tensor(tensor).detach(), work)
-    return found
 
 
 def checksum_of(tensor: torch.Tensor, work: Workspace) -> Checksum:

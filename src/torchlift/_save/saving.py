@@ -43,10 +43,11 @@ from torchlift._save.mesh import (
     share_state,
     write_together,
 )
-from torchlift._save.pickling import lay_out_torch_file
+from torchlift._save.pickling import require_readable
 from torchlift._save.target import Target
 from torchlift._save.values import (
     LIST,
+    Arrays,
     Becomes,
     Part,
     State,
@@ -618,15 +619,20 @@ def _require_complete_optimizers(obj: object, path: str) -> None:
             )
 
 
-def require_savable(obj: object, path: str) -> None:
-    """Refuse a state that a checkpoint cannot store so that torchlift reads it back.
+def require_savable(obj: object, path: str, arrays: Arrays | None = None) -> State:
+    """Take a state apart, and refuse one that torchlift could not read back from a checkpoint.
 
     Plain data is pickled and read back. Tensors are not: that would take longer than their copy.
+
+    Args:
+        obj: the state.
+        path: of the checkpoint, for errors.
+        arrays: see `take_apart`.
 
     Raises:
         PlacementError: If there is such a value.
     """
-    state = take_apart(obj)
+    state = take_apart(obj, arrays=arrays)
     for key, tensor in state.tensors.items():
         stored_as(key, tensor)
         local = local_tensor(tensor)
@@ -634,18 +640,8 @@ def require_savable(obj: object, path: str) -> None:
             value = Value.of_tensor(key, local)
             require_stored(value, value.span)
     with errors_name(path):
-        lay_out_torch_file({key: Leaf(key) for key in state.objects}, [], state.objects)
-
-
-def lay_out_one_file(obj: object) -> Output:
-    """Lay out a state without DTensors as one torch file, which gets no path.
-
-    Raises:
-        PlacementError: If a torch file cannot store it.
-    """
-    state = take_apart(obj)
-    state.values = [Value.of_tensor(*each) for each in state.tensors.items()]
-    return Target("state.pt", "torch-zip", None).lay_out(state, False)
+        require_readable({key: Leaf(key) for key in state.objects}, state.objects)
+    return state
 
 
 def require_unchanged(ckpt: Checkpoint) -> None:

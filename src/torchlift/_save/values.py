@@ -22,7 +22,14 @@ from torchlift._model.slots import ModuleTree
 from torchlift._model.state import read_model
 from torchlift._model.torch_private import REBUILD_SPARSE, key_of
 from torchlift._save.blocks import Block, Workspace, entry_blocks, tensor_blocks
-from torchlift._save.pickling import MAX_DEPTH, Rebuilt, Shared, is_array, require_plain
+from torchlift._save.pickling import (
+    MAX_DEPTH,
+    Rebuilt,
+    Shared,
+    holds_numbers,
+    is_array,
+    require_plain,
+)
 from torchlift._system.text import clipped_list, printable
 from torchlift._transfer.casting import Checked
 from torchlift.errors import Argument, FormatError, Hint, PlacementError
@@ -42,6 +49,8 @@ from torchlift.formats.unpickle import check_key
 #: Callable from a tensor of a checkpoint to the dtype that it is saved with.
 Becomes = Callable[[TensorEntry], torch.dtype]
 Replaced = Callable[[str, TensorEntry], torch.Tensor | None]
+#: Callable from a key and an array of numpy to what is saved of the array.
+Arrays = Callable[[str, Any], Any]
 #: What keys joined by dots do not keep of a container.
 TEXT_KEYS = "names that are not text become text"
 LIST = "a list, whose positions become names"
@@ -253,7 +262,13 @@ class State:
         return {name: min(own) for name, own in kept.items() if len(own) == 1 and name not in own}
 
 
-def take_apart(saved: object, *, plain: bool = True, replaced: Replaced | None = None) -> State:
+def take_apart(
+    saved: object,
+    *,
+    plain: bool = True,
+    replaced: Replaced | None = None,
+    arrays: Arrays | None = None,
+) -> State:
     """Take containers apart without changing them.
 
     An object with a ``state_dict`` is replaced by its state dict. A list without tensors is one
@@ -264,12 +279,13 @@ def take_apart(saved: object, *, plain: bool = True, replaced: Replaced | None =
         plain: whether values that are not tensors are saved. They must be plain data, and arrays
             of numpy become lists.
         replaced: returns the tensor to save for a key and its entry in a file; None: the entry.
+        arrays: returns the containers to save for an array of numpy. Default: a list.
 
     Raises:
         PlacementError: If a key cannot be stored, two values have one key, or containers contain
             themselves.
     """
-    return _Walk(plain, replaced).run(saved)
+    return _Walk(plain, replaced, arrays).run(saved)
 
 
 class _Walk:
@@ -279,9 +295,9 @@ class _Walk:
     have returned their states.
     """
 
-    def __init__(self, plain: bool, replaced: Replaced | None) -> None:
+    def __init__(self, plain: bool, replaced: Replaced | None, arrays: Arrays | None) -> None:
         self.state = State()
-        self._plain, self._replaced = plain, replaced
+        self._plain, self._replaced, self._arrays = plain, replaced, arrays
         self._rule = Containers((torch.Tensor, TensorEntry))
         # Object -> what is saved of it. By identity, with the object: while it lives, no other one
         # has its identity.
@@ -398,9 +414,11 @@ class _Walk:
             return self._states[id(value)][1]
         given, value = value, _state_of(value, key)
         found, lost, is_kind = value, "", _is_kind(value)
-        if is_array(value) and self._plain:  # `weights_only=True` refuses the class of arrays
+        if self._arrays is not None and is_array(value):
+            found = self._arrays(key, value)
+        elif is_array(value) and self._plain:  # `weights_only=True` refuses the class of arrays
             found, lost = value.tolist(), f"a numpy array of {value.dtype} {list(value.shape)}"
-        elif is_kind or type(value) in (*_PAIR, list, tuple):
+        elif is_kind or (type(value) in (*_PAIR, list, tuple) and not holds_numbers(value)):
             is_dict = isinstance(value, Mapping)
             for name in value if is_dict and self._plain else ():
                 if type(name) is not str:

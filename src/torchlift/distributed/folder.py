@@ -82,7 +82,8 @@ def _last_written(path: str) -> str:
 @lru_cache(1 << 14)  # each checkpoint is opened once, and not at every save
 def _read_stamped(path: str, _: Stamp) -> _Head:
     with open_checkpoint(path) as ckpt:
-        names = {key.partition(".")[0] for key in (*ckpt.entries, *ckpt.objects)}
+        keys = (*ckpt.entries, *ckpt.objects, *ckpt._index.hidden)
+        names = {key.partition(".")[0] for key in keys}
         metrics = {
             key.removeprefix("metrics."): float(value)
             for key, value in ckpt.objects.items()

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from torchlift._save.blocks import memory_of
+
 
 class Generators:
     """The random number generators of this process, as an object with a state.
@@ -28,14 +30,14 @@ class Generators:
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states: tensors, numbers and lists of them."""
+        """Return the states: bytes, numbers and lists of them."""
         version, numbers, gauss = random.getstate()
         found: dict[str, Any] = {
-            "torch": torch.get_rng_state(),
+            "torch": _to_bytes(torch.get_rng_state()),
             "python": {"version": version, "numbers": list(numbers), "gauss": gauss},
         }
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            found["cuda"] = torch.cuda.get_rng_state_all()
+            found["cuda"] = [*map(_to_bytes, torch.cuda.get_rng_state_all())]
         numpy: Any = sys.modules.get("numpy")
         if numpy is not None:
             kind, keys, at, has_gauss, gauss = numpy.random.get_state()
@@ -46,14 +48,28 @@ class Generators:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Set the states. Those of GPUs and NumPy are set if this process uses them."""
-        torch.set_rng_state(state_dict["torch"].clone())
+        torch.set_rng_state(_to_tensor(state_dict["torch"]))
         python = state_dict["python"]
         random.setstate((python["version"], tuple(python["numbers"]), python["gauss"]))
         if "cuda" in state_dict and torch.cuda.is_available():
             every = range(torch.cuda.device_count())
             for device, state in zip(every, state_dict["cuda"], strict=False):
-                torch.cuda.set_rng_state(state.clone(), device)
+                torch.cuda.set_rng_state(_to_tensor(state), device)
         numpy: Any = sys.modules.get("numpy")
         if "numpy" in state_dict and numpy is not None:
             legacy = state_dict["numpy"]
             numpy.random.set_state(("MT19937", legacy["numbers"], legacy["at"], *legacy["gauss"]))
+
+
+def _to_bytes(state: torch.Tensor) -> bytes:
+    # A tensor would look like a weight in a checkpoint.
+    return bytes(memory_of(state))
+
+
+def _to_tensor(state: bytes | torch.Tensor) -> torch.Tensor:
+    """Return the state as torch takes it. Older versions of torchlift saved tensors."""
+    return (
+        state.clone()
+        if isinstance(state, torch.Tensor)
+        else torch.frombuffer(bytearray(state), dtype=torch.uint8)
+    )

@@ -1,7 +1,7 @@
 """Save the checkpoints of a training run in the background, keep some of them, and resume.
 
-The policies are those of orbax's ``CheckpointManager``. torch's stager makes the snapshot, and
-`torchlift.save` writes it.
+The policies are those of orbax's ``CheckpointManager``. `Snapshot` copies the state and writes it,
+`RunToLoad` loads it.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import operator
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial, reduce
 from operator import and_
 from time import perf_counter
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -26,29 +26,41 @@ from torchlift._checkpoint.checkpoint import Checkpoint
 from torchlift._checkpoint.checkpoint import open as open_checkpoint
 from torchlift._load.checks import require_intact
 from torchlift._model.commit import Commit
-from torchlift._model.ranks import RankGroup, StepResult, has_group, new_gloo_group, world_of
-from torchlift._plan.names import Rewriting
-from torchlift._plan.rules import Options, Patterns, Rename
+from torchlift._model.ranks import RankGroup, StepResult, has_group, new_gloo_group, rank, ranks_of
 from torchlift._save.files import make_folders
-from torchlift._save.saving import SaveReport, save
+from torchlift._save.saving import SaveReport
 from torchlift._store.places import inside, is_url, name_of, place_of
 from torchlift._store.uploads import require_writable
 from torchlift._system.interrupts import Interruptible, uninterrupted
 from torchlift._system.text import clipped_list
-from torchlift.distributed.agreements import (
-    Call,
-    SelectionMessage,
-    require_same,
-    require_same_call,
-    together,
-)
 from torchlift.distributed.folder import KeptFolder, Policy
 from torchlift.distributed.folder_lock import FolderLock
 from torchlift.distributed.run_state import Head, RunObjects, Snapshot
-from torchlift.distributed.selection import OnOtherRanks, Selection, read_selection
+from torchlift.distributed.saved_run import OnOtherRanks, RunToLoad, SavedRun
 from torchlift.distributed.signals import STOPS, StopSignals
 from torchlift.distributed.staging import Staging
 from torchlift.errors import CheckpointError, FormatError, IntegrityError
+
+T = TypeVar("T")
+
+#: Arguments of `torchlift.load`, which would be names of objects here.
+_RULES = ("include", "exclude", "allow_missing", "allow_unexpected", "rename")
+
+
+class _Call(NamedTuple):
+    """The message of a method.
+
+    Attributes:
+        method: Its name.
+        step: The step to save.
+        models: The names of models and optimizers. Each rank has a part of their states.
+        value: More facts, which may differ between ranks.
+    """
+
+    method: str
+    step: int | None = None
+    models: tuple[str, ...] = ()
+    value: Any = None
 
 
 class _Written(NamedTuple):
@@ -101,6 +113,7 @@ class Keeper:
             and return False.
         timeout: Seconds that ranks wait for each other, also for the slowest one to write. None:
             as long as the process group does.
+        process_group: The ranks that save. Default: all ranks.
         storage_options: Options of a URL. See `torchlift.open`.
 
     Raises:
@@ -128,11 +141,14 @@ class Keeper:
         background: bool = True,
         busy: Literal["wait", "skip"] = "wait",
         timeout: float | None = None,
+        process_group: Any = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.directory = place_of(directory, storage_options)
         self._background, self._skips = background, busy == "skip"
-        self._rank, self._count = world_of()
+        ranks = ranks_of(process_group)
+        self._rank, self._count = ranks.index(rank()), len(ranks)
+        self._process = os.getpid()
         self._folder: KeptFolder
         self._staging = Staging()
         self._lock = FolderLock(self.directory)
@@ -148,23 +164,30 @@ class Keeper:
         # Two groups of their own: an exchange of a background save must not mix with those of the
         # methods, or of the training.
         self._ranks = self._writers = RankGroup([])
-        everyone = RankGroup.of_all()
+        is_time = isinstance(timeout, (int, float)) and timeout > 0
+        limit = timedelta(seconds=float(timeout or 0)) if is_time else None
+        everyone = RankGroup.of_all(process_group=process_group)
 
-        def validate_arguments() -> StepResult[None, Mapping[str, object]]:
+        def make_group() -> RankGroup:
+            members = None if process_group is None else ranks
+            return RankGroup([new_gloo_group(limit, members)] if has_group() else [])
+
+        def validate_arguments() -> StepResult[None, _Call]:
             if busy not in ("wait", "skip"):
                 raise ValueError(f"busy={busy!r}: expected 'wait' or 'skip'")
-            if timeout is not None and not timeout > 0:
+            if timeout is not None and not is_time:
                 raise ValueError(f"timeout={timeout!r}: expected seconds, or None")
             self._folder = KeptFolder(self.directory, keep, every, best, best_is)
             named = {"background=": background, "busy=": busy, "best=": best, "timeout=": timeout}
-            return StepResult(None, named)
+            return StepResult(None, _Call("Keeper", value=named))
 
         try:
-            with together(everyone):
-                arguments = everyone.run(validate_arguments).by_rank
+            _await_all(everyone.groups, limit)
+            with _together(everyone):
+                arguments = everyone.run(validate_arguments).by_rank.values()
                 names = "background=, busy=, best= and timeout="
-                require_same(f"the ranks do not pass the same {names}", arguments.values())
-                self._ranks, self._writers = _new_group(timeout), _new_group(timeout)
+                _require_same(f"do not pass the same {names}", [each.value for each in arguments])
+                self._ranks, self._writers = make_group(), make_group()
                 everyone.run(self._open_folder)
         except BaseException:
             self._free()
@@ -223,6 +246,7 @@ class Keeper:
             ValueError: If an argument has a wrong value.
         """
         began = perf_counter()
+        self._require_usable()
         with uninterrupted() as deliver:
             write = self._prepare_save(step, {**(state or {}), **objects}, metrics, deliver)
             if write is None:
@@ -249,19 +273,19 @@ class Keeper:
             None if the last save is not complete.
         """
 
-        def check_arguments() -> StepResult[_ToSave, Call]:
+        def check_arguments() -> StepResult[_ToSave, _Call]:
             self._require_open()
             head, run = Head(_require_step(step), _numbers(metrics)), RunObjects.of(objects)
             best = self._folder.metric
             # Without metrics, the checkpoint is no candidate: nothing was measured at this step.
             if self._rank == 0 and head.metrics and best not in (None, *head.metrics):
                 raise ValueError(f"metrics= lacks {best!r}, which best= needs")
-            call = Call("save", head.step, run.models, is_done=self._is_done)
+            call = _Call("save", head.step, run.models, self._is_done)
             return StepResult(_ToSave(head, run), call)
 
         # Before the snapshot: a `state_dict` that communicates would wait for a rank that raised.
-        (head, run), calls = self._ranks.run(check_arguments, require_same_call)
-        if self._skips and not all(call.is_done for call in calls.values()):
+        (head, run), calls = self._ranks.run(check_arguments, _require_same_call)
+        if self._skips and not all(call.value for call in calls.values()):
             return None
         alone = self._count == 1
 
@@ -276,21 +300,18 @@ class Keeper:
             return StepResult(snapshot, name)
 
         snapshot, names = self._ranks.run(take_snapshot)
-        name = names[0]
+        name = _first_of(names)
         assert name is not None
         return partial(self._write, snapshot, inside(self.directory, name))
 
     def _write(self, snapshot: Snapshot, path: str) -> _Written:
         """Write a checkpoint, and remove those that are not kept any more."""
-        format = None if self._count == 1 else "dcp"
-        group = self._writers.groups[0] if self._writers.groups else None
-        with self._writers.together() as agree:  # an error before `save` stops the others, too
-            if format is None:
-                state = snapshot.for_one_process()
-            else:
-                state = snapshot.for_rank(self._writers, self._rank)
-            report = save(state, path, format=format, replicated="rank0", process_group=group)
-            agree(False)
+        try:
+            report = snapshot.write(path, self._writers, self._rank, self._count)
+        except Exception as error:  # torch raises what it happens to meet
+            if self._lost_group:
+                raise self._destroyed_error() from error
+            raise
         try:
             problems = self._folder.sweep(path) if self._rank == 0 else []
         except (CheckpointError, OSError) as error:  # the new one is complete
@@ -332,15 +353,16 @@ class Keeper:
             True
         """
 
-        def poll_signals() -> StepResult[None, Call]:
+        def poll_signals() -> StepResult[None, _Call]:
             self._require_open()
             if self._signals is None:
                 self._signals = StopSignals(on)
                 weakref.finalize(self, self._signals.close)
-            return StepResult(None, Call("should_stop", received=self._signals.received))
+            return StepResult(None, _Call("should_stop", value=self._signals.received))
 
-        calls = self._ranks.run(poll_signals, require_same_call).by_rank
-        return any(call.received for call in calls.values())
+        self._require_usable()
+        calls = self._ranks.run(poll_signals, _require_same_call).by_rank
+        return any(call.value for call in calls.values())
 
     def wait(self) -> None:
         """Wait until nothing is being saved or removed. All ranks call it.
@@ -349,12 +371,16 @@ class Keeper:
             CheckpointError: If the last save failed. Earlier checkpoints are unchanged.
         """
 
-        def await_save() -> StepResult[None, Call]:
+        def await_save() -> StepResult[None, _Call]:
             self._await_save()
-            return StepResult(None, Call("wait"))
+            return StepResult(None, _Call("wait"))
 
+        self._require_process()
+        if self._lost_group:
+            self._await_save()
+            return
         # On all ranks: one that did not raise would wait alone in the next collective.
-        self._ranks.run(await_save, require_same_call)
+        self._ranks.run(await_save, _require_same_call)
 
     def _await_save(self) -> None:
         """Wait for the last save of this rank, and warn of its problems.
@@ -383,6 +409,7 @@ class Keeper:
         Raises:
             CheckpointError: If the last save failed.
         """
+        self._require_process()
         try:
             self.wait()
         finally:
@@ -390,13 +417,15 @@ class Keeper:
 
     def _free(self) -> None:
         self._lock.is_used = False  # another Keeper may take it, even if interrupts end this
+        if os.getpid() != self._process:
+            return  # the parent saves, and its thread is not here
         self._closed = True
         if self._signals is not None:
             self._signals.close()
         try:
             self._thread.shutdown()
         finally:
-            groups = [*self._ranks.groups, *self._writers.groups]
+            groups = [*self._ranks.groups, *self._writers.groups] if has_group() else []
             self._ranks = self._writers = RankGroup([])
             with ExitStack() as stack:
                 stack.callback(self._lock.release)
@@ -416,6 +445,42 @@ class Keeper:
     def _require_open(self) -> None:
         if self._closed:
             raise ValueError("the keeper is closed")
+
+    def _require_process(self) -> None:
+        """Refuse to work in a fork: the thread that writes is in the parent.
+
+        Raises:
+            CheckpointError: If this is another process.
+        """
+        if os.getpid() != self._process:
+            raise CheckpointError(
+                "the keeper is that of another process, which forked this one",
+                file=self.directory,
+                expected=f"process {self._process}",
+                found=f"process {os.getpid()}",
+                hint="Let that process save, or create a Keeper in a folder of its own here.",
+            )
+
+    @property
+    def _lost_group(self) -> bool:
+        return bool(self._ranks.groups) and not has_group()
+
+    def _require_usable(self) -> None:
+        """Refuse to work in a fork, and without the process group.
+
+        Raises:
+            CheckpointError: If the program has destroyed it.
+        """
+        self._require_process()
+        if self._lost_group:
+            raise self._destroyed_error()
+
+    def _destroyed_error(self) -> CheckpointError:
+        return CheckpointError(
+            "the process group was destroyed before the keeper was closed",
+            file=self.directory,
+            hint="Call keeper.close() before torch.distributed.destroy_process_group().",
+        )
 
     @property
     def _is_done(self) -> bool:
@@ -445,11 +510,6 @@ class Keeper:
         step: int | None = None,
         verify: bool = True,
         on_other_ranks: OnOtherRanks | None = None,
-        include: Patterns = ("*",),
-        exclude: Patterns = (),
-        allow_missing: Patterns = (),
-        allow_unexpected: Patterns = (),
-        rename: Rename | None = None,
         **objects: object,
     ) -> int | None:
         """Load the last complete checkpoint. All ranks call it.
@@ -458,9 +518,10 @@ class Keeper:
         object whose ``state_dict`` fails before cannot be given back. It is loaded last, and an
         error names it. Objects that you do not pass are not loaded.
 
-        Patterns and ``rename`` use names such as ``model.head.weight`` for tensors, ``optimizer``
-        for other objects, and ``rng`` for the generators. The optimizer's state of a parameter
-        follows the parameter. After a resume from an earlier step, your next save is the latest.
+        To load a part of a model, such as all but its head, call `torchlift.load` with
+        ``keeper.latest()``, ``root="model"`` and its patterns, and
+        `torchlift.distributed.load_optimizer` with ``root="optimizer"``. After a resume from an
+        earlier step, your next save is the latest.
 
         Args:
             state: A dict of objects by name, as for `save`. Plain data stays as it is. A warning
@@ -469,39 +530,28 @@ class Keeper:
             verify: Compare all checksums first. Each rank reads a part of the checkpoint.
             on_other_ranks: Functions by name of an object, for another number of ranks. A function
                 gets the list of the states of all ranks that saved, and returns that of this rank.
-            include: Patterns of names to load. See `torchlift.load`.
-            exclude: Patterns of names to skip. They stay as they are.
-            allow_missing: Patterns of names or objects that the checkpoint may lack.
-            allow_unexpected: Patterns of saved names that no model needs to have, and no optimizer
-                needs to hold.
-            rename: A dict, a function or a rule of `torchlift.remap`. It gives the name in the
-                model, or None to drop a tensor. It must not merge or split tensors.
+                Models, optimizers, schedules and gradient scalers do not need one.
             **objects: More objects by name.
 
         Returns:
             The step that was saved, or None if there is no checkpoint.
 
         Raises:
-            CheckpointError: If a state does not fit, or each rank saved its own and now there are
-                others.
+            CheckpointError: If a state does not fit, or was saved for another number of ranks.
             IntegrityError: If a checksum is wrong.
-            MismatchError: If a pattern matches nothing, or nothing is left.
         """
-        ask_rules = partial(
-            Options, include=include, exclude=exclude, allow_missing=allow_missing,
-            allow_unexpected=allow_unexpected, rename=rename,
-        )  # fmt: skip
+        if rules := [name for name in _RULES if name in objects]:
+            raise TypeError(
+                f"resume does not take {rules[0]}=. Call torchlift.load(model, keeper.latest(), "
+                "root='model') and torchlift.distributed.load_optimizer, which take patterns"
+            )
+        self._require_usable()
         # An interrupt waits until all ranks are done. An error undoes the load on all of them.
-        with uninterrupted(), Commit() as commit, together(self._ranks) as deliver:
+        with uninterrupted(), Commit() as commit, _together(self._ranks) as deliver:
 
-            def select_checkpoint() -> StepResult[Callable[[Checkpoint], Selection], Call]:
+            def select_checkpoint() -> StepResult[RunObjects, _Call]:
                 if self._closed and has_group():
                     raise ValueError("the keeper is closed")
-                rules = ask_rules()
-                if isinstance(rules.rename, Rewriting):
-                    raise TypeError(
-                        f"rename={rules.rename!r}: resume cannot merge or split tensors"
-                    )
                 run = RunObjects.of({**(state or {}), **objects})
                 self._await_save()
                 names = list[str]()
@@ -509,14 +559,10 @@ class Keeper:
                     kept = self._folder.kept()
                     names = [name_of(one.path) for one in kept if step in (None, one.step)]
                 found = names[-1] if names else None
-                select = partial(
-                    read_selection, run=run, rules=rules, on_other_ranks=on_other_ranks or {},
-                    rank=self._rank, count=self._count,
-                )  # fmt: skip
-                return StepResult(select, Call("resume", models=run.models, checkpoint=found))
+                return StepResult(run, _Call("resume", None, run.models, found))
 
-            select, calls = self._ranks.run(select_checkpoint, require_same_call)
-            name = calls[0].checkpoint
+            run, calls = self._ranks.run(select_checkpoint, _require_same_call)
+            name = _first_of(calls).value
             if name is None:
                 if step is None:  # a new run
                     self._folder.is_ours = True
@@ -527,25 +573,33 @@ class Keeper:
                     expected=f"one of {self.steps()}",
                     found=step,
                 )
-            selection = self._load(name, select, commit, deliver, verify=verify)
-        if selection.changed:
+            read = partial(self._read, run=run, on_other_ranks=on_other_ranks or {})
+            loaded = self._load(name, read, commit, deliver, verify=verify)
+        if loaded.changed:
             warnings.warn(
-                f"{clipped_list(selection.changed)}: resume does not change plain data. The saved "
+                f"{clipped_list(loaded.changed)}: resume does not change plain data. The saved "
                 "values are in torchlift.open(path).tree()",
                 RuntimeWarning,
                 stacklevel=2,
             )
-        return selection.step
+        return loaded.step
+
+    def _read(
+        self, ckpt: Checkpoint, run: RunObjects, on_other_ranks: OnOtherRanks
+    ) -> StepResult[RunToLoad, int]:
+        """Read the states of this rank. The message has the names that its models lack."""
+        found = RunToLoad.of(SavedRun(ckpt, self._rank, self._count), run, on_other_ranks)
+        return StepResult(found, found.find_unexpected())
 
     def _load(
         self,
         name: str,
-        select: Callable[[Checkpoint], Selection],
+        read: Callable[[Checkpoint], StepResult[RunToLoad, int]],
         commit: Commit,
         deliver: Callable[[], None],
         *,
         verify: bool,
-    ) -> Selection:
+    ) -> RunToLoad:
         """Load a checkpoint, all of it or nothing."""
         path = inside(self.directory, name)
         group = self._ranks.groups[0] if self._ranks.groups else None
@@ -562,43 +616,81 @@ class Keeper:
                         f"The file is damaged. Pass step= for another of the steps {steps}."
                     )
                 raise
-
-            def read_checkpoint() -> StepResult[Selection, SelectionMessage]:
-                found = select(ckpt)
-                return StepResult(found, found.message())
-
-            selection, by_rank = self._ranks.run(read_checkpoint)
-            messages = by_rank.values()
-            if len({message.selected for message in messages}) > 1:
-                raise ValueError("the ranks do not select and rename the same names")
-            separate = [
-                name for name in selection.optimizers if any(name in m.separate for m in messages)
-            ]
+            found, unexpected = self._ranks.run(lambda: read(ckpt))
             # Before the models, whose load undoes itself. The commit undoes these.
-            for name in separate:
-                selection.load_optimizer(name, commit, group)
+            found.load_optimizers(commit, group)
 
             def load_objects() -> StepResult[list[str], None]:
-                last = selection.load_objects(commit)
+                last = found.load_objects(commit)
                 deliver()  # the last moment at which an interrupt changes nothing
                 return StepResult(last, None)
 
-            # Before the models, so an error here leaves the models unchanged.
             last = self._ranks.run(load_objects).value
-            if selection.run.modules:
-                unused = reduce(and_, (message.unexpected for message in messages))
-                selection.load_models(by_rank[self._rank].unexpected, unused, separate, group)
+            if found.run.modules:
+                found.load_models(reduce(and_, unexpected.values()), group)
             commit.finish()
             self._folder.is_ours = True
             # Last, because these cannot be undone.
-            self._ranks.run(partial(selection.load_last, last))
-        return selection
+            self._ranks.run(partial(found.load_last, last))
+        return found
 
 
-def _new_group(timeout: float | None) -> RankGroup:
-    """Return a group of all ranks, if there are any, with the timeout of the job by default."""
-    limit = None if timeout is None else timedelta(seconds=timeout)
-    return RankGroup([new_gloo_group(limit)] if has_group() else [])
+def _require_same(what: str, values: Sequence[object]) -> None:
+    """Refuse values that differ between ranks.
+
+    Raises:
+        ValueError: If they differ.
+    """
+    if any(one != values[0] for one in values):
+        raise ValueError(f"the ranks {what}: {[*values]}")
+
+
+def _require_same_call(by_rank: Mapping[int, _Call]) -> None:
+    """Refuse different methods. One rank alone may have caught an error and gone on.
+
+    Raises:
+        ValueError: If the ranks call different methods, with other steps or for other models.
+    """
+    calls = by_rank.values()
+    _require_same("call different methods of the keeper", [call.method for call in calls])
+    _require_same("save different steps", [call.step for call in calls])
+    _require_same("pass different models and optimizers", [call.models for call in calls])
+
+
+def _first_of(by_rank: Mapping[int, T]) -> T:
+    """Return the message of the first rank."""
+    return by_rank[min(by_rank)]
+
+
+def _await_all(groups: Sequence[Any], limit: timedelta | None) -> None:
+    """Wait until all ranks create a Keeper, as far as a group can wait for some time only.
+
+    Raises:
+        CheckpointError: If one does not.
+    """
+    for group in groups:
+        if torch.distributed.get_backend(group) != "gloo":
+            continue
+        try:
+            torch.distributed.monitored_barrier(group, timeout=limit)
+        except RuntimeError as error:
+            raise CheckpointError(
+                "some ranks do not create the Keeper",
+                found=str(error).partition("\n")[0],
+                hint="Create it on all ranks, or pass process_group= with the ranks that do.",
+            ) from error
+
+
+@contextmanager
+def _together(ranks: RankGroup) -> Iterator[Callable[[], None]]:
+    """Raise an error of one rank in the block on all ranks.
+
+    Interrupts wait until the block ends. The block gets a function that delivers them earlier.
+    """
+    with uninterrupted() as deliver, ranks.together() as agree:
+        yield deliver
+        deliver()  # an interrupt here is reported to the other ranks
+        agree(False)
 
 
 def _require_step(step: object) -> int:
@@ -612,7 +704,14 @@ def _require_step(step: object) -> int:
 
 
 def _numbers(metrics: Mapping[str, float] | None) -> dict[str, float]:
-    return {name: float(value) for name, value in (metrics or {}).items()}
+    found = {}
+    for name, value in (metrics or {}).items():
+        try:
+            found[name] = float(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            text = f"a {type(value).__name__}" if isinstance(value, int) else repr(value)
+            raise ValueError(f"metrics[{name!r}]: expected a number, found {text}") from error
+    return found
 
 
 def _warn_of_failure(saving: list[Future[_Written] | None]) -> None:

@@ -1,70 +1,54 @@
-"""The objects of a run, and how their states are stored in a checkpoint."""
+"""The objects of a run, the snapshot of their states, and how it is written."""
 
 from __future__ import annotations
 
-import copy
 import io
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping, Set, ValuesView
-from dataclasses import dataclass, field
-from functools import reduce
-from hashlib import sha256
-from itertools import chain
-from operator import getitem
+import pickle
+from collections import deque
+from collections.abc import Iterable, Mapping, Set, ValuesView
+from dataclasses import dataclass, field, replace
+from functools import partial
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from torchlift._checkpoint.checkpoint import open as open_checkpoint
-from torchlift._checkpoint.kinds import array_of
 from torchlift._model.dtensor import Spans, is_dtensor, local_tensor, spans_of
 from torchlift._model.names import Names, uses_fsdp1
 from torchlift._model.ranks import RankGroup, StepResult
 from torchlift._model.slots import ModuleTree, read_tree
 from torchlift._model.state import ModuleHolder
-from torchlift._save.blocks import Block, Workspace, memory_of
-from torchlift._save.files import pass_bytes
-from torchlift._save.layouts import Output, end_of
-from torchlift._save.pickling import is_array
-from torchlift._save.replicas import (
-    checksum_of,
-    difference_error,
-    find_differences,
+from torchlift._save.blocks import Workspace
+from torchlift._save.pickling import holds_numbers
+from torchlift._save.replicas import Checksum, checksum_of, difference_error, find_differences
+from torchlift._save.saving import (
+    SaveOptions,
+    SaveReport,
+    require_savable,
+    save,
+    write_state,
 )
-from torchlift._save.saving import lay_out_one_file, require_savable
-from torchlift._sources.tensors import FileTensor
-from torchlift._system.containers import leaves, map_leaves
-from torchlift.distributed.agreements import Groups, merge_groups
+from torchlift._save.target import Target
+from torchlift._save.values import State, Value, kind_error
 from torchlift.distributed.gather import is_on_some_ranks
 from torchlift.distributed.generators import Generators
 from torchlift.distributed.optimizer_state import params_of as params_of
 from torchlift.distributed.optimizer_state import require_current
-from torchlift.distributed.options import (
-    Part,
-    require_groups,
-)
+from torchlift.distributed.options import Part, require_groups
 from torchlift.distributed.staging import Staging
 from torchlift.distributed.state_dict import read_states
 from torchlift.errors import CheckpointError, PlacementError
 from torchlift.formats.flattening import name_text
-from torchlift.formats.index import Array
+from torchlift.formats.index import Leaf
+from torchlift.formats.runs import MAGIC, RankItem, item_key
 
-#: The name of the states of the random number generators, for patterns.
+#: The name of the states of the random number generators.
 GENERATORS = "rng"
-#: Names that a checkpoint uses itself. In a DCP folder, plain data is packed. Names with a dot need
-#: not be here, because no object has one.
-RESERVED = ("step", "metrics", GENERATORS, "ranks", "packed", "differing")
-#: The key of the values of a rank that differ from those of other ranks under the same name.
-DIFFERING = "differing"
-#: The key of the parameter groups of a rank, if those of other ranks have other parameters.
-GROUPS = "parameter.groups"
-#: The key of the containers of models and optimizers that a DCP folder changes.
-CONTAINERS = "changed.containers"
+#: Names that a checkpoint uses itself. Names with a dot need not be here: no object has one.
+RESERVED = ("step", "metrics", GENERATORS, "ranks")
 #: The key of a dict that stands for an array of numpy. Its value is the array's dtype and shape.
-_ARRAY = "numpy.ndarray"
-
-_Path = tuple[Any, ...]  # a tuple of names, which a message has once, is shorter than a text
+ARRAY = "numpy.ndarray"
 
 
 # ---- the objects of a run
@@ -113,7 +97,7 @@ class RunObjects:
             else:
                 (run.stateful if _gives_state(obj) else run.plain)[name] = obj
         # FSDP2 replaces parameters in a forward pass, so these are put back before they are named.
-        names = Names(read_tree(run.holder()))
+        names = Names(read_tree(run.holder(run.modules)))
         require_current(names, [*run.optimizers.values()])
         ids = {name: set(map(id, module.parameters())) for name, module in run.modules.items()}
         for name, optimizer in run.optimizers.items():
@@ -126,114 +110,43 @@ class RunObjects:
         return run
 
     @property
-    def names(self) -> list[str]:
-        """Return the names of all objects that have a state."""
-        return [*self.modules, *self.optimizers, *self.stateful]
-
-    @property
     def models(self) -> tuple[str, ...]:
         """Return the names of models and optimizers. Each rank has a part of their states."""
         return tuple(sorted([*self.modules, *self.optimizers]))
 
-    def holder(self, names: Iterable[str] | None = None) -> nn.Module:
-        """Return a module that contains all models, or those with some names."""
-        return ModuleHolder(self.modules if names is None else {n: self.modules[n] for n in names})
+    def holder(self, names: Iterable[str]) -> nn.Module:
+        """Return a module that contains the models with these names."""
+        return ModuleHolder({name: self.modules[name] for name in names})
 
-    def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Return all tensors of the models by full name."""
-        return Names(ModuleTree(self.holder())).tensors
+    def model_of(self, optimizer: str) -> nn.Module:
+        """Return the model of an optimizer, or a module that contains its models."""
+        owners = self.owners[optimizer]
+        # With one model, parameters have their names in it, as `load_optimizer` expects.
+        return self.modules[owners[0]] if len(owners) == 1 else self.holder(owners)
 
-    def read_models(self) -> dict[str, Any]:
-        """Return the states of models and optimizers by name. The ranks do not communicate."""
+    def read(self) -> dict[str, Any]:
+        """Return the states of all objects by name. The ranks do not communicate."""
         states: dict[str, Any] = {
             name: read_model_state(each) for name, each in self.modules.items()
         }
         for name, optimizer in self.optimizers.items():
-            owners = self.owners[name]
-            # With one model, parameters have their names in it, as `load_optimizer` expects.
-            holder = self.modules[owners[0]] if len(owners) == 1 else self.holder(owners)
-            states[name] = read_states(Part.OPTIMIZERS, holder, optimizer, exact=True).optimizer
-        return states
+            read = read_states(Part.OPTIMIZERS, self.model_of(name), optimizer, exact=True)
+            states[name] = read.optimizer
+        return {**states, **{n: obj.state_dict() for n, obj in self.stateful.items()}, **self.plain}
 
-    def find_plain(self, states: Mapping[str, Any]) -> list[_Path]:
-        """Return the paths of the values that every rank holds completely, except buffers.
-
-        They may differ between ranks: experts under one name, 8-bit moments of each rank's shard
-        (bitsandbytes#1840), a counter or a learning rate. Buffers are those of the first rank, as
-        in torch. A list without shards is one value, such as the matrices that SOAP keeps for a
-        parameter.
-        """
-        found = _values_in({name: states[name] for name in self.optimizers})
-        for name, module in self.modules.items():
-            tensors = Names(ModuleTree(module)).tensors
-            for key, value in states[name].items():
-                if isinstance(tensors.get(key), (nn.Parameter, type(None))):
-                    found[name, key] = value
-        return [(*path, *inner) for path, value in found.items() for inner in _find_complete(value)]
-
-    def read_others(self) -> dict[str, Any]:
-        """Return the states of all other objects, and the plain data, by name."""
-        states = {name: obj.state_dict() for name, obj in self.stateful.items()}
-        return {name: _arrays_to_tensors(state) for name, state in {**states, **self.plain}.items()}
+    def find_buffers(self) -> set[str]:
+        """Return the names of the buffers of all models. The first rank's values count."""
+        return {
+            f"{name}.{key}"
+            for name, module in self.modules.items()
+            for key, tensor in Names(ModuleTree(module)).tensors.items()
+            if not isinstance(tensor, nn.Parameter)
+        }
 
 
 def read_model_state(module: nn.Module) -> dict[str, Any]:
     """Return the state of a model. The ranks do not communicate."""
     return read_states(Part.MODEL, module).model
-
-
-def _values_in(tree: Any, path: _Path = ()) -> dict[_Path, Any]:
-    """Return everything in dicts, and in the groups of an optimizer, by its path."""
-    if path[1::2] == ("param_groups", "params"):
-        return {}  # the names of parameters, which may differ
-    is_groups = path[1:] == ("param_groups",)
-    if not is_groups and not isinstance(tree, dict):
-        return {path: tree}
-    found: dict[_Path, Any] = {}
-    for key, item in enumerate(tree) if is_groups else tree.items():
-        found |= _values_in(item, (*path, key))
-    return found
-
-
-def _listed(value: Any) -> Iterable[Any]:
-    return leaves([value]).values()
-
-
-def _find_complete(value: Any) -> list[_Path]:
-    """Return the path of a value itself, or of the values in it that are beside shards."""
-    found = leaves(value)
-    if not any(map(_is_part, found.values())):
-        return [()]
-    return [path for path, leaf in found.items() if not _is_part(leaf)]
-
-
-def _is_part(value: object) -> bool:
-    """Return whether a value is a DTensor that is divided between ranks."""
-    return is_dtensor(value) and not all(each.is_replicate() for each in value.placements)
-
-
-def _sum_of(value: Any, work: Workspace) -> bytes:
-    """Return a digest that is equal for equal values, in every process."""
-
-    def sum_leaf(leaf: Any, _: object) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return checksum_of(local_tensor(leaf).detach(), work)
-        if is_array(leaf):  # its text lacks the values in the middle
-            return leaf.dtype.str, leaf.tolist()
-        return sorted(map(repr, leaf)) if isinstance(leaf, set) else leaf
-
-    return sha256(repr(_in_order(map_leaves(value, sum_leaf))).encode()).digest()[:16]
-
-
-def _in_order(tree: Any) -> Any:
-    """Return containers whose text does not depend on the order of the keys of a dict."""
-    if isinstance(tree, dict):
-        return {key: _in_order(tree[key]) for key in sorted(tree, key=repr)}
-    return [type(tree), *map(_in_order, tree)] if isinstance(tree, (list, tuple)) else tree
-
-
-def _name_of(path: _Path) -> str:
-    return ".".join(map(str, path))
 
 
 def _require_resumable(obj: Any) -> None:
@@ -267,7 +180,7 @@ def _require_resumable(obj: Any) -> None:
 def _holds_state(obj: object, above: set[int]) -> bool:
     """Return whether a container holds an object with a state, at any depth."""
     kinds = (Mapping, ValuesView, Set, list, tuple, deque)
-    if not isinstance(obj, kinds) or id(obj) in above:
+    if not isinstance(obj, kinds) or id(obj) in above or holds_numbers(obj):
         return False
     items: Iterable[object] = obj.values() if isinstance(obj, Mapping) else obj
     above = above | {id(obj)}  # a container may contain itself
@@ -278,7 +191,7 @@ def _gives_state(obj: object) -> bool:
     return not isinstance(obj, type) and callable(getattr(obj, "state_dict", None))
 
 
-# ---- the state of a run, and how it is stored
+# ---- the state of a run, and how it is written
 
 
 class Head(NamedTuple):
@@ -289,57 +202,42 @@ class Head(NamedTuple):
 
 
 class _Facts(NamedTuple):
-    """The facts about the state of one rank that ranks compare.
+    """The facts about the tensors of one rank that ranks compare.
 
     Attributes:
-        sums: Path of a value in models and optimizers -> its `_sum_of`.
-        parts: Path and ranges of a shard on a mesh of some of the ranks -> its `_sum_of`. Without
-            ranges, it is a value in a list with shards.
-        groups: The parameter groups of all optimizers.
+        values: Name of a tensor that this rank has completely -> checksum. Without buffers.
+        parts: Name and ranges of a shard on a mesh of some of the ranks -> checksum.
     """
 
-    sums: dict[_Path, bytes]
-    parts: dict[tuple[_Path, Spans | None], bytes]
-    groups: Groups
-
-    @property
-    def params(self) -> list[Any]:
-        """Return the names of the parameters of each group."""
-        return [[name, *(one["params"] for one in each)] for name, each in self.groups.items()]
+    values: dict[str, Checksum]
+    parts: dict[tuple[str, Spans], Checksum]
 
 
 class _Summary(NamedTuple):
     """The message of a rank that is about to write.
 
     Attributes:
-        others: Name of an object that is not a model -> digest of its state.
-        facts: Digest of all other facts, and of the containers that a DCP folder changes. The facts
-            are sent if this differs between ranks.
+        tensors: Digest of its `_Facts`. The facts are sent if it differs between ranks.
+        objects: Name of an object -> digest of everything in its state but tensors.
     """
 
-    others: dict[str, bytes]
-    facts: bytes
+    tensors: bytes
+    objects: dict[str, bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Copies of the states of a run on this rank, which `Keeper.resume` can load.
+    """A copy of the states of a run on this rank.
 
     Attributes:
-        head: The step and its metrics.
-        models: States of models and optimizers by name.
-        others: States of all other objects, and plain data, by name.
+        state: The step, the metrics and the states of all objects, taken apart.
         generators: States of the random number generators.
-        plain: Paths of the values in `models` that every rank holds completely.
-        groups: The parameter groups of all optimizers.
+        buffers: Names of the buffers of models.
     """
 
-    head: Head
-    models: dict[str, Any]
-    others: dict[str, Any]
+    state: State
     generators: dict[str, Any]
-    plain: list[_Path]
-    groups: Groups
+    buffers: set[str]
 
     @classmethod
     def of(
@@ -350,231 +248,167 @@ class Snapshot:
         Raises:
             PlacementError: If `Keeper.resume` could not load a state.
         """
-        models, others = run.read_models(), run.read_others()
-        for name, state in others.items():
-            if not is_alone and any(map(is_dtensor, leaves(state).values())):
+        states, generators = run.read(), Generators().state_dict()
+        own = {"ranks": {"0": {GENERATORS: generators}}} if is_alone else {}
+        arrays = partial(_store_array, run.models)
+        state = require_savable({**head._asdict(), **states, **own}, path, arrays)
+        for key, tensor in state.tensors.items():
+            if is_alone and local_tensor(tensor).shape == tensor.shape:
+                continue
+            if state.made_of_others:
+                raise kind_error(*next(iter(state.made_of_others.items())))
+            if is_dtensor(tensor) and (is_alone or state.paths[key][0] not in run.models):
                 raise PlacementError(
-                    "only models and optimizers may contain DTensors",
-                    entry=name,
+                    "only models and optimizers may contain DTensors, on the ranks that save",
+                    entry=key,
                     hint="Pass the module itself, or full tensors.",
                 )
-        require_savable({**models, **others}, path)  # it names the value that cannot be copied
-        copies = staging.copy({"models": models, "others": others})
-        models, others = copies["models"], copies["others"]
-        groups = {name: models[name]["param_groups"] for name in run.optimizers}
-        generators, plain = Generators().state_dict(), run.find_plain(models)
-        return cls(head, models, others, generators, plain, groups)
+        # A list of a million numbers takes 60 ms so, and 2 s by `copy.deepcopy`.
+        objects = pickle.loads(pickle.dumps(state.objects))
+        state = replace(state, tensors=staging.copy(state.tensors), objects=objects)
+        return cls(state, generators, run.find_buffers() if not is_alone else set())
 
-    def for_one_process(self) -> dict[str, Any]:
-        """Return the state to write without other ranks."""
-        own = {"0": {GENERATORS: self.generators}}
-        return {**self.head._asdict(), **self.models, **self.others, "ranks": own}
+    def write(self, path: str, ranks: RankGroup, number: int, count: int) -> SaveReport:
+        """Write the snapshot: a torch file of one process, or a DCP folder of all ranks."""
+        if count == 1:
+            # A mesh of one rank has complete tensors.
+            tensors = {key: local_tensor(each) for key, each in self.state.tensors.items()}
+            values = [Value.of_tensor(*each) for each in tensors.items()]
+            state = replace(self.state, tensors=tensors, values=values)
+            return write_state(Target.of(path, None, None), state, SaveOptions())
+        with ranks.together() as agree:  # an error outside of an exchange stops the others, too
+            written = self._tensors_to_write(ranks, number, count)
+            report = save(
+                written, path, format="dcp", replicated="rank0", process_group=ranks.groups[0]
+            )
+            agree(False)
+        return report
 
-    def for_rank(self, ranks: RankGroup, number: int) -> dict[str, Any]:
-        """Return the state that this rank writes. All ranks call this.
-
-        The first rank writes the other objects that are equal on all ranks. Each rank writes its
-        own states of the others. It also writes plain values that differ, because DCP would keep
-        those of one rank.
-        """
-
-        def summarise() -> StepResult[tuple[dict[str, Output], _Facts], _Summary]:
-            files = {name: lay_out_one_file({name: state}) for name, state in self.others.items()}
-            work = Workspace()
-            sums, parts = dict[_Path, bytes](), dict[tuple[_Path, Spans | None], bytes]()
-            for path in self.plain:
-                holder: Any = reduce(getitem, path[:-1], self.models)
-                summed = _sum_of(holder[path[-1]], work)
-                if isinstance(holder, dict):
-                    sums[path] = summed
-                else:
-                    parts[path, None] = summed
-            parts |= {
-                (path, spans_of(leaf, _name_of(path))): _sum_of(leaf, work)
-                for path, leaf in leaves(self.models).items()
-                if _is_part(leaf) and is_on_some_ranks(leaf)
-            }
-            facts = _Facts(sums, parts, self.groups)
-            changed = [*_changed_containers(self.models, [])]
-            known = repr([facts.sums, facts.parts, facts.params, changed]).encode()
-            digests = {name: _digest_of(file) for name, file in files.items()}
-            return StepResult((files, facts), _Summary(digests, sha256(known).digest()))
-
-        (files, facts), by_rank = ranks.run(summarise)
-        summaries, different = by_rank.values(), list[list[Any]]()
-        own = dict[str, torch.Tensor]()
-        is_equal = len({each.facts for each in summaries}) == 1
-        if not is_equal:
-            params = {
-                name: [{"params": one["params"]} for one in groups]
-                for name, groups in self.groups.items()
-            }
-            own[GROUPS] = _pack(lay_out_one_file({GROUPS: params}))
-            different = self._settle(ranks.run(lambda: StepResult(None, facts)).by_rank, number)
-        equal = set.intersection(*({*each.others.items()} for each in summaries))
-        common = {name for name, _ in equal}
-        # Only the files that this rank writes: a copy of weights, such as an EMA, may be large.
-        own |= {name: _pack(file) for name, file in files.items() if name not in common}
-        own[GENERATORS] = _pack(lay_out_one_file({GENERATORS: self.generators}))
-        # A resume reads those of all ranks, so ranks with equal ones write them once.
-        is_writer = number == 0 or not is_equal
-        if is_writer and (changed := [*_changed_containers(self.models, [])]):
-            own[CONTAINERS] = _pack(lay_out_one_file({CONTAINERS: changed}))
-        if different:
-            own[DIFFERING] = _pack(lay_out_one_file({DIFFERING: different}))
-        state: dict[str, Any] = {**self.models, "ranks": {str(number): own}}
-        if number == 0:
-            packed = {name: _pack(files[name]) for name in common}
-            state |= {**self.head._asdict(), "packed": packed}
-        return state
-
-    def _settle(self, by_rank: Mapping[int, _Facts], number: int) -> list[list[Any]]:
-        """Give `models` the groups of all ranks. Remove the values that differ.
-
-        Returns:
-            The path of each such value, in the same order on all ranks, and the value of this rank
-            in a list. The list is empty if this rank does not have the parameter, as in a pipeline.
-            It is None if its parameter does not have this state.
+    def _tensors_to_write(self, ranks: RankGroup, number: int, count: int) -> dict[str, Any]:
+        """Return the tensors that this rank writes, and its item, in nested dicts.
 
         Raises:
-            PlacementError: If shards on several meshes differ under one name, or values in a list
-                with shards.
+            PlacementError: If shards on several meshes differ under one name.
         """
-        every, different = by_rank.values(), list[list[Any]]()
-        unlike = find_differences({rank: each.parts for rank, each in by_rank.items()})
-        if unlike:  # experts of a group of ranks: a DCP folder has one tensor of each name
-            hint = "Name the modules of each group of ranks, such as f'expert_{number}'."
-            if next(iter(unlike))[1] is None:
-                hint = "Put it into a dict. A list with DTensors cannot have values of each rank."
-            raise difference_error({_name_of(path): d for (path, _), d in unlike.items()}, hint)
-        # The ranks of a pipeline have different groups, and a checkpoint has those of all ranks.
-        is_merged = any(each.params != by_rank[0].params for each in every)
-        if is_merged:
-            for name, groups in merge_groups(each.groups for each in every).items():
-                if name in self.models:
-                    self.models[name] = {**self.models[name], "param_groups": groups}
-        paths = dict.fromkeys(path for each in every for path in each.sums)
-        held = {
-            rank: {
-                (name, "state", param) for name, *groups in each.params for param in chain(*groups)
-            }
-            for rank, each in by_rank.items()
+        state = self.state
+        saved = fill_in(state.template, state.objects)
+
+        def summarise() -> StepResult[_Facts, _Summary]:
+            facts = self._find_facts()
+            objects = {name: _digest(pickled(each)) for name, each in saved.items()}
+            known = _digest(repr([*facts.values.items(), *facts.parts.items()]).encode())
+            return StepResult(facts, _Summary(known, objects))
+
+        facts, by_rank = ranks.run(summarise)
+        unlike = set[str]()
+        if len({each.tensors for each in by_rank.values()}) > 1:
+            every = ranks.run(lambda: StepResult(None, facts)).by_rank
+            parts = find_differences({rank: each.parts for rank, each in every.items()})
+            if parts:  # experts of a group of ranks: a DCP folder has one tensor of each name
+                hint = "Name the modules of each group of ranks, such as f'expert_{number}'."
+                raise difference_error({name: each for (name, _), each in parts.items()}, hint)
+            unlike = {*find_differences({rank: each.values for rank, each in every.items()})}
+        # An object whose tensors differ counts as one that differs.
+        apart = {state.paths[name][0] for name in unlike if name in state.paths}
+        first, *others = (each.objects for each in by_rank.values())
+        own = {
+            name: [
+                at
+                for at, each in enumerate(others, 1)
+                if name in apart or each.get(name) != first.get(name)
+            ]
+            for name in dict.fromkeys(name for each in (first, *others) for name in each)
         }
-        # An optimizer may have state of a parameter on one rank only: an expert without gradients.
-        facts = {
-            rank: {
-                path: each.sums.get(path)
-                for path in paths
-                if path in each.sums or path[:3] in held[rank]
-            }
-            for rank, each in by_rank.items()
-        }
-        for path in find_differences(facts):
-            # Merged groups are equal on all ranks, and have other places.
-            if not (is_merged and "param_groups" in path[1:2]):
-                *places, last = path
-                kept: list[Any] | None = None if path[:3] in held[number] else []
-                if path in by_rank[number].sums:
-                    kept = [reduce(getitem, places, self.models).pop(last)]
-                different.append([[*path], map_leaves(kept, _local)])
-        return different
+        renamed = {name: f"{item_key(number)}.{name}" for name in unlike}
+        written = {name: each for name, each in saved.items() if not number or number in own[name]}
+        differing = {name: who for name, who in own.items() if who}
+        item = RankItem(count, {} if number else differing, self.generators, written)
+        fields = {name: getattr(item, name) for name in RankItem.__slots__}
+        data = torch.frombuffer(bytearray(MAGIC + pickled(fields, renamed)), dtype=torch.uint8)
+        nested: dict[str, Any] = {}
+        for name, tensor in state.tensors.items():
+            if name in unlike:
+                nested[renamed[name]] = local_tensor(tensor) if is_dtensor(tensor) else tensor
+                continue
+            *places, last = map(name_text, state.paths[name])
+            inside = nested
+            for place in places:
+                inside = inside.setdefault(place, {})
+            inside[last] = tensor
+        return {**nested, item_key(number): data}
+
+    def _find_facts(self) -> _Facts:
+        """Return the digests of tensors that ranks may have under one name."""
+        work, facts = Workspace(), _Facts({}, {})
+        for name, tensor in self.state.tensors.items():
+            local = local_tensor(tensor).detach()
+            if not is_part(tensor):
+                if name not in self.buffers:
+                    facts.values[name] = checksum_of(local, work)
+            elif is_on_some_ranks(tensor):
+                facts.parts[name, spans_of(tensor, name)] = checksum_of(local, work)
+        return facts
 
 
-def _changed_containers(tree: Any, path: list[Any]) -> Iterator[list[Any]]:
-    """Yield the path of each container that a DCP folder changes, and the keys of a dict.
+class _Pickler(pickle.Pickler):
+    """Pickles containers of plain data, and a `Leaf` for each tensor.
 
-    Keys become text, as in the path, and a tuple with tensors becomes a list.
+    Without its memo, so that equal data gives equal bytes: which equal strings are one object
+    differs between processes.
     """
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(tree, dict):
-        items = [(name_text(key), item) for key, item in tree.items()]
-        if any(type(key) is not str for key in tree):
-            yield [path, [*tree]]
-    elif any(isinstance(leaf, torch.Tensor) for leaf in _listed(tree)):
-        items = enumerate(tree if isinstance(tree, (list, tuple)) else ())
-        if isinstance(tree, tuple):
-            yield [path, None]
-    for key, item in items:
-        yield from _changed_containers(item, [*path, key])
+
+    def __init__(self, file: io.BytesIO, renamed: Mapping[str, str]) -> None:
+        super().__init__(file, 2)
+        self.fast, self._renamed = True, renamed
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is Leaf:
+            return Leaf, (self._renamed.get(obj.key, obj.key),)
+        value = obj.item() if type(obj).__module__ == "numpy" else obj  # a scalar: no array is left
+        return NotImplemented if value is obj else (type(value), (value,))
 
 
-def restore_container(saved: Any, path: list[Any], keys: list[Any] | None) -> None:
-    """Undo the change of a container, if it is among the states."""
-    *places, last = path
-    try:
-        holder = reduce(getitem, places, saved)
-        found = holder[last]
-    except LookupError:  # of another stage of a pipeline, or each rank has its own
-        return
-    by_text = {name_text(key): key for key in keys or ()}
-    new = tuple(found) if keys is None else {by_text.get(k, k): v for k, v in found.items()}
-    holder[last] = new
+def pickled(tree: Any, renamed: Mapping[str, str] | None = None) -> bytes:
+    """Return containers as the bytes of a pickle.
+
+    Args:
+        tree: Plain data, and a `Leaf` for each tensor.
+        renamed: Key of a tensor -> the key that this rank gives it.
+    """
+    file = io.BytesIO()
+    _Pickler(file, renamed or {}).dump(tree)
+    return file.getvalue()
 
 
-def _local(leaf: Any, _: object) -> Any:
-    return local_tensor(leaf) if is_dtensor(leaf) else leaf
+def fill_in(template: Any, objects: Mapping[str, object]) -> Any:
+    """Return containers with their plain data. A `Leaf` stands for each tensor."""
+    if type(template) is Leaf:
+        return objects.get(template.key, template)
+    if not isinstance(template, dict):
+        return type(template)(fill_in(item, objects) for item in template)
+    made: Any = type(template)()
+    for name, item in template.items():
+        made[name] = fill_in(item, objects)
+    if hasattr(template, "_metadata"):
+        made._metadata = template._metadata
+    return made
 
 
-def _digest_of(file: Output) -> bytes:
-    """Return a digest that is equal on ranks with the same state of an object."""
-    (sections,) = file.files.values()
-    made = sha256()
-    pass_bytes(sections, lambda data, _: made.update(data))
-    return made.digest()
+def is_part(value: object) -> bool:
+    """Return whether a value is a DTensor that is divided between ranks."""
+    return is_dtensor(value) and not all(each.is_replicate() for each in value.placements)
 
 
-def _pack(file: Output) -> torch.Tensor:
-    """Return a torch file in the bytes of a tensor. DCP folders have text keys only."""
-    (sections,) = file.files.values()
-    packed = torch.empty(end_of(sections), dtype=torch.uint8)
-    room = memory_of(packed)
-
-    def put(data: Block, place: int) -> None:
-        room[place : place + len(data)] = data
-
-    pass_bytes(sections, put)
-    return packed
+def _digest(data: bytes) -> bytes:
+    return blake2b(data, digest_size=16).digest()
 
 
-def unpack(states: Mapping[str, Any], name: str) -> Any:
-    """Return a state by its name, whether it is packed, as in a DCP folder, or not."""
-    state = states[name]
-    if isinstance(state, FileTensor):
-        state = state.tensor()
-    if not isinstance(state, torch.Tensor):
-        return state
-    with open_checkpoint(io.BytesIO(memory_of(state.contiguous()))) as ckpt:
-        return ckpt.tree()[name]
+def _store_array(models: tuple[str, ...], key: str, array: Any) -> Any:
+    """Return containers with the bytes of an array of numpy. A file would store it as a list.
 
-
-def _arrays_to_tensors(state: Any) -> Any:
-    """Return a state with numpy's arrays as tensors of bytes. A file would store them as lists."""
-
-    def store(leaf: Any, _: object) -> Any:
-        if not is_array(leaf):
-            return leaf
-        values = torch.frombuffer(bytearray(leaf.tobytes() or b"0"), dtype=torch.uint8)
-        return {_ARRAY: [leaf.dtype.str, list(leaf.shape)], "bytes": values[: leaf.nbytes]}
-
-    return map_leaves(state, store) if any(map(is_array, leaves(state).values())) else state
-
-
-def load_values(state: Any) -> Any:
-    """Return a state with its arrays again, and with tensors in memory."""
-    if isinstance(state, FileTensor):
-        return state.tensor()
-    if isinstance(state, dict) and _ARRAY in state:
-        (code, shape), values = state[_ARRAY], load_values(state["bytes"])
-        return array_of(Array(code, tuple(shape), False, bytes(memory_of(values.contiguous()))))
-    if type(state) in (dict, OrderedDict):
-        return type(state)((name, load_values(item)) for name, item in state.items())
-    if type(state) in (list, tuple):
-        return type(state)(map(load_values, state))
-    return state
-
-
-def copy_state(state: Any) -> Any:
-    """Return a deep copy, also of compressed sparse tensors, which torch does not copy deeply."""
-    found = [each for each in leaves(state).values() if isinstance(each, torch.Tensor)]
-    odd = {id(each): each.clone() for each in found if each.layout is not torch.strided}
-    return copy.deepcopy(state, odd)
+    It is a list in models and optimizers, as in every file that `load` reads.
+    """
+    if key.partition(".")[0] in models:
+        return array.tolist()
+    values = torch.frombuffer(bytearray(array.tobytes() or b"0"), dtype=torch.uint8)
+    return {ARRAY: [array.dtype.str, list(array.shape)], "bytes": values[: array.nbytes]}

@@ -1,57 +1,41 @@
-"""Copy the state of a training run to host memory, into the memory of the last copy."""
+"""Copy the tensors of a training run to host memory, into the memory of the last copy."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from torchlift._model.dtensor import is_dtensor, local_tensor, wrap
-from torchlift._model.handlers import clone_of, has_memory, is_plain
-from torchlift._model.slots import is_blank
-from torchlift._system.containers import leaves
+from torchlift._model.handlers import clone_of, is_plain
 
 
 class Staging:
-    """Copies states to host memory. Each copy overwrites the one before."""
+    """Copies tensors to host memory. Each copy overwrites the one before."""
 
     def __init__(self) -> None:
         # Shape, strides and dtype -> tensors with the memory of the last copy.
         self._rooms: dict[object, list[torch.Tensor]] = {}
 
-    def copy(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Copy a state. Equal views of one memory, such as tied weights, share their copy.
+    def copy(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copy tensors, which may be DTensors.
 
-        Tensors without values stay as they are.
-
-        Args:
-            state: Nested containers of tensors, which may be DTensors, and of plain data.
+        Equal views of one memory, such as tied weights, share their copy.
         """
         free, self._rooms = self._rooms, {}
-        made: dict[int, torch.Tensor] = {}
+        made: dict[str, torch.Tensor] = {}
         shared: dict[object, torch.Tensor] = {}
-        tensors = [leaf for leaf in leaves(state).values() if isinstance(leaf, torch.Tensor)]
-        for leaf in tensors:
-            if is_blank(leaf):
-                made[id(leaf)] = leaf  # for the check of a save: torch's error would not name it
-                continue
-            local = local_tensor(leaf)
-            is_odd = not (is_plain(local) and has_memory(local)) or local.is_quantized
-            if is_odd or vars(local):
-                copied = clone_of(local, torch.device("cpu"))
-                rest = {key: value for key, value in vars(local).items() if key not in vars(copied)}
-                vars(copied).update(copy.deepcopy(rest))
-            else:
-                view = _identity(local)
-                if view not in shared:
-                    shared[view] = self._copy(local.detach(), free)
-                copied = shared[view]
-            made[id(leaf)] = wrap(leaf, copied) if is_dtensor(leaf) else copied
-        for device in {leaf.device for leaf in tensors if leaf.is_cuda}:
+        for name, tensor in tensors.items():
+            local = local_tensor(tensor).detach()
+            view = _identity(local) if is_plain(local) else object()
+            if not is_plain(local):  # a subclass may run code
+                shared[view] = clone_of(local, torch.device("cpu"))
+            elif view not in shared:
+                shared[view] = self._copy(local, free)
+            made[name] = wrap(tensor, shared[view]) if is_dtensor(tensor) else shared[view]
+        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
             torch.cuda.synchronize(device)
-        return copy.deepcopy(dict(state), made)
+        return made
 
     def _copy(self, tensor: torch.Tensor, free: dict[object, list[torch.Tensor]]) -> torch.Tensor:
         # A number that is expanded to a tensor stays one number.

@@ -43,6 +43,7 @@ from torchlift.formats.index import (
 )
 from torchlift.formats.pickled import flatten
 from torchlift.formats.pieces import Piece, assemble, differing_error
+from torchlift.formats.runs import MAGIC, OF_RANKS, item_key, read_item, shown
 from torchlift.formats.sharded import by_number, claimed, locate, locate_all, require_files
 from torchlift.formats.source import (
     Source,
@@ -151,12 +152,50 @@ def read_dcp(path: str, names: Sequence[str]) -> Index:
         with errors_name(file), Source(file, metadata.budget) as source:
             metadata.add(name, source.read_all(_MAX_METADATA, "the metadata"))
             guides[file] = source.stamp
-    index = _read_items(path, metadata)
+    index = _show_first_rank(_read_items(path, metadata), metadata.budget)
     if _has_common(path, metadata):
         with errors_name(file := locate(path, _COMMON)), Source(file, metadata.budget) as source:
             common = claimed(_COMMON, read_torch_zip(source), {})
         index = join(path, "dcp", [index, common], index.metadata, _CONFLICT)
     return replace(index, guides=guides)
+
+
+def _show_first_rank(index: Index, budget: Budget) -> Index:
+    """Return the index of a folder of a `torchlift.Keeper` with the plain data of its first rank.
+
+    The tensors of single ranks are hidden.
+
+    Raises:
+        FormatError: If the item of the first rank is malformed.
+    """
+    key = item_key(0)
+    entry = index.tensors.get(key)
+    if entry is None or (entry.dtype, len(entry.shape), len(entry.chunks)) != ("uint8", 1, 1):
+        return index
+    if UNRESOLVED in entry.encoding:
+        index = resolved(index, [key], budget)
+    (place,) = index.tensors[key].chunks
+    with errors_name(place.file, key), Source(place.file, budget, index.files[place.file]) as file:
+        data = file.read(place.offset, place.nbytes)
+        if not data.startswith(MAGIC):
+            return index
+        item = read_item(data, budget)
+        hidden = {name: each for name, each in index.tensors.items() if OF_RANKS.match(name)}
+        tensors = {name: each for name, each in index.tensors.items() if name not in hidden}
+        flat = flatten(item.saved, budget)  # refuses containers that nest too deep
+        (table,) = index.tree or ({},)
+        others = dict(table) if isinstance(table, dict) else {}
+        others = {name: each for name, each in others.items() if not OF_RANKS.match(name)}
+    return replace(
+        index,
+        tensors=tensors,
+        hidden=hidden,
+        objects={**flat.objects, **index.objects},
+        blocked_keys={**flat.blocked, **index.blocked_keys},
+        module_versions={**flat.versions, **index.module_versions},
+        templates={**index.templates, **flat.templates},
+        tree=(shown(item.saved, others, tensors),),
+    )
 
 
 def _has_common(path: str, metadata: _Metadata) -> bool:
@@ -473,7 +512,7 @@ def resolved(
     """
     todo = [
         entry
-        for key, entry in index.entries.items()
+        for key, entry in {**index.entries, **index.hidden}.items()
         if UNRESOLVED in entry.encoding and (keys is None or key in keys)
     ]
     if not todo:
@@ -487,7 +526,7 @@ def resolved(
     # The stand-ins of these items go: their storages are known now.
     known = {_storage(index.path, item) for item in heads}
     storages = {name: place for name, place in index.storages.items() if name not in known}
-    files, entries = dict(index.files), dict(index.tensors)
+    files, entries, hidden = dict(index.files), dict(index.tensors), dict(index.hidden)
     for head in heads.values():
         storages |= head.storages
         files |= head.files
@@ -501,14 +540,14 @@ def resolved(
             stride = chunks[0].stride
             chunks = (chunks[0]._replace(stride=None),)
         first = found[0].entry
-        entries[entry.key] = entry._replace(
+        (hidden if entry.key in hidden else entries)[entry.key] = entry._replace(
             stride=stride,
             location=first.location,
             storage=first.storage,
             chunks=chunks,
             encoding=(),
         )
-    return replace(index, tensors=entries, storages=storages, files=files)
+    return replace(index, tensors=entries, hidden=hidden, storages=storages, files=files)
 
 
 class _Numbers(NamedTuple):

@@ -85,8 +85,12 @@ class Containers:
             check_depth(depth)
             # False until known: a container may contain itself.
             self._tensors_inside[id(value)] = value, False
+            # Each class once: a list of a million numbers has one.
+            kinds = (self.tensors, self.mappings, list, tuple)
             items = value.values() if is_mapping else value
-            found = any(self.has_tensor(item, depth + 1) for item in items)
+            found = any(issubclass(kind, kinds) for kind in {*map(type, items)}) and any(
+                self.has_tensor(item, depth + 1) for item in items
+            )
             self._tensors_inside[id(value)] = value, found
         return self._tensors_inside[id(value)][1]
 

@@ -478,6 +478,8 @@ class Index:
         records: Name of another record of an archive, or of a storage that no tensor uses -> its
             place, if it has a checksum. If a storage has this name, the record holds the storage
             and a header.
+        hidden: Key -> entry of a tensor that is not shown: those of single ranks in the folder of a
+            `torchlift.Keeper`.
         entries: The tensors that are not blocked. It follows from `tensors` and `blocked_keys`.
     """
 
@@ -498,6 +500,7 @@ class Index:
     guides: Mapping[str, Stamp] = field(default_factory=dict)
     noted: Mapping[str, str] = field(default_factory=dict, repr=False)
     records: Mapping[str, Storage] = field(default_factory=dict, repr=False)
+    hidden: Mapping[str, TensorEntry] = field(default_factory=dict, repr=False)
     entries: Mapping[str, TensorEntry] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

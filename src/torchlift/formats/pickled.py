@@ -57,6 +57,9 @@ class _RecordFlattener(Flattener):
         self._counted: dict[int, object] = {}
 
     def _file(self, key: str, value: Any, depth: int) -> None:
+        if isinstance(value, Leaf):
+            self.flat.tensors[key] = value
+            return
         if isinstance(value, StorageRef) and value.dtype not in QUANTIZED:
             value = TensorRef(value, value.dtype or "uint8", 0, (value.numel,), (1,))
         needs: str | None = None

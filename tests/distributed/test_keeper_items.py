@@ -1,0 +1,370 @@
+"""What a Keeper writes of each rank, and what it makes of damaged, old and foreign content."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import threading
+import time
+import warnings
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torchlift
+from torchlift.distributed.run_state import Snapshot, pickled
+from torchlift.errors import CheckpointError, FormatError
+from torchlift.formats.index import Leaf
+from torchlift.formats.runs import MAGIC, RankItem, read_item
+
+
+class Place:
+    """An object with a state."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def run_of() -> dict[str, Any]:
+    """A model and an optimizer that has taken a step."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+# ---- the content of items
+
+FIELDS: dict[str, Any] = {"ranks": 2, "own": {"a": [1]}, "generators": {}, "saved": {"step": 1}}
+
+
+def test_an_item_has_containers_as_they_were() -> None:
+    """Keys, tuples and classes of dicts. A marker stands for each tensor, under its own name."""
+    saved = {
+        "step": 3,
+        "model": OrderedDict(w=Leaf("model.w")),
+        "deep": [(1, {2: Leaf("deep.0.1.2")}), {None: True}],
+        "kinds": (torch.float16, torch.Size([2]), b"\xff", 1j, {"a"}),
+    }
+    data = MAGIC + pickled({**FIELDS, "saved": saved}, {"model.w": "ranks.1.model.w"})
+    item = read_item(data)
+    assert isinstance(item, RankItem)
+    assert item.saved["model"] == {"w": Leaf("ranks.1.model.w")}
+    assert item.saved["deep"] == saved["deep"]
+    assert item.saved["kinds"][2:] == (b"\xff", 1j, {"a"})
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.system, ("true",)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x80\x02N.",
+        pickle.dumps(5, 2),
+        pickle.dumps({"ranks": 2}, 2),
+        *(
+            pickle.dumps({**FIELDS, **wrong}, 2)
+            for wrong in (
+                {"ranks": 0}, {"ranks": "2"}, {"own": 5}, {"own": {"a": 3}}, {"own": {"a": [7]}},
+                {"own": {"a": ["1"]}}, {"own": {3: [1]}}, {"saved": [1]}, {"saved": {3: 1}},
+                {"more": 1},
+            )
+        ),
+        pickle.dumps({**FIELDS, "saved": {"a": Evil()}}, 2)[:-3],
+    ],
+)  # fmt: skip
+def test_an_item_of_another_form_is_one_clear_error(content: bytes) -> None:
+    """And nothing in it runs."""
+    with pytest.raises(FormatError):
+        read_item(MAGIC + content)
+    with pytest.raises(FormatError):
+        read_item(content)
+
+
+DAMAGE: list[tuple[str, Any]] = [
+    ("optimizer", 5),
+    ("optimizer", {"state": 5, "param_groups": []}),
+    ("optimizer", {"state": {}, "param_groups": 3}),
+    ("optimizer", {"state": {}, "param_groups": [5]}),
+    ("optimizer", {"state": {}, "param_groups": [{"lr": 1}]}),
+    ("optimizer", {"state": {}, "param_groups": [{"params": 5}]}),
+    ("optimizer", {"state": {}, "param_groups": [{"params": [["a"]]}]}),
+    ("optimizer", {"state": {"weight": 5}, "param_groups": [{"params": ["weight", "bias"]}]}),
+    (
+        "optimizer",
+        {"state": {"weight": {"exp_avg": "x"}}, "param_groups": [{"params": ["weight"]}]},
+    ),
+    ("model", 5),
+    ("model", [torch.ones(2)]),
+    ("model", {"weight": "text", "bias": torch.ones(2)}),
+    ("ranks", 7),
+    ("ranks", {"0": {}}),
+    ("ranks", {"0": {"rng": {"torch": b"short"}}}),
+    ("step", "7"),
+]
+
+
+@pytest.mark.parametrize(("name", "content"), DAMAGE, ids=str)
+def test_a_damaged_state_is_one_clear_error_and_changes_nothing(
+    tmp_path: Path, name: str, content: Any
+) -> None:
+    """Whatever stands where a Keeper writes something else."""
+    with torchlift.Keeper(tmp_path, background=False) as keeper:
+        keeper.save(7, run_of())
+        path = keeper.latest() or ""
+        torch.save({**torch.load(path, weights_only=True), name: content}, path)
+        run = run_of()
+        before = [run["model"].state_dict()["weight"].clone(), str(run["optimizer"].state_dict())]
+        with pytest.raises(CheckpointError) as caught:
+            keeper.resume(run, verify=False)
+        assert path in str(caught.value)
+        assert torch.equal(run["model"].weight, before[0])
+        assert str(run["optimizer"].state_dict()) == before[1]
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"numpy.ndarray": 5},
+        {"numpy.ndarray": ["<f4", [2]], "bytes": [1]},
+        {"numpy.ndarray": [1, 2], "bytes": torch.ones(1)},
+        {"rows": [{"numpy.ndarray": "text", "other": 1}]},
+    ],
+)
+def test_a_dict_with_the_key_of_arrays_is_resumed_as_it_was(tmp_path: Path, state: Any) -> None:
+    """The key is that of a state which the Keeper makes of an array."""
+    again = Place(None)
+    with torchlift.Keeper(tmp_path, background=False) as keeper:
+        keeper.save(1, place=Place(state))
+        assert keeper.resume(place=again) == 1
+    assert torchlift.diff({"state": again.state}, {"state": state}).equal
+
+
+def test_a_list_of_a_million_numbers_is_not_walked_over(tmp_path: Path) -> None:
+    """Python would block training for seconds, and torch.save takes 0.3 s."""
+    run = {**run_of(), "loader": Place({"rows": [*range(1_000_000)]})}
+    counts = {"losses": [0.5] * 1_000_000, "deep": {"some": tuple([1.0, None] * 500_000)}}
+    calls = 0
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    with torchlift.Keeper(tmp_path) as keeper:
+        keeper.save(1, run, **counts)
+        keeper.wait()
+        sys.setprofile(count)
+        threading.setprofile(count)
+        try:
+            keeper.save(2, run, **counts)
+            keeper.wait()
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)  # type: ignore[arg-type]
+    assert calls < 100_000
+    assert torchlift.open(keeper.latest() or "").objects["losses"][-1] == 0.5
+
+
+# ---- memory
+
+
+def resume_model(folder: str, way: str) -> float:
+    """Save, or resume the model alone; the MiB of memory that this takes."""
+    model = nn.Linear(512, 512)
+    average = torch.full((1 << 24,), 1.0)  # 64 MiB
+    with torchlift.Keeper(folder) as keeper:
+        if way == "save":
+            for step in (1, 2):  # the first one makes room for the copy
+                with torchlift.measure.memory() as use:
+                    keeper.save(step, model=model, average=Place({"values": average}))
+                    keeper.wait()
+        else:
+            with torchlift.measure.memory() as use:
+                assert keeper.resume(model=model, verify=False) == 2
+    return use.added_anonymous / (1 << 20)
+
+
+@pytest.mark.distributed
+def test_a_save_copies_once_and_a_resume_reads_what_is_passed(tmp_path: Path) -> None:
+    """A save took the memory of an equal object twice, and a resume read all objects."""
+    on_ranks = torchlift.distributed.on_ranks
+    assert max(on_ranks(2, resume_model, str(tmp_path), "save")) < 24
+    assert max(on_ranks(2, resume_model, str(tmp_path), "resume")) < 24
+
+
+# ---- the ends of a job
+
+
+def destroy_early(folder: str, closes: bool) -> str:
+    """Destroy the process group before the keeper is closed, while it saves or afterwards."""
+    keeper = torchlift.Keeper(folder)
+    keeper.save(1, run_of())
+    if closes:
+        keeper.wait()
+        keeper.save(2, run_of())
+        write = keeper._in_flight[0]
+        assert write is not None
+        write.result()
+    dist.destroy_process_group()
+    try:
+        keeper.close()
+        keeper.save(3, run_of())
+    except (CheckpointError, ValueError) as error:
+        return str(error)
+    return "saved"
+
+
+@pytest.mark.distributed
+def test_a_group_that_is_destroyed_before_the_keeper_is_closed_is_named(tmp_path: Path) -> None:
+    """Saves that are complete stay complete, and what is lost has a clear error."""
+    on_ranks = torchlift.distributed.on_ranks
+    found = on_ranks(2, destroy_early, str(tmp_path), True)
+    assert found == ["the keeper is closed"] * 2
+    assert torchlift.distributed.RunFolder(tmp_path).steps() == [1, 2]
+
+
+def lose_the_last_save(folder: str) -> str:
+    """Destroy the process group while the last save waits."""
+    go, write = threading.Event(), Snapshot.write
+    Snapshot.write = lambda *a: go.wait(60) and write(*a)  # type: ignore[method-assign]
+    keeper = torchlift.Keeper(folder)
+    keeper.save(1, run_of())
+    dist.destroy_process_group()
+    go.set()
+    with pytest.raises(CheckpointError) as caught:
+        keeper.close()
+    return str(caught.value)
+
+
+@pytest.mark.distributed
+def test_a_save_that_lost_its_group_says_so(tmp_path: Path) -> None:
+    """In place of torch's ValueError, and with the line that mends it."""
+    for text in torchlift.distributed.on_ranks(2, lose_the_last_save, str(tmp_path)):
+        assert "the process group was destroyed before the keeper was closed" in text
+        assert "Call keeper.close() before torch.distributed.destroy_process_group()" in text
+
+
+def keep_on_some_ranks(folder: str, says_so: bool) -> list[Any]:
+    """Let two of three ranks keep."""
+    rank = dist.get_rank()
+    group = dist.new_group([0, 2]) if says_so else None
+    if rank == 1:
+        time.sleep(0 if says_so else 6)
+        return []
+    if not says_so:
+        with pytest.raises(CheckpointError) as caught:
+            torchlift.Keeper(folder, timeout=2)
+        return [str(caught.value)]
+    with torchlift.Keeper(folder, process_group=group, timeout=60) as keeper:
+        keeper.save(5, run_of(), place=Place({"rank": rank}))
+        again = Place(None)
+        assert keeper.resume(run_of(), place=again) == 5
+    return [again.state]
+
+
+@pytest.mark.distributed
+def test_a_keeper_of_some_ranks_does_not_wait_for_the_others(tmp_path: Path) -> None:
+    """Not longer than its timeout, and with their process group it works."""
+    on_ranks = torchlift.distributed.on_ranks
+    found = on_ranks(3, keep_on_some_ranks, str(tmp_path), False)
+    for rank in (0, 2):
+        (text,) = found[rank]
+        assert text.startswith("some ranks do not create the Keeper")
+        assert "pass process_group= with the ranks that do" in text
+    found = on_ranks(3, keep_on_some_ranks, str(tmp_path), True)
+    assert found == [[{"rank": 0}], [], [{"rank": 2}]]
+    assert len([*(tmp_path / "step-000000005").glob("*.distcp")]) == 2
+
+
+def test_a_fork_is_refused_and_does_not_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that writes is not in it, and it must not touch the folder."""
+    go, write = threading.Event(), Snapshot.write
+    monkeypatch.setattr(Snapshot, "write", lambda *a: go.wait(60) and write(*a))
+    keeper = torchlift.Keeper(tmp_path)
+    keeper.save(1, run_of())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork with threads
+        child = os.fork()
+    if not child:
+        status = 0
+        for call in (
+            keeper.wait, lambda: keeper.save(2, run_of()), lambda: keeper.resume(run_of()),
+            keeper.should_stop, keeper.close,
+        ):  # fmt: skip
+            try:
+                call()
+            except CheckpointError as error:
+                status += "the keeper is that of another process" in str(error)
+        keeper.__exit__(ValueError, None, None)
+        os._exit(status)
+    _, ended = os.waitpid(child, 0)
+    go.set()
+    keeper.close()
+    assert os.waitstatus_to_exitcode(ended) == 5
+    assert keeper.steps() == [1]
+
+
+# ---- checkpoints of before
+
+
+@pytest.fixture
+def before(tmp_path: Path) -> Path:
+    """A file of one process and a folder of two ranks, saved by the version before items."""
+    with zipfile.ZipFile(Path(__file__).with_name("kept_before.zip")) as archive:
+        archive.extractall(tmp_path)
+    return tmp_path
+
+
+def test_a_file_of_before_is_resumed(before: Path) -> None:
+    """With the position of its loader, and the states of the generators."""
+    run, place = run_of(), Place(None)
+    saved = torchlift.open(before / "file/step-000000007.pt")
+    expected = saved["ranks.0.rng.torch"]
+    with torch.no_grad():
+        run["model"].weight.zero_()
+    assert torchlift.Keeper(before / "file").resume(run, loader=place) == 7
+    assert torch.equal(run["model"].weight, saved["model.weight"])
+    assert place.state == {"at": 10}
+    assert torch.equal(torch.get_rng_state(), expected)
+
+
+def test_a_folder_of_before_is_refused_and_the_lines_of_the_error_load_it(before: Path) -> None:
+    """Its model and its optimizer."""
+    run = run_of()
+    optimizer = run["optimizer"] = torch.optim.AdamW(run["model"].parameters())
+    model = run["model"]
+    nn.init.zeros_(model.weight)
+    with pytest.raises(FormatError, match="an older version of torchlift saved this") as caught:
+        torchlift.Keeper(before / "folder").resume(run)
+    hint = caught.value.hint or ""
+    names = {"torchlift": torchlift, "model": model, "optimizer": optimizer}
+    lines = hint.removeprefix("Load a model with ").removesuffix(".")
+    for line in lines.split(", and its optimizer with "):
+        eval(line, names)
+    saved = torchlift.open(before / "folder/step-000000007")
+    assert torch.equal(model.weight, saved["model.weight"])
+    moment = optimizer.state[model.weight]["exp_avg"]
+    assert torch.equal(moment, saved["optimizer.state.weight.exp_avg"])
+    assert optimizer.param_groups[0]["lr"] == 0.5
