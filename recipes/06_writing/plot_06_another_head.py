@@ -205,7 +205,7 @@ plt.show()
 # Question
 # --------
 #
-# A resume excludes the old head. Which step does Adam count for the head after the next step?
+# A load excludes the old head. Which step does Adam count for the head after the next step?
 
 
 # fold: Answer to the question
@@ -225,7 +225,11 @@ job, again = make_job(2), make_job(3)
 take_step(job)
 with torchlift.Keeper(tempfile.mkdtemp()) as keeper:
     keeper.save(1, job)
-    keeper.resume(again, exclude=["model.1.*"])
+path, without = keeper.latest(), {"exclude": ["1.*"]}
+torchlift.load(again["model"], path, root="model", **without)
+torchlift.distributed.load_optimizer(
+    *again.values(), path, root="optimizer", **without
+)
 take_step(again)
 states = again["optimizer"].state
 steps = {

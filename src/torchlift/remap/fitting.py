@@ -412,8 +412,7 @@ def _make_error(
         f"{human(total - sum(used.values()))} remain, and the next layer takes "
         f"{human(sizes[first])}",
         file=file,
-        entry=first.removesuffix(".")
-        or next(name for name, part in parts.items() if part == first),
+        entry=first.removesuffix(".") or own,
         hint=Hint(
             "Raise a budget, pass a smaller ",
             Argument("dtype"),
