@@ -675,9 +675,8 @@ if __name__ == "__main__":  # python random_doors.py FIRST COUNT
     ends: collections.Counter[tuple[Any, str]] = collections.Counter()
     with tempfile.TemporaryDirectory() as name:
         if sys.argv[3:] == ["sharded"]:
-            print(
-                torchlift.distributed.on_ranks(2, run_shards, [*range(first, first + count)], name)
-            )
+            seeds = [*range(first, first + count)]
+            print(torchlift.distributed.on_ranks(2, run_shards, seeds, name))
             sys.exit()
         for number in range(first, first + count):
             for door in DOORS:

@@ -228,7 +228,8 @@ def _share_memory(every: Iterable[Step | Making]) -> None:
         view = key, tensor.storage_offset(), tensor.shape, tensor.stride(), one.device
         last = found.setdefault(view, one)
         if last is not one and isinstance(one, Making):
-            one.last, one.dtype, one.is_constructed = last, last.dtype, False
+            one.last, one.dtype = last, last.dtype
+            one.is_constructed = isinstance(last, Making) and last.is_constructed
         elif last is not one and one.dtype == last.dtype:
             one.last = last
 
