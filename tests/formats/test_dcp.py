@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import pickle
@@ -29,6 +30,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 import torchlift
 from torchlift.errors import FormatError, UnsafeError
+from torchlift.formats import dcp as ours
 
 # What torch says of a save or load without a process group, which is what is tested here.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -658,3 +660,36 @@ def test_a_record_of_metadata_with_arguments_or_two_states_is_refused(saved: Pat
         (saved / ".metadata").write_bytes(data[:-1] + opcodes)
         with pytest.raises(FormatError, match=what):
             torchlift.open(saved)
+
+
+def test_the_data_files_are_found_without_reading_each_item(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever wrote them. A save over a folder took 1 ms an item to find the files to remove."""
+    state = {f"w{number}": torch.ones(2) for number in range(9)} | {"not.distcp": torch.ones(1)}
+    long = f"{'n' * 200}.distcp"
+    dcp.save(state, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    torchlift.save(state, tmp_path / "ours", format="dcp")
+    torchlift.save(state, tmp_path / "ours", format="dcp")  # whose file gets another name
+    for name in ("theirs", "ours"):
+        head = tmp_path / name / ".metadata"
+        files = {path.name for path in (tmp_path / name).glob("*.distcp")}
+        assert len(files) == 1
+        assert ours.dcp_items(str(head)) - {"not.distcp"} == files
+        found = pickle.loads(head.read_bytes())
+        for index, info in found.storage_data.items():
+            found.storage_data[index] = dataclasses.replace(info, relative_path=long)
+        head.with_name("long").write_bytes(pickle.dumps(found))
+        assert long in ours.dcp_items(str(head.with_name("long")))
+    whole = (tmp_path / "ours" / ".metadata").read_bytes()
+    for data in (b"", whole[:-1], b"text.distcp."):
+        (tmp_path / "bad").write_bytes(data)
+        with pytest.raises(FormatError):
+            ours.dcp_items(str(tmp_path / "bad"))
+
+    def refused(*_: object) -> None:
+        raise AssertionError("the metadata was read")
+
+    monkeypatch.setattr(ours, "read_pickle", refused)
+    torchlift.save(state, tmp_path / "ours", format="dcp")
+    assert len([*(tmp_path / "ours").glob("*.distcp")]) == 1

@@ -1,8 +1,9 @@
 """Read every scheme except HTTP, by fsspec or obstore.
 
 obstore reads the ranges of object stores if it is configured. fsspec's file systems receive all
-answers in one Python thread. 2.1 GB over the loopback took 2.0 to 2.5 s with obstore, and 3.3 to
-6.8 s with s3fs.
+answers in one Python thread, and this includes ``obstore.fsspec``. 0.5 GB over the loopback, in
+ranges of 4 MiB on four threads, took 0.24 s with obstore, 0.35 with ``obstore.fsspec`` (processor
+time 0.29 and 0.45), and 0.53 with s3fs: medians of 5, alternated.
 """
 
 from __future__ import annotations

@@ -429,7 +429,8 @@ class AtomicSet:
         needed: set[str] = set()
         others = filter(self._kind.is_head, os.listdir(self._folder))
         for head in {self._head, *map(self.path_of, others)}:
-            found = self._list_files(head)
+            is_new = self._is_committed and head == self._head
+            found = {*self.names} if is_new else self._list_files(head)
             if found is None:
                 return None
             needed |= found
