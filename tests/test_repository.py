@@ -30,7 +30,6 @@ NOT_IN_A_RECIPE: dict[str, str] = {
     "errors": "recipes catch the errors by their own names",
     "SaveReport": "shown by what it prints, returned by save",
     "VerifyReport": "shown by what it prints, returned by verify",
-    "FormatError": "the recipe on damaged files belongs to a later chapter",
     "IntegrityError": "the recipe on checksums belongs to a later chapter",
 }
 

@@ -34,7 +34,7 @@ CEILINGS = {
     "CHANGELOG.md": 0,
     "docs": 0,
     "recipes": 0,
-    "docstrings of src": 104,
+    "docstrings of src": 101,
     "messages of src": 0,
 }
 #: Directives of reStructuredText whose content is not prose.
