@@ -208,7 +208,7 @@ plt.show()
 # How many bytes would each of sixteen ranks of FSDP2 read, without a cluster?
 
 # fold: Answer to the question
-# A sixteenth of both weights and biases. It is arithmetic, so no rank has to run.
+# A sixteenth of both weights and biases. It is arithmetic: no rank has to run.
 sixteen = torchlift.distributed.simulate(folder, 16)
 print({f"{nbytes / 2**20:.2f} MiB" for nbytes in sixteen})
 assert sum(sixteen) == torchlift.open(folder).nbytes

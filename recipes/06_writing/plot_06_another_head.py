@@ -27,11 +27,9 @@ model[1] = torch.nn.Linear(8, 3)
 optimizer = torch.optim.Adam(model.parameters())
 path = keeper.latest()
 torchlift.load(model, path, root="model", exclude=["1.*"])
-torchlift.distributed.load_optimizer(
-    model, optimizer, path, root="optimizer", exclude=["1.*"]
-)
-step = torchlift.open(path).objects["step"]
-print("after step", step, "with moments:", len(optimizer.state), "parameters")
+load_optimizer = torchlift.distributed.load_optimizer
+load_optimizer(model, optimizer, path, root="optimizer", exclude=["1.*"])
+print("moments of", len(optimizer.state), "parameters")
 
 # %%
 # ``root`` is the name under which you saved the object. The patterns use the names in it:
@@ -91,7 +89,7 @@ saved["state"] = {
     names.get(name, name): state for name, state in saved["state"].items()
 }
 group["params"] = [names.get(name, name) for name in group["params"]]
-torchlift.distributed.load_optimizer(renamed, moments, saved)
+load_optimizer(renamed, moments, saved)
 print(len(moments.state), "parameters with moments:", *renamed.state_dict())
 assert torch.equal(renamed.body.weight, model[0].weight)
 keeper.close()
@@ -227,9 +225,7 @@ with torchlift.Keeper(tempfile.mkdtemp()) as keeper:
     keeper.save(1, job)
 path, without = keeper.latest(), {"exclude": ["1.*"]}
 torchlift.load(again["model"], path, root="model", **without)
-torchlift.distributed.load_optimizer(
-    *again.values(), path, root="optimizer", **without
-)
+load_optimizer(*again.values(), path, root="optimizer", **without)
 take_step(again)
 states = again["optimizer"].state
 steps = {
