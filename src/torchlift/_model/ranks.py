@@ -10,7 +10,7 @@ import copy
 import pickle
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property, partial
@@ -248,30 +248,25 @@ class RankGroup:
             raise problem
         return {who: known[who].message for who in sorted(known)}
 
-    def gather(self, data: bytes, lengths: Mapping[int, int]) -> list[bytes]:
-        """Send bytes to the first rank alone. All ranks call this.
-
-        Args:
-            data: of this rank.
-            lengths: rank -> the length of its data.
+    def gather(self, value: T) -> list[T]:
+        """Send a value to the first rank alone. All ranks call this.
 
         Returns:
-            The data of all ranks on the first rank, and nothing on the others.
+            The values of all ranks on the first rank, and nothing on the others.
 
         Raises:
             CheckpointError: If a rank does not answer.
         """
-        if len(lengths) == 1:
-            return [data]
-        (group,), first = self._talking, min(lengths)
-        here = _padded(data, max(lengths.values())).to(_device_of(group))
-        rows = [torch.empty_like(here) for _ in lengths] if rank() == first else None
+        if not self.groups:
+            return [value]
+        (group,) = self._talking
+        first, *others = ranks_of(group)
+        rows = [value, *(value for _ in others)] if rank() == first else None
         try:
-            torch.distributed.gather(here, rows, dst=first, group=group)
+            torch.distributed.gather_object(value, rows, dst=first, group=group)
         except RuntimeError as lost:
             raise self._lost_error(lost) from lost
-        found = zip(rows or (), lengths.values(), strict=False)
-        return [row[:length].cpu().numpy().tobytes() for row, length in found]
+        return rows or []
 
     def _lost_error(self, lost: RuntimeError) -> CheckpointError:
         ranks = sorted({who for group in self.groups for who in ranks_of(group)})
@@ -326,17 +321,6 @@ def _gather(known: dict[int, _Answer], group: Any) -> dict[int, _Answer]:
     if len(found) > 1:
         torch.distributed.all_gather_object(found, known, group=group)
     return {who: answer for each in found for who, answer in each.items()}
-
-
-def _device_of(group: Any) -> torch.device | None:
-    """Return the device of the tensors that a process group sends."""
-    has_cpu = "cpu:" in torch.distributed.get_backend_config(group)
-    return torch.device("cpu") if has_cpu else torch.accelerator.current_accelerator()
-
-
-def _padded(data: bytes, length: int) -> torch.Tensor:
-    values = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    return nn.functional.pad(values, (0, length - len(data)))
 
 
 def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:

@@ -541,22 +541,20 @@ def write_together(
             made.create()
             return StepResult(_Created(output, made), made.temporary)
 
-        def write() -> StepResult[bytes, int]:
+        def write() -> StepResult[Written, None]:
             assert created is not None
             objects = files if isinstance(files, Objects) else None
             shown = progress_bar(progress and ranks.leads, output.nbytes, "save")
             with shown as advance:
                 write_own_files(head, kind, created, output.files, advance, objects)
             sizes = [end_of(sections) for sections in output.files.values()]
-            own = pickle.dumps(Written(sizes, output.items, add_up()))
-            return StepResult(own, len(own))
+            return StepResult(Written(sizes, output.items, add_up()), None)
 
         def end() -> StepResult[None, T | PlacementError | None]:
             # Only to the first rank: the items of all ranks are many.
-            rows = ranks.group.gather(own, lengths)
+            written = ranks.group.gather(own)
             if files is None:
                 return StepResult(None, None)
-            written: list[Written] = [*map(pickle.loads, rows)]
             sums = (each.checksums for each in written)
             if unlike := find_unequal(dict(zip(ranks.ranks, sums, strict=True)), head):
                 return StepResult(None, unlike)  # raised here, it would be an error of this rank
@@ -565,7 +563,7 @@ def write_together(
         try:
             (output, files), by_rank = ranks.run(head, create)
             created = by_rank[ranks.leader]
-            own, lengths = ranks.run(head, write)
+            own = ranks.run(head, write).value
             result = ranks.run(head, end).by_rank[ranks.leader]
             if isinstance(result, PlacementError):
                 raise result
