@@ -38,6 +38,21 @@ def replaced(path: Path) -> None:
     os.replace(other, path)
 
 
+def test_an_intact_file_verifies(path):
+    """Every storage with a checksum is counted as checked, and so is every other record."""
+    report = torchlift.verify(path)
+    assert report.ok
+    assert (report.path, report.checked, report.unchecked) == (str(path), ("data/0", "data/1"), ())
+    with zipfile.ZipFile(path) as archive:
+        others = {i.filename: i.file_size for i in archive.infolist() if "/data/" not in i.filename}
+    assert sorted(report.records) == sorted(others)
+    assert (report.nbytes, report.unchecked_nbytes) == (6_000_012 + sum(others.values()), 0)
+    assert str(report) == (
+        f"{path}: every checksum is right\n  checked: 2 storages and 6 other records, 5.7 MiB"
+    )
+    assert repr(report) == str(report)
+
+
 @pytest.mark.parametrize("at", [0, 4 << 20, 5_999_999])
 def test_one_wrong_bit_is_found_and_named(path, at):
     """First, middle or last byte: the storage is named with both sums."""
