@@ -14,7 +14,6 @@ from torch import nn
 
 import torchlift
 from torchlift import remap
-from torchlift.distributed import simulate
 from torchlift.distributed.optimizer_slots import OptimizerReport
 
 #: A name that a page, a terminal or a reader would obey.
@@ -35,7 +34,6 @@ def results(folder: Path) -> dict[str, Any]:
         "report": torchlift.load(model, path, strict=False),
         "optimizer": OptimizerReport(loaded=["a"], missing_keys=[EVIL] * 300),
         "fit": remap.fit(path, budgets, rename=lambda key: "0.evil" if key == EVIL else key),
-        "simulation": simulate(path, "fsdp=64"),
     }
 
 
@@ -45,7 +43,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return results(tmp_path_factory.mktemp("shown"))
 
 
-NAMES = ("checkpoint", "diff", "verify", "plan", "report", "optimizer", "fit", "simulation")
+NAMES = ("checkpoint", "diff", "verify", "plan", "report", "optimizer", "fit")
 each = pytest.mark.parametrize("name", NAMES)
 
 

@@ -292,9 +292,9 @@ print("equal, but for rounding")
 
 # fold: Solution of exercise 2
 
-found = torchlift.distributed.simulate(path, "fsdp=8", root="model")
-assert sum(found.bytes) == weights
-print(f"{min(found.bytes):,} to {max(found.bytes):,} bytes")
+found = torchlift.distributed.simulate(path, 8, root="model")
+assert sum(found) == weights
+print(f"{min(found):,} to {max(found):,} bytes")
 
 # %%
 # Next

@@ -289,12 +289,9 @@ assert not travelled.added
 
 # fold: Solution of exercise 1
 
-skeleton = torchlift.skeleton(Sorter)
-found = torchlift.distributed.simulate(
-    shards, "fsdp=5", model=skeleton, root="model"
-)
-print([f"{nbytes:,}" for nbytes in found.bytes])
-assert sum(found.bytes) == torchlift.open(shards, root="model").nbytes
+found = torchlift.distributed.simulate(shards, 5, root="model")
+print([f"{nbytes:,}" for nbytes in found])
+assert sum(found) == torchlift.open(shards, root="model").nbytes
 
 # %%
 # **2.** Add 1 to the bias of the head and save the model to a second file. Which difference does

@@ -187,29 +187,23 @@ def convert(
         index = index_of(layers)
         source = _Source(given, layers, index if root == above else select(index, str(root)))
         _require_free(target, overwrite)
-        lost = dict[str, str]()
-        chosen = _keep_model(_choose(source, options, target), target, lost)
-        named = _rename(chosen, rename, source, target)
-        with Checkpoint(named.index) as found:
-            check_rule(options.dtype, list(found.entries), present=False)
-            _require_something(found, source, root, target)
-            index = _leave_out_blocked(found, target, lost)
+        table = _make_table(source, options, root, target)
+        index, lost = table.index, {**table.lost}
         ckpt = stack.enter_context(Checkpoint(index if verify else _without_checksums(index)))
-        found_codes = find_quantised(source.index.entries)
+        read = {key: source.index.entries[key] for keys in table.keys.values() for key in keys}
+        quantised = find_quantised(source.index.entries)
         if transform is None:
-            lost |= _find_scales_left_out(found_codes, chosen.entries)
-        quantised = Quantised() if dtype is None else found_codes
-        if named.keys is not None:
-            quantised = quantised.renamed(named.keys)
+            lost |= _find_scales_left_out(quantised, read)
+        quantised = Quantised() if dtype is None else quantised.renamed(table.keys)
         becomes = partial(_stored_dtype, options.dtype, quantised, path=ckpt.path)
         results = _Results(ckpt, transform, becomes, target, stack)
         if verify and not dry_run and transform is not None:
             require_intact(source.checkpoints)  # before the transform gets their values
         replaced = results.of if transform is not None or tensors_in(layers) else None
         dropped = _keys_of(source.index) - _keys_of(index)
-        state = take_apart_files(ckpt, target, becomes, dropped, replaced, named.containers)
+        state = take_apart_files(ckpt, target, becomes, dropped, replaced, table.containers)
         if verify and not dry_run and transform is None:
-            _require_intact_rest(state, chosen.entries, source)
+            _require_intact_rest(state, read, source)
         if transform is not None:
             lost |= _find_untied(ckpt.entries, state.tensors)
         if target.only_tensors:
@@ -268,18 +262,21 @@ class _Source:
 
 
 @dataclass(frozen=True, slots=True)
-class _Renamed:
-    """An index under its new names.
+class _Table:
+    """The keys that are kept, and the reason for each other key.
 
     Attributes:
-        index: the keys.
-        containers: those of the file with the new names, if the new file keeps them.
-        keys: New name -> keys of its tensors. None: nothing was renamed.
+        index: The kept keys, under their new names.
+        keys: New name -> the keys of the source that its tensor is made of.
+        lost: Key, or container that is not a model -> why it is not kept. Keys that the caller
+            leaves out are not in it.
+        containers: The containers with renamed keys, if the new file keeps them.
     """
 
     index: Index
+    keys: Mapping[str, tuple[str, ...]]
+    lost: Mapping[str, str]
     containers: Any = None
-    keys: Mapping[str, tuple[str, ...]] | None = None
 
 
 def _to_list(src: Given | Sequence[Given], storage_options: Mapping[str, Any] | None) -> list[Any]:
@@ -297,18 +294,52 @@ def _without(index: Index, keys: Collection[str]) -> Index:
     return renamed(index, lambda key: None if key in keys else key) if keys else index
 
 
-def _choose(source: _Source, options: Options, target: Target) -> Index:
-    """Return the index of the keys that the caller's patterns choose.
+def _make_table(source: _Source, options: Options, root: str | None, target: Target) -> _Table:
+    """Decide which keys are kept, and under which names.
 
     Raises:
-        MismatchError: If a pattern matches nothing, or the patterns leave no tensor.
+        MismatchError: If a pattern or a rename matches nothing, two keys get one name, or no
+            tensor is left.
         PlacementError: If a state in memory contains an object that is not plain data, or an array
             where only tensors are stored.
+        UnsafeError: If every value could only be rebuilt by running code.
     """
-    index = source.index
+    index, lost, containers = source.index, dict[str, str](), None
     others = [*index.objects, *index.blocked_keys]
     dropped = left_out(index.entries, others, options.include, options.exclude, index.path)
     index = _without(index, dropped)
+    _require_plain(index, source, target)
+    if target.only_tensors:
+        for name in index.aside:
+            refusal = lacking(index.path, name, index.blocked_keys.get(name))
+            lost[name] = refusal.reason if refusal else _NOT_OF_MODEL
+        index = of_model(index)
+    keys: Mapping[str, tuple[str, ...]] = {key: (key,) for key in index.entries}
+    if options.rename is not None:
+        if isinstance(options.rename, Rewriting):
+            for one in source.checkpoints:
+                options.rename.check(one._index.metadata, one.path)
+        # Containers are taken apart: their values must be those that were in them.
+        before = replace(index, objects={**index.objects, **objects_as_saved(index)})
+        index, keys = _rename_keys(before, options.rename)
+        if before.tree is not None and not target.only_tensors:
+            containers = _rename_containers(before, index, _keys_of(source.index))
+    with Checkpoint(index) as ckpt:
+        check_rule(options.dtype, list(ckpt.entries), present=False)
+        _require_something(ckpt, source, root, target)
+        # Values that contain tensors stay, and so do all if the new file stores plain data.
+        blocked = ckpt.blocked_keys.keys() - ckpt.blocked_tensors.keys()
+        left = blocked if target.only_tensors else set()
+        lost |= {key: ckpt._refusal(key).reason for key in left}
+    return _Table(_without(index, left), keys, lost, containers)
+
+
+def _require_plain(index: Index, source: _Source, target: Target) -> None:
+    """Refuse objects and arrays of a state in memory that the new file does not store.
+
+    Raises:
+        PlacementError: If there is one.
+    """
     hint = state_hint(index.objects) if any(map(is_state, source.given)) else None
     if hint:
         raise PlacementError("an object cannot be converted", file=index.path, hint=hint)
@@ -323,47 +354,6 @@ def _choose(source: _Source, options: Options, target: Target) -> Index:
             found=f"a numpy array of {value.dtype} {list(value.shape)}",
             hint=AS_TENSOR,
         )
-    return index
-
-
-def _keep_model(index: Index, target: Target, lost: dict[str, str]) -> Index:
-    """Return what belongs to a model, if the new file stores nothing else. Note the others."""
-    if not target.only_tensors:
-        return index
-    for name in index.aside:
-        refusal = lacking(index.path, name, index.blocked_keys.get(name))
-        lost[name] = refusal.reason if refusal else _NOT_OF_MODEL
-    return of_model(index)
-
-
-def _leave_out_blocked(ckpt: Checkpoint, target: Target, lost: dict[str, str]) -> Index:
-    """Return an index without values that only running code could rebuild. Note their keys.
-
-    Values that contain tensors stay, and so do all of them if the new file stores plain data.
-    """
-    left = ckpt.blocked_keys.keys() - ckpt.blocked_tensors.keys() if target.only_tensors else set()
-    lost |= {key: ckpt._refusal(key).reason for key in left}
-    return _without(ckpt._index, left)
-
-
-def _rename(index: Index, rename: Rename | None, source: _Source, target: Target) -> _Renamed:
-    """Rename keys, and keep the containers of a file if the new names allow it.
-
-    Raises:
-        MismatchError: If two keys get one name.
-    """
-    if rename is None:
-        return _Renamed(index)
-    if isinstance(rename, Rewriting):
-        for one in source.checkpoints:
-            rename.check(one._index.metadata, one.path)
-    # Containers are taken apart: their values must be those that were in them.
-    index = replace(index, objects={**index.objects, **objects_as_saved(index)})
-    made = _rename_keys(index, rename)
-    if index.tree is None or target.only_tensors:
-        return made
-    containers = _rename_containers(index, made.index, _keys_of(source.index))
-    return replace(made, containers=containers)
 
 
 def _find_scales_left_out(quantised: Quantised, kept: Container[str]) -> dict[str, str]:
@@ -438,7 +428,7 @@ def _metadata_of(checkpoints: Iterable[Checkpoint]) -> dict[str, str]:
 
 
 class _Results:
-    """The tensors that are saved in place of those of the files.
+    """Results of the transform, and tensors of memory, that replace tensors of the files.
 
     Args:
         ckpt: the files.
@@ -466,7 +456,7 @@ class _Results:
         self.overflowed = dict[str, int]()  # key -> values that overflowed in the cast
 
     def of(self, key: str, entry: TensorEntry) -> torch.Tensor | None:
-        """Return the tensor to save under a key; None for the one in the file.
+        """Return the tensor to save under a key, or None for the one in the file.
 
         Raises:
             TypeError: If the transform did not return a tensor.
@@ -558,7 +548,7 @@ def _require_something(ckpt: Checkpoint, source: _Source, root: str | None, targ
 
     Raises:
         UnsafeError: If every value could only be rebuilt by running code.
-        MismatchError: If the source has no tensors, or the arguments or the format leave out all.
+        MismatchError: If the source does not contain a tensor, or all are left out.
     """
     is_plain = root is None and not source.index.entries and not target.only_tensors
     left = ckpt.entries or (is_plain and ckpt.objects)
@@ -597,8 +587,8 @@ def _require_free(target: Target, overwrite: bool) -> None:
             )
 
 
-def _rename_keys(index: Index, rename: Rename) -> _Renamed:
-    """Give an index new names, without containers.
+def _rename_keys(index: Index, rename: Rename) -> tuple[Index, dict[str, tuple[str, ...]]]:
+    """Return an index under its new names, without containers, and new name -> its keys.
 
     Raises:
         MismatchError: If two keys get one name.
@@ -621,7 +611,7 @@ def _rename_keys(index: Index, rename: Rename) -> _Renamed:
         templates=templates_by_name(index.templates, new_names),
         tree=None,
     )
-    return _Renamed(renamed, keys={name: item.keys for name, item in made.items()})
+    return renamed, {name: item.keys for name, item in made.items()}
 
 
 def _rename_containers(before: Index, index: Index, saved: set[str]) -> Any:

@@ -430,7 +430,7 @@ def test_an_error_is_json_too_when_json_is_asked_for(tmp_path) -> None:
         ["plan", "x", "--model", "x"],
         ["plan", "x", "--model-args", "{}"],
         ["plan", "x", "--model", "a:b", "--model-args", "{"],
-        ["plan", "x", "--mesh", "a=2", "--device", "cpu"],
+        ["plan", "x", "--ranks", "2", "--device", "cpu"],
         ["plan", "x", "--device-map", "{"],
         ["diff", "x"],
         ["diff", "x", "y", "--rtol", "much"],
@@ -631,7 +631,7 @@ def test_dtypes_have_short_names(tmp_path, name, dtype):
         ["convert", "--max-shard-size", "abc"], ["convert", "--drop", "("],
         ["convert", "--check", "all"], ["plan", "--device", "abc"], ["plan", "--dtype", "int8"],
         ["plan", "--device", "bf16"], ["plan", "--budget", "abc=1GB"],
-        ["plan", "--device-map", '{"": "abc"}'], ["plan", "--mesh", "abc"],
+        ["plan", "--device-map", '{"": "abc"}'], ["plan", "--ranks", "abc"],
         ["inspect", "--sort", "abc"], ["diff", "--rtol", "abc"], ["bench", "--repeat", "abc"],
     ],
 )  # fmt: skip

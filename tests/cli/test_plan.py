@@ -93,7 +93,6 @@ def test_json_has_every_number(run, path) -> None:
     assert data["nbytes"] == 4 * LAYER
     assert data["devices"]["cuda:0"] == {
         "used": 2 * LAYER, "budget": 3 * LAYER, "reserved": LAYER,
-        "contents": {"0": LAYER, "1": LAYER},
     }  # fmt: skip
     assert data["device_map"] == {"0": "cuda:0", "1": "cuda:0", "2": "cpu", "3": "cpu"}
     assert data["main_device"] == "cuda:0"
@@ -162,7 +161,7 @@ def test_a_model_that_does_not_fit_the_names_is_told_so(run, path) -> None:
 def test_renames_are_applied_in_order_and_keys_can_be_dropped(run, path) -> None:
     """As the functions of remap do it; a pattern may hold an equals sign."""
     _, out, _ = run(path, "--rename", r"^(\d)(?=\.)=layers.\1", "--drop", "bias$", "--json")
-    assert json.loads(out)["devices"]["cpu"]["contents"] == {"": 4 * 1024}
+    assert json.loads(out)["devices"]["cpu"]["used"] == 4 * 1024
     _, out, _ = run(path, "--rename", r"^(\d)(?=\.)=layers.\1", "--budget", f"cuda:0={LAYER}",
                     "--budget", "cpu=1MB", "--no-split", "layers", "--json")  # fmt: skip
     assert json.loads(out)["device_map"] == {"": "cpu"}
@@ -212,7 +211,6 @@ def test_what_cannot_be_planned_is_one_line_and_a_status(run, path, words, statu
 TWO = ["--model", "torch.nn:Linear", "--model-args", '{"in_features": 2, "out_features": 2}']
 
 
-@pytest.mark.parametrize("mesh", [[], ["--mesh", "fsdp=2"]], ids=["devices", "mesh"])
 @pytest.mark.parametrize(
     ("before", "words", "ways"),
     [
@@ -222,12 +220,12 @@ TWO = ["--model", "torch.nn:Linear", "--model-args", '{"in_features": 2, "out_fe
     ],
 )
 def test_a_way_out_is_spelled_as_the_command_has_it_and_works(
-    run, tmp_path, before, words, ways, mesh
+    run, tmp_path, before, words, ways
 ) -> None:
     """Each name of a list on a line of its own; the options that it names are taken as they are."""
     state = {f"{before}{key}": value for key, value in nn.Linear(2, 2).state_dict().items()}
     path = saved({**state, "ema.step.x": torch.ones(1)} if "ema" in before else state, tmp_path)
-    found, _, err = run(path, *TWO, *mesh, *words, wrapped=False)
+    found, _, err = run(path, *TWO, *words, wrapped=False)
     assert found == (1 if ways else 0)
     for way in ways:
         assert way in err
@@ -237,7 +235,7 @@ def test_a_way_out_is_spelled_as_the_command_has_it_and_works(
         assert "root=" not in err
         again = [*words[2 * way.startswith("--root") :], *shlex.split(way)]
         again += ["--no-strict"] * ("ema" in before)
-        assert run(path, *TWO, *mesh, *again, wrapped=False)[0] == 0
+        assert run(path, *TWO, *again, wrapped=False)[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -270,7 +268,6 @@ def test_what_the_command_has_no_option_for_is_said_to_be_python_s(run, tmp_path
     assert cli.main(["inspect", str(path), "--root", "other"]) == found == 1
 
 
-@pytest.mark.parametrize("mesh", [[], ["--mesh", "fsdp=2"]], ids=["devices", "mesh"])
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -286,9 +283,9 @@ def test_what_the_command_has_no_option_for_is_said_to_be_python_s(run, tmp_path
         ("..mymodel:make", r"ValueError: .*"),
     ],
 )
-def test_what_the_named_code_raises_is_one_line(run, path, mesh, model, message) -> None:
+def test_what_the_named_code_raises_is_one_line(run, path, model, message) -> None:
     """Whatever it is: its type and its message."""
-    status, out, err = run(path, *mesh, "--model", model)
+    status, out, err = run(path, "--model", model)
     assert (status, out) == (2, "")
     assert re.fullmatch(f"torchlift plan: --model {re.escape(model)}: {message}\n", err), err
 
@@ -324,92 +321,34 @@ def test_a_hostile_key_does_not_reach_the_terminal(run, tmp_path) -> None:
     assert "\x1b" not in out
 
 
-def test_a_mesh_says_what_each_rank_would_read(run, path) -> None:
-    """Bytes per rank, as text and as JSON."""
-    status, out, err = run(path, "--mesh", "dp=2,fsdp=4")
+def test_ranks_say_what_each_would_read(run, path) -> None:
+    """Bytes of what --root, --drop and the other names leave, as text and as JSON."""
+    status, out, err = run(path, "--ranks", "4")
     assert (status, err) == (0, "")
-    assert "mesh: dp 2 x fsdp 4, 8 ranks" in out
-    assert "ranks read 1.1 KiB to 1.1 KiB each" in out
-    _, out, _ = run(path, "--mesh", "fsdp=4", "--json")
-    found = json.loads(out)
-    assert found["bytes"] == [LAYER] * 4
-    assert found["ranks"] == [0, 1, 2, 3]
-
-
-def test_a_mesh_and_a_model_are_planned_together(run, path) -> None:
-    """Names as without a mesh; the bytes are those of the model's tensors."""
-    words = (path, "--model", "mymodel:make", "--mesh", "fsdp=4")
-    status, out, err = run(*words, "--json")
-    assert (status, err) == (0, "")
-    found = json.loads(out)
-    assert found["path"] == str(path)
-    assert found["bytes"] == found["local_bytes"] == [LAYER] * 4
-    assert found["plan"]["loaded"] == 8
-    assert found["plan"]["renamed"]["module.0.weight"] == "0.weight"
-    _, out, _ = run(*words, "--dtype", "float16")
-    assert "ranks read 1.1 KiB to 1.1 KiB each" in out
-    assert "they hold 544 B to 544 B each" in out
-    assert "cast float32 to float16: 8" in out
-    assert "renamed (8): module.0.weight -> 0.weight" in out
-
-
-def test_names_that_do_not_fit_are_the_same_error_with_a_mesh(run, path) -> None:
-    """And the same status; without strictness they are listed, and cost nothing."""
-    words = (path, "--root", "model", "--model", "mymodel:make")
-    plain = run(*words, wrapped=False)
-    assert run(*words, "--mesh", "fsdp=2", wrapped=False) == plain
-    assert plain[0] == 1
-    words = (*words, "--strip", "module", "--drop", "^3", "--mesh", "fsdp=2")
-    status, _, err = run(*words, wrapped=False)
-    assert status == 1
-    assert "missing (2): 3.weight, 3.bias" in err
-    status, out, _ = run(*words, "--no-strict", "--json", wrapped=False)
-    found = json.loads(out)
-    assert status == 0
-    assert found["plan"]["missing_keys"] == found["plan"]["replayed"] == ["3.weight", "3.bias"]
-    assert found["bytes"] == [3 * LAYER // 2] * 2
-    assert found["local_bytes"] == [4 * LAYER // 2] * 2
-
-
-def test_a_mesh_alone_reads_what_renames_leave(run, path) -> None:
-    """What is dropped is not read."""
-    _, out, _ = run(path, "--mesh", "fsdp=2", "--drop", "bias$", "--dtype", "bfloat16", "--json")
-    found = json.loads(out)
-    assert found["bytes"] == [4 * 1024 // 2] * 2
-    assert found["local_bytes"] == [4 * 512 // 2] * 2
-    assert found["plan"]["loaded"] == 4
+    assert "4 ranks read 1.1 KiB to 1.1 KiB each" in out
+    _, out, _ = run(path, "--ranks", "2", "--drop", "bias$", "--json")
+    assert json.loads(out)["bytes"] == [4 * 1024 // 2] * 2
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--device", "cpu"], "--device: not allowed with argument --mesh"),
-        (["--device-map", '{"": "cpu"}'], "--device-map: not allowed with argument --mesh"),
-        (["--device-map", "{}"], "--device-map: not allowed with argument --mesh"),
-        (["--budget", "cpu=1GiB"], "--budget: not allowed with argument --mesh"),
+        (["--device", "cpu"], "--device: not allowed with argument --ranks"),
+        (["--device-map", "{}"], "--device-map: not allowed with argument --ranks"),
+        (["--budget", "cpu=1GiB"], "--budget: not allowed with argument --ranks"),
         (["--no-split", "0"], "--no-split: pass --budget too"),
         (["--no-strict"], "--no-strict: pass --model too"),
-        (["--model", "mymodel:nothing"], "has no attribute 'nothing'"),
+        (["--model", "mymodel:make"], "--ranks: leave out --model and --dtype"),
+        (["--dtype", "bf16"], "--ranks: leave out --model and --dtype"),
         (["--rename", "x"], "expected REGEX=REPLACEMENT"),
-        (["--mesh", ""], "'' is not a mesh dimension such as fsdp=8"),
-        (
-            ["--mesh", "warp=4"],
-            "mesh dimensions warp: pass a model and your own function",
-        ),
-        (
-            ["--mesh", "tp=4"],
-            "mesh dimensions tp: pass a model and your own function",
-        ),
-        (["--mesh", "fsdp=0"], "mesh dimension 'fsdp' has size 0"),
-        (["--mesh", "fsdp=-1"], "mesh dimension 'fsdp' has size -1"),
-        (["--mesh", "fsdp=x"], "'fsdp=x' is not a mesh dimension"),
-        (["--mesh", "fsdp=2,fsdp=2"], "mesh dimension 'fsdp' is given twice"),
-        (["--mesh", "fsdp=1000000000"], "a mesh of more than 1,048,576 ranks"),
+        (["--ranks", "x"], "argument --ranks: invalid int value: 'x'"),
+        (["--ranks", "0"], "--ranks 0: expected a number from 1 to 1,048,576"),
+        (["--ranks", "1048577"], "--ranks 1048577: expected a number from 1 to 1,048,576"),
     ],
 )
-def test_a_mesh_that_means_nothing_is_wrong_usage(run, path, words, message) -> None:
+def test_ranks_that_mean_nothing_are_wrong_usage(run, path, words, message) -> None:
     """So is an option that it would ignore: one line each."""
-    status, out, err = run(path, "--mesh", "fsdp=4", *words)
+    status, out, err = run(path, "--ranks", "4", *words)
     assert (status, out) == (2, "")
     assert message in err
     assert err.count("\n") == 1 or err.startswith("usage: torchlift plan")

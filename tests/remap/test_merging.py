@@ -386,7 +386,7 @@ def test_fit_and_plan_count_what_the_rules_make(path) -> None:
     """A map for devices has the model's names, whatever the file has."""
     placement = remap.fit(path, {"cpu": None}, rename=FUSE)
     assert placement.nbytes == sum(tensor.nbytes for tensor in experts().values())
-    assert set(placement.contents["cpu"]) == {""} or "layers" in str(placement)
+    assert placement == {"": "cpu"}
     planned = torchlift.plan(torchlift.skeleton(Bag, fused(experts())), path, rename=FUSE)
     assert planned.bytes_to_read == planned.peak_bytes == 2 * 4 * 3 * 64 * 96 * 4
 

@@ -69,10 +69,15 @@ def test_codes_are_not_cast_without_their_scales(
         assert torch.equal(made[key], value.bfloat16()), key
 
 
-def test_a_scale_that_is_left_out_alone_is_listed(tmp_path: Path) -> None:
-    """The codes are kept, and are no values without it."""
+def drop_scales(key: str) -> str | None:
+    return None if key.endswith("_scale_inv") else f"model.{key}"
+
+
+@pytest.mark.parametrize("how", [{"exclude": ["*_scale_inv"]}, {"rename": drop_scales}])
+def test_a_scale_that_is_left_out_alone_is_listed(tmp_path: Path, how) -> None:
+    """The codes are kept, and are no values without it, whether a pattern or a rename drops it."""
     expected = deepseek(path := tmp_path / "old.safetensors")
-    report = torchlift.convert(path, tmp_path / "new.safetensors", exclude=["*_scale_inv"])
+    report = torchlift.convert(path, tmp_path / "new.safetensors", **how)
     assert "l.weight_scale_inv" in report.lost
     assert "the values of l.weight, which is kept, are wrong without it" in str(report)
     report = torchlift.convert(path, tmp_path / "kept.safetensors", exclude=["l.*"])

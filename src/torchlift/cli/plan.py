@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torchlift
 from torchlift._system.memory import free_memory
-from torchlift._system.text import human
+from torchlift._system.text import count_of, human
 from torchlift.cli import UsageError
 from torchlift.cli.output import report, spelled
 from torchlift.cli.rules import add_dtype, add_names, check_device, check_names, dtype_of, rename_of
@@ -24,10 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "The devices need not exist here.\n"
         "--model checks names, shapes and ties as torchlift.load does. It imports and runs the\n"
         "module that you name.\n"
-        "--mesh shows what each rank of a cluster reads: of the model's tensors with --model,\n"
-        "else of all tensors in the file. fsdp=N is fully_shard, and dp=N,fsdp=N is fully_shard\n"
-        "with replicas. A mesh of more than 16 ranks is planned at its corners. In Python,\n"
-        "torchlift.distributed.simulate also takes your own function that distributes the model."
+        "--ranks shows what each rank reads if fully_shard (FSDP) cuts all tensors in the file."
     )
     parser.add_argument("path", metavar="FILE", help="a checkpoint file or directory")
     parser.add_argument("--root", metavar="KEY", help="load only this container of the file")
@@ -51,7 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="fill these devices in this order",
     )
     where.add_argument(
-        "--mesh", metavar="DIM=N,...", help="show what each rank reads, such as fsdp=1024"
+        "--ranks", type=int, metavar="N", help="show what each of N ranks of FSDP reads"
     )
     parser.add_argument(
         "--no-split",
@@ -66,9 +63,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Make the plan and print it."""
     _check(args)  # first: importing torch takes a second
-    planned = _on_mesh if args.mesh is not None else _alone if args.model is None else _for_model
+    planned = _on_ranks if args.ranks else _alone if args.model is None else _for_model
     # With a model, the complete file is opened: errors then show the names of the file.
-    root = args.root if planned is _alone else None
+    root = args.root if planned is not _for_model else None
     with torchlift.open(args.path, root=root) as ckpt:
         text, data = planned(args, ckpt)
     path = ckpt.path
@@ -87,6 +84,10 @@ def _check(args: argparse.Namespace) -> None:
         args.device_map = _read_json("--device-map", args.device_map)
     if args.no_split and not args.budget:
         raise UsageError("--no-split: pass --budget too, such as --budget cuda:0=20GiB")
+    if args.ranks is not None and not 1 <= args.ranks <= 1 << 20:
+        raise UsageError(f"--ranks {args.ranks}: expected a number from 1 to 1,048,576")
+    if args.ranks and (args.model is not None or args.dtype):
+        raise UsageError("--ranks: leave out --model and --dtype, which do not change what is read")
     check_names(args)
 
 
@@ -104,22 +105,11 @@ def _read_json(option: str, text: str) -> dict[str, Any]:
     return found
 
 
-def _on_mesh(args: argparse.Namespace, ckpt: torchlift.Checkpoint) -> tuple[str, dict[str, Any]]:
-    """Return, as text and as data, the bytes that each rank of a mesh would read."""
-    from torchlift.cli.factory import make_model, search_working_folder
-
-    model = make_model(args.model, args.model_args) if args.model is not None else None
-    with search_working_folder():
-        found = torchlift.distributed.simulate(
-            ckpt,
-            args.mesh,
-            root=args.root,
-            model=model,
-            rename=rename_of(args),
-            dtype=dtype_of(args),
-            strict=not args.no_strict,
-        )
-    return str(found), found.to_dict()
+def _on_ranks(args: argparse.Namespace, ckpt: torchlift.Checkpoint) -> tuple[str, dict[str, Any]]:
+    """Return, as text and as data, the bytes that each rank of FSDP would read."""
+    found = torchlift.distributed.simulate(ckpt, args.ranks, rename=rename_of(args))
+    text = f"  {count_of(len(found), 'rank')} read {human(min(found))} to {human(max(found))} each"
+    return text, {"bytes": found}
 
 
 def _alone(args: argparse.Namespace, ckpt: torchlift.Checkpoint) -> tuple[str, dict[str, Any]]:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from torchlift.distributed.ranks import on_ranks as on_ranks
     from torchlift.distributed.reader import CheckpointReader as CheckpointReader
     from torchlift.distributed.save import save_consolidated as save_consolidated
-    from torchlift.distributed.simulation import Simulation as Simulation
     from torchlift.distributed.simulation import simulate as simulate
     from torchlift.distributed.state_dict import get_model_state_dict as get_model_state_dict
     from torchlift.distributed.state_dict import (
@@ -49,7 +48,7 @@ __getattr__, __dir__, __all__ = lazy(
         "ranks": "on_ranks",
         "reader": "CheckpointReader",
         "save": "save_consolidated",
-        "simulation": "Simulation simulate",
+        "simulation": "simulate",
         "state_dict": "get_model_state_dict get_optimizer_state_dict get_state_dict "
         "load_optimizer patch_model_state_dict patch_optimizer_state_dict "
         "set_model_state_dict set_optimizer_state_dict set_state_dict",

@@ -13,6 +13,7 @@ import struct
 from collections.abc import (
     Callable,
     Collection,
+    ItemsView,
     Iterable,
     Iterator,
     Mapping,
@@ -390,6 +391,13 @@ class Records(Mapping[str, _Record], Generic[_Row, _Record]):
         return (
             self._made.setdefault(key, self._make(key, self._rows[key])) if made is None else made
         )
+
+    def items(self) -> ItemsView[str, _Record]:
+        """Return all items, as those of a dict: without a call for each, which is half as fast."""
+        known, make = self._made, self._make
+        rows = self._rows.items()
+        self._made = {key: known[key] if key in known else make(key, row) for key, row in rows}
+        return self._made.items()
 
     def __contains__(self, key: object) -> bool:
         return key in self._rows

@@ -1,8 +1,8 @@
 """`fit`: distribute the layers of a model over devices, within a memory budget for each.
 
-It works on meta tensors and on indices: it reads no weights and uses no device. The steps are: list
-the tensors with their sizes, group those that must share a device (`_group`), fill one device after
-another (`_fill`), and make the map (`_make_map`).
+It works on meta tensors and on indices: it reads no weights and uses no device. It
+lists the tensors with their sizes, and finds which must share a device (`_group`). Then it fills
+one device after another (`_fill`), and makes the map (`_make_map`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -37,23 +36,18 @@ class Fit(Summary, ByKey[str]):
 
     Attributes:
         budgets: Device -> its budget in bytes, in the order of filling. None: unlimited.
+        used: Device -> bytes of the tensors on it, after casting.
         reserved: Device -> bytes kept free for the largest layer that is stored elsewhere.
-        contents: Device -> prefix of the map -> bytes below it.
-        main: The accelerator that runs the layers stored in RAM or on disk. None if there is no
-            accelerator with room for the largest of these layers.
+        main: The accelerator that runs the layers stored in RAM or on disk. None if no
+            accelerator has room for the largest of these layers.
         dtypes: Dtype after casting -> number of its tensors, most frequent first.
     """
 
     budgets: dict[str, int | None]
+    used: dict[str, int]
     reserved: dict[str, int]
-    contents: dict[str, dict[str, int]]
     main: str | None
     dtypes: dict[torch.dtype, int]
-
-    @property
-    def used(self) -> dict[str, int]:
-        """Device -> bytes of the tensors on it, after casting."""
-        return {device: sum(sizes.values()) for device, sizes in self.contents.items()}
 
     @property
     def nbytes(self) -> int:
@@ -71,7 +65,6 @@ class Fit(Summary, ByKey[str]):
                     "used": self.used[device],
                     "budget": budget,
                     "reserved": self.reserved.get(device, 0),
-                    "contents": self.contents[device],
                 }
                 for device, budget in self.budgets.items()
             },
@@ -83,15 +76,15 @@ class Fit(Summary, ByKey[str]):
     __repr__ = ByKey.__repr__
 
     def _summary(self) -> tuple[str, Facts]:
-        devices = count_of(sum(map(bool, self.contents.values())), "device")
         facts: Facts = []
         for device, budget in self.budgets.items():
             limit = "" if budget is None else f" of {human(budget)}"
             reserved = self.reserved.get(device, 0)
             room = f", {human(reserved)} kept free for the largest layer" if reserved else ""
             facts.append((device, f"{human(self.used[device])}{limit}{room}"))
-            if runs := _runs(self.contents[device]):
+            if runs := _runs(prefix for prefix, where in self.items() if where == device):
                 facts.append(("", f"  {clipped_list(runs, limit=8)}"))
+        devices = count_of(len({*self.values()}), "device")
         return f"fit: {human(self.nbytes)} on {devices}", facts
 
 
@@ -162,12 +155,12 @@ def fit(
     else:
         with checkpoint(model_or_ckpt, None) as ckpt:
             path, tensors = ckpt.path, _of_checkpoint(ckpt, dtype, rename)
+    names = [name for tensor in tensors for name in tensor.names]
     if isinstance(budgets, ByKey):
-        names = [name for tensor in tensors for name in tensor.names]
         budgets.check(names, present=False)
         on = {name: checked_device(budgets.at(name) or "cpu", name) for name in names}
         where = {name: spelled_device(device) for name, device in on.items()}
-        return _make_map(tensors, where, dict.fromkeys(where.values()), {}, None)
+        return _make_map(tensors, where, dict.fromkeys(where.values()))
     limits = {
         spelled_device(checked_device(device, str(device))): None
         if size is None
@@ -177,31 +170,28 @@ def fit(
     if not limits:
         raise ValueError("budgets: pass at least one device and its size")
     parts = _group(tensors, _find_whole(tensors, model, no_split, limits, path))
-    devices = _fill(parts, limits, {})
-    if len(devices) < len(parts):
-        raise _make_error(parts, devices, limits, path)
+    sizes: Counter[str] = Counter()
+    for tensor in tensors:
+        sizes[parts[tensor.names[0]]] += tensor.nbytes
+    devices = _fill(sizes, limits)
+    if len(devices) < len(sizes):
+        raise _make_error(parts, sizes, devices, limits, path)
     main, reserved = next(filter(is_accelerator, limits), None), {}
-    if main is not None and not all(map(is_accelerator, devices)):
-        largest, limit = max(part.layer for part in parts), limits[main]
-        again = _fill(parts, limits, {main: largest})
-        if (limit is None or largest <= limit) and len(again) == len(parts):
+    if main is not None and not all(map(is_accelerator, devices.values())):
+        largest, limit = max(sizes.values()), limits[main]
+        again = _fill(sizes, limits, {main: largest})
+        if (limit is None or largest <= limit) and len(again) == len(sizes):
             devices, reserved = again, {main: largest}
         else:
             main = None  # the host runs what it keeps
-    where = {
-        name: device
-        for part, device in zip(parts, devices, strict=True)
-        for tensor in part.tensors
-        for name in tensor.names
-    }
+    where = {name: devices[parts[name]] for name in names}
     return _make_map(tensors, where, limits, reserved, main)
 
 
 # ---- the tensors and their sizes
 
 
-@dataclass(frozen=True, slots=True)
-class _Tensor:
+class _Tensor(NamedTuple):
     """One tensor with all of its names.
 
     Attributes:
@@ -277,53 +267,30 @@ def _in_order(names: Iterable[str]) -> list[str]:
 # ---- what must share a device
 
 
-@dataclass(slots=True)
-class _Part:
-    """Tensors that must share a device.
+def _group(tensors: Iterable[_Tensor], whole: Collection[str]) -> dict[str, str]:
+    """Return name -> its part, which is named by the path of its first module.
 
-    Attributes:
-        path: Path of its first module.
-        tensors: Its tensors.
-        nbytes: Bytes of all its tensors.
-        layer: Bytes of its largest module.
+    A part is one module, or several: those below a path that is not split, and those that share
+    memory.
     """
+    leaders: dict[str, str] = {}  # module -> an earlier module that shares its device, or itself
 
-    path: str
-    tensors: list[_Tensor] = field(default_factory=list)
-    nbytes: int = 0
-    layer: int = 0
+    def find_leader(module: str) -> str:
+        while leaders.setdefault(module, module) != module:
+            module = leaders[module]
+        return module
 
-
-def _group(tensors: Iterable[_Tensor], whole: Collection[str]) -> list[_Part]:
-    """Group tensors by module, by the paths that are not split, and by ties and shared memory."""
-    leaders: dict[str, str] = {}  # unit -> an earlier unit that shares its device, or itself
-
-    def find_leader(unit: str) -> str:
-        while leaders.setdefault(unit, unit) != unit:
-            leaders[unit] = leaders[leaders[unit]]  # shorter for the next search
-            unit = leaders[unit]
-        return unit
-
-    def find_unit(name: str) -> str:
+    def find_module(name: str) -> str:
         path = name.rpartition(".")[0]
         # The final dot marks a module's own tensors, without those of its submodules.
         return next((p for p in ancestors(path) if p in whole), f"{path}.")
 
-    sizes: Counter[str] = Counter()
-    first: dict[object, str] = {}  # storage -> a unit with a tensor in it
+    first: dict[object, str] = {}  # storage -> a module with a tensor in it
+    modules = {name: find_module(name) for tensor in tensors for name in tensor.names}
     for tensor in tensors:
-        for unit in dict.fromkeys(map(find_unit, tensor.names)):
-            sizes[unit] += tensor.nbytes
-            leaders[find_leader(unit)] = find_leader(first.setdefault(tensor.storage, unit))
-    parts: dict[str, _Part] = {}
-    for unit, size in sizes.items():
-        part = parts.setdefault(find_leader(unit), _Part(unit.removesuffix(".")))
-        part.layer = max(part.layer, size)
-    for tensor in tensors:
-        part = parts[find_leader(find_unit(tensor.names[0]))]
-        part.tensors.append(tensor)
-        part.nbytes += tensor.nbytes
-    return list(parts.values())
+        for module in map(modules.__getitem__, tensor.names):
+            leaders[find_leader(module)] = find_leader(first.setdefault(tensor.storage, module))
+    return {name: find_leader(module) for name, module in modules.items()}
 
 
 def _find_whole(
@@ -342,18 +309,18 @@ def _find_whole(
         PlacementError: If an item of `no_split` matches nothing.
     """
     kinds: dict[str, set[str]] = {}  # path -> names of the classes of its module and its wrappers
+    blocks: set[str] = set()
     if model is not None:
         tree = ModuleTree(model)
         reported = Names(tree).canonical
         for prefix, module in tree.paths:
             path = reported(prefix).removesuffix(".")
             kinds.setdefault(path, set()).update(kind.__name__ for kind in type(module).__mro__)
+            blocks.update(getattr(module, "_no_split_modules", None) or ())
     sizes: Counter[str] = Counter()  # path -> bytes below it
     for tensor in tensors:
         for path in prefixes(name.rpartition(".")[0] for name in tensor.names) - {""}:
             sizes[path] += tensor.nbytes
-    modules = () if model is None else model.modules()
-    blocks = {name for module in modules for name in getattr(module, "_no_split_modules", ()) or ()}
     room = max(float("inf") if size is None else size for size in limits.values())
     whole = {
         path
@@ -378,22 +345,24 @@ def _find_whole(
 # ---- filling
 
 
-def _fill(parts: Iterable[_Part], limits: _Limits, reserved: Mapping[str, int]) -> list[str]:
+def _fill(
+    sizes: Mapping[str, int], limits: _Limits, reserved: Mapping[str, int] | None = None
+) -> dict[str, str]:
     """Return the device of each part, until one does not fit.
 
     A part goes to the first device, from the last one used on, that has room for it.
     """
     devices = iter(limits.items())
     device, room = "", -1.0
-    where: list[str] = []
-    for part in parts:
-        while part.nbytes > room:
+    where: dict[str, str] = {}
+    for part, nbytes in sizes.items():
+        while nbytes > room:
             device, limit = next(devices, ("", None))
             if not device:
                 return where
-            room = float("inf") if limit is None else limit - reserved.get(device, 0)
-        room -= part.nbytes
-        where.append(device)
+            room = float("inf") if limit is None else limit - (reserved or {}).get(device, 0)
+        room -= nbytes
+        where[part] = device
     return where
 
 
@@ -401,8 +370,8 @@ def _make_map(
     tensors: Sequence[_Tensor],
     where: Mapping[str, str],
     limits: _Limits,
-    reserved: dict[str, int],
-    main: str | None,
+    reserved: dict[str, int] | None = None,
+    main: str | None = None,
 ) -> Fit:
     """Make the map and its sizes from the device of every name."""
     below: dict[str, str | None] = {}  # prefix -> the device of all names below it, if they agree
@@ -411,37 +380,40 @@ def _make_map(
             if below.setdefault(prefix, device) != device:
                 below[prefix] = None
     result = Fit()
-    result.budgets, result.reserved, result.main = dict(limits), reserved, main
-    result.contents = {device: {} for device in limits}
+    result.budgets, result.reserved, result.main = dict(limits), reserved or {}, main
+    result.used = dict.fromkeys(limits, 0)
     result.dtypes = dict(Counter(tensor.dtype for tensor in tensors).most_common())
     # In the order of the tensors, so that the map reads in the order of execution.
     for tensor in tensors:
-        device = where[tensor.names[0]]
-        shortest = [
-            next((prefix for prefix in ancestors(name) if below[prefix] is not None), name)
-            for name in tensor.names
-        ]
-        result.update(dict.fromkeys(shortest, device))
-        contents = result.contents[device]
-        contents[shortest[0]] = contents.get(shortest[0], 0) + tensor.nbytes
+        result.used[where[tensor.names[0]]] += tensor.nbytes
+        for name in tensor.names:
+            prefix = next((one for one in ancestors(name) if below[one] is not None), name)
+            result[prefix] = where[name]
     return result
 
 
 def _make_error(
-    parts: Sequence[_Part], where: Sequence[str], limits: _Limits, file: str | None
+    parts: Mapping[str, str],
+    sizes: Mapping[str, int],
+    where: Mapping[str, str],
+    limits: _Limits,
+    file: str | None,
 ) -> PlacementError:
     used = dict.fromkeys(limits, 0)
-    for part, device in zip(parts, where, strict=False):
-        used[device] += part.nbytes
-    left = sum(part.nbytes for part in parts[len(where) :])
-    first = parts[len(where)]
+    for part, device in where.items():
+        used[device] += sizes[part]
+    total = sum(sizes.values())
+    first = next(part for part in sizes if part not in where)
+    own = next(name for name, part in parts.items() if part == first)
     shown = (f"{device} {human(used[device])} of {human(limits[device] or 0)}" for device in limits)
     return PlacementError(
-        f"does not fit: the tensors take {human(left + sum(used.values()))}, the budgets are "
+        f"does not fit: the tensors take {human(total)}, the budgets are "
         f"{human(sum(size or 0 for size in limits.values()))}. Used: {', '.join(shown)}. "
-        f"{human(left)} remain, and the next layer takes {human(first.nbytes)}",
+        f"{human(total - sum(used.values()))} remain, and the next layer takes "
+        f"{human(sizes[first])}",
         file=file,
-        entry=first.path or first.tensors[0].names[0],
+        entry=first.removesuffix(".")
+        or next(name for name, part in parts.items() if part == first),
         hint=Hint(
             "Raise a budget, pass a smaller ",
             Argument("dtype"),
