@@ -360,7 +360,8 @@ def test_ties_dropped_keys_and_names_that_fit_no_rule(tmp_path) -> None:
     rename = remap.merge(["a", "b"], "one", cat=0) | remap.rules([("^other$", None)])
     report = torchlift.load(model, rows, rename=rename)
     assert (report.tied, report.merged) == ((("one", "two"),), {"one": ("a", "b")})
-    torchlift.load(model, {"one": model.one.detach()}, rename=rename)  # as it is already
+    fused = remap.merge(["a", "b"], "one", cat=0)
+    torchlift.load(model, {"one": model.one.detach()}, rename=fused)  # as it is already
     torch.save(rows | {"two": torch.zeros(4, 3)}, tmp_path / "model.pt")
     with pytest.raises(MismatchError, match="ties two keys that have different values"):
         torchlift.load(model, tmp_path / "model.pt", rename=rename)
@@ -623,6 +624,38 @@ def test_members_that_only_unpickling_could_rebuild_are_refused(tmp_path) -> Non
     torch.save(state | {f"l.{n}.o": Opaque() for n in range(2)} | {"l.1.m": torch.ones(2)}, path)
     expected = {"w": torch.ones(1), "m": torch.ones(2, 2)}
     assert_loads(path, rule, expected, strict=False)
+
+
+@pytest.mark.parametrize("action", ["load", "convert"])
+@pytest.mark.parametrize(
+    "rename",
+    [
+        remap.merge("*.expertz.{e}.up", "*.ups", stack=0),
+        remap.split("*.qkw", ["*.q", "*.k"], chunk=0),
+        remap.merge("*.experts.{e}.up", "*.up", stack=0) | remap.strip("up"),
+        remap.split("*.qkv", ["*.q", "*.k"], chunk=0) | remap.merge(["*.v", "*.o"], "*.w", cat=0),
+    ],
+    ids=repr,
+)
+def test_a_rule_that_matches_nothing_is_an_error(rename, action, tmp_path) -> None:
+    """The result would have the old layout, and nobody would be told."""
+    state = {"model.experts.0.up": torch.ones(2), "model.experts.1.up": torch.ones(2)}
+    state["model.at.qkv"] = torch.ones(4)
+    model, target = nn.Linear(2, 2), tmp_path / "new.safetensors"
+    calls = {
+        "load": lambda: torchlift.load(model, state, rename=rename, strict=False),
+        "convert": lambda: torchlift.convert(state, target, rename=rename),
+    }
+    with pytest.raises(MismatchError, match=r"rename .* matches no key"):
+        calls[action]()
+
+
+def test_a_rule_after_a_split_sees_all_its_names() -> None:
+    """The second member of a split is one of the names that the next rule may match."""
+    rename = remap.split("qkv", ["q", "k"], chunk=0) | remap.rules([("^k$", "key")])
+    model = model_of({"q": torch.ones(2), "key": torch.zeros(2)})
+    torchlift.load(model, {"qkv": torch.arange(4.0)}, rename=rename)
+    assert model.key.tolist() == [2, 3]
 
 
 def test_only_plain_numbers_are_merged(tmp_path) -> None:

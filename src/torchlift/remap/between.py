@@ -192,6 +192,10 @@ class _FromGguf(Rewriting, Renaming):
     def __repr__(self) -> str:
         return f"from_to('gguf->transformers', {self.model})"
 
+    @property
+    def hides_names(self) -> bool:
+        return True
+
     def __call__(self, key: str) -> str | None:
         """Return the name of the first tensor that `key` becomes a part of."""
         found = next((name for name, keys in self.keys.items() if key in keys), key)

@@ -50,6 +50,10 @@ class _Table(Rewriting, Renaming):
     def __repr__(self) -> str:
         return f"transformers({self.architecture})"
 
+    @property
+    def hides_names(self) -> bool:
+        return True
+
     def __call__(self, key: str) -> str:
         """Return the name of the first tensor that `key` becomes a part of."""
         renamings, converters = self._rules()

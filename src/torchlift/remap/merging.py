@@ -13,7 +13,7 @@ The conversions of transformers' table, as calls of these two:
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -120,6 +120,15 @@ class _Division(Rewriting, Renaming):
         if place is None:
             return key
         return (self.whole if self.merges else self.members[0]).name(place.texts)
+
+    def find_idle(self, keys: Iterable[str]) -> Renaming | None:
+        # A file may have the names after the rule already.
+        patterns = (*self.members, self.whole)
+        return None if any(p.find(key) for key in keys for p in patterns) else self
+
+    def names_of(self, key: str) -> list[str]:
+        place = None if self.merges else self.whole.find(key)
+        return [self(key)] if place is None else [p.name(place.texts) for p in self.members]
 
     def __repr__(self) -> str:
         several: str | list[str] = [pattern.text for pattern in self.members]
@@ -293,8 +302,8 @@ def merge(
     same place. ``{...}`` matches the number of a list's member, with or without a name inside.
     Members are transposed first, then stacked, then concatenated in the order of the patterns.
     Each value is read once, directly into its slice. On a mesh, a rank reads only its shard. Keys
-    that match no pattern keep their names. If some members of a tensor are missing, the load fails,
-    even with ``strict=False``.
+    that match no pattern keep their names. If some members of a tensor are missing, or no key
+    matches at all, the load fails, even with ``strict=False``.
 
     Args:
         sources: A pattern with ``{...}`` for a list, or several patterns in order.

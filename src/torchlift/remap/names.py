@@ -16,6 +16,11 @@ Replacement = str | Callable[["re.Match[str]"], str] | None
 class Renaming:
     """A rename that composes: ``first | then`` applies both. A dropped key stays dropped."""
 
+    @property
+    def hides_names(self) -> bool:
+        """Whether the names that it gives depend on the tensors."""
+        return False
+
     def __call__(self, key: str) -> str | None:
         """Return the name in the model, or None to drop the key."""
         raise NotImplementedError
@@ -29,6 +34,11 @@ class Renaming:
     def find_idle(self, keys: Iterable[str]) -> Renaming | None:
         """Return the step of this rename that matches none of the keys, or None."""
         return None
+
+    def names_of(self, key: str) -> list[str]:
+        """Return the names that a key can get: several if it is split."""
+        name = self(key)
+        return [] if name is None else [name]
 
     def reversed(self) -> Renaming:
         """Return the inverse: `split` for a `merge`, `merge` for a `split`.
@@ -57,13 +67,22 @@ class _Chain(Renaming):
     def find_idle(self, keys: Iterable[str]) -> Renaming | None:
         for step in self.steps:
             keys = [*keys]
-            if isinstance(step, Rewriting):
-                return None  # its names depend on the tensors, which are not known here
             if isinstance(step, Renaming) and (idle := step.find_idle(keys)) is not None:
                 return idle
-            one = type(self)((step,))
-            keys = [name for key in keys if (name := one(key)) is not None]
+            if isinstance(step, Renaming) and step.hides_names:
+                return None
+            keys = [name for key in keys for name in _names_of(step, key)]
         return None
+
+    @property
+    def hides_names(self) -> bool:
+        return any(isinstance(step, Renaming) and step.hides_names for step in self.steps)
+
+    def names_of(self, key: str) -> list[str]:
+        names = [key]
+        for step in self.steps:
+            names = [name for each in names for name in _names_of(step, each)]
+        return names
 
     def __repr__(self) -> str:
         return " | ".join(map(repr, self.steps))
@@ -94,6 +113,14 @@ class _RewritingChain(_Chain, Rewriting):
             else:
                 made = {name: made[key] for key, name in rename_keys(made, step, path).items()}
         return made
+
+
+def _names_of(step: Rename, key: str) -> list[str]:
+    """Return the names that a step of a chain can give a key."""
+    if isinstance(step, Renaming):
+        return step.names_of(key)
+    name = step.get(key, key) if isinstance(step, Mapping) else step(key)
+    return [] if name is None else [name]
 
 
 def _chain(*steps: Rename) -> Renaming:
