@@ -55,10 +55,11 @@ class Registration:
 def module_load(subclass: type[torch.Tensor], handler: Handler) -> Registration:
     """Register a function that loads tensors of a subclass.
 
-    torch and `torchlift.load` call ``handler(destination, source, assign=...)`` if one of the two
-    tensors is an instance of `subclass`. The handler returns a new tensor with the shape of the
-    destination, which then replaces the destination. ``assign`` is True if the new tensor should
-    have the dtype and device of the source, and False if those of the destination.
+    torch calls ``handler(destination, source, assign=...)`` if one of the two tensors is an
+    instance of `subclass`. `torchlift.load` does so if the model's tensor is one, or the result of
+    ``transform``. The handler returns a new tensor with the shape of the destination, which then
+    replaces the destination. ``assign`` is True if the new tensor should have the dtype and device
+    of the source, and False if those of the destination.
 
     The handler of the most derived class is called, and of several for one class the newest. If it
     returns ``NotImplemented``, torch loads the tensor. ``mode="copy"`` calls no handler.
