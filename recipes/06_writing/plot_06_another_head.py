@@ -25,10 +25,9 @@ keeper = torchlift.Keeper(tempfile.mkdtemp(), background=False)
 keeper.save(5, model=model, optimizer=torch.optim.Adam(model.parameters()))
 model[1] = torch.nn.Linear(8, 3)
 optimizer = torch.optim.Adam(model.parameters())
-path = keeper.latest()
+path, load = keeper.latest(), torchlift.distributed.load_optimizer
 torchlift.load(model, path, root="model", exclude=["1.*"])
-load_optimizer = torchlift.distributed.load_optimizer
-load_optimizer(model, optimizer, path, root="optimizer", exclude=["1.*"])
+load(model, optimizer, path, root="optimizer", exclude=["1.*"])
 print("moments of", len(optimizer.state), "parameters")
 
 # %%
@@ -89,7 +88,7 @@ saved["state"] = {
     names.get(name, name): state for name, state in saved["state"].items()
 }
 group["params"] = [names.get(name, name) for name in group["params"]]
-load_optimizer(renamed, moments, saved)
+load(renamed, moments, saved)
 print(len(moments.state), "parameters with moments:", *renamed.state_dict())
 assert torch.equal(renamed.body.weight, model[0].weight)
 keeper.close()
@@ -225,7 +224,7 @@ with torchlift.Keeper(tempfile.mkdtemp()) as keeper:
     keeper.save(1, job)
 path, without = keeper.latest(), {"exclude": ["1.*"]}
 torchlift.load(again["model"], path, root="model", **without)
-load_optimizer(*again.values(), path, root="optimizer", **without)
+load(*again.values(), path, root="optimizer", **without)
 take_step(again)
 states = again["optimizer"].state
 steps = {
