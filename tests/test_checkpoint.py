@@ -316,12 +316,12 @@ MANY: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.parametrize("door", MANY)
 def test_a_set_of_shards_takes_a_fixed_number_of_descriptors(shards, door):
-    """A limit of 100 is enough, although each of 150 files is read or mapped."""
+    """50 more are enough, although each of 150 files is read or mapped."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     torchlift.load(nn.Linear(1, 1), nn.Linear(1, 1).state_dict())  # imports
-    assert len(os.listdir("/proc/self/fd")) < 60
+    used = max(map(int, os.listdir("/proc/self/fd")))  # pools of other tests keep connections
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (100, limits[1]))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 50, limits[1]))
         found = MANY[door](shards)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
