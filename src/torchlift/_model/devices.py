@@ -50,7 +50,7 @@ def usable_device(asked: object, entry: str, *, present: bool = True) -> torch.d
             hint = "Wrap it: remap.by_key(...) for names, remap.by_location(...) for tags."
         raise PlacementError(
             "cannot be moved to the selected device",
-            entry=entry,
+            entry=entry or None,  # the map's entry for all names
             found=f"{asked!r} ({str(error).splitlines()[0]})",
             hint=hint,
         ) from error
