@@ -196,13 +196,13 @@ def test_where_the_state_lies_is_pointed_out(tmp_path):
     for given_ in (both, tmp_path / "x.pt"):
         with pytest.raises(torchlift.FormatError, match=f"several optimizer states.*root={ways}"):
             torchlift.load_optimizer(model, optimizer, given_)
-    with pytest.raises(torchlift.FormatError, match=r"not contain an optimizer state.*holds it as root="):
+    with pytest.raises(torchlift.FormatError, match=r"an optimizer state.*holds it as root="):
         torchlift.load_optimizer(model, optimizer, tmp_path / "x.pt", root="train")
     with pytest.raises(torchlift.FormatError, match="does not contain this container"):
         torchlift.load_optimizer(model, optimizer, tmp_path / "x.pt", root="optimizer")
-    with pytest.raises(torchlift.FormatError, match="not contain an optimizer state"):
+    with pytest.raises(torchlift.FormatError, match="an optimizer state"):
         torchlift.load_optimizer(model, optimizer, {"step": 3})
-    with pytest.raises(torchlift.FormatError, match=r"not contain an optimizer state.*found a int"):
+    with pytest.raises(torchlift.FormatError, match=r"an optimizer state.*found a int"):
         torchlift.load_optimizer(model, optimizer, {"step": 3}, root="step")
     assert same(before, optimizer.state_dict(), kinds=True)
 

@@ -128,7 +128,7 @@ def test_a_folder_of_accelerate_without_a_state_in_its_weights_says_so(tmp_path:
     train(models[0], optimizers[0])
     accelerator.save_state(str(tmp_path / "state"))
     before = copy.deepcopy(optimizers[0].state_dict())
-    with pytest.raises(FormatError, match=r"not contain an optimizer state.*the path of its own file"):
+    with pytest.raises(FormatError, match=r"an optimizer state.*the path of its own file"):
         torchlift.load_optimizer(models[0], optimizers[0], tmp_path / "state")
     assert same(optimizers[0].state_dict(), before)
     torchlift.load_optimizer(models[0], optimizers[0], tmp_path / "state" / "optimizer.bin")

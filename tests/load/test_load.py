@@ -204,6 +204,9 @@ def test_a_device_that_is_not_there_is_one_clear_error(tmp_path, kind, device):
     ):
         torchlift.load(model, saved(randomised(Two()), tmp_path), device=device)
     assert state_of(model) == before
+    with pytest.raises(PlacementError) as caught:
+        torchlift.load(model, Two().state_dict(), device=torchlift.remap.by_key({"": "cuda:97"}))
+    assert "'': " not in str(caught.value)
 
 
 @pytest.mark.parametrize("source", SOURCES)
