@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 from in_code import in_code
-from save_states import same_bits
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
+from zoo import same as same_bits
 
 import torchlift
 from torchlift._save import files

@@ -23,13 +23,14 @@ import torch.distributed.checkpoint as dcp
 from ranks import cpu_mesh, main_saves_then_loads, worlds
 from safetensors import safe_open
 from safetensors.torch import load_file
-from save_states import expected_state, same_bits
+from save_states import expected_state
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from wrapped_models import MESHES, WRAPPERS, Net, net, same, train
+from zoo import same as same_bits
 
 import torchlift
 from torchlift.distributed import (

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_files import same_bits
 from small_models import Mixed, randomised, saved, tensors_of
 from torch import nn
+from zoo import same
 
 import torchlift
 from torchlift import remap
@@ -30,7 +30,7 @@ def test_a_real_tag_is_read_and_not_obeyed(path, accelerator) -> None:
     assert torch.load(path)["scale"].device == accelerator
     model = torchlift.skeleton(Mixed)
     torchlift.load(model, path)
-    assert all(same_bits(tensors_of(model)[k], v) for k, v in randomised(Mixed()).items())
+    assert all(same(tensors_of(model)[k], v) for k, v in randomised(Mixed()).items())
 
 
 @pytest.mark.parametrize("spelling", ["type", "whole", "number", "device"])
@@ -47,7 +47,7 @@ def test_every_spelling_means_the_current_device(path, accelerator, spelling) ->
         for key, value in torch.load(path, map_location=accelerator).items():
             found = tensors_of(model)[key]
             assert found.device == accelerator
-            assert same_bits(found.cpu(), value.cpu())
+            assert same(found.cpu(), value.cpu())
 
 
 def test_an_index_that_does_not_exist_is_refused_before_anything_happens(path, accelerator) -> None:

@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpoint_files import same_bits
 from small_models import Mixed, Tied, Two, randomised, saved, tensors_of
 from state_models import equal
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from zoo import same as same_bits
 
 import torchlift
 from torchlift.distributed import StateDictOptions, get_state_dict, set_model_state_dict

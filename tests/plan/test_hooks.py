@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_files import same_bits
 from same_model import all_tensors, assert_same_tensors, scrambled
 from torch import nn
 from torch.nn.utils import weight_norm as old_weight_norm
 from torch.nn.utils.parametrizations import weight_norm
+from zoo import same
 
 import torchlift
 
@@ -576,8 +576,8 @@ def test_files_of_the_old_weight_norm_load_into_the_new(
     old = old_weight_norm(nn.Linear(3, 4))
     model = target(lambda: weight_norm(nn.Linear(3, 4)), live)
     torchlift.load(model, write(old.state_dict(), tmp_path), mode=mode, source=source)
-    assert same_bits(model.parametrizations.weight.original0, old.weight_g)
-    assert same_bits(model.parametrizations.weight.original1, old.weight_v)
+    assert same(model.parametrizations.weight.original0, old.weight_g)
+    assert same(model.parametrizations.weight.original1, old.weight_v)
     inputs = torch.randn(2, 3)
     torch.testing.assert_close(model(inputs), old(inputs))
 
@@ -618,7 +618,7 @@ def test_lazy_modules_take_their_shape_from_the_file(
     model = target(lazy, live).eval()
     torchlift.load(model, write(wanted.state_dict(), tmp_path), mode=mode, source=source)
     for name, tensor in wanted.state_dict().items():
-        assert same_bits(model.state_dict()[name], tensor), name
+        assert same(model.state_dict()[name], tensor), name
     inputs = torch.randn(5, 3)
     assert torch.equal(model(inputs), wanted(inputs))
     assert type(model[0]) is nn.Linear

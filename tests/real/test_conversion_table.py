@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from checkpoint_files import same_bits
 from model_families import FAMILIES
 from safetensors.torch import load_file, save_file
 from small_configs import small_config
 from torch import nn
 from transformers.core_model_loading import Concatenate, ConversionOps, WeightConverter
+from zoo import same
 
 import torchlift
 from torchlift import remap
@@ -111,7 +111,7 @@ def assert_like_from_pretrained(cls: Any, config: Any, folder: Path) -> Any:
     found = state_of(model)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        assert same_bits(found[name], value), name
+        assert same(found[name], value), name
     assert report.missing_keys == report.unexpected_keys == []
     return report
 
@@ -190,8 +190,8 @@ def test_a_head_takes_the_file_of_its_base_model_and_the_other_way_round(tmp_pat
     rename = remap.transformers(base)
     torchlift.load(base, tmp_path / "whole", rename=rename)
     for name, value in whole.model.state_dict().items():
-        assert same_bits(model.model.state_dict()[name], value), name
-        assert same_bits(base.state_dict()[name], value), name
+        assert same(model.model.state_dict()[name], value), name
+        assert same(base.state_dict()[name], value), name
 
 
 @pytest.mark.parametrize("tower", ["vision", "text"])
@@ -322,7 +322,7 @@ def test_an_operation_of_somebody_s_own_moves_values_or_is_named(tmp_path: Path)
         register_checkpoint_conversion_mapping("LlamaForCausalLM", [rule], overwrite=True)
         torchlift.load(model, tmp_path, rename=remap.transformers(model))
         expected = swapped(original.get_parameter(name))
-        assert same_bits(model.get_parameter(name), expected)
+        assert same(model.get_parameter(name), expected)
         rows = [f"layers.{n}.mlp.gate_proj.weight" for n in range(2)]
         rule = WeightConverter([*rows], "lm_head.weight", [Concatenate(dim=0)])
         register_checkpoint_conversion_mapping("LlamaForCausalLM", [rule], overwrite=True)

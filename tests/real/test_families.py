@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoint_files import same_bits
 from model_families import FAMILIES, floating_outputs
 from same_model import assert_same_tensors, scrambled
 from torch import nn
+from zoo import same
 
 import torchlift
 
@@ -79,7 +79,7 @@ def assert_same_gradients(model: nn.Module, wanted: nn.Module) -> None:
             assert grad is None, name
         else:
             assert grad is not None, name
-            assert same_bits(grad, parameter.grad), name
+            assert same(grad, parameter.grad), name
             with_gradient += 1
     assert with_gradient
 
@@ -107,9 +107,9 @@ def test_a_loaded_skeleton_computes_and_trains_like_the_original(
     inputs = inputs_for(family)
     with torch.no_grad():
         pairs = zip(forward(model.eval(), inputs), forward(wanted.eval(), inputs), strict=True)
-        assert all(same_bits(found, expected) for found, expected in pairs)
+        assert all(same(found, expected) for found, expected in pairs)
     expected_loss = train(wanted, optimizer_over(wanted), inputs)
-    assert same_bits(train(model, optimizer, inputs), expected_loss)
+    assert same(train(model, optimizer, inputs), expected_loss)
     assert_same_gradients(model, wanted)
     assert_same_tensors(model, wanted)
 

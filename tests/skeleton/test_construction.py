@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_files import same_bits
 from constructions import FACTORIES, Made
 from same_model import all_tensors, assert_same_tensors
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
+from zoo import same
 
 import torchlift
 
@@ -70,7 +70,7 @@ def test_every_tensor_replayed_alone_is_the_one_that_is_replayed_with_all(name: 
         for (key, one), two in zip(
             all_tensors(wanted).items(), all_tensors(other).values(), strict=True
         )
-        if not same_bits(one, two)
+        if not same(one, two)
     }
     for key in reversed(list(all_tensors(model))):
         torchlift.materialize(model, names=[key])
@@ -78,7 +78,7 @@ def test_every_tensor_replayed_alone_is_the_one_that_is_replayed_with_all(name: 
         assert not tensor.is_meta
         assert tensor.stride() == all_tensors(wanted)[key].stride()
         if key not in random:
-            assert same_bits(tensor, all_tensors(wanted)[key]), key
+            assert same(tensor, all_tensors(wanted)[key]), key
 
 
 @pytest.mark.parametrize("name", ["every_sampler", "asks_item", "orthogonal", "Transformer"])
@@ -99,7 +99,7 @@ def test_the_same_seed_gives_the_same_parts() -> None:
         names = torchlift.materialize(model, names=["decoder"])
         made.append([all_tensors(model)[name] for name in names])
     assert len(made[0]) > 10
-    assert all(same_bits(one, two) for one, two in zip(*made, strict=True))
+    assert all(same(one, two) for one, two in zip(*made, strict=True))
 
 
 def test_different_seeds_give_different_weights_of_the_same_distribution() -> None:
@@ -120,11 +120,11 @@ def test_tensors_in_attributes_lists_and_dicts_are_made_too() -> None:
     model: Any = torchlift.skeleton(factory)
     torch.manual_seed(0)
     torchlift.materialize(model)
-    assert same_bits(model.table, wanted.table)
-    assert same_bits(model.nested[0], wanted.nested[0])
-    assert same_bits(model.nested[1]["x"][0], wanted.nested[1]["x"][0])
+    assert same(model.table, wanted.table)
+    assert same(model.nested[0], wanted.nested[0])
+    assert same(model.nested[1]["x"][0], wanted.nested[1]["x"][0])
     assert model.nested[1]["x"][1] == "text"
-    assert same_bits(model.derived, wanted.derived)
+    assert same(model.derived, wanted.derived)
     assert model.alias is model.linear.weight
 
 

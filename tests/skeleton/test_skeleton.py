@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_files import same_bits
 from constructions import FACTORIES
 from in_code import in_code
 from interrupting import Step
 from same_model import all_tensors, assert_same_tensors, scrambled
 from torch import nn
+from zoo import same
 
 import torchlift
 from torchlift._model.commit import CONSTRUCTION
@@ -169,7 +169,7 @@ def test_a_deep_copy_is_made_like_the_original_and_shares_nothing_with_it() -> N
         twin = all_tensors(both["teacher"])[name]
         assert tensor.data_ptr() != twin.data_ptr()
         assert twin.shape == tensor.shape
-    assert same_bits(both["teacher"].table, Rotary().table)
+    assert same(both["teacher"].table, Rotary().table)
     with torch.no_grad():
         both["student"].body.weight.zero_()
     assert both["teacher"].body.weight.abs().max() > 0
@@ -344,7 +344,7 @@ def test_a_loaded_skeleton_is_the_model_that_was_saved(name: str, tmp_path: Path
         assert hidden & dict(wanted.named_buffers()).keys() <= set(report.replayed)
         found = model.state_dict()
         for key, tensor in wanted.state_dict().items():
-            assert same_bits(found[key], tensor), key
+            assert same(found[key], tensor), key
             assert found[key].stride() == tensor.stride(), key
         assert ModuleTree(model).on_meta == []
 
@@ -356,7 +356,7 @@ def test_hidden_buffers_keep_their_dtype_whatever_the_weights_become(tmp_path: P
         model = torchlift.skeleton(Rotary)
         report = torchlift.load(model, saved(wanted, tmp_path), dtype=dtype)
         assert model.body.weight.dtype.itemsize == 2
-        assert same_bits(model.table, wanted.table)
+        assert same(model.table, wanted.table)
         assert model.count.dtype == torch.long
         assert report.replayed == ["table"]
 
@@ -372,8 +372,8 @@ def test_missing_keys_are_replayed_as_the_constructor_would_have_made_them(tmp_p
     other = torchlift.skeleton(Rotary)
     torch.manual_seed(3)
     torchlift.materialize(other, names=["body.bias", "head", "table"])
-    assert same_bits(model.head.weight, other.head.weight)
-    assert same_bits(model.body.bias, other.body.bias)
+    assert same(model.head.weight, other.head.weight)
+    assert same(model.body.bias, other.body.bias)
     assert model.head.weight.abs().max() <= 0.5  # uniform within 1 / sqrt(4)
     assert model.head.weight.unique().numel() == 12
     assert ModuleTree(model).on_meta == []

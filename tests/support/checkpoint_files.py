@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 from torch._utils import _rebuild_tensor_v2
 from zoo import parts_of, same
-from zoo import same as same_bits  # noqa: F401 - for rooms that still use this name
 
 from torchlift.formats.index import Index, TensorEntry
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from zoo import same as same_bits  # noqa: F401 - for rooms that still use this name
 
 TYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64,

@@ -123,11 +123,10 @@ def fetch_all(
                 advance(step.span if step.owned else 0)
             trim()  # memory that a transform or a handler freed
         made = _make([item for item in decided.makings if item.last is None])
-        of: dict[int, Values] = {id(item): value for item, value in (*plain, *found, *made)}
-        for item in decided.makings:
-            if item.last is not None:
-                made.append((item, _alias(item, of)))
-        if any(step.last for step in steps):
+        every: list[Step | Making] = [*decided.makings, *steps]
+        if any(one.last is not None for one in every):  # in few models
+            of: dict[int, Values] = {id(item): value for item, value in (*plain, *found, *made)}
+            made += [(item, _alias(item, of)) for item in decided.makings if item.last is not None]
             plain = [(s, v if s.last is None else _alias(s, of)) for s, v in plain]
             found = [(s, v if s.last is None else _alias(s, of)) for s, v in found]
         return Fetched(path, plain, found, made, overflowed)

@@ -288,6 +288,11 @@ def entry_like(key: str, group: Group) -> TensorEntry:
     )
 
 
+def renamed_key(rename: Rename, key: str) -> str | None:
+    """Return what a rename makes of one key: its name, or None to drop it."""
+    return rename.get(key, key) if isinstance(rename, Mapping) else rename(key)
+
+
 def rename_keys(keys: Iterable[str], rename: Rename | None, path: str) -> dict[str, str]:
     """Return name in the checkpoint -> name in the model, without keys that `rename` drops.
 
@@ -310,7 +315,7 @@ def apply_rename(keys: Iterable[str], rename: Rename | None) -> dict[str, str]:
     names: dict[str, str] = {}
     for key in keys:
         try:
-            name = rename.get(key, key) if isinstance(rename, Mapping) else rename(key)
+            name = renamed_key(rename, key)
         except Exception as error:
             note(error, f"rename was called with {key!r}")
             raise

@@ -262,8 +262,10 @@ def _box(
         if len(uneven) > 1 or any(step != 1 or size % values for size, step in uneven):
             raise _indivisible(entry)
     nbytes = _bytes(entry, last + 1)
-    begin = tuple(start)
-    return source._replace(offset=offset, nbytes=nbytes, start=begin, shape=found, stride=stride)
+    # Without `_replace`, which takes three times as long.
+    return Chunk(
+        source.file, offset, nbytes, tuple(start), found, stride, source.packed, source.held
+    )
 
 
 def _bytes(entry: TensorEntry, elements: int) -> int:

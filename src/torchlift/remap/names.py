@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from torchlift._plan.names import Made, Rewriting
-from torchlift._plan.rules import Rename, rename_keys
+from torchlift._plan.rules import Rename, rename_keys, renamed_key
 
 Replacement = str | Callable[["re.Match[str]"], str] | None
 
@@ -61,7 +61,7 @@ class _Chain(Renaming):
         for step in self.steps:
             if name is None:
                 return None
-            name = step.get(name, name) if isinstance(step, Mapping) else step(name)
+            name = renamed_key(step, name)
         return name
 
     def find_idle(self, keys: Iterable[str]) -> Renaming | None:
@@ -119,7 +119,7 @@ def _names_of(step: Rename, key: str) -> list[str]:
     """Return the names that a step of a chain can give a key."""
     if isinstance(step, Renaming):
         return step.names_of(key)
-    name = step.get(key, key) if isinstance(step, Mapping) else step(key)
+    name = renamed_key(step, key)
     return [] if name is None else [name]
 
 
