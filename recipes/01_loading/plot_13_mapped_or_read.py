@@ -214,15 +214,16 @@ plt.show()
 # fold: Answer to the question
 # To the same device and dtype: nothing, because to() returns the mapped view.
 # To another one: what you keep. bfloat16 is half of the file.
-def owned_by_loop(dtype):
-    state = {}
-    with torchlift.measure.memory() as use, torchlift.open(path) as ckpt:
+def cast_all(dtype):
+    with torchlift.open(path) as ckpt:
+        state = {}
         for key in ckpt:
             state[key] = ckpt[key].to(dtype)
-    return use.added_anonymous / MIB
 
 
-as_it_is, cast = owned_by_loop(torch.float32), owned_by_loop(torch.bfloat16)
-print(f"as it is, anonymous peak: {as_it_is:.0f} MiB")
-print(f"in bfloat16, anonymous peak: {cast:.0f} MiB")
-assert as_it_is < 4 < cast < 48
+owned = {}
+for dtype in torch.float32, torch.bfloat16:
+    child = in_child(cast_all, dtype)
+    owned[dtype] = child.memory.added_anonymous / MIB
+    print(f"{dtype}, anonymous peak: {owned[dtype]:.0f} MiB")
+assert owned[torch.float32] < 4 < owned[torch.bfloat16] < 48
