@@ -212,6 +212,31 @@ def test_a_save_copies_once_and_a_resume_reads_what_is_passed(tmp_path: Path) ->
     assert max(on_ranks(2, resume_model, str(tmp_path), "resume")) < 24
 
 
+def resume_over_live_moments(folder: str) -> float:
+    """Resume a model of 16 MiB and its moments of 32; the MiB of memory that this takes."""
+    model = nn.Linear(2048, 2048, bias=False)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2048)).sum().backward()
+    optimizer.step()
+    with torchlift.Keeper(folder) as keeper:
+        keeper.save(1, model=model, optimizer=optimizer)
+        keeper.wait()
+        kept = model.weight.detach().clone()
+        optimizer.step()
+        with torchlift.measure.memory() as use:
+            assert keeper.resume(model=model, optimizer=optimizer, verify=False) == 1
+    assert torch.equal(model.weight, kept)
+    return use.added_anonymous / (1 << 20)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_resume_over_live_moments_copies_none_of_them(ranks: int, tmp_path: Path) -> None:
+    """It kept the old moments until the models were loaded, and read the new ones beside them."""
+    added = torchlift.distributed.on_ranks(ranks, resume_over_live_moments, str(tmp_path))
+    assert max(added) < 12
+
+
 # ---- the ends of a job
 
 

@@ -428,6 +428,8 @@ class MappedViews:
         base = made.untyped_storage()
         if self._bases.setdefault(key, base) is not base:  # another thread was faster
             return None
+        if entry.stride == (1,) and entry.shape == made.shape:  # a bias
+            return made
         first = (entry.chunks[0].offset - where.offset) // size
         return made.as_strided_(entry.shape, entry.stride, first)
 

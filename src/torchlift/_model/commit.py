@@ -167,6 +167,7 @@ class Commit:
 
     def __init__(self) -> None:
         self._undo: list[tuple[Callable[[], object], tuple[str, ...]]] = []
+        self._last: list[Callable[[], object]] = []
 
     def __enter__(self) -> Commit:
         return self
@@ -191,6 +192,7 @@ class Commit:
             PlacementError: If a change cannot be undone and `error` is None.
         """
         doubtful: dict[str, Exception] = {}
+        self._last.clear()
         with torch.no_grad():
             while self._undo:
                 action, names = self._undo.pop()
@@ -207,8 +209,20 @@ class Commit:
         note(error, f"could not be put back as before, and is in doubt: {text}")
 
     def finish(self) -> None:
-        """Keep all changes, so that an interrupt from here on does not undo them."""
+        """Keep all changes, so that an interrupt from here on does not undo them.
+
+        Raises:
+            IntegrityError: If a file was overwritten before its values were copied.
+        """
         self._undo.clear()
+        last, self._last = self._last, []
+        with torch.no_grad():
+            for change in last:
+                change()
+
+    def when_finished(self, change: Callable[[], object]) -> None:
+        """Add a change that needs no undo because it is made last, when nothing else can fail."""
+        self._last.append(change)
 
     def when_undone(self, action: Callable[[], object], *names: str) -> None:
         """Add an undo, which runs after those that are added later.

@@ -29,7 +29,7 @@ from torchlift._model.state import own
 from torchlift._model.torch_private import IncompatibleKeys
 from torchlift._plan.match import Match
 from torchlift._plan.report import list_names
-from torchlift._plan.rules import Options, allowed
+from torchlift._plan.rules import AnySource, Options, allowed
 from torchlift._sources.tensors import FileTensor
 from torchlift._system.containers import leaves, map_leaves
 from torchlift._system.text import Facts, Summary, clipped_list
@@ -204,8 +204,9 @@ class OptimizerSlots:
     @property
     def options(self) -> Options:
         """Return the options of the load into the slots."""
-        # Read, not mapped: training must not write to the pages of a file.
-        return Options(device=lambda entry: self._devices[entry.key], strict=False, source="read")
+        # Live buffers are copied out of the map. New ones are read: training writes to them.
+        source: AnySource = "read" if any(b.is_meta for b in self.buffers.values()) else "auto"
+        return Options(device=lambda entry: self._devices[entry.key], strict=False, source=source)
 
     def make_room(self, inbox: Inbox) -> None:
         """Replace the descriptions of the tensors of rank 0 by memory for them."""

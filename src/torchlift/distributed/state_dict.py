@@ -822,8 +822,8 @@ def load_states(call: LoadCall, commit: Commit | None = None) -> LoadedKeys:
 
     Args:
         call: The arguments.
-        commit: Undoes the load if a later step of the caller fails. Until it ends, values that are
-            overwritten are in memory twice.
+        commit: Undoes the load if a later step of the caller fails. Live tensors get their values
+            when it finishes, unless the optimizer has loading code of its own.
 
     Raises:
         StateDictMismatch: If something does not match, on this rank or on another.
@@ -960,7 +960,7 @@ def _load(job: _Job, group: RankGroup, outer: Commit | None) -> LoadedKeys:
         if slots is not None:
             slots.values |= relayout.finish()
         # If something can fail after the first change, the ranks agree again, and keep old values.
-        again = outer is not None or any(each.refuses for each in by_rank.values())
+        again = any(each.refuses for each in by_rank.values())
         with group.together() as agree:
             fetched = moments = None
             with Interruptible():
@@ -980,9 +980,16 @@ def _load(job: _Job, group: RankGroup, outer: Commit | None) -> LoadedKeys:
                 last.append(put_new(fetched, commit))
             deliver()
             again = agree(again)
-            for each in last:
-                copy_in_place(each, commit, backup=again, advance=_ignore)
-            refresh_shards(tree.modules)
+
+            def copy_last() -> None:
+                for each in last:
+                    copy_in_place(each, commit, backup=again, advance=_ignore)
+                refresh_shards(tree.modules)
+
+            if outer is not None and not again:
+                outer.when_finished(copy_last)  # without a second copy of the old values
+            else:
+                copy_last()
             if slots is not None:
                 set_states(slots, commit, own_code=True)
             if again:

@@ -598,20 +598,25 @@ def _read_heads(
             ends = [(item.offset, item.offset + item.nbytes) for item in work[file]]
             heads = [(at, min(at + _ITEM_END, stop)) for at, stop in ends]
             source.expect([*heads, *((max(at, stop - _ITEM_END), stop) for at, stop in ends)])
-            return {item: _read_head(source, item, _storage(path, item)) for item in work[file]}
+            return {
+                item: _read_head(source, item, _storage(path, item), pickles) for item in work[file]
+            }
 
     found: dict[_Item, Index] = {}
+    pickles: dict[bytes, tuple[object, TorchWorld]] = {}
     for one in in_parallel(path, read, list(work)):
         found |= one
     return {item: found[item] for item in items}
 
 
-def _read_head(source: Source, item: _Item, prefix: str) -> Index:
+def _read_head(
+    source: Source, item: _Item, prefix: str, pickles: dict[bytes, tuple[object, TorchWorld]]
+) -> Index:
     """Read one item. A value that torch did not write as a file is blocked."""
     with errors_name(source.path, item.key):
         archive = source.window(item.offset, item.nbytes)
         if archive.read(0, min(4, archive.size)) == LOCAL_MAGIC:
-            return read_torch_zip(archive, key=item.key, prefix=prefix)
+            return read_torch_zip(archive, key=item.key, prefix=prefix, pickles=pickles)
     why = {item.key: "bytes that torch.save did not write"}
     return Index(source.path, "dcp", {}, {}, {source.path: source.stamp}, blocked_keys=why)
 

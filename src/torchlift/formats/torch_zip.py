@@ -77,6 +77,7 @@ def read_torch_zip(
     *,
     key: str | None = None,
     prefix: str = "",
+    pickles: dict[bytes, tuple[object, TorchWorld]] | None = None,
 ) -> Index:
     """Read the index of an archive, which may be a window of a file.
 
@@ -85,6 +86,7 @@ def read_torch_zip(
         records: Its directory, if it was read before.
         key: Name of the container for the whole object, or None.
         prefix: Prefix of the names of its storages.
+        pickles: The tensors of pickles that were read before: many items have an equal one.
 
     Raises:
         FormatError: If it is not such an archive, or is damaged or inconsistent.
@@ -94,8 +96,14 @@ def read_torch_zip(
     pickled = records[top + "data.pkl"]
     expect_records(source, [pickled])
     notes = read_notes(source, records, top, _DCP_AGAIN if prefix else _AGAIN)
-    world = TorchWorld(source.budget)
-    root = read_torch_pickle(read_record(source, pickled), world)
+    data = read_record(source, pickled)
+    known = None if pickles is None else pickles.get(data)
+    if known is None:
+        world = TorchWorld(source.budget)
+        known = read_torch_pickle(data, world), world
+        if pickles is not None and isinstance(known[0], TensorRef):
+            pickles[data] = known
+    root, world = known
     resolver = zip_resolver(source, records, top + "data/", prefix + "data/")
     root = root if key is None else {key: root}
     index = index_of(source, "torch-zip", root, world, resolver, notes)

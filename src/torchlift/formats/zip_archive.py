@@ -300,8 +300,8 @@ class _Directory(NamedTuple):
 
 def _find_directory(source: Source) -> _Directory:
     """Locate the directory by the end records, which must agree."""
-    # An item of a DCP file at a URL rarely has a comment: its last bytes are enough.
-    short = [_TAIL] if source.is_remote and source.start else []
+    # An item of a DCP file rarely has a comment: its last bytes are enough.
+    short = [_TAIL] if source.start else []
     for nbytes in (*short, END.size + FULL16):
         tail_start = max(0, source.size - nbytes)
         tail = source.read(tail_start, source.size - tail_start)
