@@ -20,7 +20,14 @@ from torchlift._model.torch_private import (
     without_subclasses,
 )
 from torchlift._system.text import clipped_list
-from torchlift.errors import CheckpointError, FormatError, PlacementError, UnsafeError
+from torchlift.errors import (
+    Argument,
+    CheckpointError,
+    FormatError,
+    Hint,
+    PlacementError,
+    UnsafeError,
+)
 from torchlift.formats.boxes import steps_in_file
 from torchlift.formats.flattening import Containers, name_text
 from torchlift.formats.index import QUANTIZED, SUBCLASS, Array, Chunk, Kind, Leaf, TensorEntry
@@ -590,7 +597,9 @@ def _subclass(entry: TensorEntry, inner: Sequence[torch.Tensor], path: str) -> t
             file=path,
             entry=entry.key,
             found=clipped_list(list(values.lacking)),
-            hint="If you know that class, add it to allow_classes=[...].",
+            hint=Hint(
+                "If you know that class, add it to ", Argument("allow_classes", "[...]"), "."
+            ),
         )
     kind = allowed[name]
     if is_view:

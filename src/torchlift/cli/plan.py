@@ -35,6 +35,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="keyword arguments of the factory, such as '{\"width\": 4}', or a file with them",
     )
     parser.add_argument("--no-strict", action="store_true", help="allow names that do not match")
+    parser.add_argument(
+        "--ignore-mismatched", action="store_true", help="skip tensors of another shape"
+    )
+    parser.add_argument(
+        "--allow-missing",
+        metavar="GLOB",
+        action="append",
+        default=[],
+        help="allow names that match to be missing, or with --ignore-mismatched to have another "
+        "shape; may be repeated",
+    )
     add_names(parser)
     where = parser.add_argument_group("devices").add_mutually_exclusive_group()
     where.add_argument("--device", metavar="DEVICE", help="device of all tensors (default: cpu)")
@@ -77,8 +88,10 @@ def _check(args: argparse.Namespace) -> None:
     """Read what is JSON, and refuse options that are wrong or would have no effect."""
     if args.model is not None and ":" not in args.model:
         raise UsageError(f"--model {args.model!r}: expected MODULE:FACTORY")
-    if args.model is None and (args.model_args is not None or args.no_strict):
-        raise UsageError("--model-args and --no-strict: pass --model too")
+    of_model = ("model_args", "no_strict", "ignore_mismatched", "allow_missing")
+    for name in of_model if args.model is None else ():
+        if getattr(args, name):
+            raise UsageError(f"--{name.replace('_', '-')}: pass --model too")
     args.model_args = _read_json("--model-args", args.model_args or "{}")
     if args.device_map is not None:
         args.device_map = _read_json("--device-map", args.device_map)
@@ -141,7 +154,8 @@ def _for_model(args: argparse.Namespace, ckpt: torchlift.Checkpoint) -> tuple[st
             device=device,
             dtype=dtype_of(args),
             strict=not args.no_strict,
-            present=False,
+            ignore_mismatched=args.ignore_mismatched,
+            allow_missing=args.allow_missing,
         )
 
     # A meta tensor takes the checkpoint's dtype, so the sizes come from a plan.

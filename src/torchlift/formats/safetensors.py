@@ -16,7 +16,7 @@ from operator import itemgetter
 from reprlib import repr as short_repr
 from typing import Any, NamedTuple
 
-from torchlift.errors import FormatError, PlacementError
+from torchlift.errors import Argument, FormatError, Hint, PlacementError
 from torchlift.formats.index import (
     ITEMSIZE,
     SLICE,
@@ -33,6 +33,8 @@ from torchlift.formats.source import Source, dense_shape, parse_json, unique, wh
 
 #: The format's own limit on the JSON header, in bytes.
 MAX_HEADER = 100_000_000
+#: The way out for a tensor or a header that does not fit into such a file.
+_TORCH_FILE = Argument("format", '"torch-zip"', ("torch-zip",))
 
 DTYPES: dict[str, str] = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32",
@@ -356,7 +358,7 @@ def safetensors_layout(
                 "a safetensors file stores texts under this name, not a tensor",
                 entry=tensor.key,
                 expected="another name",
-                hint='Rename it, or save a torch file, which can hold it: format="torch-zip".',
+                hint=Hint("Rename it, or save a torch file, which can hold it: ", _TORCH_FILE, "."),
             )
         if tensor.dtype not in _CODES or is_half:
             raise PlacementError(
@@ -364,7 +366,7 @@ def safetensors_layout(
                 entry=tensor.key,
                 expected=f"one of {', '.join(DTYPES.values())}",
                 found=tensor.dtype,
-                hint='A torch file can hold it: save with format="torch-zip".',
+                hint=Hint("A torch file can hold it: save with ", _TORCH_FILE, "."),
             )
         stop = at + tensor.nbytes
         described[tensor.key] = {
@@ -419,6 +421,6 @@ def _head(described: Mapping[str, Any], metadata: Mapping[str, str], *, last: bo
             "too many tensors for one safetensors file",
             expected=f"a header of at most {MAX_HEADER} bytes",
             found=f"{len(header)} bytes",
-            hint='A torch file can hold them: save with format="torch-zip".',
+            hint=Hint("A torch file can hold them: save with ", _TORCH_FILE, "."),
         )
     return len(header).to_bytes(8, "little") + header
