@@ -34,7 +34,7 @@ def usable_device(asked: object, entry: str, *, present: bool = True) -> torch.d
         PlacementError: If it is not a device, or this machine does not have it.
     """
     try:
-        device = torch.device("cpu" if asked == DISK else asked)  # type: ignore[call-overload]
+        device: torch.device = torch.device("cpu" if asked == DISK else asked)  # type: ignore[call-overload]
         if device.type == "meta":
             raise RuntimeError("a meta tensor holds no values")
         if device.type == "cpu":
