@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 import torchlift
@@ -15,6 +20,8 @@ from torchlift.cli.output import report, spelled
 from torchlift.cli.rules import add_dtype, add_names, check_device, check_names, dtype_of, rename_of
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from torchlift.remap import ByKey, Fit
 
 
@@ -141,9 +148,7 @@ def _alone(args: argparse.Namespace, ckpt: torchlift.Checkpoint) -> tuple[str, d
 
 def _for_model(args: argparse.Namespace, ckpt: torchlift.Checkpoint) -> tuple[str, dict[str, Any]]:
     """Return, as text and as data, the device of each module, and the plan of the load."""
-    from torchlift.cli.factory import make_model
-
-    model = make_model(args.model, args.model_args)
+    model = _make_model(args.model, args.model_args)
 
     def plan(device: ByKey[str] | None) -> torchlift.LoadPlan:
         return torchlift.plan(
@@ -197,3 +202,37 @@ def _read_devices(args: argparse.Namespace) -> dict[str, str | None] | ByKey[str
             check_device("--device-map", device)
         return torchlift.remap.by_key(args.device_map)
     return torchlift.remap.by_key({"": "cpu" if args.device is None else args.device})
+
+
+# ---- the model
+
+
+def _make_model(name: str, arguments: Mapping[str, Any]) -> nn.Module:
+    """Make a skeleton with the user's factory.
+
+    Args:
+        name: ``MODULE:FACTORY``.
+        arguments: Its keyword arguments.
+
+    Raises:
+        UsageError: If the factory does not exist, or if it or its module raised an error.
+    """
+    try:
+        with _search_working_folder():
+            model: nn.Module = torchlift.skeleton(resolve_name(name), **arguments)
+            return model
+    except Exception as error:
+        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise UsageError(f"--model {name}: {text}") from error
+
+
+@contextmanager
+def _search_working_folder() -> Iterator[None]:
+    """Look for modules in the working folder first. Processes that start here do it, too."""
+    folder = os.getcwd()
+    sys.path.insert(0, folder)  # Python put the command's own folder there
+    try:
+        yield
+    finally:
+        if folder in sys.path:
+            sys.path.remove(folder)
