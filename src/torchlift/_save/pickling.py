@@ -270,14 +270,17 @@ def _shorten(values: Mapping[str, object]) -> dict[str, object]:
     seen: set[int] = set()
 
     def shorten(value: Any) -> Any:
-        if type(value) not in (list, tuple) or id(value) in seen:
+        if type(value) not in (list, tuple, dict) or id(value) in seen:
             return value
         seen.add(id(value))
         if holds_numbers(value):
             whole = [number for number in value if type(number) is int]
             return max(whole, key=int.bit_length, default=None)
-        made = type(value)(map(shorten, value))
-        return made if any(map(operator.is_not, made, value)) else value
+        items = value.values() if isinstance(value, dict) else value
+        made = [shorten(item) for item in items]
+        if all(map(operator.is_, made, items)):
+            return value
+        return dict(zip(value, made, strict=True)) if type(value) is dict else type(value)(made)
 
     return {key: shorten(value) for key, value in values.items()}
 
