@@ -204,19 +204,17 @@ def _read_files(
         in_parallel(urls[0], lambda file: files.open(file).check(), urls)
 
 
-def read_values(
-    files: Files, file: str, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8
-) -> torch.Tensor:
+def read_values(files: Files, file: str, offset: int, nbytes: int) -> torch.Tensor:
     """Return bytes as a flat tensor: over the map of a file, or in memory for a URL.
 
     Raises:
         IntegrityError: If the file changed or cannot be read.
     """
     if not isinstance(file, Url):
-        return files.map(file, offset, nbytes, dtype)
+        return files.map(file, offset, nbytes)
     place = Place(file, offset, nbytes)
     found = files.ahead.pop(place, None)
-    return (_read_places(files, [place])[place] if found is None else found).view(dtype)
+    return _read_places(files, [place])[place] if found is None else found
 
 
 def read_ahead(files: Files, places: Iterable[Place]) -> None:
