@@ -21,7 +21,8 @@ from torch import nn
 import torchlift
 from torchlift import FormatError, bench
 from torchlift._system.text import parse_size
-from torchlift.bench import WAYS, Comparison, Result, Way, loading, page_cache
+from torchlift.bench import WAYS, Comparison, Result, Way, loading
+from torchlift.bench.comparison import cached_bytes, drop_pages
 from torchlift.cli import main
 
 MIB = 2**20
@@ -348,7 +349,7 @@ def test_a_cold_run_starts_without_the_file_in_the_page_cache(generated) -> None
     descriptor = os.open(generated, os.O_RDONLY)
     try:
         os.pread(descriptor, 1 << 16, MIB)
-        page_cache.drop_pages([str(generated)])
+        drop_pages([str(generated)])
         try:
             got = os.preadv(descriptor, [bytearray(4096)], 4 * MIB, os.RWF_NOWAIT)
         except BlockingIOError:
@@ -370,21 +371,21 @@ def test_the_cached_bytes_of_a_file_are_counted(generated) -> None:
     """None after it was dropped, all after it was read; a file system may keep it all the same."""
     name, size = str(generated), generated.stat().st_size
     generated.read_bytes()
-    assert page_cache.cached_bytes([name]) == size
-    page_cache.drop_pages([name])
-    if page_cache.cached_bytes([name]) == size:
+    assert cached_bytes([name]) == size
+    drop_pages([name])
+    if cached_bytes([name]) == size:
         pytest.skip("this file system keeps everything in memory")
-    assert page_cache.cached_bytes([name]) == 0
+    assert cached_bytes([name]) == 0
     with open(name, "rb") as file:
         file.seek(4 * MIB)
         file.read(1)
-    assert 0 < page_cache.cached_bytes([name]) < size
+    assert 0 < cached_bytes([name]) < size
 
 
 def test_of_a_file_that_one_may_not_write_to_nothing_is_counted(generated, monkeypatch) -> None:
     """Linux would call every page of it resident, also right after it was dropped."""
     monkeypatch.setattr("os.access", lambda path, mode: False)
-    assert math.isnan(page_cache.cached_bytes([str(generated)]))
+    assert math.isnan(cached_bytes([str(generated)]))
 
 
 def test_a_cold_comparison_says_what_was_dropped_and_how(small) -> None:

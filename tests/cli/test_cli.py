@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import json
 import math
@@ -25,7 +26,8 @@ from safetensors.torch import save_file
 from torchlift import cli
 from torchlift import open as open_index
 from torchlift._system.text import printable
-from torchlift.cli.output import print_json
+from torchlift.cli.output import print_json, spelled
+from torchlift.errors import Argument, Hint
 
 
 def torchlift(*args: object, **options) -> subprocess.CompletedProcess[str]:
@@ -635,3 +637,52 @@ def test_a_wrong_value_of_an_option_is_wrong_usage(tmp_path, words):
     done = torchlift(command, *paths, option, value)
     assert done.returncode == 2, done.stderr
     assert any(part in done.stderr for part in re.findall(r"\w+", value) or [value])
+
+
+#: Each argument that a hint names, and what a command prints for it. A command that is not in the
+#: list prints the argument of Python.
+SPELLED = [
+    (Argument("allow_classes", "[C]"), {}),
+    (Argument("allow_missing", "['x']", ("x",)), {"plan": "--allow-missing x"}),
+    (Argument("allow_missing", "[...]"), {"plan": "--no-strict"}),
+    (Argument("allow_unexpected", "[...]"), {"plan": "--no-strict"}),
+    (Argument("budgets", "{}", ("disk",)), {"plan": "--budget disk"}),
+    (Argument("check"), {"convert": "--check"}),
+    (Argument("dtype"), {"convert": "--dtype", "plan": "--dtype"}),
+    (Argument("dtype", "a callable"), {}),
+    (Argument("exclude", "['x*']", ("x*",)), {"convert": "--exclude 'x*'"}),
+    (Argument("format", "'dcp'", ("dcp",)), {"convert": "--format dcp"}),
+    (Argument("ignore_mismatched", "True"), {"plan": "--ignore-mismatched"}),
+    (Argument("include", "['x']", ("x",)), {"convert": "--include x"}),
+    (Argument("mode"), {}),
+    (Argument("overwrite", "True"), {"convert": "--overwrite"}),
+    (Argument("rename", "remap", ("x.",)), dict.fromkeys(("convert", "plan"), "--strip x")),
+    (Argument("rename"), dict.fromkeys(("convert", "plan"), "--rename")),
+    (
+        Argument("root", "'x'", ("x",)),
+        dict.fromkeys(("bench", "convert", "diff", "inspect", "plan"), "--root x"),
+    ),
+    (Argument("storage_options", "{}"), {}),
+    (Argument("transform"), {}),
+    (Argument("verify", "False"), {"convert": "--no-verify"}),
+]
+
+
+@pytest.mark.parametrize("command", [name for name in cli.COMMANDS if name != "completion"])
+def test_each_argument_that_a_hint_names_is_spelled_as_an_option_that_exists(command):
+    """Or marked as Python's. The list has all that the source names."""
+    calls = [
+        call
+        for path in Path(cli.__file__).parents[1].rglob("*.py")
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "Argument"
+    ]
+    named = {str(ast.literal_eval(call.args[0])) for call in calls}
+    assert named == {argument.name for argument, _ in SPELLED}
+    args = Namespace()
+    cli.make_parser([command]).parse_known_args([command, *"abcd"], args)
+    options = args.parser._option_string_actions
+    for argument, commands in SPELLED:
+        found = spelled(Hint(argument), options)
+        assert found == commands.get(command, f"{argument} in Python")
+        assert found.endswith(" in Python") or found.split()[0] in options

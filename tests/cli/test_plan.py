@@ -258,7 +258,7 @@ def test_what_the_command_has_no_option_for_is_said_to_be_python_s(run, tmp_path
     """In JSON, too, where the hint has a field of its own."""
     path = saved(nn.Linear(3, 2).state_dict(), tmp_path)
     _, out, err = run(path, *TWO, "--json", wrapped=False)
-    assert "Pass ignore_mismatched=True in Python and --no-strict to skip" in err
+    assert "Pass --ignore-mismatched and --allow-missing weight to skip" in err
     assert json.loads(out)["error"]["hint"] in err
     path = saved({**nn.Linear(2, 2).state_dict(), "other": torch.ones(1)}, tmp_path)
     found, _, err = run(path, *TWO, wrapped=False)
@@ -338,6 +338,7 @@ def test_ranks_say_what_each_would_read(run, path) -> None:
         (["--budget", "cpu=1GiB"], "--budget: not allowed with argument --ranks"),
         (["--no-split", "0"], "--no-split: pass --budget too"),
         (["--no-strict"], "--no-strict: pass --model too"),
+        (["--allow-missing", "x"], "--allow-missing: pass --model too"),
         (["--model", "mymodel:make"], "--ranks: leave out --model and --dtype"),
         (["--dtype", "bf16"], "--ranks: leave out --model and --dtype"),
         (["--rename", "x"], "expected REGEX=REPLACEMENT"),
@@ -352,3 +353,28 @@ def test_ranks_that_mean_nothing_are_wrong_usage(run, path, words, message) -> N
     assert (status, out) == (2, "")
     assert message in err
     assert err.count("\n") == 1 or err.startswith("usage: torchlift plan")
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (5, 2)])
+def test_the_way_out_for_another_shape_works(run, tmp_path, shape) -> None:
+    """With the names that the message lists; without --ignore-mismatched, a name may be missing."""
+    state = {**nn.Linear(2, 2).state_dict(), "weight": torch.ones(shape)}
+    words = (saved(state, tmp_path), *TWO)
+    _, _, err = run(*words, wrapped=False)
+    found = re.search("Pass (--.*) and (--.*) to skip what has another shape", err)
+    assert found
+    status, out, err = run(*words, *shlex.split(" ".join(found.groups())), wrapped=False)
+    assert (status, err) == (0, "")
+    assert "weight: model [2, 2], checkpoint" in out
+    path = saved({"bias": torch.ones(2)}, tmp_path)
+    assert run(path, *TWO, "--allow-missing", "weight", wrapped=False)[0] == 0
+    assert run(path, *TWO, "--allow-missing", "wieght", wrapped=False)[0] == 1
+
+
+def test_a_plan_without_a_checkpoint_s_blocked_values_follows_its_message(run, tmp_path) -> None:
+    """--no-strict leaves out what only unpickling could rebuild."""
+    path = saved({**nn.Linear(2, 2).state_dict(), "when": os.stat("/")}, tmp_path)
+    status, _, err = run(path, *TWO, wrapped=False)
+    assert status == 3
+    assert "Load without it: --no-strict, or --root for a part of the file." in err
+    assert run(path, *TWO, "--no-strict", wrapped=False)[0] == 0

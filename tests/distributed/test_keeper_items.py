@@ -162,7 +162,8 @@ def test_a_dict_with_the_key_of_arrays_is_resumed_as_it_was(tmp_path: Path, stat
 
 def test_a_list_of_a_million_numbers_is_not_walked_over(tmp_path: Path) -> None:
     """Python would block training for seconds, and torch.save takes 0.3 s."""
-    run = {**run_of(), "loader": Place({"rows": [*range(1_000_000)]})}
+    inside = [[*range(1_000_000)], {"a": ("b", [0.5] * 1_000_000)}]
+    run = {**run_of(), "loader": Place({"rows": [*range(1_000_000)], "inside": inside})}
     counts = {"losses": [0.5] * 1_000_000, "deep": {"some": tuple([1.0, None] * 500_000)}}
     calls = 0
 

@@ -296,3 +296,21 @@ def test_a_number_that_is_not_one_file_s_sha256_is_refused(tmp_path: Path) -> No
     torchlift.save({"a": torch.ones(1000), "b": torch.ones(1000)}, index, max_shard_size=5000)
     with pytest.raises(ValueError, match="one file"):
         torchlift.verify(index, sha256="0" * 64)
+
+
+def test_no_damaged_bit_of_a_header_makes_its_checksums_disappear(tmp_path: Path) -> None:
+    """Each is found: in the name of our metadata, too, and in what is no digit any more."""
+    path = tmp_path / "m.safetensors"
+    torchlift.save({"a": torch.arange(4.0), "b": torch.ones(3)}, path)
+    right = path.read_bytes()
+    stop = right.rindex(b"}") + 1
+    for at in range(8, stop):
+        for bit in range(8):
+            path.write_bytes(right[:at] + bytes([right[at] ^ (1 << bit)]) + right[at + 1 :])
+            try:
+                report = torchlift.verify(path)
+            except torchlift.CheckpointError:
+                continue
+            assert not report.ok, (at, bit)
+    path.write_bytes(right)
+    assert torchlift.verify(path).checked == ("a", "b")

@@ -192,7 +192,12 @@ def test_a_replayed_head_has_the_dtype_of_what_is_around_it():
 
 @pytest.mark.parametrize(
     ("dtype", "expected"),
-    [("bfloat16", torch.bfloat16), ("torch.float16", torch.float16), ("model", torch.float32)],
+    [
+        ("bfloat16", torch.bfloat16),
+        ("bf16", torch.bfloat16),
+        ("torch.float16", torch.float16),
+        ("model", torch.float32),
+    ],
 )
 def test_a_dtype_may_be_a_name(dtype, expected):
     """Of torch's, or the model's own."""
@@ -203,7 +208,7 @@ def test_a_dtype_may_be_a_name(dtype, expected):
     torchlift.load(model, Model().double().state_dict(), dtype=lambda entry: dtype)
     assert model.body.weight.dtype == expected
     with pytest.raises(ValueError, match='expected a name such as "bfloat16", or "model"'):
-        torchlift.load(model, {}, dtype="bf16")
+        torchlift.load(model, {}, dtype="fp17")
 
 
 def test_stages_leave_to_a_later_load_what_is_not_theirs():

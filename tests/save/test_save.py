@@ -1033,3 +1033,14 @@ def test_a_file_that_replaces_another_one_has_its_rights(mode: int, tmp_path: Pa
     path.chmod(mode)
     torchlift.save({"w": torch.zeros(2)}, path)
     assert path.stat().st_mode & 0o777 == mode
+
+
+def test_a_list_of_numbers_under_very_many_keys_is_refused(tmp_path: Path) -> None:
+    """No list of numbers is read back to check it, but one that occurs again is."""
+    numbers = [*range(2000)]
+    state = {f"k{at}": numbers for at in range(20_000)}
+    with pytest.raises(PlacementError, match="expands to far more data than it stores"):
+        torchlift.save({**state, "w": torch.ones(1)}, tmp_path / "x.pt")
+    few = {"k": numbers, "again": [numbers, [*numbers, 1.5]], "w": torch.ones(1)}
+    torchlift.save(few, tmp_path / "x.pt")
+    assert torchlift.open(tmp_path / "x.pt").objects["again"] == few["again"]

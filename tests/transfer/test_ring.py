@@ -17,7 +17,7 @@ from torchlift._store.files import FileStamp
 from torchlift._transfer import pinned, reading
 from torchlift._transfer.direct import DEPTH, STAGE
 from torchlift._transfer.files import Files
-from torchlift._transfer.reading import Held, Request, read
+from torchlift._transfer.reading import Request, read
 from torchlift.errors import IntegrityError
 
 _STAGE = 64 << 10
@@ -169,7 +169,8 @@ def test_values_in_memory_arrive_through_the_same_stages(device, made, dtype) ->
     """As a mapped file does, of which a live model gets the values."""
     values = torch.randn(30 * _STAGE // 4 + 7)
     target = torch.empty(len(values), dtype=dtype)
-    wanted = Request(Held(values), 0, values.nbytes, OnDevice(target, device), torch.float32)
+    into = OnDevice(target, device)
+    wanted = Request("memory", 0, values.nbytes, into, torch.float32, memory=values)
     assert read([wanted], Files({})) == values.nbytes
     assert torch.equal(target, values.to(dtype))
     assert len(made) == pinned.COUNT

@@ -20,7 +20,14 @@ from torchlift._model.torch_private import (
     without_subclasses,
 )
 from torchlift._system.text import clipped_list
-from torchlift.errors import CheckpointError, FormatError, PlacementError, UnsafeError
+from torchlift.errors import (
+    Argument,
+    CheckpointError,
+    FormatError,
+    Hint,
+    PlacementError,
+    UnsafeError,
+)
 from torchlift.formats.boxes import steps_in_file
 from torchlift.formats.flattening import Containers, name_text
 from torchlift.formats.index import QUANTIZED, SUBCLASS, Array, Chunk, Kind, Leaf, TensorEntry
@@ -385,16 +392,6 @@ def values_of(entry: TensorEntry, tensor: torch.Tensor, path: str) -> list[torch
 # ---- records of a pickle
 
 
-class _NoKey(str):
-    """Stands for the key of a value without one. It is not equal to any key."""
-
-    __slots__ = ()
-    __eq__, __hash__ = object.__eq__, object.__hash__
-
-
-NO_KEY = _NoKey()
-
-
 class Values:
     """The conversion of records of a pickle to the values that they stand for.
 
@@ -426,7 +423,7 @@ class Values:
         """
         if id(value) not in self._made:
             try:
-                self._made[id(value)] = value, self._make(value, NO_KEY)
+                self._made[id(value)] = value, self._make(value, None)
             except RecursionError as error:
                 what = "containers nest too deep, or contain themselves"
                 raise FormatError(what, file=self.path) from error
@@ -439,15 +436,21 @@ class Values:
             value: The record.
             key: Its key. None for the whole object.
         """
-        return self.beside(value) if key is NO_KEY else self._make(value, key)
+        return self._make(value, key, is_root=key is None)
 
-    def _make(self, value: Any, key: str | None) -> Any:
+    def _item(self, value: Any, name: str, key: str | None, is_root: bool) -> Any:
+        """Return the value of an item of a container with this key."""
+        if key is None and not is_root:
+            return self.beside(value)
+        return self._make(value, name if key is None else f"{key}.{name}")
+
+    def _make(self, value: Any, key: str | None, is_root: bool = False) -> Any:
         # Not a container of that name: its items have other keys, which stay.
         if key in self.dropped and self._containers.items(value) is None:
             return DROPPED
         if isinstance(value, dict):
             every = [
-                (self.beside(name), self.made(item, _joined(key, name_text(name))))
+                (self.beside(name), self._item(item, name_text(name), key, is_root))
                 for name, item in value.items()
             ]
             pairs = [pair for pair in every if pair[1] is not DROPPED]
@@ -461,7 +464,7 @@ class Values:
                 made._metadata = self.beside(value._metadata)  # type: ignore[attr-defined]
             return made
         if isinstance(value, (list, tuple)):
-            items = [self.made(item, _joined(key, str(at))) for at, item in enumerate(value)]
+            items = [self._item(item, str(at), key, is_root) for at, item in enumerate(value)]
             kept = [item for item in items if item is not DROPPED]
             if kept and len(kept) < len(items):
                 raise PlacementError(
@@ -484,7 +487,7 @@ class Values:
                 raise FormatError(
                     "the installed torch does not support this device",
                     file=self.path,
-                    entry=None if key is NO_KEY else key,
+                    entry=key,
                     found=str(value),
                     hint="Take the tensors from ckpt.state_dict().",
                 ) from error
@@ -541,12 +544,6 @@ def with_arrays(value: Any, made: dict[int, object]) -> Any:
     return type(value)([with_arrays(item, made) for item in value]) if is_list else value
 
 
-def _joined(key: str | None, name: str) -> str:
-    if key is None or key is NO_KEY:
-        return name if key is None else NO_KEY
-    return f"{key}.{name}"
-
-
 # ---- classes that a caller allows by name
 
 
@@ -590,7 +587,9 @@ def _subclass(entry: TensorEntry, inner: Sequence[torch.Tensor], path: str) -> t
             file=path,
             entry=entry.key,
             found=clipped_list(list(values.lacking)),
-            hint="If you know that class, add it to allow_classes=[...].",
+            hint=Hint(
+                "If you know that class, add it to ", Argument("allow_classes", "[...]"), "."
+            ),
         )
     kind = allowed[name]
     if is_view:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
-from torchlift._checkpoint.kinds import DROPPED, NO_KEY, Values
+from torchlift._checkpoint.kinds import DROPPED, Values
 from torchlift._system.containers import leaves as leaves_of
 from torchlift._system.containers import map_leaves
 from torchlift.errors import CheckpointError, FormatError, PlacementError, UnsafeError
@@ -57,16 +57,17 @@ class Tree(Values):
         found = saved if root is None else below(saved, root, self.path)
         if found is MISSING and root is not None:
             select(self.index, root)  # raises the error that lists the containers
-        made = self.made(found, root)
+        is_one = root is None and self._containers.items(found) is None
+        made = self.made(found, ROOT_TENSOR if is_one else root)
         return {} if made is DROPPED else made
 
     def tensor(self, record: object, key: str | None) -> object:
-        if key is NO_KEY:
+        if key is None:
             what = "a tensor does not have a key: it is in a name, a set or the metadata of a"
             raise FormatError(f"{what} state dict", file=self.path)
-        entry = self.index.entries.get(ROOT_TENSOR if key is None else key)
+        entry = self.index.entries.get(key)
         if entry is None:
-            raise self.refusal(key or "")
+            raise self.refusal(key)
         if "negative" not in entry.encoding:
             return self.view(entry)
         # A negative view is a copy, unlike in torch. Tied keys share one copy, so they stay tied.
@@ -76,8 +77,8 @@ class Tree(Values):
         return self._copies[same]
 
     def blocked(self, record: Blocked, key: str | None) -> object:
-        if key is not NO_KEY:
-            raise self.refusal(key or "")
+        if key is not None:
+            raise self.refusal(key)
         raise UnsafeError(
             "only unpickling could rebuild a name, an item of a set or metadata",
             file=self.path,

@@ -16,7 +16,7 @@ from torchlift._model.ranks import RankGroup, StepResult, rank
 from torchlift._sources.tensors import JoinedTensor
 from torchlift._system.text import count_of
 from torchlift._transfer.casting import NotFinite, count_not_finite, count_overflows
-from torchlift.errors import IntegrityError
+from torchlift.errors import Argument, Hint, IntegrityError
 from torchlift.formats.integrity import Checksum, VerifyReport, checksums, compared, sums_of
 
 #: Values that are checked at a time, and how many tensors an error lists.
@@ -65,8 +65,13 @@ def not_finite_error(found: Mapping[str, NotFinite], path: str, verb: str) -> In
     error = IntegrityError(
         f"{count_of(len(found), 'tensor')} to {verb} with NaN or infinite values",
         file=path,
-        hint="If torchlift.open(path).stats(key) shows finite values, pass a larger dtype=. "
-        f"Otherwise {verb} an older checkpoint. check=None {verb}s these values.",
+        hint=Hint(
+            "If torchlift.open(path).stats(key) shows finite values, pass a larger ",
+            Argument("dtype"),
+            f". Otherwise {verb} an older checkpoint. To {verb} these values, leave ",
+            Argument("check"),
+            " out.",
+        ),
         lists=lines if more <= 0 else [*lines[:_SHOWN], f"and {more:,} more"],
     )
     error.not_finite = found

@@ -28,20 +28,22 @@ def usable_device(asked: object, entry: str, *, present: bool = True) -> torch.d
     Args:
         asked: The caller's device. ``"disk"`` is the CPU, where the file is mapped.
         entry: The entry that an error names.
-        present: Whether this machine must have it. If False, no tensor is made there.
+        present: Whether this machine must have it. If False, an index counts as it is.
 
     Raises:
         PlacementError: If it is not a device, or this machine does not have it.
     """
     try:
-        device = torch.device("cpu" if asked == DISK else asked)  # type: ignore[call-overload]
+        device: torch.device = torch.device("cpu" if asked == DISK else asked)  # type: ignore[call-overload]
         if device.type == "meta":
             raise RuntimeError("a meta tensor holds no values")
         if device.type == "cpu":
             return torch.device("cpu")
-        return torch.empty(0, device=device).device if present else device
+        if not present and device.index is not None:
+            return device
+        return torch.empty(0, device=device).device
     except (RuntimeError, TypeError, AssertionError, NotImplementedError, ImportError) as error:
-        if not present and isinstance(asked, (str, int)):
+        if not present and isinstance(asked, (str, int, torch.device)):
             known = spelled_device(checked_device(asked, entry))
             is_plugin = known.partition(":")[0] in _PLUGINS
             return torch.device("privateuseone" if is_plugin else known)

@@ -399,7 +399,8 @@ class _Run:
         self._given: set[tuple[int, str]] = set()
         #: Place -> the value that torch copies there.
         self._copied: dict[tuple[int, str], torch.Tensor] = {}
-        #: First and last address of a value, the tensor that got it, and its version, in order.
+        #: First and last address of a value, identity of the tensor that got it (0: several will
+        #: get it), and its version, in order.
         self._owners: list[tuple[int, int, int, int]] = []
         self._begun: set[int] = set()
         #: Names of tensors that no code changes, and that torch could not load into themselves.
@@ -515,7 +516,7 @@ class _Run:
         counts = Counter(id(module) for _, module in paths)
         self._again = {key for key, count in counts.items() if count > 1}
         self._root, self._errors = root, list[str]()
-        self._shared = self._find_shared()
+        self._note_shared()
         self._refused = ""
         self._overrides = _overriding(prefix, root, inside=False) is not None
         shown = self._shown
@@ -622,8 +623,7 @@ class _Run:
                 if not copies and has_memory(value) and value.numel():
                     # If torch copied, two tensors would not share the memory of one value.
                     live = self._start[place.key].live if place.key in self._start else tensor
-                    shares = id(module) in self._again or value.data_ptr() in self._shared
-                    if shares or self._find_owner(value, live) != id(live):
+                    if id(module) in self._again or self._find_owner(value, id(live)) != id(live):
                         values[name] = clone_of(value)
                 continue
             if value is not None:
@@ -633,19 +633,20 @@ class _Run:
             if is_live and not tensor.is_meta:  # post-hooks may write to it
                 self._stand_in(place, tensor)
 
-    def _find_shared(self) -> set[int]:
-        """Return the addresses of values that two tensors of the model get."""
+    def _note_shared(self) -> None:
+        """Note that values belong to none of the tensors of the model if two of them get one."""
         lives = {
             self._paths.get(key[0], "") + start.place.name: id(start.live)
             for key, start in self._start.items()
         }
-        found: dict[int, set[object]] = {}
+        first: dict[int, object] = {}
         for name, value in self._shown.tensors.items():
             if has_memory(value) and value.numel():
-                found.setdefault(value.data_ptr(), set()).add(lives.get(name, name))
-        return {address for address, owners in found.items() if len(owners) > 1}
+                live = lives.get(name, name)
+                if first.setdefault(value.data_ptr(), live) != live:
+                    self._find_owner(value, 0)
 
-    def _find_owner(self, value: torch.Tensor, live: torch.Tensor) -> int:
+    def _find_owner(self, value: torch.Tensor, live: int) -> int:
         """Return the tensor that got a value of the same memory, or note this one."""
         steps = zip(value.shape, value.stride(), strict=True)
         first = value.data_ptr()
@@ -653,7 +654,7 @@ class _Run:
         at = bisect(self._owners, (first, end, 0, 0))
         for low, high, owner, version in self._owners[max(at - 1, 0) : at + 1]:
             if low < end and first < high:
-                if owner == id(live) and version != version_of(local_tensor(value)):
+                if owner == live != 0 and version != version_of(local_tensor(value)):
                     raise PlacementError(
                         "the loading code of the model writes to what it has loaded, and loads it "
                         "once more",
@@ -662,8 +663,8 @@ class _Run:
                         "torchlift.materialize(model) before you load.",
                     )
                 return owner
-        self._owners.insert(at, (first, end, id(live), version_of(local_tensor(value))))
-        return id(live)
+        self._owners.insert(at, (first, end, live, version_of(local_tensor(value))))
+        return live
 
     def _after(self, module: nn.Module, keys: Any) -> None:
         """Record the names that one call of torch reports, as the last of all post-hooks."""

@@ -435,7 +435,8 @@ def _way_out(
             found.append(Argument("ignore_mismatched", "True"))
         if by_name not in found and (is_short or options.allow_missing):
             listed = dict.fromkeys([*options.allow_missing, *patterns])
-            found.append(Argument("allow_missing", repr([*listed])) if is_short else by_name)
+            listed_way = Argument("allow_missing", repr([*listed]), (*listed,))
+            found.append(listed_way if is_short else by_name)
         found[-1] = Hint(found[-1], " to skip what has another shape")
     if not found:
         return None

@@ -18,7 +18,15 @@ from torchlift._model.dtensor import default_device, is_dtensor
 from torchlift._model.handlers import shape_of
 from torchlift._model.slots import Group
 from torchlift._system.text import clipped_list
-from torchlift.errors import MismatchError, PlacementError, did_you_mean, note, wrong_call
+from torchlift.errors import (
+    Argument,
+    Hint,
+    MismatchError,
+    PlacementError,
+    did_you_mean,
+    note,
+    wrong_call,
+)
 from torchlift.formats.boxes import row_major
 from torchlift.formats.index import TensorEntry
 from torchlift.formats.index import allowed as allowed
@@ -34,6 +42,8 @@ Transform = Callable[[str, torch.Tensor], torch.Tensor]
 Advance = Callable[[int], object]
 #: The dtype that keeps the dtype of the model, also on meta.
 MODEL = "model"
+#: Short names of dtypes that torch does not have.
+_SHORT = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 AnyMode = Literal["auto", "assign", "copy", "swap"]
 AnySource = Literal["auto", "mmap", "read"]
 Mode = Literal["assign", "copy", "swap"]
@@ -179,7 +189,9 @@ def stored_dtype(rule: DtypeRule, entry: TensorEntry, path: str) -> torch.dtype:
             entry=entry.key,
             expected=made,
             found=stored,
-            hint="Pass a callable as dtype=, which returns None for this entry.",
+            hint=Hint(
+                "Pass ", Argument("dtype", "a callable that returns None for this entry"), "."
+            ),
         )
     return made
 
@@ -197,8 +209,9 @@ def can_cast(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def dtype_named(name: str) -> torch.dtype | None:
-    """Return torch's dtype of a name, such as ``"bfloat16"``, or None."""
-    found = getattr(torch, name.removeprefix("torch."), None)
+    """Return torch's dtype of a name, such as ``"bfloat16"`` or ``"bf16"``, or None."""
+    name = _SHORT.get(name, name).removeprefix("torch.")
+    found = getattr(torch, name, None)
     return found if isinstance(found, torch.dtype) else None
 
 
@@ -257,7 +270,11 @@ def check_on_disk(
             raise PlacementError(
                 f"cannot stay on disk{reason}",
                 entry=group.fqn,
-                hint="Pass another device for it or another mode=, or convert the file first.",
+                hint=Hint(
+                    "Pass another device for it or another ",
+                    Argument("mode"),
+                    ", or convert the file first.",
+                ),
             )
 
 

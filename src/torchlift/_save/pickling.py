@@ -6,6 +6,7 @@ for the storages. The result stays in memory as a `Layout`, whose payloads are t
 
 from __future__ import annotations
 
+import operator
 import os
 import sys
 from collections import Counter, OrderedDict
@@ -100,6 +101,28 @@ def lay_out_torch_file(
         >>> layout.payloads[0].offset % 64, layout.payloads[0].tensor.nbytes, order
         (0, 12, [0])
     """
+    gaps, order = _write(saved, tensors, values)
+    layout = archive_layout(gaps, [tensors[number] for number in order], checked=checked)
+    if read_back:
+        brief = _shorten(values)
+        is_shorter = any(brief[key] is not value for key, value in values.items())
+        _require_readable(_write(saved, tensors, brief)[0] if is_shorter else gaps)
+    return TorchFile(layout, order)
+
+
+def require_readable(saved: object, values: Mapping[str, object]) -> None:
+    """Refuse what torchlift could not read back from a torch file.
+
+    Raises:
+        PlacementError: If there is such a value.
+    """
+    _require_readable(_write(saved, (), _shorten(values))[0])
+
+
+def _write(
+    saved: object, tensors: Sequence[Stored], values: Mapping[str, object]
+) -> tuple[list[tuple[int, bytearray]], list[int]]:
+    """Return the parts of a torch file between the storages, and the numbers of the storages."""
     file, filling, outer = _Holes(), _Filling(tensors, values), sys.exception()
     with torch.serialization.skip_data():
         try:
@@ -110,27 +133,7 @@ def lay_out_torch_file(
             if error.__context__ is None or error.__context__ is outer:
                 raise
             raise error.__context__ from None
-    order = [*filling.order]
-    layout = archive_layout(file.gaps, [tensors[number] for number in order], checked=checked)
-    if read_back and any(map(holds_numbers, values.values())):
-        require_readable(saved, values, tensors)
-    elif read_back:
-        _require_readable(pickle_in(file.gaps))
-    return TorchFile(layout, order)
-
-
-def require_readable(
-    saved: object, values: Mapping[str, object], tensors: Sequence[Stored] = ()
-) -> None:
-    """Refuse what torchlift could not read back from a torch file.
-
-    Raises:
-        PlacementError: If there is such a value.
-    """
-    brief = {
-        key: _longest(value) if holds_numbers(value) else value for key, value in values.items()
-    }
-    lay_out_torch_file(saved, tensors, brief, checked=False)
+    return file.gaps, [*filling.order]
 
 
 class _Filling:
@@ -259,9 +262,27 @@ def holds_numbers(value: Any) -> bool:
     return type(value) in (list, tuple) and _NUMBERS.issuperset(map(type, value))
 
 
-def _longest(numbers: Any) -> int | None:
-    """Return the number that may be too long to be read."""
-    return max([each for each in numbers if type(each) is int], key=int.bit_length, default=None)
+def _shorten(values: Mapping[str, object]) -> dict[str, object]:
+    """Return plain data with one number in place of each list of numbers: the longest.
+
+    It may be too long to be read. A list that occurs again stays: a file may not repeat it often.
+    """
+    seen: set[int] = set()
+
+    def shorten(value: Any) -> Any:
+        if type(value) not in (list, tuple, dict) or id(value) in seen:
+            return value
+        seen.add(id(value))
+        if holds_numbers(value):
+            whole = [number for number in value if type(number) is int]
+            return max(whole, key=int.bit_length, default=None)
+        items = value.values() if isinstance(value, dict) else value
+        made = [shorten(item) for item in items]
+        if all(map(operator.is_, made, items)):
+            return value
+        return dict(zip(value, made, strict=True)) if type(value) is dict else type(value)(made)
+
+    return {key: shorten(value) for key, value in values.items()}
 
 
 def is_array(value: Any) -> bool:
@@ -325,8 +346,9 @@ def require_plain(key: str, value: object) -> None:
     check(value, 0)
 
 
-def _require_readable(pickled: bytes) -> None:
+def _require_readable(gaps: list[tuple[int, bytearray]]) -> None:
     """Refuse a pickle that torchlift would not load, for example with two values of one key."""
+    pickled = pickle_in(gaps)
     try:
         world = TorchWorld(Budget(len(pickled)))
         flat = flatten(read_torch_pickle(pickled, world), world.budget)

@@ -718,9 +718,9 @@ def kind_error(key: str, kind: TensorKind, path: str | None = None) -> Placement
     hint = Hint(", or ".join(ways).capitalize(), ".") if ways else Hint(kind.fix or "") or None
     if path is not None:
         leave = Argument("exclude", f"[{key!r}]", (key,))
-        made = f", or return {kind.dense} from transform=." if kind.dense else "."
         before = (hint, " ") if hint else ()
-        hint = Hint(*before, "Leave it out with ", leave, made)
+        made = (f", or return {kind.dense} from ", Argument("transform")) if kind.dense else ()
+        hint = Hint(*before, "Leave it out with ", leave, *made, ".")
     return PlacementError(
         "cannot be stored in a file of this format",
         file=path,

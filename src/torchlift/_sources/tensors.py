@@ -29,7 +29,7 @@ from torchlift._model.handlers import (
 from torchlift._transfer.casting import count_overflows, is_narrower, may_overflow
 from torchlift._transfer.files import Files
 from torchlift._transfer.pinned import is_worth_pinning
-from torchlift._transfer.reading import Held, Request, is_readable, read, requests_for
+from torchlift._transfer.reading import Request, is_readable, read, requests_for
 from torchlift.formats.boxes import narrowed, row_major, steps_in_file
 from torchlift.formats.index import UNRESOLVED, Chunk, TensorEntry
 
@@ -329,14 +329,12 @@ class Part(NamedTuple):
 
 def send(parts: Sequence[Part]) -> None:
     """Copy large tensors to devices through pinned memory."""
+    requests = []
+    for values, target in parts:
+        name, flat = f"memory at {values.data_ptr():#x}", target.detach().view(-1)
+        requests.append(Request(name, 0, values.nbytes, flat, values.dtype, memory=values))
     try:
-        read(
-            [
-                Request(Held(values), 0, values.nbytes, target.detach().view(-1), values.dtype)
-                for values, target in parts
-            ],
-            Files({}),
-        )
+        read(requests, Files({}))
     except RuntimeError:  # not enough memory or threads: the model must not stay half loaded
         for values, target in parts:
             target.copy_(values)

@@ -30,8 +30,10 @@ from urllib3 import BaseHTTPResponse, connection, connectionpool, exceptions
 
 from torchlift._store.url import HEAD, Failed, Seen, Store, Transport, Url, UrlStamp, clip
 from torchlift.errors import (
+    Argument,
     CheckpointError,
     FormatError,
+    Hint,
     NotAllowed,
     NotFound,
     TimedOut,
@@ -332,7 +334,8 @@ def _failure(store: Store, url: Url, error: Exception, what: str) -> Failed:
             kind, what = TimedOut, f"the server sent nothing for {store.timeout:g} seconds"
             if isinstance(error, _StalledError):
                 what = f"the server sent no answer, or less than {_LEAST >> 10} KiB in two timeouts"
-            hint = 'Pass storage_options={"timeout": seconds} to wait longer.'
+            options = Argument("storage_options", '{"timeout": seconds}')
+            hint = Hint("Pass ", options, " to wait longer.")
         case ssl.SSLError():
             found = error.reason or found
         case OSError(errno=int()):

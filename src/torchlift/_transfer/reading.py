@@ -73,42 +73,18 @@ _SOON = 0.02  # seconds until running reads are cancelled again
 _NEAR = 1 << 20
 
 
-class Held(str):
-    """A tensor in host memory in place of a file, so that devices get it through the same stages.
-
-    As text it is an address. It is open, as a file is.
-    """
-
-    values: torch.Tensor
-
-    def __new__(cls, values: torch.Tensor) -> Held:
-        """Make the text from the tensor, which has to be contiguous."""
-        made = super().__new__(cls, f"memory at {values.data_ptr():#x}")
-        made.values = values
-        return made
-
-    def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
-        """Fill the buffers in order with the bytes that start at an offset."""
-        done = 0
-        for each in buffers:
-            into = (ctypes.c_char * len(each)).from_buffer(each)
-            ctypes.memmove(into, self.values.data_ptr() + offset + done, len(each))
-            done += len(each)
-        return done
-
-
 class _Transfer(NamedTuple):
     """The tools of all jobs of one `read`.
 
     Attributes:
-        opened: File -> the open file, URL or memory.
+        opened: File -> the open file or URL.
         ring: Stages for values that are cast or moved.
         own: Free stages of threads that read past the page cache.
         pages: Backs the destinations with huge pages.
         report: Called with the number of bytes of each job that is done.
     """
 
-    opened: Mapping[str, OpenFile | Opened | Held]
+    opened: Mapping[str, OpenFile | Opened]
     ring: Stages
     own: list[torch.Tensor]
     pages: HugePages
@@ -158,7 +134,7 @@ def _split_by_files(requests: Sequence[Request]) -> Iterator[list[Request]]:
     """Split requests so that each part needs at most `MOST_OPEN` files of this machine."""
     by_file: dict[str, list[Request]] = {}
     for request in requests:
-        is_local = not isinstance(request.file, (Held, Url))
+        is_local = request.memory is None and not isinstance(request.file, Url)
         by_file.setdefault(request.file if is_local else "", []).append(request)
     names = sorted(by_file)
     for first in range(0, len(names), MOST_OPEN):
@@ -179,9 +155,9 @@ def _read_files(
         for direct in (True, False)
         for job in _make_jobs([each for each in wanted if each.direct is direct], direct)
     ]
-    here = [job for job in jobs if not isinstance(job.file, (Held, Url))]
+    in_memory = [job for job in jobs if job.memory is not None]
     away = [job for job in jobs if isinstance(job.file, Url)]
-    held = {job.file: job.file for job in jobs if isinstance(job.file, Held)}
+    here = [job for job in jobs if job.memory is None and not isinstance(job.file, Url)]
     requested: Counter[str] = Counter()
     for job in here:
         requested[job.file] += job.nbytes
@@ -211,8 +187,7 @@ def _read_files(
             free.append(allocate_pinned(STAGE) if is_pinned else allocate(STAGE, torch.uint8, host))
         ring = Stages(free)
         stack.callback(ring.wait)  # the caller frees memory that devices still read or write
-        opened: dict[str, OpenFile | Opened | Held] = {**local}
-        opened |= {file: file for file in held}
+        opened: dict[str, OpenFile | Opened] = {**local}
         opened |= {job.file: files.open(job.file) for job in away}
         transfer = _Transfer(opened, ring, own, pages, report)
         stores = [job.file.store for job in away if isinstance(job.file, Url)]
@@ -222,26 +197,24 @@ def _read_files(
         warm = DEPTH if any(file.is_far for file in local.values()) else THREADS
         _run_all([job for job in here if not job.is_cold], warm, transfer)
         _run_all(away, far, transfer)
-        _run_all([job for job in jobs if job.file in held], THREADS, transfer)
+        _run_all(in_memory, THREADS, transfer)
         for each in kept:
             files.stamps[each.place].check(each.place, each.descriptor)
     if urls := sorted({job.file for job in away}):
         in_parallel(urls[0], lambda file: files.open(file).check(), urls)
 
 
-def read_values(
-    files: Files, file: str, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8
-) -> torch.Tensor:
+def read_values(files: Files, file: str, offset: int, nbytes: int) -> torch.Tensor:
     """Return bytes as a flat tensor: over the map of a file, or in memory for a URL.
 
     Raises:
         IntegrityError: If the file changed or cannot be read.
     """
     if not isinstance(file, Url):
-        return files.map(file, offset, nbytes, dtype)
+        return files.map(file, offset, nbytes)
     place = Place(file, offset, nbytes)
     found = files.ahead.pop(place, None)
-    return (_read_places(files, [place])[place] if found is None else found).view(dtype)
+    return _read_places(files, [place])[place] if found is None else found
 
 
 def read_ahead(files: Files, places: Iterable[Place]) -> None:
@@ -341,6 +314,10 @@ def _fetch(job: Job, stage: torch.Tensor | None, transfer: _Transfer) -> None:
 
     Values for a device stay in the stage. Readers cast values that stay on the host.
     """
+    if job.memory is not None:
+        assert stage is not None  # its destination is on a device
+        ctypes.memmove(stage.data_ptr(), job.memory.data_ptr() + job.offset, job.nbytes)
+        return
     file, pages = transfer.opened[job.file], transfer.pages
     is_here, is_rows = isinstance(file, OpenFile), job.slices[0].request.rows > 1
     if stage is None and (job.is_cold or is_rows or not is_here):
@@ -478,7 +455,7 @@ def _copy_bytes(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def _read_run(
-    job: Job, file: OpenFile | Opened | Held, buffers: list[memoryview], start: int, end: int
+    job: Job, file: OpenFile | Opened, buffers: list[memoryview], start: int, end: int
 ) -> None:
     """Read one contiguous range into the buffers."""
     while start < end:
@@ -593,7 +570,7 @@ class Request:
     """A byte range of a file, or several rows of equal length, and the tensor that receives them.
 
     Attributes:
-        file: The absolute path, the URL, or memory.
+        file: The absolute path, or the URL. A name for memory.
         offset: The first byte in the file.
         nbytes: Bytes to read, of all rows together. A row is a multiple of `dtype`'s item size.
         destination: A one-dimensional contiguous tensor of ``nbytes / itemsize`` elements on any
@@ -601,6 +578,7 @@ class Request:
         dtype: The dtype of the bytes in the file.
         rows: The number of rows.
         step: Bytes in the file from the start of one row to the start of the next.
+        memory: A contiguous tensor in place of a file. Its destination must be on a device.
     """
 
     file: str
@@ -610,6 +588,7 @@ class Request:
     dtype: torch.dtype
     rows: int = 1
     step: int = 0
+    memory: torch.Tensor | None = None
 
     @property
     def end(self) -> int:
@@ -667,6 +646,11 @@ class Job:
     def nbytes(self) -> int:
         """Return the number of requested bytes, without gaps."""
         return sum(part.nbytes for part in self.slices)
+
+    @property
+    def memory(self) -> torch.Tensor | None:
+        """Return the tensor in place of a file."""
+        return self.slices[0].request.memory
 
     @property
     def needs_stage(self) -> bool:

@@ -13,14 +13,11 @@ from torchlift._system.text import printable
 from torchlift.errors import Argument, Hint
 
 #: Argument of a function -> the option of the command, if it has another name.
-_OPTIONS = {
-    "allow_missing": "--no-strict",
-    "allow_unexpected": "--no-strict",
-    "budgets": "--budget",
-    "verify": "--no-verify",
-}
+_OPTIONS = {"budgets": "--budget", "verify": "--no-verify"}
+#: Arguments for names that a message does not list -> the option that allows all names.
+_NAMES = {"allow_missing": "--no-strict", "allow_unexpected": "--no-strict"}
 #: Options without a value.
-_FLAGS = ("--no-strict", "--no-verify", "--overwrite")
+_FLAGS = ("--ignore-mismatched", "--no-strict", "--no-verify", "--overwrite")
 
 
 def spelled(hint: str | None, options: Container[str]) -> str | None:
@@ -32,7 +29,8 @@ def spelled(hint: str | None, options: Container[str]) -> str | None:
     """
 
     def option(argument: Argument) -> str:
-        name = _OPTIONS.get(argument.name, f"--{argument.name}")
+        name = _OPTIONS.get(argument.name, f"--{argument.name.replace('_', '-')}")
+        name = name if argument.steps else _NAMES.get(argument.name, name)
         is_code = bool(argument.value) and not argument.steps and name not in _FLAGS
         if name not in options or is_code:
             return f"{argument} in Python"

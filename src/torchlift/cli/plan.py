@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 import torchlift
@@ -15,6 +20,8 @@ from torchlift.cli.output import report, spelled
 from torchlift.cli.rules import add_dtype, add_names, check_device, check_names, dtype_of, rename_of
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from torchlift.remap import ByKey, Fit
 
 
@@ -35,6 +42,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="keyword arguments of the factory, such as '{\"width\": 4}', or a file with them",
     )
     parser.add_argument("--no-strict", action="store_true", help="allow names that do not match")
+    parser.add_argument(
+        "--ignore-mismatched", action="store_true", help="skip tensors of another shape"
+    )
+    parser.add_argument(
+        "--allow-missing",
+        metavar="GLOB",
+        action="append",
+        default=[],
+        help="allow names that match to be missing, or with --ignore-mismatched to have another "
+        "shape; may be repeated",
+    )
     add_names(parser)
     where = parser.add_argument_group("devices").add_mutually_exclusive_group()
     where.add_argument("--device", metavar="DEVICE", help="device of all tensors (default: cpu)")
@@ -77,8 +95,10 @@ def _check(args: argparse.Namespace) -> None:
     """Read what is JSON, and refuse options that are wrong or would have no effect."""
     if args.model is not None and ":" not in args.model:
         raise UsageError(f"--model {args.model!r}: expected MODULE:FACTORY")
-    if args.model is None and (args.model_args is not None or args.no_strict):
-        raise UsageError("--model-args and --no-strict: pass --model too")
+    of_model = ("model_args", "no_strict", "ignore_mismatched", "allow_missing")
+    for name in of_model if args.model is None else ():
+        if getattr(args, name):
+            raise UsageError(f"--{name.replace('_', '-')}: pass --model too")
     args.model_args = _read_json("--model-args", args.model_args or "{}")
     if args.device_map is not None:
         args.device_map = _read_json("--device-map", args.device_map)
@@ -128,9 +148,7 @@ def _alone(args: argparse.Namespace, ckpt: torchlift.Checkpoint) -> tuple[str, d
 
 def _for_model(args: argparse.Namespace, ckpt: torchlift.Checkpoint) -> tuple[str, dict[str, Any]]:
     """Return, as text and as data, the device of each module, and the plan of the load."""
-    from torchlift.cli.factory import make_model
-
-    model = make_model(args.model, args.model_args)
+    model = _make_model(args.model, args.model_args)
 
     def plan(device: ByKey[str] | None) -> torchlift.LoadPlan:
         return torchlift.plan(
@@ -141,7 +159,8 @@ def _for_model(args: argparse.Namespace, ckpt: torchlift.Checkpoint) -> tuple[st
             device=device,
             dtype=dtype_of(args),
             strict=not args.no_strict,
-            present=False,
+            ignore_mismatched=args.ignore_mismatched,
+            allow_missing=args.allow_missing,
         )
 
     # A meta tensor takes the checkpoint's dtype, so the sizes come from a plan.
@@ -183,3 +202,37 @@ def _read_devices(args: argparse.Namespace) -> dict[str, str | None] | ByKey[str
             check_device("--device-map", device)
         return torchlift.remap.by_key(args.device_map)
     return torchlift.remap.by_key({"": "cpu" if args.device is None else args.device})
+
+
+# ---- the model
+
+
+def _make_model(name: str, arguments: Mapping[str, Any]) -> nn.Module:
+    """Make a skeleton with the user's factory.
+
+    Args:
+        name: ``MODULE:FACTORY``.
+        arguments: Its keyword arguments.
+
+    Raises:
+        UsageError: If the factory does not exist, or if it or its module raised an error.
+    """
+    try:
+        with _search_working_folder():
+            model: nn.Module = torchlift.skeleton(resolve_name(name), **arguments)
+            return model
+    except Exception as error:
+        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise UsageError(f"--model {name}: {text}") from error
+
+
+@contextmanager
+def _search_working_folder() -> Iterator[None]:
+    """Look for modules in the working folder first. Processes that start here do it, too."""
+    folder = os.getcwd()
+    sys.path.insert(0, folder)  # Python put the command's own folder there
+    try:
+        yield
+    finally:
+        if folder in sys.path:
+            sys.path.remove(folder)

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from torchlift.remap import ByPattern
 
 Rename = Callable[[str], str | None]
-#: Short names of dtypes. Functions of Python refuse these, because a device may have such a name.
-_SHORT = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 
 
 def add_names(parser: argparse.ArgumentParser) -> None:
@@ -73,8 +71,7 @@ def dtype_of(args: argparse.Namespace) -> ByPattern[Any] | None:
     from torchlift.remap import by_pattern
 
     pairs = (text.rpartition("=")[::2] for text in args.dtype)
-    named = [(pattern, _SHORT.get(name, name)) for pattern, name in pairs]
-    named.sort(key=lambda pair: not pair[0])  # the general one is last
+    named = sorted(pairs, key=lambda pair: not pair[0])  # the general one is last
     for _, name in named:
         if not getattr(_parse_rule("--dtype", name), "is_floating_point", False):
             raise UsageError(f"--dtype {name!r}: expected a dtype of floats, such as bf16")

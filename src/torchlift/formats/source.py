@@ -50,15 +50,13 @@ class Source:
         self.path, self.descriptor, self.stamp = path, opened.descriptor, opened.stamp
         self.start, self.size = 0, opened.size
 
-    def window(
-        self, start: int, size: int, what: str = "an item", entry: str | None = None
-    ) -> Source:
+    def window(self, start: int, size: int) -> Source:
         """Return a part of the file as a source, over the same descriptor.
 
         Raises:
             FormatError: If it reaches past the end.
         """
-        self.check(start, size, what, entry)
+        self.check(start, size, "an item")
         made = copy.copy(self)
         made.start, made.size = self.start + start, size
         return made
