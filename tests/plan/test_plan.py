@@ -320,11 +320,11 @@ def test_a_plan_for_an_absent_device_takes_what_can_be_one() -> None:
     asked_and_found = [(0, "cuda:0"), ("cuda:7", "cuda:7"), ("hpu", "hpu"), (seven, "cuda:7")]
     asked_and_found += [(lambda entry: seven, "cuda:7"), (by_name, "cuda:7")]
     for asked, found in asked_and_found:
-        plan = torchlift.plan(model, model.state_dict(), device=asked)
+        plan = torchlift.plan(model, model.state_dict(), device=asked, present=False)
         assert {report.device for report in plan.loaded.values()} == {found}
     for wrong in ("gpu", "cuda:abc", "cudaa", -1):
         with pytest.raises(PlacementError, match="is not a device"):
-            torchlift.plan(model, model.state_dict(), device=wrong)
+            torchlift.plan(model, model.state_dict(), device=wrong, present=False)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -333,5 +333,5 @@ def test_a_plan_for_a_device_counts_what_the_host_stages(tmp_path: Path, dtype) 
     for rows, expected in ((16384, 48 * 2**20), (1024, 1024 * 4096 + 4096)):
         path = saved(nn.Linear(1024, rows).state_dict(), tmp_path)
         model = torchlift.skeleton(nn.Linear, 1024, rows)
-        plan = torchlift.plan(model, path, device="cuda:0", dtype=dtype)
+        plan = torchlift.plan(model, path, device="cuda:0", dtype=dtype, present=False)
         assert plan.peak_bytes == expected

@@ -27,7 +27,7 @@ def blank(path: Path) -> Holder:
 def destinations(path: Path, rule: Any) -> dict[str, str]:
     """Key -> the device that a plan gives it, on a machine that has them all."""
     with torchlift.open(path) as ckpt:
-        made = torchlift.plan(blank(path), ckpt, device=rule)
+        made = torchlift.plan(blank(path), ckpt, device=rule, present=False)
     return {key: report.device for key, report in made.loaded.items()}
 
 

@@ -104,6 +104,7 @@ def plan(
     source: AnySource = "auto",
     allow_classes: Allow = (),
     transform: Transform | None = None,
+    present: bool = True,
     storage_options: Mapping[str, Any] | None = None,
 ) -> LoadPlan:
     """Plan a load without changing the model.
@@ -111,8 +112,7 @@ def plan(
     The plan lists what a `load` with the same arguments would load, how, and at what cost. Tensors
     of `allow_classes` are made to see whether they match, and so are sparse and quantised ones.
     Hooks and overrides of the model run, because they may change the names. They see the values of
-    the file, and what they change is undone. No other weights are read. The devices need not exist
-    on this machine.
+    the file, and what they change is undone. No other weights are read.
 
     Args:
         model: A module, live or on meta.
@@ -133,6 +133,7 @@ def plan(
         allow_classes: Tensor subclasses that may be rebuilt. See :ref:`arg-allow-classes`.
         transform: The transform of the load. It is not called: shapes are not compared, and the
             estimate contains new memory for each result.
+        present: Whether the devices must exist here. False plans for another machine.
         storage_options: Options for the store of a URL. See :ref:`arg-storage-options`.
 
     Returns:
@@ -155,7 +156,7 @@ def plan(
         root=root, include=include, exclude=exclude, rename=rename, device=device, dtype=dtype,
         strict=strict, allow_missing=allow_missing, allow_unexpected=allow_unexpected,
         ignore_mismatched=ignore_mismatched, mode=mode, source=source, allow_classes=allow_classes,
-        transform=transform, present=False, storage_options=storage_options,
+        transform=transform, present=present, storage_options=storage_options,
     )  # fmt: skip
     require_model(model, "plan")
     with (

@@ -161,6 +161,7 @@ def _for_model(args: argparse.Namespace, ckpt: torchlift.Checkpoint) -> tuple[st
             strict=not args.no_strict,
             ignore_mismatched=args.ignore_mismatched,
             allow_missing=args.allow_missing,
+            present=False,
         )
 
     # A meta tensor takes the checkpoint's dtype, so the sizes come from a plan.

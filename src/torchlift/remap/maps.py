@@ -131,7 +131,7 @@ def by_key(mapping: Mapping[str, V]) -> ByKey[V]:
 
     Returns:
         A dict that is a rule. `torchlift.plan` and `torchlift.load` refuse it, before anything
-        changes, if a prefix matches no tensor. A load also refuses a device that does not exist.
+        changes, if a prefix matches no tensor or a device does not exist here.
 
     Raises:
         PlacementError: If a value is neither a device nor a dtype.
