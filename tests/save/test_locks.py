@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from forked import Forked
+from limits import limits
 
 import torchlift
 from torchlift import CheckpointError
@@ -80,12 +81,10 @@ def told(tell: Callable[[str], object]) -> Iterator[None]:
         yield
 
 
+@limits(patience=0.05)
 @pytest.mark.parametrize("save", SAVES)
-def test_a_save_that_waits_for_another_process_names_it(
-    save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_waits_for_another_process_names_it(save: Save, tmp_path: Path) -> None:
     """Once: folder, time, process and host; it ends when that process unlocks."""
-    monkeypatch.setattr(write, "_PATIENCE", 0.05)
     folder = tmp_path / "run"
     save(1, folder)
     seen: list[str] = []
@@ -105,12 +104,10 @@ def test_a_save_that_waits_for_another_process_names_it(
     assert not parts(folder)
 
 
+@limits(patience=0.05)
 @pytest.mark.parametrize("save", SAVES)
-def test_ctrl_c_ends_a_wait_and_the_next_save_works(
-    save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_ends_a_wait_and_the_next_save_works(save: Save, tmp_path: Path) -> None:
     """The older checkpoint is in place, and what was begun is gone after the next save."""
-    monkeypatch.setattr(write, "_PATIENCE", 0.05)
     folder = tmp_path / "run"
     save(1, folder)
     kept = []

@@ -21,6 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from limits import limits
 from safetensors import safe_open
 from safetensors.torch import load_file, save_model
 from save_states import TYPES, expected_state
@@ -30,7 +31,6 @@ from torch.testing._internal.two_tensor import TwoTensor
 from zoo import Tied, same
 
 import torchlift
-from torchlift._save import blocks
 from torchlift._transfer.files import Files
 from torchlift.errors import FormatError, IntegrityError, PlacementError
 
@@ -249,8 +249,7 @@ def test_a_state_comes_through_any_two_formats(
     way: tuple[dict[str, Any], bool, tuple[str, str]],
 ) -> None:
     """Whatever its dtypes, shapes, layouts, ties and containers; what is lost is in the report."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "FEW", few)
+    with limits(at_once=few):
         _comes_through(tmp_path_factory, *way)
 
 

@@ -17,13 +17,12 @@ import pytest
 import torch
 from damaged_files import damage, flip
 from failing_reads import failing, readers
+from limits import limits
 from safetensors.torch import save_file
 from small_models import Mixed, Two, assert_holds, randomised, saved, state_of
 from torch import nn
 
 import torchlift
-from torchlift._load import fetch as prepare
-from torchlift._transfer import reading as transfer
 from torchlift.errors import IntegrityError, PlacementError
 
 MODES = ["auto", "assign", "copy", "swap"]
@@ -75,9 +74,9 @@ def test_one_bad_shard_spoils_the_whole_load(tmp_path, model, source):
     assert state_of(model) == before
 
 
-def test_a_file_that_changes_during_the_load_is_noticed(model, path, monkeypatch):
+@limits(together=1)
+def test_a_file_that_changes_during_the_load_is_noticed(model, path):
     """Every round of reading looks at the file's stamp again."""
-    monkeypatch.setattr(prepare, "_BATCH", 1)
     before = state_of(model)
 
     def spoil(key: str, value: torch.Tensor) -> torch.Tensor:
@@ -127,13 +126,12 @@ def test_an_intact_file_passes_verify(model, path):
 # --- disks that fail --------------------------------------------------------------------------
 
 
+@limits(staged=1024, direct=1024)
 @pytest.mark.parametrize("nth", [1, 3, 15])
 @pytest.mark.parametrize("options", [{}, {"mode": "assign"}, {"transform": lambda key, t: t * 2}])
 def test_a_disk_error_on_any_piece_changes_nothing(model, path, monkeypatch, nth, options):
     """Everything is read before anything is placed."""
     before = state_of(model)
-    monkeypatch.setattr(transfer, "_STAGED", 1024)
-    monkeypatch.setattr(transfer, "_DIRECT", 1024)
     ckpt = torchlift.open(path)
     monkeypatch.setattr(os, "preadv", failing(OSError(errno.EIO, "Input/output error"), nth))
     with pytest.raises(IntegrityError, match=r"reading failed \(Input/output error\)"):

@@ -15,10 +15,10 @@ from failing_reads import failing, opened, readers
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from limits import limits
 
 from torchlift._store.places import place_of, stamp_now
 from torchlift._transfer import direct
-from torchlift._transfer import reading as transfer
 from torchlift._transfer.files import Files
 from torchlift._transfer.reading import Request, read
 from torchlift.errors import IntegrityError
@@ -66,9 +66,7 @@ def test_any_ranges_read_as_plain_reads_do(files, wanted, piece, seed):
         return true(descriptor, [buffers[0][: dice.randint(1, len(buffers[0]))]], offset)
 
     arrived: list[int] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transfer, "_STAGED", piece)
-        patch.setattr(transfer, "_DIRECT", piece)
+    with limits(staged=piece, direct=piece), pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "preadv", short)
         total = read(requests, files, advance=arrived.append)
     assert total == sum(arrived) == sum(nbytes for _, _, nbytes in wanted)
@@ -100,9 +98,7 @@ def test_casts_on_the_way_are_those_of_torch(tmp_path_factory, wanted, piece):
         destination = torch.zeros(nbytes // kind.itemsize, dtype=wish)
         requests.append(Request(str(path), offset, nbytes, destination, kind))
         expected.append(values[offset : offset + nbytes].clone().view(kind).to(wish))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transfer, "_STAGED", piece)
-        patch.setattr(transfer, "_DIRECT", piece)
+    with limits(staged=piece, direct=piece):
         read(requests, opened(path))
     for made, right in zip(requests, expected, strict=True):
         torch.testing.assert_close(made.destination, right, rtol=0, atol=0, equal_nan=True)
@@ -142,10 +138,8 @@ def test_rows_of_a_matrix_arrive_as_one_range(
     def short(descriptor: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
         return true(descriptor, [buffers[0][: dice.randint(1, len(buffers[0]))]], offset, flags)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transfer, "_STAGED", piece)
-        patch.setattr(transfer, "_DIRECT", piece)
-        patch.setattr(transfer, "_CLOSE", close)
+    sizes = limits(staged=piece, direct=piece, close=close)
+    with sizes, pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "preadv", short)
         total = read([wanted, other], opened(path), advance=arrived.append)
     assert total == sum(arrived) == wanted.nbytes + 70
@@ -299,11 +293,11 @@ def test_nothing_to_read_is_fine(files):
     assert read([request(next(iter(files.stamps)), 5, 0)], files) == 0
 
 
+@limits(direct=100)
 @pytest.mark.parametrize("number", [errno.EIO, errno.EINTR, errno.ESTALE])
 @pytest.mark.parametrize("nth", [1, 4])
 def test_a_failing_read_is_an_integrity_error(files, monkeypatch, number, nth):
     """An error of the disk on any piece names file, bytes and cause, and ends all threads."""
-    monkeypatch.setattr(transfer, "_DIRECT", 100)
     monkeypatch.setattr(os, "preadv", failing(OSError(number, os.strerror(number)), nth))
     name = next(iter(files.stamps))
     with pytest.raises(IntegrityError) as caught:
@@ -329,16 +323,15 @@ def test_a_file_that_ends_early_is_an_integrity_error(tmp_path):
 @pytest.mark.parametrize("pieces", [10_000, 100], ids=["one piece", "many pieces"])
 def test_other_errors_of_a_reader_thread_come_through(files, monkeypatch, pieces):
     """What is not the disk's fault is not called so, and no thread is left behind."""
-    monkeypatch.setattr(transfer, "_DIRECT", pieces)
     monkeypatch.setattr(os, "preadv", failing(MemoryError("none left"), 1))
-    with pytest.raises(MemoryError, match="none left"):
+    with limits(direct=pieces), pytest.raises(MemoryError, match="none left"):
         read([request(next(iter(files.stamps)), 0, 1000)], files)
     assert not readers()
 
 
-def test_an_interrupt_between_pieces_ends_the_threads(files, monkeypatch):
+@limits(direct=50)
+def test_an_interrupt_between_pieces_ends_the_threads(files):
     """Ctrl-C during a parallel read leaves no thread that still writes."""
-    monkeypatch.setattr(transfer, "_DIRECT", 50)
 
     def interrupt(_: int) -> None:
         raise KeyboardInterrupt
@@ -348,9 +341,9 @@ def test_an_interrupt_between_pieces_ends_the_threads(files, monkeypatch):
     assert not readers()
 
 
-def test_progress_is_reported_by_the_calling_thread(files, monkeypatch):
+@limits(direct=100)
+def test_progress_is_reported_by_the_calling_thread(files):
     """A progress bar need not be thread-safe."""
-    monkeypatch.setattr(transfer, "_DIRECT", 100)
     threads = set()
     read(
         [request(next(iter(files.stamps)), 0, 3000)],
