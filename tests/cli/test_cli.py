@@ -317,14 +317,6 @@ def test_a_reader_that_leaves_early_causes_no_traceback(tmp_path) -> None:
     assert process.returncode == 141
 
 
-def test_main_returns_the_status_instead_of_exiting(small, capsys) -> None:
-    """The command can be called from Python; wrong usage comes back as 2."""
-    assert cli.main(["inspect", str(small)]) == 0
-    assert cli.main(["inspect", str(small) + ".not"]) == 1
-    assert cli.main(["--nothing"]) == 2
-    assert "Traceback" not in capsys.readouterr().err
-
-
 def test_json_output_has_no_number_that_json_lacks(capsys) -> None:
     """nan and infinity become null, wherever they are."""
     print_json({"a": [float("nan"), 1.5, (float("inf"), 2)], "b": "é"})

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from same_model import all_tensors, assert_same_tensors, scrambled, ties_of
+from same_model import assert_same_tensors, scrambled, ties_of
 from torch import nn
 
 import torchlift
@@ -107,28 +107,6 @@ def test_either_name_of_a_tie_is_enough(name: str, mode: Any, source: Any, tmp_p
         assert torch.equal(model.embed.weight, weight)
 
 
-def test_the_tied_names_are_written_once(tmp_path: Path) -> None:
-    """The plan counts the bytes of a tie once."""
-    path = write(Tied().state_dict(), tmp_path)
-    plan = torchlift.plan(torchlift.skeleton(Tied), path, source="read")
-    assert plan.nbytes == plan.bytes_to_read == 80
-    assert plan.tied == (("embed.weight", "head.weight"),)
-    assert "tied (1): embed.weight = head.weight" in str(plan)
-
-
-@pytest.mark.parametrize("live", [False, True], ids=["skeleton", "live"])
-def test_a_tied_weight_trains_once_per_step(live: bool, tmp_path: Path) -> None:
-    """An optimizer that was built before the load moves the one tensor by one step."""
-    wanted = scrambled(Tied())
-    model = target(Tied, live)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, wanted)]
-    torchlift.load(model, write(wanted.state_dict(), tmp_path))
-    for module, optimizer in zip((model, wanted), optimizers, strict=True):
-        module(torch.tensor([1, 2])).square().sum().backward()
-        optimizer.step()
-    assert_same_tensors(model, wanted)
-
-
 @every_way
 @pytest.mark.parametrize("live", [False, True], ids=["skeleton", "live"])
 def test_names_of_a_tie_with_different_values_are_an_error_that_names_both(
@@ -191,13 +169,6 @@ def test_equal_values_in_different_layouts_are_no_conflict(tmp_path: Path) -> No
     assert model.head.weight is model.embed.weight
 
 
-def test_names_of_a_tie_with_different_shapes_are_a_mismatch(tmp_path: Path) -> None:
-    """The name whose shape is wrong is the one that is listed."""
-    path = write({"embed.weight": torch.zeros(5, 4), "head.weight": torch.zeros(6, 4)}, tmp_path)
-    with pytest.raises(torchlift.MismatchError, match=r"head.weight: model \[5, 4\], checkpoint"):
-        torchlift.load(torchlift.skeleton(Tied), path)
-
-
 @every_way
 @pytest.mark.parametrize("live", [False, True], ids=["skeleton", "live"])
 def test_an_alias_of_the_file_is_copied_where_the_model_does_not_tie_it(
@@ -227,31 +198,6 @@ def test_a_copied_alias_is_explained(tmp_path: Path) -> None:
     assert all("shares bytes with another key of the file" in note for note in notes.values())
 
 
-class Views(nn.Module):
-    """Two parameters that overlap in one memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        flat = torch.arange(12.0)
-        self.a, self.b = nn.Parameter(flat[:8].view(2, 4)), nn.Parameter(flat[4:].view(2, 4))
-
-
-@every_way
-@pytest.mark.parametrize("transform", [None, lambda key, value: value.mul_(2)])
-def test_two_parameters_over_one_memory_get_a_memory_each(
-    transform: Any, mode: Any, source: Any, tmp_path: Path
-) -> None:
-    """Only a parameter with two names is tied: a new one has no view into another one's memory."""
-    state = Views().state_dict()
-    path, model = write(state, tmp_path), torchlift.skeleton(Views)
-    torchlift.load(model, path, mode=mode, source=source, transform=transform)
-    factor = 1 if transform is None else 2
-    with torch.no_grad():
-        model.a.add_(100)
-    assert torch.equal(model.a, state["a"] * factor + 100)
-    assert torch.equal(model.b, state["b"] * factor)
-
-
 @every_way
 def test_a_tie_made_after_the_skeleton_counts(mode: Any, source: Any, tmp_path: Path) -> None:
     """What is tied is read from the module at the time of the load."""
@@ -268,16 +214,6 @@ def test_a_tie_made_after_the_skeleton_counts(mode: Any, source: Any, tmp_path: 
     torchlift.load(model, write({"head.weight": weight}, tmp_path), mode=mode, source=source)
     assert model.head.weight is model.embed.weight
     assert torch.equal(model.embed.weight, weight)
-
-
-def test_a_missing_tie_is_replayed_as_one_tensor(tmp_path: Path) -> None:
-    """Both names are missing, and one replayed tensor fills them."""
-    model = torchlift.skeleton(Tied)
-    report = torchlift.load(model, write({}, tmp_path), allow_missing=["*"])
-    assert report.missing_keys == ["embed.weight", "head.weight"]
-    assert report.replayed == ["embed.weight", "head.weight"]
-    assert model.head.weight is model.embed.weight
-    assert not any(tensor.is_meta for tensor in all_tensors(model).values())
 
 
 class Aliased(nn.Module):

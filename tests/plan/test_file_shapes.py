@@ -90,18 +90,6 @@ def test_int8_modules_of_torch_ao_load_from_memory_and_from_a_file(tmp_path, kin
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
-@pytest.mark.parametrize("live", [True, False])
-def test_a_lazy_module_loads_from_memory_as_from_a_file(live: bool) -> None:
-    """It gets its shape from the state dict."""
-    wanted = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    factory = lambda: nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d())  # noqa: E731
-    made = factory() if live else torchlift.skeleton(factory)
-    torchlift.load(made, wanted.state_dict())
-    inputs = torch.rand(2, 3)
-    assert torch.equal(made(inputs), wanted(inputs))
-
-
-@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
 def test_the_state_of_a_lazy_module_without_a_shape_is_refused_by_name() -> None:
     """There are no values in it."""
     with pytest.raises(PlacementError, match=r"'weight'.*does not have a shape"):

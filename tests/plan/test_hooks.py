@@ -97,34 +97,6 @@ def plain(value: Any) -> Any:
     return value
 
 
-def test_a_missing_extra_state_is_a_missing_key(tmp_path: Path) -> None:
-    """As in load_state_dict; strict=False leaves the state alone."""
-    path = write({"weight": torch.ones(3)}, tmp_path)
-    model = Extra("mine")
-    with pytest.raises(torchlift.MismatchError, match=r"missing \(1\): _extra_state"):
-        torchlift.load(model, path)
-    report = torchlift.load(model, path, strict=False)
-    assert report.missing_keys == ["_extra_state"]
-    assert model.state == "mine"
-    assert (model.weight == 1).all()
-
-
-def test_extra_state_that_a_module_refuses_leaves_the_model_as_it_was(tmp_path: Path) -> None:
-    """An error in set_extra_state is the caller's to see, and nothing is half loaded."""
-
-    class Picky(Extra):
-        def set_extra_state(self, state: Any) -> None:
-            raise ValueError(f"no {state}")
-
-    model = nn.ModuleDict({"first": Extra("old"), "second": Picky("old")})
-    wanted = nn.ModuleDict({"first": Extra("new"), "second": Extra("new")})
-    before = {name: tensor.detach().clone() for name, tensor in all_tensors(model).items()}
-    with pytest.raises(ValueError, match="no new"):
-        torchlift.load(model, write(wanted.state_dict(), tmp_path))
-    assert model["first"].state == "old"
-    assert all(torch.equal(all_tensors(model)[name], tensor) for name, tensor in before.items())
-
-
 # -- _load_from_state_dict --------------------------------------------------------------------
 
 
@@ -249,17 +221,6 @@ def test_an_override_reads_the_version_that_the_file_has(tmp_path: Path) -> None
     assert model.seen is None
 
 
-def test_planning_runs_overrides_without_touching_the_model(tmp_path: Path) -> None:
-    """A plan tells what an override makes of the file; the module is as it was."""
-    path = write({"kernel": torch.arange(3.0), "offset": torch.ones(2)}, tmp_path)
-    model = Versioned()
-    plan = torchlift.plan(model, path)
-    assert set(plan.loaded) == {"weight", "offset"}
-    assert model.seen is None
-    assert model.weight.tolist() == [0, 0, 0]
-    assert model.offset.tolist() == [0, 0]
-
-
 def test_an_error_that_an_override_reports_refuses_the_load(tmp_path: Path) -> None:
     """error_msgs of torch become a MismatchError that names the module."""
 
@@ -273,26 +234,6 @@ def test_an_error_that_an_override_reports_refuses_the_load(tmp_path: Path) -> N
     with pytest.raises(torchlift.MismatchError, match=r"'0': .*made for another tokenizer"):
         torchlift.load(model, path)
     assert torch.equal(model[0].weight, before)
-
-
-def test_an_override_that_assigns_by_itself_is_believed(tmp_path: Path) -> None:
-    """Code that sets its tensors without calling super is run as it is."""
-
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(2))
-            self.packed = False
-
-        def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-            self.weight = nn.Parameter(state_dict.pop(prefix + "packed") + 1)
-            self.packed = True
-
-    for live in (False, True):
-        model = target(Own, live)
-        torchlift.load(model, write({"packed": torch.ones(2)}, tmp_path))
-        assert model.weight.tolist() == [2, 2]
-        assert model.packed
 
 
 @pytest.mark.parametrize("scale", [1, 2])
@@ -379,27 +320,6 @@ def test_a_pre_hook_splits_a_fused_weight(
     assert report.unexpected_keys == []
 
 
-def test_what_a_pre_hook_computes_does_not_write_to_the_file(tmp_path: Path) -> None:
-    """A hook that edits its dict in place edits a private view of the map."""
-
-    class Doubling(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(2, 2, bias=False)
-            self.register_load_state_dict_pre_hook(double)
-
-    def double(module: nn.Module, state_dict: Any, prefix: str, *rest: Any) -> None:
-        state_dict[prefix + "weight"].mul_(2)
-
-    path = write({"weight": torch.ones(2, 2)}, tmp_path)
-    before = path.read_bytes()
-    for live in (False, True):
-        for source in SOURCES:
-            model = target(Doubling, live)
-            torchlift.load(model, path, source=source)
-            assert (model.weight == 2).all()
-    assert path.read_bytes() == before
-
-
 def test_hooks_of_both_kinds_get_what_torch_gives_them(tmp_path: Path) -> None:
     """With the module and without, with the prefix and the lists, and `strict` as torch has it."""
     seen: list[tuple[Any, ...]] = []
@@ -449,21 +369,6 @@ def test_a_hook_of_the_root_sees_and_changes_the_whole_dict(tmp_path: Path) -> N
     assert set(report.source.values()) == {"mmap"}
 
 
-def test_a_pre_hook_that_raises_leaves_the_model_as_it_was(tmp_path: Path) -> None:
-    """Hooks run before anything is written, and their errors come out unchanged."""
-
-    def refuse(*args: Any) -> None:
-        raise LookupError("wrong family")
-
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model[1].register_load_state_dict_pre_hook(refuse)
-    path = write(scrambled(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))).state_dict(), tmp_path)
-    before = model[0].weight.detach().clone()
-    with pytest.raises(LookupError, match="wrong family"):
-        torchlift.load(model, path)
-    assert torch.equal(model[0].weight, before)
-
-
 # -- post-hooks -------------------------------------------------------------------------------
 
 
@@ -491,48 +396,6 @@ def test_a_post_hook_excuses_missing_and_unexpected_keys(live: bool, tmp_path: P
         torchlift.load(model, path)
 
 
-def test_a_post_hook_sees_the_loaded_model(tmp_path: Path) -> None:
-    """Children first, as in load_state_dict, and with the values in place."""
-    seen: list[tuple[str, float]] = []
-
-    def look(module: Any, keys: Any) -> None:
-        weight = module.weight if isinstance(module, nn.Linear) else module[0].weight
-        seen.append((type(module).__name__, weight.sum().item()))
-
-    def factory() -> nn.Module:
-        model = nn.Sequential(nn.Linear(2, 2, bias=False))
-        model.register_load_state_dict_post_hook(look)
-        model[0].register_load_state_dict_post_hook(look)
-        return model
-
-    path = write({"0.weight": torch.ones(2, 2)}, tmp_path)
-    for live in (False, True):
-        seen.clear()
-        torchlift.load(target(factory, live), path)
-        assert seen == [("Linear", 4.0), ("Sequential", 4.0)]
-
-
-def test_a_post_hook_that_reports_a_key_is_an_error_and_the_model_is_rolled_back(
-    tmp_path: Path,
-) -> None:
-    """A hook may find something missing; with strict that refuses the load."""
-
-    def complain(module: nn.Module, keys: Any) -> None:
-        keys.missing_keys.append("vocabulary")
-
-    def factory() -> nn.Module:
-        model = nn.Linear(2, 2)
-        model.register_load_state_dict_post_hook(complain)
-        return model
-
-    model = torchlift.skeleton(factory)
-    path = write(nn.Linear(2, 2).state_dict(), tmp_path)
-    with pytest.raises(torchlift.MismatchError, match=r"missing \(1\): vocabulary"):
-        torchlift.load(model, path)
-    assert model.weight.is_meta
-    assert torchlift.load(model, path, strict=False).missing_keys == ["vocabulary"]
-
-
 def test_a_post_hook_that_returns_something_is_refused(tmp_path: Path) -> None:
     """torch asserts that: a value returned would be lost."""
     model = nn.Linear(2, 2)
@@ -556,14 +419,6 @@ def test_batch_norm_files_without_a_counter_load(live: bool, tmp_path: Path) -> 
     report = torchlift.load(model, write({"0." + k: v for k, v in state.items()}, tmp_path))
     assert_same_tensors(model[0], wanted)
     assert report.missing_keys == []
-
-
-def test_a_current_batch_norm_file_without_a_counter_misses_it(tmp_path: Path) -> None:
-    """A version 2 file should have it, as load_state_dict says too."""
-    state = nn.Sequential(nn.BatchNorm1d(3)).state_dict()
-    del state["0.num_batches_tracked"]
-    with pytest.raises(torchlift.MismatchError, match=r"missing \(1\): 0.num_batches_tracked"):
-        torchlift.load(nn.Sequential(nn.BatchNorm1d(3)), write(state, tmp_path))
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
@@ -742,20 +597,6 @@ def test_a_prefix_of_the_model_is_named_with_the_rename_that_adds_it(
         torchlift.load(model, path)
     torchlift.load(model, path, rename=lambda key: prefix + key)
     assert_same_tensors(model[prefix[:-1]], inner)
-
-
-def test_a_container_of_the_file_is_named_with_the_root_that_opens_it(tmp_path: Path) -> None:
-    """A training checkpoint holds the model beside other things: root= leaves those out."""
-    wanted = scrambled(nn.Linear(3, 2))
-    path = write(
-        {"model": wanted.state_dict(), "epoch": 3, "optimizer": {"state": {0: torch.ones(2)}}},
-        tmp_path,
-    )
-    model = torchlift.skeleton(nn.Linear, 3, 2)
-    with pytest.raises(torchlift.MismatchError, match="root='model'"):
-        torchlift.load(model, path)
-    torchlift.load(model, path, root="model")
-    assert_same_tensors(model, wanted)
 
 
 # ---- what loading code makes out of the model's own tensors

@@ -65,16 +65,6 @@ def test_a_plan_changes_nothing(model, path):
     assert path.read_bytes() == bytes_before
 
 
-@pytest.mark.parametrize("kind", ["text", "path", "checkpoint"])
-def test_a_checkpoint_can_be_given_in_three_ways(path, kind):
-    """Text, a path object or an open checkpoint, which stays open."""
-    with torchlift.open(path) as ckpt:
-        given = {"text": str(path), "path": path, "checkpoint": ckpt}[kind]
-        assert torchlift.plan(Mixed(), given).path == str(path)
-        assert torchlift.load(Mixed(), given).path == str(path)
-        assert ckpt["steps"].shape == ()
-
-
 def test_root_applies_to_a_path_and_to_an_open_checkpoint(tmp_path):
     """A part of a training checkpoint can be taken either way, and only its bytes count."""
     state = {"model": Two().state_dict(), "other": torch.ones(1000)}

@@ -102,25 +102,6 @@ def test_what_a_hook_writes_is_gone_after_a_plan_and_after_a_failed_load(
     assert everything(model) == before
 
 
-def test_what_a_hook_of_the_model_writes_to_a_module_inside_is_taken_back() -> None:
-    """It was loaded by then: its loaded value goes, too."""
-    model = nn.Sequential(Rich(), nn.Linear(2, 2))
-    model.register_load_state_dict_post_hook(lambda *_: bump(model[0]))
-    before = everything(model)
-    with pytest.raises(MismatchError, match=r"1\.weight"):
-        torchlift.load(model, {"0.weight": torch.rand(2, 2), "0.bias": torch.rand(2)})
-    assert everything(model) == before
-
-
-def test_a_post_hook_runs_once_where_names_may_be_missing() -> None:
-    """What it adds is added once, as in torch."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model[0].register_load_state_dict_post_hook(bump)
-    state = {"0.weight": torch.ones(2, 2), "0.bias": torch.zeros(2)}
-    torchlift.load(model, state, allow_missing=["1.*"])
-    assert model[0].bias.tolist() == [1, 1]
-
-
 @pytest.mark.parametrize("live", [True, False], ids=["live", "skeleton"])
 @pytest.mark.parametrize("how", ["in place", "through data", "other data"])
 @pytest.mark.parametrize("tie", ["module", "parameter"])
@@ -291,22 +272,6 @@ def test_a_graph_from_before_a_failed_load_goes_backward() -> None:
         torchlift.load(model, {"0.weight": torch.ones(2, 2), "0.bias": torch.ones(2)})
     loss.backward()
     assert model[1].weight.grad is not None
-
-
-def test_a_hook_of_a_module_that_loads_itself_sees_and_changes_that_module() -> None:
-    """A parameter of another size, which it makes, is the one that is loaded."""
-
-    class Own(nn.Linear):
-        def _load_from_state_dict(self, *rest: Any) -> None:
-            super()._load_from_state_dict(*rest)
-
-    def grow(module: Any, state: Any, prefix: str, *_: Any) -> None:
-        module.weight = nn.Parameter(torch.zeros(state[prefix + "weight"].shape))
-
-    model = nn.Sequential(Own(2, 2, bias=False))
-    model[0].register_load_state_dict_pre_hook(grow)
-    torchlift.load(model, {"0.weight": torch.ones(3, 2)})
-    assert model[0].weight.tolist() == [[1, 1]] * 3
 
 
 def test_a_module_hears_the_version_of_its_own_also_without_tensors_of_its_own(tmp_path) -> None:

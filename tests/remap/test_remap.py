@@ -99,15 +99,6 @@ def test_renames_compose_in_the_order_they_are_written() -> None:
     assert rename("module.x") is None
 
 
-def test_a_rename_loads_what_another_wrapper_saved(tmp_path) -> None:
-    """DistributedDataParallel and torch.compile put their names in front."""
-    state = randomised(Mixed())
-    path = saved({f"_orig_mod.module.{key}": value for key, value in state.items()}, tmp_path)
-    model = torchlift.skeleton(Mixed)
-    torchlift.load(model, path, rename=remap.strip("_orig_mod.") | remap.strip("module."))
-    assert all(same(tensors_of(model)[key], value) for key, value in state.items())
-
-
 @pytest.mark.parametrize(
     "rule",
     [

@@ -390,19 +390,6 @@ def test_what_appears_during_a_conversion_is_not_replaced(tmp_path: Path, format
     assert len(os.listdir(head.parent)) == (1 if format == "dcp" else 2)
 
 
-def test_what_is_merged_is_divided_again_by_the_reversed_rule(tmp_path: Path) -> None:
-    """Into the same values."""
-    state = {f"l.{at}.{name}.weight": torch.randn(4, 3) for at in range(2) for name in "qkv"}
-    source, merged, back = (tmp_path / name for name in ("x.pt", "m.safetensors", "b.pt"))
-    torch.save(state, source)
-    names = [f"l.*.{name}.weight" for name in "qkv"]
-    rule = remap.merge(names, "l.*.qkv.weight", cat=0)
-    torchlift.convert(source, merged, rename=rule)
-    assert torchlift.open(merged)["l.1.qkv.weight"].shape == (12, 3)
-    torchlift.convert(merged, back, rename=rule.reversed())
-    assert torchlift.diff(source, back).equal
-
-
 def test_two_keys_of_one_name_and_patterns_that_fit_nothing_are_errors(tmp_path: Path) -> None:
     """Before anything is written."""
     torchlift.save({"a.w": torch.ones(1), "b.w": torch.ones(1)}, tmp_path / "x.pt")
@@ -424,30 +411,6 @@ def test_two_keys_of_one_name_and_patterns_that_fit_nothing_are_errors(tmp_path:
     with pytest.raises(TypeError, match=r"rename\('a.w'\) returned 3, which is neither str"):
         torchlift.convert(tmp_path / "x.pt", tmp_path / "y.pt", rename=lambda key: 3)
     assert os.listdir(tmp_path) == ["x.pt"]
-
-
-@pytest.mark.parametrize("source", ["x.pt", "dcp", "x.safetensors"])
-@pytest.mark.parametrize("command", [False, True])
-def test_a_root_may_be_the_beginning_of_names(tmp_path: Path, source: str, command: bool) -> None:
-    """As for `open`: also onto the source itself, from a tree that is saved, and in the tree."""
-    state = {"encoder.0.w": torch.ones(2), "encoder.0.b": torch.zeros(2), "head.w": torch.ones(3)}
-    format = {"x.pt": "torch-zip", "dcp": "dcp", "x.safetensors": "safetensors"}[source]
-    src = tmp_path / source
-    torchlift.save(state, src, format=format)
-    with torchlift.open(src) as ckpt:
-        assert ckpt.tree("encoder.0").keys() == {"w", "b"}
-    with torchlift.open(src, root="encoder") as ckpt:
-        assert torchlift.save(ckpt, tmp_path / "saved.pt").tensors == 2
-    if command:
-        arguments = [str(src), str(src), "--root", "encoder", "--overwrite", "--format", format]
-        assert main(["convert", *arguments]) == 0
-    else:
-        report = torchlift.convert(src, src, root="encoder", overwrite=True, format=format)
-        assert (report.tensors, report.lost) == (2, {})
-    for path in (src, tmp_path / "saved.pt"):
-        with torchlift.open(path) as ckpt:
-            assert sorted(ckpt) == ["0.b", "0.w"]
-            assert torch.equal(ckpt["0.w"], torch.ones(2))
 
 
 @pytest.mark.parametrize(

@@ -249,23 +249,6 @@ def test_a_folder_one_may_not_write_to_is_an_error(way: str) -> None:
         assert os.listdir(folder) == []
 
 
-@each_way
-def test_saving_onto_what_is_mapped_is_right(tmp_path: Path, way: str) -> None:
-    """The state that is mapped from the file is written to that file, again and again."""
-    name, options = WAYS[way]
-    path = tmp_path / name
-    torchlift.save(state_of(1), path, **options)
-    for _ in range(3):
-        mapped = torchlift.open(path).state_dict()
-        mapped["t3"] = mapped["t3"] + 1
-        torchlift.save(mapped, path, **options)
-    with torchlift.open(path) as ckpt:
-        assert ckpt["t3"].unique().tolist() == [4]
-        assert ckpt["t2"].unique().tolist() == [1]
-    torchlift.save(torchlift.open(path), path, **options)
-    assert torchlift.open(path)["t3"].unique().tolist() == [4]
-
-
 _WRITER = """
 import json, sys, torch, torchlift
 path, options, source = json.loads(sys.argv[1])

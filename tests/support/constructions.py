@@ -185,6 +185,14 @@ def every_initialiser(m: Any) -> None:
     nn.init.trunc_normal_(m.constant, std=2.0, a=-0.1, b=0.1)
 
 
+def falls_back(m: Any) -> None:
+    m.bias = nn.Parameter(torch.empty(4))
+    try:
+        nn.init.xavier_uniform_(m.bias)
+    except ValueError:
+        nn.init.constant_(m.bias, 0.25)
+
+
 def every_allocation(m: Any) -> None:
     buffer(m, "arange", torch.arange(1, 7, 2, dtype=torch.int16))
     buffer(m, "eye", torch.eye(3, 2))
@@ -335,8 +343,7 @@ CONSTRUCTORS: dict[str, Build] = {
         legacy_constructors, from_python, numpy_that_changes, new_and_like, every_initialiser,
         every_allocation, every_sampler, deep_copies, drops_what_it_makes, linear_algebra,
         unusual_kinds, plain_attributes, containers, changes_dtype, changes_default_dtype,
-        explicit_devices,
-        freezes, ties, hides_gradient_modes, generator_of_its_own,
+        explicit_devices, falls_back, freezes, ties, hides_gradient_modes, generator_of_its_own,
     )
 }  # fmt: skip
 

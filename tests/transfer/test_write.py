@@ -6,13 +6,12 @@ import os
 import random
 import stat
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from zlib import crc32
 
 import pytest
 
 from torchlift._transfer import write
-from torchlift._transfer.write import AtomicFile, NotDurable, Runs, remove_debris, write_at
+from torchlift._transfer.write import AtomicFile, Runs, remove_debris, write_at
 
 
 def test_it_appears_under_its_name_when_it_is_committed(tmp_path: Path) -> None:
@@ -84,48 +83,6 @@ def test_only_what_dead_writers_of_the_same_path_left_is_removed(tmp_path: Path)
     live.commit()
     live.close()
     assert (tmp_path / "x.pt").exists()
-
-
-def test_a_rename_that_is_denied_leaves_the_old_file_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The file had a name by then; it has none any more."""
-
-    def denied(*args: object) -> None:
-        raise PermissionError("denied")
-
-    path = tmp_path / "x"
-    path.write_bytes(b"old")
-    file = AtomicFile(str(path))
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", denied)
-        with pytest.raises(PermissionError):
-            file.commit()
-    file.close()
-    assert os.listdir(tmp_path) == ["x"]
-    assert path.read_bytes() == b"old"
-
-
-def test_a_folder_that_cannot_be_made_durable_is_told_from_a_file_that_did_not_appear(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The new file is in place by then, and stays."""
-    fsync = os.fsync
-
-    def denied(descriptor: int) -> None:
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise OSError(5, "denied")
-        fsync(descriptor)
-
-    path = tmp_path / "x"
-    path.write_bytes(b"old")
-    file = AtomicFile(str(path))
-    monkeypatch.setattr(os, "fsync", denied)
-    with pytest.raises(NotDurable, match="denied"):
-        file.commit()
-    file.close()
-    assert os.listdir(tmp_path) == ["x"]
-    assert path.read_bytes() == b""
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o444])
@@ -210,26 +167,6 @@ def test_a_file_of_another_writer_is_never_overwritten(
     live.commit()
     live.close()
     assert (tmp_path / "x").read_bytes() == b"theirs"
-
-
-def test_a_folder_one_may_not_write_to_and_a_folder_in_the_way_are_errors() -> None:
-    """Before anything is written."""
-    with TemporaryDirectory(dir="/tmp") as name:
-        folder = Path(name, "folder")
-        folder.mkdir()
-        with pytest.raises(IsADirectoryError):
-            AtomicFile(str(folder))
-        os.chmod(name, 0o755)
-        folder.chmod(0o555)
-        user = os.geteuid()
-        if user == 0:  # who may do everything; nobody may not
-            os.seteuid(65534)
-        try:
-            with pytest.raises(PermissionError):
-                AtomicFile(str(folder / "x"))
-        finally:
-            os.seteuid(user)
-        assert os.listdir(folder) == []
 
 
 def test_neighbours_are_written_by_one_call(
