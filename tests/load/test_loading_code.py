@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,8 @@ import torch
 from pairwise import pairwise
 from small_models import tensors_of
 from torch import nn
+from torch.nn.utils import weight_norm as old_weight_norm
+from torch.nn.utils.parametrizations import weight_norm
 from zoo import same
 
 import torchlift
@@ -403,6 +406,220 @@ class WritesAPart(nn.Module):
         return super().load_state_dict(rest, strict=False)
 
 
+class Versioned(nn.Module):
+    """Reads files of its first version, in which the weight had another name and half the size."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+        self.register_buffer("offset", torch.zeros(2))
+        self.seen: object = None
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any
+    ) -> None:
+        self.seen = local_metadata.get("version")
+        if (self.seen or 1) < 2 and prefix + "kernel" in state_dict:
+            state_dict[prefix + "weight"] = state_dict.pop(prefix + "kernel") * 2
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+class Split(nn.Module):
+    """Two projections that older files hold as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(4, 4, bias=False)
+        self.k = nn.Linear(4, 4, bias=False)
+        self.register_load_state_dict_pre_hook(split)
+
+
+def split(module: nn.Module, state_dict: Any, prefix: str, *rest: Any) -> None:
+    """Split what is fused."""
+    fused = state_dict.pop(prefix + "qk", None)
+    if fused is not None:
+        state_dict[prefix + "q.weight"] = fused[:4]
+        state_dict[prefix + "k.weight"] = fused[4:]
+
+
+class Weighted(nn.Module):
+    """A weight; the subclasses derive something from it while it is loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+
+class Doubled(Weighted):
+    """Assigns a buffer that no state dict has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("derived", torch.zeros(2), persistent=False)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self.derived = self.weight.detach() * 2
+
+
+class KeepsTheValue(Doubled):
+    """The buffer is the value of the state dict itself."""
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        nn.Module._load_from_state_dict(self, state, prefix, *rest)
+        self.derived = state[prefix + "weight"]
+
+
+class Stated(Weighted):
+    """Derives a buffer where it gets its extra state."""
+
+    def get_extra_state(self) -> Any:
+        return {"factor": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        value = self.weight.detach() * state["factor"]
+        self.register_buffer("derived", value, persistent=False)
+
+
+class StatedFilled(Doubled):
+    """Writes to a buffer that the constructor has made."""
+
+    _load_from_state_dict = nn.Module._load_from_state_dict
+
+    def get_extra_state(self) -> Any:
+        return {"factor": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.derived.copy_(self.weight.detach() * state["factor"])
+
+
+class StatedAttribute(Stated):
+    """Keeps a plain attribute."""
+
+    def set_extra_state(self, state: Any) -> None:
+        self.derived = torch.full((2,), float(state["factor"]), device=self.weight.device)
+
+
+class Prepared(Weighted):
+    """A pre-hook registers a buffer like the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_pre_hook(Prepared.prepare)
+
+    @staticmethod
+    def prepare(module: nn.Module, *_: Any) -> None:
+        module.register_buffer("derived", torch.zeros_like(module.weight), persistent=False)
+
+
+class PreparedChild(nn.Sequential):
+    """The same for a child."""
+
+    def __init__(self) -> None:
+        super().__init__(Weighted())
+        self.register_load_state_dict_pre_hook(lambda module, *_: Prepared.prepare(module[0]))
+
+
+class Bank(nn.Module):
+    """A memory bank that becomes as large as the one that is loaded."""
+
+    def __init__(self, size: int = 0, how: str = "assign") -> None:
+        super().__init__()
+        self.register_buffer("bank", torch.zeros(size, 2))
+        self.how = how
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        shape = state[prefix + "bank"].shape
+        if self.how == "assign":
+            self.bank = torch.zeros(shape)
+        else:
+            self.bank.resize_(shape)
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+class Prepares(nn.Module):
+    """A hook gives the module what the checkpoint needs: a size, a tensor, a child, a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+        self.other = nn.Parameter(torch.zeros(2))
+        self.register_buffer("scale", None)
+        self.calls = 0
+        self.register_load_state_dict_pre_hook(self.prepare)
+
+    @staticmethod
+    def prepare(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        module.weight = nn.Parameter(torch.zeros(state[prefix + "weight"].shape))
+        module.scale = torch.zeros_like(state[prefix + "scale"])
+        module.child = nn.Linear(2, 2, bias=False)
+        module.calls += 1
+
+
+class Hooked(nn.Module):
+    """Two parameters, and a hook that changes what is loaded."""
+
+    def __init__(self, change: Callable[[dict[str, Any], str], None]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(5000, dtype=torch.complex64))
+        self.alias = nn.Parameter(torch.zeros(5000, dtype=torch.complex64))
+        self.register_load_state_dict_pre_hook(
+            lambda module, state, prefix, *_: change(state, prefix + "weight")
+        )
+
+
+def data_copy(module: Any, value: torch.Tensor) -> None:
+    module.weight.data.copy_(value)
+
+
+def copied(module: Any, value: torch.Tensor) -> None:
+    with torch.no_grad():
+        module.weight.copy_(value)
+
+
+def data_set(module: Any, value: torch.Tensor) -> None:
+    module.weight.data = value
+
+
+def numpy_copy(module: Any, value: torch.Tensor) -> None:
+    module.weight.detach().numpy()[:] = value.numpy()
+
+
+class LoadsItself(nn.Module):
+    """A module that loads twice the values by itself."""
+
+    def __init__(self, how: Callable[[Any, torch.Tensor], None]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((3,), 7.0))
+        self.how = how
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        self.how(self, state.pop(prefix + "weight") * 2)
+
+
+def lazy() -> nn.Module:
+    """Modules that learn their shape from their first input."""
+    return nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Linear(4, 2))
+
+
+def shaped() -> nn.Module:
+    """The same with their shapes known."""
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+CHANGES: dict[str, Callable[[dict[str, Any], str], None]] = {
+    "in place": lambda state, key: state[key].mul_(2),
+    "through .data": lambda state, key: state[key].data.mul_(2),
+    "through NumPy": lambda state, key: state[key].numpy().__imul__(2),
+    "of an alias": lambda state, key: state["alias"].data.mul_(2),
+    "another tensor": lambda state, key: state.update({key: state[key] * 2}),
+    "a conjugate": lambda state, key: state.update({key: state[key].conj()}),
+    "nothing": lambda state, key: None,
+}
+
+
 @contextmanager
 def setting() -> Iterator[None]:
     """What a caller may have set, which code of a model must find."""
@@ -439,6 +656,28 @@ def _part(way: str, bank: int = 1) -> Case:
     values = {key: torch.rand(value.shape) for key, value in WritesAPart(way).state_dict().items()}
     make = partial(WritesAPart, way)
     return Case(make, {**values, "bank": torch.rand(bank)}, on_meta=False)
+
+
+def _of_version_1() -> Any:
+    state: Any = OrderedDict({"0.kernel": torch.arange(3.0), "0.offset": torch.ones(2)})
+    state._metadata = OrderedDict({"": {"version": 1}, "0": {"version": 1}})
+    return state
+
+
+def _of_today() -> Any:
+    return nn.Sequential(Versioned()).state_dict()
+
+
+def _observed() -> Any:
+    seen = torch.ao.quantization.PerChannelMinMaxObserver()
+    seen(torch.randn(4, 3))
+    return seen.state_dict()
+
+
+def _old_weight_norm() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return old_weight_norm(nn.Linear(3, 4)).state_dict()
 
 
 LINEAR: STATE = {"weight": torch.rand(2, 2), "bias": torch.ones(2)}
@@ -484,6 +723,44 @@ CASES: dict[str, Case] = {
     "UpdatesItsOwn": Case(
         UpdatesItsOwn, {**UpdatesItsOwn().state_dict(), "head": torch.zeros(9)}, ("head",)
     ),
+    "Versioned": Case(lambda: nn.Sequential(Versioned()), _of_version_1()),
+    "Versioned of today": Case(lambda: nn.Sequential(Versioned()), _of_today()),
+    "Versioned without a version": Case(lambda: nn.Sequential(Versioned()), {**_of_today()}),
+    "Prepared": Case(Prepared, {"weight": torch.full((2,), 5.0)}, on_meta=False),
+    "PreparedChild": Case(PreparedChild, {"0.weight": torch.full((2,), 5.0)}, on_meta=False),
+    "an observer": Case(torch.ao.quantization.PerChannelMinMaxObserver, _observed()),
+    "Split": Case(lambda: nn.ModuleDict({"at": Split()}), {"at.qk": torch.arange(32.0).view(8, 4)}),
+    "old weight_norm": Case(lambda: weight_norm(nn.Linear(3, 4)), _old_weight_norm()),
+    "old batch norm": Case(
+        lambda: nn.Sequential(nn.BatchNorm1d(3)),
+        {f"0.{key}": value + 2 for key, value in nn.BatchNorm1d(3).state_dict().items()
+         if key != "num_batches_tracked"},
+    ),
+    "lazy modules": Case(lazy, shaped().state_dict()),
+    "Bank": Case(Bank, {"bank": torch.rand(5, 2)}),
+    "Bank resizes": Case(partial(Bank, 0, "resize"), {"bank": torch.rand(5, 2)}),
+    "Prepares": Case(
+        Prepares,
+        {"weight": torch.arange(5.0), "other": torch.ones(2), "scale": torch.ones(1),
+         "child.weight": torch.ones(2, 2)},
+    ),
+    **{
+        kind.__name__: Case(kind, {**kind().state_dict(), "weight": torch.tensor([5.0, 7.0])})
+        for kind in (Doubled, KeepsTheValue, Stated, StatedFilled, StatedAttribute)
+    },
+    **{
+        f"a hook writes {how}": Case(
+            partial(Hooked, change), dict.fromkeys(["weight", "alias"], torch.full((5000,), 1 + 1j))
+        )
+        for how, change in CHANGES.items()
+    },
+    **{
+        f"an override writes by {how.__name__}": Case(
+            partial(LoadsItself, how), {"weight": torch.arange(3.0)},
+            on_meta=False if how in (copied, data_copy) else None,
+        )
+        for how in (copied, data_copy, data_set, numpy_copy)
+    },
     "WritesAPart": _part("copy"),
     "WritesAPart through .data": _part("data"),
     "WritesAPart and resizes": _part("resize", 3),
@@ -494,8 +771,13 @@ CASES: dict[str, Case] = {
 def look(model: nn.Module) -> list[Any]:
     """Values and dtypes, ties, and what the code has noted."""
     tensors = tensors_of(model)
-    noted = ("seen", "calls", "channels", "total")
-    facts = {key: value for key, value in vars(model).items() if key in noted}
+    noted = ("seen", "calls", "channels", "total", "derived")
+    facts = [
+        (name, key, value)
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if key in noted
+    ]
     ties = [[at is each for at in tensors.values()] for each in tensors.values()]
     return [[(name, t.dtype, t.tolist()) for name, t in tensors.items()], ties, str(facts)]
 
@@ -513,15 +795,25 @@ def given_by(door: str, state: Mapping[str, Any], folder: Path) -> Any:
     return folder / f"a.{door}"
 
 
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
 @pairwise(
-    kind=CASES, start=["live", "skeleton", "meta"], door=["pt", "safetensors", "memory", "dcp"]
+    kind=CASES,
+    start=["live", "skeleton", "meta"],
+    door=["pt", "safetensors", "memory", "dcp"],
+    mode=["auto", "assign", "copy", "swap"],
 )
-def test_a_model_ends_as_in_torch(kind: str, start: str, door: str, tmp_path: Path) -> None:
+def test_a_model_ends_as_in_torch(
+    kind: str, start: str, door: str, mode: Any, tmp_path: Path
+) -> None:
     """Its code runs in the thread of the caller, with everything that the caller has set."""
     case = CASES[kind]
-    if kind == "Extra" and door == "safetensors":
-        pytest.skip("safetensors holds tensors only")
-    if case.on_meta is None or (start == "meta" and (case.lacks or not case.on_meta)):
+    if not all(isinstance(value, torch.Tensor) for value in case.state.values()):
+        door = door.replace("safetensors", "pt")
+    if kind.startswith(("a hook writes", "Versioned")) and door != "memory":
+        door = "pt"  # others store neither shared memory nor versions
+    # What only a constructor gives a value is not in a model that is made on meta.
+    lacks = case.lacks or not case.on_meta or kind == "StatedFilled"
+    if case.on_meta is None or (start == "meta" and lacks):
         start = "live"
     given = given_by(door, case.state, tmp_path)
     torch.manual_seed(0)
@@ -538,19 +830,28 @@ def test_a_model_ends_as_in_torch(kind: str, start: str, door: str, tmp_path: Pa
             ):
                 torchlift.load(model, given)
             torchlift.materialize(model)
-        torchlift.load(model, given, allow_missing=case.lacks)
+        torchlift.load(model, given, allow_missing=case.lacks, mode=mode)
     assert look(model) == look(right)
     assert not {"load_state_dict"} & {thread.name for thread in threading.enumerate()}
-    if kind in ("CopiesByItself", "WritesAPart", "WritesAPart and resizes"):
+    if start == "live" and kind in ("CopiesByItself", "WritesAPart", "WritesAPart and resizes"):
         assert all(now is held[name] for name, now in tensors_of(model).items())
 
 
-@pytest.mark.parametrize("kind", CASES)
+#: A buffer of its own that `set_extra_state` writes in place keeps the new values.
+BROKEN = pytest.mark.xfail(reason="extra state that writes in place is not taken back")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=BROKEN if k == "StatedFilled" else ()) for k in CASES]
+)
 def test_a_plan_and_a_failed_load_change_nothing(kind: str) -> None:
     """Parameters, buffers, attributes and the caller's state are as before."""
     case = CASES[kind]
     model, state = case.make(), copy.deepcopy(case.state)
-    tensors = {name: (id(t), copy.deepcopy(t)) for name, t in tensors_of(model).items()}
+    tensors = {
+        name: (id(t), None if nn.parameter.is_lazy(t) else t.clone())
+        for name, t in tensors_of(model).items()
+    }
     attributes = {name: id(value) for name, value in vars(model).items()}
     assert torchlift.plan(model, state, allow_missing=case.lacks).loaded
 
@@ -563,7 +864,7 @@ def test_a_plan_and_a_failed_load_change_nothing(kind: str) -> None:
     assert now.keys() == tensors.keys()
     for name, (identity, value) in tensors.items():
         assert id(now[name]) == identity
-        assert nn.parameter.is_lazy(value) or same(now[name], value), name
+        assert value is None or same(now[name].detach(), value.detach()), name
     assert attributes == {name: id(value) for name, value in vars(model).items()}
     assert same(state, case.state)
 
@@ -706,6 +1007,37 @@ def test_attributes_of_modules_inside_are_given_back() -> None:
     assert model[0].table.tolist() == [0, 0]
     torchlift.load(model, {"0.weight": torch.eye(2)})
     assert model[0].table.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("kind", [Stated, StatedFilled])
+def test_extra_state_that_fails_gives_back_the_weights_that_it_saw(kind: type[Weighted]) -> None:
+    """They were copied in place before it; the rest was not."""
+
+    class Refusing(kind):  # type: ignore[misc, valid-type]
+        def set_extra_state(self, state: Any) -> None:
+            assert self.weight.tolist() == [5.0, 7.0]
+            self.weight.data.mul_(2)
+            if state["factor"] == 4:
+                raise ValueError("no")
+
+    model = Refusing()
+    state = {"weight": torch.tensor([5.0, 7.0]), "_extra_state": {"factor": 4}}
+    before = model.weight
+    with pytest.raises(ValueError, match="no"):
+        torchlift.load(model, state)
+    assert model.weight is before
+    assert before.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.skipif(not Path("/proc/self/pagemap").exists(), reason="the kernel does not tell")
+def test_what_a_hook_only_reads_stays_mapped(tmp_path):
+    """It costs no memory that the module has loading code of its own."""
+    torch.save({"weight": torch.ones(5000, dtype=torch.complex64)}, path := tmp_path / "x.pt")
+    model = Hooked(lambda state, key: state[key].sum())
+    del model.alias
+    report = torchlift.load(model.to("meta"), path)
+    assert (report.loaded["weight"].route, report.bytes_read) == ("view", 0)
+    assert model.weight.sum() == 5000
 
 
 # ---- a `load_state_dict` that a class overrides

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections import OrderedDict
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +11,9 @@ import torch
 from same_model import all_tensors, assert_same_tensors, scrambled
 from torch import nn
 from torch.nn.utils import weight_norm as old_weight_norm
-from torch.nn.utils.parametrizations import weight_norm
-from zoo import same
 
 import torchlift
 
-MODES = ("assign", "copy", "swap", "auto")
-SOURCES = ("mmap", "read")
-
-every_way = pytest.mark.parametrize(("mode", "source"), list(product(MODES, SOURCES)))
 live_or_not = pytest.mark.parametrize("live", [False, True], ids=["skeleton", "live"])
 
 
@@ -100,44 +91,6 @@ def plain(value: Any) -> Any:
 # -- _load_from_state_dict --------------------------------------------------------------------
 
 
-class Versioned(nn.Module):
-    """Reads files of its first version, in which the weight had another name and half the size."""
-
-    _version = 2
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(3))
-        self.register_buffer("offset", torch.zeros(2))
-        self.seen: object = None
-
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any
-    ) -> None:
-        self.seen = local_metadata.get("version")
-        if (self.seen or 1) < 2 and prefix + "kernel" in state_dict:
-            state_dict[prefix + "weight"] = state_dict.pop(prefix + "kernel") * 2
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
-
-
-@live_or_not
-@every_way
-def test_an_override_upgrades_an_old_file(
-    mode: Any, source: Any, live: bool, tmp_path: Path
-) -> None:
-    """It sees the version of the file, and what it renames and computes is what is loaded."""
-    state: Any = OrderedDict({"0.kernel": torch.arange(3.0), "0.offset": torch.ones(2)})
-    state._metadata = OrderedDict({"": {"version": 1}, "0": {"version": 1}})
-    path = write(state, tmp_path)
-    model = target(lambda: nn.Sequential(Versioned()), live)
-    report = torchlift.load(model, path, mode=mode, source=source)
-    assert model[0].weight.tolist() == [0, 2, 4]
-    assert model[0].offset.tolist() == [1, 1]
-    assert model[0].seen == 1
-    assert set(report.loaded) == {"0.weight", "0.offset"}
-    assert report.unexpected_keys == []
-
-
 class Configured(nn.Linear):
     """Keeps a dict of tensors and plain values in its state dict."""
 
@@ -208,17 +161,6 @@ def test_each_of_many_overrides_sees_its_own_names_in_the_order_of_the_file(tmp_
     torchlift.load(model, write(model.state_dict(), tmp_path))
     assert seen["1."] == ["1.weight", "1.bias"]
     assert seen["29."] == ["29.weight", "29.bias"]
-
-
-def test_an_override_reads_the_version_that_the_file_has(tmp_path: Path) -> None:
-    """A file that a current module saved carries the current version; none means None."""
-    wanted = Versioned()
-    model = torchlift.skeleton(Versioned)
-    torchlift.load(model, write(wanted.state_dict(), tmp_path))
-    assert model.seen == 2
-    model = torchlift.skeleton(Versioned)
-    torchlift.load(model, write(dict(wanted.state_dict()), tmp_path, "plain.pt"))
-    assert model.seen is None
 
 
 def test_an_error_that_an_override_reports_refuses_the_load(tmp_path: Path) -> None:
@@ -298,26 +240,6 @@ def split(module: nn.Module, state_dict: Any, prefix: str, *rest: Any) -> None:
     if fused is not None:
         state_dict[prefix + "q.weight"] = fused[:4]
         state_dict[prefix + "k.weight"] = fused[4:]
-
-
-@live_or_not
-@every_way
-@pytest.mark.parametrize("depth", [0, 1])
-def test_a_pre_hook_splits_a_fused_weight(
-    depth: int, mode: Any, source: Any, live: bool, tmp_path: Path
-) -> None:
-    """The halves are two tensors: training one leaves the other alone."""
-    fused = torch.arange(32.0).view(8, 4)
-    factory = (lambda: nn.ModuleDict({"attention": Split()})) if depth else Split
-    path = write({"attention.qk" if depth else "qk": fused}, tmp_path)
-    model = target(factory, live)
-    report = torchlift.load(model, path, mode=mode, source=source)
-    inner = model["attention"] if depth else model
-    with torch.no_grad():
-        inner.q.weight.add_(100)
-    assert torch.equal(inner.q.weight, fused[:4] + 100)
-    assert torch.equal(inner.k.weight, fused[4:])
-    assert report.unexpected_keys == []
 
 
 def test_hooks_of_both_kinds_get_what_torch_gives_them(tmp_path: Path) -> None:
@@ -408,35 +330,6 @@ def test_a_post_hook_that_returns_something_is_refused(tmp_path: Path) -> None:
 # -- modules of torch that load in their own way ----------------------------------------------
 
 
-@live_or_not
-def test_batch_norm_files_without_a_counter_load(live: bool, tmp_path: Path) -> None:
-    """torch < 0.4.1 had no num_batches_tracked: version 1 files get a zero."""
-    wanted = nn.BatchNorm1d(3)
-    with torch.no_grad():
-        wanted.running_mean.add_(2)
-    state = {k: v for k, v in wanted.state_dict().items() if k != "num_batches_tracked"}
-    model = target(lambda: nn.Sequential(nn.BatchNorm1d(3)), live)
-    report = torchlift.load(model, write({"0." + k: v for k, v in state.items()}, tmp_path))
-    assert_same_tensors(model[0], wanted)
-    assert report.missing_keys == []
-
-
-@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
-@live_or_not
-@every_way
-def test_files_of_the_old_weight_norm_load_into_the_new(
-    mode: Any, source: Any, live: bool, tmp_path: Path
-) -> None:
-    """weight_g and weight_v become the originals of the parametrization."""
-    old = old_weight_norm(nn.Linear(3, 4))
-    model = target(lambda: weight_norm(nn.Linear(3, 4)), live)
-    torchlift.load(model, write(old.state_dict(), tmp_path), mode=mode, source=source)
-    assert same(model.parametrizations.weight.original0, old.weight_g)
-    assert same(model.parametrizations.weight.original1, old.weight_v)
-    inputs = torch.randn(2, 3)
-    torch.testing.assert_close(model(inputs), old(inputs))
-
-
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 @live_or_not
 def test_the_old_weight_norm_computes_its_weight_from_what_was_loaded(
@@ -460,24 +353,6 @@ def lazy() -> nn.Module:
 def shaped() -> nn.Module:
     """The same with their shapes known."""
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-
-
-@live_or_not
-@pytest.mark.parametrize("mode", ["assign", "swap", "auto"])
-@pytest.mark.parametrize("source", SOURCES)
-def test_lazy_modules_take_their_shape_from_the_file(
-    live: bool, mode: Any, source: Any, tmp_path: Path
-) -> None:
-    """After the load they are what their first forward pass would have made of them."""
-    wanted = scrambled(shaped()).eval()
-    model = target(lazy, live).eval()
-    torchlift.load(model, write(wanted.state_dict(), tmp_path), mode=mode, source=source)
-    for name, tensor in wanted.state_dict().items():
-        assert same(model.state_dict()[name], tensor), name
-    inputs = torch.randn(5, 3)
-    assert torch.equal(model(inputs), wanted(inputs))
-    assert type(model[0]) is nn.Linear
-    assert type(model[0].weight) is nn.Parameter
 
 
 @live_or_not
@@ -597,166 +472,3 @@ def test_a_prefix_of_the_model_is_named_with_the_rename_that_adds_it(
         torchlift.load(model, path)
     torchlift.load(model, path, rename=lambda key: prefix + key)
     assert_same_tensors(model[prefix[:-1]], inner)
-
-
-# ---- what loading code makes out of the model's own tensors
-
-
-class Weighted(nn.Module):
-    """A weight; the subclasses derive something from it while it is loaded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2))
-
-
-class Doubled(Weighted):
-    """Assigns a buffer that no state dict has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("derived", torch.zeros(2), persistent=False)
-
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
-        self.derived = self.weight.detach() * 2
-
-
-class Aliased(Doubled):
-    """The buffer is the value of the state dict itself."""
-
-    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
-        nn.Module._load_from_state_dict(self, state, prefix, *rest)
-        self.derived = state[prefix + "weight"]
-
-
-class Stated(Weighted):
-    """Derives a buffer where it gets its extra state."""
-
-    def get_extra_state(self) -> Any:
-        return {"factor": 3}
-
-    def set_extra_state(self, state: Any) -> None:
-        value = self.weight.detach() * state["factor"]
-        self.register_buffer("derived", value, persistent=False)
-
-
-class StatedFilled(Doubled):
-    """Writes to a buffer that the constructor has made."""
-
-    _load_from_state_dict = nn.Module._load_from_state_dict
-
-    def get_extra_state(self) -> Any:
-        return {"factor": 3}
-
-    def set_extra_state(self, state: Any) -> None:
-        self.derived.copy_(self.weight.detach() * state["factor"])
-
-
-class StatedAttribute(Stated):
-    """Keeps a plain attribute."""
-
-    def set_extra_state(self, state: Any) -> None:
-        self.derived = torch.full((2,), float(state["factor"]), device=self.weight.device)
-
-
-@pytest.mark.parametrize("memory", [True, False])
-@pytest.mark.parametrize("live", [True, False])
-@pytest.mark.parametrize("kind", [Doubled, Aliased, Stated, StatedFilled, StatedAttribute])
-def test_what_loading_code_derives_from_weights_is_what_torch_has(
-    kind: type[Weighted], live: bool, memory: bool, tmp_path: Path
-) -> None:
-    """The code sees the weights of its module as `load_state_dict` has loaded them by then."""
-    state = kind().state_dict()
-    state["weight"] = torch.tensor([5.0, 7.0])
-    wanted = kind()
-    wanted.load_state_dict(state)
-    model = nn.Sequential(kind(), nn.Linear(2, 1))
-    whole = {
-        **{f"0.{k}": v for k, v in state.items()},
-        "1.weight": torch.ones(1, 2),
-        "1.bias": torch.ones(1),
-    }
-    if not live:
-        model = torchlift.skeleton(lambda: nn.Sequential(kind(), nn.Linear(2, 1)))
-    torchlift.load(model, whole if memory else write(whole, tmp_path))
-    assert torch.equal(model[0].derived, wanted.derived)
-    assert torch.equal(model[0].weight, wanted.weight)
-    if memory:
-        model[0].derived.zero_()
-        assert state["weight"].tolist() == [5.0, 7.0]
-
-
-@pytest.mark.parametrize("kind", [Stated, StatedFilled])
-def test_extra_state_that_fails_gives_back_the_weights_that_it_saw(kind: type[Weighted]) -> None:
-    """They were copied in place before it; the rest was not."""
-
-    class Refusing(kind):  # type: ignore[misc, valid-type]
-        def set_extra_state(self, state: Any) -> None:
-            assert self.weight.tolist() == [5.0, 7.0]
-            self.weight.data.mul_(2)
-            if state["factor"] == 4:
-                raise ValueError("no")
-
-    model = Refusing()
-    state = {"weight": torch.tensor([5.0, 7.0]), "_extra_state": {"factor": 4}}
-    before = model.weight
-    with pytest.raises(ValueError, match="no"):
-        torchlift.load(model, state)
-    assert model.weight is before
-    assert before.tolist() == [1.0, 1.0]
-
-
-class Prepared(Weighted):
-    """A pre-hook registers a buffer like the weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_load_state_dict_pre_hook(Prepared.prepare)
-
-    @staticmethod
-    def prepare(module: nn.Module, *_: Any) -> None:
-        module.register_buffer("derived", torch.zeros_like(module.weight), persistent=False)
-
-
-class PreparedChild(nn.Sequential):
-    """The same for a child."""
-
-    def __init__(self) -> None:
-        super().__init__(Weighted())
-        self.register_load_state_dict_pre_hook(lambda module, *_: Prepared.prepare(module[0]))
-
-
-class Written(Doubled):
-    """Writes to a buffer on meta, which has no values."""
-
-    def _load_from_state_dict(self, *args: Any) -> None:
-        nn.Module._load_from_state_dict(self, *args)
-        self.derived.copy_(self.weight.detach() * 2)
-
-
-@pytest.mark.parametrize(
-    ("kind", "on_meta"), [*product([Prepared, PreparedChild], [True, False]), (Written, True)]
-)
-def test_what_loading_code_makes_on_meta_names_materialize_and_that_works(
-    kind: type[nn.Module], on_meta: bool
-) -> None:
-    """The way out, followed: `torchlift.materialize`, then the load; of a model on meta, too."""
-    state = {key: torch.full((2,), 5.0) for key in kind().state_dict()}
-    wanted = kind()
-    wanted.load_state_dict(state)
-    with torch.device("meta"):
-        model = kind() if on_meta else torchlift.skeleton(kind)
-    for call in (torchlift.plan, torchlift.load):
-        with pytest.raises(
-            torchlift.PlacementError, match=r"torchlift\.materialize\(model"
-        ) as caught:
-            call(model, state)
-    model = torchlift.skeleton(kind)
-    names = re.findall(r"names=\['(.*)'\]", str(caught.value))
-    torchlift.materialize(model, names=names or None)
-    torchlift.load(model, state)
-    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    expected = {**dict(wanted.named_parameters()), **dict(wanted.named_buffers())}
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in found)
