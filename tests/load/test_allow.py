@@ -392,22 +392,6 @@ def test_an_array_of_objects_stays_blocked(path: Any) -> None:
     assert set(torchlift.open(path).blocked_keys) == {"o", "s"}
 
 
-def test_a_module_gets_the_array_of_its_extra_state(path: Any) -> None:
-    class Scaled(nn.Linear):
-        seen: Any = None
-
-        def get_extra_state(self) -> Any:
-            return {"mean": np.arange(3.0)}
-
-        def set_extra_state(self, state: Any) -> None:
-            self.seen = state
-
-    model = Scaled(2, 2)
-    torch.save(model.state_dict(), path)
-    torchlift.load(model, path)
-    np.testing.assert_array_equal(model.seen["mean"], np.arange(3.0))
-
-
 class Holder(Int8):
     """A wrapper that has others among its attributes."""
 

@@ -213,15 +213,3 @@ def test_names_that_do_not_fit_are_compared_a_bounded_number_of_times() -> None:
     with pytest.raises(MismatchError, match="missing \\(1000\\)"):
         check_names(matched, Options())
     assert compared < 20_000
-
-
-def test_an_entry_is_a_named_tuple_that_nobody_changes(tmp_path: Path) -> None:
-    """So are its chunks; another one is made of it by ``_replace``."""
-    entry = torchlift.open(saved(1, tmp_path)).entries["0"]
-    with pytest.raises(AttributeError):
-        entry.key = "other"  # type: ignore[misc]
-    with pytest.raises(AttributeError):
-        entry.chunks[0].offset = 0  # type: ignore[misc]
-    other = entry._replace(key="other")
-    assert (other.key, other[1:], entry.key) == ("other", entry[1:], "0")
-    assert (other.numel, other.itemsize, other.is_contiguous) == (6, 4, True)

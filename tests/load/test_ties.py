@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import zoo
 from same_model import assert_same_tensors, scrambled, ties_of
 from torch import nn
 
@@ -20,18 +22,8 @@ SOURCES = ("mmap", "read")
 every_way = pytest.mark.parametrize(("mode", "source"), list(product(MODES, SOURCES)))
 
 
-class Tied(nn.Module):
-    """A head that is the embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(5, 4)
-        self.head = nn.Linear(4, 5, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.head(self.embed(ids))
-        return logits
+#: A head that is the embedding.
+Tied = partial(zoo.Tied, 5, 4)
 
 
 class SharedModule(nn.Module):
@@ -55,14 +47,11 @@ class SharedBuffers(nn.Module):
         self.weight = nn.Parameter(torch.randn(3))
 
 
-class Untied(nn.Module):
+def untied() -> nn.Module:
     """Three tensors that are nothing to each other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Parameter(torch.zeros(4, 2))
-        self.b = nn.Parameter(torch.zeros(4, 2))
-        self.part = nn.Parameter(torch.zeros(2, 2))
+    return zoo.Holder(
+        {name: torch.zeros(4, 2) for name in ("a", "b")} | {"part": torch.zeros(2, 2)}
+    )
 
 
 def target(factory: Callable[[], nn.Module], live: bool) -> Any:
@@ -177,7 +166,7 @@ def test_an_alias_of_the_file_is_copied_where_the_model_does_not_tie_it(
     """Training one of two parameters that were saved as one storage leaves the other alone."""
     whole = torch.arange(8.0).view(4, 2)
     path = write({"a": whole, "b": whole, "part": whole[1:3]}, tmp_path)
-    model = target(Untied, live)
+    model = target(untied, live)
     torchlift.load(model, path, mode=mode, source=source)
     with torch.no_grad():
         model.a.add_(100)
@@ -192,7 +181,7 @@ def test_a_copied_alias_is_explained(tmp_path: Path) -> None:
     """The report of a mapped load says which tensors got memory of their own, and why."""
     whole = torch.arange(8.0).view(4, 2)
     path = write({"a": whole, "b": whole, "part": whole[1:3]}, tmp_path)
-    report = torchlift.load(torchlift.skeleton(Untied), path, source="mmap")
+    report = torchlift.load(torchlift.skeleton(untied), path, source="mmap")
     notes = {key: item.note for key, item in report.loaded.items() if item.note}
     assert len(notes) == 2
     assert all("shares bytes with another key of the file" in note for note in notes.values())

@@ -470,21 +470,6 @@ def test_metadata_of_safetensors_stays_or_is_told(tmp_path: Path) -> None:
     assert report.lost == {"(metadata)": "the format has no place for by"}
 
 
-def test_blocks_of_gguf_are_computed_and_cast(tmp_path: Path) -> None:
-    """The values that the blocks stand for."""
-    import gguf
-
-    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
-    blocks = gguf.quants.quantize(np.ones((2, 32), np.float32), gguf.GGMLQuantizationType.Q8_0)
-    writer.add_tensor("q", blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    torchlift.convert(tmp_path / "x.gguf", tmp_path / "g.safetensors", dtype="bfloat16")
-    assert torch.equal(load_file(tmp_path / "g.safetensors")["q"], torch.ones(2, 32).bfloat16())
-
-
 _CONVERT = "torchlift.convert(*args[:2], overwrite=True, **args[2])"
 _SETUP = "import torch.distributed.checkpoint, torchlift; torchlift.convert"
 

@@ -22,6 +22,8 @@ import pytest
 import torch
 from failing_reads import failing
 from forked import PIPE, Forked
+from save_states import number_of
+from save_states import state_of as small_state_of
 
 import torchlift
 from torchlift.errors import CheckpointError, IntegrityError
@@ -38,20 +40,7 @@ WAYS = {
 }
 each_way = pytest.mark.parametrize("way", WAYS)
 COUNT, SIZE = 6, 20_000
-
-
-def state_of(number: float) -> dict[str, torch.Tensor]:
-    """A state of which every value says which one it is."""
-    return {f"t{at}": torch.full((SIZE,), float(number)) for at in range(COUNT)}
-
-
-def number_of(path: Path) -> float:
-    """Which state a checkpoint is, all of it."""
-    assert torchlift.verify(path).ok
-    with torchlift.open(path) as ckpt:
-        assert len(ckpt) == COUNT
-        (number,) = {value for tensor in ckpt.values() for value in tensor.unique().tolist()}
-    return number
+state_of = partial(small_state_of, count=COUNT, size=SIZE)
 
 
 def contents(path: Path) -> dict[str, bytes]:

@@ -14,9 +14,9 @@ from subprocess import PIPE
 from typing import Any
 
 import pytest
-import torch
 from forked import Forked
 from limits import limits
+from save_states import number_of, state_of
 
 import torchlift
 from torchlift import CheckpointError
@@ -31,19 +31,6 @@ fcntl.flock(folder, fcntl.LOCK_EX)
 print("locked", flush=True)
 sys.stdin.read()
 """
-
-
-def state_of(number: float) -> dict[str, torch.Tensor]:
-    """A state of which every value says which one it is."""
-    return {name: torch.full((9,), number) for name in "abc"}
-
-
-def number_of(path: Path) -> float:
-    """Which state a checkpoint is, all of it."""
-    assert torchlift.verify(path).ok
-    with torchlift.open(path) as ckpt:
-        (number,) = {value for tensor in ckpt.values() for value in tensor.unique().tolist()}
-    return number
 
 
 def save_sharded(number: float, folder: Path) -> None:

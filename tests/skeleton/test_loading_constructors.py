@@ -17,21 +17,8 @@ def into_a_child(net: nn.Module, path: Path) -> None:
     net.load_state_dict(torch.load(path, map_location="cpu"), strict=False)
 
 
-def onto_the_device_of_the_module(net: nn.Module, path: Path) -> None:
-    net.load_state_dict(torch.load(path, map_location=net.weight.device), strict=False)
-
-
 def mapped_and_assigned(net: nn.Module, path: Path) -> None:
     net.load_state_dict(torch.load(path, mmap=True), assign=True)
-
-
-def with_a_location(net: nn.Module, path: Path) -> None:
-    net.load_state_dict(torch.serialization.load(path, map_location=lambda storage, _: storage))
-
-
-def from_a_hub(net: nn.Module, path: Path) -> None:
-    url, folder = path.as_uri(), path.parent / "hub"
-    net.load_state_dict(torch.hub.load_state_dict_from_url(url, str(folder), progress=False))
 
 
 def as_parameters(net: nn.Module, path: Path) -> None:
@@ -53,14 +40,7 @@ class Loads(nn.Module):
         self.after = nn.Linear(2, 2)
 
 
-WAYS = [
-    into_a_child,
-    onto_the_device_of_the_module,
-    mapped_and_assigned,
-    with_a_location,
-    from_a_hub,
-    as_parameters,
-]
+WAYS = [into_a_child, mapped_and_assigned, as_parameters]
 
 
 @pytest.fixture(params=[True, False], ids=["zip", "legacy"])

@@ -358,21 +358,6 @@ def test_a_file_without_any_of_the_keys_gives_the_constructors_model(tmp_path: P
     assert_same_tensors(model, Rotary())
 
 
-def test_a_head_of_another_shape_is_replaced_by_a_replayed_one(tmp_path: Path) -> None:
-    """ignore_mismatched keeps the body and starts the head anew."""
-    path = saved(Rotary(classes=7), tmp_path)
-    with pytest.raises(
-        torchlift.MismatchError, match=r"head.weight: model \[3, 4\], checkpoint \[7, 4\]"
-    ):
-        torchlift.load(torchlift.skeleton(Rotary), path, strict=False)
-    model = torchlift.skeleton(Rotary)
-    report = torchlift.load(model, path, ignore_mismatched=True)
-    assert list(report.mismatched) == ["head.weight", "head.bias"]
-    assert set(report.replayed) == {"table", "head.weight", "head.bias"}
-    assert model.head.weight.shape == (3, 4)
-    assert ModuleTree(model).on_meta == []
-
-
 def test_one_submodule_of_a_skeleton_can_be_loaded_alone(tmp_path: Path) -> None:
     """The rest stays a skeleton that can be made later."""
     wanted = scrambled(nn.Linear(3, 2))

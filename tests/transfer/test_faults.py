@@ -230,16 +230,6 @@ def test_a_second_interrupt_does_not_wait(tmp_path):
     assert state_of(model) == before
 
 
-def test_a_subclass_that_fails_to_be_written_changes_nothing(tmp_path):
-    """Its own values are restored, and plain tensors have not been written yet."""
-    model = acting(Sabotage(fail))
-    before = state_of(model)
-    with pytest.raises(torchlift.PlacementError, match="'b': its class does not") as caught:
-        torchlift.load(model, saved(randomised(Two()), tmp_path))
-    assert isinstance(caught.value.__cause__, ValueError)
-    assert state_of(model) == before
-
-
 @pytest.mark.parametrize("options", [{"mode": "swap"}, {"dtype": torch.float64, "mode": "swap"}])
 def test_a_weak_reference_on_a_later_parameter_changes_nothing(path, options):
     """What cannot be swapped is named, and what came before it is as it was."""

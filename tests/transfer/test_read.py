@@ -287,12 +287,6 @@ def test_one_long_row_is_cast_into_a_matrix_of_one_row(tmp_path):
     assert torch.equal(made[0], values.float())
 
 
-def test_nothing_to_read_is_fine(files):
-    """No request, and a request for nothing, are answered with nothing."""
-    assert read([], files) == 0
-    assert read([request(next(iter(files.stamps)), 5, 0)], files) == 0
-
-
 @limits(direct=100)
 @pytest.mark.parametrize("number", [errno.EIO, errno.EINTR, errno.ESTALE])
 @pytest.mark.parametrize("nth", [1, 4])
@@ -363,26 +357,6 @@ def test_a_changed_file_is_refused_before_a_byte_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "preadv", failing(AssertionError("a byte was read"), 1))
     with pytest.raises(IntegrityError, match="the file changed after it was opened"):
         read([request(str(other), 0, 10), request(str(path), 0, 10)], files)
-
-
-def test_files_map_the_bytes_that_they_read(files):
-    """A mapped range has a storage of its own, with the range's bytes."""
-    name = next(iter(files.stamps))
-    made = files.map(name, 7, 100)
-    assert bytes(made.tolist()) == CONTENT[7:107]
-    assert made.untyped_storage().nbytes() == 100
-
-
-def test_files_are_closed_by_leaving_the_block(tmp_path):
-    """Descriptors are given back; a map lives as long as its tensors."""
-    path = tmp_path / "x"
-    path.write_bytes(CONTENT)
-    with opened(path) as files:
-        descriptor = files.descriptor(str(path))
-        mapped = files.map(str(path), 0, 3)
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(descriptor)
-    assert mapped.tolist() == list(CONTENT[:3])
 
 
 @pytest.mark.parametrize(
