@@ -325,6 +325,20 @@ class Extra(nn.Module):
         )
 
 
+class Keeps(nn.Module):
+    """Has extra state of any kind."""
+
+    def __init__(self, extra: Any = None) -> None:
+        super().__init__()
+        self.weight, self.extra = nn.Parameter(torch.zeros(3)), extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
 class WritesWithoutATrace(nn.Linear):
     """Changes the state through `.data` and NumPy, where torch counts no write."""
 
@@ -723,6 +737,22 @@ CASES: dict[str, Case] = {
     "UpdatesItsOwn": Case(
         UpdatesItsOwn, {**UpdatesItsOwn().state_dict(), "head": torch.zeros(9)}, ("head",)
     ),
+    **{
+        f"Keeps {kind}": Case(
+            lambda: nn.Sequential(nn.Linear(2, 2), Keeps()),
+            nn.Sequential(nn.Linear(2, 2), Keeps(extra)).state_dict(),
+        )
+        for kind, extra in {
+            "a dict": {"step": 3, "name": "x", "deep": {"rate": 0.5}},
+            "a tensor": torch.arange(4.0),
+            "tensors": {"scale": torch.ones(2), "amax": {"history": torch.zeros(3)}},
+            "a number": 17,
+            "a text": "text",
+            "nothing": None,
+            "odd keys": {"l": [1, torch.arange(3)], "a.b": {0: torch.ones(1), "x": (2, {})}},
+            "lists": [torch.ones(1), {"k": [torch.zeros(2)]}],
+        }.items()
+    },
     "Versioned": Case(lambda: nn.Sequential(Versioned()), _of_version_1()),
     "Versioned of today": Case(lambda: nn.Sequential(Versioned()), _of_today()),
     "Versioned without a version": Case(lambda: nn.Sequential(Versioned()), {**_of_today()}),
@@ -771,7 +801,7 @@ CASES: dict[str, Case] = {
 def look(model: nn.Module) -> list[Any]:
     """Values and dtypes, ties, and what the code has noted."""
     tensors = tensors_of(model)
-    noted = ("seen", "calls", "channels", "total", "derived")
+    noted = ("seen", "calls", "channels", "total", "derived", "extra")
     facts = [
         (name, key, value)
         for name, module in model.named_modules()
@@ -809,8 +839,8 @@ def test_a_model_ends_as_in_torch(
     case = CASES[kind]
     if not all(isinstance(value, torch.Tensor) for value in case.state.values()):
         door = door.replace("safetensors", "pt")
-    if kind.startswith(("a hook writes", "Versioned")) and door != "memory":
-        door = "pt"  # others store neither shared memory nor versions
+    if kind.startswith(("a hook writes", "Versioned", "Keeps")) and door != "memory":
+        door = "pt"  # others store neither shared memory nor versions nor each kind of key
     # What only a constructor gives a value is not in a model that is made on meta.
     lacks = case.lacks or not case.on_meta or kind == "StatedFilled"
     if case.on_meta is None or (start == "meta" and lacks):

@@ -31,52 +31,6 @@ def write(state: Any, folder: Path, name: str = "model.pt") -> Path:
 # -- extra state ------------------------------------------------------------------------------
 
 
-class Extra(nn.Module):
-    """A parameter and a state of any kind."""
-
-    def __init__(self, state: Any = None) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3))
-        self.state = state
-
-    def get_extra_state(self) -> Any:
-        return self.state
-
-    def set_extra_state(self, state: Any) -> None:
-        self.state = state
-
-
-@live_or_not
-@pytest.mark.parametrize("nested", [False, True], ids=["root", "nested"])
-@pytest.mark.parametrize(
-    "state",
-    [
-        {"step": 3, "name": "x", "deep": {"rate": 0.5}},
-        torch.arange(4.0),
-        {"scale": torch.ones(2), "amax": {"history": torch.zeros(3)}},
-        17,
-        "text",
-        None,
-        {"l": [1, torch.arange(3)], "a.b": {0: torch.ones(1), "x": (2, "s", {})}, 5: None},
-        [torch.ones(1), {"k": [torch.zeros(2)]}],
-    ],
-    ids=["dict", "tensor", "tensors", "number", "text", "none", "keys", "lists"],
-)
-def test_extra_state_arrives_as_it_was_saved(
-    state: Any, nested: bool, live: bool, tmp_path: Path
-) -> None:
-    """A dict, a tensor, a dict of tensors, or plain data: whatever get_extra_state returned."""
-    wanted: Any = Extra(state)
-    factory: Callable[[], nn.Module] = Extra
-    if nested:
-        wanted = nn.Sequential(nn.Linear(2, 2), wanted)
-        factory = lambda: nn.Sequential(nn.Linear(2, 2), Extra())  # noqa: E731
-    model = target(factory, live)
-    torchlift.load(model, write(wanted.state_dict(), tmp_path))
-    found = (model[1] if nested else model).state
-    assert plain(found) == plain(state)
-
-
 def plain(value: Any) -> Any:
     """Tensors as lists with their dtype, so that states can be compared by ==."""
     if isinstance(value, torch.Tensor):
@@ -292,30 +246,6 @@ def test_a_hook_of_the_root_sees_and_changes_the_whole_dict(tmp_path: Path) -> N
 
 
 # -- post-hooks -------------------------------------------------------------------------------
-
-
-@live_or_not
-def test_a_post_hook_excuses_missing_and_unexpected_keys(live: bool, tmp_path: Path) -> None:
-    """What it removes from the lists is no error, and the missing tensor is made."""
-
-    def excuse(module: nn.Module, keys: Any) -> None:
-        keys.missing_keys[:] = [key for key in keys.missing_keys if not key.endswith("bias")]
-        keys.unexpected_keys.clear()
-
-    def factory() -> nn.Module:
-        model = nn.Sequential(nn.Linear(2, 2))
-        model.register_load_state_dict_post_hook(excuse)
-        return model
-
-    path = write({"0.weight": torch.ones(2, 2), "stale": torch.ones(1)}, tmp_path)
-    model = target(factory, live)
-    report = torchlift.load(model, path)
-    assert (model[0].weight == 1).all()
-    assert not model[0].bias.is_meta
-    assert report.missing_keys == report.unexpected_keys == []
-    model._load_state_dict_post_hooks.clear()
-    with pytest.raises(torchlift.MismatchError, match=r"missing \(1\): 0.bias\n  unexpected"):
-        torchlift.load(model, path)
 
 
 def test_a_post_hook_that_returns_something_is_refused(tmp_path: Path) -> None:

@@ -17,13 +17,6 @@ from torchlift._plan.suggest import suggest_rename
 from torchlift.errors import MismatchError
 
 
-def test_renaming_maps_keys_and_drops_those_that_become_none():
-    """A rename that returns None leaves the key out."""
-    names = rename_keys(["x.a", "x.b", "y"], lambda key: key[2:] or None, "f")
-    assert names == {"x.a": "a", "x.b": "b"}
-    assert rename_keys(["p", "q"], None, "f") == {"p": "p", "q": "q"}
-
-
 def test_renaming_two_keys_to_one_name_is_an_error():
     """A collision names the file, both keys and the way out."""
     with pytest.raises(MismatchError) as caught:

@@ -8,10 +8,8 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from subprocess import PIPE
-from typing import Any
 
 import pytest
 from forked import Forked
@@ -111,36 +109,6 @@ def test_ctrl_c_ends_a_wait_and_the_next_save_works(save: Save, tmp_path: Path) 
     save(3, folder)
     assert number_of(folder) == 3
     assert not parts(folder)
-
-
-@pytest.mark.parametrize("save", SAVES)
-def test_a_second_interrupt_while_a_save_is_undone_leaves_no_lock(
-    save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A notebook keeps the traceback, and with it everything that the save had."""
-    folder, kept = tmp_path / "run", list[BaseException]()
-    save(1, folder)
-
-    def interrupt(*_: object) -> Any:
-        raise KeyboardInterrupt
-
-    for at in ("_replace_head", "_choose_names"):
-        with monkeypatch.context() as patch:
-            patch.setattr(write.AtomicSet, at, interrupt)
-            patch.setattr(write.AtomicSet, "close", interrupt)
-            patch.setattr(write.LockedFile, "close", interrupt)
-            patch.setattr(write.AtomicFile, "close", interrupt)
-            try:
-                torchlift.save(state_of(2), folder / INDEX, max_shard_size=40)
-            except (KeyboardInterrupt, CheckpointError) as error:
-                kept.append(error)
-        own = os.open(folder, os.O_RDONLY)
-        flock(own, LOCK_EX | LOCK_NB)
-        os.close(own)
-        save(3, folder)
-        assert number_of(folder) == 3
-        assert not parts(folder)
-    kept.clear()
 
 
 def test_threads_that_save_to_one_folder_take_turns(tmp_path: Path) -> None:

@@ -169,36 +169,6 @@ def test_a_file_of_another_writer_is_never_overwritten(
     assert (tmp_path / "x").read_bytes() == b"theirs"
 
 
-def test_neighbours_are_written_by_one_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of at most 128 KiB, or until one is not next to the others; a large one goes alone."""
-    calls: list[tuple[int, int]] = []
-    pwrite = os.pwrite
-
-    def noting(descriptor: int, data: bytes, offset: int) -> int:
-        calls.append((offset, len(data)))
-        return pwrite(descriptor, data, offset)
-
-    monkeypatch.setattr(os, "pwrite", noting)
-    with open(tmp_path / "x", "w+b") as file:
-        to = Runs(file.fileno())
-        to.add(0, b"ab")
-        to.add(2, bytearray(b"c"))
-        assert to.write(4, memoryview(b"e"), None) == 0
-        assert to.write(5, memoryview(b"fgh"), crc32(b"e")) == crc32(b"efgh")
-        to.add(10, b"d")
-        large = memoryview(b"z" * (128 << 10))
-        assert to.write(11, large, None) == 0
-        to.add(11 + (128 << 10), b"y")
-        assert calls == [(0, 3), (4, 4), (11, 128 << 10), (10, 1)]
-        to.flush()
-        to.flush()
-        assert calls[4:] == [(11 + (128 << 10), 1)]
-        assert to.nbytes == (128 << 10) + 9
-    assert (tmp_path / "x").read_bytes()[:12] == b"abc\0efgh\0\0dz"
-
-
 def test_a_large_run_is_written_and_added_to_its_checksum(tmp_path: Path) -> None:
     """A thread adds a large run to the checksum while the run is written."""
     data = random.Random(0).randbytes((2 << 20) + 1)
