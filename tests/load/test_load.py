@@ -17,7 +17,6 @@ from safetensors.torch import save_file
 from small_models import (
     Holder,
     Mixed,
-    Scalar,
     Two,
     assert_holds,
     dense,
@@ -417,22 +416,6 @@ def test_only_a_scalar_fits_another_number_of_dimensions(has, stored):
     with pytest.raises(MismatchError) as caught:
         torchlift.load(Holder({"a": torch.zeros(has)}), {"a": torch.ones(stored)})
     assert caught.value.mismatched == {"a": (has, stored)}
-
-
-@pairwise(mode=MODES, source=["mmap", "read"], dtype=[None, torch.float64])
-def test_a_scalar_that_was_saved_with_one_dimension_has_none(tmp_path, kind, mode, source, dtype):
-    """The model's shape is kept, as `load_state_dict` keeps it."""
-    model = build(kind, Scalar)
-    if mode == "copy" and kind == "live":
-        dtype = None
-    options = {"mode": mode, "source": source, "dtype": dtype}
-    torchlift.load(model, saved({"a": torch.tensor([3.0])}, tmp_path), **options)
-    assert model.a.shape == ()
-    assert model.a == 3
-    torchlift.load(
-        model, saved({"a": torch.tensor([4.0])}, tmp_path), transform=lambda key, value: value
-    )
-    assert (model.a.shape, model.a.item()) == ((), 4)
 
 
 @pytest.mark.parametrize("mode", MODES)

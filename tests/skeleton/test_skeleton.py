@@ -8,7 +8,6 @@ import gc
 import pickle
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -403,41 +402,6 @@ def test_values_that_torch_has_loaded_stay() -> None:
         model.load_state_dict(trained.state_dict(), assign=True)
         way(model)
         assert model.running_mean.eq(5).all()
-
-
-BACKBONE = nn.Linear(2, 2)
-
-
-class OnBackbone(nn.Module):
-    """Has a live layer of its file."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone, self.head = BACKBONE, nn.Linear(2, 2)
-
-
-class OnOptions(nn.Module):
-    """Has a live layer of its options."""
-
-    def __init__(self, options: Any) -> None:
-        super().__init__()
-        self.backbone, self.head = options.backbone, nn.Linear(2, 2)
-
-
-@pytest.mark.parametrize("way", ["global", "options", "parameter"])
-def test_a_live_layer_that_a_class_refers_to_stays_live(way: str) -> None:
-    """The factory runs once, and its other layers are real, too."""
-    live, before = BACKBONE, BACKBONE.weight.detach().clone()
-    model: Any
-    if way == "global":
-        model = torchlift.skeleton(OnBackbone)
-    elif way == "options":
-        model = torchlift.skeleton(OnOptions, SimpleNamespace(backbone=live))
-    else:
-        model = torchlift.skeleton(lambda weight: nn.ParameterList([weight]), live.weight)
-    assert torchlift.materialize(model) == []
-    assert torch.equal(live.weight, before)
-    assert way == "parameter" or not model.head.weight.is_meta
 
 
 class Tuned(nn.Module):

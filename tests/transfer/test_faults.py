@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import weakref
@@ -294,49 +293,3 @@ def test_threads_that_load_the_same_file_get_the_same_model(tmp_path, source, sh
     with torch.no_grad():
         models[0].scale.zero_()
     assert_holds(models[1], state)
-
-
-FORKED = """
-import hashlib, os, sys, torch, torchlift
-path = sys.argv[1]
-
-def digest(**options):
-    model = torchlift.skeleton(torch.nn.Linear, 700, 600)
-    torchlift.load(model, ckpt, **options)
-    with torch.no_grad():
-        found = hashlib.sha256(bytes(model.weight.float().view(torch.uint8).flatten().tolist()))
-        model.weight.zero_()
-    return found.hexdigest()
-
-ckpt = torchlift.open(path)
-held = ckpt["weight"][0, :3].tolist()
-ways = [{"source": "mmap"}, {"source": "read"}, {"source": "read", "dtype": torch.float64}]
-children = []
-for number in range(4):
-    end, other = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.write(other, digest(**ways[number % 3]).encode())
-        os._exit(0)
-    os.close(other)
-    children.append((child, end))
-mine = digest()
-theirs = [os.read(end, 64).decode() for _, end in children]
-codes = [os.waitpid(child, 0)[1] for child, _ in children]
-print(set(theirs) == {mine}, codes, ckpt["weight"][0, :3].tolist() == held)
-"""
-
-
-def test_forked_processes_that_load_the_same_file_get_the_same_model(tmp_path):
-    """A checkpoint that was opened before the fork is good in every child and in the parent."""
-    path = saved(nn.Linear(700, 600).state_dict(), tmp_path)
-    source = str(Path(torchlift.__file__).parents[1])
-    found = subprocess.run(
-        [sys.executable, "-c", FORKED, str(path)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": source},
-        check=False,
-    )
-    assert found.stdout.strip() == "True [0, 0, 0, 0] True", found.stderr
