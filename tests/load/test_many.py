@@ -172,15 +172,6 @@ def test_a_load_that_fails_late_leaves_all_of_them_on_meta(tmp_path: Path) -> No
     assert torchlift.materialize(model) == []
 
 
-def test_records_come_in_the_order_of_the_file_however_they_were_asked_for(tmp_path: Path) -> None:
-    """And each is one object."""
-    ckpt = torchlift.open(saved(20, tmp_path))
-    last = ckpt.entries["19"]
-    assert [key for key, _ in ckpt.entries.items()] == [str(number) for number in range(20)]
-    assert [entry.key for entry in ckpt.entries.values()] == list(ckpt.entries)
-    assert ckpt.entries["19"] is last is list(ckpt.entries.values())[-1]
-
-
 def test_a_report_keeps_no_model(tmp_path: Path) -> None:
     """It can be copied. The model goes without a collection, because nothing is in a cycle."""
     model = Many(3)

@@ -280,23 +280,6 @@ def lazy() -> nn.Module:
     return nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Linear(4, 2))
 
 
-def shaped() -> nn.Module:
-    """The same with their shapes known."""
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-
-
-@live_or_not
-@pytest.mark.parametrize("mode", ["assign", "swap", "auto"])
-def test_lazy_modules_have_the_strides_of_torch(live: bool, mode: Any, tmp_path: Path) -> None:
-    """Row-major, or those of the file if they are assigned."""
-    model, path = target(lazy, live), tmp_path / "x.pt"
-    torch.save({**scrambled(shaped()).state_dict(), "0.weight": torch.rand(3, 4).T}, path)
-    torchlift.load(model, path, mode=mode)
-    (right := lazy()).load_state_dict(torch.load(path), assign=mode == "assign")
-    assert model[0].weight.stride() == right[0].weight.stride()
-    assert torch.equal(model[0].weight, right[0].weight)
-
-
 @live_or_not
 def test_lazy_modules_without_values_stay_lazy(live: bool, tmp_path: Path) -> None:
     """strict=False leaves them to their first input, on the CPU."""

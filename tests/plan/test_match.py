@@ -17,22 +17,6 @@ from torchlift._plan.suggest import suggest_rename
 from torchlift.errors import MismatchError
 
 
-def test_renaming_two_keys_to_one_name_is_an_error():
-    """A collision names the file, both keys and the way out."""
-    with pytest.raises(MismatchError) as caught:
-        rename_keys(["a.w", "b.w"], lambda key: key[2:], "f.pt")
-    assert str(caught.value) == (
-        "f.pt: 'a.w': rename gives two keys one name, 'w'; found b.w. "
-        "Return None for the key to drop."
-    )
-
-
-def test_renaming_to_something_that_is_no_name_is_a_type_error():
-    """A callable that returns something else than text is the caller's mistake."""
-    with pytest.raises(TypeError, match=r"rename\('a'\) returned 3, which is neither str nor None"):
-        rename_keys(["a"], lambda key: 3, "f")
-
-
 @pytest.mark.parametrize(
     ("missing", "unexpected"),
     [

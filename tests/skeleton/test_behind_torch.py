@@ -259,18 +259,3 @@ def test_a_constructor_may_quantise(factory: Any) -> None:
     torchlift.materialize(model)
     for name, tensor in all_tensors(wanted).items():
         assert torch.equal(all_tensors(model)[name], tensor), name
-
-
-@of_quantised
-def test_the_ways_out_of_quantising_work() -> None:
-    """A loaded skeleton is quantised afterwards; a quantised model is loaded."""
-    float_model = nn.Sequential(nn.Linear(4, 3))
-    model = torchlift.skeleton(lambda: nn.Sequential(nn.Linear(4, 3)))
-    torchlift.load(model, float_model.state_dict())
-    quantise = torch.ao.quantization.quantize_dynamic
-    quantised, wanted = quantise(model, {nn.Linear}), quantise(float_model, {nn.Linear})
-    given = torch.rand(2, 4)
-    assert torch.equal(quantised(given), wanted(given))
-    built = quantised_by_tensor()
-    torchlift.load(built, {"weight": torch.ones(2, 2)}, strict=False, allow_missing=["bias", "q"])
-    assert built.weight.tolist() == [[1, 1], [1, 1]]
