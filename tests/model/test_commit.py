@@ -156,3 +156,19 @@ def test_an_undo_that_no_error_asked_for_says_what_is_in_doubt():
     commit.when_undone(lambda: other.set_extra_state(True), "the extra state of Stubborn")
     with pytest.raises(PlacementError, match=r"not be put back as before: .*of Stubborn: LookupE"):
         commit.undo()
+
+
+def test_a_meta_tensor_that_was_filled_is_on_meta_again_after_an_error():
+    """The exchange of content is exchanged back."""
+    model = Two().to("meta")
+    before = state_of(model)
+
+    def fail() -> None:
+        with Commit() as commit:
+            commit.swap(group_of(model, "a"), torch.ones(2, 3))
+            assert not model.a.is_meta
+            raise Sentinel
+
+    with pytest.raises(Sentinel):
+        fail()
+    assert state_of(model) == before

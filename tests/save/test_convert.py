@@ -747,3 +747,18 @@ def test_a_transform_may_return_a_conjugate_view(tmp_path: Path) -> None:
         tmp_path / "x.pt", tmp_path / "x.safetensors", transform=lambda key, t: t.conj()
     )
     assert torch.equal(load_file(tmp_path / "x.safetensors")["w"], number.conj())
+
+
+def test_blocks_of_gguf_are_computed_and_cast(tmp_path: Path) -> None:
+    """The values that the blocks stand for."""
+    import gguf
+
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
+    blocks = gguf.quants.quantize(np.ones((2, 32), np.float32), gguf.GGMLQuantizationType.Q8_0)
+    writer.add_tensor("q", blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    torchlift.convert(tmp_path / "x.gguf", tmp_path / "g.safetensors", dtype="bfloat16")
+    assert torch.equal(load_file(tmp_path / "g.safetensors")["q"], torch.ones(2, 32).bfloat16())

@@ -6,6 +6,7 @@ import os
 import random
 import stat
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from zlib import crc32
 
 import pytest
@@ -177,3 +178,23 @@ def test_a_large_run_is_written_and_added_to_its_checksum(tmp_path: Path) -> Non
         assert to.write(0, memoryview(data), 0) == crc32(data)
         assert to.write(len(data), memoryview(data), crc32(data)) == crc32(data * 2)
     assert (tmp_path / "x").read_bytes() == data * 2
+
+
+def test_a_folder_one_may_not_write_to_and_a_folder_in_the_way_are_errors() -> None:
+    """Before anything is written."""
+    with TemporaryDirectory(dir="/tmp") as name:
+        folder = Path(name, "folder")
+        folder.mkdir()
+        with pytest.raises(IsADirectoryError):
+            AtomicFile(str(folder))
+        os.chmod(name, 0o755)
+        folder.chmod(0o555)
+        user = os.geteuid()
+        if user == 0:  # who may do everything; nobody may not
+            os.seteuid(65534)
+        try:
+            with pytest.raises(PermissionError):
+                AtomicFile(str(folder / "x"))
+        finally:
+            os.seteuid(user)
+        assert os.listdir(folder) == []
